@@ -3,7 +3,7 @@
 #
 #   docker/install.sh ROLE FOLDER
 #
-# client   what a robot needs: numpy, pyzmq, protobuf
+# client   what a robot needs: numpy, protobuf
 # onnx     a server without torch, for folders of `sinew export`
 # cpu      all engines but cuda; TORCH_INDEX names an index of CPU builds of torch, which are 2.5 GB smaller to download
 # cuda     all engines, torch with CUDA as package indexes have it

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 from sinew import machine
 
 if TYPE_CHECKING:
+    from sinew_client.policy import connect
+
     from sinew.policy import Policy, load
 
 machine.limit_spinning()  # here, because torch's OpenMP runtime reads the environment when it is loaded
 
 __version__ = "0.1.0"
-__all__ = ["Policy", "__version__", "load"]
+__all__ = ["Policy", "__version__", "connect", "load"]
 
 
 def __dir__() -> list[str]:
@@ -25,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from sinew import policy
 
         return getattr(policy, name)
+    if name == "connect":
+        from sinew_client.policy import connect
+
+        return connect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

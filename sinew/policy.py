@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinew_client.policy import Limit, OpenPolicy
 
 from sinew import hints
 from sinew.bundle import Bundle
@@ -50,7 +51,7 @@ def open_bundle(path: str | Path) -> Bundle:
     return Bundle(found / EXPORTED if found.is_dir() else found)
 
 
-class Policy:
+class Policy(OpenPolicy):
     """A loaded policy. ``infer`` is serialised by a lock; everything else may be called from any thread.
 
     device: "cpu", "cuda:N"; None or "auto" takes a GPU where PyTorch has one.
@@ -101,7 +102,7 @@ class Policy:
         )
         self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
         self.processor = Processor(self.manifest, allow_missing_cameras=allow_missing_cameras)
-        self.engine: Engine = BACKENDS[self.engine_name].open(bundle, self.choice.options)
+        self._engine: Engine | None = BACKENDS[self.engine_name].open(bundle, self.choice.options)
         self.facts = self.engine.facts
         self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None
@@ -134,6 +135,14 @@ class Policy:
             "unstreamed": self.facts.unshared,
             "lm_head": self.manifest.config.get("lm_head", ""),
         }
+
+    @property
+    def engine(self) -> Engine:
+        """What computes. Raises :class:`ClosedError` after :meth:`close`."""
+        if self._engine is None:
+            self._refuse_closed()
+        assert self._engine is not None
+        return self._engine
 
     @property
     def device(self) -> str:
@@ -192,21 +201,30 @@ class Policy:
         self.processor.check(observation)
 
     def infer(
-        self, observation: Observation | Mapping[str, Any], *, cancel: threading.Event | None = None
+        self,
+        observation: Observation | Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        cancel: threading.Event | None = None,
     ) -> ActionChunk:
         """One action chunk, float32 [H, action_dim] in world units.
 
         observation: also with PIL images, torch tensors, or LeRobot's flat keys (:mod:`sinew.processing.given`).
-        Raises :class:`ObservationError` for a bad observation, :class:`CancelledError` between two stages
-        once ``cancel`` is set, and :class:`BundleError` when a file of weights was changed in place.
+        Raises :class:`ObservationError` for a bad observation, between two stages :class:`CancelledError` once
+        ``cancel`` is set and RequestTimeout after ``timeout`` seconds, :class:`BundleError` when a file of weights was
+        changed in place, and ClosedError after :meth:`close`.
         """
-        return self.run(self.prepare(observation), cancel=cancel)
+        if timeout is None:
+            return self.run(self.prepare(observation), cancel=cancel)
+        with Limit(timeout, cancel) as limit:
+            return self.run(self.prepare(observation), cancel=limit)
 
     def prepare(self, observation: Observation | Mapping[str, Any]) -> Prepared:
         """The first half of :meth:`infer`, which needs no lock: check, tokenise, normalise, resize.
 
         A server does it while another observation is computed. Raises :class:`ObservationError`.
         """
+        self._refuse_closed()
         observation = given.observation(observation, self.spec)
         self._check_guided(observation)
         return self.processor.prepare(observation, pixels=not self.facts.takes_frames)
@@ -301,8 +319,10 @@ class Policy:
         """Return why this policy computes observations one at a time, "" if it can compute several at once."""
         return self.facts.unbatched
 
-    def reset(self, session: str = "") -> None:
-        """Do nothing: no answer depends on those before it."""
+    def _release(self) -> None:
+        """Let go of engine and weights, after the inference that runs."""
+        with self._lock:
+            self._engine = None
 
     def problem(self) -> str | None:
         """Return a sentence if a file of weights was written to or truncated since it was loaded, else None."""

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout is enough
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "packages" / "sinew-client" / "src"))
 
 from sinew.engine.cuda.kernels import KERNELS
 from sinew.engine.cuda.kernels.lang import kernel, tl, triton, wait_for_input

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
 import shutil
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 
 from sinew import __version__, machine
 from sinew.checks.check import Check, gib
 from sinew.checks.loaded import bundle
-from sinew.core import DISTRIBUTION, SinewError, install
+from sinew.core import SinewError
+from sinew.extras import DISTRIBUTION, install
 
 __all__ = ["Check", "bundle", "installation"]
 
@@ -22,6 +26,7 @@ MINIMUM_PYTHON = (3, 11)
 MINIMUM_TORCH = (2, 11)
 MINIMUM_TEMPORARY_BYTES = 4 << 30  # a converted 450M-parameter policy in float32 is 1.8 GB
 ROUND_TRIPS = 200
+LOOPBACK_S = 2.0  # that one of them may take
 
 # module -> distribution, of the core dependencies besides torch
 PACKAGES = {
@@ -33,7 +38,6 @@ PACKAGES = {
     "safetensors": "safetensors",
     "sinew_client": "sinew-vla-client",
     "tokenizers": "tokenizers",
-    "zmq": "pyzmq",
 }
 
 # extra -> (modules it brings, what they enable)
@@ -249,32 +253,48 @@ def temporary_disk() -> Check:
 
 def loopback() -> Check:
     """Round trips of an observation's size over ZeroMQ on 127.0.0.1: what a server adds at the very least."""
-    import zmq
+    from sinew_client.errors import ConnectionLost
+    from sinew_client.link import Link
 
-    payload = bytes(2 * 224 * 224 * 3)
-    with zmq.Context() as context, context.socket(zmq.REP) as server, context.socket(zmq.REQ) as client:
-        for socket in (server, client):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVTIMEO, 2000)
-        port = server.bind_to_random_port("tcp://127.0.0.1")
-        client.connect(f"tcp://127.0.0.1:{port}")
-        samples = []
+    payload, samples = bytes(2 * 224 * 224 * 3), []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=_echo, args=(listening,), daemon=True).start()
         try:
-            for _ in range(ROUND_TRIPS):
-                started = time.perf_counter()
-                client.send(payload)
-                server.recv()
-                server.send(b"")
-                client.recv()
-                samples.append(time.perf_counter() - started)
-        except zmq.Again:
+            link = Link(listening.getsockname(), time.monotonic() + LOOPBACK_S)
+            try:
+                for _ in range(ROUND_TRIPS):
+                    started = time.perf_counter()
+                    if link.ask([payload], time.monotonic() + LOOPBACK_S) is None:
+                        raise ConnectionLost("no answer in time")
+                    samples.append(time.perf_counter() - started)
+            finally:
+                link.close()
+        except OSError:
             return Check(
                 "loopback", "fail", "no answer on 127.0.0.1 in 2 s", "check the firewall of this machine"
             )
     samples.sort()
     median, worst = samples[len(samples) // 2] * 1e3, samples[-1] * 1e3
-    detail = f"ZeroMQ {zmq.zmq_version()}, {len(payload) >> 10} KiB round trip: p50 {median:.2f} ms, max {worst:.2f} ms"
+    detail = f"ZeroMQ, {len(payload) >> 10} KiB round trip: p50 {median:.2f} ms, max {worst:.2f} ms"
     return Check("loopback", "ok", detail)
+
+
+def _echo(listening: socket.socket) -> None:
+    """Answer each request on the first connection with nothing."""
+    from sinew_client import zmtp
+
+    with contextlib.suppress(OSError, zmtp.ZmtpError), listening.accept()[0] as peer:
+        framing = zmtp.Framing(1 << 20)
+        peer.settimeout(LOOPBACK_S)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while True:
+            while framing.replies:
+                peer.sendall(framing.replies.pop(0))
+            if not (count := peer.recv_into(framing.room())):
+                return
+            framing.take(count)
+            while framing.next() is not None:
+                peer.sendall(zmtp.message([b"", b""]))
 
 
 def golden() -> list[Check]:

@@ -18,7 +18,8 @@ from rich.markup import escape
 from sinew import __version__, hints, progress
 from sinew.cli import settings, terminal
 from sinew.cli.status import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
-from sinew.core import MissingPackageError, SinewError, did_you_mean
+from sinew.core import SinewError, did_you_mean
+from sinew.extras import MissingPackageError
 
 VERBS = {
     "convert": "Turn an upstream checkpoint into one bundle file.",

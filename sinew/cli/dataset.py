@@ -11,7 +11,8 @@ from sinew_client.control.defaults import REPLAN
 from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Flag, Runs
-from sinew.core import MissingPackageError, SinewError
+from sinew.core import SinewError
+from sinew.extras import MissingPackageError
 
 
 def dataset(
@@ -98,16 +99,18 @@ def _of_episodes(
     cameras: Cameras,
     runs: Runs,
 ) -> dict[str, Any]:
+    from sinew_client.policy import is_address
+
     from sinew.cli.eval import default_env
     from sinew.cli.eval_variants import settled
     from sinew.eval.campaign import Player
     from sinew.eval.dataset.episodes import Recorded
     from sinew.eval.dataset.writer import DatasetWriter
     from sinew.eval.settings import Task, Variant, parse_replan
-    from sinew.sources import is_server, resolve
+    from sinew.sources import resolve
 
     task = Task(env or default_env(source, cameras))
-    target = source if source == "expert" or is_server(source) else str(resolve(source))
+    target = source if source == "expert" or is_address(source) else str(resolve(source))
     variant = settled(
         Variant(
             target, parse_replan(replan), dtype=runs.dtype, device=runs.device,

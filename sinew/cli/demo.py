@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 
 from sinew.cli import terminal
-from sinew.core import MissingPackageError
+from sinew.extras import MissingPackageError
 
 
 def demo(

@@ -19,20 +19,21 @@ from cyclopts import Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
+from sinew_client.policy import is_address
 
 from sinew import figures, machine
 from sinew.cli import status, terminal
 from sinew.cli.eval_variants import settled
 from sinew.cli.eval_variants import variants as variants_of
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
-from sinew.core import MissingPackageError, SinewError
+from sinew.core import SinewError
 from sinew.eval import suites
 from sinew.eval.policies import EXPERT
 from sinew.eval.report import stats
 from sinew.eval.report.gate import Gate, read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
-from sinew.sources import is_server
+from sinew.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
@@ -287,7 +288,7 @@ def _recording(text: str, workers: int | None, realtime: bool, stream: str | Non
 
 def default_env(target: str, cameras: Cameras) -> str:
     """The task to play where none was asked for."""
-    if target == EXPERT or is_server(target):
+    if target == EXPERT or is_address(target):
         return ENV
     try:
         from sinew.eval.fitting import task_of

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from sinew_client.control import choose
 from sinew_client.control.defaults import AUTO
+from sinew_client.policy import is_address
 
 from sinew.cli import terminal
 from sinew.core import SinewError
 from sinew.eval.policies import EXPERT, chosen, stated_motion
 from sinew.eval.settings import Task, Variant
 from sinew.eval.settings import sweep as parse_sweep
-from sinew.sources import is_server, resolve
+from sinew.sources import resolve
 
 
 def variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> list[Variant]:
@@ -33,7 +34,7 @@ def variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> l
         found.append(other)
     return [
         variant
-        if variant.target == EXPERT or is_server(variant.target)
+        if variant.target == EXPERT or is_address(variant.target)
         else replaced(variant, target=str(resolve(variant.target)))
         for variant in found
     ]

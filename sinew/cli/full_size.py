@@ -19,8 +19,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from sinew import machine
-from sinew.core import BundleError, MissingPackageError, SinewError
+from sinew.core import BundleError, SinewError
 from sinew.eval.server import serving
+from sinew.extras import MissingPackageError
 from sinew.registry import families
 
 if TYPE_CHECKING:

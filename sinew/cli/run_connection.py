@@ -10,6 +10,7 @@ from sinew_client import Client, ClientError
 from sinew_client.control import Assist, AssistRule, Servers, Settings, parse_assist
 from sinew_client.control.requester import Call
 from sinew_client.control.settings import LARGEST_CHUNK
+from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
 
 from sinew import progress
@@ -17,7 +18,6 @@ from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs
 from sinew.core import RTC, SinewError
 from sinew.keys import key_from_environment
-from sinew.sources import is_server
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -31,7 +31,7 @@ Connection = tuple[dict[str, Any], dict[str, Any], Callable[[], Call]]
 def open_connection(target: str, runs: Runs, split: str | None = None) -> Connection:
     """Return what the policy says about itself, what is said about what runs it, and what opens a connection to it.
     split: the server of the first half of a policy whose head runs here."""
-    if is_server(target):
+    if is_address(target):
         if split is not None:
             raise SinewError(
                 f"--split: expected the bundle here, whose head runs here, got the server {target}"
@@ -80,7 +80,7 @@ def assist_rule(target: str, address: str | None, when: str) -> AssistRule | Non
     """Return when the far policy is asked; None where there is none."""
     if address is None:
         return None
-    if is_server(target):
+    if is_address(target):
         raise SinewError(
             f"--assist: expected a policy here, which the far one assists, got the server {target}"
         )

@@ -29,6 +29,7 @@ from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.control.stream import Watching
 from sinew_client.errors import Refused
+from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.streams import StreamLink
 
@@ -48,7 +49,6 @@ from sinew.cli.stream_view import StreamView, report_table
 from sinew.core import SinewError
 from sinew.keys import key_from_environment
 from sinew.signals import handled
-from sinew.sources import is_server
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ def stream(
     gym:ENV, the episodes. Exit status 3: windows failed by errors, or the robot never got a command. docs/stream.md.
 
     Args:
-        target: address of a server (tcp://host:port), or what is loaded here: a bundle, a checkpoint, a name of the
-            hub.
+        target: address of a server (tcp://host:port), several with commas in between (the next one where one is gone),
+            or what is loaded here: a bundle, a checkpoint, a name of the hub.
         robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold, and sense where the state alone
             is cheaper; the current folder is searched first) or lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
@@ -190,10 +190,11 @@ def _most_nodes(policy: dict[str, Any], rate: float) -> int:
 
 def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Return what the policy says about itself, and what opens a stream to it."""
-    if is_server(target):
+    if is_address(target):
         if runs != RUNS:
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
-        with Client(target, timeout=10.0, api_key=key_from_environment()) as client:
+        addresses = target.split(",")
+        with Client(addresses, timeout=10.0, api_key=key_from_environment()) as client:
             served = client.metadata()
         if reason := served["server"].get("unstreamed"):
             raise SinewError(f"stream: {target}: {reason}")
@@ -205,7 +206,7 @@ def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable
                     " --set lm_head=true)"
                 )
             return StreamLink(
-                target, rate, session, api_key=key_from_environment(), options=options, max_rows=most
+                addresses, rate, session, api_key=key_from_environment(), options=options, max_rows=most
             )
 
         return served["policy"], remote

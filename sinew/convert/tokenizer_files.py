@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from sinew.convert.read.bpe import bpe_tokenizer, is_bpe
 from sinew.convert.read.files import read_json, read_text
 from sinew.convert.read.sentencepiece import tokenizer_json
-from sinew.core import ConvertError, install
+from sinew.core import ConvertError
+from sinew.extras import install
 from sinew.processing.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:

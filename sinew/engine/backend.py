@@ -15,8 +15,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinew.core import SinewError, install
+from sinew.core import SinewError
 from sinew.engine import proofs
+from sinew.extras import install
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

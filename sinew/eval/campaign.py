@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
-from sinew.eval.policies import EXPERT, EvalPolicy, InProcess, Remote, identity, open_policy
+from sinew.eval.policies import EXPERT, Asked, EvalPolicy, InProcess, Remote, identity, open_policy
 from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
 from sinew.eval.settings import Task, Variant
 from sinew.eval.sources import Costs
@@ -157,7 +157,7 @@ class Player:
 
     def _open(self, variant: Variant) -> EvalPolicy:
         if variant.target == EXPERT and hasattr(self.env.unwrapped, "expert"):
-            return self.env.unwrapped.expert()
+            return Asked(self.env.unwrapped.expert())
         policy = open_policy(variant, self.task.env)
         if isinstance(policy, (InProcess, Remote)) and hasattr(self.adapter, "fit"):
             self.adapter.fit(policy.served)

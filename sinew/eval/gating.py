@@ -8,10 +8,11 @@ from typing import Any
 from sinew_client.control import AS_IS
 
 from sinew import progress
-from sinew.core import MissingPackageError, SinewError
+from sinew.core import SinewError
 from sinew.engine.choose import Choice
 from sinew.eval.report.gate import Gate, read_gate
 from sinew.eval.settings import Latency, Task, Variant
+from sinew.extras import MissingPackageError
 from sinew.policy import open_bundle
 from sinew.processing import Processor
 

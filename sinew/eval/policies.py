@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -14,12 +13,14 @@ import numpy as np
 from sinew.core import SinewError
 from sinew.eval.settings import Variant
 from sinew.keys import key_from_environment
+from sinew.sim.experts import EXPERTS, Expert, open_expert
 
 if TYPE_CHECKING:
     import gymnasium
-    from sinew_client import ActionChunk
+    from sinew_client import ActionChunk, Policy
 
     from sinew.engine.choose import Choice
+    from sinew.policy import Policy as LoadedPolicy
 
 EXPERT = "expert"
 
@@ -41,8 +42,39 @@ class EvalPolicy(Protocol):
     def close(self) -> None: ...
 
 
-class InProcess:
-    """A bundle loaded here. Latency is the policy's own, preprocessing to world units."""
+class Asked:
+    """Any policy, as episodes ask it. ``policy``: itself; ``last``: the answer to the latest request; ``served``: what it
+    says about itself, as a server's metadata do.
+
+    Latency is the round trip of a server's answer, else the policy's own, preprocessing to world units.
+    """
+
+    def __init__(self, policy: Policy, solver_steps: int | None = None):
+        self.policy, self.solver_steps = policy, solver_steps
+        self.last: ActionChunk | None = None
+        spec = policy.spec
+        self.served: dict[str, Any] = spec.to_dict()
+        self.chunk_size, self.committed_rows = spec.chunk_size, spec.committed_rows
+        self.motion: Mapping[str, Any] | None = self.served["motion"]
+
+    def start(self, env: gymnasium.Env) -> None:
+        if isinstance(self.policy, Expert):
+            self.policy.start(env)
+        else:
+            self.policy.reset()
+
+    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
+        self.last = self.policy.infer({**observation, "seed": seed, "solver_steps": self.solver_steps})
+        return self.last.actions, self.last.round_trip_ms or self.last.timing.total_ms
+
+    def close(self) -> None:
+        self.policy.close()
+
+
+class InProcess(Asked):
+    """A bundle loaded here."""
+
+    policy: LoadedPolicy
 
     def __init__(
         self,
@@ -56,136 +88,28 @@ class InProcess:
     ):
         from sinew.policy import load
 
-        self.policy = load(bundle, device, dtype, engine, threads=threads, **options)
-        self.served: dict[str, Any] = self.policy.spec.to_dict()  # as a server says it
-        self.chunk_size, self.committed_rows = self.policy.spec.chunk_size, self.policy.spec.committed_rows
-        self.motion = self.served["motion"]
-        self.solver_steps = solver_steps
-        self.policy.warm_up()
-
-    def start(self, env: gymnasium.Env) -> None:
-        """Nothing: policies have no memory between chunks."""
-
-    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        request = {**observation, "seed": seed, "solver_steps": self.solver_steps}
-        chunk = self.policy.infer(request)
-        return chunk.actions, chunk.timing.total_ms
-
-    def close(self) -> None:
-        """Nothing to close."""
+        policy = load(bundle, device, dtype, engine, threads=threads, **options)
+        policy.warm_up()
+        super().__init__(policy, solver_steps)
 
 
-class Remote:
-    """A server. Latency is the round trip seen from here. ``last``: the answer to the latest request;
-    ``served``: what the server says about its policy; ``engine``: what runs it and why."""
-
-    last: ActionChunk | None = None
+class Remote(Asked):
+    """A server. ``engine``: what runs its policy, and why."""
 
     def __init__(self, address: str, solver_steps: int | None, timeout: float = 60.0):
         from sinew_client import Client
 
-        self.solver_steps = solver_steps
-        try:
-            self.client = Client(address, timeout=timeout, api_key=key_from_environment())
-            metadata = self.client.metadata()
-            self.served: dict[str, Any] = metadata["policy"]
-            self.engine: dict[str, Any] = metadata["server"]
-            self.chunk_size = int(self.served["chunk_size"])
-            self.committed_rows = int(self.served.get("committed_rows") or 0)
-            self.motion = self.served.get("motion")
-        except Exception as error:
-            raise _as_sinew(error) from error
-
-    def start(self, env: gymnasium.Env) -> None:
-        self.client.reset()
-
-    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        request = {**observation, "seed": seed, "solver_steps": self.solver_steps}
-        try:
-            chunk = self.client.infer(request)
-        except Exception as error:
-            raise _as_sinew(error) from error
-        self.last = chunk
-        return chunk.actions, chunk.round_trip_ms
-
-    def close(self) -> None:
-        self.client.close()
-
-
-class BlocksExpert:
-    """The scripted expert of the blocks task: one action per chunk, since it needs to see the state again."""
-
-    chunk_size = 1
-    committed_rows = 0
-    motion: Mapping[str, Any] | None = None
-
-    def start(self, env: gymnasium.Env) -> None:
-        self._env: Any = env.unwrapped
-
-    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        from sinew.sim import blocks_expert
-
-        begin = time.perf_counter()
-        actions = blocks_expert.act(self._env.world())[None]
-        return actions, 1e3 * (time.perf_counter() - begin)
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-class PenExpert:
-    """What somebody could know at the moment of the newest frame: the ceiling of every policy on this task."""
-
-    chunk_size = 24
-    committed_rows = 0
-    motion: Mapping[str, Any] | None = {"kind": "absolute"}
-
-    def start(self, env: gymnasium.Env) -> None:
-        self._env: Any = env.unwrapped
-
-    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        from sinew.sim import pen
-
-        begin = time.perf_counter()
-        fps, delay = self._env.camera_fps, self._env.camera_delay
-        frame = max(0, int(np.floor((self._env.time - delay) * fps + 1e-9))) / fps
-        actions = pen.expert_chunk(self._env.drop, frame, self.chunk_size)
-        return actions[:, None], 1e3 * (time.perf_counter() - begin)
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-class EggExpert:
-    """What somebody does who sees the newest frame and feels the present force: one action per chunk."""
-
-    chunk_size = 1
-    committed_rows = 0
-    motion: Mapping[str, Any] | None = None
-
-    def start(self, env: gymnasium.Env) -> None:
-        self._env: Any = env.unwrapped
-
-    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        from sinew.sim import egg
-
-        begin = time.perf_counter()
-        return egg.act(self._env)[None], 1e3 * (time.perf_counter() - begin)
-
-    def close(self) -> None:
-        """Nothing to close."""
+        client = Client(address, timeout=timeout, api_key=key_from_environment())
+        metadata = client.metadata()
+        self.engine: dict[str, Any] = metadata["server"]
+        super().__init__(client, solver_steps)
+        self.served = metadata["policy"]
 
 
 def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
     """The policy that a variant names; raises :class:`SinewError` for one that cannot be opened."""
     if variant.target == EXPERT:
-        if env_id.startswith("sinew/Blocks"):
-            return BlocksExpert()
-        if env_id.startswith("sinew/Pen"):
-            return PenExpert()
-        if env_id.startswith("sinew/Egg"):
-            return EggExpert()
-        raise SinewError(f"there is no scripted expert for {env_id}")
+        return Asked(open_expert(env_id))
     if "://" in variant.target:
         return Remote(variant.target, variant.solver_steps)
     from sinew.bundle.rename import parse_renames
@@ -229,7 +153,10 @@ def chosen(variant: Variant) -> Choice:
 def stated_motion(target: str, env_id: str) -> Mapping[str, Any] | None:
     """Return what a policy says that its actions are measured from, without loading it; None where it says nothing."""
     if target == EXPERT:
-        return PenExpert.motion if env_id.startswith("sinew/Pen") else None
+        return next(
+            (spec.to_dict()["motion"] for start, (spec, _) in EXPERTS.items() if env_id.startswith(start)),
+            None,
+        )
     if "://" in target:
         return identity(target)["motion"]
     from sinew.policy import open_bundle
@@ -248,11 +175,8 @@ def identity(target: str) -> dict[str, Any]:
     if "://" in target:
         from sinew_client import Client
 
-        try:
-            with Client(target, timeout=30.0, api_key=key_from_environment()) as client:
-                served = client.metadata()
-        except Exception as error:
-            raise _as_sinew(error) from error
+        with Client(target, timeout=30.0, api_key=key_from_environment()) as client:
+            served = client.metadata()
         server, policy = served["server"], served["policy"]
         text = f"{policy['name']} {policy['architecture']} {server['dtype']} {server['device']} {server['version']}"
         return {
@@ -271,10 +195,3 @@ def identity(target: str) -> dict[str, Any]:
             while block := file.read(1 << 20):
                 digest.update(block)
     return {"kind": "bundle", "id": digest.hexdigest()}
-
-
-def _as_sinew(error: Exception) -> Exception:
-    """Client errors are things a user can mend; anything else is a fault here and stays as it is."""
-    from sinew_client import ClientError
-
-    return SinewError(str(error)) if isinstance(error, ClientError) else error

@@ -106,7 +106,7 @@ def continuation(
     given = np.asarray(observation.previous, np.float64)[: spec.chunk_size]
     rows, delay = spec.noise_shape[0], int(observation.delay or 0)
     end = min(spec.chunk_size - int(observation.horizon or 0), len(given))
-    # Here and not above: the client wants zmq and protobuf, which a machine that only measures models need not have.
+    # Here and not above: the robot's controller wants protobuf, which a machine that only measures need not have.
     from sinew_client.control.blend import guidance_weights, ramp_strength
 
     if kind == "ramp":

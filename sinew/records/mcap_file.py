@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import MissingPackageError, SinewError, VectorSpec
+from sinew.core import SinewError, VectorSpec
+from sinew.extras import MissingPackageError
 from sinew.records.recorder import Record
 
 MAX_TOPICS = 1000  # a recording has one for each camera, and three; the format ends at 65,535

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinew_client.policy import Limit, OpenPolicy
 
 from sinew.bundle.schema import Manifest
 from sinew.core import (
@@ -50,7 +51,7 @@ class Answer:
     total_ms: float
 
 
-class Replay(ServedPolicy):
+class Replay(OpenPolicy, ServedPolicy):
     """The policy of a recording.
 
     manifest: of the bundle that was recorded, where it is at hand: names, units, checks of observations. Without
@@ -141,13 +142,15 @@ class Replay(ServedPolicy):
     def warm_up(self) -> None:
         """Do nothing."""
 
-    def reset(self, session: str) -> None:
+    def reset(self, session: str = "") -> None:
         """Begin the session's recording again: a new episode."""
+        self._refuse_closed()
         with self._lock:
             self._places.pop(session, None)
 
     def prepare(self, observation: Observation | Mapping[str, Any]) -> Observation:
         """Check an observation as the policy would. Raises :class:`ObservationError`."""
+        self._refuse_closed()
         if not isinstance(observation, Observation):
             observation = Observation.from_mapping(observation)
         if self._processor is not None:
@@ -167,9 +170,12 @@ class Replay(ServedPolicy):
             answer.actions.copy(), timing, answer.seed, prepared.session, prepared.time, warnings
         )
 
-    def infer(self, observation: Observation | Mapping[str, Any]) -> ActionChunk:
-        """Return the next chunk; :meth:`prepare` and :meth:`run`."""
-        return self.run(self.prepare(observation))
+    def infer(
+        self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
+    ) -> ActionChunk:
+        """Return the next chunk; :meth:`prepare` and :meth:`run`. Raises RequestTimeout after ``timeout`` seconds."""
+        with Limit(timeout) as limit:
+            return self.run(self.prepare(observation), cancel=limit)
 
     def _next(self, session: str) -> tuple[Answer, bool]:
         name = session if session in self.sessions else next(iter(self.sessions))

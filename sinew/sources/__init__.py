@@ -21,11 +21,6 @@ def embedded() -> dict[str, Path]:
     return {path.stem: path for path in sorted(ASSETS.glob("*.gguf"))}
 
 
-def is_server(source: str) -> bool:
-    """Return True for the address of a server, as ``tcp://host:port``."""
-    return "://" in source and not source.startswith("hf://")
-
-
 def resolve(source: str | Path) -> Path:
     """Return the bundle, or the folder of ``sinew export``, that holds the policy of ``source``.
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from sinew import progress, scratch
 from sinew.convert import CHECKPOINT_FILES
-from sinew.core import MissingPackageError, SinewError
+from sinew.core import SinewError
+from sinew.extras import MissingPackageError
 from sinew.sources.identity import sha256
 
 REFUSED = (401, 403, 404)  # it has none for us; with anything else it is ill, or something before it is

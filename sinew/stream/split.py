@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from sinew_client import Client, ClientError
+from sinew_client import Client
+from sinew_client.control.servers import PolicyCall
+from sinew_client.policy import OpenPolicy
 
 from sinew.core import ActionChunk, Observation, SinewError, Timing
 from sinew.engine.contexts import digest, unpack
@@ -36,36 +37,20 @@ class Trip:
 class SplitCalls:
     """Opens calls of a robot's controller to a policy in two places: what a Requester takes as ``connect``.
 
-    address: of the server's ``context.FORM``, as Client takes it. Raises ClientError for what a call meets.
+    address: of the server's ``context.FORM``, as Client takes it.
     """
 
     def __init__(self, policy: Policy, address: str, api_key: str = ""):
         self._policy, self._address, self._key = policy, address, api_key
         self._template = template_of(policy)  # takes seconds, and does not change with a connection
 
-    def __call__(self) -> SplitCall:
-        return SplitCall(self._policy, Client(self._address, api_key=self._key), self._template)
-
-
-class SplitCall:
-    """One connection: ``call(observation, seconds)`` returns actions float32 [H, action_dim]."""
-
-    def __init__(self, policy: Policy, client: Client, template: Any = None):
-        self._client = client
+    def __call__(self) -> PolicyCall:
+        client = Client(self._address, api_key=self._key)
         try:
-            self.policy = SplitPolicy(policy, client, template)
+            return PolicyCall(SplitPolicy(self._policy, client, self._template))
         except Exception:
             client.close()
             raise
-
-    def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
-        try:
-            return self.policy.infer(observation, limit).actions
-        except SinewError as error:
-            raise ClientError(str(error)) from error
-
-    def close(self) -> None:
-        self._client.close()
 
 
 def template_of(policy: Policy) -> tuple[Any, Any]:
@@ -78,15 +63,17 @@ def template_of(policy: Policy) -> tuple[Any, Any]:
     return Inputs.example(meta, shapes).read(meta), Inputs.example(meta, longer).read(meta)
 
 
-class SplitPolicy:
+class SplitPolicy(OpenPolicy):
     """policy: the bundle on this machine, on an engine of PyTorch. client: of a server's ``context.FORM``.
-    template: :func:`template_of` the policy, if it is there already.
+    template: :func:`template_of` the policy, if it is there already. whole: closing it closes the policy here, too;
+    the client it closes in any case.
 
     Raises SinewError for a server that has another policy, or sends no contexts.
     """
 
-    def __init__(self, policy: Policy, client: Client, template: Any = None):
-        self.policy, self._client = policy, client
+    def __init__(self, policy: Policy, client: Client, template: Any = None, *, whole: bool = False):
+        self.policy, self._client, self._whole = policy, client, whole
+        self.spec = policy.spec
         served = client.metadata()
         self.form = served["server"].get("context", "")
         if not self.form:
@@ -101,12 +88,23 @@ class SplitPolicy:
         self._template = template_of(policy) if template is None else template
         self.last: Trip | None = None
 
+    def reset(self, session: str = "") -> None:
+        """Tell the server that a new episode begins in ``session``."""
+        self._refuse_closed()
+        self._client.reset(session)
+
+    def _release(self) -> None:
+        self._client.close()
+        if self._whole:
+            self.policy.close()
+
     def infer(
-        self, observation: Observation | Mapping[str, Any], timeout: float | None = None
+        self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> ActionChunk:
         """Return the chunk: the context from the server, the solution from here. Raises what both may raise.
 
         timeout: seconds to wait for the server, the client's own if absent."""
+        self._refuse_closed()
         policy = self.policy
         found = given.observation(observation, policy.spec)
         prepared = policy.processor.prepare(found, pixels=False)

@@ -21,7 +21,8 @@ from sinew import progress
 from sinew.bundle import Bundle
 from sinew.cli import main, terminal
 from sinew.cli.infer import parse_vector
-from sinew.core import EXTRAS, MissingPackageError, ObservationError, SinewError, install
+from sinew.core import ObservationError, SinewError
+from sinew.extras import EXTRAS, MissingPackageError, install
 from sinew.perf.hardware import load_machines
 from sinew.serve.transport.listen import AddressError, Listen
 

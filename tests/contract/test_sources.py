@@ -378,15 +378,15 @@ class OfSocket(Case):
     def open(self, clock: Clock) -> Any:
         self.server, self._sent = Server(self.script), 0
         self.link = StreamLink(self.server.address, HZ)
-        assert self.link._socket.poll(1e3 * WAIT_S, zmq.POLLOUT)
+        assert self.link.wait_connected(WAIT_S)
         return Stream(self.link)
 
     def settle(self, loop: Loop) -> None:
         sent, self._sent = self.link.sent > self._sent, self.link.sent
         if not sent:
-            self.link._socket.poll(20, zmq.POLLOUT)  # nobody is there
+            self.link.wait_connected(0.02)  # nobody is there
         elif self.script.speaks.is_set():
-            until(lambda: self.link._socket.poll(10, zmq.POLLIN) or self.server.ended)
+            until(lambda: self.link.wait_window(0.01) or self.server.ended)
 
     def lose(self) -> None:
         self.server.close()

@@ -71,7 +71,7 @@ def image(kind: str) -> bytes:
     return buffer.getvalue()
 
 
-EXPECTED = (SinewError, zmtp.ZmtpError, protocol.ClientError)
+EXPECTED = (SinewError, zmtp.ZmtpError)
 
 
 def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:

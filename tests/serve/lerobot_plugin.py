@@ -38,6 +38,7 @@ from lerobot.policies.factory import (  # noqa: E402
     make_pre_post_processors,
 )
 from lerobot.utils.import_utils import register_third_party_plugins  # noqa: E402
+from sinew_client import PolicySpec  # noqa: E402
 
 
 def factory(file: str, *options: str) -> None:
@@ -52,7 +53,7 @@ def factory(file: str, *options: str) -> None:
         config = make_policy_config("sinew", **given)
         if spec is not None:
             module = importlib.import_module("lerobot_policy_sinew.modeling_sinew")
-            actions[str(index)] = np.array(module.rows_executed(config, spec))
+            actions[str(index)] = np.array(module.rows_executed(config, PolicySpec.from_dict(spec)))
             continue
         config.output_features = {"action": PolicyFeature(type=FeatureType.ACTION, shape=shape)}
         try:

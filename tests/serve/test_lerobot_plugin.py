@@ -116,7 +116,7 @@ def test_the_plugin_acts_as_the_direct_client(release: str, plugin: Path, tmp_pa
             {**address, "cameras": {"hand": "wrst"}},
             {**given, **address, "n_action_steps": 33},
             {**given, **address, "n_action_steps": 0},
-            {**address, "spec": {"name": "other", "chunk_size": 50, "n_action_steps": 10}},
+            {**address, "spec": {**SPEC, "name": "other", "chunk_size": 50, "n_action_steps": 10}},
         )
         done = lerobot(release, plugin, "factory", tmp_path / "seen.npz", *map(json.dumps, wanted))
         assert done.returncode == 0, done.stderr[-3000:]
@@ -155,7 +155,11 @@ def test_what_an_episode_is_begun_with(release: str, plugin: Path) -> None:
 
 
 SPEC = {
+    "architecture": "puppet",
     "name": "puppet",
+    "noise_dim": 0,
+    "solver_steps": 1,
+    "max_prompt_tokens": 8,
     "cameras": [{"name": "front", "height": 8, "width": 8}],
     "state": {"dim": 2},
     "action": {"dim": 2},
@@ -206,13 +210,13 @@ def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, t
     found = json.loads(done.stdout.splitlines()[-1])
     told, chunks, frames, folder = found[:7], found[7:11], found[11:16], found[16]
     assert [each.partition(", got ")[0] for each in told] == [
-        f"ValueError: policy: expected of the server's metadata {what}"
+        f"ClientError: policy{what}"
         for what in (
-            *["a map, the policy"] * 2,
-            "chunk_size, a whole number above 0",
-            "action.dim, a whole number above 0",
-            "cameras, a list of maps with a name",
-            *["n_action_steps, a whole number from 0 to 20"] * 2,
+            *[": expected a map"] * 2,
+            ".chunk_size: expected 1 or more",
+            ".action.dim: expected a whole number",
+            ".cameras[0]: expected a map",
+            *[".n_action_steps: expected 0 to 20"] * 2,
         )
     ]
     assert chunks == [f"{CHUNK}{shape}" for shape in ("[20, 3]", "[20, 1]", "[1, 2]", "[21, 2]")]

@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from sinew.cli import main
-from sinew.core import MissingPackageError, VectorSpec
+from sinew.core import VectorSpec
+from sinew.extras import MissingPackageError
 from sinew.records.mcap_file import write_mcap
 from sinew.records.recorder import read_records
 from tests.serve.test_replay import FRAMES, chunk_of, record

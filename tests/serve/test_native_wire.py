@@ -146,11 +146,11 @@ def test_client_refuses_what_it_cannot_send():
         ({"state": [[1, 2, 3]]}, "state: expected 1 dimension"),
         ({"state": "abc"}, "state: expected numbers"),
         ({"state": None}, "state: expected a value"),
-        ({"seed": -1}, "seed: -1"),
+        ({"seed": -1}, r"seed: .* got -1$"),
         ({"seed": 1 << 64}, "seed: "),
-        ({"prompt": 3}, "prompt: 3"),
+        ({"prompt": 3}, r"prompt: .* got 3$"),
         ({"tokens": [0.5]}, "tokens: expected integers"),
-        ({"task": "x"}, "task: unknown key"),
+        ({"task": "x"}, "task: expected one of .* got an unknown key"),
     ):
         with pytest.raises(sinew_client.InvalidObservation, match=text):
             protocol.encode_infer(observation(**changes), 1)
@@ -212,7 +212,7 @@ def test_native_reply():
     np.testing.assert_array_equal(got.actions, chunk.actions)
     assert got.actions.dtype == np.float32
     assert (got.seed, got.session, got.time) == (0, "arm-1", 1.5)
-    assert got.timing == protocol.Timing(1, 2, 3, (4, 5), 6, 21, 7, 22)
+    assert got.timing == Timing(1, 2, 3, (4, 5), 6, 21, 7, 22)
     assert got.timing.head_ms == 9
     without = WIRE.encode(Header(request_id=3, native=True), [ActionChunk(chunk.actions)], 1.0)
     assert protocol.decode_chunk(protocol.decode_reply(without, 3)).seed is None

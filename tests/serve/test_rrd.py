@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from sinew.cli import main
-from sinew.core import ActionChunk, MissingPackageError, Observation, SinewError, Timing, VectorSpec
+from sinew.core import ActionChunk, Observation, SinewError, Timing, VectorSpec
+from sinew.extras import MissingPackageError
 from sinew.records.recorder import Record, read_records
 from sinew.records.rerun_log import target_of
 from sinew.records.rerun_records import MAX_SESSIONS, OTHERS, RerunRecorder, write_rrd

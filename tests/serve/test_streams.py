@@ -160,9 +160,10 @@ def test_a_connection_that_breaks_ends_its_streams(policy: Policy) -> None:
             for name, _ in KEEPALIVE
             if hasattr(socket, name)
         }
-        link._socket.close(linger=0)
+        assert link._link is not None
+        link._link.shut()
         until(lambda: not len(server.streams))
-        link._context.term()
+        link.close()
     # One that lost power or network says nothing: the system finds it.
     assert alive == {name: value for name, value in KEEPALIVE if name in alive}
 

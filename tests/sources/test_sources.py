@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sinew_client.policy import is_address
 
 from sinew import progress
 from sinew.bundle import Bundle
@@ -24,7 +25,7 @@ from sinew.cli import main
 from sinew.convert.conversion import Conversion
 from sinew.core import BundleError, ConvertError, SinewError
 from sinew.policy import open_bundle
-from sinew.sources import cache, hub, is_server, resolve
+from sinew.sources import cache, hub, resolve
 from tests import processes
 from tests.sources.fake_hub import FakeHub, fake_hub
 
@@ -287,8 +288,8 @@ def test_any_text_is_a_name_or_none(text: str) -> None:
 
 
 def test_addresses_are_no_sources() -> None:
-    assert is_server("tcp://127.0.0.1:5555")
-    assert not is_server("hf://lab/pick")
+    assert is_address("tcp://127.0.0.1:5555")
+    assert not is_address("hf://lab/pick")
 
 
 def ask(source: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from sinew.convert.read.files import read_bytes
-from sinew.core import ConvertError, install
+from sinew.core import ConvertError
+from sinew.extras import install
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # sentencepiece_model.proto, SentencePiece.Type
 BPE = 2  # TrainerSpec.ModelType

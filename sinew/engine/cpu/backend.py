@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sinew.core import install
 from sinew.engine.backend import BACKENDS, LOWBIT, Backend, Options, installed, recipe
+from sinew.extras import install
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

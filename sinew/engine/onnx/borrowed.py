@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from sinew.core import BundleError, MissingPackageError
+from sinew.core import BundleError
 from sinew.engine.onnx.cache import fingerprint
 from sinew.engine.onnx.graphs import COMPONENT, STAGES, GraphSet
+from sinew.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from sinew import machine, progress
 from sinew.bundle import Bundle
-from sinew.core import BundleError, SinewError, install
+from sinew.core import BundleError, SinewError
 from sinew.engine.backend import Options, recipe
 from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder, cached_graphs
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import GraphSet
+from sinew.extras import install
 
 log = logging.getLogger(__name__)
 

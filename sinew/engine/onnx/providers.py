@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sinew.core import MissingPackageError, SinewError
+from sinew.core import SinewError
+from sinew.extras import MissingPackageError
 
 CPU = "CPUExecutionProvider"
 # short name -> ONNX Runtime's

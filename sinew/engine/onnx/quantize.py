@@ -23,8 +23,9 @@ import numpy as np
 
 from sinew import machine
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import MissingPackageError, SinewError
+from sinew.core import SinewError
 from sinew.engine.onnx.graphs import COMPONENT, ONE_SCALE, STAGES, GraphSet, table_path
+from sinew.extras import MissingPackageError
 
 PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
 OURS = ("int8", "int8-rows")  # the others: weights that were widened when the graphs were exported

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from sinew import progress, scratch
-from sinew.core import MissingPackageError, SinewError
+from sinew.core import SinewError
 from sinew.eval.dataset.statistics import Statistics
+from sinew.extras import MissingPackageError
 
 VERSION = "v3.0"
 FILE_BYTES = 100 << 20  # of a parquet file, as LeRobot's

@@ -1,6 +1,6 @@
 """Plays episodes in a simulator's own interpreter: JSON lines in on standard input, JSON lines out on standard output.
 
-Started by :mod:`sinew.eval.foreign.run` as a script. That interpreter has the simulator, gymnasium, numpy, pyzmq and
+Started by :mod:`sinew.eval.foreign.run` as a script. That interpreter has the simulator, gymnasium, numpy and
 protobuf, and neither sinew nor torch: both packages are imported here from where the parent has them, by their
 folders, so that nothing else that lies beside them gets in.
 
@@ -59,7 +59,7 @@ def main(sinew, client):
         from sinew.eval.campaign import Player
         from sinew.eval.settings import Latency, Task, Variant
     except ModuleNotFoundError as error:
-        answer({"error": f"{sys.executable} lacks {error.name}: pip install numpy pyzmq protobuf gymnasium"})
+        answer({"error": f"{sys.executable} lacks {error.name}: pip install numpy protobuf gymnasium"})
         return
 
     player = None

@@ -43,7 +43,7 @@ class SimulatorSetup:
     after: str = ""
 
 
-CLIENT = ("numpy", "pyzmq", "protobuf", "gymnasium")  # what our side of the foreign interpreter needs
+CLIENT = ("numpy", "protobuf", "gymnasium")  # what our side of the foreign interpreter needs
 
 SIMULATORS = {
     "aloha": SimulatorSetup(("gym-aloha",)),
@@ -62,7 +62,7 @@ SIMULATORS = {
     "simpler": SimulatorSetup(
         by_hand="SimplerEnv is not on PyPI and needs an NVIDIA GPU with Vulkan. In a Python 3.10 or 3.11 of its own,"
         " clone github.com/simpler-env/SimplerEnv with its submodules, install ManiSkill2_real2sim and then"
-        " SimplerEnv from it, pip install pyzmq protobuf, and give that interpreter with --interpreter",
+        " SimplerEnv from it, pip install protobuf, and give that interpreter with --interpreter",
     ),
 }
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
-from collections.abc import Mapping as AnyMapping
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from sinew.core import SinewError
+from sinew.core import SinewError, VectorSpec
 from sinew.eval.adapters import Mapping
 from sinew.eval.suites import METAWORLD
 from sinew.eval.suites.base import Frame, Tasks, drawing
+from sinew.sim.experts import Act, Expert, expert_spec
 
 MAPPING = Mapping(
     images={"image": "pixels"},
@@ -99,31 +98,16 @@ class Simulator(Tasks):
 
     def expert(self) -> Expert:
         """For ``sinew eval expert``: the ceiling, and a test of everything but the policy."""
-        return Expert()
+        return Expert(expert_spec("Meta-World's scripted policies", VectorSpec(4)), _scripted)
 
 
-class Expert:
+def _scripted(simulator: Any) -> Act:
     """Meta-World's own scripted policies, which read the full state from the simulator."""
+    from metaworld.policies import ENV_POLICY_MAP
 
-    chunk_size = 1
-    committed_rows = 0
-    motion: AnyMapping[str, Any] | None = None
-
-    def start(self, env: gymnasium.Env) -> None:
-        from metaworld.policies import ENV_POLICY_MAP
-
-        simulator = env.unwrapped
-        assert isinstance(simulator, Simulator)
-        self._simulator = simulator
-        self._policy = ENV_POLICY_MAP[_name(simulator._current)]()  # noqa: SLF001 - our own
-
-    def infer(self, observation: AnyMapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        begin = time.perf_counter()
-        action = np.asarray(self._policy.get_action(self._simulator.full_state), np.float32)
-        return action[None], 1e3 * (time.perf_counter() - begin)
-
-    def close(self) -> None:
-        """Nothing to close."""
+    assert isinstance(simulator, Simulator)
+    policy = ENV_POLICY_MAP[_name(simulator._current)]()  # noqa: SLF001 - our own
+    return lambda: np.asarray(policy.get_action(simulator.full_state), np.float32)[None]
 
 
 def _name(task: str) -> str:

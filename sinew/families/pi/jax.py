@@ -18,7 +18,8 @@ import numpy as np
 from sinew.bundle.writer import TensorSource
 from sinew.convert.read.files import read_json
 from sinew.convert.tensors import BF16, F32, Transform, moved
-from sinew.core import ConvertError, install
+from sinew.core import ConvertError
+from sinew.extras import install
 
 Entry = tuple[str, str, tuple[int, ...], Transform]  # PyTorch name, stored name, index, transform
 

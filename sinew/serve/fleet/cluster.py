@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from sinew.core import BusyError, MissingPackageError, RequestError, SinewError
+from sinew.core import BusyError, RequestError, SinewError
+from sinew.extras import MissingPackageError
 from sinew.policy import open_bundle
 from sinew.serve.fleet.config import FleetConfig, PolicyConfig, Replicas, parse
 from sinew.serve.fleet.remote import RemotePolicy

@@ -305,7 +305,6 @@ def test_the_whole_command_in_a_bare_environment(tmp_path: Path) -> None:
         "pytest",
         "rich",
         "safetensors",
-        "sinew_client",
         "tokenizers",
         "zmq",
     }

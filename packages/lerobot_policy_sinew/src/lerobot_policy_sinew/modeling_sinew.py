@@ -6,7 +6,6 @@ import ipaddress
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_IMAGES, OBS_STATE
+from sinew_client import Policy, PolicySpec, connect
 from sinew_client.control import parse_rule
 from sinew_client.control.defaults import REPLAN
 
@@ -21,47 +21,23 @@ from lerobot_policy_sinew.configuration_sinew import SinewConfig
 
 logger = logging.getLogger(__name__)
 
+LONGEST_NAME = 256  # of a policy, in messages
 SLACK = 0.1  # beyond [0, 1], as resizing overshoots; what lies further is 0 to 255 or -1 to 1
 
 
-class Remote:
-    """Asks a server. spec: what it says about its policy."""
-
-    def __init__(self, config: SinewConfig):
-        from sinew_client import Client
-
+def opened(config: SinewConfig) -> Policy:
+    """Return the policy of a configuration: a server's, or one that computes in this process."""
+    if config.address:
         key = os.environ.get("SINEW_API_KEY", "")
         _refuse_to_tell(key, config)
-        self._client = Client(config.address, timeout=config.timeout, api_key=key)
-        self.spec = described(self._client.metadata())
-
-    def infer(self, observation: dict[str, Any]) -> np.ndarray:
-        return self._client.infer(observation).actions
-
-    def reset(self, session: str) -> None:
-        self._client.reset(session)
-
-
-class Local:
-    """Computes in this process. spec: as a server would say it."""
-
-    def __init__(self, config: SinewConfig):
-        try:
-            import sinew
-        except ImportError as error:
-            raise ImportError(
-                f"--policy.bundle needs the package sinew-vla, and its import failed: {error}"
-            ) from error
-        self._policy = sinew.load(config.bundle, engine=config.engine, device=config.compute)
-        self.spec: dict[str, Any] = self._policy.spec.to_dict()
-
-    def infer(self, observation: dict[str, Any]) -> np.ndarray:
-        return self._policy.infer(observation).actions
-
-    def reset(self, session: str) -> None:
-        forget = getattr(self._policy, "reset", None)
-        if forget is not None:
-            forget(session)
+        return connect(config.address, timeout=config.timeout, api_key=key)
+    try:
+        import sinew  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"--policy.bundle needs the package sinew-vla, and its import failed: {error}"
+        ) from error
+    return connect(config.bundle, engine=config.engine, device=config.compute)
 
 
 class SinewPolicy(PreTrainedPolicy):
@@ -72,21 +48,19 @@ class SinewPolicy(PreTrainedPolicy):
 
     def __init__(self, config: SinewConfig, dataset_stats=None, dataset_meta=None):
         super().__init__(config)
-        self.backend = Remote(config) if config.address else Local(config)
+        self.backend = opened(config)
         spec = self.backend.spec
-        dim = spec["action"]["dim"]
-        self._form = (spec["chunk_size"], dim)
+        dim, name = spec.action.dim, spec.name[:LONGEST_NAME]
+        self._form, self._called = (spec.chunk_size, dim), name
         wanted = (config.output_features or {}).get(ACTION)
         if wanted is not None and tuple(wanted.shape) != (dim,):
             raise ValueError(
-                f"action: expected {wanted.shape} as the robot or environment takes it, got [{dim}] of {spec['name']}"
+                f"action: expected {wanted.shape} as the robot or environment takes it, got [{dim}] of {name}"
             )
-        known = [camera["name"] for camera in spec["cameras"]]
+        known = [camera.name for camera in spec.cameras]
         strange = [camera for camera in config.cameras.values() if camera not in known]
         if strange:
-            raise ValueError(
-                f"policy.cameras: expected cameras of {spec['name']}: {known}, got {strange[0]!r}"
-            )
+            raise ValueError(f"policy.cameras: expected cameras of {name}: {known}, got {strange[0]!r}")
         self._rows = rows_executed(config, spec)
         self._queue: deque = deque()
         self._asked = 0
@@ -155,10 +129,10 @@ class SinewPolicy(PreTrainedPolicy):
             elif self.config.seed >= 0:
                 observation["seed"] = self.config.seed + self._asked
             self._asked += 1
-            chunk = self.backend.infer(observation)
+            chunk = self.backend.infer(observation).actions
             if chunk.shape != self._form:  # a server may have taken another policy since it was asked
                 raise ValueError(
-                    f"actions: expected {list(self._form)} as the policy {self.backend.spec['name']} says of itself,"
+                    f"actions: expected {list(self._form)} as the policy {self._called} says of itself,"
                     f" got {list(chunk.shape)}"
                 )
             chunks.append(chunk)
@@ -189,38 +163,6 @@ class SinewPolicy(PreTrainedPolicy):
         return self.config.cameras.get(name, name)
 
 
-def described(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a server says about its policy, as far as it is read here. Raises ValueError for what is none."""
-
-    def expect(fine: bool, what: str, got: Any) -> None:
-        if not fine:
-            raise ValueError(f"policy: expected of the server's metadata {what}, got {str(got)[:80]!r}")
-
-    def count(value: Any, low: int = 1) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= low
-
-    spec = metadata.get("policy") if isinstance(metadata, Mapping) else None
-    expect(isinstance(spec, dict), "a map, the policy", spec)
-    chunk, rows, action, cameras = (
-        spec.get(key) for key in ("chunk_size", "n_action_steps", "action", "cameras")
-    )
-    expect(count(chunk), "chunk_size, a whole number above 0", chunk)
-    dim = action.get("dim") if isinstance(action, dict) else None
-    expect(count(dim), "action.dim, a whole number above 0", dim)
-    expect(
-        isinstance(cameras, list)
-        and all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in cameras),
-        "cameras, a list of maps with a name",
-        cameras,
-    )
-    expect(
-        rows is None or (count(rows, 0) and rows <= chunk),
-        f"n_action_steps, a whole number from 0 to {chunk}",
-        rows,
-    )
-    return {**spec, "name": str(spec.get("name", ""))[:256]}
-
-
 def _refuse_to_tell(key: str, config: SinewConfig) -> None:
     """Raise ValueError where the key of SINEW_API_KEY would go to another machine that a folder or repository names."""
     origin, host = config.pretrained_path, config.address.rpartition("://")[2].partition("/")[0]
@@ -240,18 +182,18 @@ def _refuse_to_tell(key: str, config: SinewConfig) -> None:
     logger.warning("sinew: %s says that %s sees the cameras and drives the robot", origin, config.address)
 
 
-def rows_executed(config: SinewConfig, spec: Mapping[str, Any]) -> int:
+def rows_executed(config: SinewConfig, spec: PolicySpec) -> int:
     """Return the rows of a chunk that are executed before the next one is asked for."""
-    chunk = int(spec["chunk_size"])
+    chunk = spec.chunk_size
     if config.n_action_steps > chunk:
         raise ValueError(
-            f"policy.n_action_steps: expected at most {chunk}, the rows of a chunk of {spec['name']},"
+            f"policy.n_action_steps: expected at most {chunk}, the rows of a chunk of {spec.name[:LONGEST_NAME]},"
             f" got {config.n_action_steps}"
         )
     if config.n_action_steps:
         rows, why = config.n_action_steps, "as policy.n_action_steps says"
-    elif spec.get("n_action_steps"):
-        rows, why = int(spec["n_action_steps"]), "as the policy's checkpoint says"
+    elif spec.n_action_steps:
+        rows, why = spec.n_action_steps, "as the policy's checkpoint says"
     else:
         rows, why = parse_rule(REPLAN).horizon(chunk), f"{REPLAN}: its checkpoint does not say"
     logger.info("sinew: %d of the %d rows of a chunk are executed, %s", rows, chunk, why)

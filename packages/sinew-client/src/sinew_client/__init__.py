@@ -1,15 +1,26 @@
-"""Client for Sinew policy servers. Needs numpy and protobuf, and pyzmq for ``aio`` and ``streams``; no torch."""
+"""Client for Sinew policy servers, and the vocabulary that it shares with them. Needs numpy and protobuf; no torch."""
 
-from sinew_client.client import Client
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from sinew_client.errors import (
     ClientError,
+    ClosedError,
     ConnectionLost,
     InvalidObservation,
+    ObservationError,
     RequestTimeout,
     ServerError,
+    SinewError,
     UnsafeChunk,
 )
-from sinew_client.protocol import ActionChunk, Timing
+from sinew_client.policy import Policy, connect
+from sinew_client.types import ActionChunk, Observation, PolicySpec, Timing
+
+if TYPE_CHECKING:
+    from sinew_client.client import Client
 
 __version__ = "0.1.0"
 
@@ -17,10 +28,30 @@ __all__ = [
     "ActionChunk",
     "Client",
     "ClientError",
+    "ClosedError",
     "ConnectionLost",
     "InvalidObservation",
+    "Observation",
+    "ObservationError",
+    "Policy",
+    "PolicySpec",
     "RequestTimeout",
     "ServerError",
+    "SinewError",
     "Timing",
     "UnsafeChunk",
+    "connect",
 ]
+
+_LATER = {"Client": "sinew_client.client"}  # who only wants the words needs no protobuf
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,163 +3,324 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import socket
 import time
 from typing import Any, Mapping
 
-import zmq
-import zmq.asyncio
+from sinew_client import protocol, zmtp
+from sinew_client.addresses import pauses
+from sinew_client.base_client import Asking, Attempt, BaseClient
+from sinew_client.errors import ClientError, ClosedError, ConnectionLost
+from sinew_client.link import MAX_REPLY, payload_of, set_options
+from sinew_client.types import ActionChunk, Observation
 
-from sinew_client import protocol
-from sinew_client.errors import ClientError, RequestTimeout
-from sinew_client.protocol import ActionChunk
 
-
-class AsyncClient:
+class AsyncClient(BaseClient):
     """Talks to one ``sinew serve`` from an event loop; several requests may be under way at once.
 
-    address, timeout, jpeg_quality, api_key, max_age, limits, max_rows: as of :class:`sinew_client.Client`. A task that
-    is cancelled gives its answer up; the server finishes the inference. Belongs to the loop in which it is first used.
+    address, timeout, connect_timeout, retries, jpeg_quality, api_key, max_age, limits, max_rows: as of
+    :class:`sinew_client.Client`. After a request without an answer in time the next one opens a new connection; those
+    that are still under way keep theirs. A task that is cancelled gives its answer up; the server finishes the
+    inference. Belongs to the loop in which it is first used.
     """
 
-    def __init__(
-        self,
-        address: str = "tcp://127.0.0.1:5555",
-        *,
-        timeout: float = 10.0,
-        jpeg_quality: int | None = None,
-        api_key: str = "",
-        max_age: float | None = None,
-        limits: tuple | None = None,
-        max_rows: int = protocol.MAX_ROWS,
-    ):
-        if jpeg_quality is not None:
-            protocol.need_pillow()
-        self.address, self.policy = protocol.split_address(address)
-        self.timeout, self.jpeg_quality = timeout, jpeg_quality
-        self.api_key, self.max_age, self.limits, self.max_rows = api_key, max_age, limits, max_rows
-        self._ids = itertools.count(1)
-        self._waiting = {}
-        self._context = zmq.asyncio.Context()
-        self._socket = None
-        self._reader = None
-        self._closed = False
+    def _begin(self) -> None:
+        self._loop: Any = None
+        self._opening: Any = None  # the task that opens a connection
+        self._links: set = set()  # that have somebody waiting, or are the present one
 
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._waiting)} under way"
-        key = ", with a key" if self.api_key else ""
-        return f"<sinew_client.AsyncClient {self.address}, {state}, timeout {self.timeout:g} s{key}>"
+    def _state(self) -> str:
+        return f"{sum(len(link.waiting) for link in self._links)} under way"
 
-    async def infer(self, observation: Mapping[str, Any], *, timeout: float | None = None) -> ActionChunk:
+    async def infer(
+        self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
+    ) -> ActionChunk:
         """Return the actions for one observation.
 
-        Raises what :meth:`sinew_client.Client.infer` raises, with RequestTimeout for a connection that broke. The
-        server lets one client have two requests wait besides the one that runs; more are refused as busy.
+        Raises what :meth:`sinew_client.Client.infer` raises. The server lets one client have two requests wait besides
+        the one that runs; more are refused as busy.
         """
-        asked = time.perf_counter()
+        asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
+        parts = self._encoded(given, request_id)
+        return self._accepted(await self._drive(self._asking(parts, request_id, timeout)), given, asked)
+
+    async def context(
+        self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
+    ) -> tuple:
+        """Return (bytes, timing): what a head on this machine needs of an observation (``Client.context``)."""
         request_id = next(self._ids)
-        payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
-        reply = await self._ask(payload, request_id, timeout)
-        return protocol.accepted(reply, observation, asked, self.max_age, self.limits, self.max_rows)
+        parts = self._encoded(protocol.given(observation), request_id)
+        return self._context(await self._drive(self._asking(parts, request_id, timeout)))
 
     async def metadata(self, *, timeout: float | None = None) -> dict:
         """Return what the server runs and expects."""
-        return await self._control("METADATA", "", timeout)
+        return self._said(await self._drive(self._control("METADATA", "", timeout)))
 
     async def health(self, *, timeout: float | None = None) -> dict:
         """Return status and counters of the server."""
-        return await self._control("HEALTH", "", timeout)
+        return self._said(await self._drive(self._control("HEALTH", "", timeout)))
 
     async def reset(self, session: str = "", *, timeout: float | None = None) -> None:
         """Tell the server that a new episode begins in ``session``."""
-        await self._control("RESET", session, timeout)
+        await self._drive(self._control("RESET", session, timeout))
 
     async def close(self) -> None:
         """Close the connection; requests under way raise ClientError."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        self._fail(ClientError("the client is closed"))
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        self._context.term()
+        self._closed, self._link = True, None
+        if self._opening is not None:
+            self._opening.cancel()
+        for link in list(self._links):
+            link.end(ClosedError("the client is closed"))
+        self._links.clear()
+        await asyncio.sleep(0)  # the loop closes the sockets
 
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(self, *exc_info) -> None:
+    async def __aexit__(self, *exc_info: Any) -> None:
         await self.close()
 
     # ------------------------------------------------------------------------- socket
 
-    async def _control(self, kind: str, session: str, timeout: float | None) -> dict:
-        request_id = next(self._ids)
-        payload = protocol.encode_control(kind, request_id, session, self.api_key, self.policy)
-        reply = await self._ask(payload, request_id, timeout)
-        return protocol.decode_metadata(reply) if reply.metadata else {}
-
-    async def _ask(self, payload: bytes, request_id: int, timeout: float | None):
-        limit = self.timeout if timeout is None else timeout
-        if self._closed:
-            raise ClientError("the client is closed")
-        self._connect()
-        answer = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+    async def _drive(self, asking: Asking) -> Any:
+        """Carry out the attempts of a request, one after the other, and return what comes of it."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise ClientError("the client belongs to the event loop in which it was first used")
         try:
-            data = await asyncio.wait_for(self._exchange(payload, answer), limit)
-        except asyncio.TimeoutError:
-            raise RequestTimeout(f"no answer from {self.address} within {limit:g} s") from None
-        except zmq.ZMQError as error:
-            raise ClientError(f"{self.address}: {error}") from error
-        finally:
-            self._waiting.pop(request_id, None)
-        return protocol.decode_reply(data, request_id)
+            attempt = next(asking)
+            while True:
+                answer = await self._tried(attempt)
+                if isinstance(answer, ConnectionLost):
+                    attempt = asking.throw(answer)
+                else:
+                    attempt = asking.send(answer)
+        except StopIteration as done:
+            return done.value
 
-    async def _exchange(self, payload: bytes, answer: asyncio.Future) -> bytes:
-        await self._socket.send(payload)
-        return await answer
-
-    def _connect(self) -> None:
-        if self._socket is not None:
-            return
-        sock = self._context.socket(zmq.DEALER)
-        sock.setsockopt(zmq.LINGER, 0)
-        # Without a connection nothing is queued: an observation that is sent later is an old one.
-        sock.setsockopt(zmq.IMMEDIATE, 1)
-        sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        sock.setsockopt(zmq.IPV6, 1)
+    async def _tried(self, attempt: Attempt) -> bytes | ConnectionLost | None:
+        """Send one request and return its reply, None at its end, or how the connection was lost; also where none
+        stands in time."""
+        parts, request_id, connected, end = attempt
+        payload = b"".join(parts)  # the frames may be written to while this waits
         try:
-            sock.connect(self.address)
-        except zmq.ZMQError as error:
-            sock.close(linger=0)
-            raise ClientError(f"cannot connect to {self.address}: {error}") from error
-        self._socket = sock
-        self._reader = asyncio.get_running_loop().create_task(self._read())
-
-    async def _read(self) -> None:
-        """Hand each reply to the request that it answers; one that was given up is dropped."""
-        while True:
-            data = (await self._socket.recv_multipart())[-1]
-            request_id = protocol.reply_id(data)
-            if request_id:
-                answer = self._waiting.get(request_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(data)
-            else:  # the server could not read which request it refuses
-                self._fail(self._refusal(data))
-
-    def _refusal(self, data: bytes) -> Exception:
-        """Return what the server says of a request that it could not read, or that it says nothing."""
-        try:
-            protocol.decode_reply(data, 0)
-        except ClientError as error:
+            link = await self._connected(connected)
+        except ConnectionLost as error:
             return error
-        return ClientError(f"{self.address}: a reply without a request id")
+        if link is None:
+            return None
+        try:
+            answer = link.ask(payload, request_id)
+            return await asyncio.wait_for(answer, max(0.0, end - time.monotonic()))
+        except asyncio.TimeoutError:
+            if self._link is link:
+                self._forget()
+            return None
+        except ConnectionLost as error:
+            return error
+        finally:
+            link.waiting.pop(request_id, None)
+            self._tidy(link)
 
-    def _fail(self, error: Exception) -> None:
-        for answer in self._waiting.values():
+    async def _connected(self, end: float) -> AsyncLink | None:
+        """Return a connection that stands. None at ``end``, where there is one address, which is tried again until
+        then; else raises ConnectionLost."""
+        if self._link is not None:  # what has come since the last reply, such as its end, is looked at first
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        for pause in pauses():
+            if self._link is not None and self._link.stands:
+                return self._link  # type: ignore[no-any-return]
+            self._forget()
+            error = await self._open(end)
+            if error is None and self._link is not None:
+                return self._link  # type: ignore[no-any-return]
+            if self._closed:
+                raise ClosedError("the client is closed")
+            if isinstance(error, ConnectionLost):  # somebody else is there
+                raise error
+            if len(self.addresses) > 1:
+                raise ConnectionLost(f"no server answers at {self.address}") from error
+            await asyncio.sleep(max(0.0, min(pause, end - time.monotonic())))
+            if time.monotonic() >= end:
+                break
+        return None
+
+    async def _open(self, end: float) -> Exception | None:
+        """Have a connection opened, one for all who want one; return why there is none."""
+        if self._opening is None:
+            opened = AsyncLink.opened(self._addresses.host_and_port, self.address, end)
+            self._opening = asyncio.get_running_loop().create_task(opened)
+            self._opening.add_done_callback(self._take)
+        task = self._opening
+        await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic()))
+        if not task.done():
+            return socket.timeout("no connection in time")
+        return ClosedError("the client is closed") if task.cancelled() else task.exception()
+
+    def _take(self, task: Any) -> None:
+        """Make a connection that was opened the present one."""
+        self._opening = None
+        if task.cancelled() or task.exception() is not None:
+            return
+        if self._closed:
+            task.result().end()
+        else:
+            self._link = task.result()
+            self._links.add(self._link)
+
+    def _forget(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            self._tidy(link)
+
+    def _tidy(self, link: AsyncLink) -> None:
+        """Close a connection that is not the present one, once nobody waits for an answer on it."""
+        if link is not self._link and not link.waiting:
+            self._links.discard(link)
+            link.end()
+
+
+class AsyncLink(asyncio.BufferedProtocol):
+    """A connection to a ROUTER socket, as a DEALER socket sees it, read by the event loop.
+
+    waiting: request id -> future of its reply.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.waiting: dict[int, asyncio.Future] = {}
+        self._address = address
+        self._framing = zmtp.Framing(MAX_REPLY, b"DEALER")
+        self._ready = asyncio.get_running_loop().create_future()  # the handshake is over
+        self._transport: Any = None
+        self._ended = False
+
+    @classmethod
+    async def opened(cls, place: tuple, address: str, end: float) -> AsyncLink:
+        """Return a connection that stands. Raises OSError, a ``socket.timeout`` at ``end``, and :class:`ConnectionLost`
+        where something else than ZeroMQ answers."""
+        loop = asyncio.get_running_loop()
+        made = await _connected(loop, place, end)
+        link = cls(address)
+        try:
+            set_options(made)
+            await loop.create_connection(lambda: link, sock=made)
+            await _within(link._ready, end)
+        except BaseException:
+            link.end()
+            made.close()
+            raise
+        return link
+
+    @property
+    def stands(self) -> bool:
+        return not self._ended
+
+    def ask(self, payload: bytes, request_id: int) -> asyncio.Future:
+        """Send a request and return the future of its reply, which may be an error instead."""
+        answer = self.waiting[request_id] = asyncio.get_running_loop().create_future()
+        if self._ended:
+            answer.set_exception(self._broken())
+        else:
+            self._transport.write(zmtp.head(len(payload)))
+            self._transport.write(payload)
+        return answer
+
+    def end(self, error: Exception | None = None) -> None:
+        """Close the connection at once. error: for who waits for an answer; that it broke if absent."""
+        self._ended = True
+        for answer in self.waiting.values():
             if not answer.done():
-                answer.set_exception(error)
+                answer.set_exception(error or self._broken())
+        if not self._ready.done():
+            self._ready.set_exception(error or ConnectionResetError("the server has closed the connection"))
+            self._ready.exception()  # nobody may be looking
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _broken(self) -> ConnectionLost:
+        return ConnectionLost(f"the connection to {self._address} broke before the answer came")
+
+    # ------------------------------------------------------------------------- what the loop calls
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._reply()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._framing.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._framing.take(nbytes)
+        try:
+            while (message := self._framing.next()) is not None:
+                self._hand_over(payload_of(message, 0))
+        except zmtp.ZmtpError as error:
+            self.end(ConnectionLost(f"no ZeroMQ server is there: {error}"))
+        except ConnectionLost as error:
+            self.end(error)
+        else:
+            self._reply()
+            if self._framing.ready and not self._ready.done():
+                self._ready.set_result(None)
+
+    def eof_received(self) -> None:
+        self.end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end()
+
+    def _reply(self) -> None:
+        """Send what the protocol itself wants: greeting, handshake, PONG."""
+        while self._framing.replies and not self._ended:
+            self._transport.write(self._framing.replies.pop(0))
+
+    def _hand_over(self, payload: bytes) -> None:
+        """Give a reply to the request that it answers; one that was given up is dropped."""
+        request_id = protocol.reply_id(payload)
+        if request_id:
+            answer = self.waiting.get(request_id)
+            if answer is not None and not answer.done():
+                answer.set_result(payload)
+            return
+        try:  # the server could not read which request it refuses
+            protocol.decode_reply(payload, 0)
+        except ClientError as error:
+            refusal = error
+        else:
+            refusal = ClientError("a reply without a request id")
+        for answer in self.waiting.values():
+            if not answer.done():
+                answer.set_exception(refusal)
+
+
+async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
+    """Return a TCP connection to (host, port), as :func:`sinew_client.link.connected` does."""
+    host, port = place
+    found = await _within(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), end)
+    error = OSError("the host has no address")
+    for index, (family, kind, number, _, address) in enumerate(found):
+        made = socket.socket(family, kind, number)
+        try:
+            made.setblocking(False)
+            now = time.monotonic()
+            await _within(loop.sock_connect(made, address), now + (end - now) / (len(found) - index))
+        except OSError as wrong:
+            made.close()
+            error = wrong
+        except BaseException:
+            made.close()
+            raise
+        else:
+            return made
+    raise error
+
+
+async def _within(awaited: Any, end: float) -> Any:
+    """Return what ``awaited`` gives. Raises ``socket.timeout`` at ``end``."""
+    try:
+        return await asyncio.wait_for(awaited, max(1e-3, end - time.monotonic()))
+    except asyncio.TimeoutError:
+        raise socket.timeout("no connection in time") from None

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from sinew_client import protocol
-from sinew_client.errors import ClientError, ConnectionLost, RequestTimeout, ServerError
-from sinew_client.link import Link, place_of
-from sinew_client.protocol import ActionChunk
-
-logger = logging.getLogger("sinew_client")
-
-_LEAVING = ("shutting_down", "unhealthy")  # codes of a server that will not answer the next request either
-_PAUSES_S = (
-    0.1,
-    1.0,
-)  # between two attempts to connect to the only address: the first, doubled up to the second
+from sinew_client.addresses import pauses
+from sinew_client.base_client import Asking, Attempt, BaseClient
+from sinew_client.errors import ConnectionLost
+from sinew_client.link import Link
+from sinew_client.types import ActionChunk, Observation, PolicySpec
 
 
-class Client:
+class Client(BaseClient):
     """Talks to one ``sinew serve``.
 
     address: ZeroMQ address of the server, ``tcp://host:port`` or ``host:port``; or several of them. Then a request
@@ -56,55 +48,15 @@ class Client:
     child's first call opens a connection of its own.
     """
 
-    def __init__(
-        self,
-        address: str | Sequence[str] = "tcp://127.0.0.1:5555",
-        *,
-        timeout: float = 10.0,
-        connect_timeout: float = 1.0,
-        retries: int = 0,
-        jpeg_quality: int | None = None,
-        api_key: str = "",
-        max_age: float | None = None,
-        limits: tuple | None = None,
-        max_rows: int = protocol.MAX_ROWS,
-    ):
-        if jpeg_quality is not None:
-            protocol.need_pillow()
-        given = [
-            protocol.split_address(each) for each in ([address] if isinstance(address, str) else address)
-        ]
-        if len({policy for _, policy in given}) != 1:
-            raise ClientError(f"address: expected one or more, of one policy, got {address!r}")
-        self.addresses = tuple(each for each, _ in given)
-        self.policy = given[0][1]
-        self.address = self.addresses[0]
-        self.place = 0  # of the present address among them
-        self.timeout = timeout
-        self.connect_timeout = connect_timeout
-        self.retries = retries
-        self.jpeg_quality = jpeg_quality
-        self.api_key = api_key
-        self.max_age = max_age
-        self.limits = limits
-        self.max_rows = max_rows
-        self._warned = set()
+    def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._ids = itertools.count(1)  # 0 is what a server answers when it could not read the id
-        self._places = [place_of(each) for each in self.addresses]
-        self._link: Link | None = None
-        self._closed = False
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "connected" if self._link is not None else "not connected"
-        extra = "" if self.jpeg_quality is None else f", JPEG {self.jpeg_quality}"
-        key = ", with a key" if self.api_key else ""  # never the key itself: this lands in logs
-        return f"<sinew_client.Client {self.address}, {state}, timeout {self.timeout:g} s{extra}{key}>"
 
     # ------------------------------------------------------------------------- requests
 
-    def infer(self, observation: Mapping[str, Any], *, timeout: float | None = None) -> ActionChunk:
+    def infer(
+        self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
+    ) -> ActionChunk:
         """Return the actions for one observation.
 
         observation: ``images`` {camera: uint8 [height, width, 3] RGB, or float in [0, 1], or the bytes
@@ -119,40 +71,37 @@ class Client:
         Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError, and UnsafeChunk for
         an answer that must not be executed.
         """
-        asked = time.perf_counter()
-        request_id = next(self._ids)
-        parts = protocol.infer_parts(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
-        reply = self._ask(parts, request_id, timeout)
-        chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits, self.max_rows)
-        for warning in chunk.warnings:
-            if warning not in self._warned and len(self._warned) < 100:
-                self._warned.add(warning)
-                logger.warning("%s: %s", self.address, warning)
-        return chunk
+        asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
+        parts = self._encoded(given, request_id)
+        return self._accepted(self._drive(self._asking(parts, request_id, timeout)), given, asked)
 
-    def context(self, observation: Mapping[str, Any], *, timeout: float | None = None) -> tuple:
+    def context(self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None) -> tuple:
         """Return (bytes, timing): what a head on this machine needs of an observation, from a policy ``context.FORM``.
 
         Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError.
         """
         request_id = next(self._ids)
-        parts = protocol.infer_parts(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
-        reply = self._ask(parts, request_id, timeout)
-        if not reply.context:
-            raise ClientError(f"{self.address}: the policy {self.policy!r} answers with actions")
-        return reply.context, protocol.decode_timing(reply)
+        parts = self._encoded(protocol.given(observation), request_id)
+        return self._context(self._drive(self._asking(parts, request_id, timeout)))
 
     def metadata(self, *, timeout: float | None = None) -> dict:
         """Return what the server runs and expects: ``policy`` (cameras, state, action, chunk size ...), ``server``."""
-        return self._control("METADATA", "", timeout)
+        return self._said(self._drive(self._control("METADATA", "", timeout)))
+
+    @property
+    def spec(self) -> PolicySpec:
+        """What the server's policy reads and writes: asked for once a connection. Raises what :meth:`metadata` does."""
+        if self._spec is None:
+            self._spec = PolicySpec.from_dict(self.metadata().get("policy"))
+        return self._spec
 
     def health(self, *, timeout: float | None = None) -> dict:
         """Return status and counters of the server. Answered at once, also during an inference."""
-        return self._control("HEALTH", "", timeout)
+        return self._said(self._drive(self._control("HEALTH", "", timeout)))
 
     def reset(self, session: str = "", *, timeout: float | None = None) -> None:
         """Tell the server that a new episode begins in ``session``."""
-        self._control("RESET", session, timeout)
+        self._drive(self._control("RESET", session, timeout))
 
     def close(self) -> None:
         """Close the connection. Waits for a call in progress in another thread."""
@@ -160,7 +109,7 @@ class Client:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._drop()
+                self._forget()
 
     def __enter__(self) -> Client:
         return self
@@ -170,138 +119,68 @@ class Client:
 
     # ------------------------------------------------------------------------- socket
 
-    def _control(self, kind: str, session: str, timeout: float | None) -> dict:
-        request_id = next(self._ids)
-        payload = protocol.encode_control(kind, request_id, session, self.api_key, self.policy)
-        reply = self._ask([payload], request_id, timeout)
-        return protocol.decode_metadata(reply) if reply.metadata else {}
-
-    def _ask(self, parts: Sequence, request_id: int, timeout: float | None):
-        limit = self.timeout if timeout is None else timeout
+    def _drive(self, asking: Asking) -> Any:
+        """Carry out the attempts of a request, one after the other, and return what comes of it."""
         self._after_fork()
         with self._lock:
-            if self._closed:
-                raise ClientError("the client is closed")
-            if self.retries or len(self.addresses) > 1:
-                parts = [b"".join(parts)]  # what may be sent twice is what the cameras saw now
-            for attempt in range(self.retries + 1):
-                try:
-                    reply = self._try_each(parts, request_id, time.monotonic() + limit)
-                except ConnectionLost:
-                    if attempt == self.retries:
-                        raise
-                    continue
-                if reply is not None:
-                    return reply
-        raise RequestTimeout(
-            "no answer from {} within {:g} s{}".format(
-                " or ".join(self.addresses), limit, f" in {self.retries + 1} attempts" if self.retries else ""
-            )
-        )
+            try:
+                attempt = next(asking)
+                while True:
+                    answer = self._tried(attempt)
+                    if isinstance(answer, ConnectionLost):
+                        attempt = asking.throw(answer)
+                    else:
+                        attempt = asking.send(answer)
+            except StopIteration as done:
+                return done.value
 
-    def _try_each(self, parts: Sequence, request_id: int, end: float):
-        """Return the reply of the present server, or of the next that gives one; None at ``end``. Raises the last
-        server's error."""
-        for others in range(len(self.addresses) - 1, 0, -1):
-            reply, why = self._try(parts, request_id, end, others)
-            if not why:
-                return reply
-            self._move(why)
-        try:
-            answer = self._exchange(parts, end)
-            if answer is not None:
-                return self._decoded(answer, request_id)
-        except (ConnectionLost, ServerError) as error:
-            if isinstance(error, ConnectionLost) or error.code in _LEAVING:
-                self._move(str(error))
-            raise
-        self._move("no answer in time")
-        return None
-
-    def _try(self, parts: Sequence, request_id: int, end: float, others: int):
-        """Return (reply, "") or (None, why another server should be asked); (None, "") at ``end``. others: that are
-        still to be asked, for each of which as much time is left."""
-        try:
-            answer = self._exchange(parts, end, others)
-            if answer is not None:
-                return self._decoded(answer, request_id), ""
-        except ConnectionLost as error:
-            return None, str(error)
-        except ServerError as error:
-            if error.code not in _LEAVING:
-                raise
-            return None, str(error)
-        self._move("no answer in time")
-        return None, ""
-
-    def _decoded(self, answer: bytes, request_id: int):
-        """Return a reply. One that cannot be read, or answers something else, ends the connection: who knows what
-        comes next."""
-        try:
-            return protocol.decode_reply(answer, request_id)
-        except ServerError:
-            raise
-        except ClientError:
-            self._drop()
-            raise
-
-    def _move(self, why: str) -> None:
-        """Turn to the next address, if there is one."""
-        if len(self.addresses) < 2:
-            return
-        self._drop()
-        before, self.place = self.address, (self.place + 1) % len(self.addresses)
-        self.address = self.addresses[self.place]
-        logger.warning("%s: %s; turning to %s", before, why, self.address)
-
-    def _exchange(self, parts: Sequence, end: float, others: int = 0) -> bytes | None:
-        """Send one request and return its reply; None at ``end``, ``time.monotonic()``. Raises ConnectionLost, also
-        where no connection stands in time to ask ``others`` instead."""
-        answer, begin = None, time.monotonic()
-        if begin >= end:
-            return None
+    def _tried(self, attempt: Attempt) -> bytes | ConnectionLost | None:
+        """Send one request and return its reply, None at its end, or how the connection was lost; also where none
+        stands in time."""
+        answer, (parts, _, connected, end) = None, attempt
         try:
             if self._link is not None and not self._link.stands:
-                self._drop()
+                self._forget()
             if self._link is None:
                 parts = [b"".join(parts)]  # what is sent later, too
-                patience = min(self.connect_timeout, (end - begin) / (others + 1))
-                self._link = self._connect(begin + patience if len(self.addresses) > 1 else end)
+                self._link = self._connect(connected)
             if self._link is not None:
                 answer = self._link.ask(parts, end)
-        except ConnectionLost:
-            raise
+        except ConnectionLost as error:
+            return error
         except OSError as error:
-            raise ConnectionLost(f"the connection to {self.address} broke before the answer came") from error
+            lost = ConnectionLost(f"the connection to {self.address} broke before the answer came")
+            lost.__cause__ = error
+            return lost
         finally:
             if answer is None:  # also on KeyboardInterrupt: the reply may still come, to a call it is not for
-                self._drop()
+                self._forget()
         return answer
 
     def _connect(self, end: float) -> Link | None:
         """Return a connection. None at ``end``, where there is one address, which is tried again until then; else
         raises ConnectionLost."""
-        several, pause = len(self.addresses) > 1, _PAUSES_S[0]
-        while time.monotonic() < end:
+        for pause in pauses():
+            if time.monotonic() >= end:
+                break
             try:
-                return Link(self._places[self.place], end)
+                return Link(self._addresses.host_and_port, end)
             except ConnectionLost:  # somebody else is there
                 raise
             except OSError as error:
-                if several:
+                if len(self.addresses) > 1:
                     raise ConnectionLost(f"no server answers at {self.address}") from error
             time.sleep(max(0.0, min(pause, end - time.monotonic())))
-            pause = min(2 * pause, _PAUSES_S[1])
         return None
 
-    def _drop(self) -> None:
+    def _forget(self) -> None:
         if self._link is not None:
             self._link.close()
-            self._link = None
+            self._link = self._spec = None
 
     def _after_fork(self) -> None:
         """Begin anew in a child process, on a connection of its own."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._lock = threading.Lock()  # another thread of the parent may have held the old one
-            self._drop()
+            self._forget()

@@ -1,14 +1,53 @@
-"""What can go wrong between a robot and its server."""
+"""What can go wrong, on a robot, in a server and between them; each error says it once, for all who meet it."""
 
 from __future__ import annotations
 
 
-class ClientError(Exception):
-    """Base of every error that :class:`sinew_client.Client` raises on purpose."""
+class SinewError(Exception):
+    """Base of every error a user can cause or meet. ``code`` is stable and travels on the wires."""
+
+    code = "internal"
 
 
-class InvalidObservation(ClientError, ValueError):  # noqa: N818 - reads as the sentence it is
+class ObservationError(SinewError):
+    """One field of an observation is not what the policy expects."""
+
+    code = "bad_observation"
+
+    def __init__(self, name: str, expected: str, got: str):
+        super().__init__(f"{name}: expected {expected}, got {got}")
+        self.field, self.expected, self.got = name, expected, got
+
+
+class RequestError(SinewError):
+    """Bytes that are not a request, or a request that asks for something this server cannot do."""
+
+    code = "bad_request"
+
+
+class BusyError(SinewError):
+    """The request queue is full; nothing was computed."""
+
+    code = "busy"
+
+
+class CancelledError(SinewError):
+    """The inference was abandoned between two stages: the server is stopping or the client left."""
+
+    code = "cancelled"
+
+
+class ClientError(SinewError):
+    """Base of every error that a client of a server raises on purpose. Without a code of its own: it is met on the
+    robot, and does not travel."""
+
+    code = ""
+
+
+class InvalidObservation(ClientError, ObservationError, ValueError):  # noqa: N818 - reads as the sentence it is
     """The observation cannot be put into a message; nothing was sent."""
+
+    code = "bad_observation"
 
 
 class RequestTimeout(ClientError, TimeoutError):  # noqa: N818
@@ -25,6 +64,10 @@ class UnsafeChunk(ClientError, ValueError):  # noqa: N818
 
 class LateChunk(UnsafeChunk):
     """The answer belongs to an observation that is older than the caller wants to act on."""
+
+
+class ClosedError(ClientError):
+    """The policy, or the client of it, was closed before it was asked."""
 
 
 class Refused(ClientError):  # noqa: N818

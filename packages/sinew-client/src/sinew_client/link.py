@@ -6,6 +6,7 @@ frames from where they lie, and wakes the thread that asked.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import selectors
 import socket
@@ -56,6 +57,14 @@ def connected(place: tuple, end: float) -> socket.socket:
     raise error
 
 
+def payload_of(message: zmtp.Message, before: int) -> bytes:
+    """Return the last frame of a message, before which so many empty ones stand. Raises :class:`ConnectionLost`."""
+    *head, payload = message.frames or [b""]
+    if message.count != before + 1 or len(message.frames) != message.count or any(head):
+        raise ConnectionLost(f"expected a reply of one frame, got {message.count} and {message.size} bytes")
+    return bytes(payload)
+
+
 def set_options(made: socket.socket) -> None:
     """Have small packets sent at once, and a silent peer found after 25 seconds."""
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -66,13 +75,17 @@ def set_options(made: socket.socket) -> None:
 
 
 class Link:
-    """A connection that stands, to a ROUTER or REP socket, as a REQ socket sees it. Not thread-safe.
+    """A connection that stands, to a ROUTER or REP socket. Not thread-safe.
+
+    kind: as which socket the server sees it. b"REQ" has :meth:`ask`, which waits for the reply; b"DEALER" has
+    :meth:`put`, :meth:`flush` and :meth:`get`, none of which waits.
 
     The constructor connects and shakes hands until ``end``, ``time.monotonic()`` seconds. Raises OSError, a
     ``socket.timeout`` at ``end``, and :class:`ConnectionLost` where something else than ZeroMQ answers.
     """
 
-    def __init__(self, place: tuple, end: float):
+    def __init__(self, place: tuple, end: float, kind: bytes = b"REQ"):
+        self._unsent: collections.deque = collections.deque()  # messages, of which the first may have begun
         self._socket = connected(place, end)
         try:
             set_options(self._socket)
@@ -80,7 +93,7 @@ class Link:
             self._selector = _SELECTOR()
             self._selector.register(self._socket, selectors.EVENT_READ)
             self._awaited = selectors.EVENT_READ
-            self._framing = zmtp.Framing(MAX_REPLY, b"REQ")
+            self._framing = zmtp.Framing(MAX_REPLY, kind)
             self._answer(end)
             while not self._framing.ready:
                 if time.monotonic() >= end or not self._receive(end):
@@ -126,11 +139,52 @@ class Link:
             self._answer(end)
             if time.monotonic() >= end or not self._receive(end):
                 return None
-        if message.count != 2 or len(message.frames) != 2 or message.frames[0]:
-            raise ConnectionLost(
-                f"expected a reply of one frame, got {message.count} and {message.size} bytes"
-            )
-        return bytes(message.frames[1])
+        return payload_of(message, 1)
+
+    @property
+    def unsent(self) -> int:
+        """Messages that were put and have not left whole."""
+        return len(self._unsent)
+
+    def put(self, parts: Sequence[zmtp.Frame]) -> None:
+        """Send a message of these parts, or as much of it as the peer takes now; :meth:`flush` sends the rest. Raises
+        OSError."""
+        self._unsent.append(memoryview(b"".join((zmtp.head(sum(map(len, parts))), *parts))))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is unsent, as far as the peer takes it now. Raises OSError."""
+        while self._unsent:
+            try:
+                sent = self._socket.send(self._unsent[0])
+            except BlockingIOError:
+                return
+            if sent == len(self._unsent[0]):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = self._unsent[0][sent:]
+
+    def get(self) -> bytes | None:
+        """Return the next message that has come, None where there is none now. Raises OSError, ConnectionLost."""
+        while (message := self._next()) is None:
+            self._unsent.extend(map(memoryview, self._framing.replies))
+            self._framing.replies.clear()
+            self.flush()
+            if not self._receive(0.0):
+                return None
+        return payload_of(message, 0)
+
+    def wait(self, end: float, writable: bool = False) -> bool:
+        """Wait until something has come, or may be sent, or the connection has failed; False at ``end``. While one
+        thread waits here, others may put and get."""
+        with _SELECTOR() as selector:
+            selector.register(self._socket, selectors.EVENT_WRITE if writable else selectors.EVENT_READ)
+            return bool(selector.select(min(LONGEST_S, max(0.0, end - time.monotonic()))))
+
+    def shut(self) -> None:
+        """End the connection, which whoever waits for it notices; its descriptor stays until :meth:`close`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     # ------------------------------------------------------------------------- parts
 

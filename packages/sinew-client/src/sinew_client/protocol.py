@@ -7,7 +7,7 @@ import io
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,71 +16,20 @@ from google.protobuf.message import DecodeError
 from sinew_client import schema
 from sinew_client.errors import ClientError, InvalidObservation, LateChunk, ServerError, UnsafeChunk
 from sinew_client.given import shown
+from sinew_client.types import ActionChunk, Observation, Timing
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
-OBSERVATION_KEYS = (
-    "images",
-    "state",
-    "prompt",
-    "tokens",
-    "noise",
-    "seed",
-    "solver_steps",
-    "session",
-    "time",
-    "deadline_ms",
-    "previous",
-    *CONTINUATION_KEYS,
-)
+OBSERVATION_KEYS = (*(each.name for each in fields(Observation)), "deadline_ms")  # the last is the request's
 
 MAX_ROWS, MAX_DIM = (
     1024,
     1024,
 )  # of an answer: rows where nobody says what its policy states, numbers of a row
 
+_KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", *CONTINUATION_KEYS))
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
 _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of each stage. The stages from preprocess to postprocess are parts of ``total_ms``."""
-
-    preprocess_ms: float = 0.0
-    vision_ms: float = 0.0
-    prefix_ms: float = 0.0
-    step_ms: tuple = ()  # one entry per solver step
-    postprocess_ms: float = 0.0
-    total_ms: float = 0.0  # the policy: observation to actions
-    queue_ms: float = 0.0  # waiting for earlier requests
-    server_ms: float = 0.0  # everything in the server: frame received to reply ready
-    batch: int = 1  # requests computed at once; the stages' times are those of all of them
-
-    @property
-    def head_ms(self) -> float:
-        return sum(self.step_ms)
-
-    def to_dict(self) -> dict:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class ActionChunk:
-    """``actions``: float32 [H, action_dim] in world units, first row first.
-
-    seed: reproduces the noise; None when the request carried the noise itself.
-    round_trip_ms: from the call to the decoded reply, on the client's clock.
-    warnings: what the policy had to do without, in sentences.
-    """
-
-    actions: np.ndarray
-    timing: Timing = field(default_factory=Timing)
-    seed: int | None = None
-    session: str = ""
-    time: float | None = None
-    round_trip_ms: float = 0.0
-    warnings: tuple = ()
 
 
 def split_address(address: str) -> tuple:
@@ -108,6 +57,11 @@ def need_pillow() -> None:
         raise ClientError("jpeg_quality needs Pillow: pip install 'sinew-vla-client[jpeg]'") from error
 
 
+def given(observation: Observation | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an observation as the mapping that a request is made of."""
+    return vars(observation) if isinstance(observation, Observation) else observation
+
+
 def encode_infer(
     observation: Mapping[str, Any],
     request_id: int,
@@ -129,14 +83,14 @@ def infer_parts(
     """Return an INFER request to a policy, "" for the server's first: its bytes in parts, of which the frames are views
     of those given. Raises :class:`InvalidObservation` naming the field that does not fit."""
     for key in observation:
-        if key not in OBSERVATION_KEYS:
-            raise InvalidObservation("{}: unknown key; known are {}".format(key, ", ".join(OBSERVATION_KEYS)))
+        if key not in _KNOWN:
+            raise InvalidObservation(str(key), f"one of {', '.join(OBSERVATION_KEYS)}", "an unknown key")
     for key in ("images", "state"):
         if observation.get(key) is None:
-            raise InvalidObservation(f"{key}: expected a value, got nothing")
+            raise InvalidObservation(key, "a value", "nothing")
     images = observation["images"]
     if not isinstance(images, Mapping):
-        raise InvalidObservation(f"images: expected a dict of camera name to frame, got {type(images)}")
+        raise InvalidObservation("images", "a dict of camera name to frame", str(type(images)))
 
     request = schema.PredictRequest(
         request_id=request_id, camera_names=[str(name) for name in images], api_key=api_key, policy=policy
@@ -148,9 +102,9 @@ def infer_parts(
         try:
             tokens = np.asarray(observation["tokens"])
         except ValueError as error:
-            raise InvalidObservation("tokens: expected integers [L], got a ragged sequence") from error
+            raise InvalidObservation("tokens", "integers [L]", "a ragged sequence") from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise InvalidObservation(f"tokens: expected integers [L], got {_describe(tokens)}")
+            raise InvalidObservation("tokens", "integers [L]", _describe(tokens))
         _assign("tokens", request.lang_tokens.extend, tokens.tolist())
     if observation.get("previous") is not None:
         request.previous.extend(floats("previous", observation["previous"], ndim=2).reshape(-1).tolist())
@@ -320,10 +274,10 @@ def _encode_frame(name: str, frame, jpeg_quality: int | None) -> tuple:
     try:
         pixels = np.asarray(frame)
     except ValueError as error:
-        raise InvalidObservation(f"images.{name}: expected an array, got a ragged sequence") from error
+        raise InvalidObservation(f"images.{name}", "an array", "a ragged sequence") from error
     if pixels.ndim != 3 or pixels.shape[2] != 3 or not (pixels.dtype == np.uint8 or pixels.dtype.kind == "f"):
         raise InvalidObservation(
-            f"images.{name}: expected uint8 [height, width, 3] (or float in [0, 1]), got {_describe(pixels)}"
+            f"images.{name}", "uint8 [height, width, 3] (or float in [0, 1])", _describe(pixels)
         )
     height, width = pixels.shape[:2]
     if pixels.dtype == np.uint8 and jpeg_quality is not None:
@@ -364,14 +318,14 @@ def floats(name: str, value, ndim: int) -> np.ndarray:
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:  # ragged
-        raise InvalidObservation(f"{name}: expected numbers, got {type(value)}") from error
+        raise InvalidObservation(name, "numbers", str(type(value))) from error
     if array.dtype.kind not in "fiub":
-        raise InvalidObservation(f"{name}: expected numbers, got {_describe(array)}")
+        raise InvalidObservation(name, "numbers", _describe(array))
     if array.dtype != np.float32:
         with np.errstate(over="ignore"):  # the server refuses what is not finite
             array = array.astype(np.float32)
     if array.ndim != ndim:
-        raise InvalidObservation(f"{name}: expected {ndim} dimension(s), got {_describe(array)}")
+        raise InvalidObservation(name, f"{ndim} dimension(s)", _describe(array))
     return array
 
 
@@ -379,7 +333,7 @@ def _assign(name: str, setter, *given) -> None:
     try:
         setter(*given)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidObservation(f"{name}: {given[-1]!r} does not fit: {error}") from error
+        raise InvalidObservation(name, f"what fits its field ({error})", shown(given[-1])) from error
 
 
 def _describe(array: np.ndarray) -> str:

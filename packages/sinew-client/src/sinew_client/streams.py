@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import numpy as np
-import zmq
 from google.protobuf.message import DecodeError
 
 from sinew_client import protocol, schema
-from sinew_client.errors import ClientError, UnsafeChunk
+from sinew_client.addresses import LEAVING, Addresses, pauses
+from sinew_client.errors import ClientError, ConnectionLost, ServerError, UnsafeChunk
 from sinew_client.faults import Faults, kind_of
+from sinew_client.link import Link
 
 UNSENT = (
     4  # messages that may wait to be sent; then further ones are dropped, for they are old when they leave
 )
-UNREAD = 256  # windows that may wait to be read
+UNREAD = 256  # windows that are read at once
+LINGER_S = 0.05  # that the end of a stream may take to leave
 OPTIONS = ("rtc", "interpolation", "solver_steps", "seed", "text_tokens")
 
 
@@ -49,32 +53,40 @@ class StreamWindow:
 
 
 class StreamLink:
-    """A stream to one ``sinew serve``. Not thread-safe: it belongs to the robot's loop.
+    """A stream to one ``sinew serve``. Its methods are for one thread, the robot's loop, and never wait for the server:
+    a thread of the link's own connects, and sends what the connection did not take at once.
 
-    address: as of :class:`sinew_client.Client`, with ``/NAME`` for another policy than the server's first.
+    address, connect_timeout: as of :class:`sinew_client.Client`, with ``/NAME`` for another policy than the server's
+    first. Of several addresses the next one is taken where nobody answers, where the connection breaks, where a
+    stopping or unhealthy server refuses, and where nothing comes for ``timeout`` seconds after a sample; the stream
+    begins anew there.
     rate: nodes per second. options: ``rtc`` (guided, no-jacobian, ramp, none), ``interpolation`` (linear, hold),
     ``solver_steps``, ``seed``; for checkpoints whose head has one time for all rows. ``text_tokens``: of each text that
     the policy is to say beside its windows, where it keeps a language head.
 
     max_rows: nodes of a window at most.
 
-    There is no handshake. While nobody listens at the address messages are dropped, and the first one that gets
-    through begins the stream, also after the server was restarted. ``sent``, ``dropped``, ``errors`` count;
+    There is no handshake of streams. While nobody listens at the address messages are dropped, and the first one that
+    gets through begins the stream, also after the server was restarted. ``sent``, ``dropped``, ``errors`` count;
     ``error`` is the last one. ``faults``: those of them that are errors and not what a busy server says.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         rate: float,
         session: str = "",
         api_key: str = "",
         options: Mapping[str, Any] | None = None,
         max_rows: int = protocol.MAX_ROWS,
+        *,
+        connect_timeout: float = 1.0,
+        timeout: float = 10.0,
     ):
         self.max_rows = max_rows
-        self.address, self._policy = protocol.split_address(address)
+        self._addresses = Addresses(address)
         self.rate, self.session = rate, session
+        self.connect_timeout, self.timeout = connect_timeout, timeout
         self._api_key, self._options = api_key, dict(options or {})
         for key in self._options:
             if key not in OPTIONS:
@@ -83,22 +95,27 @@ class StreamLink:
         self.sent = self.dropped = self.errors = 0
         self.error, self.label, self.faults = "", "", Faults()
         self._ends = False  # before the next sample the stream is to be ended
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.IMMEDIATE, 1),  # nothing is queued for a connection that does not stand
-            (zmq.SNDHWM, UNSENT),
-            (zmq.RCVHWM, UNREAD),
-            (zmq.RECONNECT_IVL_MAX, 500),
-            (zmq.IPV6, 1),
-        ):
-            self._socket.setsockopt(option, value)
-        try:
-            self._socket.connect(self.address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ClientError(f"cannot connect to {address}: {error}") from error
+        self._asked: float | None = None  # when the first sample left since which nothing has come
+        self._closed = False
+        self._link: Link | None = None  # the connection that stands; who made it closes it
+        self._changed = threading.Condition()  # guards the link, and tells of its changes
+        self._thread = threading.Thread(target=self._keep_connected, name="sinew-stream", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """The present one."""
+        return self._addresses.present
+
+    def wait_connected(self, seconds: float) -> bool:
+        """Wait for a connection; False where none stands after so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._link is not None, seconds)
+
+    def wait_window(self, seconds: float) -> bool:
+        """Wait until something has come, or the connection has ended; False where there is nothing, or none."""
+        link = self._link
+        return link is not None and link.wait(monotonic() + seconds)
 
     def send(
         self,
@@ -122,43 +139,84 @@ class StreamLink:
             time=time,
             delay=delay,
             prompt=prompt,
-            policy=self._policy,
+            policy=self._addresses.policy,
             **self._options,
         )
         request.raw_state.extend(protocol.floats("state", state, ndim=1).tolist())
         if images is not None:
             request.camera_names.extend(str(name) for name in images)
             request.frame_time = time if frame_time is None else frame_time
-        payload = b"".join(protocol.with_frames(request, images or {}))
-        try:
-            if self._ends:
-                self._end()
-                self._ends = False
-            self._socket.send(payload, zmq.NOBLOCK)
-        except zmq.Again:
-            self.dropped += 1
-            return False
+        parts = protocol.with_frames(request, images or {})
+        with self._changed:
+            link = self._link
+            if self._closed or link is None or link.unsent >= UNSENT:
+                self.dropped += 1
+                return False
+            try:
+                if self._ends:
+                    link.put([self._end()])
+                    self._ends = False
+                link.put(parts)
+            except OSError as error:
+                self._lose(link, str(error))
+                self.dropped += 1
+                return False
+            if link.unsent:
+                self._changed.notify_all()  # the rest is the thread's
         self.sent += 1
+        if self._asked is None:
+            self._asked = monotonic()
         return True
 
     def windows(self) -> list[StreamWindow]:
         """Return the windows that have arrived since the last call, oldest first; does not wait."""
         found = []
-        while True:
-            try:
-                payload = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return found
+        for payload in self._arrived():
             try:
                 window = decode_window(payload, self.max_rows)
             except ClientError as error:
-                self.errors += 1
-                if kind := kind_of(error):
-                    self.faults.add(kind, str(error))
-                self.error = str(error)
+                self._note(error)
                 continue
             self.label = window.label or self.label
             found.append(window)
+        return found
+
+    def _arrived(self) -> list[bytes]:
+        """Return the messages that have come."""
+        found: list[bytes] = []
+        with self._changed:
+            link = self._link
+            if link is None:
+                return found
+            try:
+                while len(found) < UNREAD and (payload := link.get()) is not None:
+                    found.append(payload)
+            except ConnectionLost as error:
+                self._note(error)
+                self._lose(link, str(error))
+            except OSError as error:
+                self._lose(link, str(error))
+            else:
+                if found:
+                    self._asked = None
+                elif (
+                    self._asked is not None
+                    and monotonic() - self._asked > self.timeout
+                    and len(self._addresses) > 1
+                ):
+                    self._lose(link, "no answer in time")
+        return found
+
+    def _note(self, error: ClientError) -> None:
+        """Count an error, and turn to another server where this one will not answer the next message either."""
+        self.errors += 1
+        if kind := kind_of(error):
+            self.faults.add(kind, str(error))
+        self.error = str(error)
+        if isinstance(error, ServerError) and error.code in LEAVING and len(self._addresses) > 1:
+            with self._changed:
+                if self._link is not None:
+                    self._lose(self._link, str(error))
 
     def restart(self) -> None:
         """Let the next sample begin a stream that knows nothing of what was before."""
@@ -166,18 +224,77 @@ class StreamLink:
 
     def close(self) -> None:
         """End the stream and close the connection."""
-        if self._socket.closed:
-            return
-        with contextlib.suppress(zmq.ZMQError):
-            self._end()
-        self._socket.close(linger=50)
-        self._context.term()
+        with self._changed:
+            if self._closed:
+                return
+            link = self._link
+            if link is not None:
+                with contextlib.suppress(OSError):
+                    link.put([self._end()])
+                    end = monotonic() + LINGER_S
+                    while link.unsent and link.wait(end, writable=True):
+                        link.flush()
+            self._closed, self._link = True, None
+            if link is not None:
+                link.shut()
+            self._changed.notify_all()
+        self._thread.join(LINGER_S)  # it may still be connecting to nobody, and ends after that
 
-    def _end(self) -> None:
+    def _end(self) -> bytes:
         end = schema.PredictRequest(
             kind=schema.PredictRequest.Kind.Value("STREAM_END"), session=self.session, api_key=self._api_key
         )
-        self._socket.send(end.SerializeToString(), zmq.NOBLOCK)
+        found: bytes = end.SerializeToString()
+        return found
+
+    # ------------------------------------------------------------------------- connection
+
+    def _lose(self, link: Link, why: str) -> None:
+        """Give a connection up, and turn to the next address if there is one. The caller holds the lock."""
+        if self._link is link:
+            self._link, self._asked = None, None
+            self._addresses.move(self._addresses.place, why)
+            link.shut()
+            self._changed.notify_all()
+
+    def _keep_connected(self) -> None:
+        """Connect, and again whenever the connection has been lost; send what it did not take at once."""
+        patience = self.connect_timeout if len(self._addresses) > 1 else self.timeout
+        waits = pauses()
+        while not self._closed:
+            place = self._addresses.place
+            try:
+                link = Link(self._addresses.host_and_port, monotonic() + patience, b"DEALER")
+            except OSError as error:  # of which ConnectionLost is one: somebody else is there
+                with self._changed:
+                    if isinstance(error, ConnectionLost):
+                        self.error = str(error)
+                    self._addresses.move(place, str(error))
+                    if self._addresses.place == 0:  # all of them have been tried
+                        self._changed.wait_for(lambda: self._closed, next(waits))
+                continue
+            waits = pauses()
+            self._serve(link)
+            link.close()
+
+    def _serve(self, link: Link) -> None:
+        """Have a connection stand until it is lost or closed."""
+        with self._changed:
+            if self._closed:
+                return
+            self._link = link
+            self._changed.notify_all()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._link is not link or link.unsent)
+                if self._link is not link:
+                    return
+            link.wait(monotonic() + self.timeout, writable=True)
+            with self._changed:
+                try:
+                    link.flush()
+                except OSError as error:
+                    self._lose(link, str(error))
 
 
 def decode_window(payload: bytes, max_rows: int = protocol.MAX_ROWS) -> StreamWindow:

@@ -20,6 +20,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + byt
 PEERS = {  # socket type -> those that may talk to it
     b"ROUTER": (b"REQ", b"DEALER", b"ROUTER"),
     b"REQ": (b"ROUTER", b"REP"),
+    b"DEALER": (b"ROUTER",),
 }
 
 INPUT = 1 << 14  # bytes of a connection's input buffer: handshakes, heads of frames, small frames

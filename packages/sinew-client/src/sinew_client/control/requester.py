@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Callable, Mapping
 
-from sinew_client.errors import ClientError
+from sinew_client.errors import ClientError, SinewError
 from sinew_client.faults import kind_of
 
 logger = logging.getLogger(__name__)
@@ -197,13 +197,11 @@ def _failed(error: BaseException) -> Outcome:
         said = str(error)[:LONGEST_REASON]
     except Exception:  # noqa: BLE001 - it is the error's own
         said = "(its text cannot be made)"
-    if hasattr(error, "code") and not isinstance(
-        error, (ClientError, SystemExit)
-    ):  # of a policy in this process
-        return Outcome(reason=said or kind or type(error).__name__, kind=kind)
     reason = f"{type(error).__name__}: {said}"
     if isinstance(error, ClientError):
         return Outcome(reason=reason, kind=kind)
+    if isinstance(error, SinewError):  # of a policy in this process
+        return Outcome(reason=said or kind or type(error).__name__, kind=kind)
     logger.error("the request failed", exc_info=error)
     return Outcome(reason=f"internal error: {reason}", kind=kind)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sinew_client.client import Client
+from sinew_client.policy import Policy
 from sinew_client.protocol import MAX_ROWS
 
 
@@ -43,15 +44,31 @@ class Servers:
         return {name: value for name, value in observation.items() if name not in self._without}
 
 
-class Call:
-    """One connection: ``call(observation, seconds)`` returns actions float32 [H, action_dim]."""
+class PolicyCall:
+    """One connection to any policy: ``call(observation, seconds)`` returns actions float32 [H, action_dim]."""
 
-    def __init__(self, servers: Servers):
-        self._servers, self._client = servers, servers.client()
+    def __init__(self, policy: Policy):
+        self.policy = policy
 
     def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
-        return self._client.infer(self._servers.sent(observation), timeout=limit).actions
+        return self.policy.infer(observation, timeout=limit).actions
 
     def close(self) -> None:
-        self._servers.left_at(self._client.place)
-        self._client.close()
+        self.policy.close()
+
+
+class Call(PolicyCall):
+    """One connection to whichever server answers."""
+
+    policy: Client
+
+    def __init__(self, servers: Servers):
+        super().__init__(servers.client())
+        self._servers = servers
+
+    def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
+        return super().__call__(self._servers.sent(observation), limit)
+
+    def close(self) -> None:
+        self._servers.left_at(self.policy.place)
+        super().close()

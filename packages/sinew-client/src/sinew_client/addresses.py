@@ -1,0 +1,60 @@
+"""Where a client finds its policy: one address or several, of which one is the present one. No sockets here."""
+
+from __future__ import annotations
+
+import logging
+from typing import Iterator, Sequence
+
+from sinew_client.errors import ClientError
+from sinew_client.link import place_of
+from sinew_client.protocol import split_address
+
+logger = logging.getLogger("sinew_client")
+
+LEAVING = ("shutting_down", "unhealthy")  # codes of a server that will not answer the next request either
+# Seconds between two attempts to connect to the only address: the first, doubled up to the second.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
+
+
+class Addresses:
+    """The addresses that a client was given, all of one policy, in order. Raises :class:`ClientError`.
+
+    policy: its name at the servers, "" for their first. place: of the present address among them.
+    """
+
+    def __init__(self, address: str | Sequence[str]):
+        given = [split_address(each) for each in ([address] if isinstance(address, str) else address)]
+        if len({policy for _, policy in given}) != 1:
+            raise ClientError(f"address: expected one or more, of one policy, got {address!r}")
+        self.all = tuple(each for each, _ in given)
+        self.policy: str = given[0][1]
+        self.place = 0
+        self._places = [place_of(each) for each in self.all]
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    @property
+    def present(self) -> str:
+        return self.all[self.place]
+
+    @property
+    def host_and_port(self) -> tuple:
+        """(host, port) of the present address."""
+        return self._places[self.place]
+
+    def move(self, place: int, why: str) -> bool:
+        """Turn from ``place`` to the next address. False where there is no other, or somebody has turned already."""
+        if len(self.all) < 2 or place != self.place:
+            return False
+        before, self.place = self.present, (self.place + 1) % len(self.all)
+        logger.warning("%s: %s; turning to %s", before, why, self.present)
+        return True
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds to wait after each attempt to connect that failed."""
+    pause = FIRST_PAUSE_S
+    while True:
+        yield pause
+        pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -1,0 +1,183 @@
+"""What the blocking and the asyncio client have in common: whom they ask, how often, until when. No sockets here.
+
+The rules are generators that yield each attempt and are sent its reply; a client carries the attempts out over
+a link of its own kind, and so both fail over, retry and time out alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from typing import Any, Generator, Mapping, Optional, Sequence, Tuple
+
+from sinew_client import protocol
+from sinew_client.addresses import LEAVING, Addresses
+from sinew_client.errors import ClientError, ClosedError, ConnectionLost, RequestTimeout, ServerError
+from sinew_client.types import ActionChunk, PolicySpec
+
+logger = logging.getLogger("sinew_client")
+
+MOST_WARNINGS = 100  # that are told, each once
+
+
+# (parts, request id, connected, end): one request to the present address. connected: until when a connection must
+# stand, ``time.monotonic()``; end: until when the answer must be there. Its outcome is the reply's bytes, None at
+# ``end``, or ConnectionLost thrown.
+Attempt = Tuple[Sequence, int, float, float]
+Asking = Generator[Attempt, Optional[bytes], Any]
+
+
+class BaseClient:
+    """Settings of a client, and the rules by which it asks. :class:`sinew_client.Client` explains the arguments."""
+
+    def __init__(
+        self,
+        address: str | Sequence[str] = "tcp://127.0.0.1:5555",
+        *,
+        timeout: float = 10.0,
+        connect_timeout: float = 1.0,
+        retries: int = 0,
+        jpeg_quality: int | None = None,
+        api_key: str = "",
+        max_age: float | None = None,
+        limits: tuple | None = None,
+        max_rows: int = protocol.MAX_ROWS,
+    ):
+        if jpeg_quality is not None:
+            protocol.need_pillow()
+        self._addresses = Addresses(address)
+        self.policy = self._addresses.policy
+        self.timeout = timeout
+        self.connect_timeout = connect_timeout
+        self.retries = retries
+        self.jpeg_quality = jpeg_quality
+        self.api_key = api_key
+        self.max_age = max_age
+        self.limits = limits
+        self.max_rows = max_rows
+        self._warned: set = set()
+        self._ids = itertools.count(1)  # 0 is what a server answers when it could not read the id
+        self._spec: PolicySpec | None = None  # of the server at the other end of the link
+        self._link: Any = None
+        self._closed = False
+        self._begin()
+
+    @property
+    def addresses(self) -> tuple:
+        return self._addresses.all
+
+    @property
+    def address(self) -> str:
+        """The present one."""
+        return self._addresses.present
+
+    @property
+    def place(self) -> int:
+        """Of the present address among them."""
+        return self._addresses.place
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self._state()
+        extra = "" if self.jpeg_quality is None else f", JPEG {self.jpeg_quality}"
+        key = ", with a key" if self.api_key else ""  # never the key itself: this lands in logs
+        kind = type(self).__name__
+        return f"<sinew_client.{kind} {self.address}, {state}, timeout {self.timeout:g} s{extra}{key}>"
+
+    def _state(self) -> str:
+        return "connected" if self._link is not None else "not connected"
+
+    def _begin(self) -> None:
+        """Make what this kind of client needs beside."""
+
+    def _forget(self) -> None:
+        """Have the next request open a connection of its own."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------- requests and replies
+
+    def _encoded(self, observation: Mapping[str, Any], request_id: int) -> list:
+        return protocol.infer_parts(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
+
+    def _accepted(self, reply: Any, observation: Mapping[str, Any], asked: float) -> ActionChunk:
+        """Return the chunk of a reply, and say once what the policy had to do without."""
+        chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits, self.max_rows)
+        for warning in chunk.warnings:
+            if warning not in self._warned and len(self._warned) < MOST_WARNINGS:
+                self._warned.add(warning)
+                logger.warning("%s: %s", self.address, warning)
+        return chunk
+
+    def _said(self, reply: Any) -> dict:
+        """Return what a server says of itself; nothing where it says nothing."""
+        return protocol.decode_metadata(reply) if reply.metadata else {}
+
+    def _context(self, reply: Any) -> tuple:
+        """Return (bytes, timing) of a reply with a context."""
+        if not reply.context:
+            raise ClientError(f"{self.address}: the policy {self.policy!r} answers with actions")
+        return reply.context, protocol.decode_timing(reply)
+
+    def _control(self, kind: str, session: str, timeout: float | None) -> Asking:
+        """Return the attempts at a request without an observation."""
+        request_id = next(self._ids)
+        payload = protocol.encode_control(kind, request_id, session, self.api_key, self.policy)
+        return self._asking([payload], request_id, timeout)
+
+    # ------------------------------------------------------------------------- rules
+
+    def _asking(self, parts: Sequence, request_id: int, timeout: float | None) -> Asking:
+        """Return the reply of the present server, or of the next that gives one; the time begins with each round of
+        the addresses. Raises what ``Client.infer`` says."""
+        limit = self.timeout if timeout is None else timeout
+        addresses = self._addresses
+        count = len(addresses.all)
+        if self.retries or count > 1:
+            parts = [b"".join(parts)]  # what may be sent twice is what the cameras saw now
+        for retry in range(self.retries, -1, -1):
+            end = time.monotonic() + limit
+            for others in range(count - 1, -1, -1):  # that are still to be asked
+                if self._closed:
+                    raise ClosedError("the client is closed")
+                place, begin = addresses.place, time.monotonic()
+                if begin >= end:
+                    break
+                connected = end
+                if count > 1:
+                    connected = begin + min(self.connect_timeout, (end - begin) / (others + 1))
+                try:
+                    answer = yield parts, request_id, connected, end
+                    if answer is not None:
+                        return self._decoded(answer, request_id)
+                except (ConnectionLost, ServerError) as error:
+                    lost = isinstance(error, ConnectionLost)
+                    if not lost and error.code not in LEAVING:
+                        raise
+                    self._move(place, str(error))
+                    if others:
+                        continue
+                    if not (lost and retry):
+                        raise
+                    break
+                self._move(place, "no answer in time")
+                break
+        raise RequestTimeout(
+            "no answer from {} within {:g} s{}".format(
+                " or ".join(self.addresses), limit, f" in {self.retries + 1} attempts" if self.retries else ""
+            )
+        )
+
+    def _decoded(self, answer: bytes, request_id: int) -> Any:
+        """Return a reply. One that cannot be read, or answers something else, ends the connection: who knows what
+        comes next."""
+        try:
+            return protocol.decode_reply(answer, request_id)
+        except ServerError:
+            raise
+        except ClientError:
+            self._forget()
+            raise
+
+    def _move(self, place: int, why: str) -> None:
+        if self._addresses.move(place, why):
+            self._forget()

@@ -1,0 +1,135 @@
+"""What a policy is, wherever it computes: a bundle here, a server, one of several, a recording, two halves in two
+places, an expert. :func:`connect` opens any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, Mapping, Protocol, Sequence, TypeVar
+
+from sinew_client.errors import CancelledError, ClientError, ClosedError, RequestTimeout
+from sinew_client.types import ActionChunk, Observation, PolicySpec
+
+Self = TypeVar("Self", bound="OpenPolicy")
+
+
+class Policy(Protocol):
+    """Observation to actions. A context manager, which closes it."""
+
+    @property
+    def spec(self) -> PolicySpec:
+        """What it reads and writes. A server is asked for it, once a connection."""
+
+    def infer(
+        self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
+    ) -> ActionChunk:
+        """Return the actions for one observation.
+
+        timeout: seconds, after which RequestTimeout is raised; its own, or none, if absent. What computes here looks at
+        the clock between two stages. Raises ObservationError, or a server's ``bad_observation``, that names a field
+        which it cannot take, and ClosedError after :meth:`close`.
+        """
+
+    def reset(self, session: str = "") -> None:
+        """Say that a new episode begins in ``session``."""
+
+    def close(self) -> None:
+        """Let go of what it holds: connections, weights. Once is enough; twice is no error."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc_info: Any) -> None: ...
+
+
+class OpenPolicy:
+    """What policies that compute here have in common: they are closed once, and refuse by name from then on."""
+
+    _closed = False
+
+    def reset(self, session: str = "") -> None:
+        """Do nothing: no answer depends on those before it."""
+        self._refuse_closed()
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    def _release(self) -> None:
+        """Let go, once."""
+
+    def _refuse_closed(self) -> None:
+        """Raise :class:`ClosedError` after :meth:`close`."""
+        if self._closed:
+            raise ClosedError("the policy is closed")
+
+    def __enter__(self: Self) -> Self:
+        self._refuse_closed()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+
+class Limit(threading.Event):
+    """Cancels what goes on for too long: is set by itself after so many seconds, if any, or once ``other`` is.
+
+    As a context it turns the CancelledError of what it ended into RequestTimeout.
+    """
+
+    def __init__(self, seconds: float | None, other: threading.Event | None = None):
+        super().__init__()
+        self._seconds, self._other = seconds, other
+        self._end = float("inf") if seconds is None else time.monotonic() + seconds
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def is_set(self) -> bool:
+        return super().is_set() or self.passed or (self._other is not None and self._other.is_set())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set; False where it is not after ``timeout`` seconds. ``other`` is looked at in the end."""
+        left = self._end - time.monotonic()
+        longest = min(left, threading.TIMEOUT_MAX if timeout is None else timeout)
+        return self.is_set() or super().wait(max(0.0, longest)) or self.is_set()
+
+    def __enter__(self) -> Limit:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, CancelledError) and self.passed:
+            raise RequestTimeout(f"no answer within {self._seconds:g} s") from error
+
+
+def is_address(source: Any) -> bool:
+    """Return True for the address of a server, ``tcp://host:port``, and for a list of them."""
+    if isinstance(source, (list, tuple)):
+        return bool(source) and all(map(is_address, source))
+    return isinstance(source, str) and "://" in source and not source.startswith("hf://")
+
+
+def connect(source: str | os.PathLike | Sequence[str], **options: Any) -> Policy:
+    """Open the policy that ``source`` names.
+
+    source: address of a server, or several, of which the first that answers is asked (options: those of
+    :class:`sinew_client.Client`); else, with the package sinew-vla, what :func:`sinew.opening.open_policy` opens in
+    this process: a bundle, a checkpoint, a name of the hub, a folder of records, an expert. Raises SinewError.
+    """
+    if is_address(source):
+        from sinew_client.client import Client
+
+        return Client(source, **options)  # type: ignore[arg-type]
+    try:
+        from sinew.opening import open_policy
+    except ImportError as error:
+        raise ClientError(
+            f"{source}: expected tcp://HOST:PORT; what is no address computes here, which needs the package sinew-vla:"
+            f" {error}"
+        ) from error
+    found: Policy = open_policy(source, **options)
+    return found

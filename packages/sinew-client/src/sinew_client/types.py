@@ -1,0 +1,307 @@
+"""The vocabulary of robot and server: what goes into a policy, what comes out, and what a policy says of itself.
+
+numpy alone. All rooms of the project speak in these types; its own code takes them from :mod:`sinew.core`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal, Mapping
+
+import numpy as np
+
+from sinew_client.errors import ClientError, ObservationError
+from sinew_client.given import shown
+from sinew_client.solver import FLOW, Solver
+
+# ----------------------------------------------------------------------------- specification
+
+
+@dataclass(frozen=True)
+class CameraSpec:
+    """One camera slot. ``height`` and ``width`` are those of the training data, in pixels.
+
+    Frames of other sizes are accepted where the policy resizes (``PolicySpec.resizes_frames``).
+    """
+
+    name: str
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class VectorSpec:
+    """A state or action vector in world units. ``names`` and ``units`` are empty where unknown.
+
+    Units of an action that simulators go by: ``opening`` (a gripper from 0, closed, to 1, open), ``recorded`` (as the
+    data set that it was trained on has it), ``axis-angle`` (a rotation that is no Euler angles).
+    """
+
+    dim: int
+    names: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return "name [unit]" for each number, and its place where it has no name; nothing where neither is known."""
+        if not self.names and not self.units:
+            return ()
+        names = self.names or tuple(map(str, range(self.dim)))
+        units = self.units or ("",) * self.dim
+        if len(names) != len(units):
+            raise ValueError(f"units: expected {len(names)}, one for each name, got {len(units)}")
+        return tuple(f"{name} [{unit}]" if unit else name for name, unit in zip(names, units))
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """How one kind of client names the parts of an observation on its wire.
+
+    images: wire key -> camera; nested containers are joined with "/". state: wire keys whose values,
+    concatenated in order, are the state. ``channels_first``: frames come as [3, height, width].
+    unread: keys of frames that such clients send too and the policy does not read; others are refused.
+    """
+
+    wire: str  # e.g. "openpi"
+    images: dict[str, str]
+    state: tuple[str, ...]
+    prompt: str = "prompt"
+    channels_first: bool = False
+    unread: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MotionSpec:
+    """States what a policy's actions are measured from, as the robot's settings take it (``sinew_client.control``).
+
+    kind: absolute (targets in the numbers of the state), relative (the columns ``action`` to the numbers ``state`` of
+    the state at the chunk's frame) or offsets (those columns from the pose of their own step). scale: what one unit of
+    an offset moves the state by. low, high: range of an offset.
+    """
+
+    kind: Literal["absolute", "relative", "offsets"]
+    action: tuple[int, ...] = ()
+    state: tuple[int, ...] = ()
+    scale: float = 1.0
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What a policy reads and writes: enough for a client to build a valid observation."""
+
+    architecture: str
+    name: str
+    cameras: tuple[CameraSpec, ...]
+    state: VectorSpec
+    action: VectorSpec
+    chunk_size: int  # H, actions per chunk
+    noise_dim: int  # width of the noise that starts the solver; 0 where it starts from zeros
+    solver_steps: int  # default number of solver steps; 1 for single-pass heads
+    max_prompt_tokens: int
+    resizes_frames: bool = True
+    control_hz: float | None = None
+    embodiment: str = ""  # e.g. "droid"; empty where the checkpoint does not say
+    keys: tuple[KeyMap, ...] = ()
+    default_prompt: str = ""  # used when an observation has none
+    n_action_steps: int = 0  # rows that upstream executes before it infers again; 0 where it does not say
+    noise_rows: int = 0  # where the solver integrates more rows than the chunk has; 0: as many
+    solver: Solver = FLOW
+    committed_rows: int = (
+        0  # most rows of a running chunk that the head was trained to continue; 0: it was not
+    )
+    motion: MotionSpec | None = None  # None where nothing says it
+
+    @property
+    def noise_shape(self) -> tuple[int, int]:
+        return (self.noise_rows or self.chunk_size, self.noise_dim)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, ready for JSON or msgpack."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Any) -> PolicySpec:
+        """Return the specification that :meth:`to_dict` gave, after any wire: what a server says of its policy.
+
+        Keys that this version does not know are passed over: a newer server says more. Raises :class:`ClientError`
+        that names the field.
+        """
+        found: PolicySpec = _built("policy", cls, given)
+        for name, value in (("chunk_size", found.chunk_size), ("action.dim", found.action.dim)):
+            if value < 1:
+                raise ClientError(f"policy.{name}: expected 1 or more, got {value}")
+        for name in ("n_action_steps", "committed_rows"):
+            if not 0 <= getattr(found, name) <= found.chunk_size:
+                got = getattr(found, name)
+                raise ClientError(f"policy.{name}: expected 0 to {found.chunk_size}, got {got}")
+        return found
+
+
+# ----------------------------------------------------------------------------- observation and action
+
+RTC = ("guided", "no-jacobian", "ramp", "trained")
+SCHEDULES = ("exp", "linear", "ones", "zeros")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One moment of a robot. Raw: no resizing, no tokens, no normalisation on the client's side.
+
+    images: camera name -> uint8 [height, width, 3] RGB (float32 in [0, 1] is accepted too).
+    state:  float32 [D] in world units.
+    prompt: the instruction. ``tokens`` (int [L]) replaces it for clients that tokenise themselves.
+    noise:  float32 [H, noise_dim] start of the solver; drawn from ``seed`` when absent.
+    time:   when the observation was taken, seconds of the client's clock; echoed, and compared with the server's
+            clock only where that was started with ``--max-age``.
+
+    Real-time chunking, where a running chunk is to be continued (docs/control.md):
+    previous: float32 [R, action_dim] in world units, the rows of the running chunk from this frame on. Row 0
+              belongs to this frame; rows past R are not guided.
+    delay:    rows that will have been executed when the answer arrives; they are kept as they are.
+    horizon:  rows that will be executed before the next request; the guidance ends at min(H - horizon, R).
+    rtc:      one of :data:`RTC`; where ``previous`` is given, "trained" for a policy that was trained to continue
+              committed rows (it reads ``previous`` and ``delay`` alone), else "guided".
+    schedule: one of :data:`SCHEDULES`; "exp".
+    beta:     the largest weight of the guidance; 5.
+    """
+
+    images: Mapping[str, np.ndarray]
+    state: np.ndarray
+    prompt: str = ""
+    tokens: np.ndarray | None = None
+    noise: np.ndarray | None = None
+    seed: int | None = None
+    solver_steps: int | None = None
+    session: str = ""
+    time: float | None = None
+    previous: np.ndarray | None = None
+    delay: int | None = None
+    horizon: int | None = None
+    rtc: str | None = None
+    schedule: str | None = None
+    beta: float | None = None
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Observation:
+        """Build from a plain dict; an unknown or missing key is an :class:`ObservationError`."""
+        known = {f.name for f in fields(cls)}
+        for key in mapping:
+            if key not in known:
+                raise ObservationError(str(key), f"one of {sorted(known)}", "an unknown key")
+        for key in ("images", "state"):
+            if key not in mapping:
+                raise ObservationError(key, "a value", "nothing")
+        return cls(**mapping)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where the milliseconds of one inference went. The stages, preprocess to postprocess, are parts of ``total_ms``.
+
+    An engine that runs all of it as one graph (cuda) has no parts to time: the whole stands in ``step_ms``.
+    ``batch``: how many requests were computed at once; the engine's times are those of all of them.
+    """
+
+    preprocess_ms: float = 0.0
+    vision_ms: float = 0.0
+    prefix_ms: float = 0.0
+    step_ms: tuple[float, ...] = ()  # one entry per solver step, or one for everything
+    postprocess_ms: float = 0.0
+    total_ms: float = 0.0  # the policy: observation to actions
+    queue_ms: float = 0.0  # in a server, waiting for earlier requests
+    server_ms: float = 0.0  # everything in a server: frame received to reply ready
+    batch: int = 1
+
+    @property
+    def head_ms(self) -> float:
+        return sum(self.step_ms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, ready for JSON or msgpack."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ActionChunk:
+    """``actions``: float32 [H, D] in world units, first row first.
+
+    seed: reproduces the noise; None where the request carried the noise itself.
+    warnings: what the policy had to do without, in sentences.
+    context: what a head on the robot needs, where that was asked for; then there are no actions.
+    round_trip_ms: of a server's answer, from the call to the decoded reply on the client's clock; else 0.
+    """
+
+    actions: np.ndarray
+    timing: Timing = field(default_factory=Timing)
+    seed: int | None = None
+    session: str = ""
+    time: float | None = None
+    warnings: tuple[str, ...] = ()
+    context: bytes = b""
+    round_trip_ms: float = 0.0
+
+
+# ----------------------------------------------------------------------------- from a wire
+
+_FORMS: Any = {
+    "str": (str, "a text"),
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "true or false"),
+}
+_MOST = 10_000  # entries of one list or map that a server may send
+
+
+def _built(path: str, kind: Any, given: Any) -> Any:
+    """Return a dataclass of ``kind`` from plain containers. Raises :class:`ClientError` that names the field."""
+    if not isinstance(given, Mapping):
+        raise ClientError(f"{path}: expected a map, got {shown(given)}")
+    found = {}
+    for each in fields(kind):
+        if each.name in given:
+            found[each.name] = _read(f"{path}.{each.name}", str(each.type), given[each.name])
+        elif each.default is MISSING and each.default_factory is MISSING:
+            raise ClientError(f"{path}.{each.name}: expected a value, got nothing")
+    try:
+        return kind(**found)
+    except ValueError as error:
+        raise ClientError(f"{path}: {error}") from error
+
+
+def _read(path: str, form: str, given: Any) -> Any:
+    """Return a value of a field's type, which is written as the classes above write theirs."""
+    if form.endswith(" | None"):
+        return None if given is None else _read(path, form[: -len(" | None")], given)
+    if form in _FORMS:
+        types, what = _FORMS[form]
+        if not isinstance(given, types) or (isinstance(given, bool) and form != "bool"):
+            raise ClientError(f"{path}: expected {what}, got {shown(given)}")
+        return float(given) if form == "float" else given
+    if form.startswith("Literal["):
+        known = [word.strip(" \"'") for word in form[len("Literal[") : -1].split(",")]
+        if given not in known:
+            raise ClientError(f"{path}: expected one of {', '.join(known)}, got {shown(given)}")
+        return given
+    if form.startswith("tuple["):
+        inner = form[len("tuple[") : -1]
+        if not isinstance(given, (list, tuple)) or len(given) > _MOST:
+            raise ClientError(f"{path}: expected a list of at most {_MOST}, got {shown(given)}")
+        kinds = (
+            [inner[: -len(", ...")]] * len(given) if inner.endswith(", ...") else inner.split(", ")
+        )  # a row of numbers has its length written out
+        if len(kinds) != len(given):
+            raise ClientError(f"{path}: expected a list of {len(kinds)}, got {len(given)}")
+        return tuple(_read(f"{path}[{at}]", kinds[at], each) for at, each in enumerate(given))
+    if form == "dict[str, str]":
+        if not isinstance(given, Mapping) or len(given) > _MOST:
+            raise ClientError(f"{path}: expected a map of at most {_MOST} texts, got {shown(given)}")
+        for key, value in given.items():
+            _read(f"{path}.{shown(key)}", "str", value)
+            _read(f"{path}: a key", "str", key)
+        return dict(given)
+    return _built(path, _KINDS[form], given)
+
+
+_KINDS = {kind.__name__: kind for kind in (CameraSpec, VectorSpec, KeyMap, MotionSpec, Solver)}

@@ -1,0 +1,46 @@
+"""What not every installation has: which extra of this distribution brings a module, and the error that says so."""
+
+from __future__ import annotations
+
+from sinew.core import SinewError
+
+DISTRIBUTION = "sinew-vla"  # on package indexes, where the name `sinew` is another project's
+
+# Modules that not every installation has -> the extra of the distribution that brings them.
+EXTRAS = {
+    "grpc": "lerobot",
+    "gymnasium": "sim",
+    "huggingface_hub": "hub",
+    "matplotlib": "plots",
+    "mcap": "mcap",
+    "mujoco": "sim",
+    "onnx": "onnx-export",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx-export",
+    "pyarrow": "dataset",
+    "ray": "ray",
+    "rerun": "rerun",
+    "safetensors": "torch",
+    "sentencepiece": "sentencepiece",
+    "skimage": "photos",
+    "tensorstore": "jax",
+    "torch": "torch",
+    "yaml": "ray",
+}
+
+
+def install(module: str) -> str:
+    """Return the command that brings a module: the extra of this distribution, or what it is made of."""
+    extra = EXTRAS.get(module.partition(".")[0])
+    return (
+        f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install --force-reinstall {DISTRIBUTION}"
+    )
+
+
+class MissingPackageError(SinewError):
+    """What was asked for needs a package that is not installed; the message says how to get it."""
+
+    code = "missing_package"
+
+    def __init__(self, what: str, module: str, otherwise: str = ""):
+        super().__init__(f"{what} needs {module}: {install(module)}{otherwise}")
