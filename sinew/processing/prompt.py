@@ -23,7 +23,7 @@ class Prompter:
     """Turns an instruction into ``(tokens int64 [L], mask bool [L])``."""
 
     def __init__(self, tokenizer_json: str, recipe: PromptRecipe):
-        self.recipe = recipe
+        self.recipe, self.held = recipe, recipe.held
         self.tokenizer = open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
 
@@ -78,7 +78,7 @@ class Prompter:
         if array.min() < 0 or array.max() >= self.recipe.vocab_size:
             expected = f"token ids in [0, {self.recipe.vocab_size})"
             raise ObservationError(name, expected, f"{array.min()} to {array.max()}")
-        for what, token, wanted in self.recipe.held:
+        for what, token, wanted in self.held:
             if (found := int((array == token).sum())) != wanted:
                 raise ObservationError(name, f"{wanted} {what} ({token})", str(found))
         return array.astype(np.int64)

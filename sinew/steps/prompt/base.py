@@ -19,6 +19,10 @@ class Sentence(NamedTuple):
     text: str
     state: np.ndarray
 
+    def saying(self, text: str) -> Sentence:
+        """Return the sentence with this text behind the other."""
+        return Sentence(self.instruction, self.text + text, self.state)
+
 
 class Held(NamedTuple):
     """``times`` tokens of an id that a prompt has to hold, no more and no fewer; no instruction may add one."""

@@ -37,7 +37,7 @@ class Image(PromptStep):
         return Held("image tokens", self.token, self.count)
 
     def forward(self, said: Sentence) -> Sentence:
-        return said._replace(text=said.text + self.text * self.count)
+        return said.saying(self.text * self.count)
 
     def __str__(self) -> str:
         return f"a view, {self.count} times {self.text}"

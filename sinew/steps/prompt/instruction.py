@@ -19,7 +19,7 @@ class Instruction(PromptStep):
         return "{prompt}"
 
     def forward(self, said: Sentence) -> Sentence:
-        return said._replace(text=said.text + said.instruction)
+        return said.saying(said.instruction)
 
     def __str__(self) -> str:
         return "the instruction"

@@ -31,7 +31,7 @@ class State(PromptStep):
         return "{state}"
 
     def forward(self, said: Sentence) -> Sentence:
-        return said._replace(text=said.text + " ".join(map(str, self.numbers(said.state))))
+        return said.saying(" ".join(map(str, self.numbers(said.state))))
 
     def numbers(self, state: np.ndarray) -> np.ndarray:
         """Return bin numbers 0 .. bins - 1 of a normalised state [D]; values below -1 give -1, as upstream.

@@ -26,7 +26,7 @@ class Suffix(PromptStep):
         return self.text
 
     def forward(self, said: Sentence) -> Sentence:
-        return said if said.text.endswith(self.text) else said._replace(text=said.text + self.text)
+        return said if said.text.endswith(self.text) else said.saying(self.text)
 
     def __str__(self) -> str:
         return f"{json.dumps(self.text)} at the end"

@@ -26,7 +26,7 @@ class Text(PromptStep):
         return self.text
 
     def forward(self, said: Sentence) -> Sentence:
-        return said._replace(text=said.text + self.text)
+        return said.saying(self.text)
 
     def __str__(self) -> str:
         return json.dumps(self.text)
