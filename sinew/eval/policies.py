@@ -46,7 +46,8 @@ class Asked:
     """Any policy, as episodes ask it.
 
     ``policy``: itself; ``last``: the answer to the latest request; ``served``: what it says about itself, as a
-    server's metadata do. Latency is the round trip of a server's answer, else the policy's own, preprocessing to world units.
+    server's metadata do. Latency is the round trip of a server's answer, else the policy's own, preprocessing to world
+    units.
     """
 
     def __init__(self, policy: Policy, solver_steps: int | None = None):
