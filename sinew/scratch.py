@@ -126,11 +126,15 @@ def ended_by_signals() -> Iterator[None]:
 
 
 class _Signalled(SystemExit):
-    """The end that a signal asks for."""
+    """The end that a signal asks for: ``number``, as an exit status that shells know."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.number = number
 
 
 def _end(number: int, _frame: Any) -> None:
-    raise _Signalled(128 + number)
+    raise _Signalled(number)
 
 
 def _again(unraised: Any, otherwise: Callable[[Any], object]) -> None:
@@ -138,6 +142,6 @@ def _again(unraised: Any, otherwise: Callable[[Any], object]) -> None:
     raised there, and the work would go on to its end."""
     end = unraised.exc_value
     if isinstance(end, _Signalled):
-        threading.Timer(0.01, os.kill, (os.getpid(), int(end.code) - 128)).start()
+        threading.Timer(0.01, os.kill, (os.getpid(), end.number)).start()
     else:
         otherwise(unraised)
