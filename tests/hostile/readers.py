@@ -60,7 +60,7 @@ from tests.serve.puppet import lone
 from tests.serve.test_streams import Asker, message
 from tests.stream.rolling import write_bundle
 
-EXPECTED = SinewError
+EXPECTED = (SinewError,)
 ROOT = Path(__file__).resolve().parents[2]
 SO101 = ROOT / "packages" / "sinew_ros" / "config" / "so101.yaml"
 Case = Callable[[random.Random], object]
