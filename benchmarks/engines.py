@@ -37,8 +37,8 @@ from sinew.engine.example import Shapes  # noqa: E402
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine  # noqa: E402
 from sinew.engine.plan.plan import REWRITES, Plan  # noqa: E402
 from sinew.perf.machine.fit import work  # noqa: E402
-from sinew.perf.program import Program, of_engine  # noqa: E402
-from sinew.perf.request import Request  # noqa: E402
+from sinew.perf.program import PublishedProgram, of_engine  # noqa: E402
+from sinew.perf.request import TracedRequest  # noqa: E402
 from sinew.policy import Policy, load  # noqa: E402
 
 STAGES = ("vision", "prefix", "head", "total")
@@ -49,8 +49,8 @@ def gflop(policy: Policy, tokens: int) -> dict[str, float]:
     image, spec = policy.manifest.processing.image, policy.spec
     shapes = Shapes(len(spec.cameras), image.height, image.width, tokens, spec.solver_steps)
     if policy.engine_name == "onnx":
-        program = Program.load(policy.bundle.path, dtypes="fp32", engine="plan")
-        program = program.at(Request(prompt_tokens=tokens))
+        program = PublishedProgram.load(policy.bundle.path, dtypes="fp32", engine="plan")
+        program = program.at(TracedRequest(prompt_tokens=tokens))
     else:
         program = of_engine(policy.engine, shapes, spec.name)
     parts = program.components("fused")

@@ -21,7 +21,7 @@ from benchmarks import pen_streams
 from benchmarks.handovers import figure as handovers
 from sinew.cli import main as sinew
 from sinew.eval.adapters import make_env
-from sinew.eval.policies import Remote
+from sinew.eval.policies import ServerPolicy
 from sinew.eval.report.film import compose, shoot
 from sinew.eval.report.plots import plot_replan, plot_sweep
 from sinew.eval.report.stats import wilson
@@ -114,7 +114,7 @@ def film(path: Path) -> None:
     """Play one episode through the real server, and draw what its film shows in the middle of the last third."""
     env, adapter = make_env("sinew/Blocks-v0")
     with tempfile.TemporaryDirectory() as folder, serving(BLOCKS, Path(folder) / "log") as address:
-        policy = Remote(address, None)
+        policy = ServerPolicy(address, None)
         try:
             shots = shoot(policy, env, adapter, range(FILMED_SEED, FILMED_SEED + 1))
         finally:

@@ -35,7 +35,7 @@ from sinew_client.control.defaults import AUTO, REPLAN
 from benchmarks.side_by_side import SideBySide
 from sinew import figures
 from sinew.eval.adapters import make_env
-from sinew.eval.policies import Remote
+from sinew.eval.policies import ServerPolicy
 from sinew.eval.report.stats import mcnemar, paired_difference, wilson
 from sinew.eval.runner import Conduct, Episode, run_episode
 from sinew.eval.server import serving
@@ -56,7 +56,7 @@ TASKS: dict[str, dict[str, Any]] = {
 HANDOVERS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc:guided")
 
 
-class Late(Remote):
+class Late(ServerPolicy):
     """A server whose answers are kept back until they are ``milliseconds`` old. One episode after the other."""
 
     milliseconds = 0.0

@@ -40,14 +40,14 @@ from sinew.eval.adapters import make_env
 from sinew.eval.report.stats import mcnemar, wilson
 from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
 from sinew.eval.settings import Latency
-from sinew.eval.sources import Costs
+from sinew.eval.sources import StreamCosts
 from sinew.perf.hardware import Network
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
 
 BUNDLE = Path(__file__).parents[1] / "sinew" / "assets" / "pen.gguf"
 ENV, CAMERA = "sinew/Pen-v0", {"camera_fps": 30, "camera_delay": 2 / 30}
-CHUNK_MS, COSTS = 27.3, Costs.parse("16.5:10.8")
+CHUNK_MS, COSTS = 27.3, StreamCosts.parse("16.5:10.8")
 ADDED = (0, 33, 67, 100, 133, 167, 200)
 KINDS = ("chunks", "stream")
 SEED = 5000

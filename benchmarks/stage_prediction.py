@@ -27,12 +27,12 @@ import torch  # noqa: E402
 from sinew.perf.machine import fit as calibration  # noqa: E402
 from sinew.perf.machine.calibrate import loaded, measure_samples, with_work  # noqa: E402
 from sinew.perf.machine.fit import Sample  # noqa: E402
-from sinew.perf.machine.measure import Sizes, Speeds, StageTime, measure_speeds  # noqa: E402
+from sinew.perf.machine.measure import MeasuredSizes, Speeds, StageTime, measure_speeds  # noqa: E402
 from sinew.perf.program import preset  # noqa: E402
 
 # Fitted on these, checked on those; no stage of a checked request is shared with a fitted one.
-FITTED = [Sizes(1, 8, 12), Sizes(3, 48, 200)]
-CHECKED = [Sizes(2, 24, 50)]
+FITTED = [MeasuredSizes(1, 8, 12), MeasuredSizes(3, 48, 200)]
+CHECKED = [MeasuredSizes(2, 24, 50)]
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from sinew.core import SinewError
 from sinew.eval.report.stats import wilson
 from sinew.perf import plots
 from sinew.perf.hardware import load_hardware
-from sinew.perf.roofline import Timing
+from sinew.perf.roofline import StageTiming
 
 SMALLEST = 9  # points
 OUT = Path("figure.png")
@@ -35,9 +35,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def small_policy() -> list[Timing]:
+def small_policy() -> list[StageTiming]:
     """Components that move far more bytes than they compute: the ridge of every machine is beyond them."""
-    return [Timing(name, 1e-3, 1e-4, 1e-3, flops=1e9, nbytes=1e9) for name in ("vision", "prefix", "head")]
+    return [
+        StageTiming(name, 1e-3, 1e-4, 1e-3, flops=1e9, nbytes=1e9) for name in ("vision", "prefix", "head")
+    ]
 
 
 def assert_readable(figure: Any) -> None:

@@ -17,7 +17,7 @@ from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.example import Shapes
 from sinew.engine.plan.plan import Plan
 from sinew.models import build_on_meta
-from sinew.perf.trace import STAGES, Call, trace
+from sinew.perf.trace import STAGES, TracedCall, trace
 
 COMPONENT = {"vision": "vision", "prefix": "language", "head": "head"}
 
@@ -64,7 +64,7 @@ def bound(products: Work, ceilings: Ceilings, fp8: tuple[str, ...] = ()) -> dict
     return {**result, "total_ms": sum(result.values())}
 
 
-def _product(call: Call) -> tuple[int, int, int]:
+def _product(call: TracedCall) -> tuple[int, int, int]:
     weights = sum(operand.nbytes for operand in call.operands if operand.weight)
     is_linear = call.operator in ("mm", "addmm") and weights > 0
     return call.flops, weights, int(is_linear and call.dtype == torch.bfloat16)

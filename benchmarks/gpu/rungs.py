@@ -21,7 +21,7 @@ from benchmarks.gpu.models import ACTIONS, STEPS, Sample
 from sinew.bundle.schema import Processing
 from sinew.core import Timing
 from sinew.engine.cuda.kernels import preprocess
-from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.engine import Watch
 from sinew.models.base import Model
 from sinew.perf.trace import STAGES
@@ -37,7 +37,7 @@ class Eager:
 
     def __init__(self, model: Model, processing: Processing, device: torch.device):
         self.model, self.device, self.image = model, device, processing.image
-        self.tables: dict[tuple[int, ...], Resize] = {}
+        self.tables: dict[tuple[int, ...], ResizeTables] = {}
 
     @torch.inference_mode()
     def run(self, sample: Sample, steps: int = STEPS) -> tuple[np.ndarray, Timing]:
@@ -63,7 +63,7 @@ class Eager:
     def pixels(self, frames: tuple[np.ndarray, ...]) -> Tensor:  # float32 [1, V, 3, H, W]
         size = frames[0].shape[:2]
         if size not in self.tables:
-            self.tables[size] = Resize.of(*size, self.image, self.device)
+            self.tables[size] = ResizeTables.of(*size, self.image, self.device)
         batch = torch.from_numpy(np.stack(frames)).to(self.device)
         return preprocess.reference(batch, self.tables[size])[None]
 

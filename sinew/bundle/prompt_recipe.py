@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sinew.steps.base import MAX_SIZE
-from sinew.steps.prompt.base import MAX_TEXT, Held, PromptStep
+from sinew.steps.prompt.base import MAX_TEXT, HeldTokens, PromptStep
 from sinew.steps.prompt.instruction import Instruction
 
 MOST = 4  # times that an instruction, or a state, may stand in a prompt
@@ -38,14 +38,14 @@ class PromptRecipe:
         return "".join(step.slot for step in self.steps)
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldTokens, ...]:
         """Return the tokens that every prompt holds, those of an id together."""
         found: dict[tuple[str, int], int] = {}
         for step in self.steps:
             if step.holds is not None:
                 what, token, count = step.holds
                 found[what, token] = found.get((what, token), 0) + count
-        return tuple(Held(what, token, count) for (what, token), count in found.items())
+        return tuple(HeldTokens(what, token, count) for (what, token), count in found.items())
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with a recipe from a file, each with its field."""

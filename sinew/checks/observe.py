@@ -14,7 +14,7 @@ from sinew_client.control import NoObservation, Stopped
 
 from sinew.bundle.schema import Manifest
 from sinew.bundle.seen import Seen
-from sinew.checks.wiring import CANNOT_TELL, WRONG, Finding, Watch, findings, mismatch
+from sinew.checks.wiring import CANNOT_TELL, WRONG, Finding, WiringWatch, findings, mismatch
 from sinew.core import SinewError
 from sinew.processing import Processor
 from sinew.processing.thumbnails import Gathering
@@ -33,7 +33,7 @@ def live(
 
     patience: seconds after which a look that has not returned ends it; it goes on in a thread that nobody waits for.
     """
-    watch, processor = Watch(), Processor(manifest)
+    watch, processor = WiringWatch(), Processor(manifest)
     first: list[Finding] = []
     rate = manifest.spec.control_hz or HZ
     beat, over, ended = threading.Event(), threading.Event(), threading.Event()
@@ -80,14 +80,14 @@ def live(
 
 def recorded(folder: Path, manifest: Manifest) -> tuple[int, list[Finding]]:
     """Return the number of records and what was found, session by session, in what ``sinew serve --record`` wrote."""
-    processor, watches, first, count = Processor(manifest), dict[str, Watch](), list[Finding](), 0
+    processor, watches, first, count = Processor(manifest), dict[str, WiringWatch](), list[Finding](), 0
     for record in read_records(folder):
         count += 1
         name = str(record.observation.session or record.wire)
         seen: dict[str, Any] = {"images": record.observation.images, "state": record.observation.state}
         if (when := record.observation.time) is not None:
             seen["time"] = when
-        watch = watches.setdefault(name, Watch())
+        watch = watches.setdefault(name, WiringWatch())
         if not watch.looks and (refused := mismatch(processor, seen)) is not None:
             first.append(refused)
         watch.add(seen)

@@ -19,7 +19,7 @@ from sinew import machine
 
 if TYPE_CHECKING:
     from sinew.engine.example import Shapes
-    from sinew.perf.program import Program
+    from sinew.perf.program import PublishedProgram
     from sinew.policy import Policy
 
 SIDE, RUNS = 2048, 5  # of the product that is the peak
@@ -79,15 +79,15 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
     return {"band": fitted.band, "sgemm_gflops": None if peak is None else 1e-9 * peak, "stages_ms": stages}
 
 
-def _program(policy: Policy, shapes: Shapes) -> Program | None:
+def _program(policy: Policy, shapes: Shapes) -> PublishedProgram | None:
     """What the engine runs. ONNX Runtime's graphs are the planned model with all rewrites, in fp32."""
-    from sinew.perf.program import Program, of_engine
+    from sinew.perf.program import PublishedProgram, of_engine
 
     if policy.engine.model is not None:
         return of_engine(policy.engine, shapes, policy.spec.name)
     if not policy.bundle.infos:
         return None
-    found = Program.load(policy.bundle.path, dtypes="fp32", engine="plan")
+    found = PublishedProgram.load(policy.bundle.path, dtypes="fp32", engine="plan")
     return replace(found, shapes=shapes)
 
 

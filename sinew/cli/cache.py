@@ -25,7 +25,7 @@ def list_entries() -> int:
         for column in ("key", "policy", "architecture", "size", "converted", "source"):
             table.add_column(column, overflow="fold", justify="right" if column == "size" else "left")
         for entry in found:
-            if isinstance(entry, cache.Entry):
+            if isinstance(entry, cache.CacheEntry):
                 said = entry.record
                 size = f"{entry.nbytes / 1e6:.1f} MB"
                 table.add_row(entry.key[:KEY], said.name, said.architecture, size, said.made, said.source)
@@ -33,8 +33,8 @@ def list_entries() -> int:
                 table.add_row("damaged", str(entry))
         console.print(table)
     console.print(f"{len(found)} in {cache.folder()}", soft_wrap=True)
-    good = [entry for entry in found if isinstance(entry, cache.Entry)]
-    bad = [str(entry) for entry in found if not isinstance(entry, cache.Entry)]
+    good = [entry for entry in found if isinstance(entry, cache.CacheEntry)]
+    bad = [str(entry) for entry in found if not isinstance(entry, cache.CacheEntry)]
     terminal.emit({"folder": str(cache.folder()), "entries": [_row(entry) for entry in good], "damaged": bad})
     return 0
 
@@ -90,7 +90,7 @@ def remove(
     return 0
 
 
-def _row(entry: cache.Entry) -> dict[str, Any]:
+def _row(entry: cache.CacheEntry) -> dict[str, Any]:
     said = entry.record
     return {
         "key": entry.key,

@@ -68,7 +68,7 @@ def convert(
     """
     from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.bundle.seen import renamed
-    from sinew.convert import Options, read
+    from sinew.convert import ConvertOptions, read
     from sinew.convert.options import parse_motion, parse_settings
     from sinew.core import ConvertError
 
@@ -76,7 +76,7 @@ def convert(
         raise ConvertError(f"{out} exists; --force overwrites it")
     names = tuple(name.strip() for name in cameras.split(",") if name.strip())
     start = time.perf_counter()
-    options = Options(
+    options = ConvertOptions(
         vlm=vlm,
         base=base,
         tokenizer=tokenizer,

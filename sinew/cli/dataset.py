@@ -103,8 +103,8 @@ def _of_episodes(
 
     from sinew.cli.eval import default_env
     from sinew.cli.eval_variants import settled
-    from sinew.eval.campaign import Player
-    from sinew.eval.dataset.episodes import Recorded
+    from sinew.eval.campaign import EpisodePlayer
+    from sinew.eval.dataset.episodes import RecordedEpisode
     from sinew.eval.dataset.writer import DatasetWriter
     from sinew.eval.settings import Task, Variant, parse_replan
     from sinew.sources import resolve
@@ -118,8 +118,8 @@ def _of_episodes(
             rename=cameras.rename, allow_missing_cameras=cameras.allow_missing_cameras,
         )
     )  # fmt: skip
-    player = Player(task)
-    player.env = recorded = Recorded(player.env, player.adapter)
+    player = EpisodePlayer(task)
+    player.env = recorded = RecordedEpisode(player.env, player.adapter)
     won = 0
     try:
         with (

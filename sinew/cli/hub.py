@@ -127,7 +127,7 @@ def push(
     return 0
 
 
-def _parse(name: str) -> hub.Name:
+def _parse(name: str) -> hub.HubName:
     if (parsed := hub.parse(name)) is None:
         raise SinewError(f"{name}: expected ORG/NAME or hf://ORG/NAME[@REVISION]")
     return parsed

@@ -28,7 +28,7 @@ from sinew.perf.request import AS_THE_POLICY
 if TYPE_CHECKING:
     from sinew.perf.hardware import Hardware
     from sinew.perf.paper.published import Row
-    from sinew.perf.roofline import Timing
+    from sinew.perf.roofline import StageTiming
 
 perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
 for command in (scenario, fit, calibrate, predict, fleet, stream):
@@ -68,11 +68,11 @@ def run(
         figures.check()
     from sinew.perf import plots
     from sinew.perf.memory import memory_report
-    from sinew.perf.program import Program
+    from sinew.perf.program import PublishedProgram
     from sinew.perf.roofline import timing
 
     with progress.task(f"tracing {source}"):
-        program = Program.load(source, request, dtypes=dtypes(dtype), engine=engine)
+        program = PublishedProgram.load(source, request, dtypes=dtypes(dtype), engine=engine)
         parts = program.components(traffic)
     timings = {machine.name: [timing(part, machine) for part in parts] for machine in machines}
     records = [_record(machine, timings[machine.name]) for machine in machines]
@@ -245,7 +245,7 @@ def _corrections_table(changed: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _record(machine: Hardware, rows: Sequence[Timing]) -> dict[str, Any]:
+def _record(machine: Hardware, rows: Sequence[StageTiming]) -> dict[str, Any]:
     total = sum(row.seconds for row in rows)
     parts = [
         {

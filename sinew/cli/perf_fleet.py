@@ -124,7 +124,7 @@ def _predicted(
     """Return the seconds of each size and the calibration's band, or what is missing for them."""
     from sinew.perf.fleet import batched
     from sinew.perf.machine import fit as calibration
-    from sinew.perf.program import Program
+    from sinew.perf.program import PublishedProgram
 
     fitted = calibration.load(machine.cpu_model(), threads, engine=engine)
     if fitted is None:
@@ -132,7 +132,7 @@ def _predicted(
         return (
             f"not calibrated for {threads} threads: sinew perf calibrate {source} --threads {threads}{option}"
         )
-    program = Program.load(source, dtypes="fp32", engine="eager" if engine == "eager" else "plan")
+    program = PublishedProgram.load(source, dtypes="fp32", engine="eager" if engine == "eager" else "plan")
     stages = program.components("unfused")
     found = {
         size: sum(fitted.predict(batched(stage, size)).seconds for stage in stages)

@@ -186,7 +186,7 @@ def predict(
         directory: where the calibration is stored; $XDG_CONFIG_HOME/sinew/calibration if absent.
     """
     from sinew.perf.machine import fit as calibration
-    from sinew.perf.program import Program
+    from sinew.perf.program import PublishedProgram
 
     count = threads or machine.recommended_threads()[0]
     fitted = calibration.load(machine.cpu_model(), count, directory, engine)
@@ -194,7 +194,7 @@ def predict(
         command = f"sinew perf calibrate {source} --threads {count}"
         command += "" if engine == "eager" else f" --engine {engine}"
         raise SinewError(f"not calibrated for {count} threads: {command}")
-    program = Program.load(
+    program = PublishedProgram.load(
         source,
         request,
         dtypes=dtype,

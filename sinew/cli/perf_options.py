@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter, validators
 
 from sinew.core import SinewError
-from sinew.perf.request import Request
+from sinew.perf.request import TracedRequest
 
 Positive = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
-Asked = Annotated[Request, Parameter(name="*")]
+Asked = Annotated[TracedRequest, Parameter(name="*")]
 Rate = Annotated[float, Parameter(validator=validators.Number(gt=0))]
 
 

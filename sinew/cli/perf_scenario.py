@@ -14,7 +14,7 @@ from sinew.cli import terminal
 from sinew.cli.perf_options import Positive, Rate, dtypes
 
 if TYPE_CHECKING:
-    from sinew.perf.program import Program
+    from sinew.perf.program import PublishedProgram
 
 
 def scenario(
@@ -51,10 +51,10 @@ def scenario(
     """
     from sinew.perf import events, plots, scenarios
     from sinew.perf.hardware import load_hardware, load_network
-    from sinew.perf.program import Program
+    from sinew.perf.program import PublishedProgram
     from sinew.perf.roofline import timing
 
-    program = Program.load(source, dtypes=dtypes(dtype), engine="plan")
+    program = PublishedProgram.load(source, dtypes=dtypes(dtype), engine="plan")
     parts = program.components()
     far, near = load_hardware(server, data), load_hardware(device, data)
     route = [load_network(name, links) for name in network or ("wifi7",)]
@@ -150,7 +150,9 @@ def scenario(
     return 0
 
 
-def _payload(source: str, program: Program, codec: Literal["raw", "jpeg", "float32"]) -> tuple[Any, int, int]:
+def _payload(
+    source: str, program: PublishedProgram, codec: Literal["raw", "jpeg", "float32"]
+) -> tuple[Any, int, int]:
     """Return (payload, bytes of the prefix's keys and values, chunk) of a policy."""
     from sinew.core import CameraSpec, PolicySpec, VectorSpec
     from sinew.perf.memory import memory_report

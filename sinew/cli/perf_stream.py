@@ -40,10 +40,10 @@ def stream(
 
     names = hardware or ("rtx4090", "h200", "thor", "agx-orin")
     machines = load_machines(names, data)  # before torch
-    from sinew.perf.program import Program
+    from sinew.perf.program import PublishedProgram
     from sinew.perf.streams import loops
 
-    parts = Program.load(source, request, dtypes=dtypes(dtype), engine="plan").components()
+    parts = PublishedProgram.load(source, request, dtypes=dtypes(dtype), engine="plan").components()
     rows = []
     table = Table(
         title=f"{source}: a stream at {camera_hz:g} frames a second, {efficiency:.0%} of the roofline"

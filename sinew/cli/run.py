@@ -32,7 +32,7 @@ from sinew.cli.run_robot import (
     refusal,
     robot_opener,
 )
-from sinew.cli.run_view import Keys, View
+from sinew.cli.run_view import Keys, RunView
 from sinew.core import SinewError
 from sinew.signals import handled
 
@@ -199,7 +199,7 @@ def _drive(loop: Loop, seconds: float | None, go: bool) -> Cadence:
         return _run(loop, steps)
     if not go:
         loop.pause()
-    with Keys(loop) as keys, View(loop, keys):
+    with Keys(loop) as keys, RunView(loop, keys):
         return _run(loop, steps)
 
 

@@ -87,7 +87,7 @@ class Keys:
             self.loop.stop()
 
 
-class View:
+class RunView:
     """A panel that is drawn a few times a second on a thread of its own; the loop waits for nothing."""
 
     def __init__(self, loop: Loop, keys: Keys, console: Console | None = None):
@@ -104,7 +104,7 @@ class View:
             screen=False,
         )
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> RunView:
         self._live.start()
         return self
 

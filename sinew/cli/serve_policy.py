@@ -17,7 +17,7 @@ from sinew.sources import resolve
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
-    from sinew.serve.deploy import Limits
+    from sinew.serve.deploy import ServingLimits
     from sinew.serve.device_lock import DeviceLock
     from sinew.serve.policies import Deployment
     from sinew.serve.replay import Replay
@@ -79,7 +79,11 @@ def replayer(
 
 
 def changer(
-    bundle: Path, options: dict[str, Any], threads: int | None, bounds: Limits, memory_gib: float | None
+    bundle: Path,
+    options: dict[str, Any],
+    threads: int | None,
+    bounds: ServingLimits,
+    memory_gib: float | None,
 ) -> Change:
     """Return what lets a server load, exchange and unload policies, run with the same flags."""
 

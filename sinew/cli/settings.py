@@ -53,7 +53,7 @@ def sources(file: Path | None, verbs: Iterable[str]) -> tuple[Callable[..., None
 
     Raises :class:`SinewError` for a file that does not read, or that names something else than verbs.
     """
-    return (from_environment,) if file is None else (from_environment, File.read(file, verbs))
+    return (from_environment,) if file is None else (from_environment, SettingsFile.read(file, verbs))
 
 
 def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -96,14 +96,14 @@ def _members(commands: tuple[str, ...]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class File:
+class SettingsFile:
     """A table of flags for each verb, ``[serve]`` or ``[perf.run]``."""
 
     path: Path
     tables: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path, verbs: Iterable[str]) -> File:
+    def read(cls, path: Path, verbs: Iterable[str]) -> SettingsFile:
         """Read a TOML file. Raises :class:`SinewError`."""
         from sinew_client.given import read_text, shown
 

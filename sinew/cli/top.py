@@ -14,7 +14,7 @@ from cyclopts import Parameter, validators
 from rich.live import Live
 
 from sinew.cli import terminal
-from sinew.cli.top_view import Seen, view
+from sinew.cli.top_view import ServerSeen, view
 from sinew.core import SinewError
 from sinew.keys import KEY_VARIABLE, api_key_of
 
@@ -45,7 +45,7 @@ def top(
     """
     host, port, tls = parse(address)
     key = api_key_of(api_key_file)
-    seen = Seen(f"{host}:{port}")
+    seen = ServerSeen(f"{host}:{port}")
     console = terminal.console()
     end = None if seconds is None else time.monotonic() + seconds
     live = Live(
@@ -77,7 +77,7 @@ def top(
     return 0
 
 
-def _done(seen: Seen, end: float | None, answers: int | None) -> bool:
+def _done(seen: ServerSeen, end: float | None, answers: int | None) -> bool:
     return (end is not None and time.monotonic() >= end) or (answers is not None and seen.count >= answers)
 
 

@@ -25,7 +25,7 @@ RATE_S = 10.0  # over which rates are counted
 
 
 @dataclass
-class Session:
+class SessionRow:
     """One client's episode."""
 
     wire: str
@@ -42,7 +42,7 @@ class Session:
 
 
 @dataclass
-class Seen:
+class ServerSeen:
     """Everything that was heard. problem: why nothing is heard at present, or nothing."""
 
     address: str
@@ -54,7 +54,7 @@ class Seen:
     missed: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     milliseconds: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
-    sessions: dict[tuple[str, str, str], Session] = field(default_factory=dict)
+    sessions: dict[tuple[str, str, str], SessionRow] = field(default_factory=dict)
 
     def hear(self, event: str, record: dict[str, Any]) -> None:
         """Take one event: about, health or one of answers. Raises :class:`SinewError` for an answer that is none."""
@@ -80,7 +80,7 @@ class Seen:
         self.count += 1
         self.missed += bool(record["missed"])
         key = record["wire"], record["client"], record["session"]
-        session = self.sessions.pop(key, None) or Session(*key[:2])
+        session = self.sessions.pop(key, None) or SessionRow(*key[:2])
         self.sessions[key] = session  # the newest stand last
         while len(self.sessions) > 4 * SESSIONS:
             del self.sessions[next(iter(self.sessions))]
@@ -110,7 +110,7 @@ class Seen:
         }
 
 
-def view(seen: Seen) -> RenderableType:
+def view(seen: ServerSeen) -> RenderableType:
     """Return everything as tables and bars."""
     parts: list[RenderableType] = [_title(seen)]
     if seen.about:
@@ -120,7 +120,7 @@ def view(seen: Seen) -> RenderableType:
     return Group(*parts)
 
 
-def _title(seen: Seen) -> Text:
+def _title(seen: ServerSeen) -> Text:
     status = seen.problem or seen.health.get("status", "connected")
     text = Text.assemble(
         ("sinew top ", "bold"),
@@ -154,7 +154,7 @@ def _policy(about: dict[str, Any]) -> Table:
     return table
 
 
-def _latency(seen: Seen) -> RenderableType:
+def _latency(seen: ServerSeen) -> RenderableType:
     values = list(seen.milliseconds)
     if not values:
         return Text("no answer yet", "dim")
@@ -187,7 +187,7 @@ def _stages(answer: dict[str, Any]) -> Text:
     return Text.assemble(bar, "\n", words)
 
 
-def _sessions(seen: Seen) -> Table:
+def _sessions(seen: ServerSeen) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("wire", "client", "session", "per s", "answers", "missed", "refused", "instruction"):
         table.add_column(

@@ -83,11 +83,11 @@ def tune(
     require(where, options)
     lengths = buckets(options, opened.manifest.spec.max_prompt_tokens, prompt_tokens)
     word = BACKEND.dtype("cuda")[0] if dtype is None else dtype_word(dtype)
-    session = Session(opened, where, word, options, on(where), budget, again)
+    session = TuningSession(opened, where, word, options, on(where), budget, again)
     return reported(session, lengths)
 
 
-def reported(session: Session, lengths: Sequence[int]) -> int:
+def reported(session: TuningSession, lengths: Sequence[int]) -> int:
     """Run, print what was found, also when interrupted; the exit code."""
     interrupted = False
     try:
@@ -108,7 +108,7 @@ def buckets(options: CudaOptions, longest: int, asked: Sequence[int]) -> list[in
     return sorted(found, reverse=True)
 
 
-class Session:
+class TuningSession:
     """``rows``: of the problems, as they are kept. ``measure``: of calls; ``whole``: of an engine's chunk, both in
     milliseconds."""
 

@@ -14,7 +14,7 @@ from sinew.bundle.rules import range_notes
 from sinew.bundle.writer import Progress
 from sinew.convert.lerobot.folder import read_dataset, resolve
 from sinew.convert.lerobot.stats import seen_in
-from sinew.convert.options import COMPAT, Options, parse_motion
+from sinew.convert.options import COMPAT, ConvertOptions, parse_motion
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
@@ -77,7 +77,7 @@ def convert(
     streamed; nothing is written to ``out`` unless all of it is there. ``progress`` is called with the number of
     bytes just written. Raises :class:`ConvertError`.
     """
-    options = Options(
+    options = ConvertOptions(
         vlm=vlm,
         base=base,
         tokenizer=tokenizer,
@@ -98,7 +98,7 @@ def convert(
     return Path(out)
 
 
-def read(source: str | Path, options: Options) -> Conversion:
+def read(source: str | Path, options: ConvertOptions) -> Conversion:
     """Recognise ``source`` and read all of it but the weights. Raises :class:`ConvertError`."""
     if options.control_hz is not None and not 0 < options.control_hz <= 10_000:
         raise ConvertError(f"--control-hz {options.control_hz}: expected actions per second, above 0")
@@ -115,7 +115,7 @@ def read(source: str | Path, options: Options) -> Conversion:
     return _read(resolve(path), options)
 
 
-def _read(path: Path, options: Options) -> Conversion:
+def _read(path: Path, options: ConvertOptions) -> Conversion:
     family = recognise(path)
     try:
         conversion = family.read(path, options.for_family(family, path))

@@ -20,7 +20,7 @@ from sinew.bundle.reader import TORCH_DTYPES
 from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
 from sinew.bundle.seen import Seen
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.core import BundleError, ConvertError, MotionSpec, PolicySpec
 from sinew.models import build_on_meta, mismatch
 
@@ -57,7 +57,7 @@ class Conversion:
         dropped = set(self.dropped)
         return sum(t.nbytes for name, t in self.tensors.items() if name not in dropped)
 
-    def write(self, out: Path, name: str, options: Options, progress: Progress | None = None) -> None:
+    def write(self, out: Path, name: str, options: ConvertOptions, progress: Progress | None = None) -> None:
         """Check, then write the bundle; ``progress`` is called with the number of bytes just written."""
         dropped = set(self.dropped)
         kept = {

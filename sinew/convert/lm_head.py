@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinew.bundle.writer import TensorSource
-from sinew.convert.options import Options, Setting
+from sinew.convert.options import ConvertOptions, Setting
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import ConvertError
 
@@ -18,7 +18,7 @@ LM_HEAD_SETTING = Setting(
 
 
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """The part of the head that a bundle keeps.
 
     kind: as a model's configuration names it ("", "own", "tied"). dead: prefixes of tensors that go into no bundle.
@@ -32,7 +32,7 @@ class Head:
 
 
 def lm_head(
-    options: Options,
+    options: ConvertOptions,
     tensors: Mapping[str, TensorSource],
     head: str,
     table: str,
@@ -40,7 +40,7 @@ def lm_head(
     end: str,
     dead: tuple[str, ...],
     tied: bool,
-) -> Head:
+) -> LMHead:
     """Return what ``--set lm_head=true`` keeps of a checkpoint, and nothing without it.
 
     head, table: names of the head's matrix and of the token table, which are one where their bytes are. tied: a
@@ -49,7 +49,7 @@ def lm_head(
     :class:`ConvertError` for a checkpoint without a head.
     """
     if not options.setting("lm_head", False):
-        return Head("", dead)
+        return LMHead("", dead)
     found = tensors.get(head)
     if found is None and not tied:
         raise ConvertError(f"--set lm_head=true: expected {head} in the checkpoint, got none")
@@ -64,11 +64,11 @@ def lm_head(
     )
     if shared:
         note = f"language head: the token table once more, no bytes of its own; {ends}"
-        return Head("tied", dead, -1 if eos is None else eos, (note,))
+        return LMHead("tied", dead, -1 if eos is None else eos, (note,))
     assert found is not None
     note = f"language head: {found.nbytes / 1e6:.1f} MB; {ends}"
     kept = tuple(prefix for prefix in dead if not head.startswith(prefix))
-    return Head("own", kept, -1 if eos is None else eos, (note,))
+    return LMHead("own", kept, -1 if eos is None else eos, (note,))
 
 
 def _same(head: TensorSource, table: TensorSource | None) -> bool:

@@ -57,7 +57,7 @@ SOLVER_STEPS_SETTING = Setting(int, "solver steps of a request that does not say
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """What the user can add to a checkpoint: see ``sinew convert --help``. Empty values were not given."""
 
     vlm: Path | None = None
@@ -79,7 +79,7 @@ class Options:
         """Return what ``--set NAME=VALUE`` gave, else ``default``."""
         return self.settings.get(name, default)
 
-    def for_family(self, family: ModuleType, source: Path) -> Options:
+    def for_family(self, family: ModuleType, source: Path) -> ConvertOptions:
         """Return the options with settings as values of their types.
 
         Raises :class:`ConvertError` for an option or a setting that the family does not read: what was asked
@@ -103,7 +103,9 @@ class Options:
     @property
     def given(self) -> tuple[str, ...]:
         """Names of the options that differ from their defaults."""
-        return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(Options(), f.name))
+        return tuple(
+            f.name for f in fields(self) if getattr(self, f.name) != getattr(ConvertOptions(), f.name)
+        )
 
     def record(self) -> dict[str, str]:
         """Return what was given, as text for the provenance; of paths the last two names."""

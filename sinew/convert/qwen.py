@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from sinew.convert.read.record import Record
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule
 from sinew.core import ConvertError
 from sinew.layers.decoder import DecoderConfig
 
 
-def qwen3(text: Record, layers: int, width: int) -> DecoderConfig:
+def qwen3(text: JsonRecord, layers: int, width: int) -> DecoderConfig:
     """Return the first ``layers`` of a Qwen3 language model. width: what the checkpoint says its features have."""
     if text["hidden_size"] != width:
         raise ConvertError(

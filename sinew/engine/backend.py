@@ -31,7 +31,7 @@ GROUP = "sinew.engines"  # entry points "module:attribute" of further backends, 
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EngineOptions:
     """The options that an engine is opened with.
 
     ``dtype``: fp32, bf16, fp16 or native. ``recipe``: True to follow the bundle's.
@@ -72,13 +72,13 @@ class Backend:
     runs_graphs = False
     reference = False
 
-    def why_not(self, bundle: Bundle, options: Options) -> str:
+    def why_not(self, bundle: Bundle, options: EngineOptions) -> str:
         """Return why this engine cannot run the bundle on the device, "" if it can; reads no weights."""
         if missing := [package for package in self.packages if not installed(package)]:
             return f"engine {self.name} needs {missing[0]}: {install(missing[0])}"
         return self.unfit(bundle, options)
 
-    def unfit(self, bundle: Bundle, options: Options) -> str:
+    def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
         """Return why this engine, were it installed, could not run the bundle on the device."""
         if options.graphs is not None and not self.runs_graphs:
             return f"engine {self.name}: {options.graphs} holds graphs and no weights; engine onnx runs them"
@@ -96,7 +96,7 @@ class Backend:
             f"{part} {kind}" for part, kind in recipe(bundle).items() if kind not in self.follows | stored
         )
 
-    def unproved(self, bundle: Bundle, options: Options) -> str:
+    def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
         """Return why nothing shows that this engine computes what the reference computes, "" if something does: the
         project's tests, of this architecture in the precisions in force, or `sinew validate` on this machine."""
         kinds = self.follows.intersection(recipe(bundle).values()) or {
@@ -124,12 +124,12 @@ class Backend:
         """Return True where what this engine needs of the bundle came with this package, and others lack theirs."""
         return False
 
-    def rival(self, bundle: Bundle, options: Options) -> tuple[bool, str]:
+    def rival(self, bundle: Bundle, options: EngineOptions) -> tuple[bool, str]:
         """Return whether a slower engine by :data:`ORDER` is faster for this bundle on this machine, and what to say
         of it; obeys the bundle's recipe as this one does."""
         return False, ""
 
-    def open(self, bundle: Bundle, options: Options) -> Engine:
+    def open(self, bundle: Bundle, options: EngineOptions) -> Engine:
         """Return the engine; raises :class:`SinewError` for what keeps it from running."""
         if problem := self.why_not(bundle, options):
             raise SinewError(problem)
@@ -181,7 +181,7 @@ def followers(bundle: Bundle) -> Sequence[str]:
     return [
         name
         for name, backend in BACKENDS.items()
-        if not (backend.not_computed(bundle) or backend.unfit(bundle, Options()))
+        if not (backend.not_computed(bundle) or backend.unfit(bundle, EngineOptions()))
     ]
 
 

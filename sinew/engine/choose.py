@@ -10,7 +10,7 @@ from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError, dtype_word, upcast_text
-from sinew.engine.backend import AUTO, BACKENDS, Backend, Options, followers, installed, recipe
+from sinew.engine.backend import AUTO, BACKENDS, Backend, EngineOptions, followers, installed, recipe
 from sinew.engine.storage import half_storage
 from sinew.hints import option
 
@@ -18,7 +18,7 @@ ASKED = "asked for"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class EngineChoice:
     """The engine, device and precision that will run a bundle, with reasons.
 
     ``ignored``: the part of the bundle's recipe that was given up, on request.
@@ -28,7 +28,7 @@ class Choice:
     engine_reason: str
     device_reason: str
     dtype_reason: str
-    options: Options
+    options: EngineOptions
     ignored: str = ""
     recipe: Mapping[str, str] = field(default_factory=dict)  # in force
 
@@ -52,7 +52,7 @@ def choose(
     threads: int | None = None,
     providers: Sequence[str] = (),
     ignore_recipe: bool = False,
-) -> Choice:
+) -> EngineChoice:
     """Return the fastest engine that is installed, fits the device, follows the bundle's recipe and is proved for it.
 
     engine and device: "auto" or None leave it open. Raises :class:`SinewError` for what was asked for and cannot be:
@@ -67,9 +67,9 @@ def choose(
         named = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
     asked = None if named is None else BACKENDS[named]
     where, device_reason = choose_device(device, asked)
-    options = Options(where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe)
+    options = EngineOptions(where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe)
 
-    def with_precision(backend: Backend) -> tuple[Options, str]:
+    def with_precision(backend: Backend) -> tuple[EngineOptions, str]:
         chosen, storage, why = choose_precision(bundle, word, where, backend)
         return replace(options, dtype=chosen, storage=storage), why
 
@@ -149,7 +149,7 @@ def exported_graphs(bundle: Bundle) -> Path | None:
     return folder if not bundle.infos and (folder / "graphs.json").is_file() else None
 
 
-def _refused(backend: Backend, bundle: Bundle, options: Options, ignore_recipe: bool) -> str:
+def _refused(backend: Backend, bundle: Bundle, options: EngineOptions, ignore_recipe: bool) -> str:
     """Why an engine must not run this bundle, whoever asks for it."""
     if problem := backend.why_not(bundle, options):
         return problem
@@ -169,12 +169,12 @@ def _choice(
     reason: str,
     device_reason: str,
     dtype_reason: str,
-    options: Options,
+    options: EngineOptions,
     ignore_recipe: bool,
-) -> Choice:
+) -> EngineChoice:
     ignored = backend.not_computed(bundle) if ignore_recipe else ""
     in_force = {} if ignored else {p: kind for p, kind in recipe(bundle).items() if kind in backend.follows}
-    return Choice(backend.name, reason, device_reason, dtype_reason, options, ignored, in_force)
+    return EngineChoice(backend.name, reason, device_reason, dtype_reason, options, ignored, in_force)
 
 
 def _worth_saying(passed_over: Sequence[tuple[str, str]]) -> list[str]:

@@ -12,7 +12,7 @@ from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError, SinewError, dtype_word
-from sinew.engine.backend import Options
+from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.library import extension
 from sinew.engine.stores import Placement, Storage
 from sinew.layers.linear import hold
@@ -32,7 +32,7 @@ def say_widened(bundle: Bundle, model: Model, engine: str) -> None:
         log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
 
 
-def open_device(options: Options, available: bool = True) -> torch.device:
+def open_device(options: EngineOptions, available: bool = True) -> torch.device:
     """Return the device, and set PyTorch's number of threads; None leaves its one pool as it is."""
     where = parse_device(options.device)
     if available:

@@ -28,7 +28,7 @@ TIE = 1.05  # engine cpu starts at once and keeps 8 bits: it has to be slower by
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ProbeBlock:
     """Tokens, width, inner width and heads of a layer."""
 
     tokens: int
@@ -41,11 +41,11 @@ class Block:
         return 4 * self.width**2 + 2 * self.width * self.inner
 
 
-MANY, FEW = Block(512, 768, 3072, 12), Block(50, 720, 2048, 12)
+MANY, FEW = ProbeBlock(512, 768, 3072, 12), ProbeBlock(50, 720, 2048, 12)
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ProbeResult:
     """CPU seconds of each engine for the layers of one chunk, as estimated from the blocks."""
 
     cpu: float
@@ -64,7 +64,7 @@ class Measured:
         return self.cpu > TIE * self.onnx
 
 
-def measure(bundle: Bundle, recipe: Mapping[str, str], threads: int | None) -> Measured:
+def measure(bundle: Bundle, recipe: Mapping[str, str], threads: int | None) -> ProbeResult:
     """Return the times for a chunk of ``bundle``. Weights are counted by component; the language model, which reads
     a few hundred tokens once, is left out. Raises ImportError where onnx or onnxruntime is missing."""
     count = machine.recommended_threads()[0] if threads is None else threads
@@ -79,7 +79,7 @@ def measure(bundle: Bundle, recipe: Mapping[str, str], threads: int | None) -> M
     for component, block in (("vision", MANY), ("head", FEW)):
         for engine, seconds in block_seconds(block, recipe.get(component, "fp32"), count).items():
             total[engine] += times[component] * seconds
-    return Measured(**total)
+    return ProbeResult(**total)
 
 
 def matrices(bundle: Bundle) -> Counter[str]:
@@ -94,7 +94,7 @@ def matrices(bundle: Bundle) -> Counter[str]:
     return sizes
 
 
-def block_seconds(block: Block, kind: str, threads: int) -> dict[str, float]:
+def block_seconds(block: ProbeBlock, kind: str, threads: int) -> dict[str, float]:
     """Return the CPU seconds of each engine for one block in precision ``kind``, measured now unless they are kept."""
     import torch
 
@@ -127,7 +127,7 @@ def block_seconds(block: Block, kind: str, threads: int) -> dict[str, float]:
     return found
 
 
-def _run_in_turn(block: Block, kind: str, threads: int) -> dict[str, float]:
+def _run_in_turn(block: ProbeBlock, kind: str, threads: int) -> dict[str, float]:
     import numpy as np
     import torch
 
@@ -151,7 +151,7 @@ def _run_in_turn(block: Block, kind: str, threads: int) -> dict[str, float]:
     return best
 
 
-def _on_cpu(block: Block, kind: str, x: Any, weights: list[Any]) -> Callable[[], object]:
+def _on_cpu(block: ProbeBlock, kind: str, x: Any, weights: list[Any]) -> Callable[[], object]:
     import torch
 
     from sinew.bundle.quant import quantize
@@ -191,7 +191,7 @@ def _on_cpu(block: Block, kind: str, x: Any, weights: list[Any]) -> Callable[[],
     return run
 
 
-def _on_onnx(block: Block, kind: str, x: Any, weights: list[Any], threads: int) -> Callable[[], object]:
+def _on_onnx(block: ProbeBlock, kind: str, x: Any, weights: list[Any], threads: int) -> Callable[[], object]:
     from onnx import TensorProto, helper, numpy_helper
 
     from sinew.engine.onnx.graphs import COMPONENT

@@ -16,10 +16,18 @@ from typing import Any, Protocol
 
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
-from sinew.eval.policies import EXPERT, Asked, EvalPolicy, InProcess, Remote, identity, open_policy
+from sinew.eval.policies import (
+    EXPERT,
+    EpisodePolicy,
+    EvalPolicy,
+    InProcess,
+    ServerPolicy,
+    identity,
+    open_policy,
+)
 from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
 from sinew.eval.settings import Task, Variant
-from sinew.eval.sources import Costs
+from sinew.eval.sources import StreamCosts
 
 LOG = "episodes.jsonl"
 OnEpisode = Callable[[Variant, Episode], None]
@@ -52,7 +60,7 @@ def run(
     out: Path | None = None,
     on_episode: OnEpisode | None = None,
     elsewhere: Elsewhere | None = None,
-    player: Callable[[Task], Player] | None = None,
+    player: Callable[[Task], EpisodePlayer] | None = None,
 ) -> list[list[Episode]]:
     """Episodes of every variant, in the order of ``seeds``.
 
@@ -80,7 +88,7 @@ def run(
     file = None if log is None else _open_log(log)
     try:
         if elsewhere is None or not todo:
-            play: Callable[..., Iterator[tuple[int, Episode]]] = partial(_play, make=player or Player)
+            play: Callable[..., Iterator[tuple[int, Episode]]] = partial(_play, make=player or EpisodePlayer)
         else:
             play = elsewhere.play
         for index, episode in play(task, variants, todo, workers):
@@ -121,7 +129,7 @@ def _open_log(log: Path) -> Any:
 # ----------------------------------------------------------------------------- workers
 
 
-class Player:
+class EpisodePlayer:
     """Plays episodes of one task; keeps the environment and the last policy."""
 
     def __init__(self, task: Task):
@@ -151,15 +159,15 @@ class Player:
                 raise SinewError(
                     "stream: expected a bundle; a server streams by its own clock (`sinew stream`)"
                 )
-            costs = Costs.parse(variant.stream)
+            costs = StreamCosts.parse(variant.stream)
             return run_stream_episode(self.env, self.adapter, self._policy.policy, conduct, seed, costs)
         return run_episode(self.env, self.adapter, self._policy, conduct, seed)
 
     def _open(self, variant: Variant) -> EvalPolicy:
         if variant.target == EXPERT and hasattr(self.env.unwrapped, "expert"):
-            return Asked(self.env.unwrapped.expert())
+            return EpisodePolicy(self.env.unwrapped.expert())
         policy = open_policy(variant, self.task.env)
-        if isinstance(policy, (InProcess, Remote)) and hasattr(self.adapter, "fit"):
+        if isinstance(policy, (InProcess, ServerPolicy)) and hasattr(self.adapter, "fit"):
             self.adapter.fit(policy.served)
         return policy
 
@@ -178,7 +186,7 @@ def _play(
     variants: Sequence[Variant],
     todo: Sequence[tuple[int, int]],
     workers: int,
-    make: Callable[[Task], Player],
+    make: Callable[[Task], EpisodePlayer],
 ) -> Iterator[tuple[int, Episode]]:
     if not todo:
         return
@@ -246,7 +254,7 @@ class one_thread:  # noqa: N801 - used as a context
             torch.set_num_threads(self.before)
 
 
-_worker: Player | None = None
+_worker: EpisodePlayer | None = None
 
 
 def _start_worker(task: Task) -> None:
@@ -254,7 +262,7 @@ def _start_worker(task: Task) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the workers; Ctrl-C reaches them too
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["OMP_NUM_THREADS"] = "1"  # torch is not imported yet
-    _worker = Player(task)
+    _worker = EpisodePlayer(task)
 
 
 def _end_with_parent() -> None:

@@ -19,13 +19,13 @@ from sinew_client.control import choose
 
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
-from sinew.eval.policies import Remote
+from sinew.eval.policies import ServerPolicy
 from sinew.eval.report import stats
 from sinew.eval.report.animation import write_gif
 from sinew.eval.report.film import shoot, write_film
 from sinew.eval.report.plots import write_plots
 from sinew.eval.report.report import document, success_cells
-from sinew.eval.report.view import View
+from sinew.eval.report.view import ReportView
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant, rows_between, sweep
 
@@ -94,10 +94,10 @@ def _drive(address: str, out_dir: Path, episodes: int, console: Console, film: b
     """Play the episodes of the animation, and print them."""
     task, base = Task(ENV), Variant(address)
     env, adapter = make_env(task.env, render_mode="rgb_array", render_size=256)
-    policy = Remote(address, None)
+    policy = ServerPolicy(address, None)
     console.print(f"engine     {policy.engine['engine']}: {policy.engine['engine_reason']}", soft_wrap=True)
     try:
-        view = View(console, policy, env, adapter)
+        view = ReportView(console, policy, env, adapter)
         results = view.play([base], range(FIRST_SEED, FIRST_SEED + episodes), film=FILMED)
         report = document(task, adapter.control_hz, [base], results, workers=1)
         report["stages_ms"] = {name: stats.summarize(values) for name, values in view.stages.items()}
@@ -116,11 +116,11 @@ def _sweep(address: str, episodes: int, console: Console) -> dict[str, Any]:
     """Play the points of the figure, and print them."""
     task = Task(ENV)
     env, adapter = make_env(task.env)
-    policy = Remote(address, None)
+    policy = ServerPolicy(address, None)
     chosen = choose(policy=policy.served)
     variants = sweep(Variant(address), [text.format(default=chosen.handover) for text in SWEEP])
     try:
-        view = View(console, policy, env, adapter)
+        view = ReportView(console, policy, env, adapter)
         results = view.play(variants, range(FIRST_SEED, FIRST_SEED + episodes))
     finally:
         policy.close()

@@ -9,7 +9,7 @@ from sinew_client.control import AS_IS
 
 from sinew import progress
 from sinew.core import SinewError
-from sinew.engine.choose import Choice
+from sinew.engine.choose import EngineChoice
 from sinew.eval.report.gate import Gate, read_gate
 from sinew.eval.settings import Latency, Task, Variant
 from sinew.extras import MissingPackageError
@@ -38,7 +38,7 @@ def gate_of(bundle: Path) -> tuple[Path | None, str]:
 
 
 def play_gate(
-    gate: Gate, bundle: Path, choice: Choice, episodes: int, ignore_recipe: bool = False
+    gate: Gate, bundle: Path, choice: EngineChoice, episodes: int, ignore_recipe: bool = False
 ) -> dict[str, Any]:
     """Play the first ``episodes`` of a gate with the engine of ``choice``; return the verdict, ready for JSON."""
     from sinew.eval import campaign

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import gymnasium
     from sinew_client import ActionChunk, Policy
 
-    from sinew.engine.choose import Choice
+    from sinew.engine.choose import EngineChoice
     from sinew.policy import Policy as LoadedPolicy
 
 EXPERT = "expert"
@@ -42,7 +42,7 @@ class EvalPolicy(Protocol):
     def close(self) -> None: ...
 
 
-class Asked:
+class EpisodePolicy:
     """Any policy, as episodes ask it.
 
     ``policy``: itself; ``last``: the answer to the latest request; ``served``: what it says about itself, as a
@@ -72,7 +72,7 @@ class Asked:
         self.policy.close()
 
 
-class InProcess(Asked):
+class InProcess(EpisodePolicy):
     """A bundle loaded here."""
 
     policy: LoadedPolicy
@@ -94,7 +94,7 @@ class InProcess(Asked):
         super().__init__(policy, solver_steps)
 
 
-class Remote(Asked):
+class ServerPolicy(EpisodePolicy):
     """A server. ``engine``: what runs its policy, and why."""
 
     def __init__(self, address: str, solver_steps: int | None, timeout: float = 60.0):
@@ -110,9 +110,9 @@ class Remote(Asked):
 def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
     """The policy that a variant names; raises :class:`SinewError` for one that cannot be opened."""
     if variant.target == EXPERT:
-        return Asked(open_expert(env_id))
+        return EpisodePolicy(open_expert(env_id))
     if "://" in variant.target:
-        return Remote(variant.target, variant.solver_steps)
+        return ServerPolicy(variant.target, variant.solver_steps)
     from sinew.bundle.rename import parse_renames
 
     return InProcess(
@@ -133,7 +133,7 @@ def _threads(variant: Variant) -> int | None:
     return None if variant.device.startswith("cuda") else 1
 
 
-def chosen(variant: Variant) -> Choice:
+def chosen(variant: Variant) -> EngineChoice:
     """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
     from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.engine.choose import choose

@@ -9,14 +9,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from sinew.eval.campaign import Player
+from sinew.eval.campaign import EpisodePlayer
 from sinew.eval.policies import EvalPolicy
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
 from sinew.records.rerun_log import RerunLog
 
 
-class LoggedPlayer(Player):
+class LoggedPlayer(EpisodePlayer):
     """A player whose episodes follow each other on a Rerun recording.
 
     ``camera/NAME``, ``state/JOINT``, ``prompt`` and ``action/JOINT``, what was executed, at every control step;

@@ -33,7 +33,7 @@ from sinew_client.control.windows import OUT_OF_NODES
 from sinew.eval.policies import EvalPolicy
 from sinew.eval.robot import SimulatedRobot, StreamedRobot
 from sinew.eval.settings import Latency, rows_between
-from sinew.eval.sources import Costs, Measured, Simulated, SimulatedLink, chunk_seed, way
+from sinew.eval.sources import Measured, Simulated, SimulatedLink, StreamCosts, chunk_seed, way
 from sinew.stream import Session, StreamSettings
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tupl
 
 
 def run_stream_episode(
-    env: gymnasium.Env, adapter: EnvAdapter, policy: Policy, conduct: Conduct, seed: int, costs: Costs
+    env: gymnasium.Env, adapter: EnvAdapter, policy: Policy, conduct: Conduct, seed: int, costs: StreamCosts
 ) -> Episode:
     """Play one episode on a stream, whose windows take the conduct's latency longer to arrive.
 

@@ -20,7 +20,7 @@ from sinew_client.streams import StreamWindow
 from sinew.core import SinewError
 from sinew.eval.policies import EvalPolicy
 from sinew.eval.settings import Latency
-from sinew.stream.session import Sample, Session
+from sinew.stream.session import Session, StateSample
 
 
 def chunk_seed(noise: int, seed: int, replan: int) -> int:
@@ -108,7 +108,7 @@ _COSTS = re.compile(
 
 
 @dataclass(frozen=True)
-class Costs:
+class StreamCosts:
     """What a prefix and a run of the head take, seconds of simulated time, and the guidance of whole chunks."""
 
     prefix: float
@@ -116,7 +116,7 @@ class Costs:
     guidance: str = "none"
 
     @classmethod
-    def parse(cls, text: str) -> Costs:
+    def parse(cls, text: str) -> StreamCosts:
         """Return the costs of ``PREFIX:HEAD[:GUIDANCE]``, milliseconds. Raises SinewError."""
         found = _COSTS.fullmatch(text)
         if found is None:
@@ -141,7 +141,7 @@ class SimulatedLink:
     way: seconds that each window is under way beside what the loops take; several may be at once.
     """
 
-    def __init__(self, session: Session, costs: Costs, now: Callable[[], float], way: float = 0.0):
+    def __init__(self, session: Session, costs: StreamCosts, now: Callable[[], float], way: float = 0.0):
         self._session, self._costs, self._now, self._way = session, costs, now, way
         self._slow: tuple[float, Any] | None = None  # when it ends, what it then gives
         self._fast: tuple[float, Any] | None = None
@@ -162,7 +162,7 @@ class SimulatedLink:
         self._advance(self._now())
         if prompt and prompt != self._session.prompt:
             self._session.say(prompt)
-        self._session.push_sample(Sample(np.array(state, np.float32), time, delay))
+        self._session.push_sample(StateSample(np.array(state, np.float32), time, delay))
         if images is not None:
             self._session.push_frame(images, time if frame_time is None else frame_time)
         self._begin()

@@ -58,7 +58,7 @@ class Prefix(NamedTuple):
     state: Tensor | None = None
 
 
-class Context(NamedTuple):
+class ExpertContext(NamedTuple):
     """The context of a step: the prefix, and the positions and masks of the expert's own tokens."""
 
     kv: tuple[KeyValue, ...]
@@ -99,7 +99,7 @@ class ExpertModel(Model):
             found.append(FoldSite(self.expert, "norm", (self.action_out_proj,)))
         return found
 
-    def cache(self, context: Context) -> Any:
+    def cache(self, context: ExpertContext) -> Any:
         return context.kv
 
     def embed_images(self, pixels: Tensor) -> Tensor:
@@ -143,12 +143,12 @@ class ExpertModel(Model):
         return self.prefix_of(cache, valid, state)
 
     @abstractmethod
-    def context(self, prefix: Prefix) -> Context:
+    def context(self, prefix: Prefix) -> ExpertContext:
         """Add what a step takes from the prefix's length and mask alone: rotations and masks."""
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Context:
+    ) -> ExpertContext:
         return self.context(self.prefix(image_tokens, camera_mask, tokens, token_mask, state))
 
     @property
@@ -163,7 +163,7 @@ class ExpertModel(Model):
         token_mask: Tensor,
         state: Tensor,
         text: Tensor,
-    ) -> tuple[Context, Tensor]:
+    ) -> tuple[ExpertContext, Tensor]:
         """Run the language model once over the observation and the text behind it (Ma et al. 2025, section 6: a
         special attention matrix). The text goes on at the position behind the instruction, and is causal."""
         x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
@@ -197,7 +197,7 @@ class ExpertModel(Model):
         """Return the state as a token of the expert, where the expert reads it."""
         return self.state_proj(state)[:, None]
 
-    def renew(self, context: Context, state: Tensor) -> Context:
+    def renew(self, context: ExpertContext, state: Tensor) -> ExpertContext:
         return context._replace(state=self.state_token(state)) if self.head_reads_state else context
 
     def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:

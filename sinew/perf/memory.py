@@ -21,9 +21,9 @@ from sinew.core import PROMPT_TABLE, SinewError
 from sinew.engine.example import Shapes
 from sinew.layers.linear import Embedding, Linear
 from sinew.perf.precision import SMALL_BITS, bits, dtype_name
-from sinew.perf.program import Engine, Program
-from sinew.perf.request import AS_THE_POLICY, LIMITS, Request
-from sinew.perf.trace import Block, Trace
+from sinew.perf.program import Engine, PublishedProgram
+from sinew.perf.request import AS_THE_POLICY, LIMITS, TracedRequest
+from sinew.perf.trace import ProgramTrace, TracedBlock
 from sinew.policy import open_bundle
 
 Device = Literal["cpu", "cuda"]
@@ -142,7 +142,7 @@ class Fit:
 
 
 def memory_report(
-    program: Program,
+    program: PublishedProgram,
     device: Device = "cpu",
     runtime: int | None = None,
     workspace: int | None = None,
@@ -177,7 +177,7 @@ def fits(
     source: str | Path,
     memory: int,
     system: int = 0,
-    request: Request = AS_THE_POLICY,
+    request: TracedRequest = AS_THE_POLICY,
     *,
     dtypes: str | Mapping[str, str] | None = None,
     engine: Engine | Literal["cpu", "cuda"] = "eager",
@@ -188,8 +188,8 @@ def fits(
 ) -> Fit:
     """Does ``source`` run in ``memory`` bytes of which the system takes ``system``? And what is the most?
 
-    ``request``, ``dtypes`` and ``engine`` as in :meth:`Program.load`; engine "cpu" is the plan over a bundle's low-bit
-    weights as they are stored, "cuda" the plan with whole token tables. embodiments: see :func:`memory_report`.
+    ``request``, ``dtypes`` and ``engine`` as in :meth:`PublishedProgram.load`; engine "cpu" is the plan over a bundle's
+    low-bit weights as they are stored, "cuda" the plan with whole token tables. embodiments: see :func:`memory_report`.
     ``search=False`` leaves ``largest`` empty; with it each axis takes about ten traces of half a second.
     """
     if engine in DEVICES and device != DEVICES[engine]:
@@ -199,14 +199,14 @@ def fits(
     path = Path(source) if engine == "cpu" else None
     if path is not None and stored_weights(path, 1) and dtypes is not None:
         raise SinewError(f"dtype: engine cpu computes on what the bundle stores, got {dtypes!r}")
-    program = Program.load(
+    program = PublishedProgram.load(
         source,
         request,
         dtypes=dtypes,
         engine="eager" if engine == "eager" else "plan",
     )
 
-    def asked(program: Program) -> MemoryReport:
+    def asked(program: PublishedProgram) -> MemoryReport:
         report = memory_report(
             program, device, runtime, whole_tables=engine == "cuda", embodiments=embodiments
         )
@@ -225,7 +225,7 @@ def fits(
                 continue
 
             def excess(value: int, argument: str = argument) -> int:
-                return asked(program.at(Request(**{argument: value}))).total - (memory - system)
+                return asked(program.at(TracedRequest(**{argument: value}))).total - (memory - system)
 
             largest[axis] = largest_fitting(excess, LIMITS[argument], asked_for[argument])
     return Fit(report, memory, system, largest)
@@ -264,7 +264,9 @@ def _root(known: Mapping[int, int], low: int, high: int) -> int:
     return math.floor(roots[0] + 1e-6) if roots else (low + high) // 2
 
 
-def weights(program: Program, whole_tables: bool = False, embodiments: int = 1) -> tuple[Weights, ...]:
+def weights(
+    program: PublishedProgram, whole_tables: bool = False, embodiments: int = 1
+) -> tuple[Weights, ...]:
     """The executed model's parameters by component and format, in the model's order."""
     if embodiments > 1 and not program.model.per_embodiment:
         raise SinewError(
@@ -326,7 +328,7 @@ def _is_prompt_table(name: str) -> bool:
     return name.removesuffix(WEIGHT).rpartition(".")[2] == PROMPT_TABLE
 
 
-def _format(program: Program, name: str, stored: str, readers: Mapping) -> str:
+def _format(program: PublishedProgram, name: str, stored: str, readers: Mapping) -> str:
     for call in readers.get(name, ()):
         for operand in call.operands:
             if operand.weight == name:
@@ -334,11 +336,11 @@ def _format(program: Program, name: str, stored: str, readers: Mapping) -> str:
     return stored
 
 
-def peaks(found: Trace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
+def peaks(found: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
     """The largest sum of live blocks per stage, from the order in which they came and went."""
     live = cache = 0
     highest: dict[str, Peak] = {}
-    prefix: set[Block] = set()
+    prefix: set[TracedBlock] = set()
     for event in found.events:
         block, size = event.block, event.block.nbytes
         if event.change > 0 and block.kind == "cache" and event.stage != "head":
@@ -352,13 +354,13 @@ def peaks(found: Trace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
     return tuple(highest.values())
 
 
-def kept(found: Trace) -> int:
+def kept(found: ProgramTrace) -> int:
     """Return the bytes of freed memory that the C library may keep: twice the largest block that it would keep."""
     largest = max((event.block.nbytes for event in found.events), default=0)
     return 2 * min(largest, MAPPED[1]) if largest >= MAPPED[0] else 0
 
 
-def _cache_scale(program: Program) -> float:
+def _cache_scale(program: PublishedProgram) -> float:
     """Bits of the cache's format over those of the traced one."""
     if program.precision is None or program.precision["prefix"].cache not in SMALL_BITS:
         return 1.0
@@ -366,5 +368,5 @@ def _cache_scale(program: Program) -> float:
     return bits(precision.cache) / bits(dtype_name(precision.stream))
 
 
-def _cache(program: Program, found: Trace) -> int:
+def _cache(program: PublishedProgram, found: ProgramTrace) -> int:
     return round(found.cache_nbytes * _cache_scale(program))

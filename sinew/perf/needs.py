@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from sinew.perf.hardware import Hardware
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component
-from sinew.perf.program import Program
-from sinew.perf.request import AS_THE_POLICY, Request
+from sinew.perf.program import PublishedProgram
+from sinew.perf.request import AS_THE_POLICY, TracedRequest
 from sinew.perf.roofline import timing
 
 # Vision and language in each; the action expert, whose steps add up errors, stays in bf16.
@@ -51,7 +51,7 @@ def needs(
     machines: Mapping[str, Hardware],
     rate_hz: float,
     efficiency: float,
-    request: Request = AS_THE_POLICY,
+    request: TracedRequest = AS_THE_POLICY,
 ) -> list[Reached]:
     """Return, by machine and precision, what reaches the rate and fits the memory that the system leaves.
 
@@ -59,7 +59,7 @@ def needs(
     """
     found = []
     for name, narrow in PRECISIONS.items():
-        program = Program.load(
+        program = PublishedProgram.load(
             source,
             request,
             dtypes={"vision": narrow, "language": narrow, "head": "bf16"},

@@ -8,7 +8,7 @@ from typing import Any
 
 from sinew import figures
 from sinew.perf.hardware import Hardware
-from sinew.perf.roofline import Timing
+from sinew.perf.roofline import StageTiming
 
 COMPONENTS = ("vision", "prefix", "head")  # in the order of their colours
 CALLED = {"prefix": "language", "head": "action"}  # of the figures' readers
@@ -17,7 +17,7 @@ PLACES = ("network", "vision", "language", "action")
 
 def roofline(
     machines: Sequence[Hardware],
-    timings: Mapping[str, Sequence[Timing]],
+    timings: Mapping[str, Sequence[StageTiming]],
     path: Path,
     formats: Iterable[str] = ("bf16",),
     title: str = "",
@@ -110,7 +110,7 @@ def placements(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path, titl
     figures.save(figure, path)
 
 
-def _components(rows: Sequence[Timing]) -> list[str]:
+def _components(rows: Sequence[StageTiming]) -> list[str]:
     """Return names of components, the usual ones first."""
     found = {row.name for row in rows}
     return [name for name in COMPONENTS if name in found] + sorted(found - set(COMPONENTS))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sinew.core import DTYPES, SinewError
-from sinew.perf.trace import STAGES, Call, Operand
+from sinew.perf.trace import STAGES, TracedCall, TracedOperand
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL_BITS = {"fp8": 8, "int8": 8, "int4": 4, "ternary": 2}  # torch computes on none of them everywhere
@@ -58,7 +58,7 @@ class Precision:
         """In which the program itself is traced."""
         return FLOATS.get(self.activations, torch.bfloat16)
 
-    def compute(self, call: Call, fused: bool = False) -> str:
+    def compute(self, call: TracedCall, fused: bool = False) -> str:
         """The format of a call's arithmetic. ``fused``: without the widening of attention's operands, which
         one kernel for all of it does not need."""
         if self.activations in SMALL_BITS and _is_linear(call) and call.dtype == self.stream:
@@ -67,7 +67,7 @@ class Precision:
             return dtype_name(max((o.unwidened for o in call.operands if not o.written), key=_size))
         return dtype_name(call.dtype)
 
-    def of(self, operand: Operand, call: Call, fused: bool = False) -> str:
+    def of(self, operand: TracedOperand, call: TracedCall, fused: bool = False) -> str:
         """The format in which an operand is stored."""
         dtype = operand.unwidened if fused and call.is_attention else operand.dtype
         if _is_linear(call) and call.dtype == self.stream:
@@ -99,7 +99,7 @@ def by_stage(dtypes: str | Mapping[str, str]) -> dict[str, Precision]:
     }
 
 
-def as_traced(call: Call) -> Precision:
+def as_traced(call: TracedCall) -> Precision:
     """The formats that the tensors of a call had."""
     name = dtype_name(call.dtype)
     return Precision(name, name, name)
@@ -128,9 +128,9 @@ def _size(dtype: torch.dtype) -> int:
     return dtype.itemsize
 
 
-def _is_linear(call: Call) -> bool:
+def _is_linear(call: TracedCall) -> bool:
     return call.operator in LINEAR and any(operand.weight for operand in call.operands)
 
 
-def _matrix(call: Call) -> Operand:
+def _matrix(call: TracedCall) -> TracedOperand:
     return max((operand for operand in call.operands if operand.weight), key=lambda operand: operand.elements)

@@ -27,8 +27,8 @@ from sinew.models.base import Model
 from sinew.models.published import published
 from sinew.perf.operators import Component, Operator, Residency, Tensor
 from sinew.perf.precision import STAGE_OF, Precision, as_number_format, as_traced, by_stage, dtype_name
-from sinew.perf.request import AS_THE_POLICY, Request
-from sinew.perf.trace import STAGES, Call, Trace, trace
+from sinew.perf.request import AS_THE_POLICY, TracedRequest
+from sinew.perf.trace import STAGES, ProgramTrace, TracedCall, trace
 from sinew.policy import open_bundle
 from sinew.registry import presets
 
@@ -40,7 +40,7 @@ Engine = Literal["eager", "plan"]
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class PublishedProgram:
     """A model without memory, the shapes that it is asked for by default, and the precision of its stages
     (None: as its weights say)."""
 
@@ -50,17 +50,17 @@ class Program:
     precision: Mapping[str, Precision] | None = None
     engine: Engine = "eager"
     prepared: Plan | None = None  # by an engine that already runs one
-    like: Program | None = None  # the same calls under other labels, which has the trace
+    like: PublishedProgram | None = None  # the same calls under other labels, which has the trace
 
     @classmethod
     def load(
         cls,
         source: str | Path,
-        request: Request = AS_THE_POLICY,
+        request: TracedRequest = AS_THE_POLICY,
         *,
         dtypes: str | Mapping[str, str] | None = None,
         engine: Engine = "eager",
-    ) -> Program:
+    ) -> PublishedProgram:
         """Return the program of ``source``, a bundle's path or one of ``PRESETS`` at its published size.
 
         dtypes: see :func:`sinew.perf.precision.by_stage`; None is what the bundle stores, and bf16 for
@@ -77,7 +77,7 @@ class Program:
             str(source), request, dtypes if isinstance(dtypes, str) else tuple(dtypes.items()), engine
         )
 
-    def at(self, request: Request) -> Program:
+    def at(self, request: TracedRequest) -> PublishedProgram:
         """Return the same program asked for other sizes."""
         now = {"cameras": self.shapes.views, "chunk": self.chunk, "steps": self.shapes.steps}
         for name, own in now.items():
@@ -117,7 +117,7 @@ class Program:
         }
         return {name: value for name, value in own.items() if value is not None}
 
-    def cast(self, dtypes: str | Mapping[str, str] | None) -> Program:
+    def cast(self, dtypes: str | Mapping[str, str] | None) -> PublishedProgram:
         """Weights in other formats, stage by stage of those that read them; the model's fp32 modules stay."""
         if dtypes is None:
             return self
@@ -155,12 +155,12 @@ class Program:
         return self.model if self.plan is None else self.plan.model
 
     @cached_property
-    def trace(self) -> Trace:
+    def trace(self) -> ProgramTrace:
         if self.like is not None and self.like.engine == self.engine:
             return self.like.trace
         return trace(self.model, self.shapes, self.plan)
 
-    def precision_of(self, call: Call) -> Precision:
+    def precision_of(self, call: TracedCall) -> Precision:
         return as_traced(call) if self.precision is None else self.precision[call.stage]
 
     def components(self, traffic: Traffic = "fused") -> list[Component]:
@@ -178,14 +178,14 @@ class Program:
             for stage in STAGES
         ]
 
-    def _operators(self, calls: list[Call], traffic: Traffic) -> tuple[Operator, ...]:
+    def _operators(self, calls: list[TracedCall], traffic: Traffic) -> tuple[Operator, ...]:
         counts: Counter[Operator] = Counter()  # in order of first appearance; equal layers become one row
         for call in calls:
             if traffic == "unfused" or call.is_product or call.operator == "embedding":
                 counts[self._operator(call, traffic)] += 1
         return tuple(replace(operator, count=count) for operator, count in counts.items())
 
-    def _operator(self, call: Call, traffic: Traffic) -> Operator:
+    def _operator(self, call: TracedCall, traffic: Traffic) -> Operator:
         precision, fused = self.precision_of(call), traffic == "fused"
         on_chip = Residency.ON_CHIP if fused else Residency.HBM
         tensors = []
@@ -211,14 +211,14 @@ def _weights_fix_chunk(model: Model) -> bool:
     return shapes[0] != shapes[1]
 
 
-def _repeats(stage: str, found: Trace) -> int:
+def _repeats(stage: str, found: ProgramTrace) -> int:
     return found.steps if stage == "head" else 1
 
 
 # ----------------------------------------------------------------------------- sources
 
 
-def of_bundle(path: Path) -> Program:
+def of_bundle(path: Path) -> PublishedProgram:
     """A bundle's program. Reads the header alone."""
     try:
         bundle = open_bundle(path)
@@ -229,34 +229,34 @@ def of_bundle(path: Path) -> Program:
     return of_opened(bundle)
 
 
-def of_opened(bundle: Bundle) -> Program:
+def of_opened(bundle: Bundle) -> PublishedProgram:
     """The program of an opened bundle. Raises :class:`SinewError` for the head of exported graphs."""
     if not bundle.infos:
         raise SinewError(f"{bundle.path}: expected a bundle with weights, got the head of exported graphs")
     model = load_model(bundle, torch.device("meta"), "native").eval().requires_grad_(False)
-    return Program(bundle.manifest.spec.name, model, Shapes.of(bundle.manifest))
+    return PublishedProgram(bundle.manifest.spec.name, model, Shapes.of(bundle.manifest))
 
 
-def of_model(model: Model, shapes: Shapes, name: str = "model") -> Program:
+def of_model(model: Model, shapes: Shapes, name: str = "model") -> PublishedProgram:
     """The program of a model in memory, at the dtypes of its weights."""
-    return Program(name, on_meta(model).eval().requires_grad_(False), shapes)
+    return PublishedProgram(name, on_meta(model).eval().requires_grad_(False), shapes)
 
 
-def of_engine(engine: Running, shapes: Shapes, name: str) -> Program:
+def of_engine(engine: Running, shapes: Shapes, name: str) -> PublishedProgram:
     """The program that an engine runs, its plan included."""
     if engine.plan is None:
         return of_model(engine.model, shapes, name)
     plan = Plan(on_meta(engine.plan.model), engine.plan.outcomes)
-    return Program(name, plan.model, shapes, engine="plan", prepared=plan)
+    return PublishedProgram(name, plan.model, shapes, engine="plan", prepared=plan)
 
 
 @lru_cache(maxsize=8)  # a trace takes seconds, and `needs` and `scenarios` ask for the same programs again
 def _of_preset(
     name: str,
-    request: Request,
+    request: TracedRequest,
     dtypes: str | tuple[tuple[str, str], ...],
     engine: Engine,
-) -> Program:
+) -> PublishedProgram:
     """Formats whose products run in the same floats differ in labels alone: they share one trace."""
     precision = by_stage(dtypes if isinstance(dtypes, str) else dict(dtypes))
     floats = tuple((part, dtype_name(precision[stage].stream)) for part, stage in STAGE_OF.items())
@@ -265,13 +265,17 @@ def _of_preset(
 
 
 @lru_cache(maxsize=8)
-def _in_floats(name: str, request: Request, floats: tuple[tuple[str, str], ...], engine: Engine) -> Program:
+def _in_floats(
+    name: str, request: TracedRequest, floats: tuple[tuple[str, str], ...], engine: Engine
+) -> PublishedProgram:
     return replace(preset(name).cast(dict(floats)), engine=engine).at(request)
 
 
 @lru_cache
-def preset(name: str) -> Program:
+def preset(name: str) -> PublishedProgram:
     """Return a model at its published size, without a checkpoint; weights in fp32."""
     found = published(name)
     model = build_on_meta(found.architecture, found.config).eval().requires_grad_(False)
-    return Program(name, model, Shapes(found.views, found.side, found.side, found.tokens, found.steps))
+    return PublishedProgram(
+        name, model, Shapes(found.views, found.side, found.side, found.tokens, found.steps)
+    )

@@ -11,7 +11,7 @@ LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": MAX_LENGTH, "steps":
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TracedRequest:
     """The sizes of one request; None is the policy's own: all cameras, its longest prompt, its chunk and steps.
 
     Attributes:
@@ -33,4 +33,4 @@ class Request:
                 raise SinewError(f"{name}: expected 1 to {LIMITS[name]}, got {value}")
 
 
-AS_THE_POLICY = Request()
+AS_THE_POLICY = TracedRequest()

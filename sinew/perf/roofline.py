@@ -16,7 +16,7 @@ from sinew.perf.operators import Component, Operator, Residency
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class StageTiming:
     """Seconds of a component: all of it, and what computing and moving alone would take."""
 
     name: str
@@ -48,7 +48,7 @@ def _bytes(operator: Operator, where: Residency) -> int:
     return sum(tensor.bytes for tensor in operator.tensors if tensor.residency is where)
 
 
-def timing(component: Component, machine: Hardware) -> Timing:
+def timing(component: Component, machine: Hardware) -> StageTiming:
     total = compute = memory = flops = nbytes = 0.0
     for operator in component.operators:
         computing, moving = time_of(operator, machine)
@@ -58,7 +58,7 @@ def timing(component: Component, machine: Hardware) -> Timing:
         flops += operator.count * operator.flops
         nbytes += operator.count * _bytes(operator, Residency.HBM)
     n = component.repeats
-    return Timing(component.name, n * total, n * compute, n * memory, n * flops, n * nbytes)
+    return StageTiming(component.name, n * total, n * compute, n * memory, n * flops, n * nbytes)
 
 
 def seconds(components: Iterable[Component], machine: Hardware) -> float:

@@ -17,7 +17,7 @@ from sinew.perf.roofline import timing
 
 
 @dataclass(frozen=True, slots=True)
-class Loops:
+class LoopRates:
     """Times of one prefix and one head run, and head runs per second alone and beside the prefixes.
 
     beside_hz is 0 where the prefixes alone take the whole machine.
@@ -42,7 +42,9 @@ class Loops:
         return max(1 / self.camera_hz, self.prefix_s) + self.prefix_s + 2 * self.head_s
 
 
-def loops(parts: Sequence[Component], machine: Hardware, camera_hz: float, efficiency: float = 1.0) -> Loops:
+def loops(
+    parts: Sequence[Component], machine: Hardware, camera_hz: float, efficiency: float = 1.0
+) -> LoopRates:
     """Return the loops of a policy's stages on a machine.
 
     parts: vision, prefix and head, as of :meth:`sinew.perf.program.Program.components`. efficiency: the share of the
@@ -53,4 +55,4 @@ def loops(parts: Sequence[Component], machine: Hardware, camera_hz: float, effic
             f"camera_hz above 0 and efficiency in (0, 1] expected, got {camera_hz} and {efficiency}"
         )
     *before, head = (timing(part, machine).seconds / efficiency for part in parts)
-    return Loops(sum(before), head / parts[-1].repeats, camera_hz)
+    return LoopRates(sum(before), head / parts[-1].repeats, camera_hz)

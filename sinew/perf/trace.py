@@ -50,22 +50,22 @@ ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}  # touch no 
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class TracedBlock:
     """One allocation; all views of it share it. ``kind``: "weight", "activation", "scores" (of attention,
     before and after the softmax) or "cache" (keys and values of the prefix that the head reads, and copies).
     ``copied``: of a copy, the dtype of what it was made from."""
 
     nbytes: int
     kind: str = "activation"
-    maker: Call | None = None
+    maker: TracedCall | None = None
     copied: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class TracedOperand:
     """``elements``: distinct ones. ``weight``: the parameter's name, empty for other kinds."""
 
-    block: Block
+    block: TracedBlock
     elements: int
     dtype: torch.dtype
     weight: str = ""
@@ -82,7 +82,7 @@ class Operand:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class TracedCall:
     """One operator call. ``is_product``: a matrix product, convolution or fused attention."""
 
     operator: str  # ATen's name, e.g. "addmm"
@@ -90,7 +90,7 @@ class Call:
     flops: int
     is_product: bool
     dtype: torch.dtype  # of the arithmetic
-    operands: tuple[Operand, ...] = ()
+    operands: tuple[TracedOperand, ...] = ()
 
     @property
     def is_attention(self) -> bool:
@@ -118,29 +118,29 @@ class Event:
     """A block came (+1) or went (-1) during a stage."""
 
     stage: str
-    block: Block
+    block: TracedBlock
     change: int
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class ProgramTrace:
     """Return the cost of one observation: ``calls`` of the stages, the head once (one solver step of
     ``steps``)."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[TracedCall, ...]
     events: tuple[Event, ...]
     cache_nbytes: int  # of the blocks that hold the prefix's keys and values
     steps: int
 
-    def of(self, stage: str) -> list[Call]:
+    def of(self, stage: str) -> list[TracedCall]:
         return [call for call in self.calls if call.stage == stage]
 
     def flops(self, stage: str) -> int:
         return sum(call.flops for call in self.of(stage))
 
-    def readers(self) -> dict[str, list[Call]]:
+    def readers(self) -> dict[str, list[TracedCall]]:
         """Parameter name -> the calls that read it."""
-        found: dict[str, list[Call]] = {}
+        found: dict[str, list[TracedCall]] = {}
         for call in self.calls:
             for operand in call.operands:
                 if operand.weight:
@@ -151,7 +151,7 @@ class Trace:
 # ----------------------------------------------------------------------------- recording
 
 
-class FusedAttention(TorchFunctionMode):
+class TracedAttention(TorchFunctionMode):
     """Hands attention to one kernel on the meta device too, where torch would take it apart."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,22 +162,22 @@ class FusedAttention(TorchFunctionMode):
 
 
 @dataclass(eq=False)
-class Recorder(TorchDispatchMode):
+class TraceRecorder(TorchDispatchMode):
     """Records what runs under it. Tensors are known by their storage, which lives as long as a view of it."""
 
     model: nn.Module
     stage: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._blocks: dict[int, Block] = {}  # storage -> block, while it lives
+        self._blocks: dict[int, TracedBlock] = {}  # storage -> block, while it lives
         self._weights: dict[int, list[tuple[int, str]]] = {}  # storage -> (first byte, parameter), sorted
         held = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
         for name, tensor in held:
             key = _key(tensor)
-            self._blocks[key] = Block(tensor.untyped_storage().nbytes(), "weight")
+            self._blocks[key] = TracedBlock(tensor.untyped_storage().nbytes(), "weight")
             self._weights.setdefault(key, []).append(
                 (int(tensor.storage_offset()) * tensor.element_size(), name)
             )
@@ -207,10 +207,12 @@ class Recorder(TorchDispatchMode):
         counts = PRODUCTS.get(operator)
         flops = counts(args, out if isinstance(out, Tensor) else made[0]) if counts else 0
         floats = [tensor.dtype for tensor in (*read, *made) if tensor.is_floating_point()]
-        call = Call(operator, self.stage, flops, counts is not None, floats[0] if floats else made[0].dtype)
+        call = TracedCall(
+            operator, self.stage, flops, counts is not None, floats[0] if floats else made[0].dtype
+        )
         inputs = [self._operand(tensor) for tensor in read]
         if operator in ROW_READERS:
-            inputs[0] = Operand(inputs[0].block, made[0].numel(), read[0].dtype, inputs[0].weight)
+            inputs[0] = TracedOperand(inputs[0].block, made[0].numel(), read[0].dtype, inputs[0].weight)
         new = [tensor for tensor in made if _key(tensor) not in self._blocks]
         outputs = [self._operand(tensor, written=True) for tensor in made]
         call.operands = (*inputs, *outputs)
@@ -221,7 +223,7 @@ class Recorder(TorchDispatchMode):
         self._label(operator, inputs, outputs)
         self.calls.append(call)
 
-    def _label(self, operator: str, inputs: list[Operand], outputs: list[Operand]) -> None:
+    def _label(self, operator: str, inputs: list[TracedOperand], outputs: list[TracedOperand]) -> None:
         """Keep the kinds of copies, and find attention's scores, which only their softmax gives away."""
         if operator in SOFTMAXES and _mark_scores(inputs[0]):
             outputs[0].block.kind = "scores"
@@ -240,13 +242,13 @@ class Recorder(TorchDispatchMode):
                 if operand.elements in sizes:
                     operand.block.kind = "scores"
 
-    def _operand(self, tensor: Tensor, written: bool = False) -> Operand:
+    def _operand(self, tensor: Tensor, written: bool = False) -> TracedOperand:
         block = self._block(tensor)
         distinct = prod(
             size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
         elements = distinct if tensor.numel() else 0
-        return Operand(block, elements, tensor.dtype, self._weight_name(tensor), written)
+        return TracedOperand(block, elements, tensor.dtype, self._weight_name(tensor), written)
 
     def _weight_name(self, tensor: Tensor) -> str:
         spans = self._weights.get(_key(tensor))
@@ -255,21 +257,21 @@ class Recorder(TorchDispatchMode):
         first = tensor.storage_offset() * tensor.element_size()
         return spans[max(0, bisect_right(spans, (first, "\uffff")) - 1)][1]
 
-    def _block(self, tensor: Tensor) -> Block:
+    def _block(self, tensor: Tensor) -> TracedBlock:
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001 - identity
         if key not in self._blocks:
-            block = self._blocks[key] = Block(storage.nbytes())
+            block = self._blocks[key] = TracedBlock(storage.nbytes())
             self.events.append(Event(self.stage, block, +1))
             weakref.finalize(storage, self._freed, key, block).atexit = False
         return self._blocks[key]
 
-    def _freed(self, key: int, block: Block) -> None:
+    def _freed(self, key: int, block: TracedBlock) -> None:
         del self._blocks[key]
         self.events.append(Event(self.stage, block, -1))
 
 
-def _mark_scores(operand: Operand) -> bool:
+def _mark_scores(operand: TracedOperand) -> bool:
     """Follow a softmax's input back to the product of two activations that made it; mark all on the way."""
     chain, elements = [operand.block], operand.elements
     while (maker := chain[-1].maker) is not None and not maker.is_product:
@@ -299,14 +301,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 @contextmanager
-def recording(model: nn.Module) -> Iterator[Recorder]:
+def recording(model: nn.Module) -> Iterator[TraceRecorder]:
     """Record everything inside the block. Not under inference mode, which hands composite operators over whole."""
-    recorder = Recorder(model)
-    with torch.no_grad(), FusedAttention(), recorder:
+    recorder = TraceRecorder(model)
+    with torch.no_grad(), TracedAttention(), recorder:
         yield recorder
 
 
-def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> Trace:
+def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> ProgramTrace:
     """Run ``model`` once on inputs of ``shapes``, on the device of its weights (meta, or for real), stage by stage.
 
     plan: of the same model, to trace what the planned engine runs; what it hoists out of the steps counts to
@@ -330,4 +332,4 @@ def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> Trace:
         first = runs.solver.steps(shapes.steps)[:1], islice(schedule, 1)
         solve(lambda x, time_embedding: runs.act(x, time_embedding, context), noise, *first)
         events = tuple(recorder.events)  # before this function's own tensors go
-    return Trace(tuple(recorder.calls), events, cache, shapes.steps)
+    return ProgramTrace(tuple(recorder.calls), events, cache, shapes.steps)

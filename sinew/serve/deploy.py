@@ -22,7 +22,7 @@ from sinew.serve.supervise import Supervisor
 logger = logging.getLogger(__name__)
 
 
-class Limits(Protocol):
+class ServingLimits(Protocol):
     """What a policy's scheduler and safety take; named as the flags of ``sinew serve``."""
 
     @property
@@ -43,7 +43,7 @@ class Limits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Limits with the defaults of ``sinew serve``."""
+    """Return limits with the defaults of ``sinew serve``."""
 
     queue: int = 64
     max_batch: int | Literal["auto"] = 1
@@ -56,7 +56,7 @@ class Given:
 
 def deploy(
     policy: Policy | Replay,
-    bounds: Limits,
+    bounds: ServingLimits,
     supervisor: Supervisor,
     device_lock: DeviceLock,
     begun: WeakSet[Scheduler] | None = None,

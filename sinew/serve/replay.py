@@ -43,7 +43,7 @@ MATCHED = "the request's session, then the order of requests; other sessions get
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReplayedAnswer:
     """One recorded reply: actions float32 [H, D], its seed, and the milliseconds it took."""
 
     actions: np.ndarray
@@ -177,7 +177,7 @@ class Replay(OpenPolicy, ServedPolicy):
         with Limit(timeout) as limit:
             return self.run(self.prepare(observation), cancel=limit)
 
-    def _next(self, session: str) -> tuple[Answer, bool]:
+    def _next(self, session: str) -> tuple[ReplayedAnswer, bool]:
         name = session if session in self.sessions else next(iter(self.sessions))
         answers = self.sessions[name]
         with self._lock:
@@ -210,12 +210,12 @@ class Replay(OpenPolicy, ServedPolicy):
             raise ObservationError("state", "finite numbers", "nan or inf")
 
 
-def _read(folder: Path) -> tuple[dict[str, list[Answer]], int, Path]:
+def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path]:
     """The answers of each session, how many records hold none, and the first file that holds one."""
     paths = sorted(folder.glob("*.npz"))
     if not paths:
         raise SinewError(f"{folder}: no records (*.npz) there; `sinew serve --record` writes them")
-    sessions: dict[str, list[Answer]] = {}
+    sessions: dict[str, list[ReplayedAnswer]] = {}
     left_out, first, shape = 0, None, None
     kept = 0
     for path in paths:
@@ -241,7 +241,7 @@ def _read(folder: Path) -> tuple[dict[str, list[Answer]], int, Path]:
     return sessions, left_out, first
 
 
-def _answer(path: Path) -> tuple[str, Answer] | None:
+def _answer(path: Path) -> tuple[str, ReplayedAnswer] | None:
     """The session and the answer of a record, without reading its frames; None for one of an error."""
     with Archive(path) as archive:
         meta = read_meta(archive)
@@ -256,7 +256,7 @@ def _answer(path: Path) -> tuple[str, Answer] | None:
     total_ms = float(meta.get("total_ms") or 0.0)
     if total_ms >= MAX_MS:
         raise SinewError(f"{path}: total_ms: expected fewer than {MAX_MS:g}, got {total_ms:g}")
-    return meta["session"], Answer(actions, meta["seed"], total_ms)
+    return meta["session"], ReplayedAnswer(actions, meta["seed"], total_ms)
 
 
 def _spec(folder: Path, first: Path) -> PolicySpec:

@@ -19,7 +19,7 @@ from gymnasium import spaces
 
 from sinew.sim import blocks_scene as scene
 from sinew.sim.prompts import COLORS, HELD_OUT, PHRASINGS, SIDES, instruction
-from sinew.sim.render import Boxes, Frame, draw, rotation_from_quaternion
+from sinew.sim.render import Boxes, RenderedFrame, draw, rotation_from_quaternion
 
 # Physics only: unless somebody chose a backend, mujoco would import one for windows that nobody opens.
 os.environ.setdefault("MUJOCO_GL", "disable")
@@ -70,7 +70,7 @@ class BlocksEnv(gymnasium.Env):
         self._block_q = np.array([int(joint[c].qposadr[0]) for c in COLORS])
         self._block_v = np.array([int(joint[c].dofadr[0]) for c in COLORS])
         self._static = scene.static_boxes()
-        self._backgrounds: dict[tuple[str, int], Frame] = {}
+        self._backgrounds: dict[tuple[str, int], RenderedFrame] = {}
 
         pixels = spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
         self.observation_space = spaces.Dict(
@@ -206,10 +206,10 @@ class BlocksEnv(gymnasium.Env):
         if camera in _FIXED:
             key = (camera, size)
             if key not in self._backgrounds:
-                frame = Frame.empty(size, scene.BACKGROUND)
+                frame = RenderedFrame.empty(size, scene.BACKGROUND)
                 self._backgrounds[key] = draw(frame, _FIXED[camera], self._static)
             return draw(self._backgrounds[key].copy(), _FIXED[camera], moving).color
-        frame = Frame.empty(size, scene.BACKGROUND)
+        frame = RenderedFrame.empty(size, scene.BACKGROUND)
         return draw(frame, scene.WRIST.moved(ee), self._static.joined(moving)).color
 
     def _block_boxes(self) -> Boxes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sinew.sim.prompts import COLORS
-from sinew.sim.render import Boxes, Camera
+from sinew.sim.render import Boxes, RenderCamera
 
 BLOCK_HALF = 0.018
 BIN_CENTERS = np.array([[-0.195, 0.0], [0.195, 0.0]])  # left, right
@@ -45,11 +45,11 @@ _METAL_RGB = (105, 105, 115)
 _FINGER_RGB = (50, 50, 58)
 BACKGROUND = (92, 98, 108)
 
-FRONT = Camera.looking((0.0, -0.40, 0.56), (0.0, 0.0, 0.02), tan_half=0.38)
+FRONT = RenderCamera.looking((0.0, -0.40, 0.56), (0.0, 0.0, 0.02), tan_half=0.38)
 # For people: everything is in the picture.
-OVERVIEW = Camera.looking((0.16, -0.58, 0.46), (0.0, -0.01, 0.03), tan_half=0.42)
+OVERVIEW = RenderCamera.looking((0.16, -0.58, 0.46), (0.0, -0.01, 0.03), tan_half=0.42)
 # In the palm, between the fingers, looking straight down: a block in the middle is a block to grasp.
-WRIST = Camera.looking((0.0, 0.0, 0.052), (0.0, 0.0, 0.0), tan_half=1.1)
+WRIST = RenderCamera.looking((0.0, 0.0, 0.052), (0.0, 0.0, 0.0), tan_half=1.1)
 
 
 def _bin_boxes() -> list[tuple[np.ndarray, np.ndarray, int]]:

@@ -41,7 +41,7 @@ _WALL_RGB, _FLOOR_RGB = np.array([206.0, 203.0, 196.0]), np.array([168.0, 164.0,
 
 
 @dataclass(frozen=True)
-class Drop:
+class DropEpisode:
     """One episode: all that reset draws. Seconds and metres; camera offsets are small misplacements."""
 
     release: float
@@ -101,7 +101,7 @@ class PenEnv(gymnasium.Env):
         if options:
             raise ValueError(f"options: expected none, got {sorted(options)}")
         rng = self.np_random
-        self.drop = Drop(
+        self.drop = DropEpisode(
             release=float(rng.uniform(*RELEASE)),
             height=float(rng.uniform(*DROP)),
             lateral=float(rng.uniform(-0.01, 0.01)),
@@ -189,7 +189,7 @@ class PenEnv(gymnasium.Env):
         return self.view(self.time, self.render_size)
 
 
-def picture(drop: Drop, bottom: float, opening: float, size: int) -> np.ndarray:
+def picture(drop: DropEpisode, bottom: float, opening: float, size: int) -> np.ndarray:
     """The scene, drawn with exact area coverage: a shift of a hundredth of a pixel changes the picture."""
     scale = size / (_VIEW[1] - _VIEW[0]) * drop.camera_scale
 
@@ -228,7 +228,7 @@ def _coverage(low: float, high: float, size: int) -> np.ndarray:
 # ----------------------------------------------------------------------------- expert
 
 
-def expert_chunk(drop: Drop, frame_time: float, slots: int) -> np.ndarray:
+def expert_chunk(drop: DropEpisode, frame_time: float, slots: int) -> np.ndarray:
     """Commands float32 [slots] from ``frame_time`` on, as somebody could know them at that moment.
 
     While the pen hangs, nothing announces its release: the commands are all zero, even where this episode

@@ -50,7 +50,7 @@ class Boxes:
 
 
 @dataclass(frozen=True)
-class Camera:
+class RenderCamera:
     """A pinhole. ``rotation`` has the rows right, down, forward in world coordinates; ``tan_half`` is the
     tangent of half the field of view, the same in both directions; square pixels, square image."""
 
@@ -59,7 +59,7 @@ class Camera:
     tan_half: float
 
     @classmethod
-    def looking(cls, position: tuple[float, ...], target: tuple[float, ...], tan_half: float) -> Camera:
+    def looking(cls, position: tuple[float, ...], target: tuple[float, ...], tan_half: float) -> RenderCamera:
         """Placed at ``position``, looking at ``target``, the horizon level. Only square roots are used, which
         every machine rounds alike."""
         p, t = np.asarray(position, dtype=np.float64), np.asarray(target, dtype=np.float64)
@@ -68,28 +68,28 @@ class Camera:
         right = _unit(np.cross(forward, up))
         return cls(p, np.stack([right, np.cross(forward, right), forward]), tan_half)
 
-    def moved(self, offset: F64) -> Camera:
-        return Camera(self.position + offset, self.rotation, self.tan_half)
+    def moved(self, offset: F64) -> RenderCamera:
+        return RenderCamera(self.position + offset, self.rotation, self.tan_half)
 
 
 @dataclass
-class Frame:
+class RenderedFrame:
     """A picture being drawn: color uint8 [size, size, 3] and inverse depth float32 [size, size]."""
 
     color: NDArray[np.uint8]
     inverse_depth: F32
 
     @classmethod
-    def empty(cls, size: int, background: tuple[int, int, int]) -> Frame:
+    def empty(cls, size: int, background: tuple[int, int, int]) -> RenderedFrame:
         color = np.empty((size, size, 3), dtype=np.uint8)
         color[:] = background
         return cls(color, np.zeros((size, size), dtype=np.float32))
 
-    def copy(self) -> Frame:
-        return Frame(self.color.copy(), self.inverse_depth.copy())
+    def copy(self) -> RenderedFrame:
+        return RenderedFrame(self.color.copy(), self.inverse_depth.copy())
 
 
-def draw(frame: Frame, camera: Camera, boxes: Boxes) -> Frame:
+def draw(frame: RenderedFrame, camera: RenderCamera, boxes: Boxes) -> RenderedFrame:
     """Draw ``boxes`` into ``frame``, in place; nearer surfaces win. Returns ``frame``."""
     planes, colors = _visible_faces(camera, boxes)
     size = frame.color.shape[0]
@@ -103,7 +103,7 @@ def draw(frame: Frame, camera: Camera, boxes: Boxes) -> Frame:
     return frame
 
 
-def _paint(frame: Frame, along_u: F32, along_v: F32, colors: NDArray[np.uint8]) -> None:
+def _paint(frame: RenderedFrame, along_u: F32, along_v: F32, colors: NDArray[np.uint8]) -> None:
     """along_u, along_v: float32 [faces, 5, size]: four edge planes and the inverse depth, per column and row."""
     values = along_v[:, :, :, None] + along_u[:, :, None, :]  # [faces, 5, rows, cols]
     inside = np.minimum(np.minimum(values[:, 0], values[:, 1]), np.minimum(values[:, 2], values[:, 3]))
@@ -119,7 +119,7 @@ def _paint(frame: Frame, along_u: F32, along_v: F32, colors: NDArray[np.uint8]) 
     frame.inverse_depth[seen] = nearest[seen]
 
 
-def _visible_faces(camera: Camera, boxes: Boxes) -> tuple[F64, NDArray[np.uint8]]:
+def _visible_faces(camera: RenderCamera, boxes: Boxes) -> tuple[F64, NDArray[np.uint8]]:
     """Planes [faces, 5, 3] (four inner-side edge tests, one inverse depth) and colours [faces, 3]."""
     corners = boxes.center[:, None] + (_SIGNS * boxes.half[:, None]) @ boxes.rotation.transpose(0, 2, 1)
     seen_from = (corners - camera.position) @ camera.rotation.T  # [n, 8, 3] right, down, forward

@@ -20,14 +20,14 @@ import msgspec
 from sinew import machine, progress, scratch
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
-from sinew.sources.identity import File, NoCheckpointError, converter, digests, files_of, key
+from sinew.sources.identity import FileIdentity, NoCheckpointError, converter, digests, files_of, key
 
-__all__ = ["Entry", "NoCheckpointError", "converted", "entries", "find", "folder"]
+__all__ = ["CacheEntry", "NoCheckpointError", "converted", "entries", "find", "folder"]
 
 RECORD = "source.json"
 
 
-class Record(msgspec.Struct, forbid_unknown_fields=True):
+class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
     """What an entry says of itself. outside: files that were read and do not lie in the source's folder."""
 
     source: str
@@ -39,18 +39,18 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
     made: str
     seconds: float
     converter: str
-    files: list[File]
-    outside: list[File]
+    files: list[FileIdentity]
+    outside: list[FileIdentity]
     notes: list[str]
 
 
-class Entry:
+class CacheEntry:
     """One converted checkpoint. Raises :class:`SinewError` where its record does not read."""
 
     def __init__(self, home: Path):
         self.home, self.key = home, home.name
         try:
-            self.record = msgspec.json.decode((home / RECORD).read_bytes(), type=Record)
+            self.record = msgspec.json.decode((home / RECORD).read_bytes(), type=CacheRecord)
         except (OSError, ValueError, RecursionError, OverflowError) as error:  # msgspec's are ValueErrors
             raise SinewError(
                 f"{home / RECORD}: expected the record of a conversion, got {error!s:.300}"
@@ -113,25 +113,25 @@ def folder() -> Path:
     return machine.cache_folder("bundles")
 
 
-def entries() -> list[Entry | SinewError]:
+def entries() -> list[CacheEntry | SinewError]:
     """Return all entries, oldest first; for one that does not read, what is wrong with it."""
-    found: list[Entry | SinewError] = []
+    found: list[CacheEntry | SinewError] = []
     if folder().is_dir():
         homes = [path for path in folder().iterdir() if path.is_dir() and not path.name.startswith(".")]
         for home in sorted(homes, key=lambda path: (path.stat().st_mtime_ns, path.name)):
             try:
-                found.append(Entry(home))
+                found.append(CacheEntry(home))
             except SinewError as error:
                 found.append(error)
     return found
 
 
-def find(text: str) -> Entry:
+def find(text: str) -> CacheEntry:
     """Return the entry whose key begins with ``text``, or whose policy has this name; else, whose name begins so.
 
     Raises :class:`SinewError` for none and for several.
     """
-    known = [entry for entry in entries() if isinstance(entry, Entry)]
+    known = [entry for entry in entries() if isinstance(entry, CacheEntry)]
     found = [entry for entry in known if entry.key == text] or [
         entry for entry in known if entry.record.name == text or (text and entry.key.startswith(text))
     ]
@@ -157,7 +157,7 @@ def converted(checkpoint: Path, said: str, name: str = "") -> Path:
         with _locked(home):
             reason = _unfit(home)
             if reason is None:
-                entry = Entry(home)
+                entry = CacheEntry(home)
                 progress.say(f"{said}: converted {entry.record.made}, {entry.bundle}")
                 return entry.bundle
             progress.say(f"converting {said}: {reason}")
@@ -174,7 +174,7 @@ def _unfit(home: Path) -> str | None:
     if not home.exists():
         return f"the cache {home.parent} has no bundle of these files"
     try:
-        entry = Entry(home)
+        entry = CacheEntry(home)
     except SinewError as error:
         return f"damaged entry: {error}"
     if damage := entry.damage():
@@ -182,8 +182,8 @@ def _unfit(home: Path) -> str | None:
     return entry.stale()
 
 
-def _convert(checkpoint: Path, said: str, name: str, files: list[File], home: Path) -> Path:
-    from sinew.convert import Options, read
+def _convert(checkpoint: Path, said: str, name: str, files: list[FileIdentity], home: Path) -> Path:
+    from sinew.convert import ConvertOptions, read
 
     for left in home.parent.glob(
         f".{home.name}.*"
@@ -191,7 +191,7 @@ def _convert(checkpoint: Path, said: str, name: str, files: list[File], home: Pa
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
     started = time.perf_counter()
-    options = Options()
+    options = ConvertOptions()
     with progress.task(f"reading {said}"):
         conversion = read(checkpoint, options)
     name = name or conversion.spec.name
@@ -205,7 +205,7 @@ def _convert(checkpoint: Path, said: str, name: str, files: list[File], home: Pa
         if again != files:
             raise SinewError(f"{said}: its files were changed while they were converted; start again")
         found = bundle.stat()
-        record = Record(
+        record = CacheRecord(
             source=str(checkpoint.resolve()) if Path(said).exists() else said,
             name=name,
             architecture=conversion.architecture,

@@ -33,7 +33,7 @@ _NAME = re.compile(
 
 
 @dataclass(frozen=True)
-class Name:
+class HubName:
     """A repository, and what of it: ``revision`` (None: its main branch) and ``file`` (None: to be found)."""
 
     repository: str
@@ -45,17 +45,17 @@ class Name:
         return f"hf://{self.repository}{revision}{file}"
 
 
-def parse(text: str) -> Name | None:
+def parse(text: str) -> HubName | None:
     """Return the repository that ``text`` names, or None where it is no name of the hub."""
     found = _NAME.fullmatch(text)
     if found is None or (not found["hub"] and (found["file"] or text.endswith((".gguf", ".safetensors")))):
         return None
     if ".." in text or "--" in found["repository"]:
         return None
-    return Name(found["repository"], found["revision"], found["file"])
+    return HubName(found["repository"], found["revision"], found["file"])
 
 
-def fetch(name: Name) -> Path:
+def fetch(name: HubName) -> Path:
     """Return the bundle of a repository, or the folder of its checkpoint, fetched or from the hub's cache.
 
     Nothing is fetched that the disk has no room for, and what was fetched is compared with the size and the SHA-256
@@ -96,7 +96,7 @@ def fetch(name: Name) -> Path:
     return fetched
 
 
-def push(name: Name, files: Mapping[str, Path | bytes], message: str, private: bool = False) -> str:
+def push(name: HubName, files: Mapping[str, Path | bytes], message: str, private: bool = False) -> str:
     """Upload files as one commit, making the repository where there is none, and return the commit's address.
 
     files: name in the repository -> file here, or its content. The hub's token is huggingface_hub's own (HF_TOKEN, or
@@ -131,7 +131,7 @@ def _wanted(file: str, bundle: str | None) -> bool:
     return file == bundle if bundle else any(filter_repo_objects([file], allow_patterns=CHECKPOINT_FILES))
 
 
-def _new(name: Name, files: Sequence[Any], commit: str | None) -> list[Any]:
+def _new(name: HubName, files: Sequence[Any], commit: str | None) -> list[Any]:
     """Return those of a repository's files that the hub's cache does not have."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -142,7 +142,7 @@ def _new(name: Name, files: Sequence[Any], commit: str | None) -> list[Any]:
     ]
 
 
-def _refuse_without_room(name: Name, nbytes: int, cache: Path) -> None:
+def _refuse_without_room(name: HubName, nbytes: int, cache: Path) -> None:
     there = next(each for each in (cache, *cache.absolute().parents) if each.exists())
     free = shutil.disk_usage(there).free
     if nbytes > free:
@@ -152,7 +152,7 @@ def _refuse_without_room(name: Name, nbytes: int, cache: Path) -> None:
         )
 
 
-def _compare(name: Name, folder: Path, file: Any) -> None:
+def _compare(name: HubName, folder: Path, file: Any) -> None:
     """Raise :class:`SinewError` for a file that is not what the hub says of it, and take it out of the hub's cache."""
     path, wanted = folder / file.rfilename, getattr(file.lfs, "sha256", None)
     if not path.is_file() or file.size is None:
@@ -172,7 +172,7 @@ def _compare(name: Name, folder: Path, file: Any) -> None:
     )
 
 
-def _fetched(name: Name, file: str | None) -> Path:
+def _fetched(name: HubName, file: str | None) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
@@ -187,7 +187,7 @@ def _fetched(name: Name, file: str | None) -> Path:
         raise SinewError(f"{name}: could not be fetched from the hub ({_words(error)})") from None
 
 
-def _cached(name: Name, reason: str) -> Path:
+def _cached(name: HubName, reason: str) -> Path:
     """What the hub's cache has of a repository, where the hub does not answer."""
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
@@ -212,7 +212,7 @@ def _cached(name: Name, reason: str) -> Path:
     return found
 
 
-def _bundle_of(name: Name, files: list[str]) -> str | None:
+def _bundle_of(name: HubName, files: list[str]) -> str | None:
     """Return which of a repository's files is its bundle; None for a checkpoint. Raises :class:`SinewError`."""
     if name.file is not None:
         if name.file not in files:

@@ -53,7 +53,7 @@ class NoCheckpointError(SinewError):
 
 
 @dataclass(frozen=True)
-class File:
+class FileIdentity:
     """One file of a checkpoint: its name in the folder (or its whole path), bytes, and SHA-256."""
 
     name: str
@@ -87,15 +87,15 @@ def _counts(path: Path) -> bool:
     return not path.name.startswith(".") and not any(path.match(pattern) for pattern in TRAINING)
 
 
-def digests(paths: list[Path], root: Path) -> list[File]:
+def digests(paths: list[Path], root: Path) -> list[FileIdentity]:
     """Return name, size and SHA-256 of files; names are relative to ``root`` where they lie in it."""
     memo = _Memo(root)
-    found = [File(_name(path, root), path.stat().st_size, memo.digest(path)) for path in paths]
+    found = [FileIdentity(_name(path, root), path.stat().st_size, memo.digest(path)) for path in paths]
     memo.keep()
     return found
 
 
-def key(files: list[File], name: str) -> str:
+def key(files: list[FileIdentity], name: str) -> str:
     """Return 32 hexadecimal digits that change with any file, with the policy's name, and with the converter."""
     record = {"files": [[f.name, f.bytes, f.sha256] for f in files], "name": name, "code": converter()}
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:32]

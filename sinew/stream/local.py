@@ -12,7 +12,7 @@ from sinew_client.streams import StreamWindow
 
 from sinew.core import SinewError
 from sinew.stream.loops import Loops
-from sinew.stream.session import Sample, Session
+from sinew.stream.session import Session, StateSample
 from sinew.stream.windows import Window
 
 UNREAD = 256  # windows that wait; older ones are dropped
@@ -41,7 +41,7 @@ class LocalLink:
     ) -> bool:
         session = self.session
         try:
-            session.push_sample(Sample(np.array(state, np.float32), time, delay, session.now()))
+            session.push_sample(StateSample(np.array(state, np.float32), time, delay, session.now()))
             if prompt and prompt != session.prompt:
                 session.say(prompt)
             if images is not None:

@@ -28,7 +28,7 @@ QUICK = 4  # so many times as dear is a run that a cheaper one comes between
 READ, RUN = 0, 1  # the slow loop and the fast one
 
 
-class Listener(Protocol):
+class WindowListener(Protocol):
     """Who gets what a stream makes. Both are called on the loops' threads and must not block."""
 
     def window(self, window: Window) -> None: ...
@@ -54,7 +54,7 @@ class _Stream:
     """One stream. owner: with whom it shares its turns. turns: of the slow and of the fast loop."""
 
     session: Session
-    listener: Listener
+    listener: WindowListener
     owner: Hashable
     turns: tuple[Turn, Turn]
     gone: bool = False
@@ -106,7 +106,7 @@ class Loops:
     def add(
         self,
         session: Session,
-        listener: Listener,
+        listener: WindowListener,
         owner: Hashable = None,
         turns: Callable[[], Turn] = _Free,
     ) -> None:

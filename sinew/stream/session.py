@@ -18,7 +18,7 @@ import numpy as np
 from sinew_client.control.windows import MAX_DELAY
 
 from sinew.core import RTC, Observation, ObservationError, SinewError
-from sinew.stream.text import MAX_TOKENS, SILENT, Speech, Text
+from sinew.stream.text import MAX_TOKENS, SILENT, Speech, StreamedText
 from sinew.stream.windows import Chunks, Rolling, Window
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class StreamSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class StateSample:
     """A reading of the robot's sensors: ``state`` float [D] at ``time``, seconds of the robot's clock.
 
     delay: nodes after the sample's own at which its window begins, because the answer is not there sooner.
@@ -87,7 +87,7 @@ class _Frame:
 
 
 @dataclass(frozen=True, eq=False)
-class Prefix:
+class StreamPrefix:
     """What a frame leaves for the head. noise, steps: where a whole solution starts, and its evaluations.
 
     state: float [D] in the robot's units, which the prefix was computed with.
@@ -98,7 +98,7 @@ class Prefix:
     noise: np.ndarray
     steps: int
     frame_time: float
-    text: Text = SILENT
+    text: StreamedText = SILENT
 
 
 class Session:
@@ -147,8 +147,8 @@ class Session:
         self._speech = self._speaks(settings.text_tokens)
         self.frames = self.samples = self.prefixes = self.runs = 0
         self._frame: _Frame | None = None
-        self._sample: Sample | None = None
-        self._prefix: Prefix | None = None
+        self._sample: StateSample | None = None
+        self._prefix: StreamPrefix | None = None
         self._swapped = 0.0
         self._seen: tuple[Any, str] | None = None  # frame and prompt of the newest prefix
         self._used: tuple[Any, ...] = ()  # prefix and sample of the last run
@@ -171,7 +171,7 @@ class Session:
         self.frames += 1
         self._frame = _Frame(images if callable(images) else lambda: images, taken)
 
-    def push_sample(self, sample: Sample) -> None:
+    def push_sample(self, sample: StateSample) -> None:
         """Take a sample. Raises ObservationError for one that is none, or from before the last one. A delay beyond
         ``MAX_DELAY`` counts as that: an answer tells the robot how long the way takes now, and without one its estimate
         would never fall."""
@@ -258,7 +258,7 @@ class Session:
             self.swap(made)
         return made is not None
 
-    def compute(self) -> Prefix | None:
+    def compute(self) -> StreamPrefix | None:
         """Compute the prefix of the newest frame, beside the one in use; None where there is nothing new."""
         if not self.wants_prefix:
             return None
@@ -279,9 +279,9 @@ class Session:
         else:
             context, token = self._engine.read_text(prepared.inputs.batched(), self._speech.begin(prompt))
             text = self._speech.add(token)
-        return Prefix(context, sample.state, prepared.noise, prepared.steps, frame.time, text)
+        return StreamPrefix(context, sample.state, prepared.noise, prepared.steps, frame.time, text)
 
-    def swap(self, prefix: Prefix) -> None:
+    def swap(self, prefix: StreamPrefix) -> None:
         """Let runs of the head that begin from now on read this prefix."""
         self._prefix, self._swapped = prefix, self._clock()
         self.prefixes += 1

@@ -14,14 +14,14 @@ MAX_TOKENS = 256  # of one text; each is a row of every pass
 
 
 @dataclass(frozen=True)
-class Text:
+class StreamedText:
     """running: what is being said. said: the last text that is complete and not empty."""
 
     running: str = ""
     said: str = ""
 
 
-SILENT = Text()
+SILENT = StreamedText()
 
 
 class Speech:
@@ -44,7 +44,7 @@ class Speech:
             self._next(self.text.said)
         return self.tokens
 
-    def add(self, token: int) -> Text:
+    def add(self, token: int) -> StreamedText:
         """Take the token that a pass gave; return what stands now. A text that ends is followed by another one."""
         if token != self._end:
             self.tokens = [*self.tokens, token]
@@ -52,8 +52,8 @@ class Speech:
         if token == self._end or len(self.tokens) >= self.limit:
             self._next(words or self.text.said)
         else:
-            self.text = Text(words, self.text.said)
+            self.text = StreamedText(words, self.text.said)
         return self.text
 
     def _next(self, said: str) -> None:
-        self.tokens, self.text = [], Text("", said)
+        self.tokens, self.text = [], StreamedText("", said)

@@ -18,7 +18,7 @@ from sinew.engine.engine import Watch
 from sinew.processing import Processor
 from sinew.processing.continuation import Continuation, continuation
 from sinew.solvers import Solver
-from sinew.stream.text import SILENT, Text
+from sinew.stream.text import SILENT, StreamedText
 
 if TYPE_CHECKING:
     from sinew.engine.engine import Engine
@@ -49,7 +49,7 @@ class Window:
     run: int = 0
     tag: int = 0
     state: np.ndarray | None = None
-    text: Text = SILENT
+    text: StreamedText = SILENT
 
 
 class Rolling:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.core import ConvertError
 from sinew.vlacpp import (
     read_bitvla,
@@ -33,7 +33,7 @@ def recognises(path: Path) -> bool:
     return not path.is_dir()
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a GGUF file of vla.cpp, the weights aside. Raises :class:`ConvertError`."""
     file = VlacppFile(path)
     for part in PARTS:

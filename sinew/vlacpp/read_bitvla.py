@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType
 from sinew.bundle.quant import FORMATS, pack_ternary
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.convert.tensors import Rule, Transformed, apply, read_elements, reshape, rows
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import ConvertError
@@ -86,7 +86,7 @@ class VlacppBitnet(VlacppCheckpoint):
 
     chunk = "action.num_actions_chunk"
 
-    def __init__(self, file: VlacppFile, options: Options):
+    def __init__(self, file: VlacppFile, options: ConvertOptions):
         n = file.integer
         text = {
             "hidden_size": n("lm.hidden"),
@@ -193,7 +193,7 @@ def _matrix(own: str, to: tuple[str, ...], shape: tuple[int, int]) -> list[Rule]
     ]
 
 
-def read(file: VlacppFile, options: Options) -> Conversion:
+def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
     """Read a file, the weights aside. Raises :class:`ConvertError`."""
     checkpoint = VlacppBitnet(file, options)
     assert options.tokenizer is not None

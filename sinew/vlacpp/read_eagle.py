@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import Options
-from sinew.convert.read.record import Record
+from sinew.convert.options import ConvertOptions
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError
 from sinew.families.gr00t import eagle as gr00t_eagle
 from sinew.families.gr00t import n15
-from sinew.families.gr00t.files import Parts, choose
+from sinew.families.gr00t.files import EagleParts, choose
 from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 from sinew.vlacpp.read_qwen import (
     SETTINGS,
@@ -62,7 +62,7 @@ N16 = _rules("backbone.model.", (("ln", "0"), ("fc1", "1"), ("fc2", "3")))
 TABLE = "backbone.model.vision_model.vision_model.embeddings.position_embedding.weight"
 
 
-def read(file: VlacppFile, options: Options) -> Conversion:
+def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
     """Read a file, the weights aside. Raises :class:`ConvertError`."""
     first = file.architecture == "gr00t_n1_5"
     for name in (*options.given, *options.settings):
@@ -71,7 +71,7 @@ def read(file: VlacppFile, options: Options) -> Conversion:
     folder = find_model_dir(
         EAGLE[file.architecture], options.vlm, file.path, "--vlm", gr00t_eagle.EAGLE_FILES
     )
-    eagle, preprocessor = Record(folder / "config.json"), Record(folder / "preprocessor_config.json")
+    eagle, preprocessor = JsonRecord(folder / "config.json"), JsonRecord(folder / "preprocessor_config.json")
     if (own := file.integer("image_token_index")) != eagle["image_token_index"]:
         raise ConvertError(
             f"{file.path}: image_token_index: expected {own}, got {eagle['image_token_index']} from --vlm: it is"
@@ -80,14 +80,14 @@ def read(file: VlacppFile, options: Options) -> Conversion:
     if first:
         parts = _n15(file, options, preprocessor)
     else:
-        processor = Record(folder / "processor_config.json")
+        processor = JsonRecord(folder / "processor_config.json")
         files = VlacppNvidia(file, options, N16, EAGLE["gr00t_n1_6"])
         parts = gr00t_eagle.n16(files, eagle, preprocessor, processor)
         eagle = _with_table(file, eagle, parts)
     return gr00t_eagle.assemble(file.path.stem, options, folder, eagle, parts)
 
 
-def _with_table(file: VlacppFile, eagle: Record, parts: Parts) -> Record:
+def _with_table(file: VlacppFile, eagle: JsonRecord, parts: EagleParts) -> JsonRecord:
     """Return Eagle's configuration with as many patches as the file has positions, which vla.cpp's converter resizes
     on request: such a table fits one size of images only."""
     table, vision = parts.tensors.get(TABLE), eagle.part("vision_config")
@@ -100,14 +100,14 @@ def _with_table(file: VlacppFile, eagle: Record, parts: Parts) -> Record:
             f"{file.path}: vit.pos_embd: expected {patches} positions, or those of {grid[0]} x {grid[1]} patches, got"
             f" {table.shape[0]}: it was written for images of another size"
         )
-    return Record(
+    return JsonRecord(
         eagle.path, {**eagle.content, "vision_config": {**vision.content, "num_patches": table.shape[0]}}
     )
 
 
-def _n15(file: VlacppFile, options: Options, preprocessor: Record) -> Parts:
+def _n15(file: VlacppFile, options: ConvertOptions, preprocessor: JsonRecord) -> EagleParts:
     tensors = apply(file.tensors, N15)
-    head = Record(file.path, head_record(file, tensors))
+    head = JsonRecord(file.path, head_record(file, tensors))
     metadata = file.record("metadata_json")
     fine_tune = not metadata
     if fine_tune:
@@ -116,20 +116,20 @@ def _n15(file: VlacppFile, options: Options, preprocessor: Record) -> Parts:
         for name in ("cameras", "stats"):
             if name in options.given:
                 raise ConvertError(f"--{name}: {file.path} holds NVIDIA's metadata, which names them")
-        found = n15.robot(Record(file.path, metadata), head["action_horizon"], options)
+        found = n15.robot(JsonRecord(file.path, metadata), head["action_horizon"], options)
     image = n15.image_recipe(preprocessor, options.setting("center_crop", not fine_tune))
     files = [file.path, *found[3]]
     return n15.parts(FORMAT, head, file.integer("lm_layers_used"), tensors, files, found, image, fine_tune)
 
 
-def _fine_tune(file: VlacppFile, options: Options, horizon: int) -> n15.Found:
+def _fine_tune(file: VlacppFile, options: ConvertOptions, horizon: int) -> n15.Found:
     """What vla.cpp wrote beside the file of a LeRobot fine-tune."""
     if options.stats is None or not options.cameras:
         raise ConvertError(
             f"{file.path}: made from a LeRobot fine-tune, whose statistics and cameras it does not hold; give"
             " --stats dataset_statistics.json (vla.cpp writes it beside the file) and --cameras NAME,NAME"
         )
-    stats, numbers = Record(options.stats), file.record("embodiment_tag_mapping")
+    stats, numbers = JsonRecord(options.stats), file.record("embodiment_tag_mapping")
     if (
         number := options.setting("embodiment_id", None)
     ) is not None:  # vla.cpp calls every robot new_embodiment
@@ -147,7 +147,7 @@ def _fine_tune(file: VlacppFile, options: Options, horizon: int) -> n15.Found:
     return embodiment, cameras, vectors, [options.stats], notes
 
 
-def _bounds(part: Record) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _bounds(part: JsonRecord) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     try:
         low, high = (np.asarray(part[name], np.float64) for name in ("min", "max"))
     except (ValueError, TypeError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.convert.tensors import Rule, apply, read_array
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.evo1 import convert as evo1
@@ -52,7 +52,7 @@ RULES = [
 STATISTICS = ("state_min", "state_max", "action_min", "action_max")
 
 
-def read(file: VlacppFile, options: Options) -> Conversion:
+def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
     """Read a file, the weights aside. Raises :class:`ConvertError`."""
     n = file.integer
     for name, value in (("image_size", original.SIDE), ("n_images", original.VIEWS)):

@@ -19,7 +19,7 @@ from sinew.bundle.schema import (
 )
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.tensors import read_array
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
@@ -87,7 +87,7 @@ SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING}
 ARCHITECTURES = ("smolvla", "pi0", "pi05")
 
 
-def read(file: VlacppFile, options: Options) -> Conversion:
+def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
     """Read a file, the weights aside. Raises :class:`ConvertError`."""
     path, architecture = file.path, file.architecture
     family = FAMILIES[architecture]
@@ -212,7 +212,7 @@ def _normalization(
 
 
 @dataclass(frozen=True)
-class Family:
+class CheckpointLayout:
     """What a file of this architecture means and does not say."""
 
     config: Callable[[VlacppFile, dict[str, TensorSource]], Any]
@@ -227,7 +227,9 @@ _PI_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _LINE = (Instruction(), Suffix("\n"))
 _STATE = (Clean(), *sentence(WITH_STATE, State(0)))
 FAMILIES = {
-    "smolvla": Family(_smolvla, "SmolVLM2-500M", ("camera1", "camera2", "camera3"), _LINE, pad="top_left"),
-    "pi0": Family(_pi, "PaliGemma", _PI_CAMERAS, _LINE),
-    "pi05": Family(_pi, "PaliGemma", _PI_CAMERAS, _STATE, mode="quantiles"),
+    "smolvla": CheckpointLayout(
+        _smolvla, "SmolVLM2-500M", ("camera1", "camera2", "camera3"), _LINE, pad="top_left"
+    ),
+    "pi0": CheckpointLayout(_pi, "PaliGemma", _PI_CAMERAS, _LINE),
+    "pi05": CheckpointLayout(_pi, "PaliGemma", _PI_CAMERAS, _STATE, mode="quantiles"),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.convert.tensors import Rule, apply
 from sinew.core import ConvertError
 from sinew.families.openvla import convert as openvla
@@ -73,7 +73,7 @@ class VlacppCheckpoint(PrismaticCheckpoint):
     format = FORMAT
     chunk = "action.chunk"
 
-    def __init__(self, file: VlacppFile, options: Options, found: dict[str, TensorSource]):
+    def __init__(self, file: VlacppFile, options: ConvertOptions, found: dict[str, TensorSource]):
         if options.tokenizer is None:
             raise ConvertError(
                 f"{file.path}: vla.cpp files hold no tokenizer; give the checkpoint's with --tokenizer FILE_OR_DIR"
@@ -104,7 +104,7 @@ class VlacppPrismatic(VlacppCheckpoint):
 
     spare_blocks = 0
 
-    def __init__(self, file: VlacppFile, options: Options):
+    def __init__(self, file: VlacppFile, options: ConvertOptions):
         super().__init__(file, options, apply(file.tensors, RULES))
         side = file.integer("vit.image_size")
         qwen = file.architecture == "vla_adapter"
@@ -134,7 +134,7 @@ class VlacppPrismatic(VlacppCheckpoint):
         return self.path, {"tvf_normalize_params": NORMALIZE}
 
 
-def read(file: VlacppFile, options: Options) -> Conversion:
+def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
     """Read a file, the weights aside. Raises :class:`ConvertError`."""
     conversion = openvla.assemble(VlacppPrismatic(file, options))
     note = (

@@ -16,8 +16,8 @@ from typing import Any
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint
-from sinew.convert.options import SOLVER_STEPS_SETTING, Options
-from sinew.convert.read.record import Record
+from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply, reshape
 from sinew.core import ConvertError
 from sinew.families.gr00t import convert as gr00t
@@ -94,7 +94,7 @@ def head_rules(short: str, dit: str, to: str) -> list[Rule]:
     ]
 
 
-def read(file: VlacppFile, options: Options) -> Conversion:
+def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
     """Read a file, the weights aside. Raises :class:`ConvertError`."""
     for name in (*options.given, *options.settings):
         if any(name in read_by for kind, read_by in READ_BY.items() if kind != file.architecture):
@@ -155,12 +155,12 @@ class VlacppNvidia(NvidiaFiles):
 
     format = FORMAT
 
-    def __init__(self, file: VlacppFile, options: Options, rules: Sequence[Rule], model: str):
+    def __init__(self, file: VlacppFile, options: ConvertOptions, rules: Sequence[Rule], model: str):
         self.file, self.path, self.options = file, file.path, options
         self._found = apply(file.tensors, rules)
         own = {"model_name": model, "select_layer": file.integer("lm_layers_used")}
-        self.config = Record(file.path, own | head_record(file, self._found))
-        self.processor = Record(file.path, file.record("processor_config_json")).part("processor_kwargs")
+        self.config = JsonRecord(file.path, own | head_record(file, self._found))
+        self.processor = JsonRecord(file.path, file.record("processor_config_json")).part("processor_kwargs")
 
     @property
     def name(self) -> str:
@@ -188,7 +188,7 @@ class VlacppJepa(LeRobotCheckpoint):
 
     format = FORMAT
 
-    def __init__(self, file: VlacppFile, options: Options):
+    def __init__(self, file: VlacppFile, options: ConvertOptions):
         if not options.cameras:
             raise ConvertError(
                 f"{file.path}: vla.cpp files hold no cameras; give them in their order with --cameras NAME,NAME"

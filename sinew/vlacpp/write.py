@@ -26,7 +26,7 @@ from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
 from sinew.bundle.writer import FileSlice, Progress, TensorSource, finish_header
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.convert.tensors import computed, constant, rounded
 from sinew.core import ConvertError
 from sinew.vlacpp import write_bitvla, write_evo1, write_prismatic
@@ -96,7 +96,7 @@ def export_vlacpp(bundle: Bundle, out: Path, progress: Progress | None = None) -
         tokenizer.write_text(manifest.tokenizer, encoding="utf-8")
         names = tuple(camera.name for camera in manifest.spec.cameras)
         given = family.beside(bundle, folder) if family else {}
-        found = read(partial, Options(tokenizer=tokenizer, cameras=names, **given))
+        found = read(partial, ConvertOptions(tokenizer=tokenizer, cameras=names, **given))
         _compare(manifest, found, bundle.path)
         os.replace(partial, out)
 

@@ -11,7 +11,7 @@ import pytest
 
 from sinew.bundle import Bundle
 from sinew.cli import main
-from sinew.perf.program import Program
+from sinew.perf.program import PublishedProgram
 
 
 def inspected(bundle: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict[str, Any]]:
@@ -26,7 +26,7 @@ def test_the_cost_is_the_tracers(smolvla_bundle, openvla_bundle, capsys, case):
     path = (smolvla_bundle if case.startswith("smolvla") else openvla_bundle)(case)
     text, record = inspected(path, capsys, "--flops")
     bundle, cost = Bundle(path), record["cost"]
-    program = Program.load(path)
+    program = PublishedProgram.load(path)
     wanted = {c.name: c.repeats * sum(o.flops * o.count for o in c.operators) for c in program.components()}
     assert {name: stage["flops"] for name, stage in cost["stages"].items() if name in wanted} == wanted
     assert cost["flops"] == sum(wanted.values()) > 1e6

@@ -18,7 +18,7 @@ from sinew_client.control import NoObservation
 from sinew.bundle.schema import Manifest, Normalization
 from sinew.bundle.seen import Seen, SeenCamera, SeenState
 from sinew.checks.observe import live, recorded
-from sinew.checks.wiring import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding, Watch, findings
+from sinew.checks.wiring import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding, WiringWatch, findings
 from sinew.checks.wiring.joints import assignment
 from sinew.cli import main
 from sinew.core import Observation, VectorSpec
@@ -106,15 +106,15 @@ def episode(task: str, seed: int, steps: int = 60) -> Iterator[tuple[float, Seei
 def test_nothing_is_found_of_the_right_robot(task: str) -> None:
     for seed in range(5000, 5006):
         assert wrong(look(task, seed=seed)) == []
-    whole = Watch()
+    whole = WiringWatch()
     for seed in range(6000, 6003):
-        part = Watch()
+        part = WiringWatch()
         for when, seen in episode(task, seed):
             for watch in (whole, part):
                 watch.add({**seen, "time": seed + when})
             if part.looks == 15:
                 assert wrong(findings(part, MANIFESTS[task])) == []
-                part = Watch()
+                part = WiringWatch()
     assert whole.looks > 90
     assert wrong(findings(whole, MANIFESTS[task])) == []
 
@@ -185,14 +185,14 @@ def test_a_picture_of_something_else_is_unlike() -> None:
 
 
 def test_a_camera_that_stands_still_while_others_move_is_frozen() -> None:
-    watch, first, still = Watch(), None, Watch()
+    watch, first, still = WiringWatch(), None, WiringWatch()
     for when, seen in episode("blocks", 6000):
         first = seen["images"]["wrist"] if first is None else first
         watch.add({**seen, "images": {**seen["images"], "wrist": first}, "time": when})
         still.add({**seen, "images": {**seen["images"], "wrist": first}, "state": np.zeros(4), "time": 1.0})
     assert ("camera wrist", "frozen") in wrong(findings(watch, MANIFESTS["blocks"]))
     assert ("time", "stands still") in wrong(findings(still, MANIFESTS["blocks"]))
-    dead = Watch()
+    dead = WiringWatch()
     for _ in range(30):
         dead.add(seen)
     found = findings(dead, MANIFESTS["blocks"])
@@ -241,7 +241,7 @@ def arm(dim: int, **seen: tuple[float, ...]) -> Manifest:
 
 
 def states(manifest: Manifest, rows: np.ndarray) -> list[tuple[str, str]]:
-    watch = Watch()
+    watch = WiringWatch()
     for row in rows:
         watch.add({"images": {}, "state": row})
     return wrong(findings(watch, manifest))
@@ -305,7 +305,7 @@ def test_means_of_pixels_alone_tell_exchanged_colours() -> None:
     manifest = replace(MANIFESTS["blocks"], seen=warm)
 
     def shown(rgb: tuple[int, int, int]) -> list[tuple[str, str]]:
-        watch, rng = Watch(), np.random.default_rng(0)
+        watch, rng = WiringWatch(), np.random.default_rng(0)
         frame = (rng.integers(-20, 20, (48, 64, 3)) + np.array(rgb)).clip(0, 255).astype(np.uint8)
         watch.add({"images": {"front": frame}, "state": [0.0, 0.0, 0.1, 0.05]})
         return wrong(findings(watch, manifest))
@@ -321,7 +321,7 @@ def test_clocks_and_rates() -> None:
     manifest = MANIFESTS["blocks"]
 
     def found(**changes: Any) -> list[tuple[str, str]]:
-        watch = Watch()
+        watch = WiringWatch()
         for number in range(12):
             seen = {"images": {}, "state": [0.0, 0.0, 0.1, 0.05], "time": 100.0 + number / 20}
             now, took = changes.get("now", 100.01) + number / 20, changes.get("took", 0.002)

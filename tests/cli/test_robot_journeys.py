@@ -21,7 +21,7 @@ from sinew_client.faults import Faults, kind_of
 from sinew import guidance
 from sinew.cli import main
 from sinew.cli.run_robot import episodes_text
-from sinew.cli.run_view import Keys, View
+from sinew.cli.run_view import Keys, RunView
 from sinew.cli.status import EXIT_FAULTS, problems
 from sinew.core import ObservationError
 from sinew.eval.adapters import make_env
@@ -132,7 +132,7 @@ def test_the_view_counts_episodes_while_it_runs() -> None:
     from rich.console import Console
 
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(View(loop, Keys(loop)).picture())
+    console.print(RunView(loop, Keys(loop)).picture())
     text = console.export_text()
     assert "3 of 4 succeeded, 75 %" in text
     assert "the environment's" in text

@@ -21,7 +21,7 @@ from sinew_client.control import Loop, Settings, Stopped, repeat
 from sinew_client.control.robots import Dry, LeRobotArm
 
 from sinew.cli import main
-from sinew.cli.run_view import Keys, View
+from sinew.cli.run_view import Keys, RunView
 from sinew.eval.adapters import make_env
 from sinew.eval.robot import SimulatedRobot
 from tests import processes
@@ -179,7 +179,7 @@ def test_keys_pause_say_and_stop() -> None:
 
 def test_the_view_says_what_happens() -> None:
     loop = loop_without_server()
-    view = View(loop, Keys(loop))
+    view = RunView(loop, Keys(loop))
     loop.pause()
     loop.run(3)
     text = io.StringIO()

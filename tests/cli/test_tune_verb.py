@@ -112,9 +112,11 @@ def test_an_engine_says_what_it_resolved() -> None:
 # ----------------------------------------------------------------------------- the verb
 
 
-def session(budget: float = 1e6, measure=even, whole=lambda call: (call(), 1.0)[1]) -> verb.Session:
+def session(budget: float = 1e6, measure=even, whole=lambda call: (call(), 1.0)[1]) -> verb.TuningSession:
     bundle = Bundle(PEN)
-    return verb.Session(bundle, CPU, "bfloat16", CudaOptions(max_graphs=2), measure, budget, whole=whole)
+    return verb.TuningSession(
+        bundle, CPU, "bfloat16", CudaOptions(max_graphs=2), measure, budget, whole=whole
+    )
 
 
 @needs_triton

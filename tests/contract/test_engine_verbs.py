@@ -16,7 +16,7 @@ from sinew.engine.engine import Watch
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs, stack
 from sinew.stream import Session, StreamSettings
-from sinew.stream.session import Sample
+from sinew.stream.session import StateSample
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
 STEPS = 10
@@ -127,7 +127,7 @@ def test_a_stream_hands_out_the_policys_chunks(policy: Policy) -> None:
     rate = float(policy.spec.control_hz or 0)
     given = seen(policy, 7)
     stream = Session(policy, StreamSettings(rate, seed=7), given["prompt"], clock=lambda: 0.0)
-    stream.push_sample(Sample(given["state"], 0.0, 0))
+    stream.push_sample(StateSample(given["state"], 0.0, 0))
     stream.push_frame(given["images"], 0.0)
     assert stream.read()
     window = stream.run()

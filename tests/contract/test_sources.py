@@ -39,7 +39,7 @@ from sinew_client.streams import StreamLink
 
 from sinew.core import ObservationError, SinewError
 from sinew.eval.settings import Latency
-from sinew.eval.sources import Costs, Measured, Simulated, SimulatedLink
+from sinew.eval.sources import Measured, Simulated, SimulatedLink, StreamCosts
 from sinew.policy import load
 from sinew.serve import contexts
 from sinew.serve.device_lock import DeviceLock
@@ -481,7 +481,7 @@ class SimulatedStream(InSimulatedTime):
 
     def open(self, clock: Clock) -> Any:
         session: Any = Windows(self.script, False)
-        return Stream(SimulatedLink(session, Costs(0.0, 0.01), clock.now))
+        return Stream(SimulatedLink(session, StreamCosts(0.0, 0.01), clock.now))
 
 
 SOURCES: dict[str, type[Case]] = {

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sinew.bundle import Bundle
-from sinew.convert import Options, convert, read
+from sinew.convert import ConvertOptions, convert, read
 from sinew.core import ConvertError, ObservationError
 from sinew.processing import Processor
 from tests.convert.test_groot import edit
@@ -76,10 +76,10 @@ def test_weights_of_a_category_and_a_gripper(golden, source):
     expected = g.numpy("actions")[0].copy()
     expected[:, 2] = np.where(expected[:, 2] > 0.25, -1, 1)
     np.testing.assert_allclose(actions, expected, atol=1e-6)
-    other = read(source, Options(vlm=plain / "vlm", embodiment="1"))
+    other = read(source, ConvertOptions(vlm=plain / "vlm", embodiment="1"))
     assert other.spec.embodiment == "1"
     with pytest.raises(ConvertError, match="--embodiment 3: expected a category from 0 to 2"):
-        read(source, Options(vlm=plain / "vlm", embodiment="3"))
+        read(source, ConvertOptions(vlm=plain / "vlm", embodiment="3"))
 
 
 @evo1("evo1-mint")
@@ -94,7 +94,7 @@ def test_statistics_of_the_original_layout(golden, source):
     state = np.full(8, 0.3, np.float32)
     for kind, (first, second) in expected.items():
         edit(source / "config.json", lambda c, kind=kind: c.update(normalization_type=kind))
-        conversion = read(source, Options(vlm=vlm, settings={"state_dim": "24"}))
+        conversion = read(source, ConvertOptions(vlm=vlm, settings={"state_dim": "24"}))
         assert conversion.spec.embodiment == "franka"
         assert (conversion.spec.state.dim, conversion.spec.action.dim) == (24, 7)
         low, high = (np.pad(np.asarray(stats[name], np.float32), (0, 16)) for name in (first, second))
@@ -228,7 +228,7 @@ def test_the_neighbours_files(golden, source):
     with pytest.raises(ConvertError, match="text_config|llm_config|vision_config"):
         converted(golden, source, "evo1", vlm=golden / "groot-n15" / "eagle")
     with pytest.raises(ConvertError, match="give a directory .* with --vlm DIR"):
-        read(source, Options())
+        read(source, ConvertOptions())
     shutil.copyfile(golden / "groot-n15" / "checkpoint" / "model.safetensors", source / "model.safetensors")
     with pytest.raises(ConvertError, match="is missing"):
         converted(golden, source, "evo1")

@@ -8,7 +8,7 @@ import pytest
 
 from sinew.bundle import Bundle
 from sinew.convert import convert
-from sinew.convert.options import Options, Setting, parse_settings
+from sinew.convert.options import ConvertOptions, Setting, parse_settings
 from sinew.core import ConvertError
 
 CASE = "smolvla-2cam"
@@ -75,4 +75,4 @@ def test_nothing_given_records_nothing(golden, tmp_path):
     shutil.copytree(golden / CASE, tmp_path / CASE, copy_function=shutil.copyfile)
     out = convert(tmp_path / CASE / "checkpoint", tmp_path / "o.gguf")
     assert Bundle(out).manifest.provenance.options == {}
-    assert Options().record() == {}
+    assert ConvertOptions().record() == {}

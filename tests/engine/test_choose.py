@@ -20,7 +20,7 @@ from sinew.cli.quantize import write
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import SinewError
 from sinew.engine import probe, proofs
-from sinew.engine.backend import BACKENDS, Options
+from sinew.engine.backend import BACKENDS, EngineOptions
 from sinew.engine.choose import choose
 from sinew.engine.cpu.library import extension
 from sinew.engine.onnx.backend import Onnx
@@ -66,11 +66,11 @@ def test_a_proof_in_fp32_is_one_of_fp32(dtype: str) -> None:
     bundle = SimpleNamespace(
         path=PEN, manifest=SimpleNamespace(architecture="evo1", quantization=None), lowbit=False
     )
-    found = BACKENDS["plan"].unproved(bundle, Options("cpu", dtype))
+    found = BACKENDS["plan"].unproved(bundle, EngineOptions("cpu", dtype))
     assert (found == "") == (dtype == "fp32")
     int8 = Quantization(INT8, 7, 0.01, 0.02, 1, "a test", "a test")
     bundle.manifest.quantization = int8
-    assert "not validated" in BACKENDS["onnx"].unproved(bundle, Options("cpu", "fp32"))
+    assert "not validated" in BACKENDS["onnx"].unproved(bundle, EngineOptions("cpu", "fp32"))
 
 
 # ----------------------------------------------------------------------------- recipes
@@ -250,7 +250,7 @@ def test_the_faster_of_two_that_follow_a_recipe_is_taken(tmp_path, monkeypatch, 
 
     def measure(*arguments):
         asked.append(arguments)
-        return probe.Measured(1.0, onnx_seconds)
+        return probe.ProbeResult(1.0, onnx_seconds)
 
     monkeypatch.setattr(probe, "measure", measure)
     choice = choose(bundle, device="cpu", threads=1)
@@ -281,7 +281,7 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(tmp_path, monkeypa
     assert choose(bundle, device="cpu").engine_reason == "it follows the bundle's recipe"
 
 
-SMALL = probe.Block(24, 32, 64, 4)
+SMALL = probe.ProbeBlock(24, 32, 64, 4)
 
 
 @needs_kernels
@@ -340,7 +340,7 @@ def test_a_probe_weighs_what_the_bundle_has(monkeypatch) -> None:
     assert min(vision.cpu, head.cpu) > 0
 
 
-def _seconds(block: probe.Block, kind: str, threads: int) -> dict[str, float]:
+def _seconds(block: probe.ProbeBlock, kind: str, threads: int) -> dict[str, float]:
     return {"cpu": 1.0, "onnx": 2.0} if kind == "int8" else {"cpu": 0.0, "onnx": 0.0}
 
 

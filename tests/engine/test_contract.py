@@ -15,7 +15,7 @@ from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.core import BundleError, ObservationError, SinewError
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
-from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
@@ -280,16 +280,16 @@ def test_padding_on_the_wrong_side_is_seen(model):
 
 
 def test_recipes_that_the_device_does_not_know_stay_on_the_host():
-    assert not Resize.why_not(RECIPE)
-    assert not Resize.why_not(replace(RECIPE, steps=()))
+    assert not ResizeTables.why_not(RECIPE)
+    assert not ResizeTables.why_not(replace(RECIPE, steps=()))
     for other, why in (
         (replace(RECIPE, steps=(Jpeg(),)), "JPEG 95: its library's order of sums"),
         (replace(RECIPE, steps=(Jpeg(), *RECIPE.steps)), "2 steps"),
         (replace(RECIPE, mean=(0.5,) * 6, std=(0.5,) * 6), "2 normalisations"),
     ):
-        assert why in Resize.why_not(other)
+        assert why in ResizeTables.why_not(other)
         with pytest.raises(ValueError, match=f"{why}.*resize on the host"):
-            Resize.of(SIDE, SIDE, other)
+            ResizeTables.of(SIDE, SIDE, other)
 
 
 def test_what_is_fused_is_said(model):

@@ -18,7 +18,7 @@ from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.onnx.attention import join_attention
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import REWRITES, Plan
-from sinew.engine.plan.rewrite import Outcome
+from sinew.engine.plan.rewrite import RewriteOutcome
 from sinew.layers.decoder import DecoderAttention
 from sinew.layers.linear import Linear
 from sinew.layers.norm import rms_normalize
@@ -114,7 +114,7 @@ def largest(got: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(got - wanted).max() / np.abs(wanted).max())
 
 
-def assert_said(outcomes: tuple[Outcome, ...], kind: type) -> None:
+def assert_said(outcomes: tuple[RewriteOutcome, ...], kind: type) -> None:
     """Some rewrite names the class that it does not know; none that packs or fuses everything claims it all."""
     assert any(kind.__name__ in outcome.reason for outcome in outcomes), outcomes
 

@@ -21,7 +21,7 @@ from sinew.cli import main
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.eval.dataset.records import episodes
 from sinew.eval.dataset.statistics import Statistics
-from sinew.eval.dataset.writer import DatasetWriter, Frame
+from sinew.eval.dataset.writer import DatasetFrame, DatasetWriter
 from sinew.records.recorder import Recorder, read_records
 from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder
 
@@ -46,10 +46,10 @@ print(json.dumps({
 """
 
 
-def frames(count: int, seed: int = 0, task: str = "go") -> list[Frame]:
+def frames(count: int, seed: int = 0, task: str = "go") -> list[DatasetFrame]:
     rng = np.random.default_rng(seed)
     return [
-        Frame(
+        DatasetFrame(
             {name: rng.integers(0, 256, (4, 6, 3), np.uint8) for name in ("front", "wrist")},
             rng.normal(size=3), rng.normal(size=2), task,
         )
@@ -57,7 +57,7 @@ def frames(count: int, seed: int = 0, task: str = "go") -> list[Frame]:
     ]  # fmt: skip
 
 
-def write(out: Path) -> list[list[Frame]]:
+def write(out: Path) -> list[list[DatasetFrame]]:
     """Two episodes of two tasks."""
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     written = [frames(5, 0, "stack"), frames(4, 1, "unstack")]
@@ -130,7 +130,7 @@ def test_frames_that_differ_are_refused(tmp_path: Path, change: dict[str, Any], 
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     writer = DatasetWriter(tmp_path / "out", 20)
     good = frames(2)
-    bad = Frame(
+    bad = DatasetFrame(
         **{**{name: getattr(good[0], name) for name in ("images", "state", "action", "task")}, **change}
     )
     with pytest.raises(SinewError) as error:

@@ -23,7 +23,7 @@ from sinew.cli import main  # noqa: E402
 from sinew.core import SinewError  # noqa: E402
 from sinew.eval import campaign  # noqa: E402
 from sinew.eval.adapters import Mapped, Mapping, make_env, read_mapping  # noqa: E402
-from sinew.eval.policies import Remote  # noqa: E402
+from sinew.eval.policies import ServerPolicy  # noqa: E402
 from sinew.eval.report import stats  # noqa: E402
 from sinew.eval.report.gate import Gate, read_gate  # noqa: E402
 from sinew.eval.runner import Conduct, run_episode  # noqa: E402
@@ -529,7 +529,7 @@ def test_server_plays_the_same_episodes(tmp_path: Path) -> None:
 
 def test_unreachable_server() -> None:
     with pytest.raises(SinewError, match="no answer"):
-        Remote("tcp://127.0.0.1:1", None, timeout=0.2)
+        ServerPolicy("tcp://127.0.0.1:1", None, timeout=0.2)
 
 
 # ----------------------------------------------------------------------------- gate

@@ -25,7 +25,7 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.quant import FORMATS
 from sinew.bundle.schema import KEY_ARCHITECTURE, Manifest
 from sinew.cli.inspect import describe, show
-from sinew.convert import Options, convert, read
+from sinew.convert import ConvertOptions, convert, read
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.convert.read.torch_zip import read_torch
 from sinew.core import ActionChunk, Observation, SinewError
@@ -48,7 +48,7 @@ class Checkpoint:
 
     home: Path
     root: Path
-    options: Options
+    options: ConvertOptions
 
 
 STATISTICS = {"mean": [0.0] * 6, "std": [1.0] * 6}
@@ -86,7 +86,7 @@ def checkpoints(golden: Path, work: Path, family: str) -> list[Checkpoint]:
             key: home / str(value) if key in ("vlm", "base", "arch") else value
             for key, value in options.items()
         }
-        found.append(Checkpoint(home, home / root, Options(**given)))  # type: ignore[arg-type]
+        found.append(Checkpoint(home, home / root, ConvertOptions(**given)))  # type: ignore[arg-type]
     return found
 
 
@@ -94,7 +94,7 @@ def openpi_checkpoint(golden: Path, work: Path, name: str) -> Checkpoint:
     """A golden pi checkpoint in openpi's layout."""
     (home := work / f"openpi-{name}").mkdir()
     root, arch, _statistics = write_checkpoint(golden, home, name)
-    return Checkpoint(home, root, Options(arch=arch, openpi_config=name))
+    return Checkpoint(home, root, ConvertOptions(arch=arch, openpi_config=name))
 
 
 class Checkpoints:
@@ -147,7 +147,7 @@ class VlaCpp:
         data, tokenizer = rng.choice(self.cases)
         file = self.work / "theirs.gguf"
         file.write_bytes(mutate_bytes(data, rng, rng.choice((64, 2000, 20_000))))
-        read(file, Options(tokenizer=tokenizer, cameras=("camera1", "camera2")))
+        read(file, ConvertOptions(tokenizer=tokenizer, cameras=("camera1", "camera2")))
 
 
 class Manifests:
@@ -360,7 +360,7 @@ def makers(golden: Path, work: Path) -> Mapping[str, Callable[[], Case]]:
     }
 
 
-def _given(options: Options) -> dict[str, Any]:
+def _given(options: ConvertOptions) -> dict[str, Any]:
     """What ``convert`` takes of the options."""
     names = ("vlm", "base", "arch", "openpi_config", "embodiment", "settings")
     return {name: getattr(options, name) for name in names if getattr(options, name)}

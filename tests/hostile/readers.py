@@ -36,7 +36,7 @@ from sinew_ros.contract import read as read_contract
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
-from sinew.cli.settings import File
+from sinew.cli.settings import SettingsFile
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.engine.contexts import FORMS, pack, unpack
 from sinew.engine.onnx.engine import _table
@@ -51,7 +51,7 @@ from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
 from sinew.serve.wires.native import NativeCodec
 from sinew.sources import hub
-from sinew.sources.cache import RECORD, Entry
+from sinew.sources.cache import RECORD, CacheEntry
 from tests.control.test_adapter import FORM, tensors
 from tests.hostile.meter import gave
 from tests.hostile.mutate import dumps, mutate_bytes, mutate_record, spliced
@@ -470,7 +470,7 @@ def caches(work: Path) -> Case:
         return dumps(mutate_record(record, rng, rng.choice((0, 1, 1, 2))))
 
     def read(path: Path) -> object:
-        entry = Entry(path.parent)
+        entry = CacheEntry(path.parent)
         return entry.damage(), entry.stale(), entry.nbytes
 
     return Text(home / RECORD, write, read).case
@@ -591,7 +591,11 @@ def targets(work: Path) -> dict[str, Callable[[], Case]]:
             Text(work / "l.toml", tables({"limits": LIMITS}), lambda path: Limits.read(path, 2)).case
         ),
         "config toml": lambda: (
-            Text(work / "s.toml", tables(CONFIG), lambda path: File.read(path, ("serve", "perf", "run"))).case
+            Text(
+                work / "s.toml",
+                tables(CONFIG),
+                lambda path: SettingsFile.read(path, ("serve", "perf", "run")),
+            ).case
         ),
         "hardware toml": lambda: Text(work / "h.toml", tables(GPU), hardware).case,
         "settings": lambda: rules,

@@ -38,7 +38,7 @@ from sinew.records.recorder import read_record
 from sinew.serve.deploy import Given, deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.supervise import Supervisor
-from sinew.sources.cache import Entry
+from sinew.sources.cache import CacheEntry
 from sinew.steps.image.letterbox import Letterbox
 from tests import processes
 from tests.bundle.test_bundle import sources
@@ -493,10 +493,10 @@ def test_records_of_the_cache(tmp_path, change, said):
         "seconds": 1.0,
     }
     (tmp_path / "source.json").write_text(json.dumps(record))
-    assert "No such file" in (Entry(tmp_path).damage() or "")
+    assert "No such file" in (CacheEntry(tmp_path).damage() or "")
     outside = [{"name": "x" * 5000, "bytes": 1, "sha256": "a"}]  # a name that no file can have
     (tmp_path / "source.json").write_text(json.dumps(record | {"outside": outside}))
-    assert Entry(tmp_path).stale() is None
+    assert CacheEntry(tmp_path).stale() is None
     (tmp_path / "source.json").write_text(json.dumps(record | change))
     with pytest.raises(SinewError, match=said):
-        Entry(tmp_path).damage()
+        CacheEntry(tmp_path).damage()

@@ -17,7 +17,7 @@ from sinew_client.protocol import decode_metadata, schema
 from sinew_ros.contract import ContractError
 from sinew_ros.contract import read as read_contract
 
-from sinew.cli.settings import File
+from sinew.cli.settings import SettingsFile
 from sinew.core import SinewError
 from sinew.perf.hardware import hardware
 from sinew.serve.fleet.config import read as read_fleet
@@ -360,7 +360,7 @@ def test_machines_of_other_kinds(tmp_path: Path) -> None:
 def test_a_config_of_numbers_that_python_does_not_write(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("serve = 0x" + "f" * 5000)
     with pytest.raises(SinewError, match=r"expected a table \[serve\], got a number of 20000 bits"):
-        File.read(tmp_path / "c.toml", ("serve",))
+        SettingsFile.read(tmp_path / "c.toml", ("serve",))
 
 
 def test_a_fleet_names_files(tmp_path: Path) -> None:

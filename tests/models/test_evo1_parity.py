@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sinew.families.evo1.model import Context
+from sinew.families.evo1.model import Evo1Context
 from sinew.policy import Policy, load
 from tests.closeness import assert_close, rounding
 from tests.golden import Golden, assert_parity
@@ -38,7 +38,7 @@ def states(case, read) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def context(case, read, states) -> Context:
+def context(case, read, states) -> Evo1Context:
     model, (_, valid, features) = case[0].engine.model, states
     with torch.inference_mode():
         return model.head.context(features, torch.ones_like(valid) if model.config.rows else valid, read[4])

@@ -19,8 +19,8 @@ from sinew.perf.machine.measure import measure_stages
 from sinew.perf.machine.measure_engine import requests_of
 from sinew.perf.memory import fits
 from sinew.perf.needs import needs
-from sinew.perf.program import Program
-from sinew.perf.request import Request
+from sinew.perf.program import PublishedProgram
+from sinew.perf.request import TracedRequest
 from sinew.perf.roofline import seconds, timing
 from sinew.perf.trace import STAGES
 from tests.engine.stand_ins import SIDE, Config, HiddenStates, make
@@ -34,15 +34,15 @@ class Placed(HiddenStates):
         self.places = torch.nn.Embedding(config.chunk_size, 4)
 
 
-def program_of(model: Model) -> Program:
-    return Program("stand-in", model, Shapes(2, SIDE, SIDE, 5, model.solver.fixed_steps or 4))
+def program_of(model: Model) -> PublishedProgram:
+    return PublishedProgram("stand-in", model, Shapes(2, SIDE, SIDE, 5, model.solver.fixed_steps or 4))
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Program:
+def served(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> PublishedProgram:
     """A stand-in in place of whatever a verb is given."""
     program = program_of(make(request.param))
-    monkeypatch.setattr(Program, "load", classmethod(lambda cls, *args, **options: program))
+    monkeypatch.setattr(PublishedProgram, "load", classmethod(lambda cls, *args, **options: program))
     return program
 
 
@@ -60,9 +60,9 @@ def test_sizes_that_a_policy_fixes_are_named(model: Model, fixed: dict[str, int]
     program = program_of(model)
     assert program.fixed == fixed
     for name, value in fixed.items():
-        assert program.at(Request(**{name: value})).trace.calls
+        assert program.at(TracedRequest(**{name: value})).trace.calls
         with pytest.raises(SinewError, match=f"{name}: expected {value}, which stand-in cannot change, got"):
-            program.at(Request(**{name: value + 1}))
+            program.at(TracedRequest(**{name: value + 1}))
     for request in default_requests(program):  # each can be traced
         assert program.at(request.request).trace.calls
     times = measure_stages(model, "stand-in", default_requests(program)[:1], (SIDE, SIDE), runs=1)
@@ -70,14 +70,14 @@ def test_sizes_that_a_policy_fixes_are_named(model: Model, fixed: dict[str, int]
 
 
 @pytest.mark.parametrize("served", ["convolutions"], indirect=True)
-def test_the_search_leaves_fixed_sizes_alone(served: Program) -> None:
+def test_the_search_leaves_fixed_sizes_alone(served: PublishedProgram) -> None:
     found = fits("stand-in", 1 << 30)
     assert (found.largest["chunk"], found.largest["cameras"]) == (8, 2)
     assert fits("stand-in", 1 << 10).largest == {"chunk": 0, "cameras": 0, "context": 0}
 
 
 @pytest.mark.parametrize("served", ["convolutions", "hidden states"], indirect=True)
-def test_fewer_steps_are_no_answer_where_a_table_has_them_all(served: Program) -> None:
+def test_fewer_steps_are_no_answer_where_a_table_has_them_all(served: PublishedProgram) -> None:
     machine = load_hardware("thor")
     whole = seconds(served.components(), machine)
     assert {row.steps for row in needs("stand-in", {"thor": machine}, 0.9 / whole, 1.0)} == {
@@ -107,7 +107,9 @@ def test_a_stage_without_products_takes_no_time_in_a_roofline() -> None:
 
 
 @pytest.mark.parametrize("served", ["convolutions"], indirect=True)
-def test_no_second_system_without_a_language_model(served: Program, capsys: pytest.CaptureFixture) -> None:
+def test_no_second_system_without_a_language_model(
+    served: PublishedProgram, capsys: pytest.CaptureFixture
+) -> None:
     assert main(["perf", "scenario", "smolvla"]) == 0  # a preset's name; the stand-in is what is read
     out = capsys.readouterr().out
     assert {row["where"] for row in json.loads(out.splitlines()[-1])["rows"]} == {"robot", "server", "split"}

@@ -10,7 +10,7 @@ from sinew.cli import main
 from sinew.cli.serve_policy import memory_budget, memory_need
 from sinew.core import SinewError
 from sinew.perf.fleet import batched, between, most_robots, play
-from sinew.perf.program import Program
+from sinew.perf.program import PublishedProgram
 from tests.engine.test_guidance import BLOCKS
 
 SETTINGS = {"hertz": 10.0, "deadline_s": 0.1, "max_batch": 8}
@@ -18,7 +18,7 @@ SETTINGS = {"hertz": 10.0, "deadline_s": 0.1, "max_batch": 8}
 
 @pytest.mark.skipif(not Path(BLOCKS).exists(), reason="no trained policy")
 def test_a_batch_reads_each_weight_once():
-    for stage in Program.load(BLOCKS, dtypes="fp32").components("unfused"):
+    for stage in PublishedProgram.load(BLOCKS, dtypes="fp32").components("unfused"):
         whole = batched(stage, 4)
         for one, four in zip(stage.operators, whole.operators, strict=True):
             assert four.flops == 4 * one.flops

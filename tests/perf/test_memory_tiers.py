@@ -11,7 +11,7 @@ import pytest
 import sinew
 from sinew.cli import perf_machine
 from sinew.core import SinewError
-from sinew.perf.request import Request
+from sinew.perf.request import TracedRequest
 
 MIB = 1 << 20
 # Their table "Hardware Tiers" (Orin Nano, resident MiB): beside a simulator, only without it, or not at all.
@@ -47,7 +47,7 @@ def test_seven_policies_on_an_eight_gigabyte_board(source, capsys) -> None:
     """Their files of GR00T hold the projections of 32 robots, and measured memory is that of a whole token table."""
     gr00t = source.startswith("gr00t")
     layout = {"embodiments": 32, "engine": "cuda"} if gr00t else {}
-    views = Request(2) if source in ("smolvla", "pi0") else Request()
+    views = TracedRequest(2) if source in ("smolvla", "pi0") else TracedRequest()
     found = fit(capsys, source, request=views, **layout)
     wanted, resident = TIERS[source]
     assert tier(found) == wanted

@@ -27,7 +27,7 @@ from sinew.perf.paper.published import (
     rounded,
 )
 from sinew.perf.paper.study import GEMMA, PAYLOAD, PI0, Study
-from sinew.perf.request import Request
+from sinew.perf.request import TracedRequest
 from sinew.perf.roofline import seconds, time_of, timing, weight_bytes
 from sinew.perf.streams import loops
 from tests.engine.test_guidance import BLOCKS
@@ -486,9 +486,9 @@ def test_perf_stream(capsys):
 def test_need_counts_all_of_the_memory():
     """int4 pi0.5: 1.6 GiB in products, 4.0 with the token table, the fp32 parts, activations and the runtime."""
     board = replace(load_hardware("h200"), memory_gib=3.0)
-    assert needs("pi0.5", {"small": board}, 1, 0.7, Request(cameras=3)) == []
+    assert needs("pi0.5", {"small": board}, 1, 0.7, TracedRequest(cameras=3)) == []
     board = replace(board, memory_gib=5.0)
-    assert [row.precision for row in needs("pi0.5", {"small": board}, 1, 0.7, Request(cameras=3))] == [
+    assert [row.precision for row in needs("pi0.5", {"small": board}, 1, 0.7, TracedRequest(cameras=3))] == [
         "int4 vision and language"
     ]
 

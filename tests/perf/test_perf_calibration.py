@@ -25,11 +25,11 @@ from sinew.perf.machine import fit as calibration
 from sinew.perf.machine import measure
 from sinew.perf.machine.calibrate import calibrate, random_weights
 from sinew.perf.machine.fit import FACTORS, Calibration, Sample
-from sinew.perf.machine.measure import Sizes, Speeds, StageTime
+from sinew.perf.machine.measure import MeasuredSizes, Speeds, StageTime
 from sinew.perf.machine.measure_engine import measure_engine, seconds_by_stage
 from sinew.perf.memory import fits, largest_fitting, memory_report, peaks
-from sinew.perf.program import Program, of_model
-from sinew.perf.request import LIMITS, Request
+from sinew.perf.program import PublishedProgram, of_model
+from sinew.perf.request import LIMITS, TracedRequest
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
 from tests.engines import run_one
@@ -39,7 +39,7 @@ from tests.engines import run_one
 
 def middle_model() -> Model:
     """SmolVLA at its full width with few layers, on the CPU: what is alive at once does not grow with depth."""
-    full = Program.load("smolvla").model.config
+    full = PublishedProgram.load("smolvla").model.config
     config = replace(
         full,
         vision=replace(full.vision, num_layers=1),
@@ -77,7 +77,7 @@ def test_peak_of_activations_is_what_torch_allocates(tokens: int) -> None:
 
 
 def test_weights_by_component() -> None:
-    report = memory_report(Program.load("smolvla"))
+    report = memory_report(PublishedProgram.load("smolvla"))
     rows = {(row.component, row.dtype): row.nbytes for row in report.weights}
     assert rows["language embeddings", "bf16"] == 2 * 49280 * 960
     assert rows["action_in_proj", "fp32"] == 4 * (32 * 720 + 720)
@@ -88,25 +88,25 @@ def test_weights_by_component() -> None:
     assert report.resident == report.weights_nbytes - table.nbytes + table.resident
     beside = report.peak.nbytes + report.kept + report.workspace + report.runtime + report.actions
     assert report.total == report.resident + beside
-    whole = memory_report(Program.load("smolvla"), whole_tables=True)
+    whole = memory_report(PublishedProgram.load("smolvla"), whole_tables=True)
     assert whole.total == report.weights_nbytes + beside
     with pytest.raises(SinewError, match="device: engine cuda needs cuda, got 'cpu'"):
         fits("smolvla", 2**33, engine="cuda")
-    half = memory_report(Program.load("smolvla", dtypes="int8"))
+    half = memory_report(PublishedProgram.load("smolvla", dtypes="int8"))
     assert report.weights_nbytes / 2 < half.weights_nbytes < 0.65 * report.weights_nbytes
 
 
 def test_memory_that_is_kept_goes_by_the_largest_block() -> None:
     """Measured with `benchmarks.low_bit`: the third inference peaks 42 to 96 MiB above the first."""
-    program = Program.load("smolvla", Request(cameras=2), engine="plan", dtypes="fp32")
+    program = PublishedProgram.load("smolvla", TracedRequest(cameras=2), engine="plan", dtypes="fp32")
     assert memory_report(program).kept == 2 * (4 * 2 * 1024 * 3072)  # of a vision layer's hidden activations
     assert memory_report(program, "cuda").kept == 0
-    assert memory_report(Program.load("pi0", dtypes="fp32")).kept == 64 << 20  # at most
-    assert memory_report(Program.load(golden.BUNDLE)).kept < 1 << 20
+    assert memory_report(PublishedProgram.load("pi0", dtypes="fp32")).kept == 64 << 20  # at most
+    assert memory_report(PublishedProgram.load(golden.BUNDLE)).kept < 1 << 20
 
 
 def test_a_small_cache_is_smaller() -> None:
-    wide, narrow = (memory_report(Program.load("pi0", dtypes=d)) for d in ("bf16", "bf16//int8"))
+    wide, narrow = (memory_report(PublishedProgram.load("pi0", dtypes=d)) for d in ("bf16", "bf16//int8"))
     assert wide.cache == 2 * narrow.cache
     assert wide.peak.nbytes - narrow.peak.nbytes == pytest.approx(narrow.cache, rel=0.1)
 
@@ -116,7 +116,7 @@ def test_pi0_on_an_eight_gigabyte_board() -> None:
     board = {
         "memory": 8 << 30,
         "system": 5 << 29,
-        "request": Request(cameras=2),
+        "request": TracedRequest(cameras=2),
         "device": "cuda",
         "search": False,
     }
@@ -135,10 +135,10 @@ def test_the_largest_request_is_the_last_that_fits() -> None:
     for axis, argument in (("chunk", "chunk"), ("cameras", "cameras"), ("context", "prompt_tokens")):
         most = found.largest[axis]
         assert most > 1
-        assert fits(golden.BUNDLE, **board, request=Request(**{argument: most}), search=False).fits
+        assert fits(golden.BUNDLE, **board, request=TracedRequest(**{argument: most}), search=False).fits
         if most < LIMITS[argument]:
             assert not fits(
-                golden.BUNDLE, **board, request=Request(**{argument: most + 1}), search=False
+                golden.BUNDLE, **board, request=TracedRequest(**{argument: most + 1}), search=False
             ).fits
     assert found.largest["chunk"] < LIMITS["chunk"]
     assert fits(golden.BUNDLE, 200_000_000).largest == {"chunk": 0, "cameras": 0, "context": 0}
@@ -180,10 +180,15 @@ TRUTH = {"linear": 0.85, "attention": 0.4, "memory": 1.5, "packing": 2.5, "overh
 @lru_cache
 def measured_samples(noise: float = 0.0) -> list[Sample]:
     """Stages of SmolVLA at several requests, with the times of a machine of the factors ``TRUTH``."""
-    program = Program.load("smolvla", dtypes="fp32")
+    program = PublishedProgram.load("smolvla", dtypes="fp32")
     rng = np.random.default_rng(0)
     samples = []
-    for request in (Sizes(1, 8, 12), Sizes(2, 16, 50), Sizes(1, 48, 200), Sizes(3, 48, 400)):
+    for request in (
+        MeasuredSizes(1, 8, 12),
+        MeasuredSizes(2, 16, 50),
+        MeasuredSizes(1, 48, 200),
+        MeasuredSizes(3, 48, 400),
+    ):
         for component in program.at(request.request).components("unfused"):
             work = calibration.work(component)
             seconds = calibration.seconds_of(work, SPEEDS, TRUTH) * (1 + noise * rng.uniform(-1, 1))
@@ -204,7 +209,9 @@ def test_a_fit_predicts_what_it_has_not_seen() -> None:
     fitted = calibration.fit(measured_samples(noise=0.05), SPEEDS)
     assert 0.01 < fitted.band < 0.2
     for source, bound in (("smolvla", fitted.band), ("pi0", 0.15)):
-        for component in Program.load(source, Request(2, 30, 75), dtypes="fp32").components("unfused"):
+        for component in PublishedProgram.load(source, TracedRequest(2, 30, 75), dtypes="fp32").components(
+            "unfused"
+        ):
             truth = component.repeats * calibration.seconds_of(calibration.work(component), SPEEDS, TRUTH)
             predicted = fitted.predict(component)
             assert predicted.seconds == pytest.approx(truth, rel=bound)
@@ -340,9 +347,9 @@ def test_what_an_engine_cannot_be_asked_is_named(quick: Path) -> None:
     policy = load(golden.BUNDLE, threads=1)
     chunk, cameras = policy.spec.chunk_size, len(policy.spec.cameras)
     with pytest.raises(SinewError, match=f"chunk: expected {chunk}, got 7"):
-        measure_engine(policy, [Sizes(1, 4, 7)])
+        measure_engine(policy, [MeasuredSizes(1, 4, 7)])
     with pytest.raises(SinewError, match=f"views: expected 1 to {cameras}, got 9"):
-        measure_engine(policy, [Sizes(9, 4, chunk)])
+        measure_engine(policy, [MeasuredSizes(9, 4, chunk)])
     with pytest.raises(SinewError, match="does not tell their times"):
         seconds_by_stage([Timing(total_ms=3.0)])
 
@@ -380,7 +387,7 @@ def test_calibrate_then_predict(
     assert len(after.samples) == len(before.samples)  # a policy's new samples replace its old ones
     for word in ("GFLOP/s", "GB/s", "us per operator", "band of predictions"):
         assert word in "\n".join(report)
-    assert perf_machine.predict("smolvla", threads=1, request=Request(steps=4)) == 0
+    assert perf_machine.predict("smolvla", threads=1, request=TracedRequest(steps=4)) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     for stage in STAGES:
         row = document["stages_ms"][stage]

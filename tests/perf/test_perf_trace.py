@@ -19,8 +19,8 @@ from sinew.models.base import Model
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component, Residency
 from sinew.perf.precision import Precision
-from sinew.perf.program import PRESETS, Program, of_model
-from sinew.perf.request import Request
+from sinew.perf.program import PRESETS, PublishedProgram, of_model
+from sinew.perf.request import TracedRequest
 from sinew.perf.trace import STAGES, trace
 from sinew.policy import load
 
@@ -29,8 +29,8 @@ CAMERAS, TOKENS, CHUNK = 3, 32, 50  # the request of the VLA-Perf paper, arXiv 2
 
 
 @pytest.fixture(scope="module")
-def pi0() -> Program:
-    return Program.load("pi0", Request(CAMERAS, TOKENS))
+def pi0() -> PublishedProgram:
+    return PublishedProgram.load("pi0", TracedRequest(CAMERAS, TOKENS))
 
 
 def by_name(component: Component) -> dict[str, int]:
@@ -101,7 +101,7 @@ def flops_left_out() -> dict[str, dict[str, int]]:
     }
 
 
-def test_pi0_is_the_papers_table_and_the_listed_differences(pi0: Program) -> None:
+def test_pi0_is_the_papers_table_and_the_listed_differences(pi0: PublishedProgram) -> None:
     traced = {c.name: sum(by_name(c).values()) for c in pi0.components()}
     paper, left_out = paper_flops(), flops_left_out()
     assert traced == {stage: paper[stage] + sum(left_out[stage].values()) for stage in STAGES}
@@ -110,7 +110,7 @@ def test_pi0_is_the_papers_table_and_the_listed_differences(pi0: Program) -> Non
     assert names["connector"] == left_out["vision"]["image projector"]
 
 
-def test_planned_pi0_differs_by_what_its_rewrites_say(pi0: Program) -> None:
+def test_planned_pi0_differs_by_what_its_rewrites_say(pi0: PublishedProgram) -> None:
     """The planned engine leaves out what nothing reads, the last language layer beyond its keys and values, and
     runs the state token, which sees no action, once per observation and no further than its last keys."""
     _, language, action = (sum(by_name(c).values()) for c in replace(pi0, engine="plan").components())
@@ -128,7 +128,7 @@ def test_planned_pi0_differs_by_what_its_rewrites_say(pi0: Program) -> None:
     assert action == whole - row - tabulated
 
 
-def test_pi0_parameters_are_the_papers_and_the_listed_differences(pi0: Program) -> None:
+def test_pi0_parameters_are_the_papers_and_the_listed_differences(pi0: PublishedProgram) -> None:
     """Table 11's formula L (d (H + 2 Hk) D + d d + d F (g + 1) + 4 d): 411.19 M, 1.98 B and 292.63 M."""
 
     def paper(m: dict) -> int:
@@ -152,7 +152,7 @@ def test_pi0_parameters_are_the_papers_and_the_listed_differences(pi0: Program) 
     assert counted["connector"] == 1152 * 2048 + 2048
 
 
-def test_pi0_bytes_by_kind(pi0: Program) -> None:
+def test_pi0_bytes_by_kind(pi0: PublishedProgram) -> None:
     """Fused traffic in bf16: each matrix once, keys and values once per product that reads them."""
     _, language, action = pi0.components()
     read = {"weight": 0, "cache": 0}
@@ -200,7 +200,7 @@ COUNTED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("name", [name for name in COUNTED if "bitvla" not in str(name)])
 def test_flops_are_torchs_on_meta(name: str) -> None:
-    program = Program.load(name, Request(2, 20))
+    program = PublishedProgram.load(name, TracedRequest(2, 20))
     with torch.no_grad(), Known(), FlopCounterMode(display=False) as counter:
         run(program.model, program.shapes)
     traced = sum(program.trace.flops(stage) for stage in STAGES)
@@ -209,7 +209,7 @@ def test_flops_are_torchs_on_meta(name: str) -> None:
 
 def test_flops_are_torchs_on_a_real_model() -> None:
     model = load(golden.BUNDLE, dtype="fp32", engine="eager").engine.model
-    shapes = replace(Program.load(golden.BUNDLE).shapes, tokens=12)
+    shapes = replace(PublishedProgram.load(golden.BUNDLE).shapes, tokens=12)
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FUSED_ON_CPU) as counter:
         run(model, shapes)
     real, empty = trace(model, shapes), of_model(model, shapes).trace
@@ -227,12 +227,14 @@ def test_flops_are_torchs_on_a_real_model() -> None:
 
 
 def test_components_repeat_as_the_request_says() -> None:
-    found = Program.load("pi0", Request(4, 100, 63, 7)).components()
+    found = PublishedProgram.load("pi0", TracedRequest(4, 100, 63, 7)).components()
     assert [(c.name, c.repeats) for c in found] == [("vision", 1), ("prefix", 1), ("head", 7)]
 
 
 def test_requests_scale_as_their_shapes_say() -> None:
-    small, large = (Program.load("smolvla", Request(n, 16, c)).components() for n, c in ((1, 25), (4, 50)))
+    small, large = (
+        PublishedProgram.load("smolvla", TracedRequest(n, 16, c)).components() for n, c in ((1, 25), (4, 50))
+    )
     flops = [[sum(by_name(c).values()) for c in cs] for cs in (small, large)]
     assert flops[1][0] == 4 * flops[0][0]
     mlp = "expert.layers.*.mlp.up_proj"
@@ -242,7 +244,9 @@ def test_requests_scale_as_their_shapes_say() -> None:
 
 
 def test_unfused_traffic_has_every_operator() -> None:
-    fused, unfused = (Program.load("smolvla", Request(1, 16)).components(t) for t in ("fused", "unfused"))
+    fused, unfused = (
+        PublishedProgram.load("smolvla", TracedRequest(1, 16)).components(t) for t in ("fused", "unfused")
+    )
     for one, all_ in zip(fused, unfused, strict=True):
         assert sum(by_name(one).values()) == sum(by_name(all_).values())
         assert {t.residency for o in all_.operators for t in o.tensors} == {Residency.HBM}
@@ -255,7 +259,7 @@ def test_unfused_traffic_has_every_operator() -> None:
 
 def test_precision_of_each_stage() -> None:
     dtypes = {"vision": "int8/int8", "language": "int4", "head": "bf16//int8"}
-    vision, language, action = Program.load("pi0", Request(1, 8), dtypes=dtypes).components()
+    vision, language, action = PublishedProgram.load("pi0", TracedRequest(1, 8), dtypes=dtypes).components()
 
     def formats(component: Component, name: str) -> tuple[list[tuple[str, str]], str]:
         operator = next(o for o in component.operators if o.name == name)
@@ -277,11 +281,11 @@ def test_precision_of_each_stage() -> None:
 
 def test_a_bundle_is_traced_as_it_is_stored() -> None:
     for bundle, stored in ((ASSETS / "egg.gguf", {"fp32"}), (golden.BUNDLE, {"fp32", "bf16"})):
-        found = Program.load(bundle).components()
+        found = PublishedProgram.load(bundle).components()
         assert {
             t.dtype for c in found for o in c.operators for t in o.tensors if t.kind == "weight"
         } == stored
-    narrow = Program.load(ASSETS / "egg.gguf", dtypes="bf16").components()
+    narrow = PublishedProgram.load(ASSETS / "egg.gguf", dtypes="bf16").components()
     assert "bf16" in {t.dtype for c in narrow for o in c.operators for t in o.tensors}
 
 
@@ -296,12 +300,12 @@ def test_a_bundle_is_traced_as_it_is_stored() -> None:
 )
 def test_bad_requests_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(SinewError, match=message):
-        Program.load(**arguments)
+        PublishedProgram.load(**arguments)
 
 
-def test_sizes_and_traffic_are_checked(pi0: Program) -> None:
+def test_sizes_and_traffic_are_checked(pi0: PublishedProgram) -> None:
     with pytest.raises(SinewError, match="cameras: expected 1 to 64, got 0"):
-        Request(cameras=0)
+        TracedRequest(cameras=0)
     with pytest.raises(SinewError, match="traffic 'magic' is not one of fused, unfused"):
         pi0.components("magic")  # type: ignore[arg-type]
 

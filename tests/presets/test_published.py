@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sinew.convert.read.record import Record
+from sinew.convert.read.record import JsonRecord
 from sinew.families.gr00t import checkpoint as gr00t
 from sinew.families.gr00t import qwen
 from sinew.families.pi import checkpoint as pi
@@ -17,8 +17,8 @@ from sinew.families.smolvla.convert import model_config as smolvla_config
 from sinew.families.smolvla.convert import open_checkpoint
 from sinew.families.smolvla.layout import Widths
 from sinew.models.published import published
-from sinew.perf.program import Program, preset
-from sinew.perf.request import Request
+from sinew.perf.program import PublishedProgram, preset
+from sinew.perf.request import TracedRequest
 from sinew.registry import presets
 
 # Numbers that a bundle holds, by hand: towers, language model, table of tokens and head. A part that is missing or has
@@ -41,7 +41,7 @@ def test_sizes(name):
 def test_products_of_ternary_weights_count():
     """Two FLOPs for each weight and row, whatever its bits: the language model's, for one view and twenty tokens."""
     assert "bitvla" in presets()
-    trace = Program.load("bitvla", Request(1, 20)).trace
+    trace = PublishedProgram.load("bitvla", TracedRequest(1, 20)).trace
     d, f, keys, layers = 2560, 6912, 640, 30
     rows = 256 + 1 + 20 + 56 + 1  # patches, state, prompt, slots of the chunk, stop
     weights = layers * (2 * d * d + 2 * d * keys + 3 * d * f)
@@ -71,8 +71,8 @@ def test_a_preset_is_the_random_checkpoint_of_pi(preset_name, architecture):
 
 def test_a_preset_is_the_random_checkpoint_of_gr00t_n17():
     widths, here = gr00t.GrootWidths(), Path("config.json")
-    checkpoint = Record(here, gr00t.nvidia_files(widths)["config.json"])
-    vlm = Record(here, gr00t.vlm_files(widths)["vlm/config.json"])
+    checkpoint = JsonRecord(here, gr00t.nvidia_files(widths)["config.json"])
+    vlm = JsonRecord(here, gr00t.vlm_files(widths)["vlm/config.json"])
     found = published("gr00t-n1.7")
     assert found.config == qwen.model_config(checkpoint, vlm, 8, 8)
     assert (found.side, found.steps) == (widths.edge, checkpoint["num_inference_timesteps"])

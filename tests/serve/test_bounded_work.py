@@ -93,17 +93,17 @@ def test_a_pickle_has_text_as_keys():
 def test_unknown_frames_are_refused_by_name(key):
     """A camera that is misspelt was dropped by openpi and http, and the policy saw half of the world."""
     flat = {"images/front": FRAME, key: FRAME, "state": np.zeros(2), "prompt": "go"}
-    message = openpi.Message("infer", "", None, flat)
+    message = openpi.OpenPIMessage("infer", "", None, flat)
     with pytest.raises(
         ObservationError, match=f"{key}: expected one of the cameras images/front, got an unknown camera"
     ):
         openpi.observation(message, SPEC)
     with pytest.raises(ObservationError, match="unknown camera"):
-        http.observation(http.Message(flat), SPEC)
+        http.observation(http.HttpMessage(flat), SPEC)
     del flat[key]
     assert set(
         openpi.observation(
-            openpi.Message("infer", "", None, flat | {"noise": np.zeros((1, 3, 2))}), SPEC
+            openpi.OpenPIMessage("infer", "", None, flat | {"noise": np.zeros((1, 3, 2))}), SPEC
         ).images
     ) == {"front"}
 
@@ -112,7 +112,7 @@ def test_a_close_name_is_suggested():
     flat = {"images/front": FRAME, "state": np.zeros(2)}
     two = replace(SPEC, cameras=(*SPEC.cameras, CameraSpec("wrist", 48, 64)))
     with pytest.raises(ObservationError, match="did you mean 'images/wrist'"):
-        openpi.observation(openpi.Message("infer", "", None, {**flat, "images/wrst": FRAME}), two)
+        openpi.observation(openpi.OpenPIMessage("infer", "", None, {**flat, "images/wrst": FRAME}), two)
 
 
 # ----------------------------------------------------------------------------- web

@@ -33,7 +33,7 @@ from sinew.core import (
 from sinew.policy import load
 from sinew.serve.decode.frames import PixelBudget, compressed_frame, raw_frame
 from sinew.serve.decode.protobuf import MAX_FIELDS
-from sinew.serve.wires.native import MAX_BYTES_BESIDE_IMAGES, Header, Kind, NativeCodec
+from sinew.serve.wires.native import MAX_BYTES_BESIDE_IMAGES, Kind, NativeCodec, NativeHeader
 from tests.serve.puppet import lone
 from tests.work import lines_of
 
@@ -111,7 +111,7 @@ def test_every_field_arrives(keep):
     if keep == "tokens":
         sent = {**sent, "prompt": "", "tokens": [5, 6, 7]}
     payload = protocol.encode_infer(sent, 99)
-    assert WIRE.peek(payload) == Header(Kind.INFER, 99, "arm-1", native=True)
+    assert WIRE.peek(payload) == NativeHeader(Kind.INFER, 99, "arm-1", native=True)
     got = WIRE.decode(payload)
     assert list(got.images) == ["front", "wrist"]
     for name, frame in got.images.items():
@@ -175,7 +175,7 @@ def vla_cpp_request(**changes) -> PredictRequest:
 
 def test_vla_cpp_request():
     payload = vla_cpp_request(noise=range(20), attention_mask=[1, 1]).SerializeToString()
-    assert WIRE.peek(payload) == Header(Kind.INFER, 12, "", native=False)
+    assert WIRE.peek(payload) == NativeHeader(Kind.INFER, 12, "", native=False)
     got = WIRE.decode(payload)
     assert list(got.images) == ["front", "wrist"]
     assert got.images["front"].dtype == np.float32
@@ -191,7 +191,7 @@ def test_vla_cpp_reply_is_padded():
         np.arange(8, dtype=np.float32).reshape(4, 2),
         Timing(vision_ms=1, prefix_ms=2, step_ms=(3, 4), total_ms=11),
     )
-    reply = PredictResponse.FromString(WIRE.encode(Header(request_id=12), [chunk], 12.0))
+    reply = PredictResponse.FromString(WIRE.encode(NativeHeader(request_id=12), [chunk], 12.0))
     assert (reply.request_id, reply.chunk_size, reply.action_dim, reply.error) == (12, 4, 5, "")
     rows = np.array(reply.action_chunk).reshape(4, 5)
     np.testing.assert_array_equal(rows[:, :2], chunk.actions)
@@ -207,23 +207,23 @@ def test_vla_cpp_reply_is_padded():
 def test_native_reply():
     timing = Timing(1, 2, 3, (4, 5), 6, 21, 7)
     chunk = ActionChunk(RNG.random((4, 2), dtype=np.float32), timing, seed=0, session="arm-1", time=1.5)
-    payload = WIRE.encode(Header(request_id=3, native=True), [chunk], 22.0)
+    payload = WIRE.encode(NativeHeader(request_id=3, native=True), [chunk], 22.0)
     got = protocol.decode_chunk(protocol.decode_reply(payload, 3))
     np.testing.assert_array_equal(got.actions, chunk.actions)
     assert got.actions.dtype == np.float32
     assert (got.seed, got.session, got.time) == (0, "arm-1", 1.5)
     assert got.timing == Timing(1, 2, 3, (4, 5), 6, 21, 7, 22)
     assert got.timing.head_ms == 9
-    without = WIRE.encode(Header(request_id=3, native=True), [ActionChunk(chunk.actions)], 1.0)
+    without = WIRE.encode(NativeHeader(request_id=3, native=True), [ActionChunk(chunk.actions)], 1.0)
     assert protocol.decode_chunk(protocol.decode_reply(without, 3)).seed is None
 
 
 def test_error_reply():
-    payload = WIRE.encode_error(Header(request_id=3), BusyError("the queue is full"))
+    payload = WIRE.encode_error(NativeHeader(request_id=3), BusyError("the queue is full"))
     with pytest.raises(sinew_client.ServerError, match="the queue is full") as caught:
         protocol.decode_reply(payload, 3)
     assert (caught.value.code, caught.value.message) == ("busy", "the queue is full")
-    assert len(WIRE.encode_error(Header(), RequestError("x" * 10**6))) < 2000
+    assert len(WIRE.encode_error(NativeHeader(), RequestError("x" * 10**6))) < 2000
 
 
 @settings(max_examples=CASES, deadline=None)

@@ -15,7 +15,7 @@ from sinew_client import Client, ClientError, InvalidObservation, RequestTimeout
 from sinew_client.aio import AsyncClient
 
 from sinew.cli import main
-from sinew.cli.top_view import BARS, Seen, spark
+from sinew.cli.top_view import BARS, ServerSeen, spark
 from sinew.core import SinewError
 from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, chunk_of, record
 from tests.serve.test_server import free_port, serving
@@ -194,7 +194,7 @@ def test_top_says_why_it_shows_nothing(
     ],
 )
 def test_answers_that_are_none(record: dict[str, Any]) -> None:
-    seen = Seen("here")
+    seen = ServerSeen("here")
     seen.hear("about", {"policy": {}, "server": {}})
     with pytest.raises(SinewError, match="expected answers of a Sinew server"):
         seen.hear("answers", record)

@@ -16,7 +16,7 @@ from sinew.core import SinewError
 from sinew.eval.adapters import make_env
 from sinew.eval.runner import Conduct, run_stream_episode
 from sinew.eval.settings import Latency
-from sinew.eval.sources import Costs, SimulatedLink, way
+from sinew.eval.sources import SimulatedLink, StreamCosts, way
 from sinew.policy import load
 from sinew.sim.egg import CONTROL_HZ, CRUSH, SPEED, STIFFNESS, EggEnv, act
 from sinew.stream import Window
@@ -81,11 +81,11 @@ def test_moments_for_training_are_of_the_task() -> None:
 def test_the_policy_streams() -> None:
     env, adapter = make_env("sinew/Egg-v0", "", None)
     policy = load(BUNDLE, engine="eager", threads=1)
-    episode = run_stream_episode(env, adapter, policy, Conduct(), 5000, Costs.parse("33:2.1"))
+    episode = run_stream_episode(env, adapter, policy, Conduct(), 5000, StreamCosts.parse("33:2.1"))
     assert episode.success
     assert episode.misses == 0
     assert episode.reactions_ms["sensor"][0] <= 2e3 / CONTROL_HZ  # two runs of the head
-    again = run_stream_episode(env, adapter, policy, Conduct(), 5000, Costs.parse("33:2.1"))
+    again = run_stream_episode(env, adapter, policy, Conduct(), 5000, StreamCosts.parse("33:2.1"))
     assert (again.steps, again.reactions_ms) == (episode.steps, episode.reactions_ms)
 
 
@@ -94,7 +94,7 @@ def test_a_stream_of_20_hz_ends() -> None:
     env, adapter = make_env("sinew/Pen-v0", "", None)
     adapter.control_hz, adapter.max_steps = 20.0, 6  # type: ignore[misc]
     policy = load(BUNDLE.with_name("pen.gguf"), engine="eager", threads=1)
-    assert run_stream_episode(env, adapter, policy, Conduct(), 5000, Costs.parse("33:2.1")).steps == 6
+    assert run_stream_episode(env, adapter, policy, Conduct(), 5000, StreamCosts.parse("33:2.1")).steps == 6
 
 
 def test_eval_compares_streams_with_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +138,7 @@ def test_windows_that_take_longer_to_arrive() -> None:
             return Window(0, np.zeros((1, 1), np.float32), 0.0, 0.0, run=next(ready)) if wants else None
 
     now = [0.0]
-    link = SimulatedLink(Session(), Costs(0.0, 0.01), lambda: now[0], way(Latency("50ms")))  # type: ignore[arg-type]
+    link = SimulatedLink(Session(), StreamCosts(0.0, 0.01), lambda: now[0], way(Latency("50ms")))  # type: ignore[arg-type]
     arrived = []
     for tick in range(10):
         now[0] = 0.02 * tick
@@ -154,4 +154,4 @@ def test_windows_that_take_longer_to_arrive() -> None:
 @pytest.mark.parametrize("text", ["", "33", "33:x", "33:2:nothing", "-1:2", "1:2:3:4"])
 def test_costs_that_are_none(text: str) -> None:
     with pytest.raises(SinewError, match="^stream: expected PREFIX:HEAD"):
-        Costs.parse(text)
+        StreamCosts.parse(text)

@@ -20,7 +20,7 @@ from sinew.core import Observation  # noqa: E402
 from sinew.policy import load  # noqa: E402
 from sinew.sim import blocks_expert, pen  # noqa: E402
 from sinew.sim.prompts import COLORS, HELD_OUT, PHRASINGS, SIDES, vocabulary  # noqa: E402
-from sinew.sim.render import Boxes, Camera, Frame, draw  # noqa: E402
+from sinew.sim.render import Boxes, RenderCamera, RenderedFrame, draw  # noqa: E402
 
 ASSETS = Path(sinew.sim.__file__).parents[1] / "assets"
 NAMES = ("sinew/Blocks-v0", "sinew/BlocksShove-v0", "sinew/Pen-v0")
@@ -187,7 +187,7 @@ def test_pen_never_catches_by_waiting_with_closed_jaws():
 
 
 def test_pen_labels_do_not_know_the_future():
-    drop = pen.Drop(0.5, 0.3, 0.0, 0.0, 0.0, 1.0)
+    drop = pen.DropEpisode(0.5, 0.3, 0.0, 0.0, 0.0, 1.0)
     assert not pen.expert_chunk(drop, 0.49, 60).any()
     after = pen.expert_chunk(drop, 0.51, 60)
     assert after.any()
@@ -260,8 +260,8 @@ def one_box(center, half=(0.1, 0.1, 0.1), color=(200.0, 0.0, 0.0)) -> Boxes:
 
 def test_box_covers_the_pixels_that_geometry_says():
     """Seen from above at distance 1, a face of half width 0.1 in a field of half width 0.5 is 0.2 of the side."""
-    camera = Camera.looking((0.0, 0.0, 1.1), (0.0, 0.0, 0.0), tan_half=0.5)
-    frame = draw(Frame.empty(100, (0, 0, 0)), camera, one_box((0.0, 0.0, 0.0)))
+    camera = RenderCamera.looking((0.0, 0.0, 1.1), (0.0, 0.0, 0.0), tan_half=0.5)
+    frame = draw(RenderedFrame.empty(100, (0, 0, 0)), camera, one_box((0.0, 0.0, 0.0)))
     seen = frame.color[..., 0] > 0
     assert seen.sum() == 20 * 20
     assert seen[40:60, 40:60].all()
@@ -269,18 +269,18 @@ def test_box_covers_the_pixels_that_geometry_says():
 
 
 def test_nearer_box_wins_in_either_order():
-    camera = Camera.looking((0.0, -1.0, 0.0), (0.0, 0.0, 0.0), tan_half=0.5)
+    camera = RenderCamera.looking((0.0, -1.0, 0.0), (0.0, 0.0, 0.0), tan_half=0.5)
     near, far = one_box((0, -0.3, 0), color=(200.0, 0, 0)), one_box((0, 0.3, 0), color=(0, 200.0, 0))
     for boxes in (near.joined(far), far.joined(near)):
-        assert draw(Frame.empty(32, (0, 0, 0)), camera, boxes).color[16, 16, 1] == 0
+        assert draw(RenderedFrame.empty(32, (0, 0, 0)), camera, boxes).color[16, 16, 1] == 0
 
 
 def test_box_behind_the_camera_is_not_drawn():
-    camera = Camera.looking((0.0, 0.0, 0.0), (0.0, 1.0, 0.0), tan_half=0.5)
-    assert not draw(Frame.empty(32, (0, 0, 0)), camera, one_box((0, -1.0, 0))).color.any()
+    camera = RenderCamera.looking((0.0, 0.0, 0.0), (0.0, 1.0, 0.0), tan_half=0.5)
+    assert not draw(RenderedFrame.empty(32, (0, 0, 0)), camera, one_box((0, -1.0, 0))).color.any()
     # One that reaches from behind to the front is: the camera is above the slab and sees its top.
     slab = one_box((0, 0, -0.3), half=(5.0, 5.0, 0.1))
-    frame = draw(Frame.empty(32, (0, 0, 0)), camera, slab)
+    frame = draw(RenderedFrame.empty(32, (0, 0, 0)), camera, slab)
     assert frame.color[-1, :, 0].all()
     assert not frame.color[:16].any()
 

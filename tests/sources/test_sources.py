@@ -64,8 +64,8 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-def known() -> list[cache.Entry]:
-    return [entry for entry in cache.entries() if isinstance(entry, cache.Entry)]
+def known() -> list[cache.CacheEntry]:
+    return [entry for entry in cache.entries() if isinstance(entry, cache.CacheEntry)]
 
 
 def weights(path: Path) -> dict[str, str]:
@@ -142,7 +142,7 @@ def test_a_changed_language_model_converts_again(run: Path, said: list[str]) -> 
     ],
 )
 def test_a_damaged_entry_is_noticed(
-    run: Path, said: list[str], damage: Callable[[cache.Entry], object], words: str
+    run: Path, said: list[str], damage: Callable[[cache.CacheEntry], object], words: str
 ) -> None:
     good = weights(resolve(run))
     damage(known()[0])
@@ -250,11 +250,11 @@ def test_verbs_of_the_cache(run: Path, said: list[str], capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("lerobot/smolvla_base", hub.Name("lerobot/smolvla_base")),
-        ("hf://lab/pick@v1.0", hub.Name("lab/pick", "v1.0")),
-        ("hf:/lab/pick", hub.Name("lab/pick")),  # what a path makes of it
-        ("hf://lab/pick@main/small.gguf", hub.Name("lab/pick", "main", "small.gguf")),
-        ("hf://lab/pick/int8/small.gguf", hub.Name("lab/pick", None, "int8/small.gguf")),
+        ("lerobot/smolvla_base", hub.HubName("lerobot/smolvla_base")),
+        ("hf://lab/pick@v1.0", hub.HubName("lab/pick", "v1.0")),
+        ("hf:/lab/pick", hub.HubName("lab/pick")),  # what a path makes of it
+        ("hf://lab/pick@main/small.gguf", hub.HubName("lab/pick", "main", "small.gguf")),
+        ("hf://lab/pick/int8/small.gguf", hub.HubName("lab/pick", None, "int8/small.gguf")),
         ("runs/policy.gguf", None),
         ("/lab/pick", None),
         ("lab/pick/more", None),
@@ -263,21 +263,21 @@ def test_verbs_of_the_cache(run: Path, said: list[str], capsys: pytest.CaptureFi
         ("policy", None),
     ],
 )
-def test_names_of_the_hub(text: str, expected: hub.Name | None) -> None:
+def test_names_of_the_hub(text: str, expected: hub.HubName | None) -> None:
     assert hub.parse(text) == expected
 
 
 def test_the_bundle_of_a_repository() -> None:
-    name = hub.Name("lab/pick")
+    name = hub.HubName("lab/pick")
     choose = hub._bundle_of
     assert choose(name, ["README.md", "policy.gguf", "other.gguf"]) == "policy.gguf"
     assert choose(name, ["README.md", "pick.gguf"]) == "pick.gguf"
     assert choose(name, ["config.json", "model.safetensors", "extra.gguf"]) is None
-    assert choose(hub.Name("lab/pick", None, "b.gguf"), ["a.gguf", "b.gguf"]) == "b.gguf"
+    assert choose(hub.HubName("lab/pick", None, "b.gguf"), ["a.gguf", "b.gguf"]) == "b.gguf"
     with pytest.raises(SinewError, match=r"got a\.gguf, b\.gguf; hf://lab/pick/FILE"):
         choose(name, ["a.gguf", "b.gguf"])
     with pytest.raises(SinewError, match=r"got c\.gguf"):
-        choose(hub.Name("lab/pick", None, "c.gguf"), ["a.gguf"])
+        choose(hub.HubName("lab/pick", None, "c.gguf"), ["a.gguf"])
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -20,7 +20,7 @@ from sinew.policy import Policy, load
 from sinew.steps.vector.add_state import AddState
 from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.loops import READ, RUN, Loops
-from sinew.stream.session import Sample
+from sinew.stream.session import StateSample
 from sinew.stream.windows import Chunks, Rolling
 
 FRAME = np.zeros((16, 16, 3), np.uint8)
@@ -64,8 +64,8 @@ def session(policy: Policy, rate: float = 100.0, **settings: object) -> Session:
     return found
 
 
-def sample(time: float, value: float = 0.0, delay: int = 1) -> Sample:
-    return Sample(np.float32([value, -value]), time, delay)
+def sample(time: float, value: float = 0.0, delay: int = 1) -> StateSample:
+    return StateSample(np.float32([value, -value]), time, delay)
 
 
 def test_the_newest_frame_wins_and_prefixes_are_swapped_whole(rolls: Policy) -> None:
@@ -186,7 +186,7 @@ def test_an_ordinary_checkpoint_streams_whole_chunks(
     assert "ordinary" in stream.label
     assert "interpolated" in stream.label
     stream.push_frame(images, 0.0)
-    stream.push_sample(Sample(state, 0.0, 2))
+    stream.push_sample(StateSample(state, 0.0, 2))
     assert stream.read()
     window = stream.run()
     assert window is not None
@@ -196,7 +196,7 @@ def test_an_ordinary_checkpoint_streams_whole_chunks(
     np.testing.assert_allclose(window.rows[4 - window.step], chunk[1], rtol=1e-4, atol=1e-5)
     middle = window.rows[4 - window.step + 2]
     np.testing.assert_allclose(middle, (chunk[1] + chunk[2]) / 2, rtol=1e-4, atol=1e-5)
-    stream.push_sample(Sample(state, 0.1, 2))
+    stream.push_sample(StateSample(state, 0.1, 2))
     assert stream.run() is None  # its state is in the prefix, so it waits for a frame
 
 
@@ -255,11 +255,13 @@ def test_relative_actions_are_relative_to_the_state_that_the_model_saw(
     for moved in (0.0, 0.5):
         stream = Session(whole, StreamSettings(float(whole.spec.control_hz or 0), "none", seed=5), "go")
         assert not whole.facts.head_reads_state
-        stream.push_sample(Sample(seen, 0.0))
+        stream.push_sample(StateSample(seen, 0.0))
         stream.push_frame(images, 0.0)
         prefix = stream.compute()
         assert prefix is not None
-        stream.push_sample(Sample(seen + np.float32(moved), 0.0))  # the robot moved while it was computed
+        stream.push_sample(
+            StateSample(seen + np.float32(moved), 0.0)
+        )  # the robot moved while it was computed
         stream.swap(prefix)
         window = stream.run()
         assert window is not None
@@ -278,10 +280,10 @@ def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
             session(rolls, **settings)  # type: ignore[arg-type]
     stream = session(rolls)
     for bad, field in (
-        (Sample(np.zeros(3), 0.0), "state"),
-        (Sample(np.zeros(2), np.nan), "time"),
-        (Sample(np.zeros(2), np.inf), "time"),
-        (Sample(np.zeros(2), -1e9), "time"),
+        (StateSample(np.zeros(3), 0.0), "state"),
+        (StateSample(np.zeros(2), np.nan), "time"),
+        (StateSample(np.zeros(2), np.inf), "time"),
+        (StateSample(np.zeros(2), -1e9), "time"),
         (sample(0.0, delay=-1), "delay"),
     ):
         with pytest.raises(ObservationError, match=f"^{field}: expected"):
@@ -357,7 +359,7 @@ def test_a_whole_solution_is_computed_in_pieces_that_can_be_ended(whole: Policy)
     stream = Session(whole, StreamSettings(float(whole.spec.control_hz or 0), solver_steps=5, seed=5), "go")
     assert stream.run_cost == 0
     for time in (0.0, 0.1):
-        stream.push_sample(Sample(np.zeros(whole.spec.state.dim, np.float32), time))
+        stream.push_sample(StateSample(np.zeros(whole.spec.state.dim, np.float32), time))
         stream.push_frame(images, time)
         assert stream.read()
         assert stream.run_cost == 5 * whole.spec.noise_shape[0]

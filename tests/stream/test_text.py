@@ -30,7 +30,7 @@ from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
 from sinew.policy import Policy, load
 from sinew.stream import LocalLink, Session, StreamSettings
-from sinew.stream.session import Sample
+from sinew.stream.session import StateSample
 from sinew.stream.text import Speech
 from tests.serve.puppet import until
 from tests.serve.test_streams import Asker, serving, take
@@ -90,7 +90,7 @@ def streaming(policy: Policy, count: int = COUNT, prompt: str = "pick up the cub
 def passes(stream: Session, seen: dict[str, Any], count: int, first: int = 0) -> None:
     """Push a frame and read it, so many times."""
     for k in range(first, first + count):
-        stream.push_sample(Sample(seen["state"], k / 30))
+        stream.push_sample(StateSample(seen["state"], k / 30))
         stream.push_frame(seen["images"], k / 30)
         assert stream.read()
 

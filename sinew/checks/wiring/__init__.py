@@ -11,15 +11,15 @@ from typing import Any
 
 from sinew.bundle.schema import Manifest
 from sinew.bundle.seen import Seen
-from sinew.checks.wiring.cameras import Cameras
+from sinew.checks.wiring.cameras import CameraFit
 from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
-from sinew.checks.wiring.joints import Joints
-from sinew.checks.wiring.watch import Watch
+from sinew.checks.wiring.joints import JointFit
+from sinew.checks.wiring.watch import WiringWatch
 from sinew.core import PolicySpec, SinewError
 from sinew.processing import Processor
 from sinew.processing.given import observation as as_given
 
-__all__ = ["CANNOT_TELL", "LOOKS_WRONG", "WRONG", "Finding", "Watch", "findings", "mismatch"]
+__all__ = ["CANNOT_TELL", "LOOKS_WRONG", "WRONG", "Finding", "WiringWatch", "findings", "mismatch"]
 
 ORDER = (WRONG, LOOKS_WRONG, CANNOT_TELL)
 SHAPE = 0.1  # of the aspect ratio
@@ -47,10 +47,10 @@ def mismatch(processor: Processor, seen: Mapping[str, Any]) -> Finding | None:
     return None
 
 
-def findings(watch: Watch, manifest: Manifest, hz: float | None = None) -> list[Finding]:
+def findings(watch: WiringWatch, manifest: Manifest, hz: float | None = None) -> list[Finding]:
     """Return what looks wrong about what was seen, then what cannot be told. hz: looks that are wanted each second."""
     spec, seen = manifest.spec, manifest.seen or NOTHING
-    names, cameras, joints = [each.name for each in spec.cameras], Cameras(seen), Joints.of(manifest)
+    names, cameras, joints = [each.name for each in spec.cameras], CameraFit(seen), JointFit.of(manifest)
     lit = {name: sum(each.mean) / 3 for name, each in seen.cameras.items()}
     runs = {name: each.still for name, each in seen.cameras.items() if each.still}
     found = [
@@ -74,7 +74,7 @@ def findings(watch: Watch, manifest: Manifest, hz: float | None = None) -> list[
     return sorted(found, key=lambda each: ORDER.index(each.level))
 
 
-def _shapes(watch: Watch, spec: PolicySpec) -> list[Finding]:
+def _shapes(watch: WiringWatch, spec: PolicySpec) -> list[Finding]:
     """Return the cameras whose frames have another aspect ratio than the bundle states."""
     found = []
     for camera in spec.cameras:

@@ -79,7 +79,7 @@ class Explanation:
         return (self.camera != own) + bool(self.turn) + self.exchanged
 
 
-class Cameras:
+class CameraFit:
     """What a bundle knows of its cameras."""
 
     def __init__(self, seen: Seen):

@@ -36,7 +36,7 @@ MAX_JOINTS = 64  # of which exchanges are looked for
 
 
 @dataclass(frozen=True)
-class Joints:
+class JointFit:
     """What a bundle knows of its state, D numbers. steps: from the robot's state to the numbers that the statistics are
     of. known: where there are any. half: of the range around ``centre``."""
 
@@ -50,7 +50,7 @@ class Joints:
     named: bool
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Joints:
+    def of(cls, manifest: Manifest) -> JointFit:
         """Return what the frames of training say of the state, or else what its normalisation does. A number is outside
         only where it is beyond both ranges: a few episodes do not show all that a policy was trained on."""
         spec, recipe, seen = manifest.spec, manifest.processing, manifest.seen

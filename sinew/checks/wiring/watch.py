@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from sinew.checks.wiring.cameras import Cameras
+from sinew.checks.wiring.cameras import CameraFit
 from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
-from sinew.checks.wiring.joints import Joints
+from sinew.checks.wiring.joints import JointFit
 from sinew.processing.thumbnails import imprint, is_frame, thumbnail
 
 ENOUGH = 10  # looks from which on "it never changed" says something
@@ -61,7 +61,7 @@ class Shown:
 
 
 @dataclass
-class Watch:
+class WiringWatch:
     """times: what a robot says when its frame was taken. ages: seconds since then, where the clock is known. took:
     seconds of each look. faults: what `observe` raised, in words, and how often."""
 
@@ -109,7 +109,7 @@ class Watch:
 
     # ------------------------------------------------------------------------- findings
 
-    def pictures(self, names: Sequence[str], cameras: Cameras, lit: Mapping[str, float]) -> list[Finding]:
+    def pictures(self, names: Sequence[str], cameras: CameraFit, lit: Mapping[str, float]) -> list[Finding]:
         """Return what looks wrong about the frames of the cameras ``names``. lit: camera -> the mean of its pixels in
         training, where it is known."""
         found, usable = [], {}
@@ -122,7 +122,7 @@ class Watch:
                 usable[name] = shown.mean
         return found + cameras.findings(usable)
 
-    def numbers(self, joints: Joints) -> list[Finding]:
+    def numbers(self, joints: JointFit) -> list[Finding]:
         """Return what looks wrong about the states."""
         bad = sum(not np.isfinite(each).all() for each in self.states)
         found = []
@@ -133,7 +133,7 @@ class Watch:
             )
         return found + joints.findings(self.state(len(joints.mean)))
 
-    def still(self, joints: Joints, runs: Mapping[str, int]) -> list[Finding]:
+    def still(self, joints: JointFit, runs: Mapping[str, int]) -> list[Finding]:
         """Return the cameras and joints that never changed although others did. runs: camera -> the longest run of
         equal frames in training, where it is known."""
         if self.looks < ENOUGH or not self.exact:

@@ -34,10 +34,10 @@ from sinew.convert.lerobot.steps import (
     PRE,
     RENAME,
     Pipelines,
-    Step,
+    ProcessorStep,
     action_steps,
 )
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import read_weights
 from sinew.core import CameraSpec, ConvertError, VectorSpec
@@ -99,8 +99,8 @@ class Schema:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     features: tuple[str, ...] = ("STATE", "VISUAL", "LANGUAGE")
-    steps: Mapping[str, Step] = field(default_factory=dict)
-    after: Mapping[str, Step] = field(default_factory=lambda: POSTPROCESSOR)
+    steps: Mapping[str, ProcessorStep] = field(default_factory=dict)
+    after: Mapping[str, ProcessorStep] = field(default_factory=lambda: POSTPROCESSOR)
 
 
 class LeRobotCheckpoint:
@@ -112,7 +112,9 @@ class LeRobotCheckpoint:
 
     format = ""
 
-    def __init__(self, path: Path, options: Options, schema: Schema, config: dict[str, Any] | None = None):
+    def __init__(
+        self, path: Path, options: ConvertOptions, schema: Schema, config: dict[str, Any] | None = None
+    ):
         self.path, self.options, self.schema = path, options, schema
         self.file = path / "config.json"
         self.config = read_json(self.file) if config is None else config

@@ -22,7 +22,7 @@ STEP_KEYS = ("registry_name", "class", "config", "state_file", "artifacts")
 
 
 @dataclass(frozen=True)
-class Step:
+class ProcessorStep:
     """A kind of step that is understood. fields: of its configuration, with the values allowed; None allows any.
 
     ordered: it has to stand after the ordered steps before it in the family's list. required: it must be there.
@@ -33,14 +33,14 @@ class Step:
     required: bool = False
 
 
-BATCH = Step({}, ordered=False)
-DEVICE = Step({"device": None, "float_dtype": (None, "float32")}, ordered=False)
-NORMALIZER = Step(
+BATCH = ProcessorStep({}, ordered=False)
+DEVICE = ProcessorStep({"device": None, "float_dtype": (None, "float32")}, ordered=False)
+NORMALIZER = ProcessorStep(
     {"eps": None, "features": None, "norm_map": None, "normalize_observation_keys": None}, required=True
 )
 # Remembers the raw state, so it stands before the normaliser.
-RELATIVE = Step({"enabled": (True, False), "exclude_joints": None, "action_names": None})
-TOKENIZER = Step(
+RELATIVE = ProcessorStep({"enabled": (True, False), "exclude_joints": None, "action_names": None})
+TOKENIZER = ProcessorStep(
     {
         "max_length": None,
         "task_key": ("task",),
@@ -51,11 +51,11 @@ TOKENIZER = Step(
     },
     required=True,
 )
-RENAME = Step({"rename_map": None})
+RENAME = ProcessorStep({"rename_map": None})
 ANYWHERE = {"to_batch_processor": BATCH, "device_processor": DEVICE}
 POSTPROCESSOR = {
     "unnormalizer_processor": NORMALIZER,
-    "absolute_actions_processor": Step({"enabled": (True, False)}),
+    "absolute_actions_processor": ProcessorStep({"enabled": (True, False)}),
     "device_processor": DEVICE,
 }
 
@@ -67,7 +67,7 @@ class Pipelines:
     ``there`` is False for checkpoints of before LeRobot 0.4, which have none.
     """
 
-    def __init__(self, directory: Path, known: Mapping[str, Mapping[str, Step]]):
+    def __init__(self, directory: Path, known: Mapping[str, Mapping[str, ProcessorStep]]):
         self.directory = directory
         self.steps = {name: dict(self._read(name, steps)) for name, steps in known.items()}
         self.there = any(self.steps.values())
@@ -80,7 +80,9 @@ class Pipelines:
         """Return one step's configuration; empty where the pipeline has no such step."""
         return self.steps[pipeline].get(name, {}).get("config", {})
 
-    def _read(self, pipeline: str, known: Mapping[str, Step]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _read(
+        self, pipeline: str, known: Mapping[str, ProcessorStep]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         path = self.directory / f"{pipeline}.json"
         if not path.exists():
             return
@@ -109,7 +111,7 @@ class Pipelines:
             raise ConvertError(f"{path}: expected a step {missing[0]}, got none")
 
 
-def _check_step(where: str, step: dict[str, Any], known: Step) -> None:
+def _check_step(where: str, step: dict[str, Any], known: ProcessorStep) -> None:
     config = step.get("config", {})
     if unknown := [key for key in step if key not in STEP_KEYS]:
         raise ConvertError(f"{where}: {unknown[0]!r} is not understood")

@@ -10,7 +10,7 @@ from sinew.convert.read.files import read_json
 from sinew.core import ConvertError
 
 
-class Record:
+class JsonRecord:
     """A JSON object whose missing entries are errors that name the file."""
 
     def __init__(self, path: Path, content: Mapping[str, Any] | None = None, name: str = ""):
@@ -27,11 +27,11 @@ class Record:
         found = self.content.get(key)
         return default if found is None else found
 
-    def part(self, key: str) -> Record:
+    def part(self, key: str) -> JsonRecord:
         """Return an entry that is an object itself."""
         found = self[key]
         if not isinstance(found, dict):
             raise ConvertError(
                 f"{self.path}: {self.name}{key}: expected an object, got {type(found).__name__}"
             )
-        return Record(self.path, found, f"{self.name}{key}.")
+        return JsonRecord(self.path, found, f"{self.name}{key}.")

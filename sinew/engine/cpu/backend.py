@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sinew.engine.backend import BACKENDS, LOWBIT, Backend, Options, installed, recipe
+from sinew.engine.backend import BACKENDS, LOWBIT, Backend, EngineOptions, installed, recipe
 from sinew.extras import install
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class Cpu(Backend):
     follows = LOWBIT
     copies_none = True
 
-    def unfit(self, bundle: Bundle, options: Options) -> str:
+    def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
         if problem := super().unfit(bundle, options):
             return problem
         if options.kind != "cpu" or options.dtype != "fp32":
@@ -31,14 +31,14 @@ class Cpu(Backend):
             )
         return ""
 
-    def unproved(self, bundle: Bundle, options: Options) -> str:
+    def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
         from sinew.engine.cpu.library import extension  # compiles the kernels, once
 
         if not extension().compiled:
             return f"engine cpu has no compiled kernels ({extension().reason}), and is slow without them"
         return super().unproved(bundle, options)
 
-    def rival(self, bundle: Bundle, options: Options) -> tuple[bool, str]:
+    def rival(self, bundle: Bundle, options: EngineOptions) -> tuple[bool, str]:
         """Ask ONNX Runtime, which computes some recipes too, in ways that the words name."""
         other, kinds = BACKENDS["onnx"], recipe(bundle)
         options = replace(options, dtype="fp32", storage="")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sinew.engine.cpu.float_kernels import attend, gelu_, silu_times_
 from sinew.engine.plan.plan import Plan
-from sinew.engine.plan.rewrite import Outcome, Status, become, foreign, left_out, spans
+from sinew.engine.plan.rewrite import RewriteOutcome, Status, become, foreign, left_out, spans
 from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
 from sinew.layers.stores.codes import Ternary, apart, codes_of, together
 from sinew.layers.vit import ViTAttention, ViTMLP
@@ -133,5 +133,7 @@ def compile_floats(plan: Plan) -> Plan:
             done.append(name)
         reason = "compiled for this CPU" if done or left else "the model has none"
         status: Status = "applied" if done else "not applicable"
-        outcomes.append(Outcome(f"{what} {kind.__name__}", status, reason + left_out(left), spans(done)))
+        outcomes.append(
+            RewriteOutcome(f"{what} {kind.__name__}", status, reason + left_out(left), spans(done))
+        )
     return Plan(plan.model, tuple(outcomes), plan._tables)  # noqa: SLF001 - the same plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from sinew.bundle import Bundle
-from sinew.engine.backend import Options
+from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.compile import compile_floats
 from sinew.engine.cpu.library import extension
 from sinew.engine.loading import load_model, open_device
@@ -16,7 +16,7 @@ from sinew.engine.stores import Storage, stored_recipe
 log = logging.getLogger(__name__)
 
 
-def open_cpu(bundle: Bundle, options: Options) -> PlannedEngine:
+def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     """Return the engine of the rewritten model over low-bit weights as they are stored."""
     where = open_device(options)
     kernels = extension()

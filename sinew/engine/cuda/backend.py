@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sinew.engine import proofs
-from sinew.engine.backend import Backend, Options
+from sinew.engine.backend import Backend, EngineOptions
 from sinew.hints import option
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class Cuda(Backend):
     follows = frozenset({"fp8"})
     stores_half = False
 
-    def unproved(self, bundle: Bundle, options: Options) -> str:
+    def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
         if options.kind == "cpu":
             return "engine cuda runs its kernels' references on a CPU, which is for tests of them"
         return proofs.lacking(bundle.path, self.name, options.device)

@@ -19,8 +19,8 @@ from sinew.engine.cuda.device import describe, require
 from sinew.engine.cuda.frames import fits
 from sinew.engine.cuda.fused.fuse import fuse
 from sinew.engine.cuda.fused.launches import Kernels
-from sinew.engine.cuda.fused.ops import Ops, Plain, References
-from sinew.engine.cuda.graphs import Calls, Graphs, Kept, Recorder
+from sinew.engine.cuda.fused.ops import Ops, PlainOps, References
+from sinew.engine.cuda.graphs import Calls, GraphRecorder, Graphs, Kept
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.tune.variants import resolve
@@ -52,7 +52,7 @@ class CudaEngine(Engine):
         actions: Normalizer | None = None,
         options: CudaOptions | None = None,
         scales: Mapping[str, float] | None = None,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ):
         options = options or CudaOptions()
         require(device, options)
@@ -209,6 +209,6 @@ class CudaEngine(Engine):
 
 def _ops(device: torch.device, options: CudaOptions) -> Ops:
     if not options.kernels:
-        return Plain()
+        return PlainOps()
     on_gpu = device.type == "cuda"
     return Kernels(device, bool(options.pdl), bool(options.prefetch)) if on_gpu else References()

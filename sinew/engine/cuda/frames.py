@@ -12,7 +12,7 @@ from torch import Tensor
 from sinew.bundle.schema import ImageRecipe
 from sinew.engine.cuda.fused.ends import PatchTower
 from sinew.engine.cuda.fused.ops import Ops
-from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 
 Size = tuple[int, int]  # height, width
 
@@ -42,7 +42,11 @@ def runs(sizes: Sequence[Size]) -> list[Run]:
 def fits(recipe: ImageRecipe, model: Any) -> bool:
     """Return True if frames can go to the device raw: the recipe is one that the kernel knows, the image a whole
     number of patches, and the model's image tokens follow from one tower's features alone (``connect``)."""
-    if Resize.why_not(recipe) or not hasattr(model, "connect") or not isinstance(model.vision, PatchTower):
+    if (
+        ResizeTables.why_not(recipe)
+        or not hasattr(model, "connect")
+        or not isinstance(model.vision, PatchTower)
+    ):
         return False
     patch = model.vision.config.patch_size
     return recipe.height % patch == 0 and recipe.width % patch == 0
@@ -63,7 +67,7 @@ class Patches:
         """values: of a row, 3 * patch^2 or more; what is behind stays zero."""
         self.patch, self.grid = patch, (recipe.height // patch, recipe.width // patch)
         self.runs = runs(sizes)
-        self.tables = [Resize.of(*run.size, recipe, device) for run in self.runs]
+        self.tables = [ResizeTables.of(*run.size, recipe, device) for run in self.runs]
         shape = len(sizes), self.grid[0] * self.grid[1], values
         self.rows = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -19,27 +19,27 @@ WARM_UPS = 2  # the first compiles kernels and lets libraries allocate, the seco
 
 
 @dataclass
-class Recorded:
+class RecordedGraph:
     """``result``: what the program returned. Its tensors hold what the last :meth:`replay` computed."""
 
     replay: Callable[[], None]
     result: Any
 
 
-class Recorder(ABC):
+class GraphRecorder(ABC):
     @abstractmethod
-    def record(self, program: Callable[[], Any], apart: bool = False) -> Recorded:
+    def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
         """Make ``program`` repeatable; this may run it, and must be replayed before its result is read.
 
         apart: its result outlives other programs' replays (it is read by another recording).
         """
 
 
-class Calls(Recorder):
+class Calls(GraphRecorder):
     """Runs the program each time: on a CPU, and where no graph is wanted."""
 
-    def record(self, program: Callable[[], Any], apart: bool = False) -> Recorded:
-        recorded = Recorded(lambda: None, None)
+    def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
+        recorded = RecordedGraph(lambda: None, None)
 
         def replay() -> None:
             recorded.result = program()
@@ -48,7 +48,7 @@ class Calls(Recorder):
         return recorded
 
 
-class Graphs(Recorder):
+class Graphs(GraphRecorder):
     """CUDA graphs, recorded on ``stream``, which replays have to be on as well.
 
     Intermediate memory of whole programs is shared: no two of them run at the same time, none reads what another
@@ -64,7 +64,7 @@ class Graphs(Recorder):
             self._kept = torch.zeros(1, device=stream.device)
         self.shared = self._first.pool()
 
-    def record(self, program: Callable[[], Any], apart: bool = False) -> Recorded:
+    def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
         for _ in range(WARM_UPS):  # on the stream of the capture: cuBLAS has a workspace per stream
             program()
         self.stream.synchronize()
@@ -77,7 +77,7 @@ class Graphs(Recorder):
             torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode),
         ):
             result = program()
-        return Recorded(graph.replay, result)
+        return RecordedGraph(graph.replay, result)
 
 
 @contextmanager

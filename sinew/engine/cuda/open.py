@@ -7,7 +7,7 @@ import logging
 import torch
 
 from sinew.bundle import Bundle
-from sinew.engine.backend import Options
+from sinew.engine.backend import EngineOptions
 from sinew.engine.cuda.device import require
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fp8.calibrate import scales
@@ -21,7 +21,7 @@ from sinew.processing.normalize import Normalizer
 log = logging.getLogger(__name__)
 
 
-def open_cuda(bundle: Bundle, options: Options) -> CudaEngine:
+def open_cuda(bundle: Bundle, options: EngineOptions) -> CudaEngine:
     """Return the CUDA engine, in the precision of the bundle's recipe unless that is ignored."""
     where = open_device(options, available=False)  # the engine's own words say more
     engine = cuda_engine(bundle, where, options.dtype, None if options.recipe else CudaOptions())

@@ -17,7 +17,7 @@ from torch import Tensor
 from sinew.bundle.schema import Processing
 from sinew.engine.cuda.frames import Patches, Size
 from sinew.engine.cuda.fused.ops import Ops
-from sinew.engine.cuda.graphs import Recorded, Recorder
+from sinew.engine.cuda.graphs import GraphRecorder, RecordedGraph
 from sinew.engine.cuda.staging import Field, Staging, as_done, threads_for
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.example import Inputs
@@ -52,7 +52,7 @@ class Program:
         plan: Plan,
         ops: Ops,
         processing: Processing,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         device: torch.device,
         units: WorldUnits | None = None,
     ):
@@ -91,7 +91,7 @@ class Program:
         self.units, self.actions = units, self.x[0]  # what is read back
         if units is not None:
             self.actions = torch.zeros(shape[1], units.dim, dtype=units.dtype, device=device)
-        self._recorded: dict[str, Recorded] = {}
+        self._recorded: dict[str, RecordedGraph] = {}
 
     def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
         """Write host memory and copy it to the device, on the current stream: what is small at once, then each frame
@@ -114,7 +114,7 @@ class Program:
         for view in as_done(jobs, threads_for([frame.nbytes for frame in inputs.frames])):
             upload(self.staging.part(*self.places[view]))
 
-    def recorded(self, name: str) -> Recorded:
+    def recorded(self, name: str) -> RecordedGraph:
         """``name``: "chunk", the whole; or "vision", "read" and "step", of which each reads the one before."""
         if name not in self._recorded:
             self._recorded[name] = self.recorder.record(getattr(self, name), apart=name != "chunk")

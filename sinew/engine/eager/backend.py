@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sinew.engine.backend import Backend, Options
+from sinew.engine.backend import Backend, EngineOptions
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Eager(Backend):
     name, opens, reference = "eager", "sinew.engine.eager.open:open_eager", True
 
-    def unproved(self, bundle: Bundle, options: Options) -> str:
+    def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
         return ""  # it is what the others are compared with
 
 

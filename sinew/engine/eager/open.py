@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sinew.bundle import Bundle
-from sinew.engine.backend import Options
+from sinew.engine.backend import EngineOptions
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.loading import load_model, open_device, say_widened
 from sinew.engine.stores import Storage
 
 
-def open_eager(bundle: Bundle, options: Options) -> EagerEngine:
+def open_eager(bundle: Bundle, options: EngineOptions) -> EagerEngine:
     """Return the reference engine over the bundle's weights."""
     where = open_device(options)
     model = load_model(bundle, where, options.dtype, Storage(half=bool(options.storage), tables=True))

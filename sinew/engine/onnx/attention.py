@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sinew.engine.plan.rewrite import Outcome, become, foreign, left_out, spans
+from sinew.engine.plan.rewrite import RewriteOutcome, become, foreign, left_out, spans
 from sinew.layers.vit import ViTAttention
 
 
@@ -29,7 +29,7 @@ class OneOperatorAttention(ViTAttention):
         )
 
 
-def join_attention(model: nn.Module) -> Outcome:
+def join_attention(model: nn.Module) -> RewriteOutcome:
     """Give every plain vision attention of ``model`` the operator, in place."""
     names, left = [], {}
     for name, module in model.named_modules():
@@ -39,4 +39,4 @@ def join_attention(model: nn.Module) -> Outcome:
             become(module, OneOperatorAttention)
             names.append(name)
     status, reason = ("applied" if names else "not applicable"), "scores stay in the cache"
-    return Outcome("one-operator-attention", status, reason + left_out(left), spans(names))  # type: ignore[arg-type]
+    return RewriteOutcome("one-operator-attention", status, reason + left_out(left), spans(names))  # type: ignore[arg-type]

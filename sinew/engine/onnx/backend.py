@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sinew.engine.backend import Backend, Options, installed, recipe
+from sinew.engine.backend import Backend, EngineOptions, installed, recipe
 from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder
 from sinew.hints import option
@@ -22,7 +22,7 @@ class Onnx(Backend):
     stores_half = False
     runs_graphs = True
 
-    def unfit(self, bundle: Bundle, options: Options) -> str:
+    def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
         if options.kind != "cpu" or options.dtype != "fp32":
             return (
                 f"engine onnx runs fp32 on cpu, not {options.dtype} on {options.device};"

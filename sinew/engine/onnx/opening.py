@@ -10,7 +10,7 @@ from pathlib import Path
 from sinew import machine, progress
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
-from sinew.engine.backend import Options, recipe
+from sinew.engine.backend import EngineOptions, recipe
 from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder, cached_graphs
 from sinew.engine.onnx.engine import OnnxEngine
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 ROOM = 3  # times the weights in float32: they, their folded copies, and the exporter's transposed ones
 
 
-def open_onnx(bundle: Bundle, options: Options) -> OnnxEngine:
+def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
     """Return the engine over the graphs of an export, those beside the bundle, or those that come with this package for
     an embedded policy; where there are none, they are made beside the bundle."""
     folder = options.graphs or graphs_of(bundle)

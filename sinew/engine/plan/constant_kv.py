@@ -12,7 +12,7 @@ from sinew.layers.attention import attend
 from sinew.layers.decoder import DecoderAttention, KeyValue
 from sinew.layers.rope import Rotation
 from sinew.models.base import Model
-from sinew.models.expert import Context, ExpertModel, Prefix
+from sinew.models.expert import ExpertContext, ExpertModel, Prefix
 
 
 class StateInPrefix(ExpertModel):
@@ -25,7 +25,7 @@ class StateInPrefix(ExpertModel):
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
         return self.absorb_state(super().prefix_of(cache, valid, state))  # type: ignore[safe-super]
 
-    def renew(self, context: Context, state: Tensor) -> Context:
+    def renew(self, context: ExpertContext, state: Tensor) -> ExpertContext:
         """Return the context with the keys and values of another state. The mask knows which tokens are valid."""
         (sees,) = context.masks
         count = context.kv[0][0].shape[1] - 1  # P

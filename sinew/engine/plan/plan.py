@@ -15,7 +15,7 @@ from sinew.engine.plan.norms import FOLD_NORMS
 from sinew.engine.plan.packing import PACK_GATE_UP, PACK_QKV
 from sinew.engine.plan.positions import HOIST_POSITIONS
 from sinew.engine.plan.prefix_end import DROP_UNREAD, LAST_LAYER
-from sinew.engine.plan.rewrite import Outcome, clone_model
+from sinew.engine.plan.rewrite import RewriteOutcome, clone_model
 from sinew.engine.plan.time_tables import TABULATE_TIME
 from sinew.models.base import Model
 
@@ -45,7 +45,7 @@ class Plan:
     """
 
     model: Model
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RewriteOutcome, ...]
     _tables: dict[int, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -62,7 +62,7 @@ class Plan:
             raise SinewError(f"rewrites: expected names of {known}, got {', '.join(sorted(unknown))}")
         rewritten = clone_model(model)
         outcomes = [
-            rewrite(rewritten) if name in chosen else Outcome(name, "off", "switched off")
+            rewrite(rewritten) if name in chosen else RewriteOutcome(name, "off", "switched off")
             for name, rewrite in REWRITES.items()
         ]
         plan = cls(rewritten.eval().requires_grad_(False), tuple(outcomes))

@@ -29,7 +29,7 @@ Status = Literal["applied", "built in", "not applicable", "off"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RewriteOutcome:
     """The outcome of one rewrite. ``where``: the modules it changed; ``reason``: why it did or did not."""
 
     name: str
@@ -46,8 +46,8 @@ class Rewrite:
     summary: str
     apply: Callable[[Model], tuple[Status, str, tuple[str, ...]]]
 
-    def __call__(self, model: Model) -> Outcome:
-        return Outcome(self.name, *self.apply(model))
+    def __call__(self, model: Model) -> RewriteOutcome:
+        return RewriteOutcome(self.name, *self.apply(model))
 
 
 def clone_model(model: Model) -> Model:

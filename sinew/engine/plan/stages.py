@@ -1,7 +1,7 @@
 """The planned model as functions of tensors alone, for engines that record a program instead of calling one.
 
-Three stages: ``Vision`` and ``Read`` once per observation, ``Step`` once per solver step. What goes from ``Read`` to
-``Step`` is the model's context, whatever its type, as a flat tuple of named tensors. Shapes follow from views, image
+Three stages: ``Vision`` and ``Read`` once per observation, ``StepProgram`` once per solver step. What goes from one to
+the other is the model's context, whatever its type, as a flat tuple of named tensors. Shapes follow from views, image
 size, prompt length and chunk size; nothing branches on a value. The solver's loop, which is the engine's, joins them.
 """
 
@@ -88,7 +88,7 @@ class Vision(nn.Module):
 
 class Read(nn.Module):
     """image_tokens [B, V, tokens, C], camera_mask [B, V], tokens and token_mask [B, L], state [B, S] -> the
-    tensors that ``Step`` reads."""
+    tensors that ``StepProgram`` reads."""
 
     def __init__(self, model: Model, layout: Layout):
         super().__init__()
@@ -100,7 +100,7 @@ class Read(nn.Module):
         return self.layout.flat(self.model.read(image_tokens, camera_mask, tokens, token_mask, state))
 
 
-class Step(nn.Module):
+class StepProgram(nn.Module):
     """x [B, H, A], the step's time embedding (a row of ``Plan.time_embeddings``), and what ``Read`` returned -> the
     head's output [B, H, A]. One program for every number of steps: the tables stay outside."""
 
@@ -120,7 +120,7 @@ class Stages(NamedTuple):
 
     vision: Vision
     read: Read
-    step: Step
+    step: StepProgram
     reads: tuple[str, ...]
     grows: tuple[tuple[int, int] | None, ...]
     batch_axes: tuple[int | None, ...]
@@ -157,7 +157,7 @@ def stages(plan: Plan, shapes: Shapes) -> Stages:
     return Stages(
         Vision(model),
         Read(model, layout),
-        Step(model, layout),
+        StepProgram(model, layout),
         layout.names,
         tuple(offsets),
         tuple(axes[0][0] if axes else None for axes in changed),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sinew.core import SinewError
-from sinew.eval.dataset.writer import Frame
+from sinew.eval.dataset.writer import DatasetFrame
 from sinew.records import parts
 from sinew.records.recorder import Record, read_record
 
@@ -26,7 +26,7 @@ class _Request:
     prompt: str
 
 
-def episodes(records: Iterable[Record], hz: float) -> Iterator[list[Frame]]:
+def episodes(records: Iterable[Record], hz: float) -> Iterator[list[DatasetFrame]]:
     """Yield the frames of each episode: the requests of a session that follow each other at ``hz`` requests a second.
 
     A longer pause than 2.5 periods begins another episode, so does another instruction. The action of a frame is the
@@ -69,9 +69,9 @@ def _when(record: Record) -> float:
     return parts.seconds(record, "time", record.observation.time or record.meta.get("recorded"))
 
 
-def _frame(record: Record) -> Frame:
+def _frame(record: Record) -> DatasetFrame:
     """Return a request as a control step."""
     seen, rows = record.observation, parts.rows(record)
     images = {name: parts.pixels(record, name) for name in seen.images}
     assert rows is not None
-    return Frame(images, np.asarray(seen.state), rows[0], str(seen.prompt))
+    return DatasetFrame(images, np.asarray(seen.state), rows[0], str(seen.prompt))

@@ -40,7 +40,7 @@ INDICES = {
 
 
 @dataclass(frozen=True)
-class Frame:
+class DatasetFrame:
     """One control step: images {camera: uint8 [h, w, 3]}, state float [S], action float [A], and the instruction."""
 
     images: Mapping[str, np.ndarray]
@@ -101,7 +101,7 @@ class DatasetWriter:
         else:
             self._end()
 
-    def add(self, frames: Sequence[Frame], success: bool | None = None) -> None:
+    def add(self, frames: Sequence[DatasetFrame], success: bool | None = None) -> None:
         """Append an episode. success: None where nobody knows; what the first one has, all have."""
         if not frames:
             return
@@ -232,7 +232,7 @@ class DatasetWriter:
         chunk, file = divmod(self._file, FILES_PER_CHUNK)
         return self._folder / DATA.format(chunk_index=chunk, file_index=file)
 
-    def _describe(self, frame: Frame, judged: bool) -> dict[str, dict[str, Any]]:
+    def _describe(self, frame: DatasetFrame, judged: bool) -> dict[str, dict[str, Any]]:
         """Return LeRobot's ``features``: what the columns are, from the first frame."""
         features: dict[str, dict[str, Any]] = {}
         for camera, picture in frame.images.items():
@@ -265,7 +265,7 @@ class DatasetWriter:
             raise SinewError(f"{key}: expected {size} finite numbers as in the first frame, got {vector}")
         return vector
 
-    def _picture(self, camera: str, frame: Frame) -> np.ndarray:
+    def _picture(self, camera: str, frame: DatasetFrame) -> np.ndarray:
         found = np.asarray(frame.images.get(camera, ()))
         shape = self._features[IMAGES + camera]["shape"]
         if found.dtype != np.uint8 or list(found.shape) != shape or len(frame.images) != len(self._cameras):

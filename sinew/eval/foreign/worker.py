@@ -56,7 +56,7 @@ def main(sinew, client):
         _adopt("sinew_client", client)
         _adopt("sinew", sinew)
         from sinew.core import SinewError
-        from sinew.eval.campaign import Player
+        from sinew.eval.campaign import EpisodePlayer
         from sinew.eval.settings import Latency, Task, Variant
     except ModuleNotFoundError as error:
         answer({"error": f"{sys.executable} lacks {error.name}: pip install numpy protobuf gymnasium"})
@@ -67,7 +67,7 @@ def main(sinew, client):
         request = json.loads(line)
         try:
             if player is None:
-                player = Player(Task(**request))
+                player = EpisodePlayer(Task(**request))
                 answer({"control_hz": player.adapter.control_hz})
                 continue
             variant = Variant(**{**request["variant"], "latency": Latency(request["variant"]["latency"])})

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sinew.eval.adapters import EnvAdapter
-from sinew.eval.dataset.episodes import Recorded
-from sinew.eval.policies import Remote
+from sinew.eval.dataset.episodes import RecordedEpisode
+from sinew.eval.policies import ServerPolicy
 from sinew.eval.runner import Conduct, run_episode
 from sinew.figures import COLORS
 
@@ -42,13 +42,13 @@ class Shot:
     success: bool = False
 
 
-def shoot(policy: Remote, env: gymnasium.Env, adapter: EnvAdapter, seeds: range) -> list[Shot]:
+def shoot(policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter, seeds: range) -> list[Shot]:
     """Play episodes on a server and return what is to be drawn of them."""
     shots: list[Shot] = []
     scene: Any = env.unwrapped
     names = tuple(policy.served["action"].get("names") or getattr(scene, "action_names", ()))
     for seed in seeds:
-        recorded = Recorded(env, adapter)
+        recorded = RecordedEpisode(env, adapter)
         poses: list[np.ndarray] = []
         latencies: list[float] = []
         counts: list[int] = []

@@ -20,7 +20,7 @@ SCHEMA = "sinew.gate/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class GateRule:
     """A run fails if any of these holds.
 
     floor: the upper end of its 95 % interval is below this.
@@ -43,7 +43,7 @@ class Gate:
     episodes: int
     failed_seeds: tuple[int, ...]
     reference: dict[str, Any]
-    rule: Rule = Rule()
+    rule: GateRule = GateRule()
 
     @property
     def outcomes(self) -> dict[int, bool]:
@@ -92,7 +92,7 @@ class Gate:
                 1 - len(self.failed_seeds) / self.episodes, 4
             ),  # for readers; judged from the seeds
             "interval": [round(low, 4), round(high, 4)],
-            "rule": {name: getattr(self.rule, name) for name in Rule.__slots__},
+            "rule": {name: getattr(self.rule, name) for name in GateRule.__slots__},
             "reference": self.reference,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def read_gate(path: Path) -> Gate:
             episodes=int(values["episodes"]),
             failed_seeds=tuple(int(seed) for seed in values["failed_seeds"]),
             reference=dict(values["reference"]),
-            rule=Rule(**values["rule"]),
+            rule=GateRule(**values["rule"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise SinewError(f"{path}: not a gate file ({type(error).__name__}: {error})") from error

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sinew.eval.adapters import EnvAdapter
-from sinew.eval.policies import Remote
+from sinew.eval.policies import ServerPolicy
 from sinew.eval.report import stats
 from sinew.eval.report.animation import compose
 from sinew.eval.runner import Conduct, Episode, run_episode
@@ -23,13 +23,13 @@ from sinew.eval.settings import Variant
 RECENT = 5  # episodes listed in the live view
 
 
-class View:
+class ReportView:
     """Plays variants one after the other on one server. ``env`` must render if anything is to be filmed.
 
     stages: milliseconds of every request, stage by stage. frames, pauses: what ``animation.write_gif`` takes.
     """
 
-    def __init__(self, console: Console, policy: Remote, env: gymnasium.Env, adapter: EnvAdapter):
+    def __init__(self, console: Console, policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter):
         self.console, self.policy, self.env, self.adapter = console, policy, env, adapter
         self.stages: dict[str, list[float]] = {}
         self.frames: list[Image.Image] = []

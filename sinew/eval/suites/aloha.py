@@ -17,7 +17,7 @@ import gymnasium
 import numpy as np
 
 from sinew.eval.adapters import Mapping
-from sinew.eval.suites.base import Frame, Registered
+from sinew.eval.suites.base import Registered, SimulatorFrame
 
 MAPPING = Mapping(
     images={"top": "pixels/top"},
@@ -34,7 +34,7 @@ SENTENCES = {
 }
 
 
-class Simulator(Registered):
+class AlohaSimulator(Registered):
     max_steps = 400
     action_space = gymnasium.spaces.Box(-np.inf, np.inf, (14,), np.float32)
 
@@ -65,5 +65,5 @@ class Simulator(Registered):
 
 
 def _observe(task: Any, physics: Any) -> dict[str, Any]:
-    top = Frame(lambda: physics.render(height=480, width=640, camera_id="top"))
+    top = SimulatorFrame(lambda: physics.render(height=480, width=640, camera_id="top"))
     return {"qpos": task.get_qpos(physics), "images": {"top": top}}

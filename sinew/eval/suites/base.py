@@ -12,7 +12,7 @@ import numpy as np
 from sinew.core import SinewError
 
 
-class Frame:
+class SimulatorFrame:
     """An image that is drawn when somebody looks at it: most control steps of an episode ask for no chunk.
 
     It shows the simulator at that moment, so it must be looked at before the next step.
@@ -24,7 +24,7 @@ class Frame:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self._draw(), dtype)
 
-    def copy(self) -> Frame:
+    def copy(self) -> SimulatorFrame:
         return self
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from sinew.core import SinewError, VectorSpec
 from sinew.eval.adapters import Mapping
 from sinew.eval.suites import METAWORLD
-from sinew.eval.suites.base import Frame, Tasks, drawing
+from sinew.eval.suites.base import SimulatorFrame, Tasks, drawing
 from sinew.sim.experts import Act, Expert, expert_spec
 
 MAPPING = Mapping(
@@ -36,7 +36,7 @@ MAPPING = Mapping(
 _CAMERA, _CAMERA_POSITION = "corner2", (0.75, 0.075, 0.7)
 
 
-class Simulator(Tasks):
+class MetaWorldSimulator(Tasks):
     """size: of frames, in pixels. state: 4 as published policies take it, or all 39 numbers, which hold the places of
     objects and goal. plain: no shadows, no anti-aliasing: some ten times faster without a GPU, and not what
     published policies have seen."""
@@ -80,7 +80,7 @@ class Simulator(Tasks):
         return self._observe(), reward, success, truncated, {"is_success": success}
 
     def _observe(self) -> dict[str, Any]:
-        return {"pixels": Frame(self._draw), "state": self.full_state[: self._numbers]}
+        return {"pixels": SimulatorFrame(self._draw), "state": self.full_state[: self._numbers]}
 
     def _draw(self) -> np.ndarray:
         with drawing():
@@ -105,7 +105,7 @@ def _scripted(simulator: Any) -> Act:
     """Meta-World's own scripted policies, which read the full state from the simulator."""
     from metaworld.policies import ENV_POLICY_MAP
 
-    assert isinstance(simulator, Simulator)
+    assert isinstance(simulator, MetaWorldSimulator)
     policy = ENV_POLICY_MAP[_name(simulator._current)]()  # noqa: SLF001 - our own
     return lambda: np.asarray(policy.get_action(simulator.full_state), np.float32)[None]
 

@@ -20,13 +20,13 @@ from sinew.bundle.quant import FORMATS, quantize
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.names import rename
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import read_json
 from sinew.convert.tensors import Transformed, apply, computed, read_array
 from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
 from sinew.core import ConvertError
 from sinew.families.openvla import convert as openvla
-from sinew.families.openvla.convert import QUESTION, Head
+from sinew.families.openvla.convert import QUESTION, HeadPart
 from sinew.families.openvla.model import OFTConfig
 from sinew.families.openvla.prismatic import BLOCKS, ENDS, STATE, PrismaticCheckpoint
 from sinew.layers.decoder import DecoderConfig
@@ -73,7 +73,7 @@ def recognises(path: Path) -> bool:
     return config.get("model_type") in ("bitvla", "openvla") and kind == "BitNet"
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     return assemble(PrismaticCheckpoint(path, options), ternary)
 
@@ -116,7 +116,7 @@ def assemble(
     except ValueError as error:
         raise ConvertError(f"{path / 'config.json'}: {error}") from None
     template = f"{SYSTEM}{VIEWS}{STATE_TOKEN}{QUESTION}<|eot_id|>Assistant: "
-    head = Head("bitvla", config, [], dead, (*sentence(template), Drop(marks)))
+    head = HeadPart("bitvla", config, [], dead, (*sentence(template), Drop(marks)))
     weights = {bundle_name(name): source for name, source in checkpoint.tensors.items()}
     weights |= apply(action | state, [*ENDS, *BLOCKS, *STATE])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]

@@ -15,8 +15,8 @@ from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import config_type
-from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options, Setting
-from sinew.convert.read.record import Record
+from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions, Setting
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
 from sinew.core import ConvertError, PolicySpec
 from sinew.families.evo1 import lerobot
@@ -56,7 +56,7 @@ def recognises(path: Path) -> bool:
     return config_type(path) in NAMES or original_layout.is_original(path)
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     original = original_layout.is_original(path)
     unread = (
@@ -69,10 +69,10 @@ def read(path: Path, options: Options) -> Conversion:
     return assemble((original_layout if original else lerobot).read(path, options), options, path)
 
 
-def assemble(parts: Parts, options: Options, path: Path) -> Conversion:
+def assemble(parts: Parts, options: ConvertOptions, path: Path) -> Conversion:
     """Return the conversion of what a layout says; ``path``: beside which InternVL may lie."""
     vlm_dir = find_model_dir(parts.vlm, options.vlm, path, "--vlm", VLM_FILES)
-    vlm = Record(vlm_dir / "config.json")
+    vlm = JsonRecord(vlm_dir / "config.json")
     tokenizer = load_tokenizer(
         [options.tokenizer] if options.tokenizer else [vlm_dir], "give it with --tokenizer FILE_OR_DIR"
     )
@@ -90,7 +90,9 @@ def assemble(parts: Parts, options: Options, path: Path) -> Conversion:
     )
 
 
-def _model_config(parts: Parts, vlm: Record, tokenizer: TokenizerFiles, options: Options) -> Evo1Config:
+def _model_config(
+    parts: Parts, vlm: JsonRecord, tokenizer: TokenizerFiles, options: ConvertOptions
+) -> Evo1Config:
     text = vlm.part("text_config" if "text_config" in vlm.content else "llm_config")
     vision = vlm.part("vision_config")
     for record, expected in (
@@ -181,7 +183,7 @@ def _pad(tokenizer: TokenizerFiles) -> int:
     return tokenizer.pad_token_id
 
 
-def _spec(parts: Parts, options: Options) -> PolicySpec:
+def _spec(parts: Parts, options: ConvertOptions) -> PolicySpec:
     return PolicySpec(
         architecture="evo1",
         name=parts.name,

@@ -8,8 +8,8 @@ from pathlib import Path
 from sinew.bundle.schema import Normalization
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema
 from sinew.convert.lerobot.stats import ACTION, STATE
-from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, Step
-from sinew.convert.options import Options
+from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, ProcessorStep
+from sinew.convert.options import ConvertOptions
 from sinew.core import ConvertError
 from sinew.families.evo1.parts import Parts, Sizes
 from sinew.steps.image.resize import Resize
@@ -59,19 +59,19 @@ SCHEMA = Schema(
         "empty_cameras",  # features that are no cameras; views up to max_views are masked all the same
     ),
     steps={
-        "evo1_pad_state_processor": Step({"max_state_dim": None}),
-        "evo1_pad_action_processor": Step({"max_action_dim": None}),
+        "evo1_pad_state_processor": ProcessorStep({"max_state_dim": None}),
+        "evo1_pad_action_processor": ProcessorStep({"max_action_dim": None}),
         "normalizer_processor": NORMALIZER,
     },
     after={
         "unnormalizer_processor": NORMALIZER,
-        "evo1_action_processor": Step({"action_dim": None, **dict.fromkeys(GRIPPER)}),
+        "evo1_action_processor": ProcessorStep({"action_dim": None, **dict.fromkeys(GRIPPER)}),
         "device_processor": DEVICE,
     },
 )
 
 
-def read(path: Path, options: Options) -> Parts:
+def read(path: Path, options: ConvertOptions) -> Parts:
     """Return what a LeRobot directory says. Raises :class:`ConvertError`."""
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     if checkpoint.image_mode() != "IDENTITY":

@@ -85,7 +85,7 @@ class Evo1Config:
             raise ValueError("blank: expected three numbers with rows, and none without")
 
 
-class Context(NamedTuple):
+class Evo1Context(NamedTuple):
     """Keys and values of each block of the head, [B, K, H, D], and the mask of rows it may read, bool [B, 1, K]."""
 
     keys: tuple[Tensor, ...]
@@ -113,7 +113,7 @@ class HeadLayer(nn.Module):
         return x + self.mlp(self.norm2(x) + time[:, None])
 
 
-class ActionEncoder(nn.Module):
+class Evo1ActionEncoder(nn.Module):
     """Noisy actions -> tokens: fc3(relu(fc2(relu(fc1(x)) + position)))."""
 
     def __init__(self, action_dim: int, size: int, horizon: int):
@@ -139,7 +139,7 @@ class Evo1Head(nn.Module):
         size, horizon = config.head_size, config.chunk_size
         self.time_embedding = Embedding(TIMES, size)
         self.state_encoder = Projector(config.max_state_dim, config.state_size, size)
-        self.action_encoder = ActionEncoder(config.max_action_dim, size, horizon)
+        self.action_encoder = Evo1ActionEncoder(config.max_action_dim, size, horizon)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             HeadLayer(size, config.head_heads) for _ in range(config.head_layers)
         )
@@ -147,14 +147,14 @@ class Evo1Head(nn.Module):
         self.pool = Linear(horizon * size, size)
         self.decoder = Projector(size, config.decoder_size, horizon * config.max_action_dim)
 
-    def context(self, features: Tensor, valid: Tensor, state: Tensor) -> Context:
+    def context(self, features: Tensor, valid: Tensor, state: Tensor) -> Evo1Context:
         """features: [B, L, C], normed; valid: bool [B, L], rows that the head reads; state: [B, S]."""
         token = self.state_encoder(state)[:, None]
         rows = torch.cat([features.to(token.dtype), token], dim=1)  # [B, L + 1, C]
         keys, values = zip(*(layer.attn.key_value(rows) for layer in self.layers), strict=True)
-        return Context(keys, values, F.pad(valid, (0, 1), value=True)[:, None])
+        return Evo1Context(keys, values, F.pad(valid, (0, 1), value=True)[:, None])
 
-    def velocity(self, x: Tensor, time: Tensor, context: Context) -> Tensor:
+    def velocity(self, x: Tensor, time: Tensor, context: Evo1Context) -> Tensor:
         """x: [B, H, A]; time: [B, C] -> float32 [B, H, A], zero in the numbers that the robot has not."""
         dims, spare = self.config.action_dim, self.config.max_action_dim - self.config.action_dim
         h = self.action_encoder(F.pad(x[..., :dims], (0, spare)))  # [B, H, C]
@@ -198,7 +198,7 @@ class Evo1(Model):
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Context:
+    ) -> Evo1Context:
         """Return the context; arguments as in ``Model.read``. ``tokens`` hold a placeholder per image token."""
         tokens, token_mask = self.filled(tokens, token_mask)
         x, valid = self.embed(image_tokens, camera_mask, tokens, token_mask)
@@ -255,7 +255,7 @@ class Evo1(Model):
         """Return the row of the time, [B, C]: int(t * 999), cut in double precision as the reference cuts it."""
         return self.head.time_embedding((t * (TIMES - 1)).long().clamp(max=TIMES - 1)).float()
 
-    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+    def act(self, x: Tensor, time_embedding: Tensor, context: Evo1Context) -> Tensor:
         return self.head.velocity(x, time_embedding, context)
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from sinew.bundle.schema import Normalization
-from sinew.convert.options import Options
-from sinew.convert.read.record import Record
+from sinew.convert.options import ConvertOptions
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.torch_zip import read_torch
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.evo1.parts import Parts, Sizes
@@ -31,13 +31,13 @@ MODES: dict[str, tuple[Literal["mean_std", "min_max", "quantiles"], tuple[str, s
 
 def is_original(path: Path) -> bool:
     """Return True for a configuration of the original repository."""
-    config = Record(path / "config.json").content
+    config = JsonRecord(path / "config.json").content
     return config.get("action_head") == "flowmatching" and "vlm_name" in config and "type" not in config
 
 
-def read(path: Path, options: Options) -> Parts:
+def read(path: Path, options: ConvertOptions) -> Parts:
     """Return what a folder of the original repository says. Raises :class:`ConvertError`."""
-    config = Record(path / "config.json")
+    config = JsonRecord(path / "config.json")
     for name, value in (("return_cls_only", False), ("image_size", SIDE)):
         if config.get(name, value) != value:
             raise ConvertError(f"{config.path}: {name}: expected {value}, got {config[name]!r}")
@@ -49,7 +49,7 @@ def read(path: Path, options: Options) -> Parts:
     file = options.stats or path / STATISTICS
     if not file.is_file():
         raise ConvertError(f"{path}: no {STATISTICS}, which holds the statistics; give it with --stats FILE")
-    key, table = choose(Record(file), options.stats_key)
+    key, table = choose(JsonRecord(file), options.stats_key)
     found = MODES.get(str(config.get("normalization_type", "bounds")))
     if found is None:
         raise ConvertError(
@@ -120,9 +120,9 @@ def read(path: Path, options: Options) -> Parts:
     )
 
 
-def choose(stats: Record, wanted: str) -> tuple[str, Record]:
+def choose(stats: JsonRecord, wanted: str) -> tuple[str, JsonRecord]:
     """Return the chosen statistics and their key, "arm" or "arm/dataset". Raises :class:`ConvertError`."""
-    known: dict[str, Record] = {}
+    known: dict[str, JsonRecord] = {}
     for arm in stats.content:
         table = stats.part(arm)
         if "observation.state" in table.content or "action" in table.content:
@@ -138,7 +138,7 @@ def choose(stats: Record, wanted: str) -> tuple[str, Record]:
     return key, known[key]
 
 
-def _statistics(part: Record, names: tuple[str, ...], width: int) -> dict[str, tuple[float, ...]]:
+def _statistics(part: JsonRecord, names: tuple[str, ...], width: int) -> dict[str, tuple[float, ...]]:
     """Statistics by name, filled with zeros up to ``width`` as the server fills them."""
     found: dict[str, Any] = {name: np.asarray(part[name], np.float32) for name in names}
     for name, values in found.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options, Setting
+from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions, Setting
 from sinew.families.gr00t import eagle, n17_lerobot, qwen
 from sinew.families.gr00t.files import is_lerobot, model_type
 
@@ -37,7 +37,7 @@ def recognises(path: Path) -> bool:
     return path.is_dir() and (model_type(path) in NAMES or is_lerobot(path))
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     if is_lerobot(path) and n17_lerobot.recognises(path):
         return qwen.assemble(n17_lerobot.LeRobotFiles(path, options))

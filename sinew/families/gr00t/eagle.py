@@ -11,16 +11,16 @@ from pathlib import Path
 from sinew.bundle.schema import PromptRecipe
 from sinew.convert.chat_template import MARK, find_chat_template, render
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.convert.qwen import language_rules, qwen3
-from sinew.convert.read.record import Record
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
 from sinew.core import ConvertError
 from sinew.families.gr00t import n15
 from sinew.families.gr00t.files import (
+    EagleParts,
     NvidiaFiles,
-    Parts,
     head_config,
     model_type,
     processing,
@@ -38,14 +38,14 @@ EAGLE_FILES = ["*.json", "merges.txt", "chat_template*"]
 PIXEL_BOUNDS = 4, 4096  # tokens of an image, of Eagle 3's image processor
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read an N1.5 or N1.6 directory, the weights aside. Raises :class:`ConvertError`."""
     name, flag = n15.assets(path) if model_type(path) != "Gr00tN1d6" else _assets(path)
     eagle_dir = find_model_dir(name, options.vlm, path, flag, EAGLE_FILES)
-    eagle = Record(eagle_dir / "config.json")
-    preprocessor = Record(eagle_dir / "preprocessor_config.json")
+    eagle = JsonRecord(eagle_dir / "config.json")
+    preprocessor = JsonRecord(eagle_dir / "preprocessor_config.json")
     if model_type(path) == "Gr00tN1d6":
-        processor = Record(eagle_dir / "processor_config.json")
+        processor = JsonRecord(eagle_dir / "processor_config.json")
         parts = n16(NvidiaFiles(path, options), eagle, preprocessor, processor)
     else:
         parts = n15.read(path, options, preprocessor)
@@ -53,10 +53,12 @@ def read(path: Path, options: Options) -> Conversion:
 
 
 def _assets(path: Path) -> tuple[str, str]:
-    return str(Record(path / "config.json").get("model_name", "nvidia/Eagle-Block2A-2B-v2")), "--vlm"
+    return str(JsonRecord(path / "config.json").get("model_name", "nvidia/Eagle-Block2A-2B-v2")), "--vlm"
 
 
-def n16(files: NvidiaFiles, eagle: Record, preprocessor: Record, eagle_processor: Record) -> Parts:
+def n16(
+    files: NvidiaFiles, eagle: JsonRecord, preprocessor: JsonRecord, eagle_processor: JsonRecord
+) -> EagleParts:
     """Return the parts of N1.6. Raises :class:`ConvertError`."""
     area = eagle_processor["pixels_per_token"]
     unit = round(area**0.5)
@@ -66,7 +68,7 @@ def n16(files: NvidiaFiles, eagle: Record, preprocessor: Record, eagle_processor
     vision = eagle.part("vision_config")
     if vision.get("use_rope", True):
         raise ConvertError(f"{eagle.path}: vision_config.use_rope: expected false")
-    return Parts(
+    return EagleParts(
         architecture="gr00t_n1_6",
         format=files.format if files.format != NvidiaFiles.format else "gr00t-n1.6",
         head=files.config,
@@ -86,7 +88,9 @@ def n16(files: NvidiaFiles, eagle: Record, preprocessor: Record, eagle_processor
     )
 
 
-def assemble(name: str, options: Options, eagle_dir: Path, eagle: Record, parts: Parts) -> Conversion:
+def assemble(
+    name: str, options: ConvertOptions, eagle_dir: Path, eagle: JsonRecord, parts: EagleParts
+) -> Conversion:
     """Return the conversion of a policy called ``name``. Raises :class:`ConvertError`."""
     vision, text = eagle.part("vision_config"), eagle.part("text_config")
     unshuffle = round(1 / eagle["downsample_ratio"]) if eagle.get("use_pixel_shuffle") else 1
@@ -148,7 +152,7 @@ def assemble(name: str, options: Options, eagle_dir: Path, eagle: Record, parts:
     )
 
 
-def vision_config(vision: Record) -> ViTConfig:
+def vision_config(vision: JsonRecord) -> ViTConfig:
     """Return the sizes of the SigLIP tower; N1.6 names the number of patches, N1.5 the side of the image."""
     patch = vision["patch_size"]
     patches = vision.get("num_patches")
@@ -173,7 +177,12 @@ def connector_rules(upstream: str, unshuffle: int) -> tuple[Rule, ...]:
 
 
 def eagle_prompt(
-    eagle_dir: Path, parts: Parts, tokens: int, tokenizer: TokenizerFiles, vocab_size: int, eagle: Record
+    eagle_dir: Path,
+    parts: EagleParts,
+    tokens: int,
+    tokenizer: TokenizerFiles,
+    vocab_size: int,
+    eagle: JsonRecord,
 ) -> tuple[PromptRecipe, Path]:
     """Return the prompt recipe, each view in its place as upstream's processor writes it, and the template's file."""
     template, template_file = find_chat_template(eagle_dir)

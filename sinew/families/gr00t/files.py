@@ -11,9 +11,9 @@ from typing import Any
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import read_json
-from sinew.convert.read.record import Record
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, KeyMap, PolicySpec
@@ -58,7 +58,7 @@ class Embodiment:
 
 
 @dataclass(frozen=True)
-class Parts:
+class EagleParts:
     """What the layouts of Eagle's versions say, each in its way.
 
     head: what holds the head's sizes; layers: of the language model that are kept; backbone: the pattern before its
@@ -68,7 +68,7 @@ class Parts:
 
     architecture: str
     format: str
-    head: Record
+    head: JsonRecord
     layers: int
     backbone: str
     tensors: dict[str, TensorSource]
@@ -97,15 +97,15 @@ class NvidiaFiles:
     frames: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path, options: Options):
+    def __init__(self, path: Path, options: ConvertOptions):
         self.path, self.options = path, options
-        self.config = Record(path / "config.json")
+        self.config = JsonRecord(path / "config.json")
         processor = path / "processor_config.json"
         if not processor.is_file():
             raise ConvertError(
                 f"{path}: no processor_config.json, which names cameras, state and action keys"
             )
-        self.processor = Record(processor).part("processor_kwargs")
+        self.processor = JsonRecord(processor).part("processor_kwargs")
 
     @cached_property
     def embodiment(self) -> Embodiment:
@@ -123,7 +123,7 @@ class NvidiaFiles:
     @cached_property
     def numbers(self) -> Mapping[str, Any]:
         """The row of each embodiment in the weights that are kept per embodiment."""
-        return Record(self.path / "embodiment_id.json").content
+        return JsonRecord(self.path / "embodiment_id.json").content
 
     @cached_property
     def _statistics(self) -> Mapping[str, Any]:
@@ -132,7 +132,7 @@ class NvidiaFiles:
             raise ConvertError(
                 f"{self.path}: no statistics.json; without it states and actions have no units"
             )
-        return Record(file).content
+        return JsonRecord(file).content
 
     @cached_property
     def modalities(self) -> Modalities:
@@ -199,7 +199,7 @@ def choose(asked: str, known: Sequence[str], numbers: Mapping[str, Any], where: 
     return Embodiment(tag, number)
 
 
-def head_config(config: Record, masks: bool) -> HeadConfig:
+def head_config(config: JsonRecord, masks: bool) -> HeadConfig:
     """Return the action head of ``config`` (config.json, or its action_head_cfg in N1.5).
 
     masks: whether blocks that read the features take turns at text and images.
@@ -242,7 +242,7 @@ def processing(
     image: ImageRecipe,
     prompt: PromptRecipe,
     vectors: Vectors,
-    config: Record,
+    config: JsonRecord,
 ) -> Processing:
     """Return the processing of a policy whose vectors are normalised part by part."""
     return Processing(
@@ -264,8 +264,8 @@ def specification(
     name: str,
     cameras: Sequence[CameraSpec],
     vectors: Vectors,
-    config: Record,
-    options: Options,
+    config: JsonRecord,
+    options: ConvertOptions,
     prompt: PromptRecipe,
     language: str,
     tag: str,

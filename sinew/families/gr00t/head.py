@@ -50,7 +50,7 @@ class HeadConfig:
         check_sizes(self)
 
 
-class Context(NamedTuple):
+class HeadContext(NamedTuple):
     """The part of one observation that the head reads.
 
     prefix: tokens before the actions, [B, state and future tokens, D]. keys, values: of every block that reads
@@ -110,12 +110,12 @@ class Head(nn.Module):
             x = layer(x, mask)
         return x
 
-    def context(self, features: Tensor, is_image: Tensor, valid: Tensor, state: Tensor) -> Context:
+    def context(self, features: Tensor, is_image: Tensor, valid: Tensor, state: Tensor) -> HeadContext:
         """features: [B, L, C]; is_image, valid: bool [B, L]; state: [B, S], normalised and padded."""
         keys, values = zip(*self.dit.context(self.refine(features, valid)), strict=True)
         split = self.config.text_every > 0
         text, image = (valid & ~is_image, valid & is_image) if split else (valid, valid)
-        return Context(self.prefix(state), keys, values, text[:, None], image[:, None])
+        return HeadContext(self.prefix(state), keys, values, text[:, None], image[:, None])
 
     def prefix(self, state: Tensor) -> Tensor:
         """Return the tokens before the actions, [B, state and future tokens, D]. state: [B, S]."""
@@ -131,7 +131,7 @@ class Head(nn.Module):
         modulations = self.dit.modulations(bucket).flatten(1)
         return torch.cat([time, modulations.float()], dim=-1)
 
-    def velocity(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+    def velocity(self, x: Tensor, time_embedding: Tensor, context: HeadContext) -> Tensor:
         """x: [B, H, A]; time_embedding: :meth:`embed_time`'s -> float32 [B, H, A]."""
         config, (B, H, _) = self.config, x.shape
         time, modulations = time_embedding.split(

@@ -10,8 +10,8 @@ import re
 from dataclasses import replace
 
 from sinew.bundle.image_recipe import ImageRecipe
-from sinew.convert.options import Options
-from sinew.convert.read.record import Record
+from sinew.convert.options import ConvertOptions
+from sinew.convert.read.record import JsonRecord
 from sinew.core import ConvertError
 from sinew.families.gr00t.files import NvidiaFiles
 from sinew.steps.image.base import ImageStep
@@ -23,7 +23,9 @@ from sinew.steps.image.square import Square
 DEFAULT_EDGE, DEFAULT_CROP = 256, 0.95  # of the processors' signatures, where the key is absent
 
 
-def image_recipe(files: NvidiaFiles, vision: Record, grid: ImageStep) -> tuple[ImageRecipe, tuple[int, int]]:
+def image_recipe(
+    files: NvidiaFiles, vision: JsonRecord, grid: ImageStep
+) -> tuple[ImageRecipe, tuple[int, int]]:
     """Return the recipe of N1.6 and N1.7, and height and width of the frames that it is made for.
 
     vision: the image processor's preprocessor_config.json; grid: its own resize, behind the geometric steps. Raises
@@ -71,7 +73,7 @@ def _decide(frames: tuple[int, int] | None, squared: bool | None, edge: int) -> 
 
 
 def _without_albumentations(
-    processor: Record, edge: int, fraction: float, squared: bool | None, transforms: str
+    processor: JsonRecord, edge: int, fraction: float, squared: bool | None, transforms: str
 ) -> tuple[ImageStep, ...]:
     target, crop = processor.get("image_target_size"), processor.get("image_crop_size")
     if transforms == "lerobot":
@@ -94,7 +96,7 @@ def _without_albumentations(
 
 
 def with_grid(
-    steps: tuple[ImageStep, ...], frames: tuple[int, int], grid: ImageStep, vision: Record
+    steps: tuple[ImageStep, ...], frames: tuple[int, int], grid: ImageStep, vision: JsonRecord
 ) -> ImageRecipe:
     """Return the recipe of ``steps`` followed by the image processor's own resize and normalisation."""
     mean, std = tuple(vision["image_mean"]), tuple(vision["image_std"])
@@ -103,7 +105,7 @@ def with_grid(
     return replace(recipe, height=height, width=width)
 
 
-def frame_size(options: Options) -> tuple[int, int] | None:
+def frame_size(options: ConvertOptions) -> tuple[int, int] | None:
     """Return height and width of ``--set frames=HEIGHTxWIDTH``."""
     text = options.setting("frames", None)
     if text is None:

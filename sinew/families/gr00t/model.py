@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from sinew.families.gr00t.head import Context, Head, HeadConfig
+from sinew.families.gr00t.head import Head, HeadConfig, HeadContext
 from sinew.layers.attention import block_mask
 from sinew.layers.connector import UnshuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig
@@ -87,7 +87,7 @@ class Gr00t(Model):
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Context:
+    ) -> HeadContext:
         """Return the context; arguments as in ``Model.read``. ``tokens`` hold a placeholder per image token."""
         is_image, valid = self.seen(image_tokens, camera_mask, tokens, token_mask)
         return self.head.context(self.features(image_tokens, is_image, tokens, valid), is_image, valid, state)
@@ -140,7 +140,7 @@ class Gr00t(Model):
         """Return :meth:`Head.embed_time` of the time's bucket, cut in double precision as the reference cuts it."""
         return self.head.embed_time((t * self.config.head.buckets).long())
 
-    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+    def act(self, x: Tensor, time_embedding: Tensor, context: HeadContext) -> Tensor:
         return self.head.velocity(x, time_embedding, context)
 
 

@@ -12,14 +12,14 @@ from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema
-from sinew.convert.lerobot.steps import DEVICE, POST, PRE, Step
-from sinew.convert.options import Options
-from sinew.convert.read.record import Record
+from sinew.convert.lerobot.steps import DEVICE, POST, PRE, ProcessorStep
+from sinew.convert.options import ConvertOptions
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.tensors import read_array
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError
-from sinew.families.gr00t.files import Embodiment, Parts, choose, is_lerobot, model_type, nvidia_weights
+from sinew.families.gr00t.files import EagleParts, Embodiment, choose, is_lerobot, model_type, nvidia_weights
 from sinew.families.gr00t.images import frame_size
 from sinew.families.gr00t.vectors import Vectors, min_max, named
 from sinew.steps.image.crop import Crop
@@ -32,7 +32,7 @@ TAGS = {
     "gr1": 24,
 }  # gr00t/data/embodiment_tags.py
 PACK, UNPACK = "groot_pack_inputs_v3", "groot_action_unpack_unnormalize_v1"
-PACKED = Step(
+PACKED = ProcessorStep(
     {
         "state_horizon": (1,),
         "normalize_min_max": (True,),
@@ -84,11 +84,11 @@ SCHEMA = Schema(
     ),
     steps={
         PACK: PACKED,
-        "groot_eagle_encode_v3": Step({"tokenizer_assets_repo": None}),
-        "groot_eagle_collate_v3": Step({"tokenizer_assets_repo": None}),
+        "groot_eagle_encode_v3": ProcessorStep({"tokenizer_assets_repo": None}),
+        "groot_eagle_collate_v3": ProcessorStep({"tokenizer_assets_repo": None}),
     },
     after={
-        UNPACK: Step({"env_action_dim": None, "normalize_min_max": (True,)}, required=True),
+        UNPACK: ProcessorStep({"env_action_dim": None, "normalize_min_max": (True,)}, required=True),
         "device_processor": DEVICE,
     },
 )
@@ -100,12 +100,12 @@ TASK = "annotation.human.task_description"
 
 def assets(path: Path) -> tuple[str, str]:
     """Return the name of the repository with Eagle's files and the flag that gives it."""
-    return str(Record(path / "config.json").get("tokenizer_assets_repo", LEROBOT_ASSETS)), "--vlm"
+    return str(JsonRecord(path / "config.json").get("tokenizer_assets_repo", LEROBOT_ASSETS)), "--vlm"
 
 
-def read(path: Path, options: Options, preprocessor: Record) -> Parts:
+def read(path: Path, options: ConvertOptions, preprocessor: JsonRecord) -> EagleParts:
     """Return the parts of an N1.5 directory in either layout. Raises :class:`ConvertError`."""
-    config = Record(path / "config.json")
+    config = JsonRecord(path / "config.json")
     if is_lerobot(path):
         base_name = str(config.get("base_model_path", "nvidia/GR00T-N1.5-3B"))
         base = find_model_dir(base_name, options.base, path, "--base", ["config.json"])
@@ -114,7 +114,7 @@ def read(path: Path, options: Options, preprocessor: Record) -> Parts:
                 f"{base / 'config.json'}: expected the base of a GR00T N1.5 fine-tune (gr00t_n1_5), got"
                 f" {model_type(base)!r}"
             )
-        widths, found = Record(base / "config.json"), _lerobot(path, options)
+        widths, found = JsonRecord(base / "config.json"), _lerobot(path, options)
     else:
         widths, found = config, _nvidia(path, options)
     backbone = widths.part("backbone_cfg")
@@ -135,17 +135,17 @@ def read(path: Path, options: Options, preprocessor: Record) -> Parts:
 
 def parts(
     form: str,
-    head: Record,
+    head: JsonRecord,
     layers: int,
     tensors: dict[str, TensorSource],
     files: list[Path],
     found: Found,
     image: ImageRecipe,
     lerobot: bool,
-) -> Parts:
+) -> EagleParts:
     """Return the parts of N1.5, for which ``found`` says what the robot's files say."""
     embodiment, cameras, vectors, _, notes = found
-    return Parts(
+    return EagleParts(
         architecture="gr00t_n1_5",
         format=form,
         head=head,
@@ -166,7 +166,7 @@ def parts(
     )
 
 
-def image_recipe(preprocessor: Record, crop: bool) -> ImageRecipe:
+def image_recipe(preprocessor: JsonRecord, crop: bool) -> ImageRecipe:
     """Return the recipe of frames; crop: NVIDIA's, to 95 % of a frame first."""
     height, width = (preprocessor.part("size")[side] for side in ("height", "width"))
     resize = Resize(height=height, width=width, method="bicubic")
@@ -177,15 +177,15 @@ def image_recipe(preprocessor: Record, crop: bool) -> ImageRecipe:
     return ImageRecipe(height, width, steps=steps, mean=mean, std=std)
 
 
-def _nvidia(path: Path, options: Options) -> Found:
+def _nvidia(path: Path, options: ConvertOptions) -> Found:
     file = path / "experiment_cfg" / "metadata.json"
     if not file.is_file():
         raise ConvertError(f"{path}: no experiment_cfg/metadata.json, which holds statistics and cameras")
-    horizon = Record(path / "config.json").part("action_head_cfg")["action_horizon"]
-    return robot(Record(file), horizon, options)
+    horizon = JsonRecord(path / "config.json").part("action_head_cfg")["action_horizon"]
+    return robot(JsonRecord(file), horizon, options)
 
 
-def robot(metadata: Record, horizon: int, options: Options) -> Found:
+def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> Found:
     """Return what NVIDIA's metadata.json says of the chosen robot. Raises :class:`ConvertError`."""
     file = metadata.path
     numbers: dict[str, Any] = dict(TAGS)
@@ -213,7 +213,7 @@ def robot(metadata: Record, horizon: int, options: Options) -> Found:
     return embodiment, specs, vectors_of(state, action, horizon), [file], notes
 
 
-def _parts(keys: Record, statistics: Record, clip: bool) -> tuple[VectorPart, ...]:
+def _parts(keys: JsonRecord, statistics: JsonRecord, clip: bool) -> tuple[VectorPart, ...]:
     parts = []
     for key in keys.content:
         found = statistics.part(key)
@@ -222,7 +222,7 @@ def _parts(keys: Record, statistics: Record, clip: bool) -> tuple[VectorPart, ..
     return tuple(parts)
 
 
-def _lerobot(path: Path, options: Options) -> Found:
+def _lerobot(path: Path, options: ConvertOptions) -> Found:
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     pack, unpack = checkpoint.pipelines.step(PRE, PACK), checkpoint.pipelines.step(POST, UNPACK)
     if pack is None or unpack is None:

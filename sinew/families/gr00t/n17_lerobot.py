@@ -18,9 +18,9 @@ import numpy as np
 
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema
-from sinew.convert.lerobot.steps import DEVICE, POST, POSTPROCESSOR, PRE, RELATIVE, Step
-from sinew.convert.options import Options
-from sinew.convert.read.record import Record
+from sinew.convert.lerobot.steps import DEVICE, POST, POSTPROCESSOR, PRE, RELATIVE, ProcessorStep
+from sinew.convert.options import ConvertOptions
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.gr00t import n15
@@ -32,7 +32,7 @@ from sinew.steps.vector.threshold import Threshold
 PACK, ENCODE = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1"
 DECODE, UNPACK = "groot_n1_7_action_decode_v1", "groot_action_unpack_unnormalize_v2"
 SWITCH = (True, False)
-PACKED = Step(
+PACKED = ProcessorStep(
     {
         "state_horizon": (1,),
         "video_horizon": (None, 1),
@@ -45,7 +45,7 @@ PACKED = Step(
     },
     required=True,
 )
-ENCODED = Step(
+ENCODED = ProcessorStep(
     {
         **dict.fromkeys(("use_albumentations", "letter_box_transform"), SWITCH),
         **dict.fromkeys(("model_name", "image_crop_size", "image_target_size", "shortest_image_edge")),
@@ -69,7 +69,7 @@ SCHEMA = Schema(
     ),
     steps={"relative_actions_processor": RELATIVE, PACK: PACKED, ENCODE: ENCODED},
     after={
-        DECODE: Step(
+        DECODE: ProcessorStep(
             {
                 **dict.fromkeys(("use_percentiles", "use_relative_action"), SWITCH),
                 **dict.fromkeys(
@@ -77,7 +77,7 @@ SCHEMA = Schema(
                 ),
             }
         ),
-        UNPACK: Step(
+        UNPACK: ProcessorStep(
             {
                 "env_action_dim": None,
                 "normalize_min_max": (True,),
@@ -105,7 +105,7 @@ LIBERO, GRIPPER = "libero", Threshold((), offset=0.5, below=1.0, above=-1.0)
 def recognises(path: Path) -> bool:
     """Return True where a LeRobot folder's preprocessor is N1.7's."""
     file = path / f"{PRE}.json"
-    steps = Record(file).get("steps") if file.is_file() else None
+    steps = JsonRecord(file).get("steps") if file.is_file() else None
     names = [step.get("registry_name") for step in steps or () if isinstance(step, dict)]
     return any(str(name).startswith("groot_n1_7") for name in names)
 
@@ -116,7 +116,7 @@ class LeRobotFiles(NvidiaFiles):
     format = "gr00t-n1.7-lerobot"
     transforms = "lerobot"
 
-    def __init__(self, path: Path, options: Options):
+    def __init__(self, path: Path, options: ConvertOptions):
         self.path, self.options = path, options
         for name in ("frames", "transforms", "embodiment_id"):
             if name in options.settings:
@@ -138,10 +138,10 @@ class LeRobotFiles(NvidiaFiles):
             raise ConvertError(
                 f"{self._base / 'config.json'}: expected the base of a GR00T N1.7 fine-tune (Gr00tN1d7), got {found!r}"
             )
-        base = Record(self._base / "config.json")
+        base = JsonRecord(self._base / "config.json")
         steps = self.checkpoint["num_inference_timesteps"]
         own = {} if steps is None else {"num_inference_timesteps": steps}
-        self.config = Record(base.path, {**base.content, **own})
+        self.config = JsonRecord(base.path, {**base.content, **own})
         settings = {
             "formalize_language": self.pack.get("formalize_language", True),
             "clip_outliers": self.pack.get("clip_outliers", True),
@@ -149,7 +149,7 @@ class LeRobotFiles(NvidiaFiles):
             "use_relative_action": self.decode.get("use_relative_action", False),
         }
         encode = pipelines.config(PRE, ENCODE)
-        self.processor = Record(path / f"{PRE}.json", {**GEOMETRY, **encode, **settings})
+        self.processor = JsonRecord(path / f"{PRE}.json", {**GEOMETRY, **encode, **settings})
         self._views = dict(zip(self.checkpoint.slots, self.checkpoint.cameras, strict=True))
 
     @cached_property
@@ -220,7 +220,7 @@ class LeRobotFiles(NvidiaFiles):
             }
             statistics = {"state": {"state": {"min": low, "max": high}}, "action": {"actions": bounds}}
             return Modalities(record, statistics, tag, where)
-        decode = Record(where, self.decode)
+        decode = JsonRecord(where, self.decode)
         raw = Modalities(decode.part("modality_config").content, decode.part("raw_stats").content, tag, where)
         names = ("q01", "q99") if self.decode.get("use_percentiles") else ("min", "max")
         state, start = {}, 0

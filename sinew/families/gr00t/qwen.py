@@ -7,9 +7,9 @@ from typing import Literal
 
 from sinew.convert.chat_template import MARK, find_chat_template, render
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.convert.qwen import language_rules, qwen3
-from sinew.convert.read.record import Record
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import apply
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
 from sinew.core import ConvertError
@@ -34,7 +34,7 @@ VISION_EPS = 1e-6  # fixed in Qwen3-VL's code
 DEFAULT_TASK = "Perform the task."  # LeRobot's, for an empty instruction
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read an N1.7 directory, the weights aside. Raises :class:`ConvertError`."""
     return assemble(NvidiaFiles(path, options))
 
@@ -44,7 +44,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
     path, options = files.path, files.options
     config, processor = files.config, files.processor
     vlm_dir = find_model_dir(str(config["model_name"]), options.vlm, path, "--vlm", VLM_FILES)
-    vlm = Record(vlm_dir / "config.json")
+    vlm = JsonRecord(vlm_dir / "config.json")
     text, vision = vlm.part("text_config"), vlm.part("vision_config")
     if config.get("state_history_length", 1) != 1:
         raise ConvertError(
@@ -52,7 +52,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
         )
     tower = vision_config(vision)
 
-    preprocessor = Record(vlm_dir / "preprocessor_config.json")
+    preprocessor = JsonRecord(vlm_dir / "preprocessor_config.json")
     unit = tower.patch_size * tower.merge
     grid = grid_step(preprocessor, unit, "bicubic")
     image, frames = image_recipe(files, preprocessor, grid)
@@ -116,7 +116,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
     )
 
 
-def model_config(config: Record, vlm: Record, rows: int, cols: int) -> Gr00tQwenConfig:
+def model_config(config: JsonRecord, vlm: JsonRecord, rows: int, cols: int) -> Gr00tQwenConfig:
     """Return the model of a checkpoint's config.json and its language model's, for views of rows x cols tokens."""
     text = vlm.part("text_config")
     language = qwen3(text, config["select_layer"], config["backbone_embedding_dim"])
@@ -135,7 +135,7 @@ def model_config(config: Record, vlm: Record, rows: int, cols: int) -> Gr00tQwen
     )
 
 
-def position_sections(text: Record) -> tuple[int, int, int]:
+def position_sections(text: JsonRecord) -> tuple[int, int, int]:
     """Return how many rotary frequencies of a Qwen3-VL turn with time, row and column."""
     sections = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
     time, row, column = sections.get("mrope_section") or (0, 0, 0)
@@ -144,7 +144,7 @@ def position_sections(text: Record) -> tuple[int, int, int]:
     return time, row, column
 
 
-def grid_step(preprocessor: Record, unit: int, method: Literal["bicubic", "bicubic_float"]) -> Grid:
+def grid_step(preprocessor: JsonRecord, unit: int, method: Literal["bicubic", "bicubic_float"]) -> Grid:
     """Return the image processor's own resize, to multiples of ``unit`` pixels."""
     size = preprocessor.get("size", {})
     smallest = size.get("shortest_edge", preprocessor.get("min_pixels"))
@@ -154,7 +154,7 @@ def grid_step(preprocessor: Record, unit: int, method: Literal["bicubic", "bicub
     return Grid(unit=unit, min_pixels=smallest, max_pixels=largest, method=method)
 
 
-def vision_config(vision: Record) -> QwenViTConfig:
+def vision_config(vision: JsonRecord) -> QwenViTConfig:
     """Return the sizes of Qwen3-VL's tower."""
     if vision["hidden_act"] != "gelu_pytorch_tanh":
         raise ConvertError(f"{vision.path}: vision_config.hidden_act: expected gelu_pytorch_tanh")

@@ -18,7 +18,7 @@ from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.options import Options, Setting
+from sinew.convert.options import ConvertOptions, Setting
 from sinew.convert.read.files import read_json
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
@@ -34,7 +34,7 @@ from sinew.families.openvla.prismatic import (
     ROBOTS,
     STATE,
     PrismaticCheckpoint,
-    Robot,
+    RobotFacts,
     towers,
 )
 from sinew.layers.decoder import DecoderConfig
@@ -103,7 +103,7 @@ def recognises(path: Path) -> bool:
     return config.get("model_type") == "openvla" and isinstance(text, dict) and text.get("model_type") in TEXT
 
 
-class Head(NamedTuple):
+class HeadPart(NamedTuple):
     """What a family's own part contributes."""
 
     architecture: str
@@ -113,7 +113,7 @@ class Head(NamedTuple):
     prompt: tuple[PromptStep, ...]
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     return assemble(PrismaticCheckpoint(path, options))
 
@@ -211,7 +211,7 @@ def decoding_notes(action: bool, state: bool, parallel: bool) -> tuple[str, ...]
     return (f"no action head: OFT's action tokens, a chunk at once{read if state else ''}",)
 
 
-def notes(checkpoint: PrismaticCheckpoint, robot: Robot) -> tuple[str, ...]:
+def notes(checkpoint: PrismaticCheckpoint, robot: RobotFacts) -> tuple[str, ...]:
     """What no file says and was inferred or given."""
     return (
         f"statistics {checkpoint.statistics[0]!r} ({robot.mode})",
@@ -235,7 +235,9 @@ def sizes(
         ) from None
 
 
-def robot_of(path: Path, options: Options, action_dim: int, state_dim: int, chunked: bool) -> Robot:
+def robot_of(
+    path: Path, options: ConvertOptions, action_dim: int, state_dim: int, chunked: bool
+) -> RobotFacts:
     if chunked:
         robot = ROBOTS.get((action_dim, state_dim))
         if robot is None and not all(options.setting(name, None) for name in ("chunk", "statistics")):
@@ -243,9 +245,9 @@ def robot_of(path: Path, options: Options, action_dim: int, state_dim: int, chun
                 f"{path}: actions of {action_dim} and states of {state_dim} numbers belong to no robot known here;"
                 " give --set chunk=N, --set statistics=bounds_q99 (or bounds) and --cameras"
             )
-        robot = robot or Robot(1, "bounds_q99", ("full_image",))
+        robot = robot or RobotFacts(1, "bounds_q99", ("full_image",))
     else:
-        robot = Robot(1, "bounds_q99", ("full_image",))
+        robot = RobotFacts(1, "bounds_q99", ("full_image",))
     return replace(
         robot,
         chunk=options.setting("chunk", robot.chunk),
@@ -288,18 +290,20 @@ def openvla_prompt(tokenizer: TokenizerFiles) -> tuple[PromptStep, ...]:
 
 def oft_head(
     checkpoint: PrismaticCheckpoint, tokenizer: TokenizerFiles, shared: dict[str, Any], tokens: bool
-) -> Head:
+) -> HeadPart:
     stop = tokenizer.token_id("</s>")
     if tokens:
         config = OFTConfig(**shared, stop_token=stop, **action_tokens(checkpoint, shared))
-        return Head("openvla_oft", config, [LM_HEAD], (), openvla_prompt(tokenizer))
+        return HeadPart("openvla_oft", config, [LM_HEAD], (), openvla_prompt(tokenizer))
     config = OFTConfig(**shared, stop_token=stop)
-    return Head("openvla_oft", config, [], ("language_model.lm_head.",), openvla_prompt(tokenizer))
+    return HeadPart("openvla_oft", config, [], ("language_model.lm_head.",), openvla_prompt(tokenizer))
 
 
-def token_head(checkpoint: PrismaticCheckpoint, tokenizer: TokenizerFiles, shared: dict[str, Any]) -> Head:
+def token_head(
+    checkpoint: PrismaticCheckpoint, tokenizer: TokenizerFiles, shared: dict[str, Any]
+) -> HeadPart:
     config = OpenVLAConfig(**shared, **action_tokens(checkpoint, shared))
-    return Head("openvla", config, [LM_HEAD], (), openvla_prompt(tokenizer))
+    return HeadPart("openvla", config, [LM_HEAD], (), openvla_prompt(tokenizer))
 
 
 def action_tokens(checkpoint: PrismaticCheckpoint, shared: dict[str, Any]) -> dict[str, Any]:
@@ -312,7 +316,7 @@ def action_tokens(checkpoint: PrismaticCheckpoint, shared: dict[str, Any]) -> di
 
 def adapter_head(
     checkpoint: PrismaticCheckpoint, action: dict[str, TensorSource], shared: dict[str, Any]
-) -> Head:
+) -> HeadPart:
     if shared["max_state_dim"] == 0:
         raise ConvertError(
             f"{checkpoint.path}: no proprio_projector--*.pt; VLA-Adapter's head reads the state"
@@ -334,10 +338,10 @@ def adapter_head(
         ),
         Rule(BLOCK + r"film_gen\..*", (r"film_gen.\g<0>",)),
     ]
-    return Head("vla_adapter", config, rules, ("film_gen.", "language_model.lm_head."), sentence(CHAT))
+    return HeadPart("vla_adapter", config, rules, ("film_gen.", "language_model.lm_head."), sentence(CHAT))
 
 
-def spec(checkpoint: PrismaticCheckpoint, head: Head, robot: Robot) -> PolicySpec:
+def spec(checkpoint: PrismaticCheckpoint, head: HeadPart, robot: RobotFacts) -> PolicySpec:
     return PolicySpec(
         architecture=head.architecture,
         name=checkpoint.name,
@@ -356,7 +360,7 @@ def spec(checkpoint: PrismaticCheckpoint, head: Head, robot: Robot) -> PolicySpe
 
 
 def processing(
-    checkpoint: PrismaticCheckpoint, head: Head, robot: Robot, pad: int, image: ImageRecipe
+    checkpoint: PrismaticCheckpoint, head: HeadPart, robot: RobotFacts, pad: int, image: ImageRecipe
 ) -> Processing:
     action_dim, state_dim = head.config.max_action_dim, head.config.max_state_dim
     # OpenVLA's own 1e-8 is missing in its first version.
@@ -398,7 +402,7 @@ def image_recipe(checkpoint: PrismaticCheckpoint) -> ImageRecipe:
     return ImageRecipe(height, width, mean=mean, std=std, steps=steps)
 
 
-def image_steps(height: int, width: int, options: Options) -> tuple[ImageStep, ...]:
+def image_steps(height: int, width: int, options: ConvertOptions) -> tuple[ImageStep, ...]:
     steps: tuple[ImageStep, ...] = (
         Jpeg(other_sizes=True),
         Resize(height, width, method="lanczos3", other_sizes=True),

@@ -228,7 +228,7 @@ class OpenVLAOFT(PrismaticVLM):
         return self.lm_head(states).argmax(dim=-1)
 
 
-class Continuation(NamedTuple):
+class TokenContinuation(NamedTuple):
     """The prompt as the next tokens read it."""
 
     kv: tuple[KeyValue, ...]  # of each layer, [B, P, Hkv, D]
@@ -247,20 +247,20 @@ class OpenVLA(PrismaticVLM):
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Continuation:
+    ) -> TokenContinuation:
         x, valid = self.sequence(image_tokens, camera_mask, tokens, token_mask)
         positions = valid.long().cumsum(dim=1) - 1
         h, kv = self.language(x, positions, block_mask(valid, torch.ones_like(valid)))
-        return Continuation(tuple(kv), valid, valid.sum(dim=1), last_row(h, token_mask, 0))
+        return TokenContinuation(tuple(kv), valid, valid.sum(dim=1), last_row(h, token_mask, 0))
 
     @property
     def chooses_tokens(self) -> bool:
         return True
 
-    def regress(self, context: Continuation) -> Tensor:
+    def regress(self, context: TokenContinuation) -> Tensor:
         return bin_centres(self.generate(context), self.config).unflatten(1, (self.config.chunk_size, -1))
 
-    def generate(self, context: Continuation) -> Tensor:
+    def generate(self, context: TokenContinuation) -> Tensor:
         """Return the likeliest token of each dimension of the action, in turn: int64 [B, H * A]."""
         config, decoder = self.config.language, self.language
         layers: Sequence[DecoderLayer] = decoder.layers  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from typing import Any
 
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.bundle.writer import TensorSource
-from sinew.convert.options import Options
+from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.read.torch_zip import read_torch
@@ -31,7 +31,7 @@ TOWERS = ("vision_backbone.featurizer.", "vision_backbone.fused_featurizer.")
 
 
 @dataclass(frozen=True)
-class Robot:
+class RobotFacts:
     """What upstream fixes for a robot outside of its files: chunk, statistics, cameras, and the size of its frames."""
 
     chunk: int
@@ -40,9 +40,9 @@ class Robot:
 
 
 ROBOTS = {  # (numbers in an action, numbers in the state) -> prismatic/vla/constants.py
-    (7, 8): Robot(8, "bounds_q99", ("full_image", "wrist_image")),  # LIBERO
-    (14, 14): Robot(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),  # ALOHA
-    (7, 7): Robot(5, "bounds_q99", ("full_image",)),  # Bridge
+    (7, 8): RobotFacts(8, "bounds_q99", ("full_image", "wrist_image")),  # LIBERO
+    (14, 14): RobotFacts(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),  # ALOHA
+    (7, 7): RobotFacts(5, "bounds_q99", ("full_image",)),  # Bridge
 }
 
 
@@ -55,7 +55,7 @@ class PrismaticCheckpoint:
     format = "openvla"
     spare_blocks = 1
 
-    def __init__(self, path: Path, options: Options):
+    def __init__(self, path: Path, options: ConvertOptions):
         self.path, self.options = path, options
         for pattern, what in (
             ("vision_backbone--*.pt", "FiLM layers in the towers"),

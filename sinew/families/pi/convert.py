@@ -14,10 +14,10 @@ from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
-from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, Step
-from sinew.convert.lm_head import LM_HEAD_SETTING, Head, lm_head
+from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, ProcessorStep
+from sinew.convert.lm_head import LM_HEAD_SETTING, LMHead, lm_head
 from sinew.convert.names import rename
-from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
+from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
 from sinew.core import ConvertError, PolicySpec
@@ -84,7 +84,7 @@ PI0 = Schema(
     fixed={"n_obs_steps": 1},
     unread=UNREAD,
     steps={
-        "pi0_new_line_processor": Step({}, required=True),
+        "pi0_new_line_processor": ProcessorStep({}, required=True),
         "tokenizer_processor": TOKENIZER,
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
@@ -107,7 +107,7 @@ PI05 = Schema(
     steps={
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
-        "pi05_prepare_state_tokenizer_processor_step": Step(
+        "pi05_prepare_state_tokenizer_processor_step": ProcessorStep(
             {"max_state_dim": None, "task_key": ("task",), "include_state_in_prompt": (True,)}, required=True
         ),
         "tokenizer_processor": TOKENIZER,
@@ -174,7 +174,7 @@ def recognises(path: Path) -> bool:
     return config_type(path) in NAMES
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     record = read_json(path / "config.json")
     architecture = str(record.get("type"))
@@ -224,12 +224,14 @@ def read(path: Path, options: Options) -> Conversion:
     )
 
 
-def paligemma_head(options: Options, weights: dict[str, TensorSource], tokenizer: TokenizerFiles) -> Head:
+def paligemma_head(
+    options: ConvertOptions, weights: dict[str, TensorSource], tokenizer: TokenizerFiles
+) -> LMHead:
     """Return PaliGemma's head, which upstream ties to its token table."""
     return lm_head(options, weights, HEAD, EMBEDDING, tokenizer, "<eos>", DEAD, tied=True)
 
 
-def with_end(found: Processing, head: Head) -> Processing:
+def with_end(found: Processing, head: LMHead) -> Processing:
     """Return the recipe with the token that ends a text."""
     return replace(found, prompt=replace(found.prompt, eos_token_id=head.end))
 

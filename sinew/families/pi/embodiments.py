@@ -17,7 +17,7 @@ BASE, LEFT, RIGHT = "base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb"
 
 
 @dataclass(frozen=True)
-class Embodiment:
+class PiEmbodiment:
     """``relative``: action dimensions that a policy trained on relative actions gives relative to the state."""
 
     name: str
@@ -39,7 +39,7 @@ def _joints(side: str) -> tuple[str, ...]:
 # the scale of its joint; the model was trained on the servo's angle on the scale [0.5476, 1.6296] rad.
 _ALOHA_FLIPPED, _ALOHA_GRIPPERS = (1, 2, 8, 9), (6, 13)
 _FLIP = Affine(_ALOHA_FLIPPED, scale=-1.0)
-ALOHA = Embodiment(
+ALOHA = PiEmbodiment(
     name="aloha",
     cameras=(BASE, LEFT, RIGHT),
     state=VectorSpec(14, _joints("left") + _joints("right"), (("rad",) * 6 + ("normalized",)) * 2),
@@ -67,7 +67,7 @@ ALOHA = Embodiment(
         ),
     ),
 )
-DROID = Embodiment(
+DROID = PiEmbodiment(
     name="droid",
     cameras=(BASE, LEFT),
     state=VectorSpec(8, (*(f"joint_{i}" for i in range(1, 8)), "gripper"), ("rad",) * 7 + ("normalized",)),
@@ -79,7 +79,7 @@ DROID = Embodiment(
     ),
     relative=tuple(range(7)),
 )
-LIBERO = Embodiment(
+LIBERO = PiEmbodiment(
     name="libero",
     cameras=(BASE, LEFT),
     state=VectorSpec(
@@ -104,7 +104,7 @@ class OpenPIConfig:
     relative_actions: the model's actions are relative to the state. state_in_prompt: pi0.5's default.
     """
 
-    embodiment: Embodiment
+    embodiment: PiEmbodiment
     pi05: bool
     chunk_size: int = 50
     relative_actions: bool = False

@@ -66,7 +66,7 @@ class StoredSlice:
         yield np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
-class Store:
+class OrbaxStore:
     """The arrays of a ``params`` directory by their names, joined with dots."""
 
     def __init__(self, path: Path):
@@ -122,11 +122,11 @@ class Store:
 
 def read_params(path: Path, architecture: str) -> dict[str, TensorSource]:
     """All tensors of a pi0 or pi0.5 ``params`` directory under openpi's PyTorch names."""
-    store = Store(path)
+    store = OrbaxStore(path)
     return {entry[0]: store.source(entry) for entry in _entries(store, architecture == "pi05")}
 
 
-def _entries(store: Store, adaptive: bool) -> Iterator[Entry]:
+def _entries(store: OrbaxStore, adaptive: bool) -> Iterator[Entry]:
     yield from _vision(store.array("PaliGemma.img.Transformer.encoderblock.LayerNorm_0.scale").shape[0])
     depth = store.array("PaliGemma.llm.layers.attn.q_einsum.w").shape[0]
     yield f"{LANGUAGE}.embed_tokens.weight", "PaliGemma.llm.embedder.input_embedding", (), same

@@ -31,7 +31,7 @@ from sinew.layers.norm import AdaRMSNorm, Modulation
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import sinusoidal_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.expert import Context, ExpertModel, FlowConfig, LMHead, Prefix
+from sinew.models.expert import ExpertContext, ExpertModel, FlowConfig, LMHead, Prefix
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PI0Config(FlowConfig):
             raise ValueError(f"language model and expert must have the same {', '.join(shared)}")
 
 
-class Expert(nn.Module):
+class PiExpert(nn.Module):
     layers: Sequence[Any]  # DecoderLayer or AdaptiveDecoderLayer
 
     def __init__(self, config: DecoderConfig, adaptive: bool):
@@ -81,7 +81,7 @@ class PI0(ExpertModel):
         self.language = Decoder(config.language, config.vocab_size)
         if config.lm_head == "own":
             self.lm_head = Linear(config.language.hidden_size, config.vocab_size, bias=False)
-        self.expert = Expert(config.expert, self.adaptive)
+        self.expert = PiExpert(config.expert, self.adaptive)
         self.action_in_proj = Linear(config.max_action_dim, width)
         self.action_out_proj = Linear(width, config.max_action_dim)
         self.add_time_modules(width)
@@ -129,7 +129,7 @@ class PI0(ExpertModel):
         width = self.config.expert.hidden_size
         return sinusoidal_embedding(t, width, self.config.min_period, self.config.max_period)
 
-    def context(self, prefix: Prefix) -> Context:
+    def context(self, prefix: Prefix) -> ExpertContext:
         config, H = self.config.expert, self.config.chunk_size
         B, device = prefix.valid.shape[0], prefix.valid.device
         S = H if prefix.state is None else 1 + H
@@ -142,13 +142,13 @@ class PI0(ExpertModel):
             own = torch.ones(S, S, dtype=torch.bool, device=device)
             own[: S - H, S - H :] = False
             sees = torch.cat([key_mask(prefix.valid, S), own.expand(B, S, S)], dim=-1)
-        return Context(prefix.kv, (rotate,), (sees,), prefix.state)
+        return ExpertContext(prefix.kv, (rotate,), (sees,), prefix.state)
 
     def modulations(self, time_embedding: Tensor) -> tuple[list[tuple], tuple]:
         """Return what the time adds to the arguments of each layer and of the final norm: nothing in pi0."""
         return [()] * len(self.expert.layers), ()
 
-    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+    def act(self, x: Tensor, time_embedding: Tensor, context: ExpertContext) -> Tensor:
         cache, (rotate,), (sees,), state = context
         h = self.embed_actions(x, time_embedding)
         if state is not None:

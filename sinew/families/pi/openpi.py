@@ -17,7 +17,7 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lm_head import LM_HEAD_SETTING
 from sinew.convert.names import rename
-from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read import safetensors
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import load_tokenizer
@@ -56,7 +56,7 @@ def recognises(path: Path) -> bool:
     return (path / "assets").is_dir() or (path / "params").is_dir()
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     published = OPENPI_CONFIGS.get(options.openpi_config)
     if published is None:
         known = ", ".join(OPENPI_CONFIGS)

@@ -14,10 +14,10 @@ from typing import Any
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
-from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, Step
+from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, ProcessorStep
 from sinew.convert.lm_head import LM_HEAD_SETTING, lm_head
 from sinew.convert.names import rename
-from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
+from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
@@ -101,7 +101,7 @@ SCHEMA = Schema(
     fixed={"n_obs_steps": 1, "adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
     unread=("load_vlm_weights", "rtc_training_max_delay", *OURS),  # the second: read by committed_rows
     steps={
-        "smolvla_new_line_processor": Step({}, required=True),
+        "smolvla_new_line_processor": ProcessorStep({}, required=True),
         "tokenizer_processor": TOKENIZER,
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
@@ -114,12 +114,12 @@ def recognises(path: Path) -> bool:
     return config_type(path) in NAMES
 
 
-def open_checkpoint(path: Path, options: Options | None = None) -> LeRobotCheckpoint:
+def open_checkpoint(path: Path, options: ConvertOptions | None = None) -> LeRobotCheckpoint:
     """Open a checkpoint directory and check its configuration. Raises :class:`ConvertError`."""
-    return LeRobotCheckpoint(path, options or Options(), SCHEMA)
+    return LeRobotCheckpoint(path, options or ConvertOptions(), SCHEMA)
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     checkpoint = open_checkpoint(path, options)
     vlm_name = str(checkpoint["vlm_model_name"])
@@ -223,7 +223,7 @@ def expert_intermediate_size(width: int) -> int:
     return -(-int(4 * int(2 * width / 3)) // 256) * 256
 
 
-def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: Options) -> PolicySpec:
+def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: ConvertOptions) -> PolicySpec:
     cameras, resizes = checkpoint.cameras, checkpoint["resize_imgs_with_padding"] is not None
     if not resizes:  # then frames must already have the size that the tower takes
         side = config.vision.image_size

@@ -28,7 +28,7 @@ from sinew.layers.linear import Linear, rounded
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import sinusoidal_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.expert import Context, ExpertModel, FlowConfig, LMHead, Prefix
+from sinew.models.expert import ExpertContext, ExpertModel, FlowConfig, LMHead, Prefix
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SmolVLAConfig(FlowConfig):
         return self.self_attn_every_n_layers > 0 and index % self.self_attn_every_n_layers == 0
 
 
-class Expert(nn.Module):
+class SmolVLAExpert(nn.Module):
     layers: Sequence[DecoderLayer]
 
     def __init__(self, config: SmolVLAConfig):
@@ -110,7 +110,7 @@ class SmolVLA(ExpertModel):
         self.language = Decoder(config.language, config.vocab_size)
         if config.lm_head == "own":
             self.lm_head = Linear(width, config.vocab_size, bias=False)
-        self.expert = Expert(config)
+        self.expert = SmolVLAExpert(config)
         self.state_proj = Linear(config.max_state_dim, expert_width if config.state_in_head else width)
         self.action_in_proj = Linear(config.max_action_dim, expert_width)
         self.action_time_mlp_in = Linear(2 * expert_width, expert_width)
@@ -187,7 +187,7 @@ class SmolVLA(ExpertModel):
         config = self.config
         return sinusoidal_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
 
-    def context(self, prefix: Prefix) -> Context:
+    def context(self, prefix: Prefix) -> ExpertContext:
         """Rotations and masks are those of the self layers, then of the cross layers."""
         config = self.config.expert
         H = self.config.chunk_size + (prefix.state is not None)  # the state's token comes first
@@ -198,9 +198,9 @@ class SmolVLA(ExpertModel):
         sees_prefix = key_mask(prefix.valid, H)  # [B, H, P]
         causal = torch.ones(H, H, dtype=torch.bool, device=device).tril().expand(B, H, H)
         sees_both = torch.cat([sees_prefix, causal], dim=-1)  # [B, H, P + H]
-        return Context(prefix.kv, (after_prefix, from_zero), (sees_both, sees_prefix), prefix.state)
+        return ExpertContext(prefix.kv, (after_prefix, from_zero), (sees_both, sees_prefix), prefix.state)
 
-    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+    def act(self, x: Tensor, time_embedding: Tensor, context: ExpertContext) -> Tensor:
         cache, (after_prefix, from_zero), (sees_both, sees_prefix), state = context
         h = self.embed_actions(x, time_embedding)
         if state is not None:

@@ -15,10 +15,10 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.chat_template import find_chat_template
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
-from sinew.convert.lerobot.steps import NORMALIZER, POSTPROCESSOR, RELATIVE, Step
-from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
+from sinew.convert.lerobot.steps import NORMALIZER, POSTPROCESSOR, RELATIVE, ProcessorStep
+from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.qwen import language_rules, qwen3
-from sinew.convert.read.record import Record
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
 from sinew.core import ConvertError, PolicySpec, VectorSpec
@@ -50,7 +50,7 @@ PRESETS = {"DiT-B": (12, 64), "DiT-L": (32, 48), "DiT-test": (2, 8)}  # heads an
 CONTEXT, HEAD = r"model\.qwen\.model\.model\.", r"model\.action_model\."
 WORLD = (ENCODER, "model.video_predictor.")
 SPARE_POSITIONS = 4  # of the head's table, beside the chunk and the action tokens of a time step
-GRIPPER = Step({"gripper_dim": None, "threshold": None})
+GRIPPER = ProcessorStep({"gripper_dim": None, "threshold": None})
 SCHEMA = Schema(
     defaults={
         "chunk_size": 7,
@@ -92,12 +92,12 @@ SCHEMA = Schema(
         "repeated_diffusion_steps",
     ),
     steps={
-        PREP: Step({"resize_to": None, "expand_channels": (True, False)}),
+        PREP: ProcessorStep({"resize_to": None, "expand_channels": (True, False)}),
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
     },
     after={
-        CLIP: Step({}),
+        CLIP: ProcessorStep({}),
         SNAP: GRIPPER,
         **{name: step for name, step in POSTPROCESSOR.items() if name != "device_processor"},
         BINARIZE: GRIPPER,
@@ -111,7 +111,7 @@ def recognises(path: Path) -> bool:
     return config_type(path) in NAMES
 
 
-def read(path: Path, options: Options) -> Conversion:
+def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     return assemble(LeRobotCheckpoint(path, options, SCHEMA))
 
@@ -120,7 +120,7 @@ def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
     """Return the conversion of an opened checkpoint. Raises :class:`ConvertError`."""
     path, options = checkpoint.path, checkpoint.options
     vlm_dir = find_model_dir(str(checkpoint["qwen_model_name"]), options.vlm, path, "--vlm", VLM_FILES)
-    vlm = Record(vlm_dir / "config.json")
+    vlm = JsonRecord(vlm_dir / "config.json")
     has_state = STATE in checkpoint["input_features"]
     vectors = (
         checkpoint.vector("input_features", "STATE", STATE) if has_state else VectorSpec(0),
@@ -172,7 +172,7 @@ def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
     )
 
 
-def check_depth(checkpoint: LeRobotCheckpoint, text: Record) -> None:
+def check_depth(checkpoint: LeRobotCheckpoint, text: JsonRecord) -> None:
     """Raise ConvertError where --vlm names a language model of another depth than the checkpoint's."""
     pattern = re.compile(CONTEXT + r"language_model\.layers\.(\d+)\..*")
     found = [int(match[1]) for name in checkpoint.tensors if (match := pattern.fullmatch(name))]
@@ -185,7 +185,7 @@ def check_depth(checkpoint: LeRobotCheckpoint, text: Record) -> None:
 
 def model_config(
     checkpoint: LeRobotCheckpoint,
-    vlm: Record,
+    vlm: JsonRecord,
     prompt: PromptRecipe,
     vectors: tuple[VectorSpec, VectorSpec],
     grid: tuple[int, int],

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sinew.families.gr00t.head import Context
+from sinew.families.gr00t.head import HeadContext
 from sinew.families.gr00t.model import Gr00tQwen, Gr00tQwenConfig
 
 
@@ -33,7 +33,7 @@ class VLAJepa(Gr00tQwen):
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Context:
+    ) -> HeadContext:
         """Return the context; arguments as in ``Model.read``. ``tokens`` hold a placeholder per image token."""
         is_image, valid = self.seen(image_tokens, camera_mask, tokens, token_mask)
         features = self.features(image_tokens, is_image, tokens, valid)  # [B, L, C]

@@ -14,7 +14,7 @@ from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.convert.chat_template import MARK, render
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint
 from sinew.convert.lerobot.steps import POST, PRE
-from sinew.convert.read.record import Record
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.gr00t.files import token_prompt
@@ -33,13 +33,13 @@ SWITCHES = {  # postprocessor's steps -> the configuration's switches, for check
 ENCODER = "model.video_encoder."
 
 
-def image_processor(vlm_dir: Path) -> Record:
+def image_processor(vlm_dir: Path) -> JsonRecord:
     """Return Qwen's image processor, from processor_config.json or, before transformers 5, preprocessor_config.json."""
     whole = vlm_dir / "processor_config.json"
-    if whole.is_file() and "image_processor" in (record := Record(whole)).content:
+    if whole.is_file() and "image_processor" in (record := JsonRecord(whole)).content:
         found = record.part("image_processor")
     else:
-        found = Record(vlm_dir / "preprocessor_config.json")
+        found = JsonRecord(vlm_dir / "preprocessor_config.json")
     for key, expected in (("do_resize", True), ("do_normalize", True), ("resample", 3)):
         if found.get(key, expected) != expected:
             raise ConvertError(
@@ -48,7 +48,7 @@ def image_processor(vlm_dir: Path) -> Record:
     return found
 
 
-def image_recipe(checkpoint: LeRobotCheckpoint, processor: Record, grid: ImageStep) -> ImageRecipe:
+def image_recipe(checkpoint: LeRobotCheckpoint, processor: JsonRecord, grid: ImageStep) -> ImageRecipe:
     """Return the steps from a frame to pixels, all in floats. Raises ConvertError where cameras end in two sizes."""
     if checkpoint.image_mode() != "IDENTITY":
         raise ConvertError(
@@ -101,7 +101,7 @@ def added_tokens(checkpoint: LeRobotCheckpoint) -> tuple[list[str], str]:
 
 def prompt_recipe(
     checkpoint: LeRobotCheckpoint,
-    vlm: Record,
+    vlm: JsonRecord,
     tokenizer: TokenizerFiles,
     template: str,
     template_file: Path,

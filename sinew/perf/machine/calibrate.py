@@ -14,9 +14,9 @@ from sinew.engine.plan.cost import on_meta
 from sinew.models.base import Model
 from sinew.perf.machine import fit as calibration
 from sinew.perf.machine.fit import Calibration, Sample, work
-from sinew.perf.machine.measure import DTYPES, Sizes, StageTime, measure_speeds, measure_stages
+from sinew.perf.machine.measure import DTYPES, MeasuredSizes, StageTime, measure_speeds, measure_stages
 from sinew.perf.machine.measure_engine import measure_engine, requests_of
-from sinew.perf.program import PRESETS, Program, of_model, preset
+from sinew.perf.program import PRESETS, PublishedProgram, of_model, preset
 from sinew.perf.trace import STAGES
 
 Report = Callable[[str], None]
@@ -30,7 +30,7 @@ def calibrate(
     dtype: str = "fp32",
     engine: str = "eager",
     runs: int = 3,
-    requests: Sequence[Sizes] | None = None,
+    requests: Sequence[MeasuredSizes] | None = None,
     report: Report | None = None,
 ) -> tuple[Calibration, Path]:
     """Measure ``source`` (a bundle, or a preset with random weights) on the CPU; fit, store, and say where.
@@ -65,7 +65,9 @@ def calibrate(
         torch.set_num_threads(before)
 
 
-def measure_samples(model: Model, program: Program, requests: Sequence[Sizes], runs: int) -> list[Sample]:
+def measure_samples(
+    model: Model, program: PublishedProgram, requests: Sequence[MeasuredSizes], runs: int
+) -> list[Sample]:
     """``program``: of the same model. Stages that two requests share are one sample."""
     shapes = program.shapes
     return with_work(
@@ -78,7 +80,7 @@ def engine_samples(
     engine: str,
     dtype: str,
     threads: int,
-    requests: Sequence[Sizes] | None,
+    requests: Sequence[MeasuredSizes] | None,
     runs: int,
     say: Report,
 ) -> list[Sample]:
@@ -90,11 +92,11 @@ def engine_samples(
     policy = load(source, "cpu", dtype, engine, threads=threads, allow_missing_cameras=True)  # views vary
     asked = requests_of(policy) if requests is None else requests
     say(f"measuring {policy.spec.name} under {engine}: {len(asked)} requests of {runs} runs")
-    program = Program.load(source, dtypes=dtype, engine="plan")
+    program = PublishedProgram.load(source, dtypes=dtype, engine="plan")
     return with_work(measure_engine(policy, asked, runs), program)
 
 
-def with_work(times: Sequence[StageTime], program: Program) -> list[Sample]:
+def with_work(times: Sequence[StageTime], program: PublishedProgram) -> list[Sample]:
     """Measured times beside the operators that the eager engine ran in them."""
     works = {
         request: {
@@ -105,7 +107,7 @@ def with_work(times: Sequence[StageTime], program: Program) -> list[Sample]:
     return [Sample(time, works[time.request][time.stage]) for time in times]
 
 
-def default_requests(program: Program) -> list[Sizes]:
+def default_requests(program: PublishedProgram) -> list[MeasuredSizes]:
     """The policy's own request, and others around it that tell rows, products and overheads apart."""
     views, chunk, longest = program.shapes.views, program.chunk, program.shapes.tokens
     few = program.fixed.get("cameras", 1)
@@ -116,16 +118,16 @@ def default_requests(program: Program) -> list[Sizes]:
     return list(
         dict.fromkeys(
             (
-                Sizes(views, min(16, longest), chunk),
-                Sizes(few, min(8, longest), rows(max(1, chunk // 4))),
-                Sizes(few, longest, rows(2 * chunk)),
-                Sizes(views, longest, rows(4 * chunk)),
+                MeasuredSizes(views, min(16, longest), chunk),
+                MeasuredSizes(few, min(8, longest), rows(max(1, chunk // 4))),
+                MeasuredSizes(few, longest, rows(2 * chunk)),
+                MeasuredSizes(views, longest, rows(4 * chunk)),
             )
         )
     )
 
 
-def loaded(source: str | Path, dtype: str) -> tuple[Model, Program]:
+def loaded(source: str | Path, dtype: str) -> tuple[Model, PublishedProgram]:
     """The model on the CPU with its weights, or random ones for a preset, and its program."""
     if str(source) in PRESETS:
         program = preset(str(source)).cast(dtype)
@@ -135,7 +137,7 @@ def loaded(source: str | Path, dtype: str) -> tuple[Model, Program]:
 
         policy = load(source, "cpu", dtype, "eager")
         model = policy.engine.model
-        declared = Program.load(source)
+        declared = PublishedProgram.load(source)
         program = of_model(model, declared.shapes, declared.name)
     return model, program
 

@@ -22,7 +22,7 @@ import torch
 from sinew import machine
 from sinew.core import SinewError
 from sinew.models.base import Model
-from sinew.perf.request import Request
+from sinew.perf.request import TracedRequest
 from sinew.solvers import solve
 
 GEMM_SIZE = 2048
@@ -46,7 +46,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class MeasuredSizes:
     """The sizes of one observation that is measured: views, prompt tokens, rows of the action chunk."""
 
     views: int
@@ -54,8 +54,8 @@ class Sizes:
     chunk: int
 
     @property
-    def request(self) -> Request:
-        return Request(self.views, self.tokens, self.chunk)
+    def request(self) -> TracedRequest:
+        return TracedRequest(self.views, self.tokens, self.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class StageTime:
 
     model: str
     stage: str
-    request: Sizes
+    request: MeasuredSizes
     seconds: float
     spread: float
     runs: int
@@ -97,7 +97,7 @@ def measure_speeds(dtypes: Iterable[str] = ("fp32",), device: str = "cpu", runs:
 
 
 def measure_stages(
-    model: Model, name: str, requests: Iterable[Sizes], size: tuple[int, int], runs: int = 3
+    model: Model, name: str, requests: Iterable[MeasuredSizes], size: tuple[int, int], runs: int = 3
 ) -> list[StageTime]:
     """Median seconds of vision, prefix and one step of the head for each request, after one run to warm up.
 
@@ -122,7 +122,7 @@ def measure_stages(
     return found
 
 
-def _same(stage: str, one: Sizes, other: Sizes) -> bool:
+def _same(stage: str, one: MeasuredSizes, other: MeasuredSizes) -> bool:
     """Return True if two requests ask a stage for the same work."""
     if stage == "vision":
         return one.views == other.views
@@ -132,7 +132,7 @@ def _same(stage: str, one: Sizes, other: Sizes) -> bool:
 
 
 def _stages(
-    model: Model, request: Sizes, size: tuple[int, int], device: torch.device
+    model: Model, request: MeasuredSizes, size: tuple[int, int], device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """The stages in order, each as a call; a stage must have run before the next is asked for."""
     generator = torch.Generator().manual_seed(0)

@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 
 from sinew.core import Observation, SinewError, Timing
-from sinew.perf.machine.measure import Sizes, StageTime
+from sinew.perf.machine.measure import MeasuredSizes, StageTime
 
 
-def requests_of(policy: Any) -> list[Sizes]:
+def requests_of(policy: Any) -> list[MeasuredSizes]:
     """Every number of views that the policy takes with a short prompt, then longer prompts with all views."""
     views, longest, chunk = len(policy.spec.cameras), policy.spec.max_prompt_tokens, policy.spec.chunk_size
     lengths = sorted(
         {min(longest, tokens) for tokens in (8, longest // 4, longest // 2, longest) if tokens > 0}
     )
     fewest = views if policy.manifest.processing.all_cameras else 1
-    few = [Sizes(count, lengths[0], chunk) for count in range(fewest, views)]
-    return few + [Sizes(views, length, chunk) for length in lengths]
+    few = [MeasuredSizes(count, lengths[0], chunk) for count in range(fewest, views)]
+    return few + [MeasuredSizes(views, length, chunk) for length in lengths]
 
 
-def measure_engine(policy: Any, requests: Iterable[Sizes], runs: int = 3) -> list[StageTime]:
+def measure_engine(policy: Any, requests: Iterable[MeasuredSizes], runs: int = 3) -> list[StageTime]:
     """Median seconds of vision, prefix and one step of the head, by the wall's clock, after one run to warm up.
 
     Raises :class:`SinewError` for a request that the policy cannot take, and for an engine that does not tell its
@@ -57,7 +57,7 @@ def measure_engine(policy: Any, requests: Iterable[Sizes], runs: int = 3) -> lis
     return found
 
 
-def observe(policy: Any, request: Sizes) -> Observation:
+def observe(policy: Any, request: MeasuredSizes) -> Observation:
     """Random frames of the first cameras, and token ids in place of an instruction."""
     spec, rng = policy.spec, np.random.default_rng(0)
     if not 1 <= request.views <= len(spec.cameras):

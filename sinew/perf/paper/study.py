@@ -13,7 +13,7 @@ from typing import Any
 from sinew.perf.hardware import Hardware, Network, hardware, networks
 from sinew.perf.operators import Component
 from sinew.perf.paper.layers import PAPER, Accounting, Net, decode, parallel_decode, prefill
-from sinew.perf.roofline import Timing, seconds, timing
+from sinew.perf.roofline import StageTiming, seconds, timing
 from sinew.perf.scenarios import Payload, asynchronous_hz, dual_system_hz, synchronous_s
 
 GIB = 2**30
@@ -35,7 +35,7 @@ def expert_of(language: Net) -> Net:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class StudyFamily:
     """A vision tower, a language model and an action expert, in the manner of pi0."""
 
     name: str
@@ -68,12 +68,12 @@ class Family:
         return sum(net.parameters for net in self.nets)
 
 
-PI0 = Family("pi0", SIGLIP, GEMMA, ACT_M)
+PI0 = StudyFamily("pi0", SIGLIP, GEMMA, ACT_M)
 SCALED = (
     PI0,
-    Family("L", GIANT, LLAMA_7B, expert_of(LLAMA_7B)),
-    Family("XL", GIANT, LLAMA_13B, expert_of(LLAMA_13B)),
-    Family("XXL", GIANT, LLAMA_70B, expert_of(LLAMA_70B)),
+    StudyFamily("L", GIANT, LLAMA_7B, expert_of(LLAMA_7B)),
+    StudyFamily("XL", GIANT, LLAMA_13B, expert_of(LLAMA_13B)),
+    StudyFamily("XXL", GIANT, LLAMA_70B, expert_of(LLAMA_70B)),
 )
 # One picture of 384 x 384 at ten to one up, one action of eight degrees of freedom down.
 PAYLOAD = Payload(up=384 * 384 * 3 // 10, down=8 * 4)
@@ -105,10 +105,10 @@ class Study:
         rest = (self.table11, self.section45, self.section46, self.section48)
         return {(where, what): value for table in (*tables, *rest) for where, what, value in table()}
 
-    def e2e(self, machine: str, family: Family = PI0, **shape: int) -> float:
+    def e2e(self, machine: str, family: StudyFamily = PI0, **shape: int) -> float:
         return seconds(family.components(self.how, **shape), self.machines[machine])
 
-    def stages(self, machine: str, **shape: int) -> list[Timing]:
+    def stages(self, machine: str, **shape: int) -> list[StageTiming]:
         return [timing(part, self.machines[machine]) for part in PI0.components(self.how, **shape)]
 
     def table1(self) -> Iterator[tuple[str, str, float]]:
@@ -303,7 +303,7 @@ class Study:
         }
 
     @staticmethod
-    def _place(where: str, seconds: float, *stages: Timing | None) -> dict[str, Any]:
+    def _place(where: str, seconds: float, *stages: StageTiming | None) -> dict[str, Any]:
         """Return a row of figure 8 or 9, with what of its milliseconds each stage takes; the rest is the network."""
         names = ("vision", "language", "action")
         taken = {

@@ -85,7 +85,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Pictures:
+class AnswerPictures:
     """JPEG files of the cameras of one answer. until: ``time.perf_counter()`` before which no newer ones are made."""
 
     number: int
@@ -111,7 +111,7 @@ class Feed:
         self._number = 0
         self._answers: deque[Answer] = deque(maxlen=KEPT)
         self._frames: tuple[int, Mapping[str, Any]] = NOTHING
-        self._pictures = Pictures(0, {}, 0.0)
+        self._pictures = AnswerPictures(0, {}, 0.0)
         self._making = threading.Lock()  # several viewers ask for the same pictures at once
         self._share = SHARE * machine.cores().logical
         self._bells: tuple[Callable[[], None], ...] = ()
@@ -207,7 +207,7 @@ class Feed:
                 self._viewers[what] -= 1
                 if not any(self._viewers.values()):  # nobody: keep nothing
                     self._answers.clear()
-                    self._frames, self._pictures = NOTHING, Pictures(0, {}, 0.0)
+                    self._frames, self._pictures = NOTHING, AnswerPictures(0, {}, 0.0)
 
     @property
     def viewers(self) -> int:
@@ -229,7 +229,7 @@ class Feed:
         with self._lock:
             return [answer for answer in self._answers if answer.number > number]
 
-    def pictures(self) -> Pictures:
+    def pictures(self) -> AnswerPictures:
         """Return the last frames as the policy sees them, made anew where there are newer ones and it is time."""
         with self._making:
             with self._lock:
@@ -240,7 +240,7 @@ class Feed:
             begun = time.thread_time()
             found = {name: jpeg(self._seen(np.asarray(frame))) for name, frame in frames.items()}
             pause = max(PICTURES_S, (time.thread_time() - begun) / self._share)
-            made = Pictures(number, found, time.perf_counter() + pause)
+            made = AnswerPictures(number, found, time.perf_counter() + pause)
             with self._lock:
                 if self._frames[0]:  # somebody still looks
                     self._pictures = made

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sinew.bundle.schema import Manifest
-from sinew.checks.wiring import CANNOT_TELL, Finding, Watch, findings
+from sinew.checks.wiring import CANNOT_TELL, Finding, WiringWatch, findings
 from sinew.core import Observation
 
 EVERY = 5  # requests
@@ -25,8 +25,8 @@ MAX_TEXT = 300  # characters
 @dataclass
 class _Session:
     asked: int = 0
-    running: Watch = field(default_factory=lambda: Watch(exact=False))
-    full: Watch | None = None  # waits to be judged
+    running: WiringWatch = field(default_factory=lambda: WiringWatch(exact=False))
+    full: WiringWatch | None = None  # waits to be judged
     found: list[Finding] = field(default_factory=list)
 
 
@@ -58,7 +58,7 @@ class Wiring:
                 return
             found.running.add({"images": observation.images, "state": observation.state})
             if found.running.looks >= LOOKS:
-                found.full, found.running = found.running, Watch(exact=False)
+                found.full, found.running = found.running, WiringWatch(exact=False)
 
     def report(self) -> list[dict[str, Any]]:
         """Return wire, client, session and findings of the sessions that look wrong, ready for JSON."""

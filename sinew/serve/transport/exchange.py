@@ -28,7 +28,7 @@ Envelope = list[Frame]
 Decoder = Callable[[PixelBudget], Observation]
 
 
-class Header(Protocol):
+class MessageHeader(Protocol):
     """What a codec's ``peek`` finds out. policy: the name of the one that is asked. error: why the request is refused,
     or None."""
 

@@ -50,7 +50,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Evo1Message:
     """Such a client has no sessions, no deadlines and nothing to ask but actions."""
 
     payload: bytes
@@ -59,12 +59,12 @@ class Message:
     deadline_ms: float | None = None
 
 
-def read(payload: bytes) -> Message:
+def read(payload: bytes) -> Evo1Message:
     """Return the message as it came: megabytes of JSON are decoded with the observation, not on the event loop."""
-    return Message(payload)
+    return Evo1Message(payload)
 
 
-def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
+def observation(message: Evo1Message, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises RequestError or ObservationError."""
     text, fields = _decoded(message.payload)
     _check_statistics(fields, spec)

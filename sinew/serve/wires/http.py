@@ -40,7 +40,7 @@ MAX_WIDE = 1 << 18  # characters of a text that is no base64
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class HttpMessage:
     """content: the body's map. session, deadline_ms and policy: what the scheduler needs of it."""
 
     content: Mapping[str, Any]
@@ -49,13 +49,13 @@ class Message:
     policy: str = ""
 
 
-def read(body: bytes | bytearray, content_type: str) -> Message:
+def read(body: bytes | bytearray, content_type: str) -> HttpMessage:
     """Raises RequestError or ObservationError."""
     tree = unpack(body) if content_type == MSGPACK else _json(body)
     if not isinstance(tree, Mapping):
         raise RequestError(f"expected an object, got {type(tree).__name__}")
     deadline = tree.get("deadline_ms")
-    return Message(
+    return HttpMessage(
         tree,
         keys.optional_text("session", tree.get("session")),
         None if deadline is None else number("deadline_ms", deadline),
@@ -63,7 +63,7 @@ def read(body: bytes | bytearray, content_type: str) -> Message:
     )
 
 
-def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
+def observation(message: HttpMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises ObservationError."""
     flat = keys.flatten(_arrays(message.content))
     budget = budget or PixelBudget()

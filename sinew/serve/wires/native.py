@@ -72,7 +72,7 @@ _KINDS = frozenset(Kind)
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class NativeHeader:
     """What routing needs to know of a request.
 
     native: False for vla.cpp's form. policy: the name of the one that is asked. error: why the request is refused; the
@@ -103,7 +103,7 @@ class NativeCodec:
 
     # ------------------------------------------------------------------------- requests
 
-    def peek(self, payload: Payload) -> Header:
+    def peek(self, payload: Payload) -> NativeHeader:
         """Look a request over without parsing it. Never raises: a refusal is in the header."""
         kind, request_id, session, native, error = 0, 0, "", False, None
         deadline_ms, api_key, policy = None, "", ""
@@ -154,7 +154,7 @@ class NativeCodec:
                 raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
         except RequestError as refusal:
             kind, error = Kind.INFER, refusal
-        return Header(
+        return NativeHeader(
             Kind(kind),
             request_id,
             session,
@@ -166,10 +166,10 @@ class NativeCodec:
             None if error else found,
         )
 
-    def authorize(self, header: Header) -> None:
+    def authorize(self, header: NativeHeader) -> None:
         self.service.authorize(header.api_key)
 
-    def control(self, header: Header) -> bytes | None:
+    def control(self, header: NativeHeader) -> bytes | None:
         if header.kind in (Kind.INFER, Kind.STREAM, Kind.STREAM_END):
             return None
         if header.kind == Kind.METADATA:
@@ -179,7 +179,9 @@ class NativeCodec:
         self.service.reset(header.session, header.policy)
         return self.encode_metadata(header, {})
 
-    def decoders(self, header: Header, payload: Payload) -> Sequence[Callable[[PixelBudget], Observation]]:
+    def decoders(
+        self, header: NativeHeader, payload: Payload
+    ) -> Sequence[Callable[[PixelBudget], Observation]]:
         return [partial(self.decode, payload, policy=header.policy, found=header.found)]
 
     def decode(
@@ -231,7 +233,7 @@ class NativeCodec:
 
     # ------------------------------------------------------------------------- replies
 
-    def encode(self, header: Header, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
+    def encode(self, header: NativeHeader, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
         (chunk,) = chunks
         timing, head_ms = chunk.timing, chunk.timing.head_ms
         reply = PredictResponse(
@@ -264,14 +266,14 @@ class NativeCodec:
         reply.chunk_size, reply.action_dim = padded.shape
         return reply.SerializeToString() + packed(_ACTION_CHUNK, padded)
 
-    def encode_error(self, header: Header | None, error: SinewError) -> bytes:
+    def encode_error(self, header: NativeHeader | None, error: SinewError) -> bytes:
         text = str(error) or error.code
         if len(text) > MAX_ERROR_TEXT:  # it may quote what came
             text = text[:MAX_ERROR_TEXT] + " ..."
         request_id = 0 if header is None else header.request_id
         return PredictResponse(request_id=request_id, error=text, error_code=error.code).SerializeToString()
 
-    def encode_metadata(self, header: Header, content: dict[str, Any]) -> bytes:
+    def encode_metadata(self, header: NativeHeader, content: dict[str, Any]) -> bytes:
         """The answer to METADATA and HEALTH; for RESET ``content`` is empty."""
         reply = PredictResponse(request_id=header.request_id, session=header.session)
         if content:

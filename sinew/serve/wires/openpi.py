@@ -30,7 +30,7 @@ IGNORED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class OpenPIMessage:
     """endpoint: infer or reset. content: the rest, flattened."""
 
     endpoint: str
@@ -39,7 +39,7 @@ class Message:
     content: dict[str, Any]
 
 
-def read(payload: bytes) -> Message:
+def read(payload: bytes) -> OpenPIMessage:
     """Raises RequestError or ObservationError."""
     tree = unpack(payload)
     if not isinstance(tree, Mapping):
@@ -50,10 +50,12 @@ def read(payload: bytes) -> Message:
         raise RequestError(f"endpoint: expected infer or reset, got {endpoint[:40]!r}")
     session = keys.optional_text("session_id", flat.get("session_id"))
     deadline = flat.get("deadline_ms")
-    return Message(endpoint, session, None if deadline is None else number("deadline_ms", deadline), flat)
+    return OpenPIMessage(
+        endpoint, session, None if deadline is None else number("deadline_ms", deadline), flat
+    )
 
 
-def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
+def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises ObservationError. Frames in [0, 1] become bytes as openpi makes them: times 255, rounded down."""
     flat = {key: value for key, value in message.content.items() if key not in _NOT_OBSERVED}
     made = keys.read_observation(

@@ -30,7 +30,7 @@ from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service, printable
 from sinew.stream import Loops, Session, StreamSettings, Window
-from sinew.stream.session import Sample
+from sinew.stream.session import StateSample
 
 if TYPE_CHECKING:
     from sinew.serve.transport.exchange import Asker, Envelope
@@ -61,7 +61,7 @@ class Parser(Protocol):
 
 
 @dataclass(eq=False)
-class Robot:
+class StreamingRobot:
     """One stream: where its windows go. deployment: its policy. heard: when its last sample came. ``abandon`` is called
     when the connection ends."""
 
@@ -74,7 +74,7 @@ class Robot:
     envelope: Envelope
     safety: Safety | None
     parser: Parser
-    on_end: Callable[[Robot], None]
+    on_end: Callable[[StreamingRobot], None]
     heard: float
     quiet: RateLimitedLog
     ended: bool = False
@@ -138,7 +138,7 @@ class Streams:
 
     def __init__(self, service: Service, parser: Parser, clock: Callable[[], float] = time.monotonic):
         self._service, self._parser, self._clock = service, parser, clock
-        self._robots: dict[tuple[int, str], Robot] = {}
+        self._robots: dict[tuple[int, str], StreamingRobot] = {}
         self._lock = threading.Lock()
         self._failed, self._changes = (
             RateLimitedLog(logger),
@@ -179,7 +179,7 @@ class Streams:
             self._end(robot)
         delay = request.delay if request.HasField("delay") else 1
         arrived = session.now()
-        session.push_sample(Sample(state, request.time, delay, arrived, request.request_id))
+        session.push_sample(StateSample(state, request.time, delay, arrived, request.request_id))
         robot.heard = now
         if request.prompt and request.prompt != session.prompt:
             session.say(request.prompt)
@@ -213,7 +213,7 @@ class Streams:
         budget = PixelBudget(self._service.policies.get(policy).pixels)
         return self._parser.decode(content, budget, policy).images
 
-    def _robot(self, asker: Asker, envelope: Envelope, name: str, request: Any) -> Robot:
+    def _robot(self, asker: Asker, envelope: Envelope, name: str, request: Any) -> StreamingRobot:
         settings = StreamSettings(
             rate=request.rate,
             guidance=request.rtc or "none",
@@ -245,7 +245,7 @@ class Streams:
                 " bounds the age of its frames there"
             )
         session = Session(policy, settings, request.prompt)
-        robot = Robot(
+        robot = StreamingRobot(
             session, name, request.policy, settings, deployment, asker, envelope,
             None if safety is None else safety.of_windows(), self._parser, self._end, self._clock(),
             self._failed,
@@ -288,7 +288,7 @@ class Streams:
             robot.tell(SupersededError(EXCHANGED))
         self.loops.settle([robot.session for robot in robots])
 
-    def _end(self, robot: Robot) -> None:
+    def _end(self, robot: StreamingRobot) -> None:
         with self._lock:
             if robot.ended:
                 return
@@ -303,7 +303,7 @@ class Streams:
         )  # fmt: skip
 
 
-def _most(robots: Sequence[Robot], owners: Sequence[Hashable]) -> list[Robot]:
+def _most(robots: Sequence[StreamingRobot], owners: Sequence[Hashable]) -> list[StreamingRobot]:
     """Return the streams of the owner that has most, oldest first."""
     most = max(owners, key=owners.count, default=None)
     return [robot for robot, owner in zip(robots, owners, strict=True) if owner == most]

@@ -24,7 +24,7 @@ class Sentence(NamedTuple):
         return Sentence(self.instruction, self.text + text, self.state)
 
 
-class Held(NamedTuple):
+class HeldTokens(NamedTuple):
     """``times`` tokens of an id that a prompt has to hold, no more and no fewer; no instruction may add one."""
 
     what: str
@@ -48,7 +48,7 @@ class PromptStep(Step):
         return ()
 
     @property
-    def holds(self) -> Held | None:
+    def holds(self) -> HeldTokens | None:
         """Return the tokens that a prompt holds because of the step."""
         return None
 

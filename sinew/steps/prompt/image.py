@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sinew.steps.base import MAX_SIZE, within
-from sinew.steps.prompt.base import Held, PromptStep, Sentence
+from sinew.steps.prompt.base import HeldTokens, PromptStep, Sentence
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Image(PromptStep):
         return (self.token,)
 
     @property
-    def holds(self) -> Held:
-        return Held("image tokens", self.token, self.count)
+    def holds(self) -> HeldTokens:
+        return HeldTokens("image tokens", self.token, self.count)
 
     def forward(self, said: Sentence) -> Sentence:
         return said.saying(self.text * self.count)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sinew.steps.base import MAX_SIZE, within
-from sinew.steps.prompt.base import Held, PromptStep
+from sinew.steps.prompt.base import HeldTokens, PromptStep
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Marker(PromptStep):
         return (self.token,)
 
     @property
-    def holds(self) -> Held:
-        return Held("marking tokens", self.token, self.count)
+    def holds(self) -> HeldTokens:
+        return HeldTokens("marking tokens", self.token, self.count)
 
     def __str__(self) -> str:
         return f"{self.count} tokens {self.token}"

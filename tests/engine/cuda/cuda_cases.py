@@ -17,7 +17,7 @@ from sinew import machine
 from sinew.core import Observation
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
-from sinew.engine.cuda.graphs import Recorded, Recorder
+from sinew.engine.cuda.graphs import GraphRecorder, RecordedGraph
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.export import ON_ONNX, export_graphs
@@ -55,7 +55,7 @@ class Case:
         """Of the frames as the processor prepares them."""
         return run_one(self.policy.engine, inputs or self.inputs(pixels=True), self.noise, steps)[0]
 
-    def engine(self, recorder: Recorder | None = None, **options: Any) -> CudaEngine:
+    def engine(self, recorder: GraphRecorder | None = None, **options: Any) -> CudaEngine:
         return CudaEngine(
             Plan.of(self.model, rewrites=ON_CUDA),
             CPU,
@@ -131,14 +131,14 @@ def shaken(case: Case) -> Case:
     return case
 
 
-class Frozen(Recorder):
+class Frozen(GraphRecorder):
     """As a CUDA graph behaves, on a CPU: the program runs once to find its results, and every replay computes
     again, from the same input memory into the same result memory. ``log``: what was recorded and replayed."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def record(self, program: Callable[[], Any], apart: bool = False) -> Recorded:
+    def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
         name = program.__name__
         held = copy.deepcopy(program())
         self.log.append(f"record {name}")
@@ -150,7 +150,7 @@ class Frozen(Recorder):
 
         for tensor in tensors(held):  # a graph has computed nothing until it is replayed
             memory(tensor).zero_()
-        return Recorded(replay, held)
+        return RecordedGraph(replay, held)
 
 
 def memory(tensor: torch.Tensor) -> torch.Tensor:

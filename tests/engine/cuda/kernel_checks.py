@@ -22,7 +22,7 @@ from sinew.engine.cuda.kernels import KERNELS, Workspace
 from sinew.engine.cuda.kernels.fp8_quantize import NEEDS
 from sinew.engine.cuda.kernels.lang import triton
 from sinew.engine.cuda.kernels.launch import Tile
-from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.cuda.kernels.splitk_linear import statistics_reference
 from sinew.engine.cuda.tune.tiles import LARGEST_SPLIT
 from sinew.engine.cuda.tune.tuning import capability
@@ -246,7 +246,7 @@ def preprocess(
     box = Letterbox(*to, "pil_bilinear" if exact else "bilinear", pad, 0.0 if exact else -1.0)
     recipe = ImageRecipe(*to, (box,), mean=(0.5, 0.4, 0.3), std=(0.5, 0.6, 0.7))
     frames = np.random.default_rng(0).integers(0, 256, (views, *size, 3), dtype=np.uint8)
-    resize = Resize.of(*size, recipe, device)
+    resize = ResizeTables.of(*size, recipe, device)
     images = torch.from_numpy(frames).to(device)
     for patches in (None, patch):
         reference = KERNELS["preprocess"].reference(images, resize, dtype=dtype, patch=patches)

@@ -332,7 +332,7 @@ def test_calibration_says_what_is_wrong(cache) -> None:
         calibration.calibrate(layers, [lambda: model.vision(torch.full((1, 32), float("nan")))], PRINT, "nan")
     with pytest.raises(SinewError, match="expected components of vision, language, head, got visoin"):
         calibration.linears(model, ("visoin",))
-    foreign = calibration.Calibration(PRINT, {"vision.7": 1.0}, 1, "another model")
+    foreign = calibration.Fp8Calibration(PRINT, {"vision.7": 1.0}, 1, "another model")
     with pytest.raises(SinewError, match=r"vision\.7 is not a layer of this model"):
         calibration.use_fp8(model, layers, foreign.scales)
     for bad in ("../../etc", "", "XYZ"):
@@ -360,7 +360,7 @@ def test_calibration_says_what_is_wrong(cache) -> None:
     ],
 )
 def test_damaged_and_foreign_files_are_refused(cache, change, words: str) -> None:
-    path = calibration.store(calibration.Calibration(PRINT, {"vision.0": 1.0}, 4, "frames"))
+    path = calibration.store(calibration.Fp8Calibration(PRINT, {"vision.0": 1.0}, 4, "frames"))
     changed = change(json.loads(path.read_text()))
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
     with pytest.raises(SinewError, match=words) as caught:

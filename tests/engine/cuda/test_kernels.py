@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.engine.cuda.kernels import KERNELS
 from sinew.engine.cuda.kernels.launch import Tile
-from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.layers.attention import attend
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderConfig, GatedMLP
 from sinew.layers.norm import AdaRMSNorm, Modulation, rms_normalize
@@ -317,5 +317,5 @@ def test_reference_of_the_preprocessing_is_the_processor(size: tuple[int, int], 
     box = Letterbox(224, 224, interpolation, pad_value=0.0 if exact else 0.25)  # type: ignore[arg-type]
     recipe = ImageRecipe(224, 224, (box,))
     frame = np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8)
-    reference = KERNELS["preprocess"].reference(torch.from_numpy(frame[None]), Resize.of(*size, recipe))
+    reference = KERNELS["preprocess"].reference(torch.from_numpy(frame[None]), ResizeTables.of(*size, recipe))
     assert np.abs(reference[0].numpy() - prepare_frame(frame, recipe)).max() <= 1e-6

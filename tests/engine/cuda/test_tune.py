@@ -21,14 +21,14 @@ from benchmarks.gpu.session import Session as GpuSession
 from sinew.engine.cuda.device import describe
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.tune import choices, timing, trials, tuner, tuning
-from sinew.engine.cuda.tune.ahead import Gathering, compile_all
+from sinew.engine.cuda.tune.ahead import CollectedTrials, compile_all
 from sinew.engine.cuda.tune.tiles import candidates
-from sinew.engine.cuda.tune.trials import Problem, Trials
+from sinew.engine.cuda.tune.trials import Trials, TuningProblem
 from tests.engine.cuda.kernel_checks import needs_triton
 from tests.engine.cuda.tune_cases import CPU, cache, even, gpu, one_tile, tiny, two_tiles  # noqa: F401
 
 pytestmark = [pytest.mark.usefixtures("cache"), pytest.mark.kernels]
-PROBLEM = Problem("norm_linear", (50, 64, 32), torch.bfloat16)
+PROBLEM = TuningProblem("norm_linear", (50, 64, 32), torch.bfloat16)
 
 
 # ----------------------------------------------------------------------------- the engine's problems
@@ -287,7 +287,7 @@ def test_gathering_goes_on_where_something_does_not_run() -> None:
         raise RuntimeError("no such product")
 
     asked = []
-    gathering = Gathering(CPU)
+    gathering = CollectedTrials(CPU)
     assert gathering.begin(PROBLEM, has_others=True)
     gathering.time(PROBLEM, raises, lambda: None, {"a": raises, "b": asked.append})
     assert asked == [0]

@@ -13,7 +13,7 @@ import torch
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
 from sinew.engine.cuda.fp8 import scales as fp8_calibration
-from sinew.engine.cuda.fp8.scales import Calibration
+from sinew.engine.cuda.fp8.scales import Fp8Calibration
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.onnx.cache import fingerprint
 from sinew.engine.plan.engine import PlannedEngine
@@ -30,7 +30,7 @@ def calibrate(
     observations: Iterable[tuple[ModelInputs, np.ndarray]],
     source: str,
     steps: int | None = None,
-) -> tuple[Calibration, Path]:
+) -> tuple[Fp8Calibration, Path]:
     """Run the planned ``model`` over pairs of inputs (with pixels) and noise, and keep what its layers saw.
 
     All components, so that any of them can be asked for later. source: what the observations are, for people.

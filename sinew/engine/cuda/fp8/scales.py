@@ -35,7 +35,7 @@ HEADROOM = 2.0
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Fp8Calibration:
     """amax: layer -> the largest absolute value of its input. ``source``: what the observations were."""
 
     fingerprint: str
@@ -122,7 +122,7 @@ def calibrate(
     runs: Iterable[Callable[[], Any]],
     fingerprint: str,
     source: str,
-) -> Calibration:
+) -> Fp8Calibration:
     """Call each of ``runs``, one observation through the model, and take down what the layers saw.
 
     source: what the observations are, for people. Raises :class:`SinewError` where nothing ran, or where an
@@ -139,7 +139,7 @@ def calibrate(
     for name, value in amax.items():
         if not math.isfinite(value):
             raise SinewError(f"fp8 calibration: expected finite inputs of {name}, got {value}")
-    return Calibration(fingerprint, amax, count, source)
+    return Fp8Calibration(fingerprint, amax, count, source)
 
 
 # ----------------------------------------------------------------------------- keeping
@@ -152,13 +152,13 @@ def path_of(fingerprint: str) -> Path:
     return Path(base) / "sinew" / "fp8" / f"{fingerprint[:32]}.json"
 
 
-def store(calibration: Calibration) -> Path:
+def store(calibration: Fp8Calibration) -> Path:
     path = path_of(calibration.fingerprint)
     tuning.write_json(path, {"version": VERSION, "headroom": HEADROOM, **asdict(calibration)})
     return path
 
 
-def load(fingerprint: str) -> Calibration | None:
+def load(fingerprint: str) -> Fp8Calibration | None:
     """Return what was stored for these weights, None if nothing was. Raises :class:`SinewError` for a file that is
     damaged or belongs to others, naming it and what is wrong."""
     path = path_of(fingerprint)
@@ -174,7 +174,7 @@ def load(fingerprint: str) -> Calibration | None:
         raise SinewError(f"{path}: expected JSON, got {error}") from None
     if wrong := _wrong(raw, fingerprint):
         raise SinewError(f"{path}: {wrong}; remove the file and calibrate again")
-    return Calibration(raw["fingerprint"], raw["amax"], raw["observations"], raw["source"])
+    return Fp8Calibration(raw["fingerprint"], raw["amax"], raw["observations"], raw["source"])
 
 
 def _wrong(raw: Any, fingerprint: str) -> str | None:

@@ -37,7 +37,7 @@ from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.prefix_end import KeyValueLayer
-from sinew.engine.plan.rewrite import Outcome, become, clone_model, exactly, foreign, left_out, spans
+from sinew.engine.plan.rewrite import RewriteOutcome, become, clone_model, exactly, foreign, left_out, spans
 from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, GatedMLP
 from sinew.layers.linear import Linear, not_linear
@@ -55,7 +55,7 @@ ON_CUDA = tuple(name for name in REWRITES if name not in LEFT_OUT)
 
 
 @dataclass(frozen=True)
-class Fusion:
+class KernelFusion:
     """``fits``: what is missing in a module of type ``kind``, or nothing; ``into``: the class that it gets,
     ``rowwise``: the one that it gets where products are a library's, which is where they are in FP8."""
 
@@ -116,10 +116,10 @@ def _vision(layer: Any) -> str | None:
 
 
 FUSIONS = (
-    Fusion(DecoderAttention, _attention, FusedAttention),
-    Fusion(KeyValueLayer, _last, FusedKeyValueLayer, RowwiseKeyValueLayer),
-    Fusion(AdaptiveDecoderLayer, _layer, FusedAdaptiveLayer, RowwiseAdaptiveLayer),
-    Fusion(DecoderLayer, _layer, FusedLayer, RowwiseLayer),
+    KernelFusion(DecoderAttention, _attention, FusedAttention),
+    KernelFusion(KeyValueLayer, _last, FusedKeyValueLayer, RowwiseKeyValueLayer),
+    KernelFusion(AdaptiveDecoderLayer, _layer, FusedAdaptiveLayer, RowwiseAdaptiveLayer),
+    KernelFusion(DecoderLayer, _layer, FusedLayer, RowwiseLayer),
 )
 
 
@@ -151,7 +151,7 @@ def fuse(
     return Plan(model.eval().requires_grad_(False), tuple(outcomes))
 
 
-def _apply(fusion: Fusion, model: Any, ops: Ops, in_fp8: set[str]) -> Outcome:
+def _apply(fusion: KernelFusion, model: Any, ops: Ops, in_fp8: set[str]) -> RewriteOutcome:
     done, left, kinds = [], {}, set()
     for name, module in list(model.named_modules()):
         if not isinstance(module, fusion.kind):
@@ -174,12 +174,12 @@ def _apply(fusion: Fusion, model: Any, ops: Ops, in_fp8: set[str]) -> Outcome:
         done.append(name)
     name = f"fuse {fusion.kind.__name__}"
     if not done and not left:
-        return Outcome(name, "not applicable", "the model has none")
+        return RewriteOutcome(name, "not applicable", "the model has none")
     reason = f"{' and '.join(sorted(kinds)) or 'left as planned,'} over {type(ops).__name__}"
-    return Outcome(name, "applied" if done else "not applicable", reason + left_out(left), spans(done))
+    return RewriteOutcome(name, "applied" if done else "not applicable", reason + left_out(left), spans(done))
 
 
-def _towers(model: Any, ops: Ops) -> Outcome:
+def _towers(model: Any, ops: Ops) -> RewriteOutcome:
     """Towers whose every layer fits run row-wise, as one; rows of patches go into the model's own, if it has one."""
     done, left = [], {}
     for name, tower in list(model.named_modules()):
@@ -202,33 +202,35 @@ def _towers(model: Any, ops: Ops) -> Outcome:
         tower.rows = ops.rows
         done.append(name)
     if not done and not left:
-        return Outcome("fuse ViTLayer", "not applicable", "the model has none")
+        return RewriteOutcome("fuse ViTLayer", "not applicable", "the model has none")
     reason = f"{RowwiseViTLayer.__name__ if done else 'left as planned,'} over {type(ops).__name__}"
     where = tuple(f"{name}.layers" for name in done)
-    return Outcome("fuse ViTLayer", "applied" if done else "not applicable", reason + left_out(left), where)
+    return RewriteOutcome(
+        "fuse ViTLayer", "applied" if done else "not applicable", reason + left_out(left), where
+    )
 
 
-def _ends(model: Any, ops: Ops, scaled: bool) -> Outcome:
+def _ends(model: Any, ops: Ops, scaled: bool) -> RewriteOutcome:
     name = "fuse action projections"
     if getattr(type(model), "decode_actions", None) is not ExpertModel.decode_actions:
-        return Outcome(name, "not applicable", "the model has no expert that is known here")
+        return RewriteOutcome(name, "not applicable", "the model has no expert that is known here")
     adaptive = isinstance(model.expert.norm, AdaRMSNorm)
     fused = all(isinstance(layer, WITH_VECTORS) for layer in model.expert.layers)
     if not fused or not (adaptive or folds_away(model.expert.norm)):
-        return Outcome(name, "not applicable", "the head's layers are not fused")
+        return RewriteOutcome(name, "not applicable", "the head's layers are not fused")
     ends = [module for part, module in model.named_children() if part.startswith("action_")]
     if why := _weights(*ends):
-        return Outcome(name, "not applicable", why)
+        return RewriteOutcome(name, "not applicable", why)
     become(model, TabulatedModulation if adaptive else FusedDecode)
     model.ops = ops
     if adaptive:
         model.scaled = scaled
     elif isinstance(model, SplitActionTime):
         become(model, FusedActionTime)
-    return Outcome(name, "applied", f"both ends of a step over {type(ops).__name__}", ("expert.norm",))
+    return RewriteOutcome(name, "applied", f"both ends of a step over {type(ops).__name__}", ("expert.norm",))
 
 
-def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> Outcome:
+def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> RewriteOutcome:
     layers = linears(model, fp8)
     if empty := sorted(set(fp8).difference(map(model.component_of, layers))):
         raise SinewError(
@@ -237,4 +239,4 @@ def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> Ou
     use_fp8(model, layers, scales)
     calibrated = sum(name in scales for name in layers)
     reason = f"e4m3, a scale per channel; inputs of {calibrated} of {len(layers)} calibrated, of the others per row"
-    return Outcome("fp8", "applied", reason, spans(list(layers)))
+    return RewriteOutcome("fp8", "applied", reason, spans(list(layers)))

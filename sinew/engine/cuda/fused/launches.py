@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sinew.engine.cuda.fused.library import Library
-from sinew.engine.cuda.fused.ops import Ops, Plain, Stream
+from sinew.engine.cuda.fused.ops import Ops, PlainOps, ResidualStream
 from sinew.engine.cuda.fused.rows import RowKernels
 from sinew.engine.cuda.kernels import (
     Workspace,
@@ -28,7 +28,7 @@ from sinew.engine.cuda.kernels import (
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.norm_linear import problem
-from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.cuda.kernels.shapes import BLOCKS, PARTS
 from sinew.engine.cuda.tune import choices
 from sinew.engine.cuda.tune.tuning import tile_for
@@ -44,7 +44,7 @@ class Kernels(Ops):
     def __init__(self, device: torch.device, pdl: bool = False, prefetch: bool = False):
         self.pdl, self.rows = pdl, RowKernels(pdl, prefetch)
         self.streaming: dict[str, Any] = {"pdl": pdl, "prefetch": prefetch}
-        self.others: dict[str, Ops] = {"library": Library(self.rows), "torch": Plain()}
+        self.others: dict[str, Ops] = {"library": Library(self.rows), "torch": PlainOps()}
         # Twice what the published shapes need in float32, whose tiles are small: 64 MiB.
         self.workspace = Workspace(2 * PARTS, 2 * BLOCKS, device)
 
@@ -117,7 +117,7 @@ class Kernels(Ops):
         scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
         **rest: Any,
-    ) -> Stream:
+    ) -> ResidualStream:
         out = torch.empty(len(x), len(weight), dtype=dtype or x.dtype, device=x.device)
         scaled = None if scale is None else torch.empty_like(out)
         dims = (len(x), *weight.shape)
@@ -132,7 +132,7 @@ class Kernels(Ops):
 
         other = lambda ops: ops.splitk_linear(x, weight, **rest)  # noqa: E731
         rows = self.launch("splitk_linear", dims, weight, prepare, other, out)
-        return Stream(rows, squares[0], scaled) if rows is out else Stream(rows.to(out.dtype))
+        return ResidualStream(rows, squares[0], scaled) if rows is out else ResidualStream(rows.to(out.dtype))
 
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -160,7 +160,7 @@ class Kernels(Ops):
             out,
         )
 
-    def preprocess(self, frames: Tensor, resize: Resize, patch: int, out: Tensor) -> None:
+    def preprocess(self, frames: Tensor, resize: ResizeTables, patch: int, out: Tensor) -> None:
         preprocess.prepare(frames, resize, out, patch=patch, pdl=self.pdl)()
 
     def launch(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sinew.engine.cuda.fused.ops import Ops, Stream
+from sinew.engine.cuda.fused.ops import Ops, ResidualStream
 from sinew.engine.plan.packing import PackedMLP
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, KeyValue
@@ -91,7 +91,7 @@ class FusedAdaptiveLayer(AdaptiveDecoderLayer):
 # ----------------------------------------------------------------------------- streams
 
 
-def carried(stream: Stream) -> Tensor:
+def carried(stream: ResidualStream) -> Tensor:
     """The stream as models hand it from layer to layer, [1, M, C], with what is known of it on the tensor itself: a
     layer that gets this very tensor uses it, and whoever makes another of it loses nothing but that."""
     x = stream.rows[None]
@@ -99,19 +99,19 @@ def carried(stream: Stream) -> Tensor:
     return x
 
 
-def stream_of(x: Tensor) -> Stream:
-    return getattr(x, "stream", None) or Stream(one(x))
+def stream_of(x: Tensor) -> ResidualStream:
+    return getattr(x, "stream", None) or ResidualStream(one(x))
 
 
 Norm = dict[str, Any]
 
 
-def normed(stream: Stream, eps: float, reader: Any) -> tuple[Tensor, Norm]:
+def normed(stream: ResidualStream, eps: float, reader: Any) -> tuple[Tensor, Norm]:
     """The rows, and the ``norm``, with which a product reads a stream through a unit norm."""
     return stream.rows, {"eps": eps, "bias": reader.bias, "squares": stream.squares}
 
 
-def modulated(ops: Ops, stream: Stream, eps: float, m: Modulated, reader: Any) -> tuple[Tensor, Norm]:
+def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader: Any) -> tuple[Tensor, Norm]:
     """The same through a norm that the solver's time modulates."""
     if m.bias is None:
         return ops.ada_rms(stream.rows, m.scale, m.shift, eps), {"bias": reader.bias}
@@ -124,7 +124,7 @@ def modulated(ops: Ops, stream: Stream, eps: float, m: Modulated, reader: Any) -
 
 
 def project(
-    ops: Ops, attn: Any, stream: Stream, rotate: Rotation, eps: float
+    ops: Ops, attn: Any, stream: ResidualStream, rotate: Rotation, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, norm = normed(stream, eps, attn.qkv_proj)
     return qkv(ops, attn.qkv_proj, rows, norm, rotate, (attn.num_heads, attn.num_kv_heads))
@@ -145,7 +145,7 @@ def output(
     residual: Tensor,
     gate: Tensor | None = None,
     scale: Tensor | None = None,
-) -> Stream:
+) -> ResidualStream:
     x = x.to(linear.weight.dtype)
     return ops.stream_linear(x, linear.weight, bias=linear.bias, gate=gate, residual=residual, scale=scale)
 
@@ -158,7 +158,7 @@ def mlp(
     residual: Tensor,
     gate: Tensor | None = None,
     scale: Tensor | None = None,
-) -> Stream:
+) -> ResidualStream:
     weight = module.gate_up_proj.weight
     hidden = ops.gated_mlp(x.to(weight.dtype), weight, activation(module), **norm)
     return output(ops, module.down_proj, hidden, residual, gate, scale)

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.engine.cuda.fused.ops import Plain, Stream
-from sinew.engine.cuda.fused.rows import Rows, Target
+from sinew.engine.cuda.fused.ops import PlainOps, ResidualStream
+from sinew.engine.cuda.fused.rows import RowOps, Target
 from sinew.engine.cuda.kernels import gated_mlp
 
 
-class Library(Plain):
-    """Attention is torch's, as in :class:`Plain`; everything else has one launch per pass."""
+class Library(PlainOps):
+    """Attention is torch's, as in :class:`PlainOps`; everything else has one launch per pass."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: RowOps):
         self.rows = rows
 
     def norm_linear(self, x: Tensor, weight: Tensor, *, silu: bool = False, **norm: Any) -> Tensor:
@@ -51,8 +51,8 @@ class Library(Plain):
             return torch.addmm(residual, x, weight.T)  # added before the sum is rounded
         return super().splitk_linear(x, weight, bias=bias, gate=gate, residual=residual)
 
-    def stream_linear(self, x: Tensor, weight: Tensor, **rest: Any) -> Stream:
-        return super().stream_linear(x, weight, **rest)  # over the product above: another way than Plain's
+    def stream_linear(self, x: Tensor, weight: Tensor, **rest: Any) -> ResidualStream:
+        return super().stream_linear(x, weight, **rest)  # over the product above: another way than PlainOps's
 
     def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
         _, normed = self.rows.norm(x, Target(x.dtype), eps=eps, weight=scale, offset=1.0, shift=shift)

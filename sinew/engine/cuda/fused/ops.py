@@ -1,6 +1,6 @@
 """The operations that fused layers are written in, and two ways to compute them in PyTorch.
 
-``References`` is what the kernels are defined by: float32 inside, one rounding at the end. ``Plain`` is what a model
+``References`` is what the kernels are defined by: float32 inside, one rounding at the end. ``PlainOps`` is what a model
 without kernels runs: products in the weight's precision, ``scaled_dot_product_attention``. The third way, Triton's
 kernels, is :mod:`.launches`. All of them take one observation: rows without a batch axis.
 """
@@ -25,13 +25,13 @@ from sinew.engine.cuda.kernels import (
     splitk_linear,
 )
 from sinew.engine.cuda.kernels.lang import MASKED
-from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.layers.decoder import KeyValue
 from sinew.layers.norm import rms_normalize
 from sinew.layers.rope import Rotation
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """The activations that one layer leaves for the next. rows: [M, C]. squares: float32 [M, any], whose rows sum
     to those of rows^2; scaled: rows * (1 + scale) of the norm that comes next. None: nobody has computed it."""
 
@@ -83,11 +83,11 @@ class Ops(ABC):
         scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
         **rest: Any,
-    ) -> Stream:
+    ) -> ResidualStream:
         """:meth:`splitk_linear` with what the next norm asks of its result. scale: [N], of a norm that is modulated;
         dtype: of the stream, x's if absent."""
         rows = self.splitk_linear(x, weight, **rest)
-        return Stream(rows if dtype is None else rows.to(dtype))
+        return ResidualStream(rows if dtype is None else rows.to(dtype))
 
     @abstractmethod
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
@@ -98,7 +98,7 @@ class Ops(ABC):
         """x: [M, C] -> x / rms(x) * (1 + scale) + shift."""
 
     @abstractmethod
-    def preprocess(self, frames: Tensor, resize: Resize, patch: int, out: Tensor) -> None:
+    def preprocess(self, frames: Tensor, resize: ResizeTables, patch: int, out: Tensor) -> None:
         """frames: uint8 [V, h, w, 3] -> the first 3 * patch^2 values of each row of out, [V, patches, values]."""
 
 
@@ -137,9 +137,9 @@ class References(Ops):
         scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
         **rest: Any,
-    ) -> Stream:
+    ) -> ResidualStream:
         rows = splitk_linear.reference(x, weight, dtype=dtype, **rest)
-        return Stream(rows, *splitk_linear.statistics_reference(rows, scale))
+        return ResidualStream(rows, *splitk_linear.statistics_reference(rows, scale))
 
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         return packed_attention.reference(q, kv, mask, own=own)
@@ -147,11 +147,11 @@ class References(Ops):
     def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
         return row_norm.reference(x, eps=eps, weight=scale, offset=1.0, shift=shift)[1]
 
-    def preprocess(self, frames: Tensor, resize: Resize, patch: int, out: Tensor) -> None:
+    def preprocess(self, frames: Tensor, resize: ResizeTables, patch: int, out: Tensor) -> None:
         out[..., : 3 * patch * patch] = preprocess.reference(frames, resize, dtype=out.dtype, patch=patch)
 
 
-class Plain(References):
+class PlainOps(References):
     """Torch's own operations; the resize of frames has none and stays the reference."""
 
     rows: Any = None  # a Rows

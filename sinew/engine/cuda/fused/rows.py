@@ -42,7 +42,7 @@ class Operand(NamedTuple):
     scales: Tensor | None = None
 
 
-class Rows(ABC):
+class RowOps(ABC):
     """``to``: what the next product reads. x, branch: [M, C]; weight, shift, gate, bias: vectors of the width.
 
     launching: options of an e4m3 product's launch.
@@ -81,7 +81,7 @@ class Rows(ABC):
         return F.linear(operand.data, weight, None if added is None else added.to(weight.dtype))
 
 
-class RowReferences(Rows):
+class RowReferences(RowOps):
     """The kernels' definitions, on any device."""
 
     def norm(self, x, to, *, branch=None, **norm):
@@ -101,7 +101,7 @@ class RowReferences(Rows):
         return rope.reference(packed, cos, sin, heads, bias=bias)
 
 
-class RowKernels(Rows):
+class RowKernels(RowOps):
     """``pdl``, ``prefetch``: as of :class:`.launches.Kernels`."""
 
     def __init__(self, pdl: bool = False, prefetch: bool = False):

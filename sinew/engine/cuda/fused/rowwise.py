@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinew.engine.cuda.fused.ends import PatchTower
 from sinew.engine.cuda.fused.layers import Modulated, activation, one, tables
-from sinew.engine.cuda.fused.rows import Operand, Rows, Target
+from sinew.engine.cuda.fused.rows import Operand, RowOps, Target
 from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderLayer, KeyValue
@@ -28,7 +28,7 @@ from sinew.layers.vit import ViTLayer
 class RowwiseLayer(DecoderLayer):
     """A layer of the language model or an expert. Its norms are unit norms."""
 
-    rows: Rows
+    rows: RowOps
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         return project(self.rows, self.attn, one(x), rotate, eps=self.input_norm.eps)
@@ -46,7 +46,7 @@ class RowwiseLayer(DecoderLayer):
 class RowwiseKeyValueLayer(KeyValueLayer):
     """The last language layer: keys and values alone."""
 
-    rows: Rows
+    rows: RowOps
 
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
         linear: Any = self.attn.kv_proj
@@ -58,7 +58,7 @@ class RowwiseKeyValueLayer(KeyValueLayer):
 class RowwiseAdaptiveLayer(AdaptiveDecoderLayer):
     """A layer with adaptive norms: ``before`` and ``after`` come from the table of the step."""
 
-    rows: Rows
+    rows: RowOps
 
     def project(self, x: Tensor, rotate: Rotation, before: Any, after: Any):
         norm = modulation(before, self.input_norm.eps)
@@ -74,12 +74,14 @@ def modulation(m: Modulated, eps: float) -> dict[str, Any]:
     return {"eps": eps, "weight": m.scale, "offset": 1.0, "shift": m.shift}
 
 
-def project(rows: Rows, attn: Any, x: Tensor, rotate: Rotation, **norm: Any) -> tuple[Tensor, Tensor, Tensor]:
+def project(
+    rows: RowOps, attn: Any, x: Tensor, rotate: Rotation, **norm: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return turned(rows, attn.qkv_proj, x, rotate, (attn.num_heads, attn.num_kv_heads), **norm)
 
 
 def turned(
-    rows: Rows, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int], **norm: Any
+    rows: RowOps, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int], **norm: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, product, rotation: q, k and v [1, M, heads, D]."""
     _, normed = rows.norm(x, Target.of(linear), **norm)
@@ -88,7 +90,7 @@ def turned(
     return q[None], k[None], v[None]
 
 
-def finish(rows: Rows, layer: Any, x: Tensor, attended: Tensor, **norm: Any) -> tuple[Tensor, Tensor]:
+def finish(rows: RowOps, layer: Any, x: Tensor, attended: Tensor, **norm: Any) -> tuple[Tensor, Tensor]:
     """The stream after the attention, and what the MLP adds to it."""
     out, up, down = layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
     branch = rows.product(rows.convert(attended, Target.of(out)), out)
@@ -105,7 +107,7 @@ def finish(rows: Rows, layer: Any, x: Tensor, attended: Tensor, **norm: Any) -> 
 class RowwiseViTLayer(ViTLayer):
     """Views as rows: [V, L, C] as [V * L, C]. Its norms are unit norms."""
 
-    rows: Rows
+    rows: RowOps
 
     def along(self, x: Tensor, branch: Tensor | None, views: int) -> tuple[Tensor, Tensor]:
         """(x, what the layer before adds to it) -> the same of this layer."""
@@ -124,7 +126,7 @@ class RowwiseViTLayer(ViTLayer):
 
 
 class RowwiseTower(PatchTower):
-    rows: Rows
+    rows: RowOps
 
     def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
         views = len(x)
@@ -140,6 +142,6 @@ class RowwiseTower(PatchTower):
 
 
 def layer_norm(
-    rows: Rows, x: Tensor, branch: Tensor | None, norm: Any, reader: Any
+    rows: RowOps, x: Tensor, branch: Tensor | None, norm: Any, reader: Any
 ) -> tuple[Tensor, Operand]:
     return rows.norm(x, Target.of(reader), branch=branch, eps=norm.eps, kind="layer")

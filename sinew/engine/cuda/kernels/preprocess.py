@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.resize_tables import PLACES, Axis, Resize
+from sinew.engine.cuda.kernels.resize_tables import PLACES, Axis, ResizeTables
 from sinew.engine.cuda.tune.tuning import tile_for
 
 
@@ -84,7 +84,7 @@ def preprocess_kernel(
 
 def prepare(
     frames: Tensor,
-    resize: Resize,
+    resize: ResizeTables,
     out: Tensor,
     *,
     patch: int | None = None,
@@ -139,7 +139,7 @@ def _check_patches(out: Tensor, views: int, patches: int, values: int) -> None:
 
 def preprocess(
     frames: Tensor,
-    resize: Resize,
+    resize: ResizeTables,
     *,
     dtype: torch.dtype = torch.float32,
     patch: int | None = None,
@@ -160,7 +160,7 @@ def preprocess(
 
 
 def reference(
-    frames: Tensor, resize: Resize, *, dtype: torch.dtype = torch.float32, patch: int | None = None
+    frames: Tensor, resize: ResizeTables, *, dtype: torch.dtype = torch.float32, patch: int | None = None
 ) -> Tensor:
     """The same from matrix products in float64, which holds Pillow's integers exactly; one rounding to dtype."""
     columns = _matrix(resize.columns, resize.source[1])

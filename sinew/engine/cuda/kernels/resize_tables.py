@@ -36,7 +36,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Resize:
+class ResizeTables:
     """One frame size to one recipe. The picture is ``rows`` x ``columns`` and starts at (top, left).
 
     ``affine``: float32 [3, 3], per channel: factor and offset from a resized value to a normalised one, and
@@ -63,7 +63,9 @@ class Resize:
         return next((f"{step}: {why}" for step in recipe.steps if (why := step.on_host)), "")
 
     @classmethod
-    def of(cls, height: int, width: int, recipe: ImageRecipe, device: torch.device | str = "cpu") -> Resize:
+    def of(
+        cls, height: int, width: int, recipe: ImageRecipe, device: torch.device | str = "cpu"
+    ) -> ResizeTables:
         from sinew.steps.image.letterbox import Letterbox
 
         if why := cls.why_not(recipe):

@@ -17,7 +17,7 @@ from torch import Tensor
 from sinew.engine.cuda.kernels import KERNELS
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3, NEEDS
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.cuda.kernels.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class KernelCost:
     """The cost of one call in bfloat16: a multiply-add counts as two FLOPs, each tensor's bytes once."""
 
     flops: int
@@ -294,7 +294,7 @@ def arguments(
         tables = [new(M, D // 2, dtype=torch.float32) for _ in "cs"]
         return [new(M, (H + 2 * KV) * D), *tables, *(new(M, count, D) for count in (H, KV, KV))], options
     V, h, w, side, patch = (s[name] for name in ("V", "h", "w", "side", "patch"))
-    resize = Resize.of(h, w, recipe(problem), device)
+    resize = ResizeTables.of(h, w, recipe(problem), device)
     frames = torch.zeros(V, h, w, 3, dtype=torch.uint8, device=device)
     patches = torch.zeros(V, (side // patch) ** 2, -(-3 * patch**2 // 16) * 16, dtype=dtype, device=device)
     return [frames, resize, patches], {"patch": patch}
@@ -336,49 +336,49 @@ def capability_of(problem: Problem) -> int:
     return NEEDS if problem.sizes.get("eighths") else KERNELS[problem.kernel].capability
 
 
-def cost(problem: Problem) -> Cost:
+def cost(problem: Problem) -> KernelCost:
     s = problem.sizes
     M, K, N, wide = s.get("M", 0), s.get("K", 0), s.get("N", 0), 4 if s.get("wide") else 2
     H, KV, D, P, S = (s.get(name, 0) for name in ("H", "KV", "D", "P", "S"))
     # A norm apart writes and reads the input again; so do gate and residual with the output.
     norm = (1, 2 * 2 * M * K) if s.get("norm") else (0, 0)
     if problem.kernel == "norm_linear":
-        return Cost(2 * M * N * K, 2 * M * K + wide * (N * K + M * N), *norm)
+        return KernelCost(2 * M * N * K, 2 * M * K + wide * (N * K + M * N), *norm)
     if problem.kernel == "gated_mlp":  # apart: 2 N columns written and read by the pass that multiplies them
         bytes_ = 2 * (M * K + 2 * N * K + M * N)
-        return Cost(4 * M * N * K, bytes_, 1 + norm[0], 2 * 2 * M * 2 * N + norm[1])
+        return KernelCost(4 * M * N * K, bytes_, 1 + norm[0], 2 * 2 * M * 2 * N + norm[1])
     if problem.kernel == "qkv_rope":  # apart: rotation of q and k, copy of k and v into the cache
         columns, turned = (H + 2 * KV) * D, (H + KV) * D
         bytes_ = 2 * (M * K + columns * K + M * columns) + 4 * M * D
         fewer = (1 if KV == 0 else 3) + norm[0]
-        return Cost(2 * M * columns * K, bytes_, fewer, 2 * 2 * M * (turned + 2 * KV * D) + norm[1])
+        return KernelCost(2 * M * columns * K, bytes_, fewer, 2 * 2 * M * (turned + 2 * KV * D) + norm[1])
     if problem.kernel == "splitk_linear":
         extra = 2 if s.get("gate") else 1
-        return Cost(2 * M * N * K, 2 * (M * K + N * K + 2 * M * N), extra, extra * 2 * 2 * M * N)
+        return KernelCost(2 * M * N * K, 2 * (M * K + N * K + 2 * M * N), extra, extra * 2 * 2 * M * N)
     if problem.kernel == "packed_attention":  # apart, with scores in memory: two products and a softmax
         keys = P + S
         scores = 4 * M * H * keys
         bytes_ = 2 * (2 * M * H * D + 2 * keys * KV * D) + (1 if s.get("key_mask") else M) * keys
-        return Cost(4 * M * H * keys * D, bytes_, 2, 2 * scores + scores // 2 * 2)
+        return KernelCost(4 * M * H * keys * D, bytes_, 2, 2 * scores + scores // 2 * 2)
     if problem.kernel == "fp8_quantize":  # apart: the largest values, division and clamp, conversion
-        return Cost(0, 3 * M * s["C"] + 4 * M, 2, (2 + 2 * 2) * M * s["C"])
+        return KernelCost(0, 3 * M * s["C"] + 4 * M, 2, (2 + 2 * 2) * M * s["C"])
     if problem.kernel == "fp8_product":  # apart: the scales
-        return Cost(2 * M * N * K, (M + N) * K + 4 * (M + N) + 2 * M * N, 1, 2 * 2 * M * N)
+        return KernelCost(2 * M * N * K, (M + N) * K + 4 * (M + N) + 2 * M * N, 1, 2 * 2 * M * N)
     eighths = bool(s.get("eighths"))  # apart: the conversion
     if problem.kernel == "row_norm":  # apart: gate and residual, whose result is read again; a modulation
         branch, modulated = bool(s.get("branch")), s.get("affine") == 1.0
         size, vectors = M * s["C"], s["C"] * (s.get("gate", 0) + 2 * ("affine" in s))
         bytes_ = 2 * (size + 2 * size * branch + vectors) + (size + 4 * M if eighths else 2 * size)
-        return Cost(
+        return KernelCost(
             0, bytes_, branch + modulated + eighths, 2 * size * (branch + 2 * modulated + 2 * eighths)
         )
     if problem.kernel == "activate":  # apart: the product of the halves
         size, gated = M * N, bool(s["gated"])
         bytes_ = 2 * size * (1 + gated) + (size + 4 * M if eighths else 2 * size)
-        return Cost(0, bytes_, gated + eighths, 2 * 2 * size * (gated + eighths))
+        return KernelCost(0, bytes_, gated + eighths, 2 * 2 * size * (gated + eighths))
     if problem.kernel == "rope":  # apart: copy of k and v into the cache
         bytes_ = 2 * 2 * M * (H + 2 * KV) * D + 4 * M * D
-        return Cost(0, bytes_, 2 if KV else 0, 2 * 2 * M * KV * D)
+        return KernelCost(0, bytes_, 2 if KV else 0, 2 * 2 * M * KV * D)
     V, h, w, side = (s[name] for name in ("V", "h", "w", "side"))
     pixels = 3 * side * side * V  # apart: resized bytes, normalised floats, patches
-    return Cost(0, 3 * h * w * V + 2 * pixels, 3, 2 * (1 + 4 + 4) * pixels)
+    return KernelCost(0, 3 * h * w * V + 2 * pixels, 3, 2 * (1 + 4 + 4) * pixels)

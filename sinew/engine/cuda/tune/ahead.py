@@ -18,22 +18,22 @@ import torch
 from sinew.engine.cuda.kernels.launch import Specialised, Tile
 from sinew.engine.cuda.tune import tuning
 from sinew.engine.cuda.tune.tiles import candidates
-from sinew.engine.cuda.tune.trials import Problem, is_kept
+from sinew.engine.cuda.tune.trials import TuningProblem, is_kept
 
 log = logging.getLogger(__name__)
 MOST_THREADS = 16
 
 
-class Gathering:
+class CollectedTrials:
     """In place of :class:`.trials.Trials`, within ``collecting``: each tile of each problem that would be timed is
     asked for and not run."""
 
     def __init__(self, device: torch.device, again: bool = False):
         self.device, self.again = device, again
-        self.seen: set[tuple[Problem, bool]] = set()
+        self.seen: set[tuple[TuningProblem, bool]] = set()
         self.paused = False
 
-    def begin(self, problem: Problem, has_others: bool = False) -> bool:
+    def begin(self, problem: TuningProblem, has_others: bool = False) -> bool:
         entry = problem, has_others
         if (
             self.paused
@@ -46,7 +46,7 @@ class Gathering:
 
     def time(
         self,
-        problem: Problem,
+        problem: TuningProblem,
         kernel: Callable[[Tile, int], Any],
         wanted: Callable[[], Any],
         others: Mapping[str, Any] | None = None,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sinew.engine.cuda.fused.ops import Stream
+from sinew.engine.cuda.fused.ops import ResidualStream
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 from sinew.engine.cuda.kernels.launch import Tile
 from sinew.engine.cuda.tune import choices, tuning
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 Way = Callable[[int], Any]  # number of a set of arguments -> the answer
 
 
-class Problem(NamedTuple):
+class TuningProblem(NamedTuple):
     """The key of stored tiles and choices."""
 
     kernel: str
@@ -55,9 +55,9 @@ class Trials:
     ):
         self.device, self.measure, self.left, self.emit = device, measure, left, emit
         self.trying, self.again = trying or (lambda _: None), again
-        self.done: set[tuple[Problem, bool]] = set()
-        self.known: set[tuple[Problem, bool]] = set()  # from an earlier run on this machine
-        self.skipped: set[tuple[Problem, bool]] = set()
+        self.done: set[tuple[TuningProblem, bool]] = set()
+        self.known: set[tuple[TuningProblem, bool]] = set()  # from an earlier run on this machine
+        self.skipped: set[tuple[TuningProblem, bool]] = set()
         self.failed = 0
         self.paused = False  # no problem is begun, and none counts as left out
 
@@ -71,7 +71,7 @@ class Trials:
             "left out for lack of time": late,
         }
 
-    def begin(self, problem: Problem, has_others: bool = False) -> bool:
+    def begin(self, problem: TuningProblem, has_others: bool = False) -> bool:
         """Return True if a problem is to be timed now: it is new, was not stored before, and there is time."""
         entry = problem, has_others
         if self.paused or entry in self.done or entry in self.known:
@@ -87,7 +87,7 @@ class Trials:
 
     def time(
         self,
-        problem: Problem,
+        problem: TuningProblem,
         kernel: Callable[[Tile, int], Any],
         wanted: Callable[[], Any],
         others: Mapping[str, Way] | None = None,
@@ -104,7 +104,7 @@ class Trials:
 
     def _timed(
         self,
-        problem: Problem,
+        problem: TuningProblem,
         kernel: Callable[[Tile, int], Any],
         wanted: Any,
         others: Mapping[str, Way],
@@ -151,7 +151,7 @@ class Trials:
         return row | {"reason": choice["reason"] + ("" if unusable else left_out)}
 
 
-def is_kept(problem: Problem, device: torch.device, has_others: bool) -> bool:
+def is_kept(problem: TuningProblem, device: torch.device, has_others: bool) -> bool:
     """Return True if tile and implementation of a problem were measured before."""
     tile = tuning.choose(*problem, device)[1].startswith("tuned")
     if not has_others:
@@ -163,7 +163,7 @@ def is_kept(problem: Problem, device: torch.device, has_others: bool) -> bool:
 def agree(got: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
     """Raise ArithmeticError unless a way's tensors are the reference's, each up to ``tolerance``. Of a stream,
     what the way has of it; squares by row."""
-    if isinstance(wanted, Stream):
+    if isinstance(wanted, ResidualStream):
         parts = [(got.rows, wanted.rows), (_summed(got.squares), _summed(wanted.squares))]
         parts = [(a, b) for a, b in (*parts, (got.scaled, wanted.scaled)) if a is not None]
         got, wanted = zip(*parts, strict=True)

@@ -20,15 +20,15 @@ from torch import Tensor
 from sinew.engine.cuda.fp8 import linear as fp8
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.fused.library import Library
-from sinew.engine.cuda.fused.ops import Ops, References, Stream
-from sinew.engine.cuda.fused.rows import Operand, RowKernels, RowReferences, Rows, Target
+from sinew.engine.cuda.fused.ops import Ops, References, ResidualStream
+from sinew.engine.cuda.fused.rows import Operand, RowKernels, RowOps, RowReferences, Target
 from sinew.engine.cuda.graphs import Kept
 from sinew.engine.cuda.kernels import activate, fp8_product, fp8_quantize, preprocess, rope, row_norm
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 from sinew.engine.cuda.kernels.launch import Specialised, Tile, collecting
 from sinew.engine.cuda.tune import choices, tuning
-from sinew.engine.cuda.tune.ahead import Gathering, compile_all
-from sinew.engine.cuda.tune.trials import Problem, Trials
+from sinew.engine.cuda.tune.ahead import CollectedTrials, compile_all
+from sinew.engine.cuda.tune.trials import Trials, TuningProblem
 
 log = logging.getLogger(__name__)
 STREAMED = 256 << 20  # bytes of weights to rotate through
@@ -48,11 +48,11 @@ class Forced(Kernels):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.tile: Tile | None = None
-        self.asked: Problem | None = None
-        self.broken: set[Problem] = set()  # their own tile does not run
+        self.asked: TuningProblem | None = None
+        self.broken: set[TuningProblem] = set()  # their own tile does not run
 
     def launch(self, kernel, dims, like, prepare, other, out):
-        self.asked = Problem(kernel, dims, like.dtype)
+        self.asked = TuningProblem(kernel, dims, like.dtype)
         if self.tile is None and self.asked in self.broken:
             raise tuning.NoTile(str(self.asked))  # and do not compile it again, layer after layer
         prepare(self.tile)()
@@ -66,7 +66,7 @@ class TunedOps(Ops):
     passes are tuned before they compete.
     """
 
-    def __init__(self, trials: Trials | Gathering, ways: Mapping[str, Ops] | None = None):
+    def __init__(self, trials: Trials | CollectedTrials, ways: Mapping[str, Ops] | None = None):
         self.trials, self.kernels, self.references = trials, Forced(trials.device), References()
         self.rows = TunedRows(trials)
         self.ways: Mapping[str, Ops] = self.kernels.others if ways is None else ways
@@ -94,7 +94,7 @@ class TunedOps(Ops):
         scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
         **rest: Any,
-    ) -> Stream:
+    ) -> ResidualStream:
         """Timed as a whole. What comes behind it is asked in the form that an engine would ask it in: without squares
         where a library's product was faster."""
         options = {"scale": scale, "dtype": dtype, **rest}
@@ -102,7 +102,7 @@ class TunedOps(Ops):
         problem = self.kernels.asked
         assert problem is not None
         way, _ = choices.choose(*problem, self.trials.device, "triton")
-        return Stream(stream.rows) if way in self.ways else stream
+        return ResidualStream(stream.rows) if way in self.ways else stream
 
     def packed_attention(self, *args: Any, **options: Any) -> Tensor:
         return self._tuned("packed_attention", args, options)
@@ -111,7 +111,7 @@ class TunedOps(Ops):
         return self._tuned("ada_rms", args, options)
 
     def preprocess(self, frames: Tensor, resize: Any, patch: int, out: Tensor) -> None:
-        problem = Problem("preprocess", (len(frames), *resize.target), out.dtype)
+        problem = TuningProblem("preprocess", (len(frames), *resize.target), out.dtype)
         if self.trials.begin(problem):
             ours, theirs = torch.zeros_like(out), torch.zeros_like(out)
 
@@ -130,7 +130,7 @@ class TunedOps(Ops):
         problem, result = self._asked(name, args, options)
         if not self.trials.begin(problem, bool(self.ways)):
             return result
-        sets = [args] if isinstance(self.trials, Gathering) else _sets(name, args)
+        sets = [args] if isinstance(self.trials, CollectedTrials) else _sets(name, args)
 
         def call(ops: Ops, i: int) -> Any:
             return getattr(ops, name)(*sets[i], **options)
@@ -148,7 +148,7 @@ class TunedOps(Ops):
         self.trials.time(problem, run, lambda: call(self.references, 0), others, len(sets))
         return result
 
-    def _asked(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Problem, Any]:
+    def _asked(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[TuningProblem, Any]:
         """The problem that a call is, and its answer. Where the default tile does not run, that is the reference's."""
         self.kernels.asked = None
         try:
@@ -162,10 +162,10 @@ class TunedOps(Ops):
         return self.kernels.asked, result
 
 
-class TunedRows(Rows):
+class TunedRows(RowOps):
     """In place of an engine's ``rows``: its passes, and products in e4m3."""
 
-    def __init__(self, trials: Trials | Gathering):
+    def __init__(self, trials: Trials | CollectedTrials):
         self.trials, self.kernels, self.references = trials, RowKernels(), RowReferences()
 
     def norm(self, x, to, *, branch=None, **norm):
@@ -215,15 +215,15 @@ class TunedRows(Rows):
         run: Callable[..., Any],
         reference: Callable[[], Any],
     ) -> None:
-        problem = Problem(kernel, dims, x.dtype)
+        problem = TuningProblem(kernel, dims, x.dtype)
         if self.trials.begin(problem):
             self.trials.time(problem, lambda tile, _: run(tile=tile), reference)
 
     def _narrow(self, data: Tensor, scales: Tensor, weight: fp8.Fp8Weight, bias: Tensor | None) -> None:
-        problem = Problem("fp8_product", (len(data), *weight.data.shape), E4M3)
+        problem = TuningProblem("fp8_product", (len(data), *weight.data.shape), E4M3)
         if not self.trials.begin(problem, has_others=True):
             return
-        count = 1 if isinstance(self.trials, Gathering) else _copies(weight.data)
+        count = 1 if isinstance(self.trials, CollectedTrials) else _copies(weight.data)
         copies = [replace(weight, data=weight.data.clone()) for _ in range(count - 1)]
         weights = [weight, *copies]
         options: dict[str, Any] = {"bias": bias, "dtype": weight.dtype}
@@ -255,7 +255,7 @@ def tune(engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str,
         _head_first(engine.model, run, trials)
 
 
-def _head_first(model: Any, run: Callable[[], Any], trials: Trials | Gathering) -> None:
+def _head_first(model: Any, run: Callable[[], Any], trials: Trials | CollectedTrials) -> None:
     """Call ``run`` twice: problems begin inside the head alone, then everywhere."""
     act, own = model.act, vars(model).get("act")
 
@@ -301,7 +301,7 @@ def gather(
     engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str, Ops] | None = None
 ) -> dict[str, Specialised]:
     """Return what :func:`tune` would launch, each kind once. Nothing is launched; what ``run`` returns is undefined."""
-    gathering = Gathering(trials.device, trials.again)
+    gathering = CollectedTrials(trials.device, trials.again)
     with collecting() as found, _in_place(engine, TunedOps(gathering, ways)):
         _head_first(engine.model, run, gathering)
     return found
@@ -319,7 +319,7 @@ def _in_place(engine: Any, ops: TunedOps) -> Iterator[None]:
         put(engine, "programs", Kept(engine.programs.limit, engine.programs.make))  # programs keep their ops
         put(engine, "ops", ops)
         for module in modules:
-            for name, kind, tuned in (("ops", Ops, ops), ("rows", Rows, ops.rows)):
+            for name, kind, tuned in (("ops", Ops, ops), ("rows", RowOps, ops.rows)):
                 if isinstance(getattr(module, name, None), kind):
                     put(module, name, tuned)
             if isinstance(module, fp8.Fp8Linear):  # those that no row-wise layer multiplies

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.serve.decode.pickle.machine import Built, LongText, Machine, Name, SafePickleError
+from sinew.serve.decode.pickle.machine import BuiltObject, LongText, Machine, PickledName, SafePickleError
 
 MAX_DIMENSIONS = 8
 _DTYPES = frozenset({"b1", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"})
@@ -32,7 +32,7 @@ _STORAGES = {
 }
 
 
-class _Dtype(Built):
+class _Dtype(BuiltObject):
     """``numpy.dtype(code, False, True)`` and its state; only numbers and booleans."""
 
     def __init__(self, code: str):
@@ -60,7 +60,7 @@ class _Dtype(Built):
         raise SafePickleError("pickle: expected data, got numpy.dtype")
 
 
-class _Array(Built):
+class _Array(BuiltObject):
     """``_reconstruct(ndarray, (0,), b"b")`` and its state."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ def _load_from_bytes(outer: Machine, data: Any) -> _Storage:
     return _Storage(numbers)
 
 
-def _identity(storage: Any) -> tuple[Name, str, int]:
+def _identity(storage: Any) -> tuple[PickledName, str, int]:
     """("storage", its class, its key, the device, the count of numbers, None): class, key and count."""
     if (
         type(storage) is tuple
@@ -201,7 +201,7 @@ def _identity(storage: Any) -> tuple[Name, str, int]:
     ):
         kind, key, _device, count = storage[1:5]
         whole = len(storage) == 5 or storage[5] is None  # else a view of another storage
-        if isinstance(kind, Name) and type(key) is str and type(count) is int and whole:
+        if isinstance(kind, PickledName) and type(key) is str and type(count) is int and whole:
             return kind, key, count
     raise SafePickleError("pickle: expected the description of a torch storage")
 
@@ -239,21 +239,21 @@ def _rebuild_tensor(
 # ----------------------------------------------------------------------------- names
 
 _ORDERS = frozenset({"<", ">", "=", "|"})
-_NDARRAY = Name("numpy.ndarray")
-_STORAGE_NAMES = {("torch", name): Name(name) for name in _STORAGES}
+_NDARRAY = PickledName("numpy.ndarray")
+_STORAGE_NAMES = {("torch", name): PickledName(name) for name in _STORAGES}
 
 ARRAY_NAMES = {
     ("numpy", "ndarray"): _NDARRAY,
-    ("numpy", "dtype"): Name("numpy.dtype", _dtype),
-    ("numpy._core.multiarray", "_reconstruct"): Name("_reconstruct", _reconstruct),
-    ("numpy.core.multiarray", "_reconstruct"): Name("_reconstruct", _reconstruct),
-    ("numpy._core.multiarray", "scalar"): Name("scalar", _scalar),
-    ("numpy.core.multiarray", "scalar"): Name("scalar", _scalar),
-    ("numpy._core.numeric", "_frombuffer"): Name("_frombuffer", _from_buffer),
-    ("numpy.core.numeric", "_frombuffer"): Name("_frombuffer", _from_buffer),
-    ("torch._utils", "_rebuild_tensor_v2"): Name("_rebuild_tensor_v2", _rebuild_tensor),
-    ("torch.storage", "_load_from_bytes"): Name("_load_from_bytes", _load_from_bytes),
-    ("collections", "OrderedDict"): Name("OrderedDict", _ordered_dict),
-    ("_codecs", "encode"): Name("_codecs.encode", _encode),
-    ("__builtin__", "bytes"): Name("bytes", _no_bytes),  # how protocol 2 writes b""
+    ("numpy", "dtype"): PickledName("numpy.dtype", _dtype),
+    ("numpy._core.multiarray", "_reconstruct"): PickledName("_reconstruct", _reconstruct),
+    ("numpy.core.multiarray", "_reconstruct"): PickledName("_reconstruct", _reconstruct),
+    ("numpy._core.multiarray", "scalar"): PickledName("scalar", _scalar),
+    ("numpy.core.multiarray", "scalar"): PickledName("scalar", _scalar),
+    ("numpy._core.numeric", "_frombuffer"): PickledName("_frombuffer", _from_buffer),
+    ("numpy.core.numeric", "_frombuffer"): PickledName("_frombuffer", _from_buffer),
+    ("torch._utils", "_rebuild_tensor_v2"): PickledName("_rebuild_tensor_v2", _rebuild_tensor),
+    ("torch.storage", "_load_from_bytes"): PickledName("_load_from_bytes", _load_from_bytes),
+    ("collections", "OrderedDict"): PickledName("OrderedDict", _ordered_dict),
+    ("_codecs", "encode"): PickledName("_codecs.encode", _encode),
+    ("__builtin__", "bytes"): PickledName("bytes", _no_bytes),  # how protocol 2 writes b""
 }

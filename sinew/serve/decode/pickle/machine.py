@@ -35,19 +35,19 @@ class SafePickleError(RequestError):
     """Not a pickle, or one that asks for more than data."""
 
 
-class Name:
+class PickledName:
     """What a global name stands for. call: for REDUCE, with the machine before the arguments. new: for NEWOBJ.
     Without both it can only be an argument."""
 
     __slots__ = ("call", "name", "new")
 
     def __init__(
-        self, name: str, call: Callable[..., Any] | None = None, new: Callable[[], Built] | None = None
+        self, name: str, call: Callable[..., Any] | None = None, new: Callable[[], BuiltObject] | None = None
     ):
         self.name, self.call, self.new = name, call, new
 
 
-class Built:
+class BuiltObject:
     """Something that a later BUILD completes, as numpy's arrays and instances of dataclasses are."""
 
     def build(self, state: Any) -> None:
@@ -59,7 +59,7 @@ class Built:
         raise NotImplementedError
 
 
-class LongText(Built):
+class LongText(BuiltObject):
     """Text that is not decoded until it must be, and then once: protocol 2 has no bytes and writes them as text."""
 
     def __init__(self, data: memoryview):
@@ -89,7 +89,7 @@ class LongText(Built):
         return self._text
 
 
-Names = Mapping[tuple[str, str], Name]
+Names = Mapping[tuple[str, str], PickledName]
 
 
 def load(data: bytes, names: Names) -> Any:
@@ -117,7 +117,7 @@ def load(data: bytes, names: Names) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The finished value: every :class:`Built` replaced by what it stands for, sizes and depth counted."""
+    """The finished value: every :class:`BuiltObject` replaced by what it stands for, sizes and depth counted."""
     left = MAX_NODES
 
     def walk(node: Any, depth: int) -> Any:
@@ -131,7 +131,7 @@ def plain(value: Any) -> Any:
             return {key: walk(item, depth + 1) for key, item in node.items()}
         if isinstance(node, (list, tuple)):
             return type(node)([walk(item, depth + 1) for item in node])
-        if isinstance(node, Built):
+        if isinstance(node, BuiltObject):
             return node.finish(lambda inner: walk(inner, depth + 1))
         if node is None or isinstance(node, _PLAIN):
             return node
@@ -299,7 +299,7 @@ class Machine:
 
     def _reduce(self) -> None:
         arguments, function = self._pop(), self._pop()
-        if not isinstance(function, Name) or function.call is None or type(arguments) is not tuple:
+        if not isinstance(function, PickledName) or function.call is None or type(arguments) is not tuple:
             raise SafePickleError(
                 f"pickle: REDUCE of something that may not be called, before byte {self.at}"
             )
@@ -307,7 +307,7 @@ class Machine:
 
     def _new_object(self) -> None:
         arguments, kind = self._pop(), self._pop()
-        if not isinstance(kind, Name) or kind.new is None or type(arguments) is not tuple or arguments:
+        if not isinstance(kind, PickledName) or kind.new is None or type(arguments) is not tuple or arguments:
             raise SafePickleError(
                 f"pickle: NEWOBJ of something else than a known class, before byte {self.at}"
             )
@@ -315,7 +315,7 @@ class Machine:
 
     def _build(self) -> None:
         state, target = self._pop(), self._pop()
-        if not isinstance(target, Built):
+        if not isinstance(target, BuiltObject):
             raise SafePickleError(f"pickle: BUILD of something that takes no state, before byte {self.at}")
         target.build(state)
         self._push(target)

@@ -62,7 +62,7 @@ JSON_TEXT = "groot: json text"  # what a family says whose clients expect a moda
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GrootHeader:
     """One request, read but not yet checked against the policy.
 
     observation: for get_action; arrays are still as they came. listed: the reply is ``[actions, info]`` (N1.6 on).
@@ -102,9 +102,9 @@ class GrootCodec:
 
     # ------------------------------------------------------------------------- requests
 
-    def peek(self, payload: memoryview) -> Header:
+    def peek(self, payload: memoryview) -> GrootHeader:
         """Reads the whole message: without its arrays, which stay where they are, it is small or refused."""
-        header = Header()
+        header = GrootHeader()
         try:
             request = unpack(payload, MAX_VALUES)
             if not isinstance(request, dict):
@@ -132,10 +132,10 @@ class GrootCodec:
             return replace(header, error=error)
         return header
 
-    def authorize(self, header: Header) -> None:
+    def authorize(self, header: GrootHeader) -> None:
         self.service.authorize(header.api_token)
 
-    def control(self, header: Header) -> bytes | None:
+    def control(self, header: GrootHeader) -> bytes | None:
         if header.endpoint == "get_action":
             return None
         if header.endpoint == "get_modality_config":
@@ -146,14 +146,14 @@ class GrootCodec:
         return msgpack.packb({})
 
     def decoders(
-        self, header: Header, _payload: memoryview
+        self, header: GrootHeader, _payload: memoryview
     ) -> Sequence[Callable[[PixelBudget], Observation]]:
         batch = self._batch(header)
         for sentence in self.names.unread(header.observation):
             self._once.warning(f"groot: {sentence}")
         return [partial(self._element, header, batch, index) for index in range(batch.size)]
 
-    def _batch(self, header: Header) -> _Batch:
+    def _batch(self, header: GrootHeader) -> _Batch:
         """The parts of the observation that the policy reads, all with a batch axis."""
         videos, states, prompts = self.names.select(header.observation)
         frames = {camera: _array(key, value) for camera, (key, value) in videos.items()}
@@ -184,7 +184,7 @@ class GrootCodec:
         return _Batch(size, frames, vectors, _prompts(prompts, size))
 
     def _element(
-        self, header: Header, batch: _Batch, index: int, budget: PixelBudget | None = None
+        self, header: GrootHeader, batch: _Batch, index: int, budget: PixelBudget | None = None
     ) -> Observation:
         budget = budget or PixelBudget()
         return Observation(
@@ -202,7 +202,7 @@ class GrootCodec:
 
     # ------------------------------------------------------------------------- replies
 
-    def encode(self, header: Header, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
+    def encode(self, header: GrootHeader, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
         actions = np.stack([np.asarray(chunk.actions, np.float32) for chunk in chunks])  # [B, H, D]
         if not header.batched:
             actions = actions[0]
@@ -229,7 +229,7 @@ class GrootCodec:
             info["warnings"] = list(dict.fromkeys(warnings))
         return msgpack.packb([found, info])
 
-    def encode_error(self, header: Header | None, error: SinewError) -> bytes:
+    def encode_error(self, header: GrootHeader | None, error: SinewError) -> bytes:
         message = str(error)
         if len(message) > MAX_ERROR_TEXT:  # it may quote what came
             message = message[:MAX_ERROR_TEXT] + " ..."
@@ -276,7 +276,7 @@ class _Batch:
     prompts: list[str]
 
 
-def _read_data(header: Header, data: dict[str, Any]) -> Header:
+def _read_data(header: GrootHeader, data: dict[str, Any]) -> GrootHeader:
     listed = "observation" in data or header.endpoint == "reset"
     observation = data.get("observation", {}) if listed else data
     if not isinstance(observation, dict):

@@ -51,7 +51,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Session:
+class RobotSession:
     """One connection."""
 
     agreement: Agreement | None = None
@@ -85,11 +85,11 @@ class Sessions:
     def __init__(self, listen: Listen):
         self._limit = listen.max_message_bytes
         self._most = listen.max_connections
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: OrderedDict[str, RobotSession] = OrderedDict()
         self.agreements = Agreements(listen.max_connections)  # for clients that reconnect
         self._arriving = 0  # bytes of observations that are being received or decoded
 
-    def begin(self, client: str) -> Session:
+    def begin(self, client: str) -> RobotSession:
         """A client starts: nothing of what it sent before counts, but for the policy it named.
 
         Raises BusyError where there is no place. It is never taken from a client that drives a robot.
@@ -97,7 +97,7 @@ class Sessions:
         known = self._sessions.pop(client, None)
         if known is None and len(self._sessions) >= self._most:
             self._forget_one()
-        session = Session() if known is None else Session(known.agreement, known.heard)
+        session = RobotSession() if known is None else RobotSession(known.agreement, known.heard)
         self._sessions[client] = session
         return session
 
@@ -118,7 +118,7 @@ class Sessions:
         session.agreement = agreement
         self.agreements.add(_host(client), agreement)
 
-    def find(self, client: str) -> tuple[Session, tuple[Agreement, ...]]:
+    def find(self, client: str) -> tuple[RobotSession, tuple[Agreement, ...]]:
         """The session of a client that has named its policy, and what may be agreed with it: one thing, or, for a
         client that came back on a new connection, all that its host has agreed to. Raises NoPolicyError."""
         session = self._sessions.get(client)
@@ -132,7 +132,7 @@ class Sessions:
             )
         return session or self.begin(client), agreed
 
-    def recognize(self, client: str, session: Session, agreement: Agreement) -> None:
+    def recognize(self, client: str, session: RobotSession, agreement: Agreement) -> None:
         """An observation of this client could be read by that."""
         session.heard = time.monotonic()
         if session.agreement is None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from sinew.rate_limited_log import Once
 from sinew.serve.decode.pickle.arrays import ARRAY_NAMES
-from sinew.serve.decode.pickle.machine import Built, Machine, Name, SafePickleError, load
+from sinew.serve.decode.pickle.machine import BuiltObject, Machine, PickledName, SafePickleError, load
 
 logger = logging.getLogger(__name__)
 _once = Once(logger)
@@ -66,7 +66,7 @@ class PolicyFeature:
 # ----------------------------------------------------------------------------- reading
 
 
-class _Instance(Built):
+class _Instance(BuiltObject):
     """An instance of one of the classes above, from the ``__dict__`` that the client's had."""
 
     def __init__(self, kind: type, **known: Any):
@@ -118,12 +118,16 @@ def _feature_type(_machine: Machine, name: Any) -> str:
 
 _NAMES = {
     **ARRAY_NAMES,
-    ("lerobot.configs.types", "PolicyFeature"): Name("PolicyFeature", new=partial(_Instance, PolicyFeature)),
-    ("lerobot.configs.types", "FeatureType"): Name("FeatureType", _feature_type),
+    ("lerobot.configs.types", "PolicyFeature"): PickledName(
+        "PolicyFeature", new=partial(_Instance, PolicyFeature)
+    ),
+    ("lerobot.configs.types", "FeatureType"): PickledName("FeatureType", _feature_type),
 }
 for _helpers in (HELPERS, OLD_HELPERS):
-    _NAMES[_helpers, "TimedObservation"] = Name("TimedObservation", new=partial(_Instance, TimedObservation))
-    _NAMES[_helpers, "RemotePolicyConfig"] = Name(
+    _NAMES[_helpers, "TimedObservation"] = PickledName(
+        "TimedObservation", new=partial(_Instance, TimedObservation)
+    )
+    _NAMES[_helpers, "RemotePolicyConfig"] = PickledName(
         "RemotePolicyConfig", new=partial(_Instance, RemotePolicyConfig, helpers=_helpers)
     )
 

@@ -31,7 +31,7 @@ from sinew.serve.wires import keys
 from sinew.serve.wires.lerobot.agreements import fitting, state_folder
 from sinew.serve.wires.lerobot.keys import DEFAULT_HZ, Agreement, agree, observation
 from sinew.serve.wires.lerobot.messages import SERVICE, actions_message, parse
-from sinew.serve.wires.lerobot.sessions import NoPolicyError, Session, Sessions, TooSlowError, Waiting
+from sinew.serve.wires.lerobot.sessions import NoPolicyError, RobotSession, Sessions, TooSlowError, Waiting
 from sinew.serve.wires.lerobot.types import read_observation, read_policy_config, write_actions
 
 logger = logging.getLogger(__name__)
@@ -327,7 +327,7 @@ class LeRobotWire:
         call = max(1e3 * (time.perf_counter() - arrived + left), 1e-3)
         return call if limit is None else min(call, limit)
 
-    async def _next(self, session: Session) -> Waiting | None:
+    async def _next(self, session: RobotSession) -> Waiting | None:
         """The newest observation, as soon as there is one; None after a while without."""
         try:
             async with asyncio.timeout(OBSERVATION_WAIT_S):

@@ -11,7 +11,7 @@ import numpy as np
 
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.motion import Motion
-from sinew_client.control.player import Player, Request
+from sinew_client.control.player import ChunkRequest, Player
 from sinew_client.control.safety import Guard, RowsError, checked_rows
 from sinew_client.control.trajectory import Trajectory
 from sinew_client.faults import Faults
@@ -114,7 +114,7 @@ class BaseController:
         state: np.ndarray | None = None,
         time: float = 0.0,
         frame_time: float = 0.0,
-    ) -> Request:
+    ) -> ChunkRequest:
         """Take note of a question; return what goes with it. time, frame_time: seconds since the first tick, of the
         question and of its newest frame, which ``frame`` counts in control steps."""
         raise NotImplementedError
@@ -275,7 +275,7 @@ class Controller(BaseController):
         state: np.ndarray | None = None,
         time: float = 0.0,
         frame_time: float = 0.0,
-    ) -> Request:
+    ) -> ChunkRequest:
         """Begin a request; see :meth:`Player.ask`."""
         self._tell("ask", {"step": step, "frame": frame, "state": state})
         return self.player.ask(step, frame, state)

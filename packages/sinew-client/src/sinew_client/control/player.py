@@ -10,12 +10,12 @@ import numpy as np
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.handover import Handover, Placed
 from sinew_client.control.motion import Motion
-from sinew_client.control.replan import ReplanState, Rule, disagreement
+from sinew_client.control.replan import ReplanRule, ReplanState, disagreement
 from sinew_client.control.trajectory import Node, Trajectory
 
 
 @dataclass(frozen=True)
-class Request:
+class ChunkRequest:
     """A request for a chunk. step: when it was made. frame: control step of its newest frame.
 
     state: of that frame. fields: what the observation carries beside images, state and prompt; for future state a
@@ -44,7 +44,7 @@ class Player:
     def __init__(
         self,
         handover: Handover,
-        rule: Rule,
+        rule: ReplanRule,
         motion: Motion | None = None,
         future: bool = False,
         committed_rows: int = 0,
@@ -58,7 +58,7 @@ class Player:
         self.motion = motion or Motion()
         self.delay = DelayEstimate()
         self.trajectory = Trajectory()
-        self.request: Request | None = None  # the one under way
+        self.request: ChunkRequest | None = None  # the one under way
         self.halted = False  # the robot stands still because a chunk expected it elsewhere
         self.halts = 0
         self.chunks = 0
@@ -85,7 +85,7 @@ class Player:
         since = step - (self._started if self.handover.stops else self._asked)
         return self.rule.due(ReplanState(since, left, self.size, self._disagreement))
 
-    def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> Request:
+    def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> ChunkRequest:
         """Begin a request with a frame that was exposed at control step ``frame``; return what to send with it."""
         fields: dict[str, Any] = {}
         self.stopping = False
@@ -107,7 +107,7 @@ class Player:
                     horizon=max(0, min(max(self.rule.horizon(self.size), delay), self.size - delay)),
                     **self.handover.continuation,
                 )
-        self.request, self._asked, self._again = Request(step, frame, state, fields), step, False
+        self.request, self._asked, self._again = ChunkRequest(step, frame, state, fields), step, False
         return self.request
 
     def accept(self, actions: np.ndarray, step: int) -> None:

@@ -21,7 +21,7 @@ class ReplanState:
     disagreement: float | None = None
 
 
-class Rule:
+class ReplanRule:
     """A rule for when to ask. ``horizon`` is the number of rows that are executed between two requests at best."""
 
     def due(self, state: ReplanState) -> bool:
@@ -32,7 +32,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Every(Rule):
+class Every(ReplanRule):
     """Ask ``steps`` control steps after the last request; 0 means after a whole chunk."""
 
     steps: int
@@ -45,7 +45,7 @@ class Every(Rule):
 
 
 @dataclass(frozen=True)
-class Queue(Rule):
+class Queue(ReplanRule):
     """Ask when at most this fraction of a chunk is left to execute (LeRobot's ``chunk_size_threshold``)."""
 
     fraction: float = 0.2
@@ -58,7 +58,7 @@ class Queue(Rule):
 
 
 @dataclass(frozen=True)
-class Disagreement(Rule):
+class Disagreement(ReplanRule):
     """Ask at once after a chunk that contradicted its predecessor, else after ``steps``.
 
     limit: the root mean square difference over the steps that both have, in the units of :func:`disagreement`.
@@ -89,7 +89,7 @@ def disagreement(old: np.ndarray, new: np.ndarray, scale: np.ndarray | None = No
     return float(np.sqrt(np.mean(difference**2)))
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> ReplanRule:
     """Return the rule that a text names: ``8``, ``full``, ``queue:0.2`` or ``disagreement:LIMIT,STEPS``.
 
     Raises ValueError that says what was expected.

@@ -13,7 +13,7 @@ from sinew_client.control.blend import Fusion
 from sinew_client.control.controller import AHEAD_S, PAUSED, BaseController, Command
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.motion import Motion
-from sinew_client.control.player import Request
+from sinew_client.control.player import ChunkRequest
 from sinew_client.control.reaction import Reactions
 from sinew_client.control.safety import Guard, RowsError, checked_rows
 from sinew_client.control.trajectory import Node, Trajectory
@@ -97,12 +97,12 @@ class StreamController(BaseController):
         state: np.ndarray | None = None,
         time: float = 0.0,
         frame_time: float = 0.0,
-    ) -> Request:
+    ) -> ChunkRequest:
         """Take note of a sample; return what goes with it."""
         self._tell("ask", {"step": step, "frame": frame, "state": state, "time": time})
         self._asked, self._time = step, time
         delay = max(1, self.delay.steps)
-        return Request(
+        return ChunkRequest(
             step, frame, state, {"time": time, "frame_time": min(frame_time, time), "delay": delay}
         )
 
