@@ -20,7 +20,7 @@ from sinew.bundle.schema import Manifest, Normalization, from_json, to_json
 from sinew.bundle.writer import rewrite
 from sinew.cli import main
 from sinew.core import BundleError, ObservationError, VectorSpec
-from sinew.engine.cuda.kernels.resize_tables import Resize as Tables
+from sinew.engine.cuda.kernels.resize_tables import ResizeTables as Tables
 from sinew.processing import Processor
 from sinew.processing.prompt import Prompter
 from sinew.steps import registry

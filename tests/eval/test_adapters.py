@@ -150,7 +150,7 @@ def served(architecture: str, action_dim: int, *cameras: str) -> dict[str, Any]:
 
 
 def test_libero_observation_and_action() -> None:
-    adapter = Mapped(Still(libero.LiberoSimulator.action_space), libero.MAPPING)
+    adapter = Mapped(Still(libero.Simulator.action_space), libero.MAPPING)
     frames = np.zeros((2, 2, 2, 3), np.uint8)
     frames[:, 0, 1] = 200  # top right
     raw = {
@@ -178,7 +178,7 @@ def test_libero_observation_and_action() -> None:
 
 def test_a_gripper_goes_by_what_the_actions_say() -> None:
     """A family that the project does not know closes a hand the wrong way unless its bundle says how."""
-    adapter = Mapped(Still(libero.LiberoSimulator.action_space), libero.MAPPING)
+    adapter = Mapped(Still(libero.Simulator.action_space), libero.MAPPING)
     row = np.array([0, 0, 0, 0, 0, 0, 0.9], np.float32)
     policy = served("somebodys", 7, "image")
     for unit, expected in (("opening", -1.0), ("recorded", np.float32(0.9))):
@@ -193,7 +193,7 @@ def test_a_gripper_goes_by_what_the_actions_say() -> None:
     ):
         adapter.fit(policy)
     adapter = Mapped(
-        Still(libero.LiberoSimulator.action_space), replace(libero.MAPPING, action="opening_to_closing")
+        Still(libero.Simulator.action_space), replace(libero.MAPPING, action="opening_to_closing")
     )
     adapter.fit(policy)
     assert adapter.action(row)[-1] == -1.0
@@ -252,7 +252,7 @@ def test_every_family_says_how_its_gripper_goes(suite: Any, architecture: str) -
 
 
 def test_aloha_takes_joint_angles_beyond_its_declared_space() -> None:
-    adapter = Mapped(Still(aloha.AlohaSimulator.action_space), aloha.MAPPING)
+    adapter = Mapped(Still(aloha.Simulator.action_space), aloha.MAPPING)
     pose = np.array([0, -0.96, 1.16, 0, -0.3, 0, 0.1] * 2)
     frame = np.zeros((4, 4, 3), np.uint8)
     adapter.fit(served("pi0", 14, "base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb"))
@@ -263,19 +263,19 @@ def test_aloha_takes_joint_angles_beyond_its_declared_space() -> None:
 
 
 def test_metaworld_and_pusht_mappings() -> None:
-    adapter = Mapped(Still(metaworld.MetaWorldSimulator.action_space), metaworld.MAPPING)
+    adapter = Mapped(Still(metaworld.Simulator.action_space), metaworld.MAPPING)
     frame = np.zeros((2, 2, 3), np.uint8)
     frame[0, 0] = 9
     seen = adapter.observation({"pixels": frame, "state": np.arange(4.0)})
     assert seen["images"]["image"][1, 1, 0] == 9
     assert seen["state"].tolist() == [0, 1, 2, 3]
     assert adapter.action(np.full(4, 2.0, np.float32)).tolist() == [1, 1, 1, 1]
-    adapter = Mapped(Still(pusht.PushTSimulator.action_space), pusht.MAPPING)
+    adapter = Mapped(Still(pusht.Simulator.action_space), pusht.MAPPING)
     assert adapter.action(np.array([-3, 600], np.float32)).tolist() == [0, 512]
 
 
 def test_simpler_mapping() -> None:
-    adapter = Mapped(Still(simpler.SimplerSimulator.action_space), simpler.MAPPING)
+    adapter = Mapped(Still(simpler.Simulator.action_space), simpler.MAPPING)
     adapter.fit(served("pi0", 7, "base_0_rgb"))
     pose = np.array([0.1, 0.2, 0.3, HALF, 0, HALF, 0, 0.9])
     state = adapter.observation({"image": np.zeros((2, 2, 3), np.uint8), "eef_pos": pose})["state"]
@@ -295,7 +295,7 @@ def test_simpler_mapping() -> None:
     ],
 )
 def test_a_policy_that_does_not_fit_is_refused(policy: dict[str, Any], message: str) -> None:
-    adapter = Mapped(Still(libero.LiberoSimulator.action_space), libero.MAPPING)
+    adapter = Mapped(Still(libero.Simulator.action_space), libero.MAPPING)
     with pytest.raises(SinewError, match=message):
         adapter.fit(policy)
 

@@ -34,7 +34,7 @@ SENTENCES = {
 }
 
 
-class AlohaSimulator(Registered):
+class Simulator(Registered):
     max_steps = 400
     action_space = gymnasium.spaces.Box(-np.inf, np.inf, (14,), np.float32)
 

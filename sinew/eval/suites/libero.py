@@ -44,7 +44,7 @@ MAPPING = Mapping(
 )
 
 
-class LiberoSimulator(Tasks):
+class Simulator(Tasks):
     """size: of frames, in pixels. settle: control steps before the policy's first. seed: of the simulator, which
     moves what the initial state leaves open."""
 

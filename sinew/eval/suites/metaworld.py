@@ -36,7 +36,7 @@ MAPPING = Mapping(
 _CAMERA, _CAMERA_POSITION = "corner2", (0.75, 0.075, 0.7)
 
 
-class MetaWorldSimulator(Tasks):
+class Simulator(Tasks):
     """size: of frames, in pixels. state: 4 as published policies take it, or all 39 numbers, which hold the places of
     objects and goal. plain: no shadows, no anti-aliasing: some ten times faster without a GPU, and not what
     published policies have seen."""
@@ -105,7 +105,7 @@ def _scripted(simulator: Any) -> Act:
     """Meta-World's own scripted policies, which read the full state from the simulator."""
     from metaworld.policies import ENV_POLICY_MAP
 
-    assert isinstance(simulator, MetaWorldSimulator)
+    assert isinstance(simulator, Simulator)
     policy = ENV_POLICY_MAP[_name(simulator._current)]()  # noqa: SLF001 - our own
     return lambda: np.asarray(policy.get_action(simulator.full_state), np.float32)[None]
 

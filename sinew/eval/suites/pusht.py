@@ -25,7 +25,7 @@ MAPPING = Mapping(
 )
 
 
-class PushTSimulator(Registered):
+class Simulator(Registered):
     max_steps = 300
     action_space = gymnasium.spaces.Box(0, 512, (2,), np.float32)
     task_description = "Push the T-shaped block onto the T-shaped target."

@@ -39,7 +39,7 @@ MAPPING = Mapping(
 _PLACEMENTS = 24
 
 
-class SimplerSimulator(Tasks):
+class Simulator(Tasks):
     action_space = gymnasium.spaces.Box(-np.inf, np.inf, (7,), np.float32)
 
     def __init__(self, tasks: Sequence[str]):
