@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.request_cost import BUNDLE, ROOT
+from benchmarks.request_cost import ROOT
 
 STAGES = (  # the stamp that ends a stage, and what the stage is
     ("client: infer begins", ""),
@@ -104,7 +104,7 @@ def stamped(requests: int) -> list[dict[str, float]]:
         files = [Path(folder) / name for name in ("server.json", "client.json")]
         serve = [
             "serve",
-            BUNDLE,
+            ROOT / "sinew" / "assets" / "pen.gguf",
             "--wire",
             "native:0",
             "--threads",

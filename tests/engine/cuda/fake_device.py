@@ -44,11 +44,11 @@ GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>); }
 """
-MODELS = {"pi05": (3, 200, 224), "pi0": (2, 0, 224), "smolvla": (2, 48, 512)}  # views, prompt, image
+MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 0, 224), "smolvla": (2, 48, 512)}  # views, prompt, image
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("pi05", {}),
-    ("pi05", {"scaled_norms": False, "stages": True}),
-    ("pi05", {"fp8": ("vision", "language", "head")}),
+    ("pi0.5", {}),
+    ("pi0.5", {"scaled_norms": False, "stages": True}),
+    ("pi0.5", {"fp8": ("vision", "language", "head")}),
     ("pi0", {}),
     ("smolvla", {"stages": True}),
     ("smolvla", {"kernels": False}),

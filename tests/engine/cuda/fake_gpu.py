@@ -31,7 +31,7 @@ from tests.engine.cuda.kernel_compile import resource_usage
 from tests.engine.cuda.test_cuda_full_size import META, program
 
 SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a program may have
-MODELS = {"pi05": (3, 200, 224), "pi0": (2, 16, 224), "smolvla": (2, 48, 512)}  # views, prompt, image
+MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 16, 224), "smolvla": (2, 48, 512)}  # views, prompt, image
 NARROW = ("vision", "language", "head")
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "bfloat16": ({}, ()),
@@ -40,21 +40,21 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "FP8": ({}, NARROW),
 }
 CASES = {  # what differs between architectures and models, and not all that there is: each takes seconds
-    80: {"bfloat16": ("pi05", "smolvla")},
-    89: {"bfloat16": ("pi05", "smolvla"), "FP8": ("pi05",)},
+    80: {"bfloat16": ("pi0.5", "smolvla")},
+    89: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("pi0.5",)},
     90: {
         "bfloat16": tuple(MODELS),
-        "dependent launch": ("pi05", "smolvla"),
-        "FP8": ("pi05", "smolvla"),
-        "FP8, dependent launch": ("pi05",),
+        "dependent launch": ("pi0.5", "smolvla"),
+        "FP8": ("pi0.5", "smolvla"),
+        "FP8, dependent launch": ("pi0.5",),
     },
 }
 
 QUICK = {  # every variant, for the newest GPU; what there is beyond it is slow
-    "bfloat16": ("pi05", "smolvla"),
+    "bfloat16": ("pi0.5", "smolvla"),
     "dependent launch": ("smolvla",),
     "FP8": ("smolvla",),
-    "FP8, dependent launch": ("pi05",),
+    "FP8, dependent launch": ("pi0.5",),
 }
 
 
@@ -102,7 +102,7 @@ class FakeGpu:
 def ahead(gpu: FakeGpu) -> dict[str, Any]:
     """What tuning pi0.5 would launch: its row-wise kernels are compiled ahead, and then launched."""
     with torch.no_grad():
-        made = program("pi05", *MODELS["pi05"], Kernels(META))
+        made = program("pi0.5", *MODELS["pi0.5"], Kernels(META))
         programs = SimpleNamespace(limit=1, make=None)
         engine = SimpleNamespace(device=META, model=made.model, ops=made.ops, programs=programs)
 
