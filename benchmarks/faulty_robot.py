@@ -31,7 +31,10 @@ MAX_AGE_S = 1.5
 
 
 class Arm(Dry):
-    """Notes when it is sent what, by a clock that no fault sets. ``late``: method -> seconds that its next call blocks."""
+    """Notes when it is sent what, by a clock that no fault sets.
+
+    late: method -> seconds that its next call blocks.
+    """
 
     def __init__(self, policy: dict[str, Any]):
         super().__init__(policy)
