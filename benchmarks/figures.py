@@ -1,7 +1,7 @@
 """Draw the figures of docs/figures: ``python -m benchmarks.figures [NAME ...]``.
 
 Sweeps come from the tables of docs/log/measurements-closed-loop.md, so page and figure cannot differ; learning
-curves from docs/logs, hand-overs and the pen's streams from benchmarks/results, and the two of the roofline are
+curves from docs/log/training, hand-overs and the pen's streams from benchmarks/results, and the two of the roofline are
 computed. None of them measures. The README's picture is a frame of an episode that is played for it, and shows how
 long the machine took: ``film.png`` is drawn only when it is named, on a machine with EGL that does nothing else.
 """
@@ -125,7 +125,7 @@ def film(path: Path) -> None:
     picture.resize((picture.width * 3 // 4, picture.height * 3 // 4)).save(path, optimize=True)
 
 
-LOGS = ROOT / "docs" / "logs"
+LOGS = ROOT / "docs" / "log" / "training"
 FIGURES: dict[str, Callable[[Path], None]] = {
     "blocks_replan.png": lambda path: replan("sinew/Blocks-v0", path),
     "shove_replan.png": lambda path: replan("sinew/BlocksShove-v0", path),
