@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from sinew import machine
-from sinew.engine.cpu.float_kernels import attend_reference
-from sinew.engine.cpu.library import extension
+from sinew.engine.cpu.kernels.float_kernels import attend_reference
+from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.plan.gelu import gelu_
 
 ATTENTION = {  # queries, keys, heads, key heads, size

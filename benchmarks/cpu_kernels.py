@@ -20,8 +20,8 @@ import torch
 
 from sinew import machine
 from sinew.bundle.quant import FORMATS, quantize
-from sinew.engine.cpu.library import extension
-from sinew.layers.lowbit import TINY
+from sinew.engine.cpu.kernels.library import extension
+from sinew.layers.stores.lowbit import TINY
 
 SHAPES = [
     (300, 2560, 6912),

@@ -22,8 +22,8 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.engine.onnx.quantize import parse_recipe
 from sinew.eval import campaign
-from sinew.eval.gating import GATES
 from sinew.eval.report.gate import read_gate
+from sinew.eval.report.gating import GATES
 from sinew.eval.report.stats import mcnemar, wilson
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant

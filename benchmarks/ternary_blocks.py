@@ -22,12 +22,12 @@ import torch
 from sinew import machine
 from sinew.bundle.quant import pack_ternary
 from sinew.engine.cpu.compile import compile_floats
-from sinew.engine.cpu.library import extension
+from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan.engine import ON_CPU
 from sinew.engine.plan.plan import Plan
-from sinew.layers.lowbit import dequantize
 from sinew.layers.stores.codes import codes_of
+from sinew.layers.stores.lowbit import dequantize
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.models.published import published

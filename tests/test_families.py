@@ -35,10 +35,6 @@ MEANT_OTHERWISE = {
     ),
     "sinew/perf/paper": ({"pi0"}, "the rows of a published table"),
     "sinew/cli/perf.py": ({"pi0", "pi0.5"}, "titles of that table, and what `perf need` asks for by default"),
-    "sinew/engine/cuda/kernels/shapes.py": (
-        {"pi0", "pi0.5", "smolvla"},
-        "the shapes that kernels are timed with",
-    ),
 }
 
 

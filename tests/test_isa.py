@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from sinew.engine.cpu import build
+from sinew.engine.cpu.kernels import build
 from tests.isa import ROOT, TESTS, combinations
 
 SHOW = """
 import json, torch
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
-from sinew.engine.cpu.library import extension
+from sinew.engine.cpu.kernels.library import extension
 print(json.dumps([torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), extension().kernels,
                   [name for name in __cpu_dispatch__ if __cpu_features__.get(name)]]))
 """

@@ -128,3 +128,51 @@ def test_the_client_is_written_in_python_3_8() -> None:
         ast.parse(path.read_text(), str(path), feature_version=(3, 8))
     with pytest.raises(SyntaxError):
         ast.parse("match x:\n    case 1: pass", feature_version=(3, 8))
+
+
+# Folders that import each other, and why that stays.
+MUTUAL = {
+    (
+        "convert",
+        "convert/lerobot",
+    ): "convert() reads LeRobot's data sets for every family; its readers use what all do",
+}
+
+
+def folder_of(path: Path) -> str:
+    return path.parent.relative_to(PACKAGE).as_posix()
+
+
+def folders() -> dict[str, set[str]]:
+    """Return folder -> folders of which any of its files imports something, anywhere in it; the package's own files are
+    rooms of their own and are in ``STOREYS``."""
+    homes = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        homes[name.removesuffix(".__init__")] = folder_of(path)
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        known = {homes[name] for name in imported_modules(path) if name in homes}
+        found.setdefault(folder_of(path), set()).update(known - {folder_of(path), "."})
+    found.pop(".")
+    return found
+
+
+def test_folders_import_one_way() -> None:
+    known = folders()
+    mutual = {(a, b) for a in known for b in known[a] if a < b and a in known.get(b, ())}
+    assert mutual == MUTUAL.keys()
+
+
+def test_folders_are_in_no_circle() -> None:
+    """Nor by way of others: apart from the pairs above, they can be built one after the other."""
+    known = {
+        folder: {other for other in others if tuple(sorted((folder, other))) not in MUTUAL}
+        for folder, others in folders().items()
+    }
+    while free := {folder for folder, others in known.items() if not others & known.keys()}:
+        for folder in free:
+            del known[folder]
+    assert not known, "\n".join(
+        f"{folder}: {', '.join(sorted(others & known.keys()))}" for folder, others in known.items()
+    )

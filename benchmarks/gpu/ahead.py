@@ -68,8 +68,8 @@ def of_first(capability: int) -> Kinds:
     import torch
 
     from benchmarks.gpu.kernels import HEAD, HEAD_ROWS, LANGUAGE_ROWS, by_name, resized
-    from sinew.engine.cuda.kernels.shapes import capability_of, dims, launch
-    from sinew.engine.cuda.tune.tiles import candidates
+    from benchmarks.gpu.shapes import capability_of, dims, launch
+    from sinew.engine.cuda.kernels.tiles import candidates
 
     heads = [name for _, name, *_ in HEAD]
     narrow = [f"{name.removesuffix(', given')}, fp8" for name in heads if not name.endswith("scaled")]
@@ -161,7 +161,7 @@ def program(
 def pretending(capability: int) -> Iterator[None]:
     """Tiles are those of a device of this compute capability."""
     import sinew.engine.cuda.kernels  # noqa: F401 - before what it is tuned with
-    from sinew.engine.cuda.tune import tuning
+    from sinew.engine.cuda.kernels import tuning
 
     real = tuning.capability
     tuning.capability = lambda _: capability

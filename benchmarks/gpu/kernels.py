@@ -30,12 +30,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout is enough
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "packages" / "sinew-client" / "src"))
 
-from sinew.engine.cuda.kernels import KERNELS
+from benchmarks.gpu.shapes import Problem, arguments, cost, dims, launch, problems
+from sinew.engine.cuda.kernels import KERNELS, tuning
 from sinew.engine.cuda.kernels.lang import kernel, tl, triton, wait_for_input
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.shapes import Problem, arguments, cost, dims, launch, problems
-from sinew.engine.cuda.tune import tuning
-from sinew.engine.cuda.tune.tiles import candidates
+from sinew.engine.cuda.kernels.tiles import candidates
 from sinew.engine.cuda.tune.timing import graph_ms
 
 FLOPS, BANDWIDTH = 785e12, 4.30e12  # H200: measured ceilings that the rooflines are computed from

@@ -200,7 +200,7 @@ def cuda_engine() -> Check:
 
 def cpu_kernels() -> Check:
     """What computes on weights of few bits; the first call compiles it."""
-    from sinew.engine.cpu.library import extension
+    from sinew.engine.cpu.kernels.library import extension
 
     found = extension()
     if not found.compiled:

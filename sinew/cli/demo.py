@@ -46,7 +46,7 @@ def demo(
         full.run(out, console, prepare_only=prepare, rounds=rounds, tiny=tiny)
         return 0
     try:
-        from sinew.eval import demo as closed_loop
+        from sinew.eval.report import demo as closed_loop
     except ImportError as error:
         raise MissingPackageError("the simulated task", error.name or "mujoco") from None
     closed_loop.run(out, episodes, console, sweep_episodes=sweep_episodes, film=film)

@@ -27,8 +27,8 @@ MARKS = {
 
 def observe(policy: Path, robot: str, options: str | None, cameras: list[str] | None, seconds: float) -> int:
     """Look at a robot, or at a folder of records, and print what looks wrong. Exit code 1 if something does."""
-    from sinew.checks import observe as looking
     from sinew.checks.wiring import CANNOT_TELL
+    from sinew.checks.wiring import observe as looking
     from sinew.policy import open_bundle
 
     manifest = open_bundle(policy).manifest
@@ -60,7 +60,7 @@ def records(robot: str) -> bool:
 def _live(
     robot: str, options: str | None, cameras: list[str] | None, manifest: Manifest, seconds: float
 ) -> tuple[int, list[Finding]]:
-    from sinew.checks import observe as looking
+    from sinew.checks.wiring import observe as looking
     from sinew.cli.run_robot import robot_opener
 
     opener = robot_opener(robot, options, cameras, None)
@@ -90,7 +90,7 @@ def _print(found: list[Finding]) -> None:
 def learn(policy: Path, folder: Path, out: Path) -> int:
     """Write the policy's bundle once more, with what the records of the right robot show of its cameras and joints."""
     from sinew.bundle.writer import rewrite
-    from sinew.checks.observe import learnt
+    from sinew.checks.wiring.observe import learnt
     from sinew.policy import open_bundle
     from sinew.sources import resolve
 

@@ -139,8 +139,8 @@ def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization,
     from sinew.bundle import Bundle
     from sinew.bundle.schema import Success
     from sinew.engine.choose import choose
-    from sinew.eval.gating import gate_of, play_gate
     from sinew.eval.report.gate import read_gate
+    from sinew.eval.report.gating import gate_of, play_gate
 
     gate, why = gate_of(out)
     if gate is None or not episodes:
@@ -202,7 +202,7 @@ def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> t
 
 
 def _in_lowbit(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
-    from sinew.engine.cpu.library import extension
+    from sinew.engine.cpu.kernels.library import extension
 
     record = _measured(opened, chosen, count, out, "cpu", 8, f"cpu, {extension().kernels} kernels")
     return record, f"computed on as they are stored ({extension().kernels} kernels: {extension().reason})"
@@ -253,8 +253,8 @@ def _store(opened: Bundle, chosen: dict[str, Any], record: Quantization, out: Pa
 def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
     import torch
 
+    from sinew.engine.cuda.calibrate import calibrate
     from sinew.engine.cuda.engine import CudaEngine
-    from sinew.engine.cuda.fp8.calibrate import calibrate
     from sinew.engine.cuda.fused.fuse import ON_CUDA
     from sinew.engine.cuda.options import CudaOptions
     from sinew.engine.plan.plan import Plan

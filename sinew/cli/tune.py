@@ -167,7 +167,7 @@ class TuningSession:
             self.lengths[length] = trials.summary()
 
     def _variants(self, plan: Plan, length: int) -> Row:
-        from sinew.engine.cuda.tune.variants import choose
+        from sinew.engine.cuda.variants import choose
 
         steps = self.bundle.manifest.spec.solver_steps
 
@@ -210,7 +210,7 @@ class TuningSession:
         return found
 
     def result(self, interrupted: bool) -> Row:
-        from sinew.engine.cuda.tune import choices, tuning
+        from sinew.engine.cuda.kernels import choices, tuning
 
         failed = sum(summary["failed"] for summary in self.lengths.values())
         return {

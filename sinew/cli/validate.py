@@ -54,9 +54,9 @@ def validate(
         out: folder for report.md and report.json.
     """
     from sinew.engine import proofs
-    from sinew.engine.onnx.cache import fingerprint
-    from sinew.eval.gating import gate_of, play_gate
+    from sinew.engine.fingerprint import fingerprint
     from sinew.eval.report.gate import read_gate
+    from sinew.eval.report.gating import gate_of, play_gate
     from sinew.policy import Policy, open_bundle
     from sinew.sources import resolve
 

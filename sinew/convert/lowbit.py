@@ -18,7 +18,7 @@ from sinew.bundle.schema import from_builtins
 from sinew.bundle.writer import FileSlice
 from sinew.core import BundleError, SinewError
 from sinew.layers.linear import width_of
-from sinew.layers.lowbit import dequantize
+from sinew.layers.stores.lowbit import dequantize
 from sinew.models import build_on_meta, model_class
 
 STORED = {

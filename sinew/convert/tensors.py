@@ -14,24 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
 from sinew.bundle.writer import ArraySlice, FileSlice, TensorSource
+from sinew.convert.read.elements import BF16, ELEMENTS, F32
 from sinew.core import ConvertError
 
 Transform = Callable[..., np.ndarray]
-
-F32, F16, BF16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16
-ELEMENTS: dict[GGMLQuantizationType, np.dtype] = {
-    F32: np.dtype("<f4"),
-    F16: np.dtype("<f2"),
-    BF16: np.dtype("<u2"),  # its bits
-    GGMLQuantizationType.F64: np.dtype("<f8"),
-    GGMLQuantizationType.I8: np.dtype("<i1"),
-    GGMLQuantizationType.I16: np.dtype("<i2"),
-    GGMLQuantizationType.I32: np.dtype("<i4"),
-    GGMLQuantizationType.I64: np.dtype("<i8"),
-}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from sinew.bundle import Bundle
 from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError, SinewError, dtype_word
 from sinew.engine.backend import EngineOptions
-from sinew.engine.cpu.library import extension
+from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.stores import Placement, Storage
 from sinew.layers.linear import hold
 from sinew.layers.stores.codes import Codes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sinew import __version__, machine
-from sinew.engine.onnx.cache import fingerprint
+from sinew.engine.fingerprint import fingerprint
 
 RECORD = Path(__file__).with_name("proofs.json")
 

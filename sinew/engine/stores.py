@@ -14,12 +14,12 @@ from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import DTYPES, PROMPT_TABLE, BundleError
 from sinew.layers.linear import Embedding, Linear, width_of
-from sinew.layers.store import Store, Tensors
 from sinew.layers.stores import half
 from sinew.layers.stores.codes import Codes, codes, codes_of
 from sinew.layers.stores.half import HALF
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
+from sinew.layers.stores.store import Store, Tensors
 from sinew.models.base import Model
 
 BLOCK = 1 << 20  # bytes that are checked at once

@@ -11,7 +11,7 @@ import importlib
 import json
 from collections.abc import Mapping as AnyMapping
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,8 @@ from sinew_client.modules import ModuleError, load_module, load_named
 
 from sinew.core import SinewError
 from sinew.eval import suites
-from sinew.eval.conventions import ACTIONS, STATES, turned
+from sinew.eval.suites.conventions import ACTIONS, STATES, turned
+from sinew.eval.suites.mapping import Mapping
 from sinew.registry import action_units, plain
 
 ADAPTERS = {"direct": "sinew.eval.adapters:Direct"}
@@ -91,52 +92,6 @@ class Direct:
 
     def task(self, info: dict[str, Any]) -> str:
         return str(info.get("task", ""))
-
-
-@dataclass(frozen=True)
-class Mapping:
-    """How an environment names things. Keys of nested dicts are joined with "/"; "" is the whole observation.
-
-    images: camera of the policy -> key of a uint8 frame. known_as: key -> further camera names, with which
-        :meth:`Mapped.fit` finds the frame for a policy that calls it otherwise. unseen: cameras of policies that
-        this environment has no frame for, and that they do without.
-    turned: the frames are upside down, and are turned by 180 degrees.
-    state: keys whose values are concatenated; "key|name" passes one through a function of ``conventions.STATES``.
-    action: a function of ``conventions.ACTIONS``, for all policies, or by a unit of their actions or by architecture,
-        of which the first that fits counts ("" for the others; without it they are refused).
-    clip: actions are cut to the action space. False where that says less than the environment takes.
-    prompt: the instruction; empty takes the environment's ``task_description``.
-    hold: "last" repeats the last action (absolute actions), "zero" sends zeros (relative ones), "rest" sends
-        ``rest`` with the gripper (the last number) of the last action.
-    success: key of ``info``. control_hz, max_steps: where the environment does not say.
-    """
-
-    images: dict[str, str]
-    state: tuple[str, ...]
-    prompt: str = ""
-    task: str = ""
-    hold: str = "last"
-    success: str = "is_success"
-    control_hz: float | None = None
-    max_steps: int | None = None
-    known_as: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    unseen: tuple[str, ...] = ()
-    turned: bool = False
-    action: str | dict[str, str] = "as_is"
-    clip: bool = True
-    rest: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.hold not in ("last", "zero", "rest"):
-            raise SinewError(f"hold: expected last, zero or rest, got {self.hold!r}")
-        for name in [self.action] if isinstance(self.action, str) else self.action.values():
-            if name not in ACTIONS:
-                raise SinewError(f"action: expected one of {', '.join(ACTIONS)}, got {name!r}")
-        for name in (key.partition("|")[2] for key in self.state):
-            if name and name not in STATES:
-                raise SinewError(
-                    f"state: expected KEY or KEY|NAME with one of {', '.join(STATES)}, got {name!r}"
-                )
 
 
 class Mapped:

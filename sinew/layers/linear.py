@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinew.layers.store import Store
 from sinew.layers.stores.codes import codes
 from sinew.layers.stores.plain import PLAIN
+from sinew.layers.stores.store import Store
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
 from sinew.bundle.quant import FORMATS, pack_ternary, quantize
-from sinew.layers.lowbit import codes, dequantize
+from sinew.layers.stores.lowbit import codes, dequantize
 
 GROUPED = [name for name, each in FORMATS.items() if each.group]
 floats = st.floats(-1e4, 1e4, width=32)

@@ -17,9 +17,9 @@ from sinew_client.control import NoObservation
 
 from sinew.bundle.schema import Manifest, Normalization
 from sinew.bundle.seen import Seen, SeenCamera, SeenState
-from sinew.checks.observe import live, recorded
 from sinew.checks.wiring import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding, WiringWatch, findings
 from sinew.checks.wiring.joints import assignment
+from sinew.checks.wiring.observe import live, recorded
 from sinew.cli import main
 from sinew.core import Observation, VectorSpec
 from sinew.policy import open_bundle

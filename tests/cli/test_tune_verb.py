@@ -16,9 +16,9 @@ from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.cli import tune as verb
 from sinew.core import SinewError
+from sinew.engine.cuda import variants
 from sinew.engine.cuda.device import describe
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.cuda.tune import variants
 from tests.engine.cuda.cuda_cases import ASSETS
 from tests.engine.cuda.kernel_checks import needs_triton
 from tests.engine.cuda.tune_cases import CPU, cache, even, gpu, one_tile, tiny  # noqa: F401

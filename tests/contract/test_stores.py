@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.layers.linear import Embedding, Linear, hold, not_linear
-from sinew.layers.lowbit import TINY, reference
-from sinew.layers.store import Store, Tensors
 from sinew.layers.stores import half, rows
 from sinew.layers.stores.codes import Codes, Ternary, apart, codes, together
 from sinew.layers.stores.half import HALF
+from sinew.layers.stores.lowbit import TINY, reference
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
+from sinew.layers.stores.store import Store, Tensors
 
 ROWS, WIDTH = 12, 64
 IDS = torch.tensor([[3, 0], [11, 3]])

@@ -19,10 +19,11 @@ from sinew.cli import main
 from sinew.cli.quantize import write
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import SinewError
-from sinew.engine import probe, proofs
+from sinew.engine import proofs
 from sinew.engine.backend import BACKENDS, EngineOptions
 from sinew.engine.choose import choose
-from sinew.engine.cpu.library import extension
+from sinew.engine.cpu import probe
+from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant

@@ -25,14 +25,15 @@ from sinew.cli.run_robot import robot_opener  # noqa: E402
 from sinew.convert import convert  # noqa: E402
 from sinew.convert.lowbit import lowbit_sources  # noqa: E402
 from sinew.core import ActionChunk, CameraSpec, Observation, PolicySpec, SinewError, VectorSpec  # noqa: E402
-from sinew.eval import campaign, conventions, suites  # noqa: E402
-from sinew.eval.adapters import Mapped, Mapping, read_mapping  # noqa: E402
+from sinew.eval import campaign, suites  # noqa: E402
+from sinew.eval.adapters import Mapped, read_mapping  # noqa: E402
 from sinew.eval.foreign import run as foreign  # noqa: E402
 from sinew.eval.foreign import worker as foreign_worker  # noqa: E402
 from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.settings import Task, Variant  # noqa: E402
-from sinew.eval.suites import aloha, libero, metaworld, pusht, simpler, table  # noqa: E402
+from sinew.eval.suites import aloha, conventions, libero, metaworld, pusht, simpler, table  # noqa: E402
 from sinew.eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
+from sinew.eval.suites.mapping import Mapping  # noqa: E402
 from sinew.families.smolvla.checkpoint import write_checkpoint  # noqa: E402
 from sinew.families.smolvla.layout import TINY  # noqa: E402
 from sinew.registry import architectures  # noqa: E402
@@ -657,7 +658,7 @@ SAME = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import gymnasium, gym_aloha, numpy as np
-from sinew.eval.suites.aloha import Simulator
+from sinew.eval.suites.aloha import Simulator  # noqa: E402
 task = "gym_aloha/AlohaTransferCube-v0"
 ours, theirs = Simulator([task]), gymnasium.make(task, obs_type="pixels_agent_pos", disable_env_checker=True)
 a, _ = ours.reset(seed=7)

@@ -22,7 +22,7 @@ pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 from sinew.cli import main  # noqa: E402
 from sinew.core import SinewError  # noqa: E402
 from sinew.eval import campaign  # noqa: E402
-from sinew.eval.adapters import Mapped, Mapping, make_env, read_mapping  # noqa: E402
+from sinew.eval.adapters import Mapped, make_env, read_mapping  # noqa: E402
 from sinew.eval.policies import ServerPolicy  # noqa: E402
 from sinew.eval.report import stats  # noqa: E402
 from sinew.eval.report.gate import Gate, read_gate  # noqa: E402
@@ -30,6 +30,7 @@ from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.server import serving  # noqa: E402
 from sinew.eval.settings import Latency, Task, Variant, sweep  # noqa: E402
 from sinew.eval.sources import chunk_seed  # noqa: E402
+from sinew.eval.suites.mapping import Mapping  # noqa: E402
 from tests import processes  # noqa: E402
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sinew"
@@ -650,7 +651,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import Image
     from rich.console import Console
 
-    from sinew.eval import demo
+    from sinew.eval.report import demo
 
     monkeypatch.setattr(demo, "SWEEP", ("handover={default}", "latency=0,100ms"))
     text = io.StringIO()

@@ -29,7 +29,7 @@ from sinew.convert import ConvertOptions, convert, read
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.convert.read.torch_zip import read_torch
 from sinew.core import ActionChunk, Observation, SinewError
-from sinew.layers.lowbit import dequantize
+from sinew.layers.stores.lowbit import dequantize
 from sinew.policy import Policy, load
 from sinew.processing import Processor
 from sinew.records.recorder import Recorder, read_record

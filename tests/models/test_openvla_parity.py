@@ -15,7 +15,7 @@ from sinew.bundle import Bundle
 from sinew.core import Observation, ObservationError
 from sinew.families.bitvla.convert import bundle_name
 from sinew.families.openvla.model import bin_centres
-from sinew.layers.lowbit import codes
+from sinew.layers.stores.lowbit import codes
 from sinew.policy import Policy, load
 from tests.closeness import Rounding, assert_close, rounding
 from tests.golden import Golden, relative_l2

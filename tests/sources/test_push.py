@@ -17,7 +17,7 @@ from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import SinewError
 from sinew.engine import proofs
-from sinew.engine.onnx.cache import fingerprint
+from sinew.engine.fingerprint import fingerprint
 from sinew.eval.report import card as cards
 from tests import processes
 from tests.sources.fake_hub import fake_hub

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from sinew.bundle.files import open_regular
 from sinew.bundle.writer import FileSlice, TensorSource
+from sinew.convert.read.elements import BF16, ELEMENTS, F16, F32
 from sinew.convert.read.files import read_json
-from sinew.convert.tensors import BF16, ELEMENTS, F16, F32
 from sinew.core import ConvertError
 
 STORAGE = {

@@ -32,7 +32,7 @@ class Cpu(Backend):
         return ""
 
     def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
-        from sinew.engine.cpu.library import extension  # compiles the kernels, once
+        from sinew.engine.cpu.kernels.library import extension  # compiles the kernels, once
 
         if not extension().compiled:
             return f"engine cpu has no compiled kernels ({extension().reason}), and is slow without them"
@@ -52,8 +52,8 @@ class Cpu(Backend):
             return False, lacking
         if not installed("onnx"):
             return False, f"engine onnx was not measured beside it: {install('onnx')}"
+        from sinew.engine.cpu.probe import measure
         from sinew.engine.onnx.opening import usable_bits
-        from sinew.engine.probe import measure
 
         try:
             measured = measure(bundle, kinds, options.threads)

@@ -7,7 +7,7 @@ import logging
 from sinew.bundle import Bundle
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.compile import compile_floats
-from sinew.engine.cpu.library import extension
+from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.loading import load_model, open_device
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.engine.plan.plan import Plan

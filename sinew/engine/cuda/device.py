@@ -61,7 +61,7 @@ def describe(device: torch.device) -> str:
     if device.type != "cuda":
         return "the kernels' PyTorch references, no graph"
     from sinew.engine.cuda.fp8 import linear as fp8
-    from sinew.engine.cuda.tune import tuning
+    from sinew.engine.cuda.kernels import tuning
 
     capability = torch.cuda.get_device_capability(device)
     parts = [f"capability {_dotted(capability)}", f"triton {triton.__version__ if triton else 'absent'}"]

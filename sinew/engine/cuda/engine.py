@@ -23,8 +23,8 @@ from sinew.engine.cuda.fused.ops import Ops, PlainOps, References
 from sinew.engine.cuda.graphs import Calls, GraphRecorder, Graphs, Kept
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
-from sinew.engine.cuda.tune.variants import resolve
 from sinew.engine.cuda.units import WorldUnits
+from sinew.engine.cuda.variants import resolve
 from sinew.engine.engine import Engine, Facts, Watch
 from sinew.engine.plan.plan import Plan
 from sinew.engine.precision import precision_of

@@ -8,12 +8,12 @@ import torch
 
 from sinew.bundle import Bundle
 from sinew.engine.backend import EngineOptions
+from sinew.engine.cuda.calibrate import scales
 from sinew.engine.cuda.device import require
 from sinew.engine.cuda.engine import CudaEngine
-from sinew.engine.cuda.fp8.calibrate import scales
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.cuda.tune.variants import UNTUNED
+from sinew.engine.cuda.variants import UNTUNED
 from sinew.engine.loading import load_model, open_device
 from sinew.engine.plan.plan import Plan
 from sinew.processing.normalize import Normalizer

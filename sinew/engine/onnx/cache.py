@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -11,29 +10,13 @@ from pathlib import Path
 
 from sinew import scratch
 from sinew.core import SinewError
+from sinew.engine.fingerprint import fingerprint as of_bundle
 from sinew.engine.onnx.graphs import FORMAT
-
-WHOLE = 64 << 20  # bytes; files up to this size are hashed entirely
-SAMPLES, SAMPLE_BYTES = 1024, 4096
 
 
 def fingerprint(path: Path) -> str:
-    """Hex digest of a file's size and bytes; of a large file, of its first MiB and 1024 samples of 4 KiB.
-
-    The header holds configuration and provenance; weights that were trained or quantised again differ nearly
-    everywhere. Hashing all of a full-size bundle would take as long as loading it.
-    """
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{FORMAT}:{size}:".encode())
-    with path.open("rb") as file:
-        if size <= WHOLE:
-            digest.update(file.read())
-            return digest.hexdigest()
-        digest.update(file.read(1 << 20))
-        for sample in range(SAMPLES):
-            file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+    """Return the fingerprint of a bundle under which graphs of this format are kept."""
+    return of_bundle(path, FORMAT)
 
 
 def publish(partial: Path, folder: Path) -> None:

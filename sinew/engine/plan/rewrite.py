@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from sinew.layers.linear import Linear
-from sinew.layers.store import Store
 from sinew.layers.stores.plain import PLAIN
+from sinew.layers.stores.store import Store
 from sinew.models.base import Model
 
 Status = Literal["applied", "built in", "not applicable", "off"]

@@ -17,7 +17,7 @@ from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
 from sinew.core import SinewError, VectorSpec
 from sinew.engine import proofs
-from sinew.engine.onnx.cache import fingerprint
+from sinew.engine.fingerprint import fingerprint
 from sinew.eval.report.stats import wilson
 
 VALIDATION, EVALUATION = "sinew.validate/1", "sinew.eval/1"

@@ -16,8 +16,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from sinew.eval.adapters import Mapping
 from sinew.eval.suites.base import Registered, SimulatorFrame
+from sinew.eval.suites.mapping import Mapping
 
 MAPPING = Mapping(
     images={"top": "pixels/top"},

@@ -24,9 +24,9 @@ import gymnasium
 import numpy as np
 
 from sinew.core import SinewError
-from sinew.eval.adapters import Mapping
 from sinew.eval.suites import LIBERO, SIMULATORS
 from sinew.eval.suites.base import Tasks, drawing
+from sinew.eval.suites.mapping import Mapping
 
 MAPPING = Mapping(
     images={"image": "agentview_image", "image2": "robot0_eye_in_hand_image"},

@@ -18,9 +18,9 @@ import gymnasium
 import numpy as np
 
 from sinew.core import SinewError, VectorSpec
-from sinew.eval.adapters import Mapping
 from sinew.eval.suites import METAWORLD
 from sinew.eval.suites.base import SimulatorFrame, Tasks, drawing
+from sinew.eval.suites.mapping import Mapping
 from sinew.sim.experts import Act, Expert, expert_spec
 
 MAPPING = Mapping(

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import gymnasium
 import numpy as np
 
-from sinew.eval.adapters import Mapping
 from sinew.eval.suites.base import Registered
+from sinew.eval.suites.mapping import Mapping
 
 MAPPING = Mapping(
     images={"image": "pixels"},

@@ -16,9 +16,9 @@ import gymnasium
 import numpy as np
 
 from sinew.core import SinewError
-from sinew.eval.adapters import Mapping
 from sinew.eval.suites import SIMULATORS
 from sinew.eval.suites.base import Tasks, drawing
+from sinew.eval.suites.mapping import Mapping
 
 _CAMERA = "3rd_view_camera"
 MAPPING = Mapping(

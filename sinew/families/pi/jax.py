@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle.writer import TensorSource
+from sinew.convert.read.elements import BF16, F32
 from sinew.convert.read.files import read_json
-from sinew.convert.tensors import BF16, F32, Transform, moved
+from sinew.convert.tensors import Transform, moved
 from sinew.core import ConvertError
 from sinew.extras import install
 

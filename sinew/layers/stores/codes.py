@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sinew.layers.lowbit import TINY, dequantize, lowbit_linear, lowbit_linears
-from sinew.layers.store import Held, Store, Tensors
+from sinew.layers.stores.lowbit import TINY, dequantize, lowbit_linear, lowbit_linears
+from sinew.layers.stores.store import Held, Store, Tensors
 
 
 @dataclass(frozen=True)

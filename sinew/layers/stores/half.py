@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinew.core import upcast_text
-from sinew.layers.store import Held
 from sinew.layers.stores.plain import Plain
+from sinew.layers.stores.store import Held
 
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK = 1 << 20  # weights, 4 MiB in float32: they stay in the last cache between the copy and the product

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.layers.store import Held, Store
+from sinew.layers.stores.store import Held, Store
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.layers.store import Held, Store
+from sinew.layers.stores.store import Held, Store
 
 BLOCK = 1024  # rows that are converted at once where all of them are read
 

@@ -17,8 +17,8 @@ from sinew.bundle.writer import ArraySlice
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
 from sinew.core import BundleError, SinewError
-from sinew.engine.cpu.library import extension
-from sinew.layers import lowbit
+from sinew.engine.cpu.kernels.library import extension
+from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import codes_of
 from sinew.layers.stores.rows import Rows
 from sinew.perf.memory import fits

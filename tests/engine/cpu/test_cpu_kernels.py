@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinew.bundle.quant import FORMATS, pack_ternary
-from sinew.engine.cpu import build
-from sinew.engine.cpu import library as compiled
-from sinew.engine.cpu.library import extension
-from sinew.layers import lowbit
+from sinew.engine.cpu.kernels import build
+from sinew.engine.cpu.kernels import library as compiled
+from sinew.engine.cpu.kernels.library import extension
+from sinew.layers.stores import lowbit
 
 EXACT = Path(__file__).with_name("exact.cpp")
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
@@ -140,7 +140,7 @@ def test_threads_and_callers_do_not_change_a_bit(all_kernels) -> None:
 def test_a_forked_child_has_threads_of_its_own() -> None:
     script = """
 import os, torch
-from sinew.engine.cpu.library import extension
+from sinew.engine.cpu.kernels.library import extension
 from sinew.layers import lowbit
 torch.set_num_threads(2)
 e, w = extension(), torch.zeros(64, 64, dtype=torch.uint8)
@@ -200,7 +200,7 @@ def test_without_a_compiler_the_reference_says_so(tmp_path) -> None:
     assert found.path is None
     assert "no-compiler" in found.reason
     environment = os.environ | {compiled.SWITCH: "off"}
-    script = "from sinew.engine.cpu.library import extension as e; print(e().kernels, e().reason)"
+    script = "from sinew.engine.cpu.kernels.library import extension as e; print(e().kernels, e().reason)"
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
     )

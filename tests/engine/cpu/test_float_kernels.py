@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.engine.cpu import build, float_kernels
-from sinew.engine.cpu import library as compiled
 from sinew.engine.cpu.compile import compile_floats
-from sinew.engine.cpu.float_kernels import FloatKernels
+from sinew.engine.cpu.kernels import build, float_kernels
+from sinew.engine.cpu.kernels import library as compiled
+from sinew.engine.cpu.kernels.float_kernels import FloatKernels
 from sinew.engine.plan.plan import Plan
 from sinew.policy import load
 from tests.engines import run_one

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from sinew.engine.cpu import build
+from sinew.engine.cpu.kernels import build
 from tests import processes
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
-SHOW = "from sinew.engine.cpu.library import extension as e; print(e().kernels, '|', e().reason)"
+SHOW = "from sinew.engine.cpu.kernels.library import extension as e; print(e().kernels, '|', e().reason)"
 needs_root = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user"
 )

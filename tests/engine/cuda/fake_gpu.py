@@ -23,8 +23,8 @@ import torch
 
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.fused.rows import Target
-from sinew.engine.cuda.kernels import row_norm
-from sinew.engine.cuda.tune import tuner, tuning
+from sinew.engine.cuda.kernels import row_norm, tuning
+from sinew.engine.cuda.tune import tuner
 from sinew.engine.cuda.tune.ahead import compile_all
 from sinew.engine.cuda.tune.trials import Trials
 from tests.engine.cuda.kernel_compile import resource_usage

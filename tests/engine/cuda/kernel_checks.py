@@ -24,8 +24,8 @@ from sinew.engine.cuda.kernels.lang import triton
 from sinew.engine.cuda.kernels.launch import Tile
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.cuda.kernels.splitk_linear import statistics_reference
-from sinew.engine.cuda.tune.tiles import LARGEST_SPLIT
-from sinew.engine.cuda.tune.tuning import capability
+from sinew.engine.cuda.kernels.tiles import LARGEST_SPLIT
+from sinew.engine.cuda.kernels.tuning import capability
 from sinew.processing.image import prepare_frame
 from sinew.steps.image.letterbox import Letterbox
 from tests.engine.cuda import kernel_row_checks

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.shapes import Problem, capability_of, dims, launch, problems
 from sinew.engine.cuda.kernels.launch import Tile
-from sinew.engine.cuda.kernels.shapes import Problem, capability_of, dims, launch, problems
-from sinew.engine.cuda.tune.tiles import ARCHITECTURES, candidates
+from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, candidates
 
 # One of each kind that the heads and the prefix of pi0.5 ask for, and what only SmolVLA asks for.
 IN_CI = (

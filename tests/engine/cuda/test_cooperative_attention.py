@@ -15,11 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.engine.cuda.kernels import Workspace, packed_attention
+from benchmarks.gpu.shapes import dims, problems
+from sinew.engine.cuda.kernels import Workspace, packed_attention, tuning
 from sinew.engine.cuda.kernels.launch import Tile
-from sinew.engine.cuda.kernels.shapes import dims, problems
-from sinew.engine.cuda.tune import tuning
-from sinew.engine.cuda.tune.tiles import ARCHITECTURES, LARGEST_SPLIT, candidates
+from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, LARGEST_SPLIT, candidates
 from tests.engine.cuda.kernel_checks import AT_ONCE, DEVICE, needs_triton
 
 HEADS = [each for each in problems() if each.kernel == "packed_attention" and each.where.startswith("head")]

@@ -10,16 +10,16 @@ from collections import Counter
 import pytest
 import torch
 
+from benchmarks.gpu.shapes import dims, launch, problems
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.engine.cuda.fused.fuse import ON_CUDA, fuse
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.graphs import Calls
+from sinew.engine.cuda.kernels import tuning
 from sinew.engine.cuda.kernels.launch import Launch
-from sinew.engine.cuda.kernels.shapes import dims, launch, problems
+from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, candidates, has_work
 from sinew.engine.cuda.program import Key, Program
-from sinew.engine.cuda.tune import tuning
-from sinew.engine.cuda.tune.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, candidates, has_work
 from sinew.engine.plan.plan import Plan
 from sinew.perf.program import preset
 from sinew.steps.image.letterbox import Letterbox

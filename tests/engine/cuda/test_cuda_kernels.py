@@ -15,11 +15,11 @@ from sinew.engine.cuda import engine as cuda_engine
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.fused.launches import Kernels
+from sinew.engine.cuda.kernels import choices
 from sinew.engine.cuda.kernels.lang import interpreted
 from sinew.engine.cuda.kernels.launch import Launch
 from sinew.engine.cuda.kernels.norm_linear import norm_linear_kernel
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.cuda.tune import choices
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.loading import load_model
 from sinew.engine.plan.plan import Plan

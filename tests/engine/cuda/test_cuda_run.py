@@ -13,9 +13,9 @@ import torch
 from sinew.bundle.schema import Normalization
 from sinew.core import CancelledError, SinewError
 from sinew.engine.backend import BACKENDS
+from sinew.engine.cuda.calibrate import calibrate
 from sinew.engine.cuda.device import require
 from sinew.engine.cuda.engine import CudaEngine
-from sinew.engine.cuda.fp8.calibrate import calibrate
 from sinew.engine.cuda.fused.fuse import LEFT_OUT, ON_CUDA
 from sinew.engine.cuda.open import cuda_engine
 from sinew.engine.cuda.options import CudaOptions

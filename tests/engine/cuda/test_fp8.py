@@ -20,8 +20,8 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 from sinew.engine.cuda.fp8 import linear as fp8
 from sinew.engine.cuda.fp8 import scales as calibration
+from sinew.engine.cuda.kernels import choices, tuning
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3, fp8_quantize, reference
-from sinew.engine.cuda.tune import choices, tuning
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import Plan

@@ -32,9 +32,9 @@ from benchmarks.gpu.rungs import (
 )
 from benchmarks.gpu.sections import SECTIONS, measured
 from benchmarks.gpu.session import NotHere, Session, still_there
+from benchmarks.gpu.shapes import arguments, problems
 from benchmarks.gpu.table import _rungs
 from sinew.core import Timing
-from sinew.engine.cuda.kernels.shapes import arguments, problems
 from sinew.perf.program import preset
 from tests.engine.cuda.kernel_checks import needs_triton
 

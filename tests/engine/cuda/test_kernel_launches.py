@@ -16,12 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sinew.engine.cuda.kernels import KERNELS, Workspace
+from benchmarks.gpu.shapes import arguments, cost, launch, problems
+from sinew.engine.cuda.kernels import KERNELS, Workspace, tuning
 from sinew.engine.cuda.kernels.lang import MissingTriton, triton
 from sinew.engine.cuda.kernels.launch import Tile
-from sinew.engine.cuda.kernels.shapes import arguments, cost, launch, problems
-from sinew.engine.cuda.tune import tuning
-from sinew.engine.cuda.tune.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, architecture, candidates
+from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, architecture, candidates
 from tests.engine.cuda.kernel_checks import CHECKS, DEVICE, loaded, needs_triton
 from tests.engine.cuda.kernel_compile import (
     AT_ONCE,

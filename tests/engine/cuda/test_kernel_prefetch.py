@@ -14,7 +14,7 @@ import torch
 from sinew.engine.cuda.kernels import Workspace, lang
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.tune.tiles import FLOAT32, TILES
+from sinew.engine.cuda.kernels.tiles import FLOAT32, TILES
 from tests.engine.cuda.kernel_checks import DEVICE, module_of, needs_triton
 
 M, N, H, KV, D = 33, 37, 3, 2, 40

@@ -20,9 +20,10 @@ from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
 from benchmarks.gpu.session import Session as GpuSession
 from sinew.engine.cuda.device import describe
 from sinew.engine.cuda.fused.launches import Kernels
-from sinew.engine.cuda.tune import choices, timing, trials, tuner, tuning
+from sinew.engine.cuda.kernels import choices, tuning
+from sinew.engine.cuda.kernels.tiles import candidates
+from sinew.engine.cuda.tune import timing, trials, tuner
 from sinew.engine.cuda.tune.ahead import CollectedTrials, compile_all
-from sinew.engine.cuda.tune.tiles import candidates
 from sinew.engine.cuda.tune.trials import Trials, TuningProblem
 from tests.engine.cuda.kernel_checks import needs_triton
 from tests.engine.cuda.tune_cases import CPU, cache, even, gpu, one_tile, tiny, two_tiles  # noqa: F401

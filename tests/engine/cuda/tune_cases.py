@@ -10,8 +10,9 @@ import torch
 
 from benchmarks.gpu.models import Case, processing, random_model, samples
 from benchmarks.gpu.rungs import cuda_engine, plan_of
-from sinew.engine.cuda.tune import choices, tuner, tuning
-from sinew.engine.cuda.tune.tiles import candidates
+from sinew.engine.cuda.kernels import choices, tuning
+from sinew.engine.cuda.kernels.tiles import candidates
+from sinew.engine.cuda.tune import tuner
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinew.engine.cuda.kernels import fp8_product, fp8_quantize
+from sinew.engine.cuda.kernels import choices, fp8_product, fp8_quantize, tuning
 from sinew.engine.cuda.kernels.fp8_product import DIVISOR
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
-from sinew.engine.cuda.tune import choices, tuning
 
 NEEDS = 89  # compute capability * 10
 WAYS = ("triton", "scaled_mm")

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 from sinew.engine.cuda.fp8.linear import Fp8Linear, unfit
+from sinew.engine.cuda.kernels import tuning
 from sinew.engine.cuda.kernels.fp8_quantize import LARGEST, SMALLEST
-from sinew.engine.cuda.tune import tuning
 from sinew.layers.linear import not_linear
 from sinew.layers.norm import AdaRMSNorm
 from sinew.models.base import Model

@@ -18,6 +18,7 @@ from sinew.engine.cuda.fused.ops import Ops, PlainOps, ResidualStream
 from sinew.engine.cuda.fused.rows import RowKernels
 from sinew.engine.cuda.kernels import (
     Workspace,
+    choices,
     gated_mlp,
     norm_linear,
     packed_attention,
@@ -29,9 +30,8 @@ from sinew.engine.cuda.kernels import (
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.norm_linear import problem
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
-from sinew.engine.cuda.kernels.shapes import BLOCKS, PARTS
-from sinew.engine.cuda.tune import choices
-from sinew.engine.cuda.tune.tuning import tile_for
+from sinew.engine.cuda.kernels.tuning import tile_for
+from sinew.engine.cuda.kernels.workspace import BLOCKS, PARTS
 from sinew.layers.decoder import KeyValue
 
 Prepare = Callable[[Tile | None], Launch]

@@ -33,7 +33,7 @@ __all__ = ["KERNELS", "Kernel", "Launch", "Tile", "Workspace"]
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """``launch`` runs ``kernel`` on tensors, ``reference`` computes the same in PyTorch, ``prepare`` gives the launch
-    as a value. ``sinew.engine.cuda.kernels.shapes`` has the problems that the models put to it. ``capability``: the
+    as a value. ``benchmarks.gpu.shapes`` has the problems that the models put to it. ``capability``: the
     first compute capability (times ten) that has its instructions."""
 
     kernel: Any

@@ -26,7 +26,7 @@ from sinew.engine.cuda.kernels.fp8_quantize import (
 from sinew.engine.cuda.kernels.gated_mlp import ACTIVATIONS, Activation
 from sinew.engine.cuda.kernels.lang import check, kernel, tl, wait_for_input
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.tune.tuning import tile_for
+from sinew.engine.cuda.kernels.tuning import tile_for
 
 PER_WARP = 1024  # columns of a whole row that a warp holds: 32 floats a thread, twice that when gated
 MOST_WARPS = 16

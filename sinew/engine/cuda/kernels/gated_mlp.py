@@ -24,7 +24,7 @@ from sinew.engine.cuda.kernels.lang import (
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.norm_linear import given_squares, problem, product, statistics
-from sinew.engine.cuda.tune.tuning import tile_for
+from sinew.engine.cuda.kernels.tuning import tile_for
 
 Activation = Literal["gelu_tanh", "silu"]
 ACTIVATIONS = ("gelu_tanh", "silu")

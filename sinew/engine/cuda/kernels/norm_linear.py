@@ -31,7 +31,7 @@ from sinew.engine.cuda.kernels.lang import (
     wait_for_previous,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.tune.tuning import tile_for
+from sinew.engine.cuda.kernels.tuning import tile_for
 
 LEAST_COLUMNS = 32  # of given squares that are read at once
 

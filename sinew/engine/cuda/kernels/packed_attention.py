@@ -34,9 +34,9 @@ from sinew.engine.cuda.kernels.lang import (
     wait_for_input,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
+from sinew.engine.cuda.kernels.tiles import LARGEST_SPLIT
+from sinew.engine.cuda.kernels.tuning import multiprocessors, tile_for
 from sinew.engine.cuda.kernels.workspace import Workspace
-from sinew.engine.cuda.tune.tiles import LARGEST_SPLIT
-from sinew.engine.cuda.tune.tuning import multiprocessors, tile_for
 
 KeyValue = tuple[Tensor, Tensor]
 # Looks at a counter, each a round trip to L2, before a program gives up and writes NaN: under a cooperative launch the

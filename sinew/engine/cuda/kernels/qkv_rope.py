@@ -26,8 +26,8 @@ from sinew.engine.cuda.kernels.lang import (
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.norm_linear import given_squares, problem, product, statistics
 from sinew.engine.cuda.kernels.rope import write_turned
+from sinew.engine.cuda.kernels.tuning import tile_for
 from sinew.engine.cuda.kernels.workspace import Workspace
-from sinew.engine.cuda.tune.tuning import tile_for
 
 
 @kernel

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+PARTS, BLOCKS = 1 << 23, 1 << 12  # floats and output blocks into which every launch of a published model fits
+
 
 class Workspace:
     """Partial sums and counters per output block, for the kernels that split their depth or their keys.

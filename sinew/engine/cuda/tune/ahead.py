@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from sinew.engine.cuda.kernels import tuning
 from sinew.engine.cuda.kernels.launch import Specialised, Tile
-from sinew.engine.cuda.tune import tuning
-from sinew.engine.cuda.tune.tiles import candidates
+from sinew.engine.cuda.kernels.tiles import candidates
 from sinew.engine.cuda.tune.trials import TuningProblem, is_kept
 
 log = logging.getLogger(__name__)

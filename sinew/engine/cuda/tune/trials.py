@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sinew.engine.cuda.fused.ops import ResidualStream
+from sinew.engine.cuda.kernels import choices, tuning
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 from sinew.engine.cuda.kernels.launch import Tile
-from sinew.engine.cuda.tune import choices, tuning
 from sinew.engine.cuda.tune.timing import Measure
 
 TOLERANCE = 1e-2  # relative L2 of a tile's answer against the reference's, in bfloat16

@@ -23,10 +23,18 @@ from sinew.engine.cuda.fused.library import Library
 from sinew.engine.cuda.fused.ops import Ops, References, ResidualStream
 from sinew.engine.cuda.fused.rows import Operand, RowKernels, RowOps, RowReferences, Target
 from sinew.engine.cuda.graphs import Kept
-from sinew.engine.cuda.kernels import activate, fp8_product, fp8_quantize, preprocess, rope, row_norm
+from sinew.engine.cuda.kernels import (
+    activate,
+    choices,
+    fp8_product,
+    fp8_quantize,
+    preprocess,
+    rope,
+    row_norm,
+    tuning,
+)
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 from sinew.engine.cuda.kernels.launch import Specialised, Tile, collecting
-from sinew.engine.cuda.tune import choices, tuning
 from sinew.engine.cuda.tune.ahead import CollectedTrials, compile_all
 from sinew.engine.cuda.tune.trials import Trials, TuningProblem
 

@@ -22,7 +22,7 @@ import torch
 
 from sinew.engine.cuda.kernels.lang import source_of, triton
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.tune.tiles import LARGEST_SPLIT, candidates
+from sinew.engine.cuda.kernels.tiles import LARGEST_SPLIT, candidates
 
 log = logging.getLogger(__name__)
 WHAT = "tuned tiles"

@@ -98,8 +98,8 @@ def block_seconds(block: ProbeBlock, kind: str, threads: int) -> dict[str, float
     """Return the CPU seconds of each engine for one block in precision ``kind``, measured now unless they are kept."""
     import torch
 
-    from sinew.engine.cpu import build
-    from sinew.engine.cpu.library import extension
+    from sinew.engine.cpu.kernels import build
+    from sinew.engine.cpu.kernels.library import extension
     from sinew.engine.onnx.providers import runtime
 
     kernels = hashlib.sha256(b"".join(source.read_bytes() for source in sorted(build.SOURCES.iterdir())))
@@ -155,8 +155,8 @@ def _on_cpu(block: ProbeBlock, kind: str, x: Any, weights: list[Any]) -> Callabl
     import torch
 
     from sinew.bundle.quant import quantize
-    from sinew.engine.cpu.float_kernels import attend
-    from sinew.layers.lowbit import lowbit_linear, lowbit_linears
+    from sinew.engine.cpu.kernels.float_kernels import attend
+    from sinew.layers.stores.lowbit import lowbit_linear, lowbit_linears
 
     rows = torch.from_numpy(x)
     heads = (block.heads, block.width // block.heads)

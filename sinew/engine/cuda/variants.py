@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from sinew.engine.cuda.device import COMMAND
+from sinew.engine.cuda.kernels import choices
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.cuda.tune import choices
 from sinew.models.base import Model
 
 # Name and options. The first is what runs where nothing was measured, and what the others' chunks are compared with.

@@ -4,7 +4,7 @@ Each instruction set is a file of its own, compiled with its own flags; which of
 was compiled is kept under ``$XDG_CACHE_HOME/sinew/cpu/<hash of sources, flags and compiler>``, with its own hash beside
 it: a library that was cut short by a power loss would end every later process with a signal. One that others could have
 written is not loaded. Where there is no such place, the library is compiled for this process alone. An image is
-prepared with ``python -m sinew.engine.cpu.build``.
+prepared with ``python -m sinew.engine.cpu.kernels.build``.
 """
 
 from __future__ import annotations

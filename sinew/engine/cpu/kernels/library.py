@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from sinew.bundle.quant import FORMATS, pack_ternary
-from sinew.engine.cpu import float_kernels
-from sinew.engine.cpu.build import build
-from sinew.engine.cpu.float_kernels import REFERENCES, FloatKernels
-from sinew.layers import lowbit
+from sinew.engine.cpu.kernels import float_kernels
+from sinew.engine.cpu.kernels.build import build
+from sinew.engine.cpu.kernels.float_kernels import REFERENCES, FloatKernels
+from sinew.layers.stores import lowbit
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _multiply(
     name: str,
     smallest: float,
 ) -> Tensor:
-    """As :func:`sinew.layers.lowbit.reference`. Raises ValueError for tensors that do not fit each other."""
+    """As :func:`sinew.layers.stores.lowbit.reference`. Raises ValueError for tensors that do not fit each other."""
     return _multiply_all(library, kernels, x, [weight], [scale], [bias], name, smallest)[0]
 
 
@@ -131,7 +131,7 @@ def _multiply_all(
     name: str,
     smallest: float,
 ) -> list[Tensor]:
-    """As :func:`sinew.layers.lowbit.reference_all`. Raises ValueError for tensors that do not fit each other."""
+    """As :func:`sinew.layers.stores.lowbit.reference_all`. Raises ValueError for tensors that do not fit each other."""
     stored = FORMATS[name]
     rows, k = x.shape
     layers, results = [], []

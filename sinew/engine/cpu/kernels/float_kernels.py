@@ -50,7 +50,7 @@ class FloatKernels:
 
     @classmethod
     def compiled(cls, library: Any, kernels: int) -> FloatKernels:
-        """Return those of a loaded library (:func:`sinew.engine.cpu.library.load`)."""
+        """Return those of a loaded library (:func:`sinew.engine.cpu.kernels.library.load`)."""
         return cls(
             partial(_attend, library, kernels),
             partial(_gelu, library, kernels),

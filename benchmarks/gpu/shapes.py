@@ -18,13 +18,12 @@ from sinew.engine.cuda.kernels import KERNELS
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3, NEEDS
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
-from sinew.engine.cuda.kernels.workspace import Workspace
+from sinew.engine.cuda.kernels.workspace import BLOCKS, PARTS, Workspace
 
 if TYPE_CHECKING:
     from sinew.bundle.schema import ImageRecipe
 
 STEPS = 10
-PARTS, BLOCKS = 1 << 23, 1 << 12  # of the workspace that every problem here fits into
 
 
 @dataclass(frozen=True)

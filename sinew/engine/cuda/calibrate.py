@@ -15,7 +15,7 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.engine.cuda.fp8 import scales as fp8_calibration
 from sinew.engine.cuda.fp8.scales import Fp8Calibration
 from sinew.engine.cuda.fused.fuse import ON_CUDA
-from sinew.engine.onnx.cache import fingerprint
+from sinew.engine.fingerprint import fingerprint
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model

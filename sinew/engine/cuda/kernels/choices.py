@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sinew.engine.cuda.tune import tuning
+from sinew.engine.cuda.kernels import tuning
 
 log = logging.getLogger(__name__)
 WHAT = "measured choices"

@@ -1,0 +1,1 @@
+"""Compiled kernels of low-bit and of float products, apart from the engine that runs them."""
