@@ -33,13 +33,13 @@ from sinew.engine.onnx.sessions import open_session
 from sinew.eval.report import card as cards
 from sinew.policy import load
 from sinew.processing import Processor
-from sinew.processing.tokenizer import open_tokenizer
 from sinew.records.recorder import read_record
 from sinew.serve.deploy import Given, deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.supervise import Supervisor
 from sinew.sources.cache import CacheEntry
 from sinew.steps.image.letterbox import Letterbox
+from sinew.tokenizer import open_tokenizer
 from tests import processes
 from tests.bundle.test_bundle import sources
 from tests.hostile import files
