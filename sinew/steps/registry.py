@@ -36,4 +36,5 @@ PROMPT = {
 }
 ACTION_TOKENS = {
     "bins": "sinew.steps.action_tokens.bins:BinTokens",
+    "fast": "sinew.steps.action_tokens.fast:FastTokens",
 }
