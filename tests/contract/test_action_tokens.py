@@ -63,6 +63,7 @@ ROWS = {
         {
             "no scale": ({"scale": 0.0}, "scale: expected a number above 0, got 0"),
             "rows": ({"rows": 0}, "rows: expected 1 to 8192, got 0"),
+            "least": ({"least": float("inf")}, "least: expected a finite number, got inf"),
             "no tokenizer": (
                 {"tokenizer": "[]"},
                 "tokenizer: FAST's tokenizer cannot be read: expected a JSON object, got list",

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sinew.bundle import Bundle
+from sinew.cli import main
 from sinew.convert import convert
 from sinew.core import ConvertError
 from tests.golden import Golden
@@ -44,13 +45,13 @@ def change(path: Path, **fields: Any) -> None:
 def test_what_a_bundle_holds(run, golden):
     manifest, g = run().manifest, Golden(golden / CASE)
     options = json.loads(g.metadata["options"])
-    words = manifest.config["action_tokens"]
-    assert (words["most"], words["rows"], words["dims"]) == (options["max_decoding_steps"], 8, 5)
-    assert words["zero"] == 860 - 1 - options["fast_skip_tokens"]
+    words = manifest.config
+    assert words["max_tokens"] == options["max_decoding_steps"]
+    assert words["zero_token"] == 860 - 1 - options["fast_skip_tokens"]
     assert words["begins"] == words["leaves_out"][:2]
     assert len(words["leaves_out"]) == 3
-    assert (words["least"], words["scale"]) == (-28, 10.0)
-    assert json.loads(words["tokenizer"])["model"]["type"] == "BPE"
+    assert (words["lowest"], words["scale"]) == (-28, 10.0)
+    assert json.loads(words["action_tokenizer"])["model"]["type"] == "BPE"
     names = [source.name for source in manifest.provenance.sources]
     assert {"tokenizer/tokenizer.json", "fast_tokenizer/tokenizer.json"} <= set(names)
     assert "fast_tokenizer/processor_config.json" in names
@@ -65,7 +66,7 @@ def test_the_tokenizer_of_actions_lies_elsewhere(run, home, tmp_path):
         run()
     change(home / "checkpoint" / "config.json", action_tokenizer_name="lerobot/fast-action-tokenizer")
     given = run(action_tokenizer=tmp_path / "fast").manifest
-    assert given.config["action_tokens"]["scale"] == 10.0
+    assert given.config["scale"] == 10.0
     (tmp_path / "fast" / "processor_config.json").unlink()
     with pytest.raises(ConvertError, match="processor_config.json: expected the file with FAST's scale"):
         run(action_tokenizer=tmp_path / "fast")
@@ -84,7 +85,7 @@ def test_the_tokenizer_of_actions_lies_elsewhere(run, home, tmp_path):
         ),
         ("config.json", {"n_action_steps": 9}, "n_action_steps: expected a whole number from 1 to 8, got 9"),
         ("config.json", {"validate_action_token_prefix": "no"}, "expected true or false, got 'no'"),
-        ("config.json", {"fast_skip_tokens": 900}, "expected ids of 860 tokens"),
+        ("config.json", {"fast_skip_tokens": 900}, "zero_token is -41, expected 1 to"),
         ("fast_tokenizer/processor_config.json", {"scale": 0}, "scale: expected a number above 0, got 0"),
         ("fast_tokenizer/processor_config.json", {"min_token": 1.5}, "scale and min_token, got 10 and 1.5"),
         (
@@ -124,7 +125,7 @@ def test_a_head_or_a_table_that_is_missing(run, home):
 
 def test_a_prefix_that_nobody_checks(run, home):
     change(home / "checkpoint" / "config.json", validate_action_token_prefix=False)
-    words = run().manifest.config["action_tokens"]
+    words = run().manifest.config
     assert words["begins"] == []
     assert len(words["leaves_out"]) == 3
 
@@ -133,3 +134,11 @@ def test_lerobot_0_4_padded_the_state_before_its_words(run):
     old, new = (run(compat=version).manifest.processing.prompt for version in ("lerobot-0.4", "lerobot-0.6"))
     assert "32" in str(old.steps)
     assert "32" not in str(new.steps)
+
+
+def test_inspect_shows_the_size_of_a_tokenizer(run, home, capsys):
+    run()
+    assert main(["inspect", str(home / "it.gguf")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    text = (home / "checkpoint" / "fast_tokenizer" / "tokenizer.json").read_text()
+    assert f"action_tokenizer a text of {len(text)} characters" in said

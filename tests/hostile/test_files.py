@@ -100,7 +100,7 @@ BYTES = json.dumps(
         "model": {"type": "BPE", "vocab": {"A": 0, "B": 1, "\u00c3": 2}, "merges": []},
     }
 )
-SIZES = {"most": 4, "end": 9, "rows": 2, "dims": 2, "zero": 8, "least": -65, "scale": 2.0}
+SIZES = {"most": 4, "end": 9, "rows": 2, "dims": 2, "zero": 8, "least": -65.0, "scale": 2.0}
 FAST = ActionTokens.read({"kind": "fast", "tokenizer": BYTES, **SIZES})
 
 

@@ -20,7 +20,6 @@ from sinew.core import ConvertError, PolicySpec
 from sinew.families.pi.convert import EMBEDDING, HEAD, PREFIXES, gemma_tensors, paligemma, processing
 from sinew.families.pi_fast.model import PI0FastConfig
 from sinew.solvers import SINGLE
-from sinew.steps.action_tokens.fast import FastTokens
 
 NAMES = ("pi0_fast",)
 OPTIONS = ("tokenizer", "action_tokenizer", "arch", "stats", "dataset")
@@ -90,9 +89,8 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     fast, facts = action_tokenizer(checkpoint)
     state = checkpoint.vector("input_features", "STATE", STATE)
     action = checkpoint.vector("output_features", "ACTION", ACTION)
-    config = model_config(
-        checkpoint, arch, tokenizer, action_tokens(checkpoint, tokenizer, fast, facts, action.dim)
-    )
+    said = action_tokens(checkpoint, tokenizer, fast, facts)
+    config = model_config(checkpoint, arch, tokenizer, action.dim, said)
     weights = gemma_tensors(checkpoint.tensors)
     if EMBEDDING in weights and HEAD not in weights:
         raise ConvertError(
@@ -146,9 +144,10 @@ def action_tokenizer(checkpoint: LeRobotCheckpoint) -> tuple[TokenizerFiles, Pat
 
 
 def action_tokens(
-    checkpoint: LeRobotCheckpoint, tokenizer: TokenizerFiles, fast: TokenizerFiles, facts: Path, dims: int
-) -> FastTokens:
-    """Return what is said. Raises :class:`ConvertError` for files that disagree."""
+    checkpoint: LeRobotCheckpoint, tokenizer: TokenizerFiles, fast: TokenizerFiles, facts: Path
+) -> dict[str, Any]:
+    """Return the fields of the configuration that are of what is said. Raises :class:`ConvertError` for files that
+    disagree."""
     if not facts.is_file():
         raise ConvertError(f"{facts}: expected the file with FAST's scale and min_token, got none")
     record, skip = read_json(facts), checkpoint.size("fast_skip_tokens", low=0, high=1 << 20)
@@ -159,40 +158,41 @@ def action_tokens(
             f" {other!r}"
         )
     scale, least = record.get("scale"), record.get("min_token")
-    if not isinstance(scale, int | float) or type(least) is not int:
+    if type(scale) not in (int, float) or type(least) is not int:
         raise ConvertError(f"{facts}: expected numbers scale and min_token, got {scale!r} and {least!r}")
     checked = checkpoint["validate_action_token_prefix"]
     if type(checked) is not bool:
         raise ConvertError(
             f"{checkpoint.file}: validate_action_token_prefix: expected true or false, got {checked!r}"
         )
-    mark = tuple(tokenizer.tokenizer.encode(MARK, add_special_tokens=False).ids)
-    return FastTokens(
-        most=checkpoint.size("max_decoding_steps"),
-        end=tokenizer.token_id(END),
-        rows=checkpoint.size("n_action_steps", high=checkpoint.size("chunk_size")),
-        dims=dims,
-        zero=tokenizer.tokenizer.get_vocab_size(with_added_tokens=False) - 1 - skip,
-        tokenizer=fast.text,
-        least=least,
-        scale=float(scale),
-        begins=(tokenizer.token_id("Action"), tokenizer.token_id(":")) if checked else (),
-        leaves_out=mark,
-    )
+    return {
+        "max_tokens": checkpoint.size("max_decoding_steps"),
+        "end_token": tokenizer.token_id(END),
+        "zero_token": tokenizer.tokenizer.get_vocab_size(with_added_tokens=False) - 1 - skip,
+        "action_tokenizer": fast.text,
+        "lowest": float(least),
+        "scale": float(scale),
+        "begins": (tokenizer.token_id("Action"), tokenizer.token_id(":")) if checked else (),
+        "leaves_out": tuple(tokenizer.tokenizer.encode(MARK, add_special_tokens=False).ids),
+    }
 
 
 def model_config(
-    checkpoint: LeRobotCheckpoint, arch: dict[str, Any], tokenizer: TokenizerFiles, tokens: FastTokens
+    checkpoint: LeRobotCheckpoint,
+    arch: dict[str, Any],
+    tokenizer: TokenizerFiles,
+    dims: int,
+    said: dict[str, Any],
 ) -> PI0FastConfig:
     where = f"{checkpoint.file} or --arch"
     try:
         return PI0FastConfig(
             **paligemma(checkpoint.config, arch),
-            chunk_size=tokens.rows,
+            chunk_size=checkpoint.size("n_action_steps", high=checkpoint.size("chunk_size")),
             max_state_dim=checkpoint.size("max_state_dim"),
-            max_action_dim=tokens.dims,
+            max_action_dim=dims,
             start_token=tokenizer.token_id("<bos>"),
-            action_tokens=tokens,
+            **said,
         )
     except KeyError as error:
         raise ConvertError(f"{where}: {error} is missing") from None

@@ -23,7 +23,9 @@ from sinew.steps.action_tokens.fast import FastTokens
 
 @dataclass(frozen=True)
 class PI0FastConfig:
-    """``start_token``: the id behind the prompt. ``action_tokens``: what is said."""
+    """``start_token``: the id behind the prompt. ``max_tokens``: of what is said. The others are those of
+    :class:`FastTokens`: ``end_token`` its end, ``zero_token`` its zero, ``action_tokenizer`` FAST's whole
+    ``tokenizer.json``, ``lowest`` its least."""
 
     vision: ViTConfig
     language: DecoderConfig
@@ -31,21 +33,40 @@ class PI0FastConfig:
     chunk_size: int
     max_state_dim: int
     max_action_dim: int
+    max_tokens: int
     start_token: int
-    action_tokens: FastTokens
+    end_token: int
+    zero_token: int
+    action_tokenizer: str
+    lowest: float
+    scale: float
+    begins: tuple[int, ...] = ()
+    leaves_out: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        tokens = self.action_tokens
-        for problem in tokens.problems():
-            raise ValueError(f"action_tokens: {problem}")
-        if (tokens.rows, tokens.dims) != (self.chunk_size, self.max_action_dim):
-            raise ValueError(
-                f"action_tokens: expected chunks of {self.chunk_size} x {self.max_action_dim}, got {tokens.rows} x"
-                f" {tokens.dims}"
-            )
-        if not all(0 <= token < self.vocab_size for token in (self.start_token, tokens.end, tokens.zero)):
-            raise ValueError(f"start_token, action_tokens: expected ids of {self.vocab_size} tokens")
+        for problem in self.action_tokens.problems():
+            raise ValueError(problem)
+        for name in ("start_token", "end_token", "zero_token"):
+            if not 0 <= getattr(self, name) < self.vocab_size:
+                raise ValueError(
+                    f"{name}: expected one of {self.vocab_size} tokens, got {getattr(self, name)}"
+                )
+
+    @property
+    def action_tokens(self) -> FastTokens:
+        return FastTokens(
+            most=self.max_tokens,
+            end=self.end_token,
+            rows=self.chunk_size,
+            dims=self.max_action_dim,
+            zero=self.zero_token,
+            tokenizer=self.action_tokenizer,
+            least=self.lowest,
+            scale=self.scale,
+            begins=self.begins,
+            leaves_out=self.leaves_out,
+        )
 
 
 class PI0Fast(DecoderSpeaker):

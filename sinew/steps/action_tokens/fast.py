@@ -37,7 +37,7 @@ class FastTokens(ActionTokens):
     dims: int
     zero: int
     tokenizer: str = field(repr=False)
-    least: int
+    least: float
     scale: float
     begins: tuple[int, ...] = ()
     leaves_out: tuple[int, ...] = ()
@@ -47,6 +47,8 @@ class FastTokens(ActionTokens):
         yield from super().problems()
         if not 0 < self.scale < float("inf"):
             yield f"scale: expected a number above 0, got {self.scale:g}"
+        if not abs(self.least) < float("inf"):
+            yield f"least: expected a finite number, got {self.least:g}"
         if len(self.tokenizer) > LONGEST:
             yield f"tokenizer: expected at most {LONGEST} characters, got {len(self.tokenizer)}"
             return
@@ -68,7 +70,7 @@ class FastTokens(ActionTokens):
         coefficients[: len(found)] = found[:count]
         return inverse_dct(coefficients.reshape(self.rows, self.dims) / self.scale).astype(np.float32)
 
-    def characters(self, said: np.ndarray) -> list[int]:
+    def characters(self, said: np.ndarray) -> list[float]:
         """Return the coefficients that a sentence spells, as many as it does."""
         ids = [self.zero - token for token in without(said.tolist(), self.leaves_out)]
         if min(ids, default=0) < 0:
