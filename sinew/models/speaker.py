@@ -25,8 +25,8 @@ class ReadPrompt(NamedTuple):
 
 class SpokenTokens(NamedTuple):
     token: Tensor  # int64 [B]: the newest
-    count: Tensor  # int64 [1]: the tokens before it, which have keys and values
-    kv: tuple[KeyValue, ...]  # of each layer, [B, T, Hkv, D], of which ``count`` rows are said
+    before: Tensor  # int64 [1]: how many were said before it, which have keys and values
+    kv: tuple[KeyValue, ...]  # of each layer, [B, T, Hkv, D], of which ``before`` rows are said
 
 
 class DecoderSpeaker(Speaker):
@@ -55,7 +55,7 @@ class DecoderSpeaker(Speaker):
         return SpokenTokens(self.likeliest(context.last), context.length.new_zeros(1), kv)
 
     def next(self, spoken: SpokenTokens, context: ReadPrompt) -> SpokenTokens:
-        config, count = self.language.config, spoken.count
+        config, count = self.language.config, spoken.before
         layers: Sequence[DecoderLayer] = self.language.layers  # type: ignore[assignment]
         h = self.embed_token(spoken.token[:, None])
         rotate = Rotation.at(context.length[:, None] + count, config.head_dim, config.rope_theta)

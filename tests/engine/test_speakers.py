@@ -148,7 +148,7 @@ def test_an_export_is_one_token(graphs, speaks):
     ("field", "value", "why"),
     [
         ("said", (), "said of graphs that speak"),
-        ("said", ("context.spoken.count",), "context.spoken.token among them"),
+        ("said", ("context.spoken.before",), "context.spoken.token among them"),
         ("said", ("context.spoken.token", "nothing"), "names of reads"),
         ("speaks", (), "said of graphs that speak"),
     ],

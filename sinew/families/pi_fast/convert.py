@@ -158,7 +158,7 @@ def action_tokens(
             f" {other!r}"
         )
     scale, least = record.get("scale"), record.get("min_token")
-    if type(scale) not in (int, float) or type(least) is not int:
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or type(least) is not int:
         raise ConvertError(f"{facts}: expected numbers scale and min_token, got {scale!r} and {least!r}")
     checked = checkpoint["validate_action_token_prefix"]
     if type(checked) is not bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,8 @@ class BinTokens(ActionTokens):
 
 def bin_centres(ids: Array, points: int, below: int) -> Array:
     """Return values in [-1, 1] of token ids int64; ids that are no action tokens count as the nearest bin."""
-    intervals, found = points - 1, ids  # type: Any, Any
+    found: Any = ids
+    intervals = points - 1
     bins = (below - 1 - found).clip(0, intervals - 1)
-    return (2 * bins + 1 - intervals) / intervals
+    centres: Array = (2 * bins + 1 - intervals) / intervals
+    return centres
