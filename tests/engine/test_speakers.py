@@ -90,6 +90,8 @@ def test_a_sentence_that_ends_costs_its_own_tokens(engine, speaks, said, ends):
     found = engine.trace(observation(speaks)[0].batched(), np.zeros((1, *speaks.noise_shape), np.float32), 1)
     assert [int(token.item()) for token in found.head[:-1]] == said[: place + 1]
     np.testing.assert_array_equal(found.head[-1], chunk)
+    assert {"kv.0.0", "valid", "last"} <= set(found.prefix)
+    assert not any("spoken" in name for name in found.prefix)
 
 
 def test_a_sentence_is_cancelled_between_two_tokens(engine, speaks):

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sinew.cli.quantize import measure
 from sinew.core import ObservationError, SinewError
 from sinew.engine.engine import Watch
 from sinew.policy import Policy, load
@@ -108,3 +109,11 @@ def test_what_this_policy_has_not_is_refused(open_engine, g):
     ):
         with pytest.raises(ObservationError, match=why):
             policy.infer({"images": given.images, "state": given.state, "prompt": "go", **changes})
+
+
+def test_an_error_of_a_chunk_of_zeros_is_a_number(open_engine, g):
+    """`sinew quantize` measures on any observation, also on one whose sentence cannot be decoded."""
+    policy = open_engine("eager")
+    member = prepared(policy, g)[2]
+    assert not g.numpy("case2.chunk_normalized").any()
+    assert measure(policy, open_engine("plan").engine, [(member.inputs, member.noise)]) == [0.0]

@@ -18,7 +18,7 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.core import BundleError, ObservationError, SinewError
 from sinew.engine.engine import Engine, Facts, Trace, Watch
 from sinew.engine.onnx.borrowed import weights
-from sinew.engine.onnx.graphs import NEWEST, ONE_SCALE, STAGES, GraphSet, renewed, table_path
+from sinew.engine.onnx.graphs import CONTEXT, NEWEST, ONE_SCALE, PROMPT, STAGES, GraphSet, renewed, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.engine.onnx.sessions import open_axis, open_session, session_options
 from sinew.processing import ModelInputs
@@ -187,9 +187,11 @@ class OnnxEngine(Engine):
         context = self._joined(reads)
         if watch.trace is not None:
             watch.trace.vision = image_tokens[0]
+            own = PROMPT if self.graphs.said else CONTEXT
             watch.trace.prefix = {
-                name.removeprefix("context."): value.numpy().copy()
+                name.removeprefix(own): value.numpy().copy()
                 for name, value in zip(self.graphs.reads, context, strict=True)
+                if name.startswith(own)
             }
         watch.lap("prefix")
         return context

@@ -22,6 +22,10 @@ ONE_SCALE = "sinew.one_scale"
 FORMAT = 5
 FILES = re.compile(r"(?:vision|read|step)\.onnx(?:\.data)?|moments-\d+\.npy")  # what a folder is made of
 CONTROL = ("Loop", "Scan", "If")  # operators that no export writes, and that may run for ever
+CONTEXT, PROMPT = (
+    "context.",
+    "context.prompt.",
+)  # how ``reads`` begin; of a speaker those that no token renews
 NEWEST = "context.spoken.token"  # of ``said``: the newest token, int64 [B]
 BLOCK = 1 << 20
 MOST = 1000  # of views, steps or bits
