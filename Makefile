@@ -34,7 +34,7 @@ CLIENTS := .venv-clients
 LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak fuzz mutate test test-kernels test-isa elsewhere test-all lint format bench gpu env clients \
+.PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all lint format bench gpu env clients \
 	lerobot journeys roles installs fresh lock graphs docs clean
 
 help: ## show this list
@@ -86,6 +86,9 @@ bench: $(READY) ## time the demo's policy, stage by stage
 soak: $(READY) ## ten robots and two streams beside attackers for ten minutes; then the long fault injections
 	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 	$(BIN)/python -m pytest -q tests/serve/test_faults.py --faults-rounds 10
+
+faults: $(READY) ## a robot's loop through 128 faults of server, network, neighbours and itself; seven minutes
+	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)
 
 fuzz: $(READY) ## hostile inputs for all decoders, sockets and files: a million take about an hour of a core
 	$(BIN)/python -m tests.hostile.fuzz $(FUZZ_ARGS)

@@ -25,6 +25,7 @@ FAMILIES = (
     "openvla",
     "bitvla",
     "vla_jepa",
+    "act",
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
 HOME = "sinew.families"

@@ -26,12 +26,8 @@ TESTS = (
         "tests/engine/test_choose.py",
         "tests/engine/test_contract.py",
     ),
-    *(
-        "tests/engine/test_engines.py",
-        "tests/engine/test_evo1_engines.py",
-        "tests/engine/test_groot_engines.py",
-    ),
-    *("tests/engine/test_guidance.py", "tests/engine/test_jepa_engines.py", "tests/engine/test_plan.py"),
+    *("tests/engine/test_engines.py",),
+    *("tests/contract/test_family_engines.py", "tests/engine/test_guidance.py", "tests/engine/test_plan.py"),
     *("tests/engine/test_quantize.py", "tests/engine/test_upcast.py", "tests/engine/cuda/test_kernels.py"),
 )
 MARKS = "not slow and not gpu and not kernels"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,10 +13,19 @@ from sinew.steps.image.base import ImageStep
 
 
 @dataclass(frozen=True)
+class CameraScale:
+    """``(x - mean) / std`` of one camera's pixels in [0, 1], by colour."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
 class ImageRecipe:
     """Frame to pixels: ``steps``, which end in ``height`` x ``width``, scale to [0, 1], then ``(x - mean) / std``.
 
     mean, std: three numbers per group of channels; each group is the same picture in another normalisation.
+    cameras: in their place, one for each camera of the policy, where cameras differ in them.
     """
 
     height: int
@@ -24,11 +33,18 @@ class ImageRecipe:
     steps: tuple[ImageStep, ...] = ()
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    cameras: tuple[CameraScale, ...] = ()
 
     @property
     def channels(self) -> int:
         """Return the number of channels of the pixels, three per group."""
         return len(self.mean)
+
+    def of_camera(self, index: int) -> ImageRecipe:
+        """Return the recipe of one camera, counted as the policy counts them, which is the same for all frames."""
+        if not self.cameras:
+            return self
+        return replace(self, mean=self.cameras[index].mean, std=self.cameras[index].std, cameras=())
 
     def forward(self, frame: np.ndarray) -> np.ndarray:
         """uint8 or float32 [h, w, 3] -> uint8 or float32 [H, W, 3], each step in order."""
@@ -51,7 +67,9 @@ class ImageRecipe:
         """Yield what is wrong with a recipe from a file, each with its field."""
         if not (1 <= self.height <= MAX_SIZE and 1 <= self.width <= MAX_SIZE):
             yield ": sides out of range"
-        if not all(map(math.isfinite, (*self.mean, *self.std))) or not all(std > 0 for std in self.std):
+        means = [*self.mean, *(value for camera in self.cameras for value in camera.mean)]
+        stds = [*self.std, *(value for camera in self.cameras for value in camera.std)]
+        if not all(map(math.isfinite, (*means, *stds))) or not all(std > 0 for std in stds):
             yield ": numbers that are not finite, or a std that is not above 0"
         if len(self.mean) not in (3, 6, 9, 12) or len(self.mean) != len(self.std):
             yield ": mean and std are not three numbers per group"
@@ -67,4 +85,6 @@ class ImageRecipe:
         steps = [f"{step}{' (other sizes)' if step.other_sizes else ''}" for step in self.steps]
         groups = range(0, self.channels, 3)
         scales = [f"(x - {self.mean[i]:g}) / {self.std[i]:g}" for i in groups]
+        if self.cameras:
+            scales = ["statistics of each camera"]
         return ", ".join([*(steps or [f"{self.height}x{self.width} as they come"]), *scales])

@@ -206,6 +206,8 @@ def _pixel_rules(manifest: Manifest) -> dict[str, bool]:
     frames = sum(camera.height * camera.width for camera in spec.cameras)
     read = views * image.height * image.width
     return {
+        "processing.image.cameras: expected one for each camera, or none": len(image.cameras)
+        in (0, len(spec.cameras)),
         f"processing.image: expected at most {MAX_PIXELS} pixels of all views": read <= MAX_PIXELS,
         f"spec.cameras: expected at most {4 * MAX_PIXELS} pixels of all frames": frames <= 4 * MAX_PIXELS,
     }

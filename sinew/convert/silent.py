@@ -5,6 +5,8 @@ Whatever a client says, or does not say, becomes one token, which the model's ``
 
 from __future__ import annotations
 
+from typing import Any
+
 from sinew.bundle.schema import PromptRecipe
 from sinew.steps.prompt.text import Text
 
@@ -14,4 +16,4 @@ TOKENIZER = (
     ' "model": {"type": "WordLevel", "vocab": {"go": 0}, "unk_token": "go"}}'
 )
 PROMPT = PromptRecipe(max_tokens=1, vocab_size=1, pad_token_id=0, steps=(Text(WORD),))
-SPEC = {"max_prompt_tokens": 1, "default_prompt": WORD}  # of a :class:`sinew.core.PolicySpec`
+SPEC: dict[str, Any] = {"max_prompt_tokens": 1, "default_prompt": WORD}  # of a :class:`sinew.core.PolicySpec`

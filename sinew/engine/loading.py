@@ -118,13 +118,12 @@ def check_agreement(bundle: Bundle, model: Model) -> None:
             f" fix, got {len(spec.cameras)}{optional}"
         )
     if model.grid is not None:
-        patch, image = model.config.vision.patch_size, processing.image
         for camera in spec.cameras:
-            size = image.size_after(camera.height, camera.width)
-            if tuple(side // patch for side in size) != model.grid:
+            size = processing.image.size_after(camera.height, camera.width)
+            if (found := model.grid_of(*size)) != model.grid:
                 raise BundleError(
-                    f"{bundle.path}: sinew.config: expected the patches of camera {camera.name}, whose frames become"
-                    f" {size[0]}x{size[1]} pixels, got a grid of {model.grid[0]}x{model.grid[1]} patches of {patch}"
+                    f"{bundle.path}: sinew.config: expected the {found[0]}x{found[1]} patches of camera {camera.name},"
+                    f" whose frames become {size[0]}x{size[1]} pixels, got a grid of {model.grid[0]}x{model.grid[1]}"
                 )
     if spec.committed_rows and not model.times_per_row:
         raise BundleError(

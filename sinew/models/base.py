@@ -88,6 +88,11 @@ class Model(nn.Module):
         """Return rows and columns of a view's patches where the bundle fixes them; None where any size is taken."""
         return None
 
+    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of the patches of a view of so many pixels."""
+        patch = self.config.vision.patch_size
+        return height // patch, width // patch
+
     @property
     def prefix_depth(self) -> int | None:
         """Return how many layers of ``self.language`` leave keys and values that the head reads, counted from the

@@ -104,9 +104,8 @@ class ExpertModel(Model):
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         B, V, _, height, width = pixels.shape
-        patch = self.config.vision.patch_size
         features = self.vision(pixels.flatten(0, 1))  # [B * V, patches, C]
-        return self.connect(features, height // patch, width // patch).unflatten(0, (B, V))
+        return self.connect(features, *self.grid_of(height, width)).unflatten(0, (B, V))
 
     @abstractmethod
     def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:

@@ -12,7 +12,7 @@ from sinew.registry import PUBLISHED, presets
 
 class Published(NamedTuple):
     """architecture: as bundles name it; title: as its authors do. views, side, tokens, steps: of a usual request; side
-    in pixels, tokens with an instruction of a dozen words."""
+    in pixels, tokens with an instruction of a dozen words. width: of frames that are no squares."""
 
     architecture: str
     title: str
@@ -21,6 +21,7 @@ class Published(NamedTuple):
     side: int
     tokens: int
     steps: int
+    width: int | None = None
 
 
 def published(name: str) -> Published:

@@ -277,5 +277,5 @@ def preset(name: str) -> PublishedProgram:
     found = published(name)
     model = build_on_meta(found.architecture, found.config).eval().requires_grad_(False)
     return PublishedProgram(
-        name, model, Shapes(found.views, found.side, found.side, found.tokens, found.steps)
+        name, model, Shapes(found.views, found.side, found.width or found.side, found.tokens, found.steps)
     )

@@ -85,6 +85,7 @@ class Processor:
         if self.recipe.all_cameras:
             self.may_miss = 0
         self.prompter = Prompter(manifest.tokenizer, self.recipe.prompt)
+        self._images = {c.name: self.recipe.image.of_camera(i) for i, c in enumerate(self.spec.cameras)}
         recipe, spec = self.recipe, self.spec
         self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
         self.action_normalizer = normalizer(recipe.action, recipe.action_parts, spec.action.dim, "action")
@@ -166,10 +167,10 @@ class Processor:
         padded: bool,
         pixels: bool,
     ) -> ModelInputs:
-        raw = tuple([observation.images[c.name] for c in self.spec.cameras if c.name in observation.images])
-        present = len(raw)
+        names = [c.name for c in self.spec.cameras if c.name in observation.images]
+        raw, present = tuple([observation.images[name] for name in names]), len(names)
         if pixels or padded or any(frame.dtype != np.uint8 for frame in raw):
-            frames, raw = [prepare_frame(frame, self.recipe.image) for frame in raw], ()
+            frames, raw = [prepare_frame(observation.images[name], self._images[name]) for name in names], ()
         else:
             frames = []
         token_mask = np.ones(len(tokens), bool)

@@ -92,7 +92,8 @@ def test_what_is_shipped_is_what_an_export_writes(made, name: str) -> None:
     ours, again = shipped_folder(ASSETS / f"{name}.gguf"), made(name)
     assert shipped(ASSETS / f"{name}.gguf") == ours
     assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in again.iterdir())
-    assert GraphSet.load(ours) == GraphSet.load(again)
+    # Files name the build of torch that wrote them: their hashes are their own.
+    assert replace(GraphSet.load(ours), sha256={}) == replace(GraphSet.load(again), sha256={})
     for stage in STAGES:
         nodes, constants, lent = form(ours / f"{stage}.onnx")
         new_nodes, new_constants, new_lent = form(again / f"{stage}.onnx")

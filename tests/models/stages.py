@@ -31,10 +31,12 @@ class Stage(NamedTuple):
     expected: Tensor
 
 
+STATES = ("state_raw", "environment_state_raw")
 CASES = (
     *("smolvla-2cam", "smolvla-3cam-padded", "pi0-2cam", "pi05-2cam", "pi0fast-2cam"),
     *("groot-n17", "groot-n16", "groot-n15"),
     *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
+    *("act-2cam", "act-env"),
 )
 
 
@@ -76,7 +78,7 @@ def observation(case: str, g: Golden) -> Observation:
         return fast_observation(g, 0)
     given = {
         "images": {name.removeprefix("observation.images."): g.numpy(f"frame.{name}") for name in g.cameras},
-        "state": g.numpy("state_raw") if "state_raw" in g.tensors else np.zeros(0, np.float32),
+        "state": np.concatenate([np.zeros(0, np.float32), *(g.numpy(n) for n in STATES if n in g.tensors)]),
         "prompt": g.metadata["task"],
     }
     if "noise" in g.tensors:
@@ -291,6 +293,38 @@ def evo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[St
         yield Stage(f"v_t.{step}", found[..., :dims], v_t[..., :dims])
 
 
+# ----------------------------------------------------------------------------- ACT
+
+
+def act(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    for view, camera in enumerate(g.cameras):
+        yield Stage(f"pixel_values.{camera}", pixels[:, view], g[f"pixel_values.{camera}"])
+        with Outputs(model.vision.stages) as outputs:
+            features = run(model.vision, g[f"pixel_values.{camera}"])
+        for index, output in enumerate(outputs[:3], 1):
+            name = f"backbone.layer{index}.{camera}"
+            yield Stage(name, output[:, : g[name].shape[1]], g[name])
+        yield Stage(f"feature_map.{camera}", features, g[f"feature_map.{camera}"])
+        table = g[f"pos_embed_2d.{camera}"][0].flatten(1).T
+        yield Stage(f"pos_embed_2d.{camera}", model.view_places, table)
+    image_tokens = run(model.embed_images, pixels)
+    x, places = run(model.embed, image_tokens, state), model.all_places(len(g.cameras))
+    yield Stage("encoder_in", x[0], g["encoder_in"][:, 0])
+    yield Stage("encoder_pos_embed", places, g["encoder_pos_embed"][:, 0])
+    with Outputs(model.encoder) as outputs:
+        x = run(model.encode, x, places, torch.ones(x.shape[:2], dtype=torch.bool))
+    for index, output in enumerate(outputs):
+        yield Stage(f"encoder_layer.{index}", output[0], g[f"encoder_layer.{index}"][:, 0])
+    yield Stage("encoder_out", x[0], g["encoder_out"][:, 0])
+    context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    with Outputs([model.decoder_norm]) as outputs:
+        chunk = run(model.regress, context)
+    yield Stage("decoder_out", outputs[0][0], g["decoder_out"][:, 0])
+    yield Stage("chunk_normalized", chunk, g["chunk_normalized"])
+
+
 # ----------------------------------------------------------------------------- OpenVLA, OFT, VLA-Adapter, BitVLA
 
 
@@ -360,4 +394,5 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "openvla": prismatic,
     "vla-adapter": prismatic,
     "bitvla": prismatic,
+    "act": act,
 }

@@ -37,12 +37,6 @@ def batched(policy: Policy, g: Golden) -> tuple[torch.Tensor, ...]:
     return tuple(torch.from_numpy(array)[None] for array in arrays)
 
 
-@pytest.mark.proves(engine="eager")
-def test_actions_match_the_reference(case):
-    policy, g = case
-    assert_parity(policy.infer(g.observation()).actions, g.numpy("actions")[0])
-
-
 def test_preprocessing_matches(case):
     policy, g = case
     pixels, _, tokens, token_mask, state = batched(policy, g)

@@ -24,7 +24,7 @@ EFFECT = 1e-3  # a norm's output that is off by so much is seen in every case
 ONE_OF_EACH = [case for case in CASES if case not in ("smolvla-3cam-padded", "evo1-mint")]
 # The stages of each part; what comes later is spoilt too.
 STAGES = {
-    "vision": ("image_tokens", "vision", "vit_features", "deepstack"),
+    "vision": ("image_tokens", "vision", "vit_features", "deepstack", "feature_map", "backbone.layer"),
     "language": (
         "kv",
         "prefix_out",
@@ -35,7 +35,17 @@ STAGES = {
         "action_logits",
         "step_",
     ),
-    "head": ("v_t", "vl_embeds", "dit_out", "state_token", "proprio_token", "chunk", "action_hidden"),
+    "head": (
+        "v_t",
+        "vl_embeds",
+        "dit_out",
+        "state_token",
+        "proprio_token",
+        "chunk",
+        "action_hidden",
+        "encoder",
+        "decoder",
+    ),
 }
 
 Open = Callable[[str], tuple[Policy, Golden]]

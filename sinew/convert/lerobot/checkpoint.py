@@ -14,6 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from sinew.bundle.image_recipe import CameraScale
 from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset
@@ -367,6 +370,31 @@ class LeRobotCheckpoint:
         # float() of a float32 is exact, and JSON keeps all of its digits.
         return Normalization(mode, {s: tuple(float(v) for v in found[s].reshape(-1)) for s in needed}, eps)
 
+    def image_scales(self) -> dict[str, Any]:
+        """Return ``mean`` and ``std`` of an image recipe, those of the normaliser before the model, and ``cameras``
+        where cameras differ in them. Raises :class:`ConvertError`."""
+        mode = self.image_mode()
+        if mode == "IDENTITY":
+            return {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+        if mode != "MEAN_STD":
+            raise ConvertError(f"{self.path}: normalisation {mode} of images: expected MEAN_STD or IDENTITY")
+        eps = np.float32(self.pipelines.config(*step_of(STATE)).get("eps", 1e-8))
+        scales = []
+        for key in self._features("input_features", "VISUAL"):
+            if _short(key).startswith("empty_camera_"):
+                continue
+            found = self.statistics.get(key, {})
+            if missing := [stat for stat in ("mean", "std") if np.size(found.get(stat, ())) != 3]:
+                raise ConvertError(
+                    f"{self.path}: no statistics {missing} of three colours for {key!r} ({mode}); give the training"
+                    " data set's meta/stats.json with --stats FILE"
+                )
+            mean, std = (np.float32(found[stat]).ravel() for stat in ("mean", "std"))
+            scales.append(CameraScale(_colours(mean), _colours(std + eps)))
+        if len(set(scales)) == 1:
+            return {"mean": scales[0].mean, "std": scales[0].std}
+        return {"cameras": tuple(scales)}
+
     def image_mode(self) -> str:
         """Return how images are normalised before the model scales them: "IDENTITY" where they are not."""
         return self._mode(STATE, "VISUAL")
@@ -374,13 +402,20 @@ class LeRobotCheckpoint:
     @cached_property
     def statistics(self) -> Statistics:
         """Return feature -> statistic -> values: from ``--stats``, the processors, the weights or ``--dataset``."""
+        features = [*self["input_features"], *self["output_features"]]
         if self.options.stats:
-            return read_stats_file(self.options.stats)
-        found = processor_statistics(self.path, self.pipelines) or legacy_statistics(self._weights[0])
+            return read_stats_file(self.options.stats, features)
+        found = processor_statistics(self.path, self.pipelines)
+        found = found or legacy_statistics(self._weights[0], features)
         if not found and self.dataset and self.dataset.stats:
             self.notes.append("statistics: none in the checkpoint, those of --dataset")
-            found = read_stats_file(self.dataset.stats)
+            found = read_stats_file(self.dataset.stats, features)
         return found
+
+
+def _colours(values: np.ndarray) -> tuple[float, float, float]:
+    red, green, blue = map(float, values)
+    return red, green, blue
 
 
 def _short(key: str) -> str:

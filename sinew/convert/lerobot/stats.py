@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.tensors import read_array
 from sinew.core import ConvertError, PolicySpec
 
-STATE, ACTION = "observation.state", "action"
+STATE, ACTION, ENVIRONMENT = "observation.state", "action", "observation.environment_state"
 LEGACY_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 Statistics = dict[str, dict[str, np.ndarray]]  # feature -> statistic -> float32 vector
 
@@ -27,23 +27,28 @@ def step_of(feature: str) -> tuple[str, str]:
 
 
 def processor_statistics(path: Path, pipelines: Pipelines) -> Statistics:
-    """Return the statistics in the files of the normalising steps."""
+    """Return the statistics in the files of the normalising steps: of the action after the model, of all others before
+    it."""
     found: Statistics = {}
-    for feature in (STATE, ACTION):
-        file = (pipelines.step(*step_of(feature)) or {}).get("state_file")
+    for step in (step_of(STATE), step_of(ACTION)):
+        file = (pipelines.step(*step) or {}).get("state_file")
         if not file:
             continue
         for name, source in read_safetensors(path / Path(str(file)).name).items():
-            key, _, stat = name.rpartition(".")
-            if key == feature:
+            feature, _, stat = name.rpartition(".")
+            if step_of(feature) == step:
                 found.setdefault(feature, {})[stat] = read_array(source)
     return found
 
 
-def legacy_statistics(weights: Mapping[str, TensorSource]) -> Statistics:
-    """Return the statistics that LeRobot before 0.4 kept as buffers; those that were never filled are left out."""
+def legacy_statistics(weights: Mapping[str, TensorSource], features: Sequence[str]) -> Statistics:
+    """Return the statistics that LeRobot before 0.4 kept as buffers; those that were never filled are left out.
+
+    features: those of the configuration, whose names the buffers have without their dots.
+    """
     found: Statistics = {}
-    for feature, prefixes in ((STATE, LEGACY_BUFFERS[:1]), (ACTION, LEGACY_BUFFERS[2:0:-1])):
+    for feature in features:
+        prefixes = LEGACY_BUFFERS[2:0:-1] if feature == ACTION else LEGACY_BUFFERS[:1]
         for prefix in prefixes:
             start = f"{prefix}buffer_{feature.replace('.', '_')}."
             for name, source in weights.items():
@@ -52,15 +57,15 @@ def legacy_statistics(weights: Mapping[str, TensorSource]) -> Statistics:
     return {f: s for f, s in found.items() if all(np.isfinite(v).all() for v in s.values())}
 
 
-def read_stats_file(file: Path) -> Statistics:
-    """Return the statistics of a data set's ``meta/stats.json``. Raises :class:`ConvertError`."""
+def read_stats_file(file: Path, features: Collection[str] = (STATE, ACTION)) -> Statistics:
+    """Return the statistics of ``features`` in a data set's ``meta/stats.json``. Raises :class:`ConvertError`."""
     record = read_json(file)
     try:
         with np.errstate(over="ignore"):  # what becomes infinite is refused with the others that are
             return {
                 feature: {stat: np.asarray(values, np.float32) for stat, values in stats.items()}
                 for feature, stats in record.items()
-                if feature in (STATE, ACTION)
+                if feature in features
             }
     except (AttributeError, ValueError, TypeError) as error:
         raise ConvertError(f"{file}: not a table of statistics ({error})") from None

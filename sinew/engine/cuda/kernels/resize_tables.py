@@ -58,6 +58,8 @@ class ResizeTables:
         """Return why tables cannot express a recipe, which engines then resize on the host; "" where they can."""
         if recipe.channels != 3:
             return f"{recipe.channels // 3} normalisations of each picture"
+        if recipe.cameras:
+            return "statistics of each camera"
         if len(recipe.steps) > 1:
             return f"{len(recipe.steps)} steps"
         return next((f"{step}: {why}" for step in recipe.steps if (why := step.on_host)), "")

@@ -1,0 +1,766 @@
+"""A robot's loop through a hundred and twenty faults: of its server, the network, neighbours and its own process.
+
+    python -m benchmarks.faults                 # or: make faults; ``--only NETWORK`` for those whose names hold it
+    python -m benchmarks.faults --list
+
+One ``sinew serve`` of the embedded blocks policy, a proxy, and a robot at 20 Hz behind it, each a process of its own.
+Each fault begins while the robot moves. It was survived if the robot executed twenty further rows afterwards, the
+server answers a known observation as before and says that it is well, and at no command a promise was broken
+(``tests.control.test_faults.Witness``: one command a period, finite, none older than 1.5 s, none twice, a hold in the
+period in which trouble is known). Then a table: what held the robot, the longest time between two commands or holds,
+and a histogram of those. The last line is JSON; the status is 1 if a fault was not survived, or a gap was longer than
+three periods and what this machine kept a thread waiting that only sleeps, where the fault does not stop the robot's
+own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sinew_client import Client, ClientError
+from sinew_client.control.reaction import histogram
+
+from benchmarks.faulty_robot import HZ, PROMPT
+from tests.serve.test_faults import FAULTS as BYTES  # what sends bytes that are no protocol takes any server
+
+ROOT = Path(__file__).resolve().parents[1]
+ENOUGH = 20  # rows after a fault
+PATIENCE_S = 90.0  # a machine that does other things as well
+PERIOD_MS = 1e3 / HZ
+Act = Callable[["Place"], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``own``: it stops the robot's own process, whose watchdog stands as well."""
+
+    name: str
+    act: Act
+    own: bool = False
+
+
+# ----------------------------------------------------------------------------- the place
+
+
+class Network:
+    """A proxy. ``refuse``: nobody listens. ``greet``: bytes that every new connection gets, and nothing else.
+
+    ``up`` and ``down`` make of a segment what is forwarded: pairs of (seconds to wait, bytes); None ends the
+    connection.
+    """
+
+    def __init__(self, to: int):
+        self.to, self.up, self.down = to, _plain, _plain
+        self.greet: bytes | None = None
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def heal(self) -> None:
+        self.up = self.down = _plain
+        self.greet = None
+
+    def refuse(self, seconds: float) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        time.sleep(seconds)
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def cut(self, reset: bool = False) -> None:
+        found, self._open = self._open, []
+        for each in found:
+            with contextlib.suppress(OSError):
+                if reset:
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    each.close()
+                else:
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                ours, _ = listener.accept()
+            except OSError:
+                return
+            self._open.append(ours)
+            if self.greet is not None:
+                with contextlib.suppress(OSError):
+                    ours.sendall(self.greet)
+                continue
+            try:
+                theirs = socket.create_connection(("127.0.0.1", self.to))
+            except OSError:
+                ours.close()
+                continue
+            self._open.append(theirs)
+            for source, target, way in ((ours, theirs, "up"), (theirs, ours, "down")):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=self._carry, args=(source, target, way), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, way: str) -> None:
+        lost = False  # a stream with a hole stays dead
+        try:
+            while data := source.recv(1400):
+                made = getattr(self, way)(data)
+                if made is None:
+                    break
+                lost = lost or not made
+                for seconds, part in () if lost else made:
+                    time.sleep(seconds)
+                    target.sendall(part)
+        except OSError:
+            pass
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+                each.close()
+
+
+Segment = list[tuple[float, bytes]] | None
+
+
+def _plain(data: bytes) -> Segment:
+    return [(0.0, data)]
+
+
+@dataclass
+class Place:
+    """The server, the network before it, and the robot."""
+
+    work: Path
+    port: int
+    web: int
+    network: Network
+    server: subprocess.Popen[str] | None = None
+    robot: subprocess.Popen[str] | None = None
+    expected: np.ndarray | None = None
+    gap_ms: float = 0.0  # the longest, and all reasons of holds, since somebody set them back
+    why: set[str] = field(default_factory=set)
+
+    @property
+    def bundle(self) -> Path:
+        return self.work / "policy.gguf"
+
+    def start(self, *options: object, wait: bool = True) -> None:
+        with (self.work / "server.log").open("a") as log:
+            self.server = subprocess.Popen(
+                [sys.executable, "-m", "sinew", "serve", str(self.bundle), "--wire", f"native:{self.port}",
+                 "--wire", f"http:{self.web}", "--threads", "1", *map(str, options)],
+                stdout=subprocess.PIPE, stderr=log, text=True, cwd=self.work, env=environment(self.work),
+            )  # fmt: skip
+        if wait:
+            assert self.server.stdout is not None
+            line = self.server.stdout.readline()
+            if not line.startswith("ready on"):
+                raise RuntimeError(
+                    f"the server did not start: {(self.work / 'server.log').read_text()[-500:]}"
+                )
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        if self.server is not None and self.server.poll() is None:
+            self.server.send_signal(number)
+            self.server.send_signal(signal.SIGCONT)
+            try:
+                self.server.wait(30)
+            except subprocess.TimeoutExpired:
+                self.server.kill()
+                self.server.wait()
+
+    def tell(self, *call: Any) -> dict[str, Any]:
+        assert self.robot is not None
+        assert self.robot.stdin is not None
+        assert self.robot.stdout is not None
+        self.robot.stdin.write(json.dumps(call) + "\n")
+        self.robot.stdin.flush()
+        told = json.loads(self.robot.stdout.readline())
+        self.gap_ms, self.why = max(self.gap_ms, told["gap_ms"]), self.why | set(told["why"])
+        return told
+
+    def begin(self) -> None:
+        """Start the robot, and wait until it moves."""
+        self.robot = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.faulty_robot", f"tcp://127.0.0.1:{self.network.port}"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(self.work),
+        )  # fmt: skip
+        self.moves(self.tell("look"))
+
+    def moves(self, seen: dict[str, Any]) -> dict[str, Any]:
+        """Wait for ``ENOUGH`` rows more than were ``seen``."""
+        goal, end = seen["rows"] + ENOUGH, time.monotonic() + PATIENCE_S
+        found = seen
+        while found["rows"] < goal:
+            if found["wrong"] or time.monotonic() > end:
+                break
+            found = self.tell("wait", 0.25)
+        if found["rows"] < goal:
+            found["wrong"] = [
+                *found["wrong"],
+                f"no rows within {PATIENCE_S:g} s: {', '.join(sorted(self.why))}",
+            ]
+        return found
+
+    def answers(self) -> str:
+        """Return what is wrong with the server's answer to a known observation, or with what it says of itself."""
+        try:
+            with Client(f"tcp://127.0.0.1:{self.port}", timeout=PATIENCE_S) as client:
+                policy = client.metadata()["policy"]
+                rng = np.random.default_rng(1)
+                images = {
+                    each["name"]: rng.integers(0, 256, (each["height"], each["width"], 3), np.uint8)
+                    for each in policy["cameras"]
+                }
+                state = np.zeros(policy["state"]["dim"], np.float32)
+                got = client.infer({"images": images, "state": state, "prompt": PROMPT, "seed": 1}).actions
+                status = client.health()["status"]
+        except (ClientError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        if self.expected is None:
+            self.expected = got
+        if not np.array_equal(got, self.expected):
+            return f"other actions: {np.abs(got - self.expected).max():.3g} off"
+        return "" if status == "ok" else f"health: {status}"
+
+
+def environment(work: Path) -> dict[str, str]:
+    paths = (ROOT, ROOT / "packages" / "sinew-client" / "src")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(work / "cache"),
+    }
+
+
+# ----------------------------------------------------------------------------- faults of the network
+
+
+def for_a_while(seconds: float, **ways: Any) -> Act:
+    def act(at: Place) -> None:
+        for way, what in ways.items():
+            setattr(at.network, way, what)
+        at.tell("wait", seconds)
+        at.network.heal()
+
+    return act
+
+
+def greeting(data: bytes, seconds: float) -> Act:
+    def act(at: Place) -> None:
+        at.network.greet = data
+        at.network.cut()
+        at.tell("wait", seconds)
+        at.network.heal()
+        at.network.cut()
+
+    return act
+
+
+def cuts(count: int, reset: bool) -> Act:
+    def act(at: Place) -> None:
+        for _ in range(count):
+            at.network.cut(reset)
+            at.tell("wait", 0.3)
+
+    return act
+
+
+def late(low: float, high: float = 0.0) -> Callable[[bytes], Segment]:
+    return lambda data: [(random.uniform(low, high or low), data)]
+
+
+def flipped(data: bytes) -> Segment:
+    where = random.randrange(8 * len(data))
+    spoilt = bytearray(data)
+    spoilt[where // 8] ^= 1 << where % 8
+    return [(0.0, bytes(spoilt))]
+
+
+def network() -> Iterator[Fault]:
+    for seconds in (0.5, 1, 3, 10):
+        yield Fault(f"network: nothing passes for {seconds:g} s", for_a_while(seconds, up=_lost, down=_lost))
+    for seconds in (1, 3):
+        yield Fault(f"network: requests are lost for {seconds} s", for_a_while(seconds, up=_lost))
+        yield Fault(f"network: answers are lost for {seconds} s", for_a_while(seconds, down=_lost))
+    for count in (1, 5):
+        yield Fault(f"network: {count} x reset", cuts(count, True))
+        yield Fault(f"network: {count} x closed", cuts(count, False))
+    for seconds in (1, 4):
+        yield Fault(
+            f"network: connections are refused for {seconds} s", lambda at, s=seconds: at.network.refuse(s)
+        )
+    for name, data in (("nothing", b""), ("HTTP", b"HTTP/1.1 200 OK\r\n\r\n"), ("SSH", b"SSH-2.0-OpenSSH_9.6\r\n"),
+                       ("bytes of chance", random.Random(3).randbytes(5000))):  # fmt: skip
+        yield Fault(f"network: a stranger answers with {name} for 3 s", greeting(data, 3.0))
+    for way in ("up", "down"):
+        for seconds in (0.1, 0.3, 1.0, 1.8):
+            yield Fault(
+                f"network: {seconds:g} s late {way} for 4 s", for_a_while(4.0, **{way: late(seconds)})
+            )
+        yield Fault(f"network: bits flipped {way} for 2 s", for_a_while(2.0, **{way: flipped}))
+        yield Fault(
+            f"network: segments twice {way} for 2 s", for_a_while(2.0, **{way: lambda d: [(0.0, d)] * 2})
+        )
+        yield Fault(f"network: half a segment, then closed, {way}", for_a_while(2.0, **{way: _half()}))
+        yield Fault(f"network: bytes one by one {way} for 2 s",
+                    for_a_while(2.0, **{way: lambda d: [(0.0, bytes([each])) for each in d]}))  # fmt: skip
+    for high in (0.1, 0.4):
+        both = late(1e-3, high)
+        yield Fault(f"network: 0 to {high:g} s late both ways for 4 s", for_a_while(4.0, up=both, down=both))
+    for rate in (5e3, 2e4):
+        slow = lambda data, rate=rate: [(len(data) / rate, data)]  # noqa: E731
+        yield Fault(f"network: {rate:g} bytes a second for 4 s", for_a_while(4.0, up=slow, down=slow))
+
+
+def _lost(_data: bytes) -> Segment:
+    return []
+
+
+def _half() -> Callable[[bytes], Segment]:
+    seen: list[int] = []
+
+    def once(data: bytes) -> Segment:
+        if seen:
+            return None
+        seen.append(1)
+        return [(0.0, data[: len(data) // 2])]
+
+    return once
+
+
+# ----------------------------------------------------------------------------- faults of the server
+
+
+def restarted(number: int, after: float = 0.0) -> Act:
+    def act(at: Place) -> None:
+        at.end(number)
+        at.tell("wait", after)
+        at.start()
+
+    return act
+
+
+def stopped(seconds: float, count: int = 1) -> Act:
+    def act(at: Place) -> None:
+        assert at.server is not None
+        for _ in range(count):
+            at.server.send_signal(signal.SIGSTOP)
+            at.tell("wait", seconds)
+            at.server.send_signal(signal.SIGCONT)
+            at.tell("wait", seconds)
+
+    return act
+
+
+def signalled(number: int) -> Act:
+    def act(at: Place) -> None:
+        assert at.server is not None
+        at.server.send_signal(number)
+        at.tell("wait", 1.0)
+
+    return act
+
+
+def limited(which: int, value: int, seconds: float) -> Act:
+    def act(at: Place) -> None:
+        assert at.server is not None
+        before = resource.prlimit(at.server.pid, which)
+        most = value
+        if which == resource.RLIMIT_AS:
+            most += int(Path(f"/proc/{at.server.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(at.server.pid, which, (most, before[1]))
+        at.tell("wait", seconds)
+        resource.prlimit(at.server.pid, which, before)
+
+    return act
+
+
+def busy(count: int, nice: int, seconds: float = 5.0) -> Act:
+    def act(at: Place) -> None:
+        assert at.server is not None
+        if nice:
+            os.setpriority(os.PRIO_PROCESS, at.server.pid, nice)
+        hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+        try:
+            at.tell("wait", seconds)
+        finally:
+            for each in hogs:
+                each.kill()
+                each.wait()
+        if nice:
+            os.setpriority(os.PRIO_PROCESS, at.server.pid, 0)
+
+    return act
+
+
+def with_options(at: Place, spoil: Callable[[Place], None] | None, *options: object) -> None:
+    """Restart with options, spoil what they need while requests come, and restart without."""
+    at.end(signal.SIGTERM)
+    at.start(*options)
+    at.tell("wait", 1.0)
+    if spoil is not None:
+        spoil(at)
+    at.tell("wait", 2.0)
+    at.end(signal.SIGTERM)
+    at.start()
+
+
+def full_disk(at: Place) -> None:
+    assert at.server is not None
+    resource.prlimit(at.server.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+
+def records_gone(at: Place) -> None:
+    shutil.rmtree(at.work / "records")
+
+
+def records_a_file(at: Place) -> None:
+    records_gone(at)
+    (at.work / "records").write_text("no folder")
+
+
+def on_bundle(change: Callable[[Path], None], restart: bool) -> Act:
+    """Change the bundle under the server; put it back, by rename as one does, and restart where it has to be."""
+
+    def act(at: Place) -> None:
+        kept = at.work / "kept.gguf"
+        shutil.copyfile(at.bundle, kept)
+        change(at.bundle)
+        at.tell("wait", 2.0)
+        if restart:
+            at.end()
+        os.replace(kept, at.bundle)
+        if restart:
+            at.start()
+
+    return act
+
+
+def _overwrite(path: Path) -> None:
+    data = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+def _replace(path: Path) -> None:
+    other = path.with_suffix(".new")
+    shutil.copyfile(path, other)
+    os.replace(other, path)
+
+
+def _started_without(at: Place) -> None:
+    away = at.bundle.rename(at.work / "away.gguf")
+    at.end()
+    at.start(wait=False)
+    assert at.server is not None
+    assert at.server.wait(60) != 0
+    at.tell("wait", 0.5)
+    away.rename(at.bundle)
+    at.start()
+
+
+def server() -> Iterator[Fault]:
+    for seconds in (0, 5):
+        yield Fault(f"server: SIGKILL, started {seconds} s later", restarted(signal.SIGKILL, seconds))
+    for name in ("TERM", "INT", "HUP", "SEGV", "ABRT", "ALRM", "USR1", "QUIT", "BUS"):
+        yield Fault(f"server: SIG{name}, started again", restarted(getattr(signal, f"SIG{name}")))
+    yield Fault("server: SIGPIPE", signalled(signal.SIGPIPE))
+    yield Fault("server: SIGWINCH", signalled(signal.SIGWINCH))
+    yield Fault("server: stopped 8 x 0.3 s", stopped(0.3, 8))
+    yield Fault("server: stopped 2 s", stopped(2.0))
+    yield Fault("server: stopped 5 s", stopped(5.0))
+    yield Fault("server: stopped, then SIGKILL", _stopped_and_killed)
+    yield Fault("server: its bundle replaced by itself", on_bundle(_replace, False))
+    yield Fault("server: its bundle touched", on_bundle(lambda path: path.touch(), True))
+    yield Fault("server: its bundle overwritten in place by itself", on_bundle(_overwrite, True))
+    yield Fault("server: its bundle cut short", on_bundle(lambda path: os.truncate(path, 4096), True))
+    yield Fault("server: its bundle deleted", on_bundle(lambda path: path.unlink(), False))
+    yield Fault("server: started without its bundle, then with it", _started_without)
+    yield Fault("server: 12 descriptors for 4 s", limited(resource.RLIMIT_NOFILE, 12, 4.0))
+    yield Fault("server: 8 MiB more memory than it has, for 4 s", limited(resource.RLIMIT_AS, 8 << 20, 4.0))
+    yield Fault("server: files may not grow for 4 s", limited(resource.RLIMIT_FSIZE, 0, 4.0))
+    yield Fault("server: beside 6 programs that compute", busy(6, 0))
+    yield Fault("server: nice 19 beside 4 programs that compute", busy(4, 19))
+    records = ("--record", "records")
+    yield Fault("server: records on a full disk", lambda at: with_options(at, full_disk, *records))
+    yield Fault("server: the folder of records is gone", lambda at: with_options(at, records_gone, *records))
+    yield Fault(
+        "server: the folder of records is a file", lambda at: with_options(at, records_a_file, *records)
+    )
+    yield Fault(
+        "server: access log on a full disk", lambda at: with_options(at, None, "--access-log", "/dev/full")
+    )
+    yield Fault(
+        "server: its cache is deleted", lambda at: shutil.rmtree(at.work / "cache", ignore_errors=True)
+    )
+    yield Fault("server: a second one on its ports", _second)
+    yield Fault("server: asked to exchange the policy without a key", _exchange)
+
+
+def _stopped_and_killed(at: Place) -> None:
+    assert at.server is not None
+    at.server.send_signal(signal.SIGSTOP)
+    at.tell("wait", 1.0)
+    at.server.kill()
+    at.server.wait()
+    at.start()
+
+
+def _second(at: Place) -> None:
+    first = at.server
+    at.start(wait=False)
+    assert at.server is not None
+    status = at.server.wait(60)
+    at.server = first
+    if not status:
+        raise RuntimeError("a second server on the same ports ended well")
+
+
+def _exchange(at: Place) -> None:
+    url = f"http://127.0.0.1:{at.web}/v1/policies/default"
+    request = urllib.request.Request(url, json.dumps({"source": str(at.bundle)}).encode(), method="PUT")
+    with contextlib.suppress(OSError):
+        urllib.request.urlopen(request, timeout=30).close()
+
+
+# ----------------------------------------------------------------------------- neighbours
+
+
+def crowd(count: int, data: bytes, web: bool, seconds: float = 3.0) -> Act:
+    def act(at: Place) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                with contextlib.suppress(OSError):
+                    peer = stack.enter_context(
+                        socket.create_connection(("127.0.0.1", at.web if web else at.port), 5)
+                    )
+                    peer.settimeout(5)
+                    peer.sendall(data)
+            at.tell("wait", seconds)
+
+    return act
+
+
+@dataclass
+class Addresses:
+    """What faults of ``tests.serve.test_faults`` take that send bytes."""
+
+    native: str
+    web: str
+
+
+def peers() -> Iterator[Fault]:
+    for name, act in BYTES.items():
+        if name.startswith(("native: ", "web: ")) and act.__qualname__.startswith("bytes_then_leave"):
+            yield Fault(
+                f"peer, {name}",
+                lambda at, act=act: act(Addresses(f"tcp://127.0.0.1:{at.port}", f"ws://127.0.0.1:{at.web}")),  # type: ignore[arg-type]
+            )
+    yield Fault("peer: 200 connections that say nothing", crowd(200, b"", False))
+    yield Fault("peer: 600 connections that say nothing", crowd(600, b"", False))
+    yield Fault(
+        "peer: 100 connections of bytes of chance", crowd(100, random.Random(4).randbytes(4000), False)
+    )
+    yield Fault("peer: 60 half greetings", crowd(60, b"\xff\0\0\0\0\0\0\0\x01\x7f\x03", False))
+    yield Fault(
+        "peer: 300 slow web requests", crowd(300, b"POST /v1/actions HTTP/1.1\r\nHost: localhost\r\n", True)
+    )
+
+
+# ----------------------------------------------------------------------------- faults of the robot
+
+
+def told(*call: Any) -> Act:
+    def act(at: Place) -> None:
+        at.tell(*call)
+
+    return act
+
+
+def robot_stopped(seconds: float, count: int = 1) -> Act:
+    def act(at: Place) -> None:
+        assert at.robot is not None
+        for _ in range(count):
+            at.robot.send_signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            at.robot.send_signal(signal.SIGCONT)
+            time.sleep(seconds)
+
+    return act
+
+
+def _robot_again(at: Place) -> None:
+    for _ in range(3):
+        assert at.robot is not None
+        at.robot.kill()
+        at.robot.wait()
+        at.begin()
+
+
+def robot() -> Iterator[Fault]:
+    yield Fault("robot: stopped 5 s", robot_stopped(5.0), own=True)
+    yield Fault("robot: stopped 10 x 0.2 s", robot_stopped(0.2, 10), own=True)
+    yield Fault("robot: killed and started 3 times", _robot_again, own=True)
+    yield Fault("robot: its interpreter is held 2 s", told("hold_the_interpreter", 2.0), own=True)
+    yield Fault("robot: collects two million objects", told("collect", 2_000_000), own=True)
+    for where in ("observe", "act", "hold"):
+        for seconds in (0.3, 3.0):
+            if where != "hold":
+                yield Fault(f"robot: {where} blocks {seconds:g} s", told("block", where, seconds))
+    yield Fault("robot: cameras stand still for 3 s", told("freeze_cameras", 3.0))
+    for value in ("nan", "inf", "-inf"):
+        yield Fault(f"robot: its state is {value} for 2 s", told("state", float(value), 2.0))
+    for names in (["time"], ["time", "monotonic"]):
+        for jump in (3600.0, -3600.0):
+            yield Fault(f"robot: {' and '.join(names)} {jump:+g} s and back", told("clock", names, jump, 2.0),
+                        own="monotonic" in names)  # fmt: skip
+    yield Fault(
+        "robot: 20 instructions in 2 s", told("say", [f"put block {number} away" for number in range(20)])
+    )
+    yield Fault("robot: an instruction that is refused", told("say", ["x " * 400]))
+    yield Fault("robot: paused and resumed 5 times", told("pauses", 5))
+    yield Fault("robot: forks", told("fork"))
+    yield Fault(
+        "robot: forks, and the child asks", lambda at: at.tell("fork", f"tcp://127.0.0.1:{at.port}") and None
+    )
+    yield Fault("robot: 6 descriptors for 3 s", told("limit", "RLIMIT_NOFILE", 6, 3.0))
+    yield Fault("robot: no more memory for 3 s", told("limit", "RLIMIT_AS", 0, 3.0))
+
+
+# ----------------------------------------------------------------------------- all of them
+
+
+def faults() -> list[Fault]:
+    return [*network(), *server(), *peers(), *robot()]
+
+
+class Bystander:
+    """A thread of a process of its own that only sleeps: how late this machine wakes who has nothing to do."""
+
+    def __init__(self) -> None:
+        self.latest, self._ended = 0.0, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            begun = time.monotonic()
+            time.sleep(1 / HZ)
+            self.latest = max(self.latest, 1e3 * (time.monotonic() - begun) - PERIOD_MS)
+
+    def read(self) -> float:
+        found, self.latest = self.latest, 0.0
+        return found
+
+
+def suffer(at: Place, fault: Fault, bystander: Bystander) -> dict[str, Any]:
+    at.tell("look")
+    at.gap_ms, at.why = 0.0, set()
+    bystander.read()
+    begun = time.monotonic()
+    wrong = []
+    try:
+        fault.act(at)
+    except Exception as error:  # noqa: BLE001 - the fault itself went wrong, which is said
+        wrong.append(f"{type(error).__name__}: {error}")
+    finally:
+        at.network.heal()
+    seen = at.moves(at.tell("look"))
+    wrong += seen["wrong"]
+    if error := at.answers():
+        wrong.append(error)
+    return {
+        "name": fault.name,
+        "own": fault.own,
+        "wrong": wrong,
+        "why": sorted(at.why),
+        "gap_ms": at.gap_ms,
+        "late_ms": bystander.read(),
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="faults whose names hold this")
+    parser.add_argument("--list", action="store_true", help="print the names and end")
+    given = parser.parse_args()
+    chosen = [each for each in faults() if given.only.lower() in each.name.lower()]
+    if given.list:
+        print(*(each.name for each in chosen), sep="\n")
+        return 0
+    random.seed(0)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        at = Place(Path(folder), *(_free_port() for _ in range(2)), network=None)  # type: ignore[arg-type]
+        at.network = Network(at.port)
+        shutil.copyfile(ROOT / "sinew" / "assets" / "blocks.gguf", at.bundle)
+        try:
+            at.start()
+            at.answers()
+            at.begin()
+            bystander = Bystander()
+            for number, fault in enumerate(chosen, 1):
+                row = suffer(at, fault, bystander)
+                rows.append(row)
+                print(f"{number}/{len(chosen)} {fault.name}: {', '.join(row['wrong']) or 'survived'}, "
+                      f"{row['gap_ms']:.0f} ms, {row['seconds']:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+                if row["wrong"]:  # the next fault has a place as new
+                    at.end()
+                    assert at.robot is not None
+                    at.robot.kill()
+                    at.start()
+                    at.begin()
+        finally:
+            at.end()
+            if at.robot is not None:
+                at.robot.kill()
+    print("| fault | survived | what held it | longest gap, ms |\n|---|---|---|--:|")
+    for row in rows:
+        held = "; ".join(row["why"]) or "never held"
+        print(f"| {row['name']} | {'; '.join(row['wrong']) or 'yes'} | {held} | {row['gap_ms']:.0f} |")
+    watched = [row for row in rows if not row["own"]]
+    long = [row["name"] for row in watched if row["gap_ms"] > 3 * PERIOD_MS + 2 * row["late_ms"]]
+    print(f"\nlongest gap of each fault that leaves the robot's process alone, period {PERIOD_MS:g} ms:")
+    print(histogram([row["gap_ms"] / 1e3 for row in watched]))
+    lost = [row["name"] for row in rows if row["wrong"]]
+    print(json.dumps({
+        "schema": "sinew.benchmark.faults/1", "faults": len(rows), "survived": len(rows) - len(lost), "lost": lost,
+        "long_gaps": long, "longest_gap_ms": round(max((r["gap_ms"] for r in watched), default=0.0), 1),
+    }))  # fmt: skip
+    return 1 if lost or long else 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

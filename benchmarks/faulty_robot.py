@@ -1,0 +1,193 @@
+"""The robot of ``python -m benchmarks.faults``: a loop at 20 Hz in a process of its own, and faults of its own on call.
+
+    python -m benchmarks.faulty_robot tcp://127.0.0.1:PORT
+
+A line of standard input is a JSON list: the name of a method of ``Faults`` and its arguments. Each is answered by one
+line, ``{"rows": executed, "gap_ms": ..., "wrong": ..., "why": ...}``, of what happened since the last answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from sinew_client import Client
+from sinew_client.control import Loop, Servers, Settings
+from sinew_client.control.robots import Dry
+
+from tests.control.test_faults import PROMPT, Witness
+
+HZ = 20.0
+MAX_AGE_S = 1.5
+
+
+class Arm(Dry):
+    """Notes when it is sent what, by a clock that no fault sets.
+
+    late: method -> seconds that its next call blocks.
+    """
+
+    def __init__(self, policy: dict[str, Any]):
+        super().__init__(policy)
+        self.late: dict[str, float] = {}
+        self.strange: float | None = None  # what its state says in place of numbers
+        self.frozen: float | None = None  # when its cameras stood still
+        self.sent: list[float] = []
+
+    def observe(self) -> dict[str, Any]:
+        time.sleep(self.late.pop("observe", 0.0))
+        found = super().observe()
+        if self.frozen is not None:
+            found["time"] = self.frozen
+        if self.strange is not None:
+            found["state"] = np.full_like(found["state"], self.strange)
+        return found
+
+    def act(self, row: np.ndarray) -> None:
+        self.sent.append(time.perf_counter())
+        super().act(row)
+        time.sleep(self.late.pop("act", 0.0))
+
+    def hold(self) -> None:
+        self.sent.append(time.perf_counter())
+        super().hold()
+        time.sleep(self.late.pop("hold", 0.0))
+
+
+class Faults:
+    """What may be called by name; each returns when the fault is over."""
+
+    def __init__(self, loop: Loop, arm: Arm):
+        self.loop, self.arm = loop, arm
+
+    def look(self) -> None: ...
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def block(self, where: str, seconds: float) -> None:
+        self.arm.late[where] = seconds
+        time.sleep(seconds + 0.5)
+
+    def hold_the_interpreter(self, seconds: float) -> None:
+        ctypes.PyDLL(None).usleep(ctypes.c_uint(int(1e6 * seconds)))
+
+    def collect(self, objects: int) -> None:
+        kept = [[number] for number in range(objects)]
+        for one, other in pairwise(kept):
+            one.append(other)
+        gc.collect()
+        del kept
+
+    def state(self, value: float, seconds: float) -> None:
+        self.arm.strange = value
+        time.sleep(seconds)
+        self.arm.strange = None
+
+    def freeze_cameras(self, seconds: float) -> None:
+        self.arm.frozen = time.monotonic()
+        time.sleep(seconds)
+        self.arm.frozen = None
+
+    def clock(self, names: list[str], jump: float, seconds: float) -> None:
+        real = {name: getattr(time, name) for name in names}
+        for name, now in real.items():
+            setattr(time, name, lambda now=now: now() + jump)
+        try:
+            threading.Event().wait(seconds)
+        finally:
+            for name, now in real.items():
+                setattr(time, name, now)
+
+    def say(self, prompts: list[str]) -> None:
+        for prompt in prompts:
+            self.loop.say(prompt)
+            time.sleep(0.1)
+        self.loop.say(PROMPT)
+
+    def pauses(self, count: int) -> None:
+        for _ in range(count):
+            self.loop.pause()
+            time.sleep(0.2)
+            self.loop.resume()
+            time.sleep(0.2)
+
+    def fork(self, asks: str = "") -> None:
+        child = os.fork()
+        if not child:
+            code = 0
+            if asks:
+                try:
+                    with Client(asks) as client:
+                        client.metadata()
+                except BaseException:  # noqa: BLE001 - a child of fork ends here, whatever happens
+                    code = 1
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        if status:
+            raise RuntimeError("a child with a client of its own got no answer")
+
+    def limit(self, which: str, value: int, seconds: float) -> None:
+        kind = getattr(resource, which)
+        before = resource.getrlimit(kind)
+        if which == "RLIMIT_AS":
+            with open("/proc/self/statm") as pages:
+                value += int(pages.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(kind, (value, before[1]))
+        try:
+            threading.Event().wait(seconds)
+        finally:
+            resource.setrlimit(kind, before)
+
+
+def main() -> None:
+    address = sys.argv[1]
+    with Client(address, timeout=60.0) as client:
+        policy = client.metadata()["policy"]
+    arm = Arm(policy)
+    settings = Settings(HZ, "aligned", "6", deadline=2.0, max_age=MAX_AGE_S)
+    loop = Loop(arm, Servers(address, without=("time",)), settings, int(policy["action"]["dim"]), PROMPT)
+    witness = Witness(int(MAX_AGE_S * HZ))
+    loop.listeners.append(witness.hear)
+    failures: list[str] = []
+
+    def run() -> None:
+        try:
+            loop.run()
+            failures.append("the loop ended")
+        except BaseException as error:  # noqa: BLE001 - told to who asks
+            failures.append(f"{type(error).__name__}: {error}")
+
+    threading.Thread(target=run, daemon=True).start()
+    faults = Faults(loop, arm)
+    begun = first = 0
+    for line in sys.stdin:
+        name, *given = json.loads(line)
+        try:
+            getattr(faults, name)(*given)
+        except Exception as error:  # noqa: BLE001
+            failures.append(f"{type(error).__name__}: {error}")
+        sent = np.array(arm.sent[begun:])
+        reasons = {each.reason.split(";")[0][:60] for each in witness.commands[first:] if each.row is None}
+        begun, first = max(0, begun + len(sent) - 1), len(witness.commands)
+        told = {
+            "rows": len(witness.executed),
+            "gap_ms": 1e3 * float(np.diff(sent).max()) if len(sent) > 1 else 0.0,
+            "wrong": failures,
+            "why": sorted(reasons),
+        }
+        print(json.dumps(told), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""ACT (Zhao et al. 2023, arXiv 2304.13705), in LeRobot's layout."""
+
+from sinew.registry import Family
+
+FAMILY = Family(models={"act": "model:ACT"}, converters=("convert",), units={"act": ("recorded",)})

@@ -1,0 +1,242 @@
+"""ACT (Zhao et al. 2023, arXiv 2304.13705), as LeRobot has it: convolutional features under a transformer that answers
+with the whole chunk at once.
+
+The encoder reads a token of the latent, which is zero at inference and so leaves its projection's bias alone, one of
+the state, one of the environment's state where there is one, and one of each feature of each view. Positions are added
+to queries and keys of every layer and never to values, so that no norm is read by linear layers alone. There is no
+language: prompts are not read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.attention import attend, key_mask
+from sinew.layers.linear import Embedding, Linear
+from sinew.layers.norm import LayerNorm
+from sinew.layers.resnet import ResNet, ResNetConfig
+from sinew.layers.sizes import check_sizes
+from sinew.models.base import Regression
+
+NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
+LONGEST = 10_000  # wave of the table of positions
+PLACE_EPS = 1e-6  # keeps its division from zero
+
+
+@dataclass(frozen=True)
+class ActConfig:
+    """``rows`` and ``cols``: of a view's features. ``environment_dim``: of the state's last numbers, which are that of
+    the environment and have a token of their own; 0 where there is none. ``pre_norm``: norms before each branch.
+    """
+
+    vision: ResNetConfig
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    encoder_layers: int
+    decoder_layers: int
+    rows: int
+    cols: int
+    chunk_size: int
+    max_state_dim: int
+    max_action_dim: int
+    environment_dim: int = 0
+    pre_norm: bool = False
+    activation: Literal["relu", "gelu"] = "relu"
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.hidden_size % self.num_heads or self.hidden_size % 4:
+            raise ValueError(
+                f"hidden_size {self.hidden_size}: expected a multiple of 4 and of {self.num_heads} heads"
+            )
+        if not 0 <= self.environment_dim < self.max_state_dim:
+            raise ValueError(
+                f"environment_dim: expected less than max_state_dim {self.max_state_dim}, got {self.environment_dim}"
+            )
+
+
+class ActContext(NamedTuple):
+    """Keys and values of each decoder layer, [B, K, H, D], and which of them are there, bool [B, K]."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    valid: Tensor
+
+
+class PlacedAttention(nn.Module):
+    """Attention whose queries and keys read their rows with positions added, and whose values read them without."""
+
+    def __init__(self, size: int, num_heads: int):
+        super().__init__()
+        self.head_dim = size // num_heads
+        self.q_proj, self.k_proj = Linear(size, size), Linear(size, size)
+        self.v_proj, self.o_proj = Linear(size, size), Linear(size, size)
+
+    def key_value(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:  # [B, K, C] -> [B, K, H, D] each
+        heads = (-1, self.head_dim)
+        return self.k_proj(x + places).unflatten(-1, heads), self.v_proj(x).unflatten(-1, heads)
+
+    def forward(self, x: Tensor, places: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """x: [B, L, C]; places: [L, C]; kv: [B, K, H, D] each; mask: bool [B, L, K] -> [B, L, C]."""
+        q = self.q_proj(x + places).unflatten(-1, (-1, self.head_dim))
+        return self.o_proj(attend(q, *kv, mask))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ActConfig):
+        super().__init__()
+        self.fc1 = Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = Linear(config.intermediate_size, config.hidden_size)
+        self.act = F.relu if config.activation == "relu" else F.gelu
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self, config: ActConfig):
+        super().__init__()
+        self.pre_norm = config.pre_norm
+        self.norm1 = LayerNorm(config.hidden_size, eps=NORM_EPS)
+        self.attn = PlacedAttention(config.hidden_size, config.num_heads)
+        self.norm2 = LayerNorm(config.hidden_size, eps=NORM_EPS)
+        self.mlp = FeedForward(config)
+
+    def attend(self, x: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+        return self.attn(x, places, self.attn.key_value(x, places), mask)
+
+    def forward(self, x: Tensor, places: Tensor, mask: Tensor) -> Tensor:  # [B, L, C]
+        if self.pre_norm:
+            x = x + self.attend(self.norm1(x), places, mask)
+            return x + self.mlp(self.norm2(x))
+        x = self.norm1(x + self.attend(x, places, mask))
+        return self.norm2(x + self.mlp(x))
+
+
+class DecoderLayer(EncoderLayer):
+    """``norm1``, ``attn``: of the chunk's own rows; ``norm2``, ``cross``: of the encoder's; ``norm3``, ``mlp``."""
+
+    def __init__(self, config: ActConfig):
+        super().__init__(config)
+        self.cross = PlacedAttention(config.hidden_size, config.num_heads)
+        self.norm3 = LayerNorm(config.hidden_size, eps=NORM_EPS)
+
+    def answer(
+        self, x: Tensor, places: Tensor, own: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor
+    ) -> Tensor:
+        """x: [B, H, C]; places: [H, C]; kv: of the encoder's rows; own and mask: bool [B, H, H] and [B, H, K]."""
+        if self.pre_norm:
+            x = x + self.attend(self.norm1(x), places, own)
+            x = x + self.cross(self.norm2(x), places, kv, mask)
+            return x + self.mlp(self.norm3(x))
+        x = self.norm1(x + self.attend(x, places, own))
+        x = self.norm2(x + self.cross(x, places, kv, mask))
+        return self.norm3(x + self.mlp(x))
+
+
+class ACT(Regression):
+    config_type = ActConfig
+    config: ActConfig
+    encoder: Sequence[EncoderLayer]
+    decoder: Sequence[DecoderLayer]
+
+    def __init__(self, config: ActConfig):
+        super().__init__()
+        self.config = config
+        size, own = config.hidden_size, config.max_state_dim - config.environment_dim
+        self.vision = ResNet(config.vision)
+        self.connector = Linear(config.vision.out_channels, size)
+        self.latent = nn.Parameter(torch.zeros(size))
+        self.state_proj = Linear(own, size)
+        self.environment_proj = Linear(config.environment_dim, size) if config.environment_dim else None
+        self.places = Embedding(self.first_tokens, size)
+        self.register_buffer("view_places", torch.zeros(config.rows * config.cols, size))
+        self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))  # type: ignore[assignment]
+        self.encoder_norm = LayerNorm(size, eps=NORM_EPS) if config.pre_norm else nn.Identity()
+        self.queries = Embedding(config.chunk_size, size)
+        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))  # type: ignore[assignment]
+        self.decoder_norm = LayerNorm(size, eps=NORM_EPS)
+        self.action_proj = Linear(size, config.max_action_dim)
+
+    @property
+    def first_tokens(self) -> int:
+        """Return the number of tokens before those of the views."""
+        return 3 if self.config.environment_dim else 2
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.config.rows, self.config.cols
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+        return self.config.vision.grid(height, width)
+
+    @property
+    def min_tokens(self) -> int:
+        return 1
+
+    def embed_images(self, pixels: Tensor) -> Tensor:  # [B, V, 3, height, width] -> [B, V, rows * cols, C]
+        features = self.vision(pixels.flatten(0, 1)).flatten(2).transpose(1, 2)  # [B * V, rows * cols, C']
+        return self.connector(features).unflatten(0, pixels.shape[:2])
+
+    def embed(self, image_tokens: Tensor, state: Tensor) -> Tensor:  # [B, V, N, C], [B, S] -> [B, K, C]
+        first = [
+            self.latent.expand(state.shape[0], -1),
+            self.state_proj(state[:, : self.state_proj.in_features]),
+        ]
+        if self.environment_proj is not None:
+            first.append(self.environment_proj(state[:, self.state_proj.in_features :]))
+        return torch.cat([torch.stack(first, dim=1), image_tokens.flatten(1, 2)], dim=1)
+
+    def all_places(self, views: int) -> Tensor:  # [K, C]
+        table: Tensor = self.view_places  # type: ignore[assignment]
+        return torch.cat([self.places.weight, table.expand(views, -1, -1).flatten(0, 1)])
+
+    def encode(self, x: Tensor, places: Tensor, valid: Tensor) -> Tensor:
+        """x: [B, K, C]; places: [K, C]; valid: bool [B, K] -> [B, K, C]."""
+        mask = key_mask(valid, x.shape[1])
+        for layer in self.encoder:
+            x = layer(x, places, mask)
+        return self.encoder_norm(x)
+
+    def read(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> ActContext:
+        places = self.all_places(image_tokens.shape[1])
+        seen = camera_mask.repeat_interleave(image_tokens.shape[2], dim=1)  # [B, V * N]
+        valid = F.pad(seen, (self.first_tokens, 0), value=True)  # [B, K]
+        x = self.encode(self.embed(image_tokens, state), places, valid)
+        keys, values = zip(*(layer.cross.key_value(x, places) for layer in self.decoder), strict=True)
+        return ActContext(keys, values, valid)
+
+    def regress(self, context: ActContext) -> Tensor:
+        places = self.queries.weight  # [H, C]
+        x = torch.zeros_like(places).expand(context.valid.shape[0], -1, -1)  # [B, H, C]
+        mask = key_mask(context.valid, x.shape[1])  # [B, H, K]
+        own = torch.ones_like(mask[:, :1, :1]).expand(-1, x.shape[1], x.shape[1])  # [B, H, H]
+        for layer, *kv in zip(self.decoder, context.keys, context.values, strict=True):
+            x = layer.answer(x, places, own, (kv[0], kv[1]), mask)
+        return self.action_proj(self.decoder_norm(x)).float()
+
+
+def view_places(rows: int, cols: int, size: int) -> Tensor:
+    """Return the position of each feature of a view, float32 [rows * cols, size]: sines and cosines of its row, then
+    of its column, both counted from 1 and as a part of a full turn. Source: LeRobot ACTSinusoidalPositionEmbedding2d.
+    """
+    half = size // 2
+    wave = LONGEST ** (2 * (torch.arange(half, dtype=torch.float32) // 2) / half)
+
+    def along(count: int) -> Tensor:  # [count, half]
+        place = torch.ones(count).cumsum(0)
+        angle = (place / (place[-1:] + PLACE_EPS) * (2 * math.pi))[:, None] / wave
+        return torch.stack([angle[:, 0::2].sin(), angle[:, 1::2].cos()], dim=-1).flatten(1)
+
+    down, across = along(rows)[:, None].expand(-1, cols, -1), along(cols).expand(rows, -1, -1)
+    return torch.cat([down, across], dim=-1).flatten(0, 1)
