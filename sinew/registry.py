@@ -19,6 +19,7 @@ from sinew.core import BundleError
 FAMILIES = (
     "smolvla",
     "pi",
+    "pi_fast",
     "gr00t",
     "evo1",
     "openvla",

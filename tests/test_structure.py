@@ -41,6 +41,7 @@ STOREYS = [
         "signals",
         "rate_limited_log",
         "npy",
+        "tokenizer",
     },
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem[0] != "_")

@@ -23,6 +23,7 @@ def convert(
     vlm: Path | None = None,
     base: Path | None = None,
     tokenizer: Path | None = None,
+    action_tokenizer: Path | None = None,
     arch: Path | None = None,
     stats: Path | None = None,
     dataset: Path | None = None,
@@ -49,6 +50,7 @@ def convert(
         vlm: directory of the vision-language model that the checkpoint names: its config.json, tokenizer, processor.
         base: directory of the base model, for checkpoints that hold only what was trained on top of it.
         tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
+        action_tokenizer: directory of FAST's tokenizer, for policies that say actions in its tokens.
         arch: JSON file with the widths behind a named variant, instead of the language model's config.
         stats: a data set's meta/stats.json, for checkpoints without statistics.
         dataset: directory or hub name of the LeRobot data set: names of joints, actions per second, and statistics
@@ -80,6 +82,7 @@ def convert(
         vlm=vlm,
         base=base,
         tokenizer=tokenizer,
+        action_tokenizer=action_tokenizer,
         arch=arch,
         stats=stats,
         dataset=dataset,

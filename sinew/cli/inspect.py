@@ -13,6 +13,8 @@ from sinew_client.control import choose
 
 from sinew.cli import terminal
 
+LONG = 200  # characters of a value that is shown whole
+
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.gguf_file import TensorInfo
@@ -189,8 +191,14 @@ def config_table(config: dict[str, Any]) -> Any:
     for key, value in config.items():
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in value.items())
-        table.add_row(escape(key), escape(str(value)))
+        table.add_row(escape(key), escape(shown(value)))
     return table
+
+
+def shown(value: Any) -> str:
+    """Return a value of a configuration; of a long text, such as a tokenizer, its size."""
+    text = str(value)
+    return text if not isinstance(value, str) or len(text) <= LONG else f"a text of {len(text)} characters"
 
 
 def tensor_table(bundle: Bundle, all_tensors: bool) -> Any:

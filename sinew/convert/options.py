@@ -63,6 +63,7 @@ class ConvertOptions:
     vlm: Path | None = None
     base: Path | None = None
     tokenizer: Path | None = None
+    action_tokenizer: Path | None = None
     arch: Path | None = None
     stats: Path | None = None
     dataset: Path | None = None

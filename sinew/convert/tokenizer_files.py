@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from sinew.convert.read.files import read_json, read_text
 from sinew.convert.read.sentencepiece import tokenizer_json
 from sinew.core import ConvertError
 from sinew.extras import install
-from sinew.processing.tokenizer import open_tokenizer
+from sinew.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,6 +28,7 @@ class TokenizerFiles:
     pad_token_id: int | None
     tokenizer: Tokenizer
     eos_token_id: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)  # of tokenizer_config.json
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, special tokens in it included."""
@@ -78,7 +79,7 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
         padding = json.loads(text).get("padding")
         pad = padding.get("pad_token") if isinstance(padding, dict) else None
     ids = [tokenizer.token_to_id(token) if isinstance(token, str) else None for token in (pad, eos)]
-    return TokenizerFiles(text, path, ids[0], tokenizer, ids[1])
+    return TokenizerFiles(text, path, ids[0], tokenizer, ids[1], named)
 
 
 def _token(value: Any) -> Any:

@@ -32,7 +32,8 @@ class Trace:
 
     vision: image tokens [V, tokens, C]. prefix: what each step reads of the observation, by name in the context; a
     rewritten model may hold other tensors than the reference. head: the output of each step of the solver, then the
-    last x, [H, A] in model units. rows: the indices by which tables of embeddings were read, by module.
+    last x, [H, A] in model units; of a head that speaks each token, [1], then the chunk. rows: the indices by which
+    tables of embeddings were read, by module.
     """
 
     vision: np.ndarray = field(default_factory=lambda: np.empty(0))

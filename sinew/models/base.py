@@ -8,19 +8,27 @@ An engine calls four things and reads a few facts; it knows no family:
     output = model.act(x, time_embedding, context)                                # once per step
 
 What an output means, and how many there are, is data: :class:`sinew.solvers.Solver`.
+
+A :class:`Speaker` has no solver: it says tokens in turn, which are data too
+(:class:`sinew.steps.action_tokens.base.ActionTokens`), and two other things are called in place of the last two:
+
+    spoken = model.first(context)            # once per observation: the first token
+    spoken = model.next(spoken, context)      # once per token, until one ends the sentence
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from sinew.layers.fold_sites import FoldSite
-from sinew.solvers import FLOW, SINGLE, Solver
+from sinew.solvers import FLOW, SINGLE, Solver, solve
+from sinew.steps.action_tokens.base import ActionTokens
 
 Context = Any  # a named tuple of tensors, and of tuples of them; None where a model has nothing to say
 
@@ -191,6 +199,15 @@ class Model(nn.Module):
                 )
             yield self.embed_time(t)
 
+    def head_runs(self, steps: int) -> int:
+        """Return how often the head runs, at most, for a chunk in ``steps`` steps of the solver."""
+        return steps
+
+    def run_head(self, x: Tensor, steps: int, time_embeddings: Iterable[Tensor], context: Context) -> None:
+        """Run the head once, as a chunk of ``steps`` steps begins: for costs, traces and clocks."""
+        first = self.solver.steps(steps)[:1], islice(time_embeddings, 1)
+        solve(lambda x, time_embedding: self.act(x, time_embedding, context), x, *first)
+
 
 class Regression(Model):
     """A model whose head is asked once and answers with the actions themselves."""
@@ -206,3 +223,46 @@ class Regression(Model):
     @abstractmethod
     def regress(self, context: Context) -> Tensor:
         """Return the actions, float32 [B, H, A], in model units."""
+
+
+Spoken = Any  # a named tuple of tensors and of tuples of them, whose ``token``, int64 [B], is the newest
+
+
+class Speaker(Model):
+    """A model whose head says the chunk token by token. The engine owns the loop: it ends at the token that ends a
+    sentence, may be cancelled between two tokens, and exports one of them.
+
+    Spoken is what the tokens so far left: the newest token, keys and values in room for the longest sentence, so
+    that its shapes stay. It is never written to: each token makes a new one. A batch speaks in step.
+    """
+
+    solver = SINGLE
+
+    @property
+    @abstractmethod
+    def action_tokens(self) -> ActionTokens:
+        """Return how long sentences are, what ends them and what they mean."""
+
+    @abstractmethod
+    def first(self, context: Context) -> Spoken:
+        """Return what is left by the one token that follows the prompt; its shapes follow from the context's."""
+
+    @abstractmethod
+    def next(self, spoken: Spoken, context: Context) -> Spoken:
+        """Return the same with one token more, of the same shapes."""
+
+    @property
+    def chooses_tokens(self) -> bool:
+        return True
+
+    def embed_time(self, t: Tensor) -> Tensor:
+        return torch.zeros(t.shape[0], 1, device=t.device)
+
+    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} says tokens: first and next")
+
+    def head_runs(self, steps: int) -> int:
+        return self.action_tokens.most
+
+    def run_head(self, x: Tensor, steps: int, time_embeddings: Iterable[Tensor], context: Context) -> None:
+        self.next(self.first(context), context)

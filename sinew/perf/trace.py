@@ -20,7 +20,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from math import prod
 from typing import Any
 
@@ -36,7 +35,6 @@ from sinew.engine.plan import meta
 from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model
 from sinew.perf.flops import PRODUCTS
-from sinew.solvers import solve
 
 STAGES = ("vision", "prefix", "head")  # in the order in which they run; head is one solver step
 # ATen's names
@@ -124,8 +122,8 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class ProgramTrace:
-    """Return the cost of one observation: ``calls`` of the stages, the head once (one solver step of
-    ``steps``)."""
+    """Return the cost of one observation: ``calls`` of the stages, the head once (one solver step, or
+    token, of ``steps``)."""
 
     calls: tuple[TracedCall, ...]
     events: tuple[Event, ...]
@@ -329,7 +327,6 @@ def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> ProgramTrac
         cache = recorder.adopt(runs.cache(context), "cache")
         recorder.stage = "head"
         schedule = runs.time_embeddings(shapes.steps) if plan is None else plan.schedule(shapes.steps)
-        first = runs.solver.steps(shapes.steps)[:1], islice(schedule, 1)
-        solve(lambda x, time_embedding: runs.act(x, time_embedding, context), noise, *first)
+        runs.run_head(noise, shapes.steps, schedule, context)
         events = tuple(recorder.events)  # before this function's own tensors go
-    return ProgramTrace(tuple(recorder.calls), events, cache, shapes.steps)
+    return ProgramTrace(tuple(recorder.calls), events, cache, runs.head_runs(shapes.steps))

@@ -56,5 +56,6 @@ def read_step(kind: type, record: Any) -> Any:
 
 def within(name: str, value: float, low: float, high: float) -> Iterator[str]:
     """Yield a problem unless ``low <= value <= high``."""
-    if not low <= value <= high:
-        yield f"{name}: expected {low:g} to {high:g}, got {value:g}"
+    if not low <= value <= high:  # which a whole number of any size may be, but not printed as a float
+        got = f"{value:g}" if isinstance(value, float) else f"{value}"
+        yield f"{name}: expected {low:g} to {high:g}, got {got}"

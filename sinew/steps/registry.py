@@ -34,3 +34,7 @@ PROMPT = {
     "last": "sinew.steps.prompt.last:Last",
     "marker": "sinew.steps.prompt.marker:Marker",
 }
+ACTION_TOKENS = {
+    "bins": "sinew.steps.action_tokens.bins:BinTokens",
+    "fast": "sinew.steps.action_tokens.fast:FastTokens",
+}

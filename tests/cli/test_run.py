@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import sys
@@ -284,9 +285,10 @@ def _drain(terminal: int, process: processes.Process) -> bytes:
     return seen
 
 
-def _read_until(terminal: int, text: bytes) -> bytes:
+def _read_until(terminal: int, state: bytes) -> bytes:
+    """Read until the panel's row "state" says so: its events say "paused" long after."""
     seen, limit = b"", time.monotonic() + HANGS
-    while text not in seen:
+    while not re.search(rb"state[^\r\n]*" + state, seen):
         assert time.monotonic() < limit, seen[-2000:]
         if select.select([terminal], [], [], 1.0)[0]:
             seen += os.read(terminal, 65536)

@@ -18,11 +18,12 @@ import pytest
 from sinew.core import Observation, SinewError
 from sinew.engine.plan.plan import REWRITES as REWRITES_OF_PLAN
 from sinew.engine.plan.plan import Plan
+from sinew.models.base import Speaker
 from sinew.policy import Policy, load
 from tests.closeness import Rounding, assert_close, rounding
 from tests.engine.cpu.test_cpu_engine import stored
 from tests.golden import Golden, assert_parity
-from tests.models.stages import CASES, observation
+from tests.models.stages import CASES, fast_observation, observation
 
 ENGINES = ("eager", "plan", "cuda", "onnx")  # cuda: the kernels' references and the graph's program, on a CPU
 EMPTY = {("bitvla", "onnx"): r"ternary ones in vision.* cpu and cuda"}
@@ -36,6 +37,7 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **dict.fromkeys(("groot-n15", "groot-n16", "groot-n17", "vla-jepa"), HEADED | {"hoist-positions"}),
     **dict.fromkeys(("smolvla-2cam", "smolvla-3cam-padded", "evo1", "evo1-mint"), HEADED),
     **dict.fromkeys(("pi0-2cam", "pi05-2cam"), HEADED),
+    "pi0fast-2cam": PACKED,
     **{case: set() for case in FAST},
 }
 
@@ -48,10 +50,12 @@ def opened(case_bundle: Callable[[str], Path]) -> Open:
 
     @cache
     def eager(case: str) -> Policy:
-        return load(case_bundle(case), "cpu", "float32", "eager")
+        return load(case_bundle(case), "cpu", "float32", "eager", allow_missing_cameras=True)
 
     def open_(case: str, engine: str) -> Policy:
-        return eager(case) if engine == "eager" else load(case_bundle(case), "cpu", "float32", engine)
+        if engine == "eager":
+            return eager(case)
+        return load(case_bundle(case), "cpu", "float32", engine, allow_missing_cameras=True)
 
     return open_
 
@@ -64,7 +68,7 @@ def wanted(opened: Open) -> Callable[[str, bool], Rounding]:
     def make(case: str, shorter: bool) -> Rounding:
         policy = opened(case, "eager")
         given = observation(case, golden_of(case))
-        return rounding(lambda: policy.infer(said(given, shorter)).actions)
+        return rounding(lambda: policy.infer(said(case, given, shorter)).actions)
 
     return make
 
@@ -76,7 +80,10 @@ def golden_of(case: str) -> Golden:
     return Golden(golden_cases() / case)
 
 
-def said(given: Observation, shorter: bool) -> Observation:
+def said(case: str, given: Observation, shorter: bool) -> Observation:
+    """Other words; of a policy whose answer may be refused, others that it was made for."""
+    if shorter and case.startswith("pi0fast"):
+        return fast_observation(golden_of(case), 1)
     return replace(given, prompt="open it") if shorter else given
 
 
@@ -104,11 +111,13 @@ def test_the_references_actions(engine, case, opened: Open, wanted) -> None:
     expected = g["actions"].reshape(-1, g["actions"].shape[-1])[:, : chunk.actions.shape[1]]
     assert_parity(chunk.actions, expected)
     if engine == "eager":
-        assert len(chunk.timing.step_ms) == (policy.spec.solver.fixed_steps or policy.spec.solver_steps)
+        model = policy.engine.model
+        steps, most = len(chunk.timing.step_ms), model.head_runs(policy.spec.solver_steps)
+        assert steps == most or (isinstance(model, Speaker) and steps < most)
         return
     assert_close(wanted(case, False), chunk.actions)
     if case != "bitvla":  # other words may round otherwise, in whole numbers
-        found = policy.infer(said(given, True)).actions
+        found = policy.infer(said(case, given, True)).actions
         assert_close(wanted(case, True), found)
         assert np.array_equal(policy.infer(given).actions, chunk.actions)  # nothing stays of other words
 

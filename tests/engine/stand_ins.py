@@ -5,26 +5,32 @@
 * ``HiddenStates``: one tower, a causal language model whose hidden states are the context, and a transformer head that
   cross-attends to them under a time that runs from 0 to 1 (as GR00T).
 * ``Ternary``: the first with layers of three weights.
+* ``Speaking``: a causal language model that says a chunk token by token, and may end early (as pi0-FAST).
 * ``Convolutions``: no language, no attention, and nothing of the names that the others share: convolutions with buffers
   over a fixed number of views, and a convolutional head that does the steps of a table itself (as Diffusion Policy).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.core import SinewError
 from sinew.layers.attention import attend, block_mask
 from sinew.layers.decoder import Decoder, DecoderConfig
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.models.base import Model, Regression
+from sinew.models.speaker import DecoderSpeaker, ReadPrompt
 from sinew.solvers import Solver
+from sinew.steps import registry
+from sinew.steps.action_tokens.base import ActionTokens
 
 SIDE, PATCH = 16, 8
 TOWER = ViTConfig(32, 48, 2, 4, SIDE, PATCH, 1e-6)
@@ -186,6 +192,66 @@ class Block(nn.Module):
         return h + self.out(attend(q, k, v, valid[:, None].expand(-1, h.shape[1], -1)))
 
 
+@dataclass(frozen=True)
+class Counted(ActionTokens):
+    """A token is a number; what a sentence lacks is zero."""
+
+    most: int
+    end: int
+    rows: int
+    dims: int
+    kind: Literal["counted"] = field(default="counted", kw_only=True)
+
+    def chunk(self, said: np.ndarray) -> np.ndarray:
+        if said[:1].tolist() == [self.end + 1]:
+            raise SinewError(f"said: expected another token than {self.end + 1} first")
+        found = np.zeros(self.rows * self.dims, np.float32)
+        found[: len(said)] = said[: len(found)]
+        return found.reshape(self.rows, self.dims)
+
+
+@dataclass(frozen=True)
+class Speech(Config):
+    most: int = 12
+    end: int = -1
+
+
+class Speaking(DecoderSpeaker):
+    config_type = Speech
+
+    def __init__(self, config: Speech):
+        super().__init__()
+        self.config = config
+        self.vision = VisionTransformer(config.vision)
+        self.connector = Linear(config.vision.hidden_size, config.language.hidden_size)
+        self.language = Decoder(config.language, config.vocab_size)
+        self.lm_head = Linear(config.language.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def action_tokens(self) -> Counted:
+        config = self.config
+        return Counted(config.most, config.end, config.chunk_size, config.max_action_dim)
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        return self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, pixels.shape[:2])
+
+    def read(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> ReadPrompt:
+        x = torch.cat([image_tokens.flatten(1, 2), self.language.embed_tokens(tokens)], dim=1)
+        seen = camera_mask.repeat_interleave(image_tokens.shape[2], dim=1)
+        valid = torch.cat([seen, token_mask], dim=1)
+        positions = valid.long().cumsum(dim=1) - 1
+        h, kv = self.language(x, positions, block_mask(valid, torch.ones_like(valid)))
+        return ReadPrompt(tuple(kv), valid, valid.sum(dim=1), h[:, -1:])  # padding is on the left
+
+    def embed_token(self, token: Tensor) -> Tensor:
+        return self.language.embed_tokens(token)
+
+    def logits(self, h: Tensor) -> Tensor:
+        return self.lm_head(h)
+
+
 class Ternary(TwoTowers):
     """TwoTowers whose language model has ternary layers."""
 
@@ -277,20 +343,24 @@ class Convolutions(Model):
         return (x - noisy * output).clamp(-1, 1) + noisy * output
 
 
-KINDS: dict[str, type[TwoTowers] | type[HiddenStates] | type[Convolutions]] = {
+registry.ACTION_TOKENS["counted"] = f"{__name__}:Counted"
+KINDS: dict[str, type[TwoTowers] | type[HiddenStates] | type[Convolutions] | type[Speaking]] = {
     "two towers": TwoTowers,
     "hidden states": HiddenStates,
+    "speaking": Speaking,
     "ternary": Ternary,
     "every field": EveryField,
     "convolutions": Convolutions,
 }
 
 
-def make(kind: str, seed: int = 0) -> Model:
-    """A model with weights that matter: norms far from one, biases far from zero."""
+def make(kind: str, seed: int = 0, **sizes: int) -> Model:
+    """sizes: of the configuration. A model with weights that matter: norms far from one, biases far from zero."""
     generator = torch.Generator().manual_seed(seed)
     cls = KINDS[kind]
-    model: Model = cls(getattr(cls, "CONFIG", cls.config_type())).eval().requires_grad_(False)
+    model: Model = (
+        cls(replace(getattr(cls, "CONFIG", cls.config_type()), **sizes)).eval().requires_grad_(False)
+    )
     for parameter in model.parameters():
         scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
         parameter.data = scale * torch.randn(parameter.shape, generator=generator) + (parameter.ndim == 1)

@@ -58,6 +58,7 @@ FAMILIES: dict[str, tuple[tuple[str, str, dict[str, object]], ...]] = {  # case,
         ("smolvla-2cam", "checkpoint", {"vlm": "vlm"}),
         ("pi0-2cam", "checkpoint", {"arch": "arch.json"}),
         ("pi05-2cam", "checkpoint", {"arch": "arch.json"}),
+        ("pi0fast-2cam", "checkpoint", {"arch": "arch.json"}),
     ),
     "checkpoints of GR00T": (
         ("groot-n17", "checkpoint", {"vlm": "vlm", **DROID}),

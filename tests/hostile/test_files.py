@@ -23,23 +23,25 @@ from rich.text import Text
 
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.files import open_regular
+from sinew.bundle.schema import from_builtins, from_json, to_json
 from sinew.cli import main, terminal
 from sinew.convert import convert
 from sinew.convert.read.files import read_bytes
 from sinew.core import BundleError, CameraSpec, ConvertError, KeyMap, SinewError
 from sinew.engine.onnx.engine import _table
-from sinew.engine.onnx.graphs import GraphSet
+from sinew.engine.onnx.graphs import NEWEST, GraphSet
 from sinew.engine.onnx.sessions import open_session
 from sinew.eval.report import card as cards
 from sinew.policy import load
 from sinew.processing import Processor
-from sinew.processing.tokenizer import open_tokenizer
 from sinew.records.recorder import read_record
 from sinew.serve.deploy import Given, deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.supervise import Supervisor
 from sinew.sources.cache import CacheEntry
+from sinew.steps.action_tokens.base import ActionTokens
 from sinew.steps.image.letterbox import Letterbox
+from sinew.tokenizer import open_tokenizer
 from tests import processes
 from tests.bundle.test_bundle import sources
 from tests.hostile import files
@@ -90,17 +92,66 @@ def test_records_of_other_kinds_of_zip(tmp_path, offset, value):
         read_record(made.file)
 
 
+BYTES = json.dumps(
+    {
+        "version": "1.0",
+        "added_tokens": [],
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {"A": 0, "B": 1, "\u00c3": 2}, "merges": []},
+    }
+)
+SIZES = {"most": 4, "end": 9, "rows": 2, "dims": 2, "zero": 8, "least": -65.0, "scale": 2.0}
+FAST = ActionTokens.read({"kind": "fast", "tokenizer": BYTES, **SIZES})
+
+
+def test_tokenizers_of_actions():
+    """A second tokenizer comes with a bundle, and is used when a robot waits: a sentence is a chunk or an error."""
+    record, rng = from_json(to_json(FAST), dict, "speaks"), random.Random(7)
+    chunks = 0
+    for number in range(400):
+        text = json.dumps(mutate_record(json.loads(BYTES), rng, 1 + number % 3))
+        damaged = mutate_record(record | {"tokenizer": text}, rng, number % 2)
+        with contextlib.suppress(SinewError):
+            words = from_builtins([damaged], tuple[ActionTokens, ...], "speaks")[0]
+            if any(words.problems()):
+                continue
+            for sentence in (list(range(9)), [8], [], [rng.randrange(-(2**63), 2**63) for _ in range(3)]):
+                found = words.chunk(np.array(sentence, np.int64))
+                assert found.shape == (words.rows, words.dims)
+                chunks += 1
+    assert chunks > 50
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{}", "FAST's tokenizer cannot be read"),
+        ("[]", "expected a JSON object, got list"),
+        ('{"model": {"type": "BPE", "dropout": 0.5, "vocab": {}, "merges": []}}', "would be random"),
+        ("x" * (1 + (8 << 20)), "tokenizer: expected at most 8388608 characters"),
+    ],
+    ids=["nothing", "a list", "random", "long"],
+)
+def test_tokenizers_of_actions_that_are_none(text, why):
+    assert why in next(replace(FAST, tokenizer=text).problems())
+
+
 def test_folders_of_graphs(tmp_path):
     """Without an export, which takes a minute: the record, the tables and the graphs one by one."""
     good = GraphSet("smolvla", 2, ("a", "b"), (10,), (), {"head": "int8"}, "", 8)
     good.save(tmp_path)
     assert GraphSet.load(tmp_path) == good
-    record = json.loads((tmp_path / "graphs.json").read_text())
+    speaks = replace(good, reads=(NEWEST, "b"), said=(NEWEST,), speaks=(FAST,))
+    (tmp_path / "speaks").mkdir()
+    speaks.save(tmp_path / "speaks")
+    assert GraphSet.load(tmp_path / "speaks") == speaks
     rng = random.Random(1)
-    for _ in range(300):
-        (tmp_path / "graphs.json").write_text(json.dumps(mutate_record(record, rng, 2)))
-        with contextlib.suppress(BundleError):
-            GraphSet.load(tmp_path)
+    for folder in (tmp_path, tmp_path / "speaks"):
+        record = json.loads((folder / "graphs.json").read_text())
+        for _ in range(300):
+            (folder / "graphs.json").write_text(json.dumps(mutate_record(record, rng, 2)))
+            with contextlib.suppress(BundleError):
+                GraphSet.load(folder)
     table = io.BytesIO()
     np.save(table, np.zeros((10, 4), np.float32))
     for number in range(100):

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from sinew.bundle import Bundle
 from sinew.core import Observation, ObservationError
 from sinew.families.bitvla.convert import bundle_name
-from sinew.families.openvla.model import bin_centres
 from sinew.layers.stores.lowbit import codes
+from sinew.models.base import Speaker
 from sinew.policy import Policy, load
+from sinew.steps.action_tokens.bins import bin_centres
 from tests.closeness import Rounding, assert_close, rounding
 from tests.golden import Golden, relative_l2
 
@@ -96,7 +97,10 @@ def test_padding_changes_nothing(case):
     image_tokens = model.embed_images(pixels)
 
     def regressed(tokens, mask):
-        return model.regress(model.read(image_tokens, cameras, tokens, mask, state))
+        context = model.read(image_tokens, cameras, tokens, mask, state)
+        if isinstance(model, Speaker):
+            return torch.from_numpy(model.action_tokens.chunks(policy.engine.say(context)))
+        return model.regress(context)
 
     padded = torch.nn.functional.pad(tokens, (0, 5), value=3), torch.nn.functional.pad(mask, (0, 5))
     assert_close(rounding(regressed, tokens, mask), regressed(*padded))
@@ -105,9 +109,8 @@ def test_padding_changes_nothing(case):
 @torch.inference_mode()
 def test_the_tokens_that_are_said(golden, openvla_bundle):
     policy, g = load(openvla_bundle("openvla-ar"), dtype="float32"), Golden(golden / "openvla-ar")
-    model = policy.engine.model
-    pixels, *rest = inputs(policy, g)
-    assert torch.equal(model.generate(model.read(model.embed_images(pixels), *rest))[0], g["generated_ids"])
+    read = policy.engine.read(policy.processor.inputs(Observation.from_mapping(observation(g))).batched())
+    assert policy.engine.say(read)[0].tolist() == g["generated_ids"].tolist()
     centres = torch.from_numpy(policy.infer(observation(g)).actions)
     assert torch.allclose(centres.double(), g["actions"].reshape(centres.shape), atol=1e-7, rtol=0)
 
@@ -158,9 +161,11 @@ def test_bins_of_tokens(openvla_bundle):
     centres = (edges[:-1] + edges[1:]) / 2
     ids = np.array([31999, 31998, 31745, 31744, 5, 32063])
     expected = centres[np.clip(32000 - ids - 1, 0, 254)].astype(np.float32)
-    np.testing.assert_allclose(
-        bin_centres(torch.from_numpy(ids), model.config).numpy(), expected, rtol=0, atol=6e-8
-    )
+    for centres in (bin_centres(ids, 256, 32000), bin_centres(torch.from_numpy(ids), 256, 32000).numpy()):
+        np.testing.assert_allclose(centres.astype(np.float32), expected, rtol=0, atol=6e-8)
+    found = model.action_tokens.chunk(np.array([31999] * 7))
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.full((1, 7), expected[0]))
     assert replace(model.config, action_tokens_end=31000).action_tokens_end == 31000
     with pytest.raises(ValueError, match="vocabulary"):
         replace(model.config, action_tokens_end=40000)

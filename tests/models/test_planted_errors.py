@@ -25,7 +25,16 @@ ONE_OF_EACH = [case for case in CASES if case not in ("smolvla-3cam-padded", "ev
 # The stages of each part; what comes later is spoilt too.
 STAGES = {
     "vision": ("image_tokens", "vision", "vit_features", "deepstack", "feature_map", "backbone.layer"),
-    "language": ("kv", "prefix_out", "lm_layer", "backbone", "last_hidden", "action_hidden", "action_logits"),
+    "language": (
+        "kv",
+        "prefix_out",
+        "lm_layer",
+        "backbone",
+        "last_hidden",
+        "action_hidden",
+        "action_logits",
+        "step_",
+    ),
     "head": (
         "v_t",
         "vl_embeds",

@@ -176,7 +176,7 @@ def run(model: Model, shapes: Shapes) -> None:
     device = next(model.parameters()).device
     context = Inputs.example(model, shapes).read(model)
     noise = torch.zeros(1, *model.noise_shape, device=device)
-    model.act(noise, next(iter(model.time_embeddings(1))), context)
+    model.run_head(noise, 1, model.time_embeddings(1), context)
 
 
 class Known(TorchDispatchMode):

@@ -27,6 +27,7 @@ BILLIONS = {
     "gr00t-n1.5": 2.09,
     "gr00t-n1.6": 2.65,
     "openvla": 7.50,
+    "pi0-fast": 3.45,
     "vla-adapter": 1.39,
     "vla-jepa": 2.28,
 }

@@ -29,6 +29,7 @@ from sinew.engine.engine import Engine, Facts, Watch
 from sinew.engine.plan.plan import Plan
 from sinew.engine.precision import precision_of
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
+from sinew.models.base import Speaker, Spoken
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer
 from sinew.solvers import Guidance
@@ -59,7 +60,9 @@ class CudaEngine(Engine):
         options, self.options_reason = resolve(options, device, plan.model)
         self.options = options
         self.device, self.processing = device, processing
-        self.units = None if actions is None else WorldUnits(actions, device)
+        self.units = (
+            None if actions is None or isinstance(plan.model, Speaker) else WorldUnits(actions, device)
+        )
         on_gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if on_gpu else None
         self.ops = _ops(device, options)
@@ -87,7 +90,7 @@ class CudaEngine(Engine):
             unshared="expected engine eager, plan, cpu or onnx, whose stages share no memory, got cuda",
             takes_frames=fits(processing.image, self.model),
             world_units=self.units is not None,
-            one_graph=True,
+            one_graph=not isinstance(self.model, Speaker),
             chooses_tokens=self.model.chooses_tokens,
             notes=(describe(device), f"launch: {self.options_reason}"),
             details={"dependent_launch": self.options.pdl, "launch_reason": self.options_reason},
@@ -124,6 +127,8 @@ class CudaEngine(Engine):
             key = Key.of(inputs, self.options.bucket(len(inputs.tokens)), steps)
             program = self.programs[key]
             watch.check()
+            if program.speaks:
+                return self._speak(program, inputs, noise[0], watch)
             if watch.apart or self.options.stages:
                 self._by_stages(program, inputs, noise[0], watch)
             else:
@@ -139,7 +144,7 @@ class CudaEngine(Engine):
     def prepare(self, key: Key) -> None:
         """Record what a key needs before an observation asks for it."""
         with torch.inference_mode(), self._on_stream():
-            self.programs[key].recorded("chunk")
+            self.programs[key].record()
             self._wait()
 
     def _whole(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> None:
@@ -150,6 +155,38 @@ class CudaEngine(Engine):
         self._chunk.copy_(program.actions, non_blocking=True)
         self._wait()  # once: copies and graph are on one stream
         watch.lap("step")
+
+    def _speak(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> np.ndarray:
+        """Return a chunk [1, H, A], said token by token: the host has to see each, to know where a sentence ends."""
+        program.record()
+        program.write(inputs, noise)
+        self._wait()
+        watch.begin()
+        for name, lap in (("vision", "vision"), ("read", "prefix")):
+            program.recorded(name).replay()
+            self._wait()
+            watch.lap(lap)
+        context, first = program.recorded("read").result
+        if watch.trace is not None:
+            watch.trace.vision = as_array(program.recorded("vision").result[0])
+            watch.trace.prefix = named_arrays(context)
+
+        def more(spoken: Spoken) -> Spoken:
+            program.recorded("next").replay()
+            return spoken  # the same memory
+
+        def after_token(token: np.ndarray) -> None:
+            if watch.trace is not None:
+                watch.trace.head.append(token)
+            watch.lap("step")
+
+        words = self.model.action_tokens
+        chunks: np.ndarray = words.chunks(
+            words.speak(first, more, lambda spoken: as_array(spoken.token), after_token)
+        )
+        if watch.trace is not None:
+            watch.trace.head.append(chunks[0])
+        return chunks
 
     def _by_stages(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> None:
         program.write(inputs, noise)

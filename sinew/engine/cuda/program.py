@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from sinew.bundle.schema import Processing
 from sinew.engine.cuda.frames import Patches, Size
@@ -22,7 +23,7 @@ from sinew.engine.cuda.staging import Field, Staging, as_done, threads_for
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.example import Inputs
 from sinew.engine.plan.plan import Plan
-from sinew.models.base import Context
+from sinew.models.base import Context, Speaker
 from sinew.processing import ModelInputs
 from sinew.solvers import solve
 
@@ -91,6 +92,7 @@ class Program:
         self.units, self.actions = units, self.x[0]  # what is read back
         if units is not None:
             self.actions = torch.zeros(shape[1], units.dim, dtype=units.dtype, device=device)
+        self.speaks = isinstance(model, Speaker)
         self._recorded: dict[str, RecordedGraph] = {}
 
     def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
@@ -115,10 +117,16 @@ class Program:
             upload(self.staging.part(*self.places[view]))
 
     def recorded(self, name: str) -> RecordedGraph:
-        """``name``: "chunk", the whole; or "vision", "read" and "step", of which each reads the one before."""
+        """``name``: "chunk", the whole; or "vision", "read" and "step" (of a speaker "next"), of which each reads the
+        one before."""
         if name not in self._recorded:
             self._recorded[name] = self.recorder.record(getattr(self, name), apart=name != "chunk")
         return self._recorded[name]
+
+    def record(self) -> None:
+        """Record all that an observation needs, unless it asks for stages apart. Recording runs a program."""
+        for name in ("vision", "read", "next") if self.speaks else ("chunk",):
+            self.recorded(name)
 
     # What is recorded. Each writes static memory or returns tensors that stay where they are.
 
@@ -132,7 +140,16 @@ class Program:
         return self.model.connect(self.model.vision.encode_patches(rows, *grid), *grid)[None]
 
     def read(self) -> Context:
-        return self._read(self.recorded("vision").result)
+        """The context; of a speaker also what its first token leaves, which :meth:`next` writes."""
+        context = self._read(self.recorded("vision").result)
+        return (context, self.model.first(context)) if self.speaks else context
+
+    def next(self) -> None:
+        """One token more."""
+        context, spoken = self.recorded("read").result
+        said = self.model.next(spoken, context)
+        for old, new in zip(tree_leaves(spoken), tree_leaves(said), strict=True):
+            old.copy_(new)
 
     def step(self) -> Tensor:
         """The head's output at ``x`` and ``time_embedding``, for :meth:`advance`."""

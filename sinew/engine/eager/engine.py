@@ -18,7 +18,7 @@ from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
 from sinew.engine.threads import tune_threads
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
-from sinew.models.base import Model
+from sinew.models.base import Model, Speaker
 from sinew.processing import ModelInputs
 from sinew.solvers import Guidance, solve
 
@@ -87,6 +87,11 @@ class EagerEngine(Engine):
         watch: Watch | None = None,
     ) -> np.ndarray:
         watch, model = watch or Watch(), self.model
+        if isinstance(model, Speaker):
+            chunks = model.action_tokens.chunks(self.say(context, watch))
+            if watch.trace is not None:
+                watch.trace.head.append(chunks[0])
+            return chunks
         if guidance is not None and getattr(guidance, "jacobian", True):
             context = pytree.tree_map(_differentiable, context)
 
@@ -108,6 +113,24 @@ class EagerEngine(Engine):
             if watch.trace is not None:
                 watch.trace.head.append(as_array(x[0]))
             return x.float().cpu().numpy()
+
+    @torch.inference_mode()
+    def say(self, context: Context, watch: Watch | None = None) -> np.ndarray:
+        """Return the tokens of a speaker, int64 [B, n] (:meth:`ActionTokens.speak`)."""
+        watch, model = watch or Watch(), self.model
+
+        def after_token(token: np.ndarray) -> None:
+            if watch.trace is not None:
+                watch.trace.head.append(token[:1].copy())
+            self._lap(watch, "step")
+
+        with self._rows(watch):
+            return model.action_tokens.speak(
+                model.first(context),
+                lambda spoken: model.next(spoken, context),
+                lambda spoken: spoken.token.cpu().numpy(),
+                after_token,
+            )
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         """Return what each step takes from the time, or from the times of its rows."""

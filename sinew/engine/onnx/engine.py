@@ -18,11 +18,12 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.core import BundleError, ObservationError, SinewError
 from sinew.engine.engine import Engine, Facts, Trace, Watch
 from sinew.engine.onnx.borrowed import weights
-from sinew.engine.onnx.graphs import ONE_SCALE, STAGES, GraphSet, table_path
+from sinew.engine.onnx.graphs import CONTEXT, NEWEST, ONE_SCALE, PROMPT, STAGES, GraphSet, renewed, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.engine.onnx.sessions import open_axis, open_session, session_options
 from sinew.processing import ModelInputs
 from sinew.solvers import Guidance, Solver, solve
+from sinew.steps.action_tokens.base import ActionTokens
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -88,7 +89,9 @@ class OnnxEngine(Engine):
         for stage, takes, gives in (
             ("vision", {"pixels"}, set()),
             ("read", set(READ_INPUTS), reads),
-            ("step", {"x", "moment", *reads}, {"output"}),
+            ("step", reads, {renewed(name) for name in self.graphs.said})
+            if self.graphs.said
+            else ("step", {"x", "moment", *reads}, {"output"}),
         ):
             session = self.sessions[stage]
             unknown = {node.name for node in session.get_inputs()} - takes
@@ -107,7 +110,7 @@ class OnnxEngine(Engine):
 
     def _unbatched(self) -> str:
         """Return why these graphs take one observation at a time, "" if they take several."""
-        axes = {"vision": ("pixels",), "read": READ_INPUTS, "step": ("x",)}
+        axes = {"vision": ("pixels",), "read": READ_INPUTS, "step": ("x", NEWEST)}
         for stage, names in axes.items():
             for node in self.sessions[stage].get_inputs():
                 if node.name in names and not open_axis(node):
@@ -184,9 +187,11 @@ class OnnxEngine(Engine):
         context = self._joined(reads)
         if watch.trace is not None:
             watch.trace.vision = image_tokens[0]
+            own = PROMPT if self.graphs.said else CONTEXT
             watch.trace.prefix = {
-                name.removeprefix("context."): value.numpy().copy()
+                name.removeprefix(own): value.numpy().copy()
                 for name, value in zip(self.graphs.reads, context, strict=True)
+                if name.startswith(own)
             }
         watch.lap("prefix")
         return context
@@ -201,6 +206,8 @@ class OnnxEngine(Engine):
     ) -> np.ndarray:
         """guidance: one that needs no Jacobian and no time per row."""
         watch, table = watch or Watch(), self._table(steps)
+        for words in self.graphs.speaks:
+            return self._speak(context, words, watch)
         act = self._act(context, noise, table[:1])
         if watch.trace is not None:
             act = _noted(act, watch.trace)
@@ -209,6 +216,35 @@ class OnnxEngine(Engine):
         if watch.trace is not None:
             watch.trace.head.append(x[0].copy())
         return x
+
+    def _speak(self, context: list[Any], words: ActionTokens, watch: Watch) -> np.ndarray:
+        """Return what is said, float32 [B, H, A]: the step stage runs once for each token."""
+        session = self.sessions["step"]
+        used = {node.name for node in session.get_inputs()}
+        binding, values = session.io_binding(), dict(zip(self.graphs.reads, context, strict=True))
+        for name in used.difference(self.graphs.said):
+            binding.bind_ortvalue_input(name, values[name])
+
+        def more(spoken: dict[str, Any]) -> dict[str, Any]:
+            for name in used.intersection(spoken):
+                binding.bind_ortvalue_input(name, spoken[name])
+            binding.clear_binding_outputs()  # a token leaves memory of its own: it reads that of the one before
+            for name in self.graphs.said:
+                binding.bind_output(renewed(name))
+            session.run_with_iobinding(binding)
+            return dict(zip(self.graphs.said, binding.get_outputs(), strict=True))
+
+        def after_token(token: np.ndarray) -> None:
+            if watch.trace is not None:
+                watch.trace.head.append(token[:1].copy())
+            watch.lap("step")
+
+        first = {name: values[name] for name in self.graphs.said}
+        said = words.speak(first, more, lambda spoken: spoken[NEWEST].numpy().copy(), after_token)
+        chunks = words.chunks(said)
+        if watch.trace is not None:
+            watch.trace.head.append(chunks[0])
+        return chunks
 
     def run(
         self,

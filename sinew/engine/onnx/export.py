@@ -23,13 +23,14 @@ from torch.export import Dim
 from sinew.core import SinewError
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.onnx.attention import join_attention
-from sinew.engine.onnx.graphs import COMPONENT, GraphSet, table_path
+from sinew.engine.onnx.graphs import COMPONENT, GraphSet, renewed, table_path
 from sinew.engine.onnx.reshapes import constant_targets
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.rewrite import clone_model
 from sinew.engine.plan.stages import Vision, stages
 from sinew.extras import MissingPackageError
 from sinew.layers.stores.codes import codes_of
+from sinew.models.base import Speaker
 
 log = logging.getLogger(__name__)
 OPSET = 20  # the first with GELU as one operator
@@ -67,7 +68,7 @@ def export_graphs(
         )
     directory.mkdir(parents=True, exist_ok=True)
     model, shapes = plan.model, Shapes(views, height, width, PROMPT, next(iter(steps)))
-    vision, read, step, reads, grows, batch_axes, unbatched = stages(plan, shapes)
+    vision, read, step, reads, said, grows, batch_axes, unbatched = stages(plan, shapes)
     if unbatched:
         log.info(
             "the graphs take one observation at a time: in %s the batch is no axis of its own", unbatched
@@ -93,21 +94,27 @@ def export_graphs(
     axes: dict[str, Any] = dict(zip(given, (several, several, length, length, several), strict=True))
     _write(read, inputs, axes, given, list(reads), directory / "read.onnx", component)
     prefix = Dim("prefix", min=2, max=1 << 15)
-    sample = (
-        torch.zeros(count, *model.noise_shape),
-        plan.time_embeddings(next(iter(steps)))[0],
-        *read(*inputs),
-    )
+    context = read(*inputs)
     growing = [{g[0]: prefix + g[1] if g[1] else prefix} if g else {} for g in grows]
     tensors = tuple(
         axes | ({axis: batch} if several and axis is not None else {})
         for axes, axis in zip(growing, batch_axes, strict=True)
     )
-    axes = {"x": several, "time_embedding": None, "tensors": tensors}
-    given = ["x", "moment", *reads]
-    _write(step, sample, axes, given, ["output"], directory / "step.onnx", component)
+    if isinstance(model, Speaker):
+        names = list(reads), [renewed(name) for name in said]
+        _write(step, context, {"tensors": tensors}, *names, directory / "step.onnx", component)
+    else:
+        axes = {"x": several, "time_embedding": None, "tensors": tensors}
+        sample = (
+            torch.zeros(count, *model.noise_shape),
+            plan.time_embeddings(next(iter(steps)))[0],
+            *context,
+        )
+        names = ["x", "moment", *reads], ["output"]
+        _write(step, sample, axes, *names, directory / "step.onnx", component)
     write_tables(plan, directory, steps)
-    record = GraphSet(architecture, views, reads, tuple(steps), plan.applied)
+    speaks = (model.action_tokens,) if isinstance(model, Speaker) else ()
+    record = GraphSet(architecture, views, reads, tuple(steps), plan.applied, said=said, speaks=speaks)
     record.save(directory)  # last: a folder without it is an interrupted export
     return record
 

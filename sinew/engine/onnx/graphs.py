@@ -7,12 +7,13 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sinew.bundle.files import open_regular
-from sinew.bundle.schema import from_json
+from sinew.bundle.schema import from_json, to_json
 from sinew.core import BundleError
+from sinew.steps.action_tokens.base import ActionTokens
 
 STAGES = ("vision", "read", "step")
 COMPONENT = "sinew.component"  # metadata of every node: which of the components below it belongs to
@@ -21,6 +22,11 @@ ONE_SCALE = "sinew.one_scale"
 FORMAT = 5
 FILES = re.compile(r"(?:vision|read|step)\.onnx(?:\.data)?|moments-\d+\.npy")  # what a folder is made of
 CONTROL = ("Loop", "Scan", "If")  # operators that no export writes, and that may run for ever
+CONTEXT, PROMPT = (
+    "context.",
+    "context.prompt.",
+)  # how ``reads`` begin; of a speaker those that no token renews
+NEWEST = "context.spoken.token"  # of ``said``: the newest token, int64 [B]
 BLOCK = 1 << 20
 MOST = 1000  # of views, steps or bits
 
@@ -31,7 +37,8 @@ class GraphSet:
     ``views`` is the number that the read stage takes; ``steps`` are the step counts with a table; ``recipe``
     the components that are quantised, ``method`` how, and ``bits`` the bits of int8 weights (0: there are none);
     ``borrows`` the tensors of the bundle that a stage computes with, where the graphs hold no weights; ``sha256`` the
-    hash of each other file of the folder."""
+    hash of each other file of the folder. ``speaks``: of a speaker, what its tokens mean, once; its step stage says one
+    more, and renews the tensors ``said`` of ``reads``."""
 
     architecture: str
     views: int
@@ -43,11 +50,13 @@ class GraphSet:
     bits: int = 0
     borrows: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sha256: dict[str, str] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
+    speaks: tuple[ActionTokens, ...] = ()
     format: int = FORMAT
 
     def save(self, directory: Path) -> None:
         """Write the record of the files that are there."""
-        record = json.dumps(asdict(replace(self, sha256=_hashes(directory))), indent=2)
+        record = json.dumps(json.loads(to_json(replace(self, sha256=_hashes(directory)))), indent=2)
         (directory / "graphs.json").write_text(record + "\n", encoding="utf-8")
 
     def check(self, directory: Path) -> None:
@@ -85,6 +94,12 @@ class GraphSet:
             )
         if len(set(graphs.reads)) != len(graphs.reads):
             raise BundleError(f"{path}: reads: expected each name once")
+        if len(graphs.speaks) > 1 or bool(graphs.speaks) != bool(graphs.said):
+            raise BundleError(f"{path}: expected said of graphs that speak, and these once")
+        if not set(graphs.said) <= set(graphs.reads) or (graphs.said and NEWEST not in graphs.said):
+            raise BundleError(f"{path}: said: expected names of reads, {NEWEST} among them")
+        for problem in (each for words in graphs.speaks for each in words.problems()):
+            raise BundleError(f"{path}: speaks: {problem}")
         return graphs
 
 
@@ -111,11 +126,11 @@ def check_operators(path: Path) -> None:
     data = path.read_bytes()
     for name in CONTROL:
         # in a file without it, the field op_type (4) with this text does not stand anywhere
-        if bytes([0x22, len(name)]) + name.encode() in data and name in set(_operators(path, data)):
+        if bytes([0x22, len(name)]) + name.encode() in data and name in set(operators(path, data)):
             raise BundleError(f"{path}: expected the operators of an export, got {name}")
 
 
-def _operators(path: Path, data: bytes) -> Iterator[str]:
+def operators(path: Path, data: bytes) -> Iterator[str]:
     """Yield the types of a graph's nodes: ModelProto.graph (7) .node (1) .op_type (4)."""
     try:
         for graph in _fields(data, 7):
@@ -156,6 +171,11 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
             return value, at
         if shift > 63:
             raise ValueError("a number of more than ten bytes")
+
+
+def renewed(name: str) -> str:
+    """Return what the step stage calls a tensor of ``said`` that it renews."""
+    return f"next.{name}"
 
 
 def table_path(directory: Path, steps: int) -> Path:

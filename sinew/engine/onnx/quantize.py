@@ -28,6 +28,7 @@ from sinew.engine.onnx.graphs import COMPONENT, ONE_SCALE, STAGES, GraphSet, tab
 from sinew.extras import MissingPackageError
 
 PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
+KEPT = ("architecture", "views", "reads", "steps", "rewrites", "said", "speaks")  # of a record
 OURS = ("int8", "int8-rows")  # the others: weights that were widened when the graphs were exported
 
 
@@ -97,7 +98,7 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
         for steps in graphs.steps:
             shutil.copyfile(table_path(source, steps), table_path(target, steps))
     record = GraphSet(
-        **{name: getattr(graphs, name) for name in ("architecture", "views", "reads", "steps", "rewrites")},
+        **{name: getattr(graphs, name) for name in KEPT},
         recipe={part: kind if kind in OURS else "fp32" for part, kind in recipe.items()},
         method=f"dynamic, weights of {bits} bits per channel",
         bits=bits,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan import meta
 from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model
-from sinew.solvers import solve
 
 aten = torch.ops.aten
 ROW_READERS = {aten.embedding, aten.index, aten.index_select, aten.gather}  # read the rows they return
@@ -83,12 +81,9 @@ def cost(plan: Plan, shapes: Shapes) -> Cost:
     with once:
         context = inputs.read(model)
     with per_step:
-        first = model.solver.steps(shapes.steps)[:1], islice(plan.schedule(shapes.steps), 1)
-        solve(lambda x, time_embedding: model.act(x, time_embedding, context), noise, *first)
-    weights = sum(map(_nbytes, model.parameters()))
-    return Cost(
-        once.flops + shapes.steps * per_step.flops, once.bytes + shapes.steps * per_step.bytes, weights
-    )
+        model.run_head(noise, shapes.steps, plan.schedule(shapes.steps), context)
+    weights, runs = sum(map(_nbytes, model.parameters())), model.head_runs(shapes.steps)
+    return Cost(once.flops + runs * per_step.flops, once.bytes + runs * per_step.bytes, weights)
 
 
 def savings(model: Model, names: Iterable[str], shapes: Shapes) -> tuple[Cost, dict[str, Cost]]:

@@ -1,6 +1,7 @@
 """The planned model as functions of tensors alone, for engines that record a program instead of calling one.
 
-Three stages: ``Vision`` and ``Read`` once per observation, ``StepProgram`` once per solver step. What goes from one to
+Three stages: ``Vision`` and ``Read`` once per observation, ``StepProgram`` once per solver step, or, of a speaker,
+``NextToken`` once per token. What goes from one to
 the other is the model's context, whatever its type, as a flat tuple of named tensors. Shapes follow from views, image
 size, prompt length and chunk size; nothing branches on a value. The solver's loop, which is the engine's, joins them.
 """
@@ -17,7 +18,9 @@ from torch.utils import _pytree as pytree
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan.cost import on_meta
 from sinew.engine.plan.plan import Plan
-from sinew.models.base import Context, Model
+from sinew.models.base import Context, Model, Speaker, Spoken
+
+SAID = "context.spoken."  # of :class:`Begun`
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Vision(nn.Module):
 
 class Read(nn.Module):
     """image_tokens [B, V, tokens, C], camera_mask [B, V], tokens and token_mask [B, L], state [B, S] -> the
-    tensors that ``StepProgram`` reads."""
+    tensors that ``StepProgram`` or ``NextToken`` reads."""
 
     def __init__(self, model: Model, layout: Layout):
         super().__init__()
@@ -97,7 +100,9 @@ class Read(nn.Module):
     def forward(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, ...]:
-        return self.layout.flat(self.model.read(image_tokens, camera_mask, tokens, token_mask, state))
+        return self.layout.flat(
+            begun(self.model, self.model.read(image_tokens, camera_mask, tokens, token_mask, state))
+        )
 
 
 class StepProgram(nn.Module):
@@ -112,16 +117,42 @@ class StepProgram(nn.Module):
         return self.model.act(x, time_embedding, self.layout.context(tensors))
 
 
+class Begun(NamedTuple):
+    """What a speaker has read, and what its first token leaves."""
+
+    prompt: Context
+    spoken: Spoken
+
+
+def begun(model: Model, context: Context) -> Context:
+    """Return what ``Read`` hands on."""
+    return Begun(context, model.first(context)) if isinstance(model, Speaker) else context
+
+
+class NextToken(nn.Module):
+    """What ``Read`` returned -> of its tensors those that one more token renews, of the same shapes."""
+
+    def __init__(self, model: Speaker, layout: Layout):
+        super().__init__()
+        self.model, self.layout = model, layout
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        prompt, spoken = self.layout.context(tensors)
+        return tuple(pytree.tree_leaves(self.model.next(spoken, prompt)))
+
+
 class Stages(NamedTuple):
-    """``reads``: the names of the tensors from ``read`` to ``step``; ``grows``: for each of them, which axis
+    """``reads``: the names of the tensors from ``read`` to ``step``; ``said``: of these the ones that a token of a
+    speaker renews, in the order in which ``step`` returns them; ``grows``: for each of them, which axis
     grows with the prompt, and by how much it is longer than the first one that does; None if none does.
     ``batch_axes``: for each of them, the axis that is the batch; None where it is the same for every observation.
     ``unbatched`` names the first tensor in which the batch is no axis of its own, "" if there is none."""
 
     vision: Vision
     read: Read
-    step: StepProgram
+    step: StepProgram | NextToken
     reads: tuple[str, ...]
+    said: tuple[str, ...]
     grows: tuple[tuple[int, int] | None, ...]
     batch_axes: tuple[int | None, ...]
     unbatched: str
@@ -133,7 +164,7 @@ def stages(plan: Plan, shapes: Shapes) -> Stages:
     model, empty = plan.model, on_meta(plan.model)
 
     def context(length: int, batch: int) -> Context:
-        return Inputs.example(empty, replace(shapes, tokens=length), batch=batch).read(empty)
+        return begun(empty, Inputs.example(empty, replace(shapes, tokens=length), batch=batch).read(empty))
 
     short_context = context(6, 1)
     layout = Layout.of(short_context)
@@ -157,8 +188,9 @@ def stages(plan: Plan, shapes: Shapes) -> Stages:
     return Stages(
         Vision(model),
         Read(model, layout),
-        StepProgram(model, layout),
+        NextToken(model, layout) if isinstance(model, Speaker) else StepProgram(model, layout),
         layout.names,
+        tuple(name for name in layout.names if name.startswith(SAID)) if isinstance(model, Speaker) else (),
         tuple(offsets),
         tuple(axes[0][0] if axes else None for axes in changed),
         merged[0] if merged else "",

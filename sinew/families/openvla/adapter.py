@@ -18,6 +18,7 @@ from sinew.layers.bridge import BridgeHead
 from sinew.layers.linear import Embedding
 from sinew.layers.mlp import MLP
 from sinew.layers.rope import Rotation
+from sinew.models.base import Regression
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class LayerStates(NamedTuple):
     queries: Tensor  # [layers, B, Q + 1, C]: from the last prompt token on, and the proprioception
 
 
-class VLAAdapter(PrismaticVLM):
+class VLAAdapter(PrismaticVLM, Regression):
     config_type = AdapterConfig
     config: AdapterConfig
 

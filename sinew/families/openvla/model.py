@@ -22,14 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from sinew.layers.attention import block_mask
-from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue
+from sinew.layers.decoder import Decoder, DecoderConfig
 from sinew.layers.linear import Linear
 from sinew.layers.mlp import MLP
 from sinew.layers.regression_head import RegressionHead
-from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.base import Regression
+from sinew.models.base import Model, Regression
+from sinew.models.speaker import DecoderSpeaker, ReadPrompt
+from sinew.steps.action_tokens.bins import BinTokens, bin_centres
 
 Piece = tuple[Tensor, Tensor]  # rows of a sequence [B, n, C], and which of them are there, bool [B, n]
 
@@ -89,13 +90,6 @@ def check_action_tokens(config: OpenVLAConfig | OFTConfig) -> None:
         raise ValueError(f"action tokens up to {config.action_tokens_end} are outside the vocabulary")
 
 
-def bin_centres(ids: Tensor, config: OpenVLAConfig | OFTConfig) -> Tensor:
-    """Return values in [-1, 1], float32, of token ids int64; ids that are no action tokens count as the nearest bin."""
-    intervals = config.action_bins - 1
-    bins = (config.action_tokens_end - 1 - ids).clamp(0, intervals - 1)
-    return (2 * bins + 1 - intervals).float() / intervals
-
-
 class Towers(nn.Module):
     """Vision towers side by side, each with its own three channels of the pixels, and the projector behind them."""
 
@@ -117,7 +111,7 @@ class Towers(nn.Module):
         return self.projector(self.features(pixels))
 
 
-class PrismaticVLM(Regression):
+class PrismaticVLM(Model):
     """The base of the policies below: towers, a language model, and views inside the prompt."""
 
     def __init__(self, config: PrismaticConfig):
@@ -179,7 +173,7 @@ class ActionStates(NamedTuple):
     hidden: Tensor  # [B, H, A * C]: final states of the language model, one row per step of the chunk
 
 
-class OpenVLAOFT(PrismaticVLM):
+class OpenVLAOFT(PrismaticVLM, Regression):
     config_type = OFTConfig
     config: OFTConfig
 
@@ -219,7 +213,8 @@ class OpenVLAOFT(PrismaticVLM):
 
     def regress(self, context: ActionStates) -> Tensor:
         if self.config.action_bins:
-            return bin_centres(self.tokens(context), self.config)
+            config = self.config
+            return bin_centres(self.tokens(context), config.action_bins, config.action_tokens_end)
         return self.head(context.hidden).float()
 
     def tokens(self, context: ActionStates) -> Tensor:
@@ -228,16 +223,7 @@ class OpenVLAOFT(PrismaticVLM):
         return self.lm_head(states).argmax(dim=-1)
 
 
-class TokenContinuation(NamedTuple):
-    """The prompt as the next tokens read it."""
-
-    kv: tuple[KeyValue, ...]  # of each layer, [B, P, Hkv, D]
-    valid: Tensor  # bool [B, P]
-    length: Tensor  # int64 [B]: the position of the next token
-    last: Tensor  # [B, 1, C]: the last layer's output at the last token of the prompt
-
-
-class OpenVLA(PrismaticVLM):
+class OpenVLA(PrismaticVLM, DecoderSpeaker):
     config_type = OpenVLAConfig
     config: OpenVLAConfig
 
@@ -247,38 +233,20 @@ class OpenVLA(PrismaticVLM):
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> TokenContinuation:
+    ) -> ReadPrompt:
         x, valid = self.sequence(image_tokens, camera_mask, tokens, token_mask)
         positions = valid.long().cumsum(dim=1) - 1
         h, kv = self.language(x, positions, block_mask(valid, torch.ones_like(valid)))
-        return TokenContinuation(tuple(kv), valid, valid.sum(dim=1), last_row(h, token_mask, 0))
+        return ReadPrompt(tuple(kv), valid, valid.sum(dim=1), last_row(h, token_mask, 0))
 
     @property
-    def chooses_tokens(self) -> bool:
-        return True
+    def action_tokens(self) -> BinTokens:
+        config = self.config
+        sizes = config.chunk_size, config.max_action_dim
+        return BinTokens(*sizes, config.action_bins, config.action_tokens_end)
 
-    def regress(self, context: TokenContinuation) -> Tensor:
-        return bin_centres(self.generate(context), self.config).unflatten(1, (self.config.chunk_size, -1))
+    def embed_token(self, token: Tensor) -> Tensor:
+        return self.language.embed_tokens(token)
 
-    def generate(self, context: TokenContinuation) -> Tensor:
-        """Return the likeliest token of each dimension of the action, in turn: int64 [B, H * A]."""
-        config, decoder = self.config.language, self.language
-        layers: Sequence[DecoderLayer] = decoder.layers  # type: ignore[assignment]
-        ids: list[Tensor] = []
-        own: list[KeyValue | None] = [None] * len(context.kv)
-        h, sees = context.last, context.valid[:, None]  # [B, 1, C], bool [B, 1, P]
-        count = self.config.chunk_size * self.config.max_action_dim
-        for step in range(count):
-            ids.append(self.lm_head(decoder.norm(h)).argmax(dim=-1))  # [B, 1], over the whole vocabulary
-            if step + 1 == count:
-                break
-            h = decoder.embed_tokens(ids[-1])
-            rotate = Rotation.at(context.length[:, None] + step, config.head_dim, config.rope_theta)
-            sees = torch.cat([sees, torch.ones_like(sees[..., :1])], dim=-1)
-            for index, (layer, kv) in enumerate(zip(layers, context.kv, strict=True)):
-                q, k, v = layer.project(h, rotate)
-                if (before := own[index]) is not None:
-                    k, v = torch.cat([before[0], k], dim=1), torch.cat([before[1], v], dim=1)
-                own[index] = k, v
-                h = layer.finish(h, layer.attn.attend(q, kv, sees, own=(k, v)))
-        return torch.cat(ids, dim=1)
+    def logits(self, h: Tensor) -> Tensor:
+        return self.lm_head(h)  # of the whole vocabulary

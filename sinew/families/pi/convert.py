@@ -6,9 +6,10 @@ and SigLIP's So400m/14), ``--arch FILE.json`` replaces it, and every tensor's sh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
@@ -255,12 +256,18 @@ def current_config(old: dict[str, Any]) -> dict[str, Any]:
 def tensors(found: dict[str, TensorSource], architecture: str) -> dict[str, TensorSource]:
     """Weights under one set of names: LeRobot puts ``model.`` before openpi's, early pi0 files call the
     action-time MLP ``time_mlp``, and files saved with tied weights hold the token table as the head."""
-    named = {_current_name(name.removeprefix("model.")): source for name, source in found.items()}
+    named = gemma_tensors(found)
     if architecture == "pi0":
         named = {
             f"action_{name}" if name.startswith("time_mlp_") else name: source
             for name, source in named.items()
         }
+    return named
+
+
+def gemma_tensors(found: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """Weights under openpi's names, with PaliGemma's token table."""
+    named = {_current_name(name.removeprefix("model.")): source for name, source in found.items()}
     if EMBEDDING not in named and HEAD in named:
         named[EMBEDDING] = replace(named[HEAD], name=EMBEDDING)
     return named
@@ -275,43 +282,10 @@ def _current_name(name: str) -> str:
 
 def model_config(record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:
     """``record``: LeRobot's config.json or one with its keys; ``arch``: the content of --arch."""
-    resolution = record.get("image_resolution", [224, 224])
-    if resolution[0] != resolution[1]:
-        raise ConvertError(f"image_resolution {resolution}: the SigLIP tower takes square images")
-    vision = SO400M | arch.get("vision", {})
-
-    def decoder(component: str, variant: str) -> DecoderConfig:
-        if component not in arch and variant not in VARIANTS:
-            raise ConvertError(
-                f"variant {variant!r} is not one of {', '.join(VARIANTS)}; give widths with --arch FILE"
-            )
-        widths = arch.get(component) or dict(zip(WIDTHS, VARIANTS[variant], strict=True))
-        return DecoderConfig(
-            hidden_size=widths["hidden_size"],
-            intermediate_size=widths["intermediate_size"],
-            num_layers=widths["num_hidden_layers"],
-            num_heads=widths["num_attention_heads"],
-            num_kv_heads=widths["num_key_value_heads"],
-            head_dim=widths["head_dim"],
-            norm_eps=NORM_EPS,
-            rope_theta=ROPE_THETA,
-            **GEMMA,
-        )
-
     try:
         return PI0Config(
-            vision=ViTConfig(
-                hidden_size=vision["hidden_size"],
-                intermediate_size=vision["intermediate_size"],
-                num_layers=vision["num_hidden_layers"],
-                num_heads=vision["num_attention_heads"],
-                image_size=resolution[0],
-                patch_size=vision["patch_size"],
-                norm_eps=NORM_EPS,
-            ),
-            language=decoder("language", record["paligemma_variant"]),
-            expert=decoder("expert", record["action_expert_variant"]),
-            vocab_size=arch.get("language", {}).get("vocab_size", VOCABULARY),
+            **paligemma(record, arch),
+            expert=gemma(arch, "expert", record["action_expert_variant"]),
             chunk_size=record["chunk_size"],
             max_state_dim=record["max_state_dim"],
             max_action_dim=record["max_action_dim"],
@@ -324,9 +298,69 @@ def model_config(record: dict[str, Any], arch: dict[str, Any], where: str) -> PI
         raise ConvertError(f"{where} or --arch: {error}") from None
 
 
+def paligemma(record: Mapping[str, Any], arch: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields ``vision``, ``language`` and ``vocab_size`` of a configuration over PaliGemma."""
+    resolution = record.get("image_resolution", [224, 224])
+    if resolution[0] != resolution[1]:
+        raise ConvertError(f"image_resolution {resolution}: the SigLIP tower takes square images")
+    vision = SO400M | arch.get("vision", {})
+    return {
+        "vision": ViTConfig(
+            hidden_size=vision["hidden_size"],
+            intermediate_size=vision["intermediate_size"],
+            num_layers=vision["num_hidden_layers"],
+            num_heads=vision["num_attention_heads"],
+            image_size=resolution[0],
+            patch_size=vision["patch_size"],
+            norm_eps=NORM_EPS,
+        ),
+        "language": gemma(arch, "language", record["paligemma_variant"]),
+        "vocab_size": arch.get("language", {}).get("vocab_size", VOCABULARY),
+    }
+
+
+def gemma(arch: dict[str, Any], component: str, variant: str) -> DecoderConfig:
+    """Return the widths of a variant, or those that --arch gives the component."""
+    if component not in arch and variant not in VARIANTS:
+        raise ConvertError(
+            f"variant {variant!r} is not one of {', '.join(VARIANTS)}; give widths with --arch FILE"
+        )
+    widths = arch.get(component) or dict(zip(WIDTHS, VARIANTS[variant], strict=True))
+    return DecoderConfig(
+        hidden_size=widths["hidden_size"],
+        intermediate_size=widths["intermediate_size"],
+        num_layers=widths["num_hidden_layers"],
+        num_heads=widths["num_attention_heads"],
+        num_kv_heads=widths["num_key_value_heads"],
+        head_dim=widths["head_dim"],
+        norm_eps=NORM_EPS,
+        rope_theta=ROPE_THETA,
+        **GEMMA,
+    )
+
+
+class Sizes(Protocol):
+    """What the recipe has to know of a configuration over PaliGemma."""
+
+    @property
+    def vision(self) -> ViTConfig: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_state_dim(self) -> int: ...
+    @property
+    def max_action_dim(self) -> int: ...
+
+
 def processing(
-    checkpoint: LeRobotCheckpoint, config: PI0Config, compat: str, pad_id: int, old_layout: bool
+    checkpoint: LeRobotCheckpoint,
+    config: Sizes,
+    compat: str,
+    pad_id: int,
+    old_layout: bool = False,
+    words: str = WITH_STATE,
 ) -> Processing:
+    """words: of a prompt with the state in it."""
     if checkpoint.image_mode() != "IDENTITY":
         raise ConvertError(f"VISUAL normalisation {checkpoint.image_mode()!r}: pi0 scales its images itself")
     old, side = compat == "lerobot-0.4", config.vision.image_size
@@ -342,7 +376,7 @@ def processing(
         state_dim = checkpoint.vector("input_features", "STATE", STATE).dim
         # LeRobot 0.4 padded the state before it was written into the prompt.
         state = State(config.max_state_dim if old else state_dim)
-        prompt = replace(prompt, steps=(Clean(), *sentence(WITH_STATE, state)))
+        prompt = replace(prompt, steps=(Clean(), *sentence(words, state)))
     return Processing(
         image=ImageRecipe(
             side,

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from sinew import machine
 from sinew.core import SinewError
 from sinew.models.base import Model
 from sinew.perf.request import TracedRequest
-from sinew.solvers import solve
 
 GEMM_SIZE = 2048
 COPY_BYTES = 512 << 20  # beyond every cache
@@ -154,11 +152,7 @@ def _stages(
     yield "prefix", lambda: keep("context", model.read(image, cameras, tokens, tokens >= 0, state))
     context, steps = kept["context"], model.solver.fixed_steps or 1
 
-    def action() -> object:
-        first = model.solver.steps(steps)[:1], islice(model.time_embeddings(steps), 1)
-        return solve(lambda x, time_embedding: model.act(x, time_embedding, context), x, *first)
-
-    yield "head", action
+    yield "head", lambda: model.run_head(x, steps, model.time_embeddings(steps), context)
 
 
 @contextmanager

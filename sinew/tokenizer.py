@@ -55,10 +55,10 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[in
         raise ValueError(_reason(problem)) from None
 
 
-def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Return what tokens spell, special ones left out. Raises ValueError where the tokenizer fails."""
+def decode(tokenizer: Tokenizer, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """Return what tokens spell; ids behind the last spell nothing. Raises ValueError where the tokenizer fails."""
     try:
-        return tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as problem:  # noqa: BLE001 - Rust's panics are no Exception

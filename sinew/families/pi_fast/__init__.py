@@ -1,0 +1,10 @@
+"""pi0-FAST (Pertsch et al. 2025, arXiv 2501.09747) in LeRobot's layout: PaliGemma that says chunks as tokens."""
+
+from sinew.registry import Family
+
+FAMILY = Family(
+    models={"pi0_fast": "model:PI0Fast"},
+    converters=("convert",),
+    units={"pi0_fast": ("recorded",)},
+    base="pi",
+)

@@ -1,0 +1,110 @@
+"""pi0-FAST (Pertsch et al. 2025, arXiv 2501.09747), as LeRobot runs it: PaliGemma says the chunk in FAST's tokens.
+
+* pi0's tower and projector: 256 tokens per 224 x 224 view, unscaled.
+* [views | prompt | start token] is one bidirectional block; the start token stands behind the prompt's padding.
+* Each token that is said sees that block and those before it. The head is no copy of the token table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sinew.layers.attention import key_mask
+from sinew.layers.decoder import Decoder, DecoderConfig
+from sinew.layers.linear import Linear, rounded
+from sinew.layers.sizes import check_sizes
+from sinew.layers.vit import VisionTransformer, ViTConfig
+from sinew.models.speaker import DecoderSpeaker, ReadPrompt
+from sinew.steps.action_tokens.fast import FastTokens
+
+
+@dataclass(frozen=True)
+class PI0FastConfig:
+    """``start_token``: the id behind the prompt. ``max_tokens``: of what is said. The others are those of
+    :class:`FastTokens`: ``end_token`` its end, ``zero_token`` its zero, ``action_tokenizer`` FAST's whole
+    ``tokenizer.json``, ``lowest`` its least."""
+
+    vision: ViTConfig
+    language: DecoderConfig
+    vocab_size: int
+    chunk_size: int
+    max_state_dim: int
+    max_action_dim: int
+    max_tokens: int
+    start_token: int
+    end_token: int
+    zero_token: int
+    action_tokenizer: str
+    lowest: float
+    scale: float
+    begins: tuple[int, ...] = ()
+    leaves_out: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        for problem in self.action_tokens.problems():
+            raise ValueError(problem)
+        for name in ("start_token", "end_token", "zero_token"):
+            if not 0 <= getattr(self, name) < self.vocab_size:
+                raise ValueError(
+                    f"{name}: expected one of {self.vocab_size} tokens, got {getattr(self, name)}"
+                )
+
+    @property
+    def action_tokens(self) -> FastTokens:
+        return FastTokens(
+            most=self.max_tokens,
+            end=self.end_token,
+            rows=self.chunk_size,
+            dims=self.max_action_dim,
+            zero=self.zero_token,
+            tokenizer=self.action_tokenizer,
+            least=self.lowest,
+            scale=self.scale,
+            begins=self.begins,
+            leaves_out=self.leaves_out,
+        )
+
+
+class PI0Fast(DecoderSpeaker):
+    config_type = PI0FastConfig
+    config: PI0FastConfig
+
+    def __init__(self, config: PI0FastConfig):
+        super().__init__()
+        self.config = config
+        self.vision = VisionTransformer(config.vision)
+        self.connector = Linear(config.vision.hidden_size, config.language.hidden_size)
+        self.language = Decoder(config.language, config.vocab_size)
+        self.lm_head = Linear(config.language.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def action_tokens(self) -> FastTokens:
+        return self.config.action_tokens
+
+    def embed_images(self, pixels: Tensor) -> Tensor:  # [B, V, 3, height, width] -> [B, V, N, C]
+        return self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, pixels.shape[:2])
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        return rows * rounded(self.config.language.hidden_size**0.5, rows.dtype)  # as Gemma's are
+
+    def embed_token(self, token: Tensor) -> Tensor:
+        return self.scaled(self.language.embed_tokens(token))
+
+    def logits(self, h: Tensor) -> Tensor:
+        return self.lm_head(h)
+
+    def read(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> ReadPrompt:
+        table, B, N = self.language.embed_tokens, tokens.shape[0], image_tokens.shape[2]
+        views = image_tokens.flatten(1, 2).to(table.dtype)
+        start = self.scaled(table.rows((self.config.start_token,))).expand(B, 1, -1)
+        x = torch.cat([views, self.embed_token(tokens), start], dim=1)  # [B, P, C]
+        seen, here = camera_mask.repeat_interleave(N, dim=1), token_mask.new_ones(B, 1)
+        valid = torch.cat([seen, token_mask, here], dim=1)
+        h, kv = self.language(x, valid.long().cumsum(dim=1) - 1, key_mask(valid, valid.shape[1]))
+        return ReadPrompt(tuple(kv), valid, valid.sum(dim=1), h[:, -1:])

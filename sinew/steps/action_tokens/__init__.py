@@ -1,0 +1,1 @@
+"""What the tokens mean that a head says in turn: one class in one file."""

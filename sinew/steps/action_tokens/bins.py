@@ -1,0 +1,50 @@
+"""A token is a bin of one number (RT-2, Brohan et al. 2023; OpenVLA, Kim et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from sinew.steps.action_tokens.base import ActionTokens
+
+Array = TypeVar("Array")  # of whole numbers: a tensor or an array
+
+
+@dataclass(frozen=True)
+class BinTokens(ActionTokens):
+    """Tokens from ``below - 1`` downwards are the bins of [-1, 1] from the lowest upwards: the intervals between
+    ``points`` points. A sentence has one token for each number of the chunk, step by step."""
+
+    rows: int
+    dims: int
+    points: int
+    below: int
+    kind: Literal["bins"] = field(default="bins", kw_only=True, repr=False)
+    end = -1
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not 1 < self.points <= self.below:
+            yield f"points: expected 2 to {self.below}, got {self.points}"
+
+    @property
+    def most(self) -> int:  # type: ignore[override]
+        return self.rows * self.dims
+
+    def chunk(self, said: np.ndarray) -> np.ndarray:
+        return bin_centres(said, self.points, self.below).reshape(self.rows, self.dims).astype(np.float32)
+
+    def __str__(self) -> str:
+        return f"{self.points - 1} bins below token {self.below}"
+
+
+def bin_centres(ids: Array, points: int, below: int) -> Array:
+    """Return values in [-1, 1] of token ids int64; ids that are no action tokens count as the nearest bin."""
+    found: Any = ids
+    intervals = points - 1
+    bins = (below - 1 - found).clip(0, intervals - 1)
+    centres: Array = (2 * bins + 1 - intervals) / intervals
+    return centres

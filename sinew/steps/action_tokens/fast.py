@@ -1,0 +1,110 @@
+"""FAST (Pertsch et al. 2025, arXiv 2501.09747): byte pairs over a discrete cosine transform of the chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from sinew.core import BundleError, SinewError
+from sinew.steps.action_tokens.base import ActionTokens
+from sinew.tokenizer import decode, open_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+LONGEST = 8 << 20  # characters of a tokenizer; the published one has 0.2 million
+
+
+@dataclass(frozen=True)
+class FastTokens(ActionTokens):
+    """A sentence spells characters, each a whole coefficient of the chunk's transform along time, step by step.
+
+    zero: the language model's id of FAST's token 0; its others lie below. tokenizer: FAST's own, a whole
+    ``tokenizer.json``. least: the coefficient of character 0. scale: what coefficients were multiplied by.
+    begins: the ids that a sentence has to begin with. leaves_out: a run of ids that says nothing, wherever it stands.
+
+    As LeRobot's: characters too many are cut, too few are followed by zeros, ids behind the tokenizer's last spell
+    nothing, and an id below its first makes a chunk of zeros, which the statistics turn into their mean.
+    """
+
+    most: int
+    end: int
+    rows: int
+    dims: int
+    zero: int
+    tokenizer: str = field(repr=False)
+    least: float
+    scale: float
+    begins: tuple[int, ...] = ()
+    leaves_out: tuple[int, ...] = ()
+    kind: Literal["fast"] = field(default="fast", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not 0 < self.scale < float("inf"):
+            yield f"scale: expected a number above 0, got {self.scale:g}"
+        if not abs(self.least) < float("inf"):
+            yield f"least: expected a finite number, got {self.least:g}"
+        if len(self.tokenizer) > LONGEST:
+            yield f"tokenizer: expected at most {LONGEST} characters, got {len(self.tokenizer)}"
+            return
+        try:
+            self.opened()
+        except BundleError as error:
+            yield f"tokenizer: {error}"
+
+    def opened(self) -> Tokenizer:
+        """Return FAST's tokenizer. Raises :class:`BundleError` for a text that is none."""
+        return _opened(self.tokenizer)
+
+    def chunk(self, said: np.ndarray) -> np.ndarray:
+        if tuple(said[: len(self.begins)].tolist()) != self.begins:
+            begins, got = list(self.begins), said[: len(self.begins)].tolist()
+            raise SinewError(f"tokens: expected a chunk that begins with {begins}, as in training, got {got}")
+        count, found = self.rows * self.dims, self.characters(said)
+        coefficients = np.zeros(count, np.float64)
+        coefficients[: len(found)] = found[:count]
+        return inverse_dct(coefficients.reshape(self.rows, self.dims) / self.scale).astype(np.float32)
+
+    def characters(self, said: np.ndarray) -> list[float]:
+        """Return the coefficients that a sentence spells, as many as it does."""
+        ids = [self.zero - token for token in without(said.tolist(), self.leaves_out)]
+        if min(ids, default=0) < 0:
+            return []
+        try:
+            text = decode(self.opened(), ids, skip_special_tokens=False)
+        except ValueError as error:
+            raise SinewError(f"FAST's tokenizer cannot spell {len(ids)} tokens: {error}") from None
+        return [ord(letter) + self.least for letter in text]
+
+    def __str__(self) -> str:
+        return f"FAST below token {self.zero}, at most {self.most}"
+
+
+@lru_cache(maxsize=4)
+def _opened(text: str) -> Tokenizer:
+    return open_tokenizer(text, where="FAST's tokenizer")
+
+
+def without(ids: list[int], run: tuple[int, ...]) -> list[int]:
+    """Return the ids without each ``run`` of them, from the first on; what closes up behind one is looked at too."""
+    found, at = list(ids), 0
+    while run and at <= len(found) - len(run):
+        if tuple(found[at : at + len(run)]) == run:
+            del found[at : at + len(run)]
+        else:
+            at += 1
+    return found
+
+
+def inverse_dct(x: np.ndarray) -> np.ndarray:
+    """Return the inverse of the orthonormal DCT-II along the first axis, float64 [n, ...]."""
+    count = len(x)
+    time, frequency = np.arange(count)[:, None] + 0.5, np.arange(count)
+    basis = np.cos(np.pi / count * time * frequency) * np.sqrt(2 / count)  # [time, frequency]
+    basis[:, 0] = np.sqrt(1 / count)
+    return basis @ x
