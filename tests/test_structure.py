@@ -105,6 +105,35 @@ def test_folders_that_know_nothing_of_others(folder: str, unknown: str) -> None:
     assert not found
 
 
+# What a reader of the core need not meet, and the only files outside that name it: all else finds it by its name
+# alone (an engine, a suite, a layout). One distribution has them all, so these walls are what a package would be.
+WALLS = {
+    "engine/cuda": {"cli/tune.py", "cli/quantize.py", "checks/__init__.py"},
+    "perf": {"cli"},
+    "vlacpp": {"cli/export.py"},
+    "sim": {"opening.py", "eval"},
+    "eval/suites": {"cli/eval.py", "eval"},
+    "eval/foreign": {"cli/eval.py"},
+    "serve/dashboard": {"serve/wires/__init__.py"},
+    "serve/fleet": {"cli/fleet.py", "cli/serve.py"},
+}
+
+
+@pytest.mark.parametrize("wall", WALLS, ids=lambda wall: wall.replace("/", "."))
+def test_walls_have_few_doors(wall: str) -> None:
+    behind = f"sinew.{wall.replace('/', '.')}"
+    assert (PACKAGE / wall).is_dir()
+    found = {
+        path.relative_to(PACKAGE)
+        for path in FILES
+        if not path.is_relative_to(PACKAGE / wall)
+        and any(f"{name}.".startswith(f"{behind}.") for name in imported_modules(path))
+    }
+    doors = {Path(door) for door in WALLS[wall]}
+    assert not {path for path in found if not {path, *path.parents} & doors}
+    assert not {door for door in doors if not any(door in (path, *path.parents) for path in found)}
+
+
 @pytest.mark.parametrize(
     "path", [path for path in FILES if room_of(path) not in ("serve", "cli")], ids=lambda path: str(path.name)
 )

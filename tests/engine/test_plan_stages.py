@@ -37,7 +37,8 @@ def test_stages_are_the_model(case, rewrites):
     policy, g, inputs, tensors = case
     model = policy.engine.model
     plan = Plan.of(model, rewrites=rewrites)
-    vision, read, step, names, grows, *_ = stages(plan, Shapes.of(policy.manifest))
+    found = stages(plan, Shapes.of(policy.manifest))
+    vision, read, step, names, grows = found.vision, found.read, found.step, found.reads, found.grows
     reads = read(vision(tensors[0]), *tensors[1:])
     assert len(reads) == len(set(names)) == len(grows)
     evaluations = model.solver.steps(4), plan.time_embeddings(4)
@@ -52,7 +53,8 @@ def test_stages_export_with_any_prompt_length(case):
     """One recorded program serves every prompt: recorded at one length, run at another."""
     policy, g, _, (pixels, camera_mask, tokens, token_mask, state) = case
     plan = Plan.of(policy.engine.model)
-    vision, read, step, names, grows, *_ = stages(plan, Shapes.of(policy.manifest))
+    found = stages(plan, Shapes.of(policy.manifest))
+    vision, read, step, names, grows = found.vision, found.read, found.step, found.reads, found.grows
     image_tokens = vision(pixels)
     arguments = (image_tokens, camera_mask, tokens, token_mask, state)
     length, prefix = torch.export.Dim("length", min=2, max=500), torch.export.Dim("prefix", min=2, max=2000)

@@ -28,8 +28,8 @@ from sinew.eval.report.report import document, success_cells
 from sinew.eval.report.view import ReportView
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant, rows_between, sweep
+from sinew.sources import ASSETS
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
 BUNDLE = ASSETS / "blocks.gguf"
 ENV, FIRST_SEED, FILMED = "sinew/Blocks-v0", 5000, 4
 # The default beside two others. At 400 ms 38, 32 and 16 of 40 succeeded (2026-11-23). With 30 episodes the Wilson

@@ -16,7 +16,7 @@ from sinew.extras import MissingPackageError
 from sinew.policy import open_bundle
 from sinew.processing import Processor
 
-GATES = Path(__file__).with_name("gates")
+GATES = Path(__file__).parents[1] / "gates"
 
 
 def gate_of(bundle: Path) -> tuple[Path | None, str]:

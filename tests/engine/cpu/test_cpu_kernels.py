@@ -141,7 +141,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     script = """
 import os, torch
 from sinew.engine.cpu.kernels.library import extension
-from sinew.layers import lowbit
+from sinew.layers.stores import lowbit
 torch.set_num_threads(2)
 e, w = extension(), torch.zeros(64, 64, dtype=torch.uint8)
 call = lambda: e.multiply(torch.ones(32, 64), w, torch.ones(1), None, "int8", 1e-30)
