@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,12 @@ class Rounding:
         self.unit = squares.mean().sqrt()
         self.row = squares.mean(-1, keepdim=True).sqrt().clamp(min=self.unit)
         self.magnitude = self.found.square().mean().sqrt()
+
+    def about(self, found: Array) -> Rounding:
+        """Return the same of another result of the same shape, whose sums are as deep: of other words, say."""
+        other = copy(self)
+        other.found = torch.as_tensor(found).double()
+        return other
 
     def refusal(self, expected: Array) -> str:
         """Return why ``expected`` is no other float32 computation of the same; empty if it may be."""

@@ -67,8 +67,10 @@ def wanted(opened: Open) -> Callable[[str, bool], Rounding]:
     @cache
     def make(case: str, shorter: bool) -> Rounding:
         policy = opened(case, "eager")
-        given = observation(case, golden_of(case))
-        return rounding(lambda: policy.infer(said(case, given, shorter)).actions)
+        given = said(case, observation(case, golden_of(case)), shorter)
+        if shorter:
+            return make(case, False).about(policy.infer(given).actions)
+        return rounding(lambda: policy.infer(given).actions)
 
     return make
 
