@@ -37,7 +37,7 @@ STOREYS = [
         "core",
         "extras",
         "solvers",
-        "keys",
+        "auth",
         "signals",
         "rate_limited_log",
         "npy",

@@ -18,12 +18,12 @@ from sinew_client import ActionChunk, Client, ClientError
 from sinew_client.control import is_journal
 
 from sinew import __version__, machine
+from sinew.auth import key_from_environment
 from sinew.cli import terminal
 from sinew.cli.bench import PROMPT, parse_size
 from sinew.cli.replay import print_replay, replay_journal, replay_records
 from sinew.core import SinewError
 from sinew.eval.report.stats import summarize
-from sinew.keys import key_from_environment
 from sinew.records.recorder import read_records
 
 SCHEMA = "sinew.client/1"

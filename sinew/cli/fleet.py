@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter, validators
 
 from sinew import hints
+from sinew.auth import api_key_of
 from sinew.cli import status
 from sinew.cli.serve import access_logging, ready_text, say, set_up_logs, warn_of_exposure
-from sinew.keys import api_key_of
 from sinew.serve.process import HOPELESS, Process, connections_within, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen

@@ -14,10 +14,10 @@ from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
 
 from sinew import progress
+from sinew.auth import key_from_environment
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs
 from sinew.core import RTC, SinewError
-from sinew.keys import key_from_environment
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -50,7 +50,7 @@ def open_connection(target: str, runs: Runs, split: str | None = None) -> Connec
     policy = local.spec.to_dict()
     policy["action"]["limits"] = Safety(local.processor).limits()
     if split is not None:
-        return policy, {"unguided": "a policy in two places does not continue chunks"}, _halves(local, split)
+        return policy, {"unguided": "a policy in two places does not continue chunks"}, _split(local, split)
     local.warm_up()
     return policy, local.describe(), lambda: lambda observation, _: local.infer(observation).actions
 
@@ -123,7 +123,7 @@ def _most_rows(policy: dict[str, Any]) -> int:
     return max(MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK))
 
 
-def _halves(local: Policy, address: str) -> Callable[[], Call]:
+def _split(local: Policy, address: str) -> Callable[[], Call]:
     """Return what opens connections to the other half, which has to be there and of the same file."""
     from sinew.stream.split import SplitCalls
 

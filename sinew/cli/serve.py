@@ -17,11 +17,11 @@ from weakref import WeakSet
 from cyclopts import Parameter, validators
 
 from sinew import hints
+from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.cli.serve_policy import Change, changer, loader, parse_policies, replayer
 from sinew.core import SinewError, VectorSpec
-from sinew.keys import api_key_of
 from sinew.serve.process import (
     GRACE_S,
     HOPELESS,

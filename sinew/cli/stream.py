@@ -34,6 +34,7 @@ from sinew_client.protocol import MAX_ROWS
 from sinew_client.streams import StreamLink
 
 from sinew import progress
+from sinew.auth import key_from_environment
 from sinew.cli import status, terminal
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs, json_object
@@ -47,7 +48,6 @@ from sinew.cli.run_robot import (
 )
 from sinew.cli.stream_view import StreamView, report_table
 from sinew.core import SinewError
-from sinew.keys import key_from_environment
 from sinew.signals import handled
 
 log = logging.getLogger(__name__)

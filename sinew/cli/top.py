@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter, validators
 from rich.live import Live
 
+from sinew.auth import KEY_VARIABLE, api_key_of
 from sinew.cli import terminal
 from sinew.cli.top_view import ServerSeen, view
 from sinew.core import SinewError
-from sinew.keys import KEY_VARIABLE, api_key_of
 
 SILENT_S = 8.0  # the server tells of its health every two seconds
 AGAIN_S = 1.0  # between two attempts to reach it

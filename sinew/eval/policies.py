@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from sinew.auth import key_from_environment
 from sinew.core import SinewError
 from sinew.eval.settings import Variant
-from sinew.keys import key_from_environment
 from sinew.sim.experts import EXPERTS, Expert, open_expert
 
 if TYPE_CHECKING:

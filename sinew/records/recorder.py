@@ -223,19 +223,19 @@ def check_array(name: str, array: np.ndarray) -> None:
     if name.startswith("images/"):
         sized = len(shape) == 3 and shape[2] == 3 and all(1 <= side <= MAX_SIDE for side in shape[:2])
         if not sized or (array.dtype != np.uint8 and array.dtype.kind != "f"):
-            raise _misfit(name, f"uint8 or float [height, width, 3], sides from 1 to {MAX_SIDE}", array)
+            raise _mismatch(name, f"uint8 or float [height, width, 3], sides from 1 to {MAX_SIDE}", array)
         if not 7 < len(name) <= 7 + MAX_NAME:
             raise SinewError(f"{name[:80]}: expected a camera's name of 1 to {MAX_NAME} characters")
     elif name == "state":
         if len(shape) != 1 or shape[0] > MAX_SIZE or array.dtype.kind not in "biuf":
-            raise _misfit(name, f"at most {MAX_SIZE} numbers", array)
+            raise _mismatch(name, f"at most {MAX_SIZE} numbers", array)
     elif array.size > MAX_NUMBERS or array.dtype.kind not in "biuf":
-        raise _misfit(name, f"at most {MAX_NUMBERS} numbers", array)
+        raise _mismatch(name, f"at most {MAX_NUMBERS} numbers", array)
     elif name == "actions" and (
         len(shape) != 2 or not array.size or shape[0] > MAX_SIZE or not np.isfinite(array).all()
     ):
-        raise _misfit(name, f"finite numbers [H, D], H at most {MAX_SIZE}", array)
+        raise _mismatch(name, f"finite numbers [H, D], H at most {MAX_SIZE}", array)
 
 
-def _misfit(name: str, expected: str, array: np.ndarray) -> SinewError:
+def _mismatch(name: str, expected: str, array: np.ndarray) -> SinewError:
     return SinewError(f"{name[:80]}: expected {expected}, got {array.dtype} {list(array.shape)}")

@@ -138,9 +138,9 @@ class Batcher:
         pays = best if best / found[best] >= GAIN / found[1] else 1
         if self._auto:
             self.limit = pays
-        self.reason = self._told(found, pays)
+        self.reason = self._sentence(found, pays)
 
-    def _told(self, found: dict[int, float], pays: int) -> str:
+    def _sentence(self, found: dict[int, float], pays: int) -> str:
         """Return the measurement in words."""
         times = ", ".join(f"{size}: {1e3 * seconds:.1f} ms" for size, seconds in found.items())
         gain = pays / found[pays] * found[1]

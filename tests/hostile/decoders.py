@@ -30,8 +30,8 @@ from sinew.serve.decode.pickle.machine import load as load_pickle
 from sinew.serve.safety import Safety
 from sinew.serve.wires import evo1, http, openpi
 from sinew.serve.wires.groot.codec import GrootCodec
-from sinew.serve.wires.lerobot.keys import agree
-from sinew.serve.wires.lerobot.keys import observation as lerobot_observation
+from sinew.serve.wires.lerobot.features import agree
+from sinew.serve.wires.lerobot.features import observation as lerobot_observation
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig, read_observation, read_policy_config
 from sinew.serve.wires.native import NativeCodec
 from tests.hostile.mutate import mutate_record

@@ -24,10 +24,10 @@ from sinew.processing import given
 from sinew.processing.arrays import numbers
 from sinew.serve.decode.array import pack
 from sinew.serve.safety import Safety
-from sinew.serve.wires import evo1, http, keys, openpi
+from sinew.serve.wires import evo1, field_names, http, openpi
 from sinew.serve.wires.groot.codec import GrootCodec
-from sinew.serve.wires.lerobot.keys import Agreement
-from sinew.serve.wires.lerobot.keys import observation as lerobot_observation
+from sinew.serve.wires.lerobot.features import Agreement
+from sinew.serve.wires.lerobot.features import observation as lerobot_observation
 from sinew.serve.wires.lerobot.types import TimedObservation
 from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, desk, until
 
@@ -214,10 +214,10 @@ def test_arrays_of_bytes_do_not_become_floats():
     """4 MiB of uint8 were 32 MiB of float64 as a state, 16 MiB of float32 as noise, 32 MiB of a list as a prompt."""
     data, said = np.zeros(4 * MIB, np.uint8), b"\xff" * (4 * MIB)
     for read in (
-        lambda: keys.vector("state", data),
+        lambda: field_names.vector("state", data),
         lambda: openpi.options({"noise": data}),
-        lambda: keys.text("prompt", data),
-        lambda: keys.text("prompt", said),
+        lambda: field_names.text("prompt", data),
+        lambda: field_names.text("prompt", said),
     ):
         with at_most(1), pytest.raises(ObservationError, match="at most 65536|expected text"):
             read()
@@ -227,7 +227,7 @@ def test_a_key_is_not_written_into_each_of_its_members():
     """A key of 1 MB over 256 others was 256 MB: their names were joined."""
     tree = {"k" * MIB: {str(number): 1 for number in range(256)}}
     with at_most(4), pytest.raises(ObservationError, match="keys of at most 512 characters"):
-        keys.flatten(tree)
+        field_names.flatten(tree)
 
 
 def test_texts_of_a_message_are_short_in_all():
@@ -268,7 +268,7 @@ def test_a_refusal_does_not_write_out_what_came(strange):
 def test_two_values_of_one_key_are_refused():
     """The later one won, without a word."""
     with pytest.raises(ObservationError, match="images/front: expected one value, got two"):
-        keys.flatten({"images": {"front": 1}, "images/front": 2})
+        field_names.flatten({"images": {"front": 1}, "images/front": 2})
     with pytest.raises(SinewError, match="each key once, got 'state' twice"):
         openpi.read(b"\x82\xa5state\x01\xa5state\x02")
 

@@ -33,9 +33,9 @@ from sinew.serve.policies import Deployment
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import AddressError, Listen
-from sinew.serve.wires.lerobot import keys as lerobot_keys
+from sinew.serve.wires.lerobot import features as lerobot_features
 from sinew.serve.wires.lerobot import sessions as lerobot_sessions
-from sinew.serve.wires.lerobot.keys import agree, observation
+from sinew.serve.wires.lerobot.features import agree, observation
 from sinew.serve.wires.lerobot.messages import SERVICE, messages
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig as Config
 from sinew.serve.wires.lerobot.types import TimedObservation as Timed
@@ -797,7 +797,7 @@ def test_state_in_the_order_of_the_features():
 
 def test_what_the_policy_does_not_read_is_told_once(caplog, monkeypatch):
     """The protocol has no place for a warning, and robots send what they have."""
-    monkeypatch.setattr(lerobot_keys, "_once", Once(lerobot_keys.logger))
+    monkeypatch.setattr(lerobot_features, "_once", Once(lerobot_features.logger))
     agreement = agree(config("top"), spec("top"))
     raw = {**raw_observation(cameras=("top",)), "stat": 1.0}
     for _ in range(2):

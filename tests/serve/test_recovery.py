@@ -27,7 +27,7 @@ from sinew.serve.process import DESCRIPTORS, HOPELESS, connections_within, raise
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import parse, servers
 from sinew.serve.wires.lerobot.agreements import Agreements, fitting
-from sinew.serve.wires.lerobot.keys import Agreement
+from sinew.serve.wires.lerobot.features import Agreement
 from sinew.serve.wires.lerobot.sessions import Sessions, Waiting
 from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, desk, until
 from tests.serve.puppet import connect as plain

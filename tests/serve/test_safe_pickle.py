@@ -30,7 +30,7 @@ from sinew.rate_limited_log import Once
 from sinew.serve.decode.pickle.arrays import ARRAY_NAMES
 from sinew.serve.decode.pickle.machine import MAX_DEPTH, MAX_NODES, MAX_TEXT, SafePickleError, load
 from sinew.serve.wires.lerobot import types as lerobot_types
-from sinew.serve.wires.lerobot.keys import Agreement, agree, observation
+from sinew.serve.wires.lerobot.features import Agreement, agree, observation
 from sinew.serve.wires.lerobot.types import (
     HELPERS,
     OLD_HELPERS,

@@ -22,7 +22,7 @@ from sinew.convert import convert
 from sinew.core import ObservationError, PolicySpec, RequestError, SinewError
 from sinew.policy import load
 from sinew.serve.decode import array as arrays
-from sinew.serve.wires import http, keys, openpi
+from sinew.serve.wires import field_names, http, openpi
 from tests.convert.openpi_layout import write_checkpoint
 from tests.serve.test_web_wires import BLOCKS, CONFIG, OBSERVED
 
@@ -110,7 +110,9 @@ def test_what_clients_of_the_field_send_beside_is_listed():
     own = {"images": {each.name: np.zeros((8, 8, 3), np.uint8) for each in spec.cameras}, "state": [0.0] * 4}
     read = {"beside": (*openpi.OPTIONS, *openpi.IGNORED)}
     for key in openpi.IGNORED:
-        assert keys.read_observation(keys.flatten({**own, key: np.zeros(6)}), spec, "openpi", **read).images
+        assert field_names.read_observation(
+            field_names.flatten({**own, key: np.zeros(6)}), spec, "openpi", **read
+        ).images
         with pytest.raises(ObservationError, match="cartesian"):
             http.observation(http.HttpMessage({**own, "cartesian_position": [0.0] * 6}), spec)
     row = {f"observation.images.{name}": frame for name, frame in own["images"].items()}
@@ -194,8 +196,8 @@ def test_fuzz_http(spec, body):
 
 
 def test_keys_without_a_map():
-    assert keys.text("prompt", np.array(["go"])) == "go"
+    assert field_names.text("prompt", np.array(["go"])) == "go"
     with pytest.raises(ObservationError, match="levels"):
-        keys.flatten({"a": {"b": {"c": {"d": {"e": 1}}}}})
+        field_names.flatten({"a": {"b": {"c": {"d": {"e": 1}}}}})
     with pytest.raises(ObservationError, match="at most 256 keys"):
-        keys.flatten({str(n): n for n in range(300)})
+        field_names.flatten({str(n): n for n in range(300)})

@@ -24,7 +24,7 @@ from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, R
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 from sinew.serve.transport.listen import reachable
 from sinew.serve.transport.sockets import Dialect
-from sinew.serve.wires import keys
+from sinew.serve.wires import field_names
 
 NAME = "evo1"
 WIDTH = 24  # numbers of a row of the answer, as the original server reshapes its actions
@@ -69,7 +69,7 @@ def observation(message: Evo1Message, spec: PolicySpec, budget: PixelBudget | No
     text, fields = _decoded(message.payload)
     _check_statistics(fields, spec)
     _check_actions(fields["action_mask"], spec.action.dim)
-    state = keys.vector("state", fields["state"])
+    state = field_names.vector("state", fields["state"])
     if len(state) > spec.state.dim and not state[spec.state.dim :].any():
         raise ObservationError(
             "state",
@@ -79,7 +79,7 @@ def observation(message: Evo1Message, spec: PolicySpec, budget: PixelBudget | No
     return Observation(
         images=_images(text, _flags("image_mask", fields["image_mask"]), spec, budget or PixelBudget()),
         state=state,
-        prompt=keys.text("prompt", fields["prompt"]),
+        prompt=field_names.text("prompt", fields["prompt"]),
     )
 
 
@@ -188,7 +188,7 @@ def _check_statistics(fields: dict[str, Any], spec: PolicySpec) -> None:
     """Refuse a request for statistics other than the bundle's; a bundle that names none has no choice of them."""
     arm, _, dataset = spec.embodiment.partition("/")
     for name, own in (("arm_key", arm), ("dataset_key", dataset)):
-        asked = keys.optional_text(name, fields[name])
+        asked = field_names.optional_text(name, fields[name])
         if own and asked and asked != own:
             raise ObservationError(name, f"{own!r}, which this policy was converted for", repr(asked[:100]))
 

@@ -31,7 +31,7 @@ from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.decode.msgpack import MAX_VALUES
 from sinew.serve.transport.errors import JSON
 from sinew.serve.transport.listen import reachable
-from sinew.serve.wires import keys
+from sinew.serve.wires import field_names
 from sinew.serve.wires.openpi import OPTIONS, number, options
 
 NAME = "http"
@@ -57,23 +57,27 @@ def read(body: bytes | bytearray, content_type: str) -> HttpMessage:
     deadline = tree.get("deadline_ms")
     return HttpMessage(
         tree,
-        keys.optional_text("session", tree.get("session")),
+        field_names.optional_text("session", tree.get("session")),
         None if deadline is None else number("deadline_ms", deadline),
-        keys.optional_text("policy", tree.get("policy")),
+        field_names.optional_text("policy", tree.get("policy")),
     )
 
 
 def observation(message: HttpMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises ObservationError."""
-    flat = keys.flatten(_arrays(message.content))
+    flat = field_names.flatten(_arrays(message.content))
     budget = budget or PixelBudget()
     for key, value in flat.items():
-        if isinstance(value, str) and key not in (*keys.PROMPT_KEYS, "session", "policy") and len(value) > 64:
+        if (
+            isinstance(value, str)
+            and key not in (*field_names.PROMPT_KEYS, "session", "policy")
+            and len(value) > 64
+        ):
             flat[key] = compressed_frame(key, from_base64(key, value), budget)
         elif isinstance(value, bytes):
             flat[key] = compressed_frame(key, value, budget)
     beside = (*OPTIONS, "session", "deadline_ms", "policy")
-    return keys.read_observation(
+    return field_names.read_observation(
         flat, spec, NAME, budget.again(), beside, session=message.session, **options(flat)
     )
 
@@ -114,13 +118,13 @@ def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = Non
     """Cameras by the bundle's key map for the wire "openvla"; without one the full image goes to the policy's first
     camera and the wrist images, in the order of the message, to the others. A policy without a state leaves the
     client's alone, as upstream. Raises ObservationError."""
-    flat = keys.flatten(_arrays(act.content))
-    asked = keys.optional_text("unnorm_key", flat.pop("unnorm_key", None))
+    flat = field_names.flatten(_arrays(act.content))
+    asked = field_names.optional_text("unnorm_key", flat.pop("unnorm_key", None))
     if asked and spec.embodiment not in ("", asked, f"{asked}_no_noops"):  # LIBERO's, as upstream
         raise ObservationError(
             "unnorm_key", f"{spec.embodiment}, whose statistics this bundle has", asked[:100]
         )
-    if not keys.key_maps(spec, "openvla"):
+    if not field_names.key_maps(spec, "openvla"):
         names = ["image" if act.single else "full_image", *(key for key in flat if "wrist" in key)]
         cameras = [camera.name for camera in spec.cameras]
         if len(names) > len(cameras):
@@ -134,7 +138,7 @@ def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = Non
         }
         if spec.state.dim == 0 or ("state" not in flat and act.single):  # OpenVLA's clients send none
             flat["state"] = np.zeros(spec.state.dim)
-    return keys.read_observation(flat, spec, "openvla", budget)
+    return field_names.read_observation(flat, spec, "openvla", budget)
 
 
 def act_answer(chunk: ActionChunk, act: Act) -> bytes:
@@ -150,7 +154,7 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
     """A program that needs the standard library and Pillow."""
     images = [
         f'    "{key}": picture({camera.width}, {camera.height}),'
-        for key, camera in zip(keys.camera_keys(spec, NAME).values(), spec.cameras, strict=False)
+        for key, camera in zip(field_names.camera_keys(spec, NAME).values(), spec.cameras, strict=False)
     ]
     return [
         "import base64, io, json, urllib.request",
@@ -162,8 +166,8 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
         "",
         "observation = {",
         *images,
-        f'    "{keys.state_keys(spec, NAME)[0]}": [0.0] * {spec.state.dim},',
-        f'    "{keys.prompt_key(spec, NAME)}": "pick up the red cube",',
+        f'    "{field_names.state_keys(spec, NAME)[0]}": [0.0] * {spec.state.dim},',
+        f'    "{field_names.prompt_key(spec, NAME)}": "pick up the red cube",',
         "}",
         f'request = urllib.request.Request("{reachable(address)}/v1/actions", json.dumps(observation).encode(),',
         f'                                 {{"Content-Type": "{JSON}"}})',

@@ -18,7 +18,7 @@ from sinew.serve.decode.array import pack, unpack
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.transport.listen import reachable
 from sinew.serve.transport.sockets import Dialect
-from sinew.serve.wires import keys
+from sinew.serve.wires import field_names
 
 NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
@@ -44,11 +44,11 @@ def read(payload: bytes) -> OpenPIMessage:
     tree = unpack(payload)
     if not isinstance(tree, Mapping):
         raise RequestError(f"expected a map of observation keys, got {type(tree).__name__}")
-    flat = keys.flatten(tree)
-    endpoint = keys.text("endpoint", flat.get("endpoint", "infer"))
+    flat = field_names.flatten(tree)
+    endpoint = field_names.text("endpoint", flat.get("endpoint", "infer"))
     if endpoint not in ("infer", "reset"):
         raise RequestError(f"endpoint: expected infer or reset, got {endpoint[:40]!r}")
-    session = keys.optional_text("session_id", flat.get("session_id"))
+    session = field_names.optional_text("session_id", flat.get("session_id"))
     deadline = flat.get("deadline_ms")
     return OpenPIMessage(
         endpoint, session, None if deadline is None else number("deadline_ms", deadline), flat
@@ -58,7 +58,7 @@ def read(payload: bytes) -> OpenPIMessage:
 def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises ObservationError. Frames in [0, 1] become bytes as openpi makes them: times 255, rounded down."""
     flat = {key: value for key, value in message.content.items() if key not in _NOT_OBSERVED}
-    made = keys.read_observation(
+    made = field_names.read_observation(
         flat, spec, NAME, budget, (*OPTIONS, *IGNORED), session=message.session, **options(flat)
     )
     if all(frame.dtype == np.uint8 for frame in made.images.values()):
@@ -78,13 +78,15 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("noise", "previous"):
         if flat.get(name) is not None:
             with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
-                found[name] = keys.numbers(name, flat[name], keys.MAX_NUMBERS).astype(np.float32)
+                found[name] = field_names.numbers(name, flat[name], field_names.MAX_NUMBERS).astype(
+                    np.float32
+                )
     for name in ("time", "beta"):
         if flat.get(name) is not None:
             found[name] = number(name, flat[name])
     for name in ("rtc", "schedule"):
         if flat.get(name) is not None:
-            found[name] = keys.text(name, flat[name])
+            found[name] = field_names.text(name, flat[name])
     return found
 
 
@@ -137,7 +139,7 @@ def reset_answer() -> bytes:
 def metadata(spec: PolicySpec, server: Mapping[str, Any]) -> bytes:
     """The first frame of a connection. The names in front are those that vLLM-Omni's clients look for."""
     first = spec.cameras[0]
-    cameras = keys.camera_keys(spec, NAME)
+    cameras = field_names.camera_keys(spec, NAME)
     wrists = [name for name, key in cameras.items() if "wrist" in f"{name} {key}"]
     return pack(
         {
@@ -149,8 +151,8 @@ def metadata(spec: PolicySpec, server: Mapping[str, Any]) -> bytes:
             "needs_wrist_camera": bool(wrists),
             "needs_session_id": False,
             "image_keys": list(cameras.values()),
-            "state_keys": list(keys.state_keys(spec, NAME)),
-            "prompt_key": keys.prompt_key(spec, NAME),
+            "state_keys": list(field_names.state_keys(spec, NAME)),
+            "prompt_key": field_names.prompt_key(spec, NAME),
             **server,
         }
     )
@@ -158,19 +160,19 @@ def metadata(spec: PolicySpec, server: Mapping[str, Any]) -> bytes:
 
 def guide(spec: PolicySpec, address: str) -> list[str]:
     """A program for PyPI's openpi-client."""
-    maps = keys.key_maps(spec, NAME)
+    maps = field_names.key_maps(spec, NAME)
     first = maps[0].channels_first if maps else False
     fields: list[tuple[str, str]] = []
-    for camera, key in keys.camera_keys(spec, NAME).items():
+    for camera, key in field_names.camera_keys(spec, NAME).items():
         size = next(each for each in spec.cameras if each.name == camera)
         shape = f"3, {size.height}, {size.width}" if first else f"{size.height}, {size.width}, 3"
         fields.append((key, f"np.zeros(({shape}), np.uint8)"))
-    state = keys.state_keys(spec, NAME)
+    state = field_names.state_keys(spec, NAME)
     sizes = (
         [spec.state.dim] if len(state) == 1 else [spec.state.dim - len(state) + 1] + [1] * (len(state) - 1)
     )
     fields += [(key, f"np.zeros({size})") for key, size in zip(state, sizes, strict=True)]
-    fields.append((keys.prompt_key(spec, NAME), '"pick up the red cube"'))
+    fields.append((field_names.prompt_key(spec, NAME), '"pick up the red cube"'))
     address = reachable(address)
     return [
         "import numpy as np",

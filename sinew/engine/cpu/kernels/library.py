@@ -58,8 +58,8 @@ def extension() -> Extension:
     return found
 
 
-def _load(wish: str) -> Extension:
-    if wish == "off":
+def _load(asked: str) -> Extension:
+    if asked == "off":
         return Extension("reference", f"{SWITCH}=off")
     built = build()
     if built.path is None:
@@ -69,9 +69,9 @@ def _load(wish: str) -> Extension:
     except OSError as error:
         return Extension("reference", f"{built.path} does not load: {error}")
     names = kernel_names(library)
-    if wish and wish not in names:
-        return Extension("reference", f"{SWITCH}={wish}: this CPU has {', '.join(names)}", names)
-    index = names.index(wish) if wish else 0
+    if asked and asked not in names:
+        return Extension("reference", f"{SWITCH}={asked}: this CPU has {', '.join(names)}", names)
+    index = names.index(asked) if asked else 0
     multiply = partial(_multiply, library, index)
     floats = FloatKernels.compiled(library, index)
     if wrong := differs(multiply) or float_kernels.differs(floats):

@@ -42,8 +42,8 @@ from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
+from sinew.serve.wires.field_names import MAX_NUMBERS, frame, text
 from sinew.serve.wires.groot.names import Names
-from sinew.serve.wires.keys import MAX_NUMBERS, frame, text
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinew.core import CameraSpec, ObservationError, PolicySpec, did_you_mean
-from sinew.serve.wires.keys import key_maps
+from sinew.serve.wires.field_names import key_maps
 
 PROMPT = (
     "annotation.human.task_description"  # where the bundle says nothing: what most of GR00T's robots send

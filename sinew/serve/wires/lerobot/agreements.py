@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sinew.core import PolicySpec
-from sinew.serve.wires.lerobot.keys import Agreement
+from sinew.serve.wires.lerobot.features import Agreement
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from sinew.core import BusyError, Observation, RequestError, SinewError
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires.lerobot.agreements import Agreements
-from sinew.serve.wires.lerobot.keys import Agreement
+from sinew.serve.wires.lerobot.features import Agreement
 from sinew.serve.wires.lerobot.messages import BEGIN, END, MIDDLE, parse
 
 logger = logging.getLogger(__name__)

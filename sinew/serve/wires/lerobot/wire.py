@@ -27,9 +27,9 @@ from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
 from sinew.serve.service import Service, UnauthorizedError, key_of, printable
 from sinew.serve.transport.listen import AddressError, Listen, reachable
-from sinew.serve.wires import keys
+from sinew.serve.wires import field_names
 from sinew.serve.wires.lerobot.agreements import fitting, state_folder
-from sinew.serve.wires.lerobot.keys import DEFAULT_HZ, Agreement, agree, observation
+from sinew.serve.wires.lerobot.features import DEFAULT_HZ, Agreement, agree, observation
 from sinew.serve.wires.lerobot.messages import SERVICE, actions_message, parse
 from sinew.serve.wires.lerobot.sessions import NoPolicyError, RobotSession, Sessions, TooSlowError, Waiting
 from sinew.serve.wires.lerobot.types import read_observation, read_policy_config, write_actions
@@ -373,5 +373,5 @@ def _key(context: Any) -> str | bytes | None:
 
 def _robot_names(spec: PolicySpec) -> list[str]:
     """What the robot should call the policy's cameras."""
-    by_bundle = keys.camera_keys(spec, NAME) if keys.key_maps(spec, NAME) else {}
+    by_bundle = field_names.camera_keys(spec, NAME) if field_names.key_maps(spec, NAME) else {}
     return [by_bundle.get(each.name, each.name).removeprefix("observation.images.") for each in spec.cameras]

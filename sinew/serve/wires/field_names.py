@@ -95,7 +95,7 @@ def read_observation(
     **extra: Any,
 ) -> Observation:
     """The observation in a flattened mapping of arrays, numbers and text. A key that nothing reads is refused: it may
-    be a camera or a state misspelt, or a wish that would not be followed.
+    be a camera or a state misspelt, or an option that would not be followed.
 
     beside: keys that the wire reads apart, or leaves alone for a reason of its own. extra: further fields of the
     Observation. Raises ObservationError with the key that is missing, wrong or unknown.

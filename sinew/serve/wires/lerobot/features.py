@@ -18,7 +18,7 @@ from sinew.core import Observation, ObservationError, PolicySpec
 from sinew.processing.arrays import KINDS
 from sinew.rate_limited_log import Once
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
-from sinew.serve.wires import keys
+from sinew.serve.wires import field_names
 from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, TimedObservation
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def agree(config: RemotePolicyConfig, spec: PolicySpec) -> Agreement:
     _same_policy(config, spec)
     if config.actions_per_chunk < 1:
         raise ObservationError("actions_per_chunk", "a number above 0", str(config.actions_per_chunk))
-    bundle = next(iter(keys.key_maps(spec, "lerobot")), None)
+    bundle = next(iter(field_names.key_maps(spec, "lerobot")), None)
     features = _renamed(config)
     state = _state_names(features, spec)
     if bundle is not None and not set(bundle.state) <= {_STATE}:
@@ -91,7 +91,7 @@ def observation(
         frame = _value(raw, key)
         if not isinstance(frame, np.ndarray):
             raise ObservationError(key, "an array [height, width, 3]", type(frame).__name__)
-        frame = keys.frame(key, frame, budget, agreement.channels_first)
+        frame = field_names.frame(key, frame, budget, agreement.channels_first)
         images[camera] = np.require(frame, requirements="A")
     task = raw.get(agreement.prompt, raw.get("task", ""))
     if not isinstance(task, str):
@@ -102,7 +102,7 @@ def observation(
     return Observation(
         images=images,
         state=state,
-        prompt=keys.text(agreement.prompt, task),
+        prompt=field_names.text(agreement.prompt, task),
         time=timed.timestamp,
     )
 
