@@ -5,8 +5,9 @@ A head is asked several times (flow matching, diffusion) or once (regression). I
     x <- keep * x + gain * act(x, time_embedding, context)
 
 with numbers that depend on the step alone: Euler keeps x and adds dt times a velocity, a single pass keeps nothing
-and takes the output as it is, a linear multi-step or DDIM sampler has a table. The loop works on anything that can be
-added and multiplied by a number, so engines without torch use it too.
+and takes the output as it is. Diffusion adds a share of the actions that it estimates, cut at a bound, and some steps
+add noise. The loop works on anything that can be added and multiplied by a number, so engines without torch use it
+too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from sinew_client.solver import FLOW, SINGLE, Array, Solver, Step
+from sinew_client.solver import FLOW, SINGLE, Array, NoiseLevels, Solver, Step, drawn
 
-__all__ = ["FLOW", "SINGLE", "Guidance", "Solver", "Step", "solve"]
+__all__ = ["FLOW", "SINGLE", "Guidance", "NoiseLevels", "Solver", "Step", "drawn", "solve"]
 
 
 class Guidance(Protocol):
@@ -37,7 +38,7 @@ class Guidance(Protocol):
 
 def solve(
     act: Callable[[Any, Any], Any],
-    x: Array,
+    noise: Array,
     steps: Sequence[Step],
     time_embeddings: Iterable[Any],
     after_step: Callable[[], None] | None = None,
@@ -45,15 +46,17 @@ def solve(
 ) -> Array:
     """Return x [B, H, A] after all ``steps`` (of :meth:`Solver.steps`).
 
+    noise: [B, H, A], where x begins; of a solver that draws more, [B, D, H, A] (:func:`sinew_client.solver.drawn`).
     act: (x, time_embedding) -> output [B, H, A]. time_embeddings: what the head takes from each step's time, in
     order; they may be computed lazily. after_step runs after each step: timing, cancellation.
     """
+    x = drawn(noise, 0)
     for step, time_embedding in zip(steps, time_embeddings, strict=True):
         if guidance is None:
             output = act(x, time_embedding)
         else:
             output = guidance(partial(_at, act, time_embedding), x, step)
-        x = step.advance(x, output)
+        x = step.advance(x, output, noise)
         if after_step:
             after_step()
     return x

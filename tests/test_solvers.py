@@ -10,7 +10,7 @@ import pytest
 
 from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError
-from sinew.solvers import FLOW, SINGLE, Solver, Step, solve
+from sinew.solvers import FLOW, SINGLE, NoiseLevels, Solver, Step, drawn, solve
 
 
 def test_times_are_those_of_the_reference_once_rounded():
@@ -56,6 +56,84 @@ def test_a_table_is_ddim():
         solver.steps(4)
 
 
+def levels(predicts: str, fresh: bool, **other) -> Solver:
+    return Solver("diffusion", levels=NoiseLevels(100, predicts=predicts, fresh=fresh, **other))
+
+
+@pytest.mark.parametrize("steps", [1, 7, 10, 100])
+@pytest.mark.parametrize("predicts", ["epsilon", "sample"])
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("betas", ["squaredcos_cap_v2", "linear"])
+def test_a_head_that_knows_the_actions_is_led_to_them(betas, fresh, predicts, steps):
+    """Whatever noise is added on the way: the last step adds none."""
+    solver = levels(predicts, fresh, betas=betas)
+    clean, kept = np.array([[[0.3, -1.2]]]), solver.levels.alphas().astype(float)
+    noise = np.random.default_rng(1).standard_normal((1, max(solver.draws(steps), 1), 1, 2))
+    seen = []
+
+    def head(x, level):
+        seen.append(level)
+        a = kept[int(level)]
+        return clean if predicts == "sample" else (x - math.sqrt(a) * clean) / math.sqrt(1 - a)
+
+    got = solve(head, noise, solver.steps(steps), solver.times(steps))
+    assert seen == [float(k * (100 // steps)) for k in reversed(range(steps))]
+    assert np.allclose(got, clean, atol=1e-5)
+
+
+def test_ddpm_adds_the_noise_of_each_step_but_the_last_and_ddim_none():
+    ddpm, ddim = levels("sample", True).steps(5), levels("sample", False).steps(5)
+    assert [step.draw for step in ddpm] == [1, 2, 3, 4, 0]
+    assert all(step.fresh > 0 for step in ddpm[:-1])
+    assert ddpm[-1].fresh == 0.0
+    assert not any(step.fresh or step.draw for step in ddim)
+    assert levels("sample", True).draws(5) == 5
+    assert levels("sample", False).draws(5) == 1
+    x, output = np.zeros((1, 1, 2)), np.zeros((1, 1, 2))
+    noise = np.arange(10.0).reshape(1, 5, 1, 2)
+    assert np.array_equal(ddpm[2].advance(x, output, noise), ddpm[2].fresh * noise[:, 3])
+    assert np.array_equal(drawn(noise, 3), noise[:, 3])
+    assert drawn(x, 3) is x
+
+
+def test_the_estimated_actions_are_cut_at_the_bound():
+    """A head that hears no noise at the noisiest level takes all of x for actions, thousands of times as large."""
+    x, silent = np.array([[[1.0, -2.0]]]), np.zeros((1, 1, 2))
+    free, cut = (levels("epsilon", False, clip=clip).steps(100)[0] for clip in (0.0, 0.5))
+    assert (abs(free.estimate.of(x, silent)) > 10).all()
+    assert np.array_equal(cut.estimate.of(x, silent), [[[0.5, -0.5]]])
+    assert np.array_equal(cut.advance(x, silent), cut.estimate.weight * np.array([[[0.5, -0.5]]]))
+    assert np.array_equal(
+        levels("sample", False, clip=0.5).steps(100)[0].estimate.of(silent, x), [[[0.5, -0.5]]]
+    )
+
+
+def test_outputs_are_mixed_with_the_noise_that_it_began_with():
+    """X-VLA's: x is noise * t + actions * (1 - t), of the newest actions; the last output is the answer."""
+    solver, noise, seen = Solver("renoise"), np.array([[[1.0, -3.0]]]), []
+
+    def head(x, t):
+        seen.append(x)
+        return np.full_like(x, 10 * t)
+
+    got = solve(head, noise, solver.steps(4), solver.times(4))
+    assert np.array_equal(got, np.full_like(noise, 2.5))
+    wanted = [noise, noise * 0.75 + 10 * 0.25, noise * 0.5 + 7.5 * 0.5, noise * 0.25 + 5 * 0.75]
+    assert np.array_equal(seen, wanted)
+    upwards = Solver("renoise", start=0.0, end=1.0)
+    assert [step.fresh for step in upwards.steps(4)] == [0.75, 0.5, 0.25, 0.0]
+    assert solver.denoised(noise, got, 0.5) is got
+
+
+def test_more_steps_than_levels_are_refused():
+    solver = levels("epsilon", False)
+    assert solver.most_steps == 100
+    assert solver.fixed_steps is None
+    with pytest.raises(ValueError, match="expected at most 100, got 101"):
+        solver.steps(101)
+    assert solver.draws(1 << 60) == 1  # of an untrusted number, before it is looked at
+
+
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("gain", [-0.5, 1.0])
 def test_a_step_keeps_and_gains_what_it_says(keep, gain):
@@ -87,7 +165,7 @@ def test_the_estimate_of_a_constant_velocity_is_where_it_leads(start, end):
 def test_the_estimate_of_a_single_pass_is_its_output_and_a_table_has_none():
     output = np.array([[1.0, 2.0]])
     assert SINGLE.denoised(np.full((1, 2), np.nan), output, 0.5) is output
-    with pytest.raises(ValueError, match="a table has no estimate"):
+    with pytest.raises(ValueError, match="kind table has no estimate"):
         Solver("table", table=((0.5, 0.0, 1.0),)).denoised(output, output, 0.5)
 
 
@@ -115,6 +193,15 @@ def test_guidance_replaces_the_output_of_each_step():
         ({"kind": "euler", "start": 1.0, "end": 1.0}, "expected start and end to differ"),
         ({"kind": "table"}, "rows of a table"),
         ({"kind": "single", "table": [[0.5, 0.0, 1.0]]}, "rows of a table with kind table alone"),
+        ({"kind": "diffusion"}, "expected levels with kind diffusion alone"),
+        ({"kind": "euler", "levels": {"count": 5}}, "expected levels with kind diffusion alone"),
+        ({"kind": "diffusion", "levels": {"count": 0}}, "count: expected 1 to 100000, got 0"),
+        (
+            {"kind": "diffusion", "levels": {"count": 5, "last_beta": 1.0}},
+            "expected first_beta up to last_beta",
+        ),
+        ({"kind": "diffusion", "levels": {"count": 5, "clip": -1.0}}, "clip: expected 0 or more"),
+        ({"kind": "renoise", "start": 1.0, "end": 1.0}, "expected start and end to differ"),
         ({"kind": "heun"}, "Invalid enum value 'heun'"),
         ({"steps": 3}, "unknown field 'steps'"),
     ],

@@ -140,8 +140,9 @@ class Processor:
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
         if observation.time is not None:  # it is echoed, and JSON has no word for infinity
             _vector(observation.time, "time", (), np.float64)
-        fixed = self.spec.solver.fixed_steps
-        _integer(observation.solver_steps, "solver_steps", fixed or 1, fixed or MAX_SOLVER_STEPS)
+        solver = self.spec.solver
+        most = min(solver.most_steps or MAX_SOLVER_STEPS, MAX_SOLVER_STEPS)
+        _integer(observation.solver_steps, "solver_steps", solver.fixed_steps or 1, most)
         check_continuation(observation, self.spec)
         return state, normalized, tokens
 
@@ -188,14 +189,16 @@ class Processor:
         return ModelInputs(stacked, seen, tokens, token_mask, self._padded(normalized), raw)
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
-        """Start of the solver, float32 [H, padded_action_dim], and the seed it came from (None if there is none).
+        """Start of the solver, float32 [H, padded_action_dim], and the seed it came from (None if there is none). Of a
+        solver that draws more, [D, H, padded_action_dim].
 
         Seeded noise is drawn by numpy's PCG64, so it is the same on every device and engine.
         """
         given, kind = self._noise(observation), self.spec.solver.noise
         if given is not None:
             return given, None
-        shape = (self.spec.noise_shape[0], self.recipe.padded_action_dim)
+        *draws, rows, _ = self.spec.noises(observation.solver_steps)
+        shape = (*draws, rows, self.recipe.padded_action_dim)
         if kind == "zeros":
             return np.zeros(shape, np.float32), None
         seed = secrets.randbits(63) if observation.seed is None else int(observation.seed)
@@ -267,7 +270,7 @@ class Processor:
             return None
         if self.spec.solver.noise == "zeros":
             raise ObservationError("noise", "none, because this policy starts from zeros", "noise")
-        return _vector(observation.noise, "noise", self.spec.noise_shape)
+        return _vector(observation.noise, "noise", self.spec.noises(observation.solver_steps))
 
     def _tokens(self, observation: Observation, state: np.ndarray) -> np.ndarray:
         if not isinstance(observation.prompt, str):

@@ -100,7 +100,10 @@ def test_a_specification_with_all_there_is() -> None:
         ({"cameras": "front"}, "policy.cameras: expected a list"),
         ({"action": None}, "policy.action: expected a map, got None"),
         ({"action": {"dim": 0}}, "policy.action.dim: expected 1 or more, got 0"),
-        ({"solver": {"kind": "magic"}}, "policy.solver.kind: expected one of euler, single, table"),
+        (
+            {"solver": {"kind": "magic"}},
+            "policy.solver.kind: expected one of euler, single, renoise, diffusion, table",
+        ),
         ({"solver": {"kind": "table"}}, "policy.solver: .*rows of a table"),
         (
             {"solver": {"kind": "table", "table": [[1, 2]]}},

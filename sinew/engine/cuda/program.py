@@ -25,7 +25,7 @@ from sinew.engine.example import Inputs
 from sinew.engine.plan.plan import Plan
 from sinew.models.base import Context, Speaker
 from sinew.processing import ModelInputs
-from sinew.solvers import solve
+from sinew.solvers import drawn, solve
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,15 @@ class Program:
         self.prompt = processing.prompt
         self.time_embeddings = plan.time_embeddings(key.steps)
         self.steps = self.model.solver.steps(key.steps)
+        draws = self.model.solver.draws(key.steps)
+        self.noises = (*((draws,) if draws > 1 else ()), *self.model.noise_shape)
         image = processing.image
         fields: dict[str, Field] = {
             "camera_mask": ((key.views,), torch.bool),
             "tokens": ((key.tokens,), torch.int64),
             "token_mask": ((key.tokens,), torch.bool),
             "state": ((self.model.state_size,), torch.float32),
-            "noise": (self.model.noise_shape, torch.float32),
+            "noise": (self.noises, torch.float32),
         }
         self.patches: Patches | None = None
         if key.sizes:
@@ -157,7 +159,8 @@ class Program:
 
     def advance(self, step: int) -> None:
         """Move ``x`` by the output of the step that was just replayed."""
-        self.x.copy_(self.steps[step].advance(self.x, self.recorded("step").result))
+        noise = self.staging.device["noise"][None]
+        self.x.copy_(self.steps[step].advance(self.x, self.recorded("step").result, noise))
 
     def chunk(self) -> None:
         context = self._read(self.vision())
@@ -169,7 +172,7 @@ class Program:
     def begin(self) -> None:
         """The start of the solver, for steps that run apart. After "read" was replayed."""
         self.recorded("step")  # first: recording runs it, and it moves x
-        self.x.copy_(self.staging.device["noise"][None])
+        self.x.copy_(drawn(self.staging.device["noise"][None], 0))
 
     def finish(self) -> None:
         """From ``x`` to ``actions``, after the last step."""

@@ -22,7 +22,7 @@ from sinew.engine.onnx.graphs import CONTEXT, NEWEST, ONE_SCALE, PROMPT, STAGES,
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.engine.onnx.sessions import open_axis, open_session, session_options
 from sinew.processing import ModelInputs
-from sinew.solvers import Guidance, Solver, solve
+from sinew.solvers import Guidance, Solver, drawn, solve
 from sinew.steps.action_tokens.base import ActionTokens
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class OnnxEngine(Engine):
         watch, table = watch or Watch(), self._table(steps)
         for words in self.graphs.speaks:
             return self._speak(context, words, watch)
-        act = self._act(context, noise, table[:1])
+        act = self._act(context, drawn(noise, 0), table[:1])
         if watch.trace is not None:
             act = _noted(act, watch.trace)
         time_embeddings = np.split(table, len(table))

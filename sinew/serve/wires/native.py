@@ -12,6 +12,7 @@ vla.cpp's clients send token ids, a zero-padded state and unnamed images, and re
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -389,10 +390,10 @@ def _state(deployment: Deployment, request: PredictRequest) -> np.ndarray:
 def _noise(spec: PolicySpec, request: PredictRequest) -> np.ndarray | None:
     if not request.noise:
         return None
-    rows, columns = spec.noise_shape
+    shape = spec.noises(request.solver_steps if request.HasField("solver_steps") else None)
     noise = np.array(request.noise, np.float32)  # of hundreds: read at once, which costs more for a few
-    if noise.size != rows * columns or not noise.size:
+    if noise.size != math.prod(shape) or not noise.size:
         raise ObservationError(
-            "noise", f"0 or {rows * columns} values (chunk_size {rows} x {columns})", f"{noise.size}"
+            "noise", f"0 or {math.prod(shape)} values ({' x '.join(map(str, shape))})", f"{noise.size}"
         )
-    return noise.reshape(rows, columns)
+    return noise.reshape(shape)

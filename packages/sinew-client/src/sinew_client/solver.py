@@ -1,29 +1,142 @@
 """What the outputs of a head mean, as data: part of what a policy says of itself.
 
-A step has the form ``x <- keep * x + gain * output`` with numbers that depend on the step alone.
+A step has the form ``x <- keep * x + gain * output``, and of some solvers ``+ weight * estimate + fresh * noise``, with
+numbers that depend on the step alone.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
+
 Array = TypeVar("Array")  # a tensor, or an array of an engine without torch
+
+LARGEST_BETA = 0.999  # of "squaredcos_cap_v2"
+SMALLEST_VARIANCE = 1e-20  # of DDPM's noise, before its root is taken
+MAX_LEVELS = 100_000
+
+
+class Estimate(NamedTuple):
+    """What a step takes the actions to be: ``(x - sigma * output) / alpha``, or the output itself where ``alpha`` is 0;
+    cut at +-``clip``."""
+
+    weight: float
+    sigma: float = 0.0
+    alpha: float = 0.0
+    clip: float = math.inf
+
+    def of(self, x: Any, output: Any) -> Any:
+        found = (x - self.sigma * output) / self.alpha if self.alpha else output
+        return found if self.clip == math.inf else found.clip(-self.clip, self.clip)
 
 
 class Step(NamedTuple):
-    """One evaluation: at ``time``, then ``keep * x + gain * output``. Python floats, so double precision."""
+    """One evaluation: at ``time``, then ``keep * x + gain * output``. Python floats, so double precision.
+
+    estimate: its ``weight`` times what it is is added. fresh: times the noise of number ``draw`` is added; noise 0 is
+    where the solution began.
+    """
 
     time: float
     keep: float
     gain: float
+    estimate: Estimate | None = None
+    fresh: float = 0.0
+    draw: int = 0
 
-    def advance(self, x: Array, output: Array) -> Array:
-        moved: Any = output if self.gain == 1.0 else self.gain * output  # type: ignore[operator]
-        if self.keep == 0.0:
-            return moved
-        kept: Any = x if self.keep == 1.0 else self.keep * x  # type: ignore[operator]
-        return kept + moved
+    def advance(self, x: Array, output: Array, noise: Any = None) -> Array:
+        """Return the x of the next step. noise: what :func:`drawn` takes."""
+        parts: list[Any] = []
+        given: Any = output
+        if self.keep != 0.0:
+            parts.append(x if self.keep == 1.0 else self.keep * x)  # type: ignore[operator]
+        if self.gain != 0.0 or self.estimate is None:
+            parts.append(given if self.gain == 1.0 else self.gain * given)
+        if self.estimate is not None:
+            parts.append(self.estimate.weight * self.estimate.of(x, given))
+        if self.fresh != 0.0:
+            parts.append(self.fresh * drawn(noise, self.draw))
+        moved = parts[0]
+        for part in parts[1:]:
+            moved = moved + part
+        return moved
+
+
+def drawn(noise: Any, index: int) -> Any:
+    """Return the noise of a number, [B, H, A], of what a solution draws: [B, D, H, A], or [B, H, A] of one that draws
+    once."""
+    return noise[:, index] if noise.ndim == 4 else noise
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """The noise levels of a diffusion model, and what its head says at one: diffusers' DDIM and DDPM.
+
+    count:  levels it was trained with. A solution in n steps visits the first of each count // n, from the last on.
+    betas:  "squaredcos_cap_v2", or "linear" from ``first_beta`` to ``last_beta``.
+    predicts: "epsilon", the noise in x, or "sample", the actions.
+    clip:   bound of the estimated actions in model units; 0: none.
+    fresh:  each step but the last adds noise of its own (DDPM); without, it is DDIM with eta 0.
+    """
+
+    count: int
+    betas: Literal["squaredcos_cap_v2", "linear"] = "squaredcos_cap_v2"
+    first_beta: float = 0.0001
+    last_beta: float = 0.02
+    predicts: Literal["epsilon", "sample"] = "epsilon"
+    clip: float = 0.0
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MAX_LEVELS:
+            raise ValueError(f"levels: count: expected 1 to {MAX_LEVELS}, got {self.count}")
+        if not (0.0 < self.first_beta <= self.last_beta < 1.0):
+            raise ValueError(
+                f"levels: expected first_beta up to last_beta within 0 and 1, got {self.first_beta}, {self.last_beta}"
+            )
+        if not (self.clip >= 0.0 and math.isfinite(self.clip)):
+            raise ValueError(f"levels: clip: expected 0 or more, got {self.clip}")
+
+    def alphas(self) -> np.ndarray:
+        """Return how much of the actions' variance each level keeps, float32 [count], falling: the products of
+        1 - beta, which the reference sums up in double precision and keeps in single."""
+        if self.betas == "linear":
+            betas = np.linspace(self.first_beta, self.last_beta, self.count, dtype=np.float32)
+        else:
+
+            def kept(part: float) -> float:
+                return math.cos((part + 0.008) / 1.008 * math.pi / 2) ** 2
+
+            n = self.count
+            ratios = [min(1 - kept((i + 1) / n) / kept(i / n), LARGEST_BETA) for i in range(n)]
+            betas = np.array(ratios, np.float32)
+        return np.cumprod((np.float32(1) - betas).astype(np.float64)).astype(np.float32)
+
+    def steps(self, count: int) -> list[Step]:
+        stride, alphas, found = self.count // count, self.alphas(), []
+        one = np.float32(1)
+        for k in range(count):
+            level = (count - 1 - k) * stride
+            before = level - stride
+            a, b = alphas[level], alphas[before] if before >= 0 else one
+            sigma, alpha = float(np.sqrt(one - a)), float(np.sqrt(a))
+            of_noise, clip = self.predicts == "epsilon", self.clip or math.inf
+            if self.fresh:
+                ratio = a / b
+                weight = float(np.sqrt(b) * (one - ratio) / (one - a))
+                keep = float(np.sqrt(ratio) * (one - b) / (one - a))
+                variance = max(float((one - b) / (one - a) * (one - ratio)), SMALLEST_VARIANCE)
+                gain, fresh = 0.0, math.sqrt(variance) if level > 0 else 0.0
+            else:
+                weight, fresh = float(np.sqrt(b)), 0.0
+                spread = float(np.sqrt(one - b))
+                keep, gain = (0.0, spread) if of_noise else (spread / sigma, -spread * alpha / sigma)
+            estimate = Estimate(weight, sigma, alpha, clip) if of_noise else Estimate(weight, clip=clip)
+            found.append(Step(float(level), keep, gain, estimate, fresh, k + 1 if fresh else 0))
+        return found
 
 
 @dataclass(frozen=True)
@@ -31,53 +144,76 @@ class Solver:
     """How noise becomes actions. Part of a policy's specification, so it travels in bundles.
 
     kind:   "euler" integrates a velocity from ``start`` to ``end`` in equal steps; "single" takes the output of one
-            evaluation as the actions; "table" has its steps written out.
+            evaluation as the actions; "renoise" takes each output for the actions and mixes them with the noise that
+            it began with, which falls from ``start`` to ``end``; "diffusion" goes through ``levels``; "table" has its
+            steps written out.
     start, end: the time of noise and of actions: 1 to 0 in openpi and LeRobot, 0 to 1 in GR00T and Evo-1.
     noise:  what x is at the start: "normal" (standard), "uniform" in [-1, 1], or "zeros".
-    table:  of "table", rows (time, keep, gain). DDIM without clipping from noise level a_k to a_j (cumulative alphas)
-            of a head that predicts the noise: keep = sqrt(a_j / a_k), gain = sqrt(1 - a_j) - keep * sqrt(1 - a_k).
+    table:  of "table", rows (time, keep, gain).
+    levels: of "diffusion".
     """
 
-    kind: Literal["euler", "single", "table"] = "euler"
+    kind: Literal["euler", "single", "renoise", "diffusion", "table"] = "euler"
     start: float = 1.0
     end: float = 0.0
     noise: Literal["normal", "uniform", "zeros"] = "normal"
     table: tuple[tuple[float, float, float], ...] = ()
+    levels: NoiseLevels | None = None
 
     def __post_init__(self) -> None:
-        if self.kind == "euler" and self.start == self.end:
+        if self.kind in ("euler", "renoise") and self.start == self.end:
             raise ValueError(f"solver: expected start and end to differ, got {self.start} twice")
         if (self.kind == "table") != bool(self.table):
             raise ValueError(
                 f"solver: expected rows of a table with kind table alone, got kind {self.kind!r}"
             )
+        if (self.kind == "diffusion") != (self.levels is not None):
+            raise ValueError(f"solver: expected levels with kind diffusion alone, got kind {self.kind!r}")
 
     @property
     def fixed_steps(self) -> int | None:
         """The only possible number of steps, None where a request may choose."""
-        return {"single": 1, "table": len(self.table), "euler": None}[self.kind]
+        fixed: dict[str, int] = {"single": 1, "table": len(self.table)}
+        return fixed.get(self.kind)
+
+    @property
+    def most_steps(self) -> int | None:
+        """The largest possible number of steps, None where there is none."""
+        return self.levels.count if self.levels is not None else self.fixed_steps
+
+    def draws(self, count: int) -> int:
+        """Return how many noises a solution in ``count`` steps draws, that of its start included."""
+        return count if self.levels is not None and self.levels.fresh else 1
 
     def steps(self, count: int) -> list[Step]:
         """Return the evaluations of a solution in ``count`` steps. Raises ValueError for an impossible number."""
         if count < 1 or self.fixed_steps not in (None, count):
             raise ValueError(f"solver_steps: expected {self.fixed_steps or '1 or more'}, got {count}")
+        if self.most_steps is not None and count > self.most_steps:
+            raise ValueError(f"solver_steps: expected at most {self.most_steps}, got {count}")
+        if self.levels is not None:
+            return self.levels.steps(count)
         if self.kind == "single":
             return [Step(self.start, 0.0, 1.0)]
         if self.kind == "table":
             return [Step(*row) for row in self.table]
         span = self.end - self.start
         # k / n and not k * (1 / n): time buckets of GR00T and Evo-1 are cut from this very quotient.
-        return [Step(self.start + k * span / count, 1.0, span / count) for k in range(count)]
+        times = [self.start + k * span / count for k in range(count)]
+        if self.kind == "euler":
+            return [Step(time, 1.0, span / count) for time in times]
+        left = [(time - self.end) / -span for time in [*times[1:], self.end]]  # of the noise, after each step
+        return [Step(time, 0.0, 1.0 - part, fresh=part) for time, part in zip(times, left)]
 
     def times(self, count: int) -> list[float]:
         return [step.time for step in self.steps(count)]
 
     def denoised(self, x: Any, output: Any, time: float) -> Any:
         """Return the actions that one step of Euler from ``time`` to the end would give: the estimate that guidance
-        compares with what it wants. Raises ValueError for a table, whose rows do not tell it."""
-        if self.kind == "table":
-            raise ValueError("solver: a table has no estimate of the denoised actions")
-        return output if self.kind == "single" else x + (self.end - time) * output
+        compares with what it wants. Raises ValueError for a solver that integrates no velocity."""
+        if self.kind in ("table", "diffusion"):
+            raise ValueError(f"solver: kind {self.kind} has no estimate of the denoised actions")
+        return x + (self.end - time) * output if self.kind == "euler" else output
 
 
 FLOW = Solver()  # openpi's and LeRobot's convention: t = 1 is noise, t = 0 are actions

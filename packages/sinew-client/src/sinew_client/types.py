@@ -12,7 +12,7 @@ import numpy as np
 
 from sinew_client.errors import ClientError, ObservationError
 from sinew_client.given import shown
-from sinew_client.solver import FLOW, Solver
+from sinew_client.solver import FLOW, NoiseLevels, Solver
 
 # ----------------------------------------------------------------------------- specification
 
@@ -115,7 +115,13 @@ class PolicySpec:
 
     @property
     def noise_shape(self) -> tuple[int, int]:
+        """Return [H, A]: what the solver starts from, and of each further noise that it draws."""
         return (self.noise_rows or self.chunk_size, self.noise_dim)
+
+    def noises(self, solver_steps: int | None = None) -> tuple[int, ...]:
+        """Return the shape of an observation's noise: [H, A], or [D, H, A] where a solution draws D of them."""
+        draws = self.solver.draws(solver_steps or self.solver_steps)
+        return self.noise_shape if draws == 1 else (draws, *self.noise_shape)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, ready for JSON or msgpack."""
@@ -152,7 +158,8 @@ class Observation:
     images: camera name -> uint8 [height, width, 3] RGB (float32 in [0, 1] is accepted too).
     state:  float32 [D] in world units.
     prompt: the instruction. ``tokens`` (int [L]) replaces it for clients that tokenise themselves.
-    noise:  float32 [H, noise_dim] start of the solver; drawn from ``seed`` when absent.
+    noise:  float32 [H, noise_dim] start of the solver, or [D, H, noise_dim] where it draws more than that
+            (:meth:`PolicySpec.noises`); drawn from ``seed`` when absent.
     time:   when the observation was taken, seconds of the client's clock; echoed, and compared with the server's
             clock only where that was started with ``--max-age``.
 
@@ -304,4 +311,4 @@ def _read(path: str, form: str, given: Any) -> Any:
     return _built(path, _KINDS[form], given)
 
 
-_KINDS = {kind.__name__: kind for kind in (CameraSpec, VectorSpec, KeyMap, MotionSpec, Solver)}
+_KINDS = {kind.__name__: kind for kind in (CameraSpec, VectorSpec, KeyMap, MotionSpec, NoiseLevels, Solver)}
