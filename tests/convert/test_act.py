@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from sinew.bundle import Bundle
 from sinew.convert import convert
 from sinew.convert.read.safetensors import read_safetensors
+from sinew.convert.resnet import backbone
 from sinew.core import BundleError, ConvertError, ObservationError
-from sinew.families.act.convert import BACKBONE, convolutions
+from sinew.families.act.convert import BACKBONE
 from sinew.layers.resnet import LAYERS, ResNet, ResNetConfig
 from sinew.policy import load
 from tests.golden import Golden
@@ -186,7 +187,11 @@ def test_a_folded_norm_is_the_norm(case: str, golden: Path) -> None:
                 y + (norm(conv(x, f"{down}.0", stride), f"{down}.1") if f"{down}.0.weight" in theirs else x)
             ).relu()
     ours = ResNet(ResNetConfig(LAYERS["resnet18"]))
-    found = {n: s for n, s in convolutions(read_safetensors(path)).items() if n.startswith("vision.")}
+    found = {
+        n: s
+        for n, s in backbone(read_safetensors(path), BACKBONE, "vision.").items()
+        if n.startswith("vision.")
+    }
     values = {
         name.removeprefix("vision."): torch.from_numpy(
             np.frombuffer(b"".join(map(bytes, source.data.blocks())), np.float32).reshape(source.shape).copy()

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle.image_recipe import CameraScale
-from sinew.bundle.schema import Normalization
+from sinew.bundle.schema import Normalization, VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset
 from sinew.convert.lerobot.stats import (
     ACTION,
+    ENVIRONMENT,
     LEGACY_BUFFERS,
     STATE,
     Statistics,
@@ -92,13 +93,15 @@ def config_type(path: Path) -> str | None:
 class Schema:
     """What a family knows of its ``config.json``.
 
-    defaults: upstream's, for keys that an older version did not write. fixed: keys with the only value that is
+    defaults: upstream's, for keys that an older version did not write. required: keys whose defaults differ between
+    versions, so that none is taken. fixed: keys with the only value that is
     implemented. unread: keys without influence on inference. features: types of input features that the family reads;
     a prompt (LANGUAGE) is read by every one. steps: of the preprocessor in their order, those that
     all families have aside; after: of the postprocessor.
     """
 
     defaults: Mapping[str, Any]
+    required: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     features: tuple[str, ...] = ("STATE", "VISUAL", "LANGUAGE")
@@ -141,7 +144,7 @@ class LeRobotCheckpoint:
 
     def _check_keys(self) -> None:
         known = {"input_features", "output_features", *UNREAD, *self.schema.defaults}
-        known |= {*self.schema.fixed, *self.schema.unread}
+        known |= {*self.schema.required, *self.schema.fixed, *self.schema.unread}
         ignored = self._ignored
         for key, value in self.config.items():
             if key not in known and key not in ignored:
@@ -258,6 +261,15 @@ class LeRobotCheckpoint:
         return tuple(cameras)
 
     @property
+    def frame_size(self) -> tuple[int, int]:
+        """Return height and width of the frames, which all cameras share. Raises :class:`ConvertError`."""
+        sizes = {(camera.height, camera.width) for camera in self.cameras}
+        if len(sizes) > 1:
+            found = ", ".join(f"{each.name} {each.height} x {each.width}" for each in self.cameras)
+            raise ConvertError(f"{self.file}: expected cameras of one size, got {found}")
+        return sizes.pop()
+
+    @property
     def slots(self) -> tuple[str, ...]:
         """Return the names that the model has for ``cameras``, in the same order."""
         names = map(_short, self._features("input_features", "VISUAL"))
@@ -290,6 +302,33 @@ class LeRobotCheckpoint:
         if not names and isinstance(own, list) and len(own) == shape[0]:
             names = tuple(map(str, own))
         return VectorSpec(dim=shape[0], names=names)
+
+    @property
+    def environment_dim(self) -> int:
+        """Return how many numbers of the environment follow the robot's in the state; 0 where they are not read."""
+        there = ENVIRONMENT in self["input_features"]
+        return self.vector("input_features", "ENV", ENVIRONMENT).dim if there else 0
+
+    def whole_state(self) -> VectorSpec:
+        """Return the robot's state with that of the environment behind it, where a policy reads one."""
+        own = self.vector("input_features", "STATE", STATE)
+        if not (count := self.environment_dim):
+            return own
+        other = self.vector("input_features", "ENV", ENVIRONMENT).names
+        names = other or tuple(f"environment_{index}" for index in range(count))
+        whole = VectorSpec(own.dim + count, (*own.names, *names) if own.names else ())
+        self.notes.append(f"{ENVIRONMENT}: the last {count} of the state's {whole.dim} numbers")
+        return whole
+
+    def state_parts(self) -> tuple[VectorPart, ...]:
+        """Return how each part of :meth:`whole_state` is normalised; nothing where it is the robot's alone."""
+        if not (count := self.environment_dim):
+            return ()
+        own = self.vector("input_features", "STATE", STATE).dim
+        return (
+            VectorPart("state", own, self.normalization(STATE, "STATE")),
+            VectorPart("environment", count, self.normalization(ENVIRONMENT, "ENV")),
+        )
 
     def action_steps(self) -> tuple[VectorStep, ...]:
         """Return what turns the model's actions into the robot's, after they are un-normalised."""

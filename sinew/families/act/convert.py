@@ -7,21 +7,20 @@ frozen batch norms become part of their convolutions.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from sinew.bundle.schema import ImageRecipe, Processing, VectorPart
+from sinew.bundle.schema import ImageRecipe, Processing
 from sinew.bundle.writer import TensorSource
 from sinew.convert import silent
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
-from sinew.convert.lerobot.stats import ENVIRONMENT
 from sinew.convert.lerobot.steps import NORMALIZER
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
-from sinew.convert.tensors import Rule, apply, computed, constant, reshape, split_qkv
+from sinew.convert.resnet import backbone
+from sinew.convert.tensors import Rule, apply, constant, reshape, split_qkv
 from sinew.core import ConvertError, PolicySpec, VectorSpec
 from sinew.families.act.model import ActConfig, view_places
-from sinew.layers.resnet import LAYERS, ResNetConfig, folded
+from sinew.layers.resnet import LAYERS, ResNetConfig
 from sinew.solvers import SINGLE
 
 NAMES = ("act",)
@@ -91,8 +90,8 @@ def recognises(path: Path) -> bool:
 def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
-    state, environment = vectors(checkpoint)
-    config = model_config(checkpoint, state.dim, environment.dim if environment else 0)
+    state = checkpoint.whole_state()
+    config = model_config(checkpoint, state.dim)
     if (decay := checkpoint["temporal_ensemble_coeff"]) is not None:
         checkpoint.notes.append(
             f"temporal_ensemble_coeff={decay}: the robot's loop does that: sinew run --handover ensemble:{decay}"
@@ -101,8 +100,8 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         architecture="act",
         format="lerobot-act",
         config=config,
-        spec=policy_spec(checkpoint, config, state, environment),
-        processing=processing(checkpoint, config, state, environment),
+        spec=policy_spec(checkpoint, config, state),
+        processing=processing(checkpoint, config),
         tokenizer=silent.TOKENIZER,
         tensors=tensors(checkpoint.tensors, config),
         dead=DEAD,
@@ -111,24 +110,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     )
 
 
-def vectors(checkpoint: LeRobotCheckpoint) -> tuple[VectorSpec, VectorSpec | None]:
-    """Return the robot's state and that of its environment, which a policy may read beside it."""
-    state = checkpoint.vector("input_features", "STATE", STATE)
-    if ENVIRONMENT not in checkpoint["input_features"]:
-        return state, None
-    return state, checkpoint.vector("input_features", "ENV", ENVIRONMENT)
-
-
-def frame_size(checkpoint: LeRobotCheckpoint) -> tuple[int, int]:
-    """Return height and width of the frames, which all cameras share."""
-    sizes = {(camera.height, camera.width) for camera in checkpoint.cameras}
-    if len(sizes) > 1:
-        found = ", ".join(f"{each.name} {each.height} x {each.width}" for each in checkpoint.cameras)
-        raise ConvertError(f"{checkpoint.file}: expected cameras of one size, got {found}")
-    return sizes.pop()
-
-
-def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, environment_dim: int) -> ActConfig:
+def model_config(checkpoint: LeRobotCheckpoint, state_dim: int) -> ActConfig:
     name = checkpoint["vision_backbone"]
     if name not in LAYERS:
         expected = ", ".join(LAYERS)
@@ -138,7 +120,7 @@ def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, environment_dim:
         raise ConvertError(
             f"{checkpoint.file}: feedforward_activation: expected relu or gelu, got {activation!r}"
         )
-    rows, cols = ResNetConfig.grid(*frame_size(checkpoint))
+    rows, cols = ResNetConfig.grid(*checkpoint.frame_size)
     try:
         return ActConfig(
             vision=ResNetConfig(LAYERS[name]),
@@ -150,9 +132,9 @@ def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, environment_dim:
             rows=rows,
             cols=cols,
             chunk_size=checkpoint.size("chunk_size"),
-            max_state_dim=state_dim + environment_dim,
+            max_state_dim=state_dim,
             max_action_dim=checkpoint.vector("output_features", "ACTION", ACTION).dim,
-            environment_dim=environment_dim,
+            environment_dim=checkpoint.environment_dim,
             pre_norm=bool(checkpoint["pre_norm"]),
             activation=activation,
         )
@@ -160,15 +142,7 @@ def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, environment_dim:
         raise ConvertError(f"{checkpoint.file}: {error}") from None
 
 
-def policy_spec(
-    checkpoint: LeRobotCheckpoint, config: ActConfig, state: VectorSpec, environment: VectorSpec | None
-) -> PolicySpec:
-    if environment is not None:
-        names = environment.names or tuple(f"environment_{index}" for index in range(environment.dim))
-        state = VectorSpec(config.max_state_dim, (*state.names, *names) if state.names else ())
-        checkpoint.notes.append(
-            f"{ENVIRONMENT}: the last {environment.dim} of the state's {state.dim} numbers"
-        )
+def policy_spec(checkpoint: LeRobotCheckpoint, config: ActConfig, state: VectorSpec) -> PolicySpec:
     return PolicySpec(
         architecture="act",
         name=checkpoint.name,
@@ -186,57 +160,23 @@ def policy_spec(
     )
 
 
-def processing(
-    checkpoint: LeRobotCheckpoint, config: ActConfig, state: VectorSpec, environment: VectorSpec | None
-) -> Processing:
-    height, width = frame_size(checkpoint)
-    own = checkpoint.normalization(STATE, "STATE")
-    parts: tuple[VectorPart, ...] = ()
-    if environment is not None:
-        other = checkpoint.normalization(ENVIRONMENT, "ENV")
-        parts = VectorPart("state", state.dim, own), VectorPart("environment", environment.dim, other)
+def processing(checkpoint: LeRobotCheckpoint, config: ActConfig) -> Processing:
+    height, width = checkpoint.frame_size
     return Processing(
         image=ImageRecipe(height, width, **checkpoint.image_scales()),
         prompt=silent.PROMPT,
-        state=own,
+        state=checkpoint.normalization(STATE, "STATE"),
         action=checkpoint.normalization(ACTION, "ACTION"),
         padded_state_dim=config.max_state_dim,
         padded_action_dim=config.max_action_dim,
         all_cameras=True,  # none was missing in training
-        state_parts=parts,
+        state_parts=checkpoint.state_parts(),
     )
 
 
 def tensors(found: dict[str, TensorSource], config: ActConfig) -> dict[str, TensorSource]:
     """Return the model's tensors under its names, and those that are not read under upstream's."""
     table = view_places(config.rows, config.cols, config.hidden_size).numpy()
-    return apply(convolutions(found), RULES) | {"view_places": constant("view_places", table)}
-
-
-def convolutions(found: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """Return the tensors with each convolution of the backbone and the batch norm behind it as one of ours."""
-    out = dict(found)
-    norms = [name.removesuffix(".running_var") for name in found if name.endswith(".running_var")]
-    for norm in (name for name in norms if name.startswith(BACKBONE)):
-        out.pop(f"{norm}.num_batches_tracked", None)
-        # bn1 follows conv1, downsample.1 follows downsample.0
-        conv = re.sub(r"bn(\d)$", r"conv\1", norm) if norm[-3:-1] == "bn" else norm[:-1] + "0"
-        parts = (
-            f"{conv}.weight",
-            *(f"{norm}.{part}" for part in ("weight", "bias", "running_mean", "running_var")),
-        )
-        if missing := [part for part in parts if part not in out]:
-            raise ConvertError(f"{missing[0]} is missing")
-        sources = [out.pop(part) for part in parts]
-        name = backbone_name(conv.removeprefix(BACKBONE))
-        out[f"{name}.weight"] = computed(lambda *values: folded(*values)[0], *sources)
-        out[f"{name}.bias"] = computed(lambda *values: folded(*values)[1], *sources)
-    return out
-
-
-def backbone_name(theirs: str) -> str:
-    """conv1 -> vision.stem; layer1.0.conv1 -> vision.stages.0.0.conv1; layer2.0.downsample.0 -> ...shortcut."""
-    if theirs == "conv1":
-        return "vision.stem"
-    stage, block, part, *_ = theirs.removeprefix("layer").split(".")
-    return f"vision.stages.{int(stage) - 1}.{block}.{'shortcut' if part == 'downsample' else part}"
+    return apply(backbone(found, BACKBONE, "vision."), RULES) | {
+        "view_places": constant("view_places", table)
+    }

@@ -1,0 +1,59 @@
+"""torchvision's ResNets in a checkpoint, under the names of :mod:`sinew.layers.resnet`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from sinew.bundle.writer import TensorSource
+from sinew.convert.tensors import computed
+from sinew.core import ConvertError
+from sinew.layers.resnet import folded
+
+# Places in torchvision's ResNet, as a Sequential of its children counts them.
+CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
+PARTS = {"downsample.0": "shortcut", "downsample.1": "shortcut_norm", "bn1": "norm1", "bn2": "norm2"}
+VALUES = ("weight", "bias", "running_mean", "running_var")  # of a batch norm, in the order of :func:`folded`
+
+
+def backbone(found: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
+    """Return the tensors with those below ``theirs`` below ``ours``: each convolution and the batch norm behind it as
+    one convolution; norms over groups of channels as they are.
+
+    Counts of a batch norm, which say how long it was trained, are left out; what is no part of a ResNet keeps its
+    name. Raises :class:`ConvertError` where a part of a norm is missing.
+    """
+    out = {name: source for name, source in found.items() if not name.startswith(theirs)}
+    own = {name: source for name, source in found.items() if name.startswith(theirs)}
+    for norm in [name.removesuffix(".running_var") for name in own if name.endswith(".running_var")]:
+        own.pop(f"{norm}.num_batches_tracked", None)
+        conv = before(norm)
+        parts = f"{conv}.weight", *(f"{norm}.{part}" for part in VALUES)
+        if missing := [part for part in parts if part not in own]:
+            raise ConvertError(f"{missing[0]} is missing")
+        sources = [own.pop(part) for part in parts]
+        name = ours + module(conv.removeprefix(theirs))
+        out[f"{name}.weight"] = computed(lambda *values: folded(*values)[0], *sources)
+        out[f"{name}.bias"] = computed(lambda *values: folded(*values)[1], *sources)
+    for name, source in own.items():
+        place, _, value = name.removeprefix(theirs).rpartition(".")
+        new = module(place)
+        out[f"{ours}{new}.{value}" if new else name] = source
+    return out
+
+
+def before(norm: str) -> str:
+    """Return the convolution before a norm: conv1 of bn1, downsample.0 of downsample.1, 0 of 1."""
+    return re.sub(r"bn(\d)$", r"conv\1", norm) if norm[-3:-1] == "bn" else norm[:-1] + "0"
+
+
+def module(theirs: str) -> str:
+    """Return our name of a module, empty where it is none of a ResNet: conv1 -> stem; layer1.0.bn1 -> stages.0.0.norm1;
+    layer2.0.downsample.0 -> stages.1.0.shortcut. Children of a Sequential have numbers."""
+    first, _, rest = theirs.partition(".")
+    first = CHILDREN.get(first, first)
+    if not rest:
+        return {"conv1": "stem", "bn1": "stem_norm"}.get(first, "")
+    block, _, part = rest.partition(".")
+    stage = re.fullmatch(r"layer([1-4])", first)
+    return f"stages.{int(stage[1]) - 1}.{block}.{PARTS.get(part, part)}" if stage and part else ""
