@@ -18,11 +18,13 @@ from sinew_client.errors import (
     SinewError,
 )
 from sinew_client.types import (
+    MAX_HISTORY,
     RTC,
     SCHEDULES,
     ActionChunk,
     CameraSpec,
     KeyMap,
+    Moment,
     MotionSpec,
     Observation,
     PolicySpec,
@@ -32,6 +34,7 @@ from sinew_client.types import (
 
 __all__ = [
     "DTYPES",
+    "MAX_HISTORY",
     "MAX_SIDE",
     "PROMPT_TABLE",
     "RTC",
@@ -44,6 +47,7 @@ __all__ = [
     "ClientError",
     "ConvertError",
     "KeyMap",
+    "Moment",
     "MotionSpec",
     "Observation",
     "ObservationError",

@@ -280,7 +280,7 @@ class Policy(OpenPolicy):
                 member.seed,
                 member.session,
                 member.time,
-                self._warnings(member.missing),
+                self._warnings(member),
             )
             for actions, member in zip(found, members, strict=True)
         ]
@@ -361,9 +361,14 @@ class Policy(OpenPolicy):
             seed=0,
         )
 
-    def _warnings(self, missing: Sequence[str]) -> tuple[str, ...]:
+    def _warnings(self, member: Prepared) -> tuple[str, ...]:
         """What this chunk was computed without."""
-        found = [f"no frame for {', '.join(missing)}: the policy ran without"] if missing else []
+        names, count = ", ".join(member.missing), self.spec.history - member.repeated
+        found = [f"no frame for {names}: the policy ran without"] if names else []
+        if member.repeated:
+            found.append(
+                f"earlier: the policy reads {self.spec.history} moments and got {count}; the oldest stands for the rest"
+            )
         if self.choice.ignored:
             found.append(f"the bundle's recipe is ignored: {self.choice.ignored}")
         return tuple(found)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sinew.bundle.seen import seen_problems
-from sinew.core import MotionSpec
+from sinew.core import MAX_HISTORY, MotionSpec
 from sinew.steps.base import MAX_SIZE
 
 if TYPE_CHECKING:
@@ -167,6 +167,12 @@ def _spec_rules(manifest: Manifest) -> dict[str, bool]:
         and (spec.noise_rows == 0 or spec.chunk_size <= spec.noise_rows <= MAX_SIZE)
         and 0 <= spec.noise_dim <= MAX_SIZE
         and math.prod(spec.noise_shape) <= MAX_NOISE,
+        "processing.first_row: expected a row of the solution with a whole chunk behind it": 0
+        <= manifest.processing.first_row
+        <= spec.noise_shape[0] - spec.chunk_size,
+        f"spec.history: expected 1 to {MAX_HISTORY}": 1 <= spec.history <= MAX_HISTORY,
+        "spec.history: expected 1 unless processing.all_cameras is true": spec.history == 1
+        or (manifest.processing.all_cameras and not manifest.processing.empty_cameras),
         f"spec.solver_steps: expected 1 to {MAX_SOLVER_STEPS}": 1 <= spec.solver_steps <= MAX_SOLVER_STEPS,
         "spec: solver_steps does not fit spec.solver": spec.solver.fixed_steps in (None, spec.solver_steps),
         "spec.solver: expected finite numbers": all(
@@ -202,7 +208,7 @@ def _spec_rules(manifest: Manifest) -> dict[str, bool]:
 def _pixel_rules(manifest: Manifest) -> dict[str, bool]:
     """Rules of sizes that are believable one by one and not together."""
     spec, image = manifest.spec, manifest.processing.image
-    views = len(spec.cameras) + manifest.processing.empty_cameras
+    views = spec.views + manifest.processing.empty_cameras
     frames = sum(camera.height * camera.width for camera in spec.cameras)
     read = views * image.height * image.width
     return {
@@ -229,7 +235,7 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
     spec, processing = manifest.spec, manifest.processing
     return {
         "spec.state does not fit processing.padded_state_dim": 0
-        <= spec.state.dim
+        <= spec.history * spec.state.dim
         <= processing.padded_state_dim
         <= MAX_SIZE,
         "spec.action does not fit processing.padded_action_dim": 1

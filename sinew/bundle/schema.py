@@ -99,6 +99,7 @@ class Processing:
     action_steps: tuple[VectorStep, ...] = ()  # after the actions are un-normalised
     state_parts: tuple[VectorPart, ...] = ()  # in place of ``state``, where parts are normalised differently
     action_parts: tuple[VectorPart, ...] = ()  # in place of ``action``
+    first_row: int = 0  # of a solution: that of the newest moment, with which the chunk begins
     compat: str = ""  # upstream version whose behaviour is followed where versions disagree
 
 

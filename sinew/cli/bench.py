@@ -222,7 +222,7 @@ def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
         "name": spec.name,
         **policy.describe(),
         **policy.facts.details,
-        "views": len(observation["images"]),
+        "views": spec.history * len(observation["images"]),
         "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
         "chunk_size": spec.chunk_size,
         "action_dim": spec.action.dim,

@@ -140,7 +140,7 @@ def memory_needs(policy: Policy) -> tuple[int, str]:
     if policy.engine.model is None or policy.facts.one_graph:
         return weights
     spec, image = policy.spec, policy.bundle.manifest.processing.image
-    shapes = Shapes(len(spec.cameras), image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
+    shapes = Shapes(spec.views, image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
     device: Literal["cpu", "cuda"] = "cuda" if policy.device.startswith("cuda") else "cpu"
     report = memory_report(of_engine(policy.engine, shapes, spec.name), device)
     parts = (

@@ -117,11 +117,12 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "file": f"{bundle.path} ({bundle.path.stat().st_size / 1e6:.1f} MB)",
         "policy": f"{manifest.name} ({manifest.architecture})",
         "cameras": ", ".join(f"{c.name} {c.height}x{c.width}" for c in spec.cameras)
-        + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else ""),
+        + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else "")
+        + (f"; {spec.history} moments" if spec.history > 1 else ""),
         "images": str(image),
         "state": vector(spec.state, recipe.state, recipe.state_parts, recipe.state_steps),
         "action": vector(spec.action, recipe.action, recipe.action_parts, recipe.action_steps),
-        "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}"
+        "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noises())}"
         + (f", {spec.control_hz:g} actions/s" if spec.control_hz else ""),
         "hand-over": str(choose(policy=spec.to_dict())).removeprefix("hand-over "),
         "prompt": f"{json.dumps(prompt.template)}, at most {prompt.max_tokens} tokens, padding {padding}"

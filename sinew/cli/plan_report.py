@@ -39,7 +39,7 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
     chosen, storage, reason = choose_precision(bundle, dtype, "cpu", BACKENDS["plan"])
     model = load_model(bundle, torch.device("meta"), chosen, Storage(half=bool(storage)))
     prompt = Processor(manifest).prompter.encode(PROMPT, np.zeros(spec.state.dim, np.float32))
-    shapes = Shapes(len(spec.cameras), image.height, image.width, len(prompt), spec.solver_steps)
+    shapes = Shapes(spec.views, image.height, image.width, len(prompt), spec.solver_steps)
     plan = Plan.of(model)
     eager, saved = savings(model, plan.applied, shapes)
     rows = []

@@ -27,7 +27,7 @@ class Shapes:
     def of(cls, manifest: Manifest) -> Shapes:
         """The largest observation of a bundle: all cameras, the longest prompt."""
         spec, image = manifest.spec, manifest.processing.image
-        return cls(len(spec.cameras), image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
+        return cls(spec.views, image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
 
 
 class Inputs(NamedTuple):

@@ -111,11 +111,11 @@ def check_agreement(bundle: Bundle, model: Model) -> None:
         raise BundleError(
             f"{bundle.path}: sinew.spec or sinew.processing disagrees with sinew.config about sizes"
         )
-    if model.views is not None and (len(spec.cameras) != model.views or not processing.all_cameras):
+    if model.views is not None and (spec.views != model.views or not processing.all_cameras):
         optional = "" if processing.all_cameras else ", of which some may be missing"
         raise BundleError(
-            f"{bundle.path}: sinew.processing.all_cameras: expected true and {model.views} cameras, which the weights"
-            f" fix, got {len(spec.cameras)}{optional}"
+            f"{bundle.path}: sinew.processing.all_cameras: expected true and {model.views} views, which the weights"
+            f" fix, got {spec.views}{optional}"
         )
     if model.grid is not None:
         for camera in spec.cameras:

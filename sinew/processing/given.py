@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import Observation, ObservationError, PolicySpec, did_you_mean
+from sinew.core import Moment, Observation, ObservationError, PolicySpec, did_you_mean
 from sinew.processing.arrays import numbers
 
 LEROBOT = "observation."
@@ -53,23 +53,39 @@ def observation(given: Observation | Mapping[str, Any], spec: PolicySpec) -> Obs
 def _plain(given: Observation) -> bool:
     """True for an observation as wires make them."""
     vectors = [value for name in VECTORS if (value := getattr(given, name)) is not None]
-    return isinstance(given.images, Mapping) and {np.ndarray}.issuperset(
-        map(type, (given.state, *vectors, *given.images.values()))
+    return (
+        not given.earlier
+        and isinstance(given.images, Mapping)
+        and {np.ndarray}.issuperset(map(type, (given.state, *vectors, *given.images.values())))
     )
 
 
 def _converted(given: Observation, names: Mapping[str, str]) -> Observation:
     """names: of fields -> the user's own, for messages."""
-    if not isinstance(given.images, Mapping):
-        raise ObservationError("images", "a mapping of cameras", type(given.images).__name__)
     found: dict[str, Any] = {
         name: array(name, getattr(given, name)) for name in VECTORS if getattr(given, name) is not None
     }
+    if isinstance(given.earlier, (list, tuple)):
+        found["earlier"] = tuple(
+            _moment(moment, f"earlier[{index}].", {}) for index, moment in enumerate(given.earlier)
+        )
+    own = _moment(Moment(given.images, given.state), "", names)
+    return replace(given, images=own.images, state=own.state, **found)
+
+
+def _moment(given: Any, prefix: str, names: Mapping[str, str]) -> Moment:
+    """Return a moment, or a mapping of its fields, with arrays. Raises :class:`ObservationError`."""
+    if isinstance(given, Mapping) and set(given) == {"images", "state"}:
+        given = Moment(**given)
+    if not isinstance(given, Moment):
+        raise ObservationError(prefix.removesuffix("."), "images and state of a moment", type(given).__name__)
+    if not isinstance(given.images, Mapping):
+        raise ObservationError(f"{prefix}images", "a mapping of cameras", type(given.images).__name__)
     images = {
-        camera: picture(names.get(f"images.{camera}", f"images.{camera}"), frame)
+        camera: picture(names.get(f"images.{camera}", f"{prefix}images.{camera}"), frame)
         for camera, frame in given.images.items()
     }
-    return replace(given, images=images, state=_state(names.get("state", "state"), given.state), **found)
+    return Moment(images, _state(names.get("state", f"{prefix}state"), given.state))
 
 
 def picture(key: str, value: Any) -> Any:

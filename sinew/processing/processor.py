@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from sinew.bundle.rules import MAX_SOLVER_STEPS
 from sinew.bundle.schema import Manifest
-from sinew.core import BundleError, Observation, ObservationError, SinewError, did_you_mean
+from sinew.core import BundleError, Moment, Observation, ObservationError, SinewError, did_you_mean
 from sinew.hints import option
 from sinew.processing.arrays import numbers
 from sinew.processing.continuation import Continuation, check_continuation, continuation
@@ -25,9 +25,9 @@ from sinew.steps.vector.base import apply_steps
 class ModelInputs:
     """One observation as a model reads it; :meth:`batched` and :func:`sinew.processing.stack` add a batch axis.
 
-    pixels: float32 [V, channels, H, W]; camera_mask: bool [V]; tokens: int64 [L]; token_mask: bool [L];
-    state: float32 [padded_state_dim]. ``frames``: uint8 [h, w, 3] each, for engines that resize on the device; where
-    they are, ``pixels`` has no views.
+    pixels: float32 [V, channels, H, W], those of the oldest moment first; camera_mask: bool [V]; tokens: int64 [L];
+    token_mask: bool [L]; state: float32 [padded_state_dim], in the same order. ``frames``: uint8 [h, w, 3] each, for
+    engines that resize on the device; where they are, ``pixels`` has no views.
     """
 
     pixels: np.ndarray
@@ -59,7 +59,7 @@ class Prepared:
 
     state: float [D], in the frame and units of the training data, for actions that are relative to it.
     continuation: rows of the running chunk that a solution has to continue, in model units.
-    missing: cameras without a frame. milliseconds: what preparing it took.
+    missing: cameras without a frame. repeated: moments that were not sent. milliseconds: what preparing it took.
     """
 
     inputs: ModelInputs
@@ -72,6 +72,7 @@ class Prepared:
     time: float | None
     missing: tuple[str, ...]
     milliseconds: float
+    repeated: int = 0
 
 
 class Processor:
@@ -91,12 +92,12 @@ class Processor:
         self.action_normalizer = normalizer(recipe.action, recipe.action_parts, spec.action.dim, "action")
         if any(each.rows for each in (recipe.state, *(part.normalization for part in recipe.state_parts))):
             raise BundleError("statistics of state: expected no rows, which only chunks have")
-        for vector, padded in (
-            (self.state_normalizer, recipe.padded_state_dim),
-            (self.action_normalizer, recipe.padded_action_dim),
+        for width, padded in (
+            (spec.history * self.state_normalizer.width, recipe.padded_state_dim),
+            (self.action_normalizer.width, recipe.padded_action_dim),
         ):
-            if vector.width > padded:
-                raise BundleError(f"a vector of {vector.width} normalised numbers does not fit {padded}")
+            if width > padded:
+                raise BundleError(f"a vector of {width} normalised numbers does not fit {padded}")
 
     def check(self, observation: Observation) -> None:
         """Raise :class:`ObservationError` for the first field that this policy cannot take."""
@@ -129,14 +130,15 @@ class Processor:
             time=observation.time,
             missing=tuple(c.name for c in self.spec.cameras if c.name not in observation.images),
             milliseconds=1e3 * (time.perf_counter() - start),
+            repeated=self.spec.history - 1 - len(observation.earlier),
         )
 
     def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The state, the normalised state, and the tokens of an observation whose other fields are checked too."""
-        self._check_images(observation)
-        state = self.state(observation.state)
-        normalized = self.state_normalizer.normalize(state)
-        tokens = self._tokens(observation, normalized)
+        """The state, the normalised states of all moments, and the tokens of an observation whose other fields are
+        checked too."""
+        self._check_earlier(observation)
+        self._check_images(observation.images)
+        state, normalized, tokens = self._states(observation)
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
         if observation.time is not None:  # it is echoed, and JSON has no word for infinity
             _vector(observation.time, "time", (), np.float64)
@@ -157,8 +159,23 @@ class Processor:
         Without ``pixels`` the frames go in as they came, where all of them are uint8; float32 frames are prepared
         here all the same.
         """
-        normalized = self.state_normalizer.normalize(self.state(observation.state))
-        return self._assemble(observation, normalized, self._tokens(observation, normalized), padded, pixels)
+        _, normalized, tokens = self._states(observation)
+        return self._assemble(observation, normalized, tokens, padded, pixels)
+
+    def _states(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The newest state, all of them normalised, oldest first, and the tokens."""
+        states = [
+            self.state(moment.state, f"{name}state") for name, moment in self._moments(observation).items()
+        ]
+        normalized = [self.state_normalizer.normalize(state) for state in states]
+        spare = [normalized[0]] * (self.spec.history - len(normalized))
+        tokens = self._tokens(observation, normalized[-1])
+        return states[-1], np.concatenate([*spare, *normalized]), tokens
+
+    def _moments(self, observation: Observation) -> dict[str, Moment]:
+        """Return the moments that were sent, oldest first, by what messages call them."""
+        earlier = {f"earlier[{index}].": moment for index, moment in enumerate(observation.earlier)}
+        return earlier | {"": Moment(observation.images, observation.state)}
 
     def _assemble(
         self,
@@ -169,11 +186,16 @@ class Processor:
         pixels: bool,
     ) -> ModelInputs:
         names = [c.name for c in self.spec.cameras if c.name in observation.images]
-        raw, present = tuple([observation.images[name] for name in names]), len(names)
+        moments = list(self._moments(observation).values())
+        spare = self.spec.history - len(moments)  # the oldest stands for those before it
+        raw = tuple([moment.images[name] for moment in moments for name in names])
+        present = len(names) * self.spec.history
         if pixels or padded or any(frame.dtype != np.uint8 for frame in raw):
-            frames, raw = [prepare_frame(observation.images[name], self._images[name]) for name in names], ()
+            recipes = [self._images[name] for name in names] * len(moments)
+            frames, raw = [prepare_frame(*each) for each in zip(raw, recipes, strict=True)], ()
+            frames = frames[: len(names)] * spare + frames
         else:
-            frames = []
+            frames, raw = [], raw[: len(names)] * spare + raw
         token_mask = np.ones(len(tokens), bool)
         if padded:
             missing = len(self.spec.cameras) - present if self.recipe.pad_missing_cameras else 0
@@ -216,7 +238,7 @@ class Processor:
 
         normalized: False for a chunk that the engine un-normalised, [H, action_dim].
         """
-        chunk = chunk[: self.spec.chunk_size]
+        chunk = chunk[self.recipe.first_row :][: self.spec.chunk_size]
         actions = (
             self.action_normalizer.unnormalize(chunk[:, : self.action_normalizer.width])
             if normalized
@@ -228,32 +250,44 @@ class Processor:
             raise SinewError("the model produced actions that are not finite")
         return np.ascontiguousarray(actions, np.float32)
 
-    def _check_images(self, observation: Observation) -> None:
+    def _check_earlier(self, observation: Observation) -> None:
+        most = self.spec.history - 1
+        if not isinstance(observation.earlier, (list, tuple)):
+            raise ObservationError("earlier", "a list of moments", type(observation.earlier).__name__)
+        if len(observation.earlier) > most:
+            expected = f"at most {most}, as this policy reads {most + 1}" if most else "none for this policy"
+            raise ObservationError("earlier", expected, f"{len(observation.earlier)} moments")
+        for index, moment in enumerate(observation.earlier):
+            if not isinstance(moment, Moment):
+                raise ObservationError(f"earlier[{index}]", "a Moment", type(moment).__name__)
+            self._check_images(moment.images, f"earlier[{index}].")
+
+    def _check_images(self, images: Mapping[str, np.ndarray], prefix: str = "") -> None:
         known = [camera.name for camera in self.spec.cameras]
-        if not hasattr(observation.images, "items"):
-            raise ObservationError("images", "a mapping of camera names", type(observation.images).__name__)
-        for name, frame in observation.images.items():
+        if not hasattr(images, "items"):
+            raise ObservationError(f"{prefix}images", "a mapping of camera names", type(images).__name__)
+        for name, frame in images.items():
             if name not in known:
-                free = [camera for camera in known if camera not in observation.images]
+                free = [camera for camera in known if camera not in images]
                 hint = did_you_mean(str(name), free) or (
                     f" ({option('rename', {str(name): free[0]})} maps it)" if free else ""
                 )
                 raise ObservationError(
-                    f"images.{name}", f"one of the cameras {known}", f"an unknown camera{hint}"
+                    f"{prefix}images.{name}", f"one of the cameras {known}", f"an unknown camera{hint}"
                 )
-            check_frame(frame, f"images.{name}", self.recipe.image)
-        if not observation.images:
-            raise ObservationError("images", f"at least one of the cameras {known}", "none")
-        missing = [name for name in known if name not in observation.images]
+            check_frame(frame, f"{prefix}images.{name}", self.recipe.image)
+        if not images:
+            raise ObservationError(f"{prefix}images", f"at least one of the cameras {known}", "none")
+        missing = [name for name in known if name not in images]
         if len(missing) > self.may_miss:
             hint = "" if self.recipe.all_cameras else f" ({option('allow_missing_cameras')} runs without)"
             raise ObservationError(
-                f"images.{missing[0]}", f"a frame of each of the cameras {known}", f"none{hint}"
+                f"{prefix}images.{missing[0]}", f"a frame of each of the cameras {known}", f"none{hint}"
             )
 
-    def state(self, given: object) -> np.ndarray:
+    def state(self, given: object, name: str = "state") -> np.ndarray:
         """Return a state, checked, in the frame and units that the policy was trained on: [D]."""
-        state = _vector(given, "state", (self.spec.state.dim,), self.state_normalizer.dtype)
+        state = _vector(given, name, (self.spec.state.dim,), self.state_normalizer.dtype)
         return apply_steps(state, self.recipe.state_steps)
 
     def model_state(self, state: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sinew.core import Observation, SinewError
+from sinew.core import Moment, Observation, SinewError
 from sinew.policy import Policy
 from sinew.records.recorder import read_records
 
@@ -20,18 +20,23 @@ def random_observations(policy: Policy) -> Iterator[Observation]:
     spec, seed = policy.spec, 0
     while True:
         rng = np.random.default_rng(seed)
-        images = {}
-        for camera in spec.cameras:
-            shape = -(-camera.height // SQUARE), -(-camera.width // SQUARE), 3
-            squares = rng.integers(0, 256, shape, dtype=np.uint8)
-            frame = squares.repeat(SQUARE, axis=0).repeat(SQUARE, axis=1)
-            images[camera.name] = np.ascontiguousarray(frame[: camera.height, : camera.width])
-        state = policy.processor.state_normalizer.unnormalize(
-            rng.standard_normal(policy.processor.state_normalizer.width)
-        )
+        *earlier, newest = [_random_moment(policy, rng) for _ in range(spec.history)]
         base = replace(policy.dummy_observation(), seed=seed)
-        yield replace(base, images=images, state=np.asarray(state, np.float32))
+        yield replace(base, images=newest.images, state=newest.state, earlier=tuple(earlier))
         seed += 1
+
+
+def _random_moment(policy: Policy, rng: np.random.Generator) -> Moment:
+    images = {}
+    for camera in policy.spec.cameras:
+        shape = -(-camera.height // SQUARE), -(-camera.width // SQUARE), 3
+        squares = rng.integers(0, 256, shape, dtype=np.uint8)
+        frame = squares.repeat(SQUARE, axis=0).repeat(SQUARE, axis=1)
+        images[camera.name] = np.ascontiguousarray(frame[: camera.height, : camera.width])
+    state = policy.processor.state_normalizer.unnormalize(
+        rng.standard_normal(policy.processor.state_normalizer.width)
+    )
+    return Moment(images, np.asarray(state, np.float32))
 
 
 def recorded_observations(folder: Path, policy: Policy) -> Iterator[Observation]:

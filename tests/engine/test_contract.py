@@ -138,7 +138,7 @@ def test_eager_runs_the_contract(model):
 def test_a_view_that_weights_fix_may_not_be_missing(smolvla_bundle, monkeypatch):
     monkeypatch.setattr(SmolVLA, "views", property(lambda self: 3))
     with pytest.raises(
-        BundleError, match="expected true and 3 cameras, which the weights fix, got 2, of which"
+        BundleError, match="expected true and 3 views, which the weights fix, got 2, of which"
     ):
         load_model(Bundle(smolvla_bundle("smolvla-2cam")), CPU, "fp32")
 

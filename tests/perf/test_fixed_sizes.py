@@ -90,7 +90,7 @@ def test_fewer_steps_are_no_answer_where_a_table_has_them_all(served: PublishedP
 def test_engines_are_measured_with_every_camera_where_none_may_be_missing() -> None:
     for every, views in ((True, {3}), (False, {1, 2, 3})):
         policy = SimpleNamespace(
-            spec=SimpleNamespace(cameras=("a", "b", "c"), max_prompt_tokens=8, chunk_size=4),
+            spec=SimpleNamespace(views=3, max_prompt_tokens=8, noise_shape=(4, 2)),
             manifest=SimpleNamespace(processing=SimpleNamespace(all_cameras=every)),
         )
         assert {request.views for request in requests_of(policy)} == views

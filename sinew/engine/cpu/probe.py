@@ -72,7 +72,7 @@ def measure(bundle: Bundle, recipe: Mapping[str, str], threads: int | None) -> P
     patches = (image.height // 16) * (image.width // 16)
     sizes = matrices(bundle)
     times = {
-        "vision": sizes["vision"] / MANY.weights * len(spec.cameras) * patches / MANY.tokens,
+        "vision": sizes["vision"] / MANY.weights * spec.views * patches / MANY.tokens,
         "head": sizes["head"] / FEW.weights * spec.solver_steps * spec.chunk_size / FEW.tokens,
     }
     total = {"cpu": 0.0, "onnx": 0.0}

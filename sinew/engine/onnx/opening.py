@@ -121,7 +121,7 @@ def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, fol
             Plan.of(model, steps, rewrites),
             folder,
             architecture=manifest.architecture,
-            views=len(manifest.spec.cameras),
+            views=manifest.spec.views,
             height=image.height,
             width=image.width,
             steps=(steps,),

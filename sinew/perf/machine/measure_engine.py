@@ -21,7 +21,8 @@ from sinew.perf.machine.measure import MeasuredSizes, StageTime
 
 def requests_of(policy: Any) -> list[MeasuredSizes]:
     """Every number of views that the policy takes with a short prompt, then longer prompts with all views."""
-    views, longest, chunk = len(policy.spec.cameras), policy.spec.max_prompt_tokens, policy.spec.chunk_size
+    spec = policy.spec
+    views, longest, chunk = spec.views, spec.max_prompt_tokens, spec.noise_shape[0]
     lengths = sorted(
         {min(longest, tokens) for tokens in (8, longest // 4, longest // 2, longest) if tokens > 0}
     )
@@ -38,11 +39,11 @@ def measure_engine(policy: Any, requests: Iterable[MeasuredSizes], runs: int = 3
     """
     if runs < 1:
         raise SinewError(f"runs: expected at least 1, got {runs}")
-    everything = len(policy.spec.cameras)
+    everything = policy.spec.views
     found: list[StageTime] = []
     for request in requests:
-        if request.chunk != policy.spec.chunk_size:
-            raise SinewError(f"chunk: expected {policy.spec.chunk_size}, got {request.chunk}")
+        if request.chunk != (rows := policy.spec.noise_shape[0]):
+            raise SinewError(f"chunk: expected {rows}, got {request.chunk}")
         observation = observe(policy, request)
         policy.infer(observation)
         timings = [policy.infer(observation).timing for _ in range(runs)]
@@ -58,13 +59,15 @@ def measure_engine(policy: Any, requests: Iterable[MeasuredSizes], runs: int = 3
 
 
 def observe(policy: Any, request: MeasuredSizes) -> Observation:
-    """Random frames of the first cameras, and token ids in place of an instruction."""
+    """Random frames of the first cameras, which stand for those of earlier moments too, and token ids in place of an
+    instruction."""
     spec, rng = policy.spec, np.random.default_rng(0)
-    if not 1 <= request.views <= len(spec.cameras):
-        raise SinewError(f"views: expected 1 to {len(spec.cameras)}, got {request.views}")
+    if not 1 <= request.views <= spec.views or request.views % spec.history:
+        each = f", as many of each of {spec.history} moments" if spec.history > 1 else ""
+        raise SinewError(f"views: expected 1 to {spec.views}{each}, got {request.views}")
     frames = {
         camera.name: rng.integers(0, 256, (camera.height, camera.width, 3), dtype=np.uint8)
-        for camera in spec.cameras[: request.views]
+        for camera in spec.cameras[: request.views // spec.history]
     }
     ids = np.arange(request.tokens) % policy.manifest.processing.prompt.vocab_size
     return Observation(images=frames, state=np.zeros(spec.state.dim, np.float32), tokens=ids, seed=0)

@@ -19,7 +19,8 @@ from sinew_client.given import shown
 from sinew_client.types import ActionChunk, Observation, Timing
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
-OBSERVATION_KEYS = (*(each.name for each in fields(Observation)), "deadline_ms")  # the last is the request's
+# The last is the request's; earlier moments have no place in a request yet.
+OBSERVATION_KEYS = (*(each.name for each in fields(Observation) if each.name != "earlier"), "deadline_ms")
 
 MAX_ROWS, MAX_DIM = (
     1024,
@@ -58,8 +59,14 @@ def need_pillow() -> None:
 
 
 def given(observation: Observation | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an observation as the mapping that a request is made of."""
-    return vars(observation) if isinstance(observation, Observation) else observation
+    """Return an observation as the mapping that a request is made of. Raises :class:`InvalidObservation`."""
+    if not isinstance(observation, Observation):
+        return observation
+    if observation.earlier:
+        raise InvalidObservation(
+            "earlier", "none, which requests do not carry", f"{len(observation.earlier)} moments"
+        )
+    return {name: value for name, value in vars(observation).items() if name != "earlier"}
 
 
 def encode_infer(
@@ -95,9 +102,9 @@ def infer_parts(
     request = schema.PredictRequest(
         request_id=request_id, camera_names=[str(name) for name in images], api_key=api_key, policy=policy
     )
-    request.raw_state.extend(floats("state", observation["state"], ndim=1).tolist())
+    request.raw_state.extend(floats("state", observation["state"], 1).tolist())
     if observation.get("noise") is not None:
-        request.noise.extend(floats("noise", observation["noise"], ndim=2).reshape(-1).tolist())
+        request.noise.extend(floats("noise", observation["noise"], 2, 3).reshape(-1).tolist())
     if observation.get("tokens") is not None:
         try:
             tokens = np.asarray(observation["tokens"])
@@ -107,7 +114,7 @@ def infer_parts(
             raise InvalidObservation("tokens", "integers [L]", _describe(tokens))
         _assign("tokens", request.lang_tokens.extend, tokens.tolist())
     if observation.get("previous") is not None:
-        request.previous.extend(floats("previous", observation["previous"], ndim=2).reshape(-1).tolist())
+        request.previous.extend(floats("previous", observation["previous"], 2).reshape(-1).tolist())
     for key, value in observation.items():
         if key in _SCALARS and value is not None:
             # numpy scalars are common here and protobuf 3.20 does not take all of them
@@ -313,8 +320,8 @@ def _prefix(number: int, length: int) -> bytes:
     return bytes(encoded)
 
 
-def floats(name: str, value, ndim: int) -> np.ndarray:
-    """Return numbers as float32 with ``ndim`` dimensions. Raises :class:`InvalidObservation`."""
+def floats(name: str, value, *ndim: int) -> np.ndarray:
+    """Return numbers as float32 with one of ``ndim`` dimensions. Raises :class:`InvalidObservation`."""
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:  # ragged
@@ -324,8 +331,9 @@ def floats(name: str, value, ndim: int) -> np.ndarray:
     if array.dtype != np.float32:
         with np.errstate(over="ignore"):  # the server refuses what is not finite
             array = array.astype(np.float32)
-    if array.ndim != ndim:
-        raise InvalidObservation(name, f"{ndim} dimension(s)", _describe(array))
+    if array.ndim not in ndim:
+        expected = " or ".join(map(str, ndim))
+        raise InvalidObservation(name, f"{expected} dimension(s)", _describe(array))
     return array
 
 

@@ -142,7 +142,7 @@ class StreamLink:
             policy=self._addresses.policy,
             **self._options,
         )
-        request.raw_state.extend(protocol.floats("state", state, ndim=1).tolist())
+        request.raw_state.extend(protocol.floats("state", state, 1).tolist())
         if images is not None:
             request.camera_names.extend(str(name) for name in images)
             request.frame_time = time if frame_time is None else frame_time

@@ -6,7 +6,7 @@ numpy alone. All rooms of the project speak in these types; its own code takes t
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Literal, Mapping
+from typing import Any, Literal, Mapping, Sequence
 
 import numpy as np
 
@@ -112,6 +112,12 @@ class PolicySpec:
         0  # most rows of a running chunk that the head was trained to continue; 0: it was not
     )
     motion: MotionSpec | None = None  # None where nothing says it
+    history: int = 1  # T, moments that an observation has: one of each of the last T control steps
+
+    @property
+    def views(self) -> int:
+        """Return how many frames an observation has: one of each camera for each moment."""
+        return self.history * len(self.cameras)
 
     @property
     def noise_shape(self) -> tuple[int, int]:
@@ -138,6 +144,8 @@ class PolicySpec:
         for name, value in (("chunk_size", found.chunk_size), ("action.dim", found.action.dim)):
             if value < 1:
                 raise ClientError(f"policy.{name}: expected 1 or more, got {value}")
+        if not 1 <= found.history <= MAX_HISTORY:
+            raise ClientError(f"policy.history: expected 1 to {MAX_HISTORY}, got {found.history}")
         for name in ("n_action_steps", "committed_rows"):
             if not 0 <= getattr(found, name) <= found.chunk_size:
                 got = getattr(found, name)
@@ -147,8 +155,17 @@ class PolicySpec:
 
 # ----------------------------------------------------------------------------- observation and action
 
+MAX_HISTORY = 16
 RTC = ("guided", "no-jacobian", "ramp", "trained")
 SCHEDULES = ("exp", "linear", "ones", "zeros")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a robot saw and where it stood at one control step: ``images`` and ``state`` of an :class:`Observation`."""
+
+    images: Mapping[str, np.ndarray]
+    state: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,9 @@ class Observation:
             (:meth:`PolicySpec.noises`); drawn from ``seed`` when absent.
     time:   when the observation was taken, seconds of the client's clock; echoed, and compared with the server's
             clock only where that was started with ``--max-age``.
+    earlier: for a policy that reads T moments (``PolicySpec.history``), those of the T - 1 control steps before, oldest
+            first. Where there are fewer, the oldest stands for those before it, as at the start of an episode; each
+            chunk then carries a warning.
 
     Real-time chunking, where a running chunk is to be continued (docs/control.md):
     previous: float32 [R, action_dim] in world units, the rows of the running chunk from this frame on. Row 0
@@ -189,6 +209,7 @@ class Observation:
     rtc: str | None = None
     schedule: str | None = None
     beta: float | None = None
+    earlier: Sequence[Moment] = ()
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Observation:
