@@ -70,3 +70,10 @@ class AdaRMSNorm(nn.Module):
 class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
+
+
+class GroupNorm(nn.GroupNorm):
+    """Of [B, C, ...], over each group of channels and all places (Wu and He 2018)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))

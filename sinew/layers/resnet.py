@@ -1,6 +1,7 @@
 """Residual networks of two convolutions a block (He et al. 2016), up to their last feature map.
 
-Frozen batch norms are affine, so a converter folds each into the convolution before it (:func:`folded`).
+Batch norms are affine once they are trained, so a converter folds each into the convolution before it
+(:func:`folded`). Norms over groups of channels are computed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.layers.norm import GroupNorm
 from sinew.layers.sizes import check_sizes
 
 STRIDE = 32  # pixels of a frame along each side of a feature
@@ -22,15 +24,20 @@ MAX_BLOCKS = 64
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """``width``: channels of the first stage; each stage is twice as wide as the one before. ``blocks``: of each."""
+    """``width``: channels of the first stage; each stage is twice as wide as the one before. ``blocks``: of each.
+    ``group``: channels of each group of the norms; 0: norms are folded.
+    """
 
     blocks: tuple[int, ...]
     width: int = 64
+    group: int = 0
 
     def __post_init__(self) -> None:
         check_sizes(self)
         if len(self.blocks) != 4 or not all(1 <= count <= MAX_BLOCKS for count in self.blocks):
             raise ValueError(f"blocks: expected four numbers from 1 to {MAX_BLOCKS}, got {list(self.blocks)}")
+        if self.group and self.width % self.group:
+            raise ValueError(f"width {self.width}: expected a multiple of the groups' {self.group} channels")
 
     @property
     def out_channels(self) -> int:
@@ -46,23 +53,32 @@ class ResNetConfig:
 class Conv(nn.Conv2d):
     """A convolution in the precision of its weight, which keeps the size but for its stride."""
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1):
-        super().__init__(in_channels, out_channels, kernel, stride, padding=kernel // 2)
+    def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1, bias: bool = True):
+        super().__init__(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
+def norm(channels: int, group: int) -> nn.Module:
+    """Return the norm behind a convolution; where it is folded into that, nothing."""
+    return GroupNorm(channels // group, channels, eps=NORM_EPS) if group else nn.Identity()
+
+
 class Block(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int, stride: int):
+    def __init__(self, in_channels: int, out_channels: int, stride: int, group: int):
         super().__init__()
-        self.conv1 = Conv(in_channels, out_channels, 3, stride)
-        self.conv2 = Conv(out_channels, out_channels, 3)
-        same = stride == 1 and in_channels == out_channels
-        self.shortcut: nn.Module = nn.Identity() if same else Conv(in_channels, out_channels, 1, stride)
+        bias, same = not group, stride == 1 and in_channels == out_channels
+        self.conv1 = Conv(in_channels, out_channels, 3, stride, bias)
+        self.norm1 = norm(out_channels, group)
+        self.conv2 = Conv(out_channels, out_channels, 3, 1, bias)
+        self.norm2 = norm(out_channels, group)
+        self.shortcut: nn.Module = nn.Identity() if same else Conv(in_channels, out_channels, 1, stride, bias)
+        self.shortcut_norm = nn.Identity() if same else norm(out_channels, group)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, h, w] -> [B, C', ceil(h / stride), ceil(w / stride)]
-        return F.relu(self.conv2(F.relu(self.conv1(x))) + self.shortcut(x))
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.shortcut_norm(self.shortcut(x)))
 
 
 class ResNet(nn.Module):
@@ -70,17 +86,23 @@ class ResNet(nn.Module):
 
     def __init__(self, config: ResNetConfig):
         super().__init__()
-        self.stem = Conv(3, config.width, 7, 2)
+        self.stem = Conv(3, config.width, 7, 2, not config.group)
+        self.stem_norm = norm(config.width, config.group)
         stages, before = [], config.width
         for stage, count in enumerate(config.blocks):
             width = config.width * 2**stage
-            first = Block(before, width, 1 if stage == 0 else 2)
-            stages.append(nn.Sequential(first, *(Block(width, width, 1) for _ in range(count - 1))))
+            first = Block(before, width, 1 if stage == 0 else 2, config.group)
+            stages.append(
+                nn.Sequential(first, *(Block(width, width, 1, config.group) for _ in range(count - 1)))
+            )
             before = width
         self.stages = nn.ModuleList(stages)  # type: ignore[assignment]
 
+    def begin(self, pixels: Tensor) -> Tensor:  # [B, 3, h, w] -> [B, width, ceil(h / 4), ceil(w / 4)]
+        return F.max_pool2d(F.relu(self.stem_norm(self.stem(pixels))), 3, 2, 1)
+
     def forward(self, pixels: Tensor) -> Tensor:  # [B, 3, h, w] -> [B, C, ceil(h / 32), ceil(w / 32)]
-        x = F.max_pool2d(F.relu(self.stem(pixels)), 3, 2, 1)  # [B, width, h / 4, w / 4]
+        x = self.begin(pixels)
         for stage in self.stages:
             x = stage(x)
         return x

@@ -1,4 +1,4 @@
-"""Sine-cosine embedding of the solver's time."""
+"""Sine-cosine embeddings of the solver's time."""
 
 from __future__ import annotations
 
@@ -19,3 +19,13 @@ def sinusoidal_embedding(t: Tensor, size: int, min_period: float, max_period: fl
     period = min_period * (max_period / min_period) ** fraction
     angle = t.float()[..., None].double() * (1.0 / period * 2 * math.pi)  # [..., size / 2]
     return torch.cat([angle.sin(), angle.cos()], dim=-1).float()
+
+
+def level_sinusoids(level: Tensor, size: int) -> Tensor:
+    """Return sines, then cosines, float32 [..., size], of level * 10000^(-j / (size / 2 - 1)), for a noise level [...]
+    of diffusion: a whole number. In float32, as the reference computes it (LeRobot ``DiffusionSinusoidalPosEmb``).
+    """
+    half = size // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=level.device) * (-math.log(10_000) / (half - 1))
+    angle = level.float()[..., None] * exponent.exp()  # [..., size / 2]
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)

@@ -16,13 +16,14 @@ from sinew.steps.image.base import ImageStep
 class Crop(ImageStep):
     """This ``fraction`` of both sides, cut to whole pixels, or ``height`` x ``width`` where it is 0.
 
-    rounded: its place is rounded (torchvision's), not cut (albumentations').
+    rounded: its place is rounded (torchvision's), not cut (albumentations'). floats: beside resizes of floats.
     """
 
     height: int = 0
     width: int = 0
     fraction: float = 0.0
     rounded: bool = False
+    floats: bool = False
     kind: Literal["crop"] = field(default="crop", kw_only=True, repr=False)
 
     def problems(self) -> Iterator[str]:
@@ -31,6 +32,10 @@ class Crop(ImageStep):
                 yield from within(name, side, 1, MAX_SIZE)
         elif not 0 < self.fraction <= 1:
             yield f"fraction: expected a part of both sides, above 0 and at most 1, got {self.fraction:g}"
+
+    @property
+    def takes(self) -> Literal["bytes", "floats"]:
+        return "floats" if self.floats else "bytes"
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         if self.fraction:

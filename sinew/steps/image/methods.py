@@ -26,7 +26,8 @@ Method = Literal[
     "bicubic_round",  # the same, rounded to uint8
     "cv_bilinear",  # OpenCV's INTER_LINEAR
     "area_float",  # torch's adaptive mean of floats
-    "bicubic_float",  # torch's antialiased on floats; it may leave [0, 1]
+    "bilinear_float",  # torch's antialiased on floats
+    "bicubic_float",  # the same; it may leave [0, 1]
 ]
 
 

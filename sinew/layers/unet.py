@@ -1,0 +1,157 @@
+"""A U-Net of one-dimensional convolutions over the rows of a chunk (Chi et al. 2023, arXiv 2303.04137).
+
+Each stage has two residual blocks, at half the rows of the stage before; on the way up a stage also reads what the
+stage of its rows left on the way down. A condition scales and shifts each block's channels (FiLM, Perez et al. 2018).
+It is the same at each row, so it comes in already projected: what of it does not depend on the solver's time is
+computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.norm import GroupNorm
+from sinew.layers.sizes import check_sizes
+
+NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
+LAST_GROUPS = 8  # of the last norm, whatever the others have
+MAX_STAGES = 8
+
+
+@dataclass(frozen=True)
+class UNetConfig:
+    """``widths``: channels of each stage. ``kernel_size``: rows that a convolution reads. ``num_groups``: of each norm
+    but the last. ``scales``: the condition scales and shifts channels; it shifts them alone otherwise.
+    """
+
+    widths: tuple[int, ...]
+    kernel_size: int = 5
+    num_groups: int = 8
+    scales: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if not 1 <= len(self.widths) <= MAX_STAGES:
+            raise ValueError(f"widths: expected 1 to {MAX_STAGES} stages, got {len(self.widths)}")
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size: expected an odd number, got {self.kernel_size}")
+        for width in self.widths:
+            if width < 1 or width % self.num_groups:
+                raise ValueError(f"widths: expected multiples of {self.num_groups} groups, got {width}")
+        if self.widths[0] % LAST_GROUPS:
+            raise ValueError(f"widths: expected a multiple of {LAST_GROUPS} first, got {self.widths[0]}")
+
+    @property
+    def unit(self) -> int:
+        """Return what the rows of a chunk are a multiple of, as each stage but the last halves them."""
+        return 2 ** (len(self.widths) - 1)
+
+    @property
+    def film_sizes(self) -> list[int]:
+        """Return how many numbers each residual block takes of the condition, in the order in which they run."""
+        stages = (*self.widths, self.widths[-1], *reversed(self.widths[:-1]))
+        return [width * (2 if self.scales else 1) for width in stages for _ in range(2)]
+
+
+class Conv1d(nn.Conv1d):
+    """A convolution over rows in the precision of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class Upsample(nn.ConvTranspose1d):
+    """Twice as many rows, in the precision of its weight."""
+
+    def __init__(self, channels: int):
+        super().__init__(channels, channels, 4, 2, 1)
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return super().forward(x.to(self.weight.dtype), output_size)
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, in_channels: int, out_channels: int, kernel: int, groups: int):
+        super().__init__()
+        self.conv = Conv1d(in_channels, out_channels, kernel, padding=kernel // 2)
+        self.norm = GroupNorm(groups, out_channels, eps=NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, C, H] -> [B, C', H]
+        return F.mish(self.norm(self.conv(x)))
+
+
+class Residual(nn.Module):
+    def __init__(self, in_channels: int, out_channels: int, config: UNetConfig):
+        super().__init__()
+        self.scales = config.scales
+        self.conv1 = ConvBlock(in_channels, out_channels, config.kernel_size, config.num_groups)
+        self.conv2 = ConvBlock(out_channels, out_channels, config.kernel_size, config.num_groups)
+        same = in_channels == out_channels
+        self.shortcut: nn.Module = nn.Identity() if same else Conv1d(in_channels, out_channels, 1)
+
+    def forward(self, x: Tensor, film: Tensor) -> Tensor:
+        """x: [B, C, H]; film: [B, C' or 2C'], the scales before the shifts -> [B, C', H]."""
+        y, film = self.conv1(x), film[..., None]
+        if self.scales:
+            scale, shift = film.to(y.dtype).chunk(2, dim=1)  # [B, C', 1] each
+            y = scale * y + shift
+        else:
+            y = y + film.to(y.dtype)
+        return self.conv2(y) + self.shortcut(x)
+
+
+class Stage(nn.Module):
+    """``resample`` changes the rows behind both blocks."""
+
+    def __init__(self, in_channels: int, out_channels: int, config: UNetConfig, resample: nn.Module):
+        super().__init__()
+        self.first = Residual(in_channels, out_channels, config)
+        self.second = Residual(out_channels, out_channels, config)
+        self.resample = resample
+
+    def forward(self, x: Tensor, films: Iterator[Tensor]) -> Tensor:  # [B, C, H] -> [B, C', H]
+        return self.second(self.first(x, next(films)), next(films))
+
+
+class UNet(nn.Module):
+    down: Sequence[Stage]
+    up: Sequence[Stage]
+
+    def __init__(self, channels: int, config: UNetConfig):
+        super().__init__()
+        self.config = config
+        widths = config.widths
+        halves = [Conv1d(width, width, 3, 2, 1) for width in widths[:-1]]
+        down = [
+            Stage(before, width, config, resample)
+            for before, width, resample in zip(
+                (channels, *widths[:-1]), widths, (*halves, nn.Identity()), strict=True
+            )
+        ]
+        up = [
+            Stage(2 * before, width, config, Upsample(width))
+            for before, width in zip(widths[:0:-1], widths[-2::-1], strict=True)
+        ]
+        self.down = nn.ModuleList(down)  # type: ignore[assignment]
+        self.middle = Stage(widths[-1], widths[-1], config, nn.Identity())
+        self.up = nn.ModuleList(up)  # type: ignore[assignment]
+        self.end = ConvBlock(widths[0], widths[0], config.kernel_size, LAST_GROUPS)
+        self.out = Conv1d(widths[0], channels, 1)
+
+    def forward(self, x: Tensor, film: Tensor) -> Tensor:
+        """x: [B, H, A], H a multiple of the config's ``unit``; film: [B, sum of its ``film_sizes``] -> [B, H, A]."""
+        films = iter(film.split(self.config.film_sizes, dim=-1))
+        x, left = x.transpose(1, 2), []  # [B, A, H]
+        for stage in self.down:
+            x = stage(x, films)
+            left.append(x)
+            x = stage.resample(x)
+        x = self.middle(x, films)
+        for stage in self.up:
+            x = stage.resample(stage(torch.cat([x, left.pop()], dim=1), films))
+        return self.out(self.end(x)).transpose(1, 2)
