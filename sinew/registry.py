@@ -26,6 +26,7 @@ FAMILIES = (
     "bitvla",
     "vla_jepa",
     "act",
+    "diffusion",
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
 HOME = "sinew.families"

@@ -23,7 +23,7 @@ FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "packages").rglob("src/**/*.py"
 FOLDERS = {family.name: family for family in registry.families()}
 # What others call as a family is called, or what holds many families: file or folder -> words, and why they stay.
 MEANT_OTHERWISE = {
-    "sinew/registry.py": (set(registry.FAMILIES) - {"act"}, "the line of each"),
+    "sinew/registry.py": (set(registry.FAMILIES) - {"act", "diffusion"}, "the line of each"),
     "sinew/vlacpp": (None, "another project's format, which names architectures in its files"),
     "sinew/serve/wires": (
         {"groot", "gr00t", "evo1", "evo-1", "openvla", "openvla-oft"},
@@ -42,7 +42,7 @@ def words_of(family: registry.Family) -> set[str]:
     """Return how a family is called: its folder, architectures, presets and classes."""
     classes = {place.rpartition(":")[2] for place in family.models.values()}
     words = {family.name, *family.models, *family.published(), *classes}
-    return {word.lower() for word in words} - {"pi", "act"}  # a number and a verb, too
+    return {word.lower() for word in words} - {"pi", "act", "diffusion"}  # a number, a verb, a kind of solver
 
 
 WORDS = {"groot": "gr00t", "evo-1": "evo1", "oft": "openvla", "prismatic": "openvla", "jepa": "vla_jepa"}

@@ -199,14 +199,19 @@ class PublishedProgram:
 
 
 def _weights_fix_chunk(model: Model) -> bool:
-    """Return True if a tensor of the model has another shape where a chunk has another number of rows."""
+    """Return True if a tensor of the model has another shape where a chunk has another number of rows, or its
+    configuration refuses one row less."""
     config = model.config
     if "chunk_size" not in (field.name for field in fields(config)):
         return True
     shapes = []
     for rows in (config.chunk_size, config.chunk_size - 1 or 2):
+        try:
+            other = replace(config, chunk_size=rows)
+        except ValueError:
+            return True
         with torch.device("meta"):
-            made = type(model)(replace(config, chunk_size=rows))
+            made = type(model)(other)
         shapes.append({name: tensor.shape for name, tensor in made.state_dict().items()})
     return shapes[0] != shapes[1]
 

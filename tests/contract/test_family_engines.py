@@ -30,6 +30,8 @@ EMPTY = {("bitvla", "onnx"): r"ternary ones in vision.* cpu and cuda"}
 FAST = (
     "act-2cam",
     "act-env",
+    "diffusion-ddim",
+    "diffusion-ddpm",
 )  # what exports in a few seconds; of the others it takes half a minute to minutes
 PACKED = {"fold-norms", "pack-qkv", "pack-gate-up"}
 HEADED = PACKED | {"tabulate-time"}
@@ -38,7 +40,8 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **dict.fromkeys(("smolvla-2cam", "smolvla-3cam-padded", "evo1", "evo1-mint"), HEADED),
     **dict.fromkeys(("pi0-2cam", "pi05-2cam"), HEADED),
     "pi0fast-2cam": PACKED,
-    **{case: set() for case in FAST},
+    **{case: set() for case in ("act-2cam", "act-env")},
+    **{case: {"tabulate-time"} for case in ("diffusion-ddim", "diffusion-ddpm")},
 }
 
 Open = Callable[[str, str], Policy]

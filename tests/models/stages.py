@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinew.core import Observation
+from sinew.core import Moment, Observation
 from sinew.models.base import Speaker
 from sinew.policy import Policy
 from tests.closeness import SAMPLES, Rounding, Run, runs
@@ -36,7 +36,7 @@ CASES = (
     *("smolvla-2cam", "smolvla-3cam-padded", "pi0-2cam", "pi05-2cam", "pi0fast-2cam"),
     *("groot-n17", "groot-n16", "groot-n15"),
     *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
-    *("act-2cam", "act-env"),
+    *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm"),
 )
 
 
@@ -76,6 +76,8 @@ def observation(case: str, g: Golden) -> Observation:
         return evo1_observation(g)
     if case.startswith("pi0fast"):
         return fast_observation(g, 0)
+    if case.startswith("diffusion"):
+        return diffusion_observation(g)
     given = {
         "images": {name.removeprefix("observation.images."): g.numpy(f"frame.{name}") for name in g.cameras},
         "state": np.concatenate([np.zeros(0, np.float32), *(g.numpy(n) for n in STATES if n in g.tensors)]),
@@ -94,6 +96,22 @@ def fast_observation(g: Golden, number: int) -> Observation:
         "prompt": json.loads(g.metadata["task"])[number],
     }
     return Observation.from_mapping(given)
+
+
+def diffusion_observation(g: Golden) -> Observation:
+    """Return Diffusion Policy's, which has two moments, and the noise of each step where the sampler draws it."""
+    moments = [
+        Moment(
+            {name.removeprefix("observation.images."): g.numpy(f"frame.{name}")[i] for name in g.cameras},
+            state,
+        )
+        for i, state in enumerate(g.numpy("state_raw"))
+    ]
+    noise = g.numpy("noise")[0]
+    if "step_noise" in g.tensors:
+        noise = np.concatenate([noise[None], g.numpy("step_noise")[:, 0]])
+    *earlier, newest = moments
+    return Observation(newest.images, newest.state, noise=noise, earlier=tuple(earlier))
 
 
 def evo1_observation(g: Golden, **changes: Any) -> Observation:
@@ -325,6 +343,57 @@ def act(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Sta
     yield Stage("chunk_normalized", chunk, g["chunk_normalized"])
 
 
+# ----------------------------------------------------------------------------- Diffusion Policy
+
+
+def diffusion(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    for camera, name in enumerate(g.cameras):
+        own = pixels[0, camera :: len(g.cameras)]  # [T, 3, h, w]; numpy made them, where no noise comes
+        encoder = model.vision[camera % len(model.vision)]
+        first = run(encoder.tower.begin, own)
+        stored = g[f"backbone.maxpool.{name}"]
+        yield Stage(f"backbone.maxpool.{name}", first[:, : stored.shape[1]], stored)
+        with Outputs(encoder.tower.stages) as outputs:
+            features = run(encoder.tower, own)
+        for index, output in enumerate(outputs[:3], 1):
+            stored = g[f"backbone.layer{index}.{name}"]
+            yield Stage(f"backbone.layer{index}.{name}", output[:, : stored.shape[1]], stored)
+        yield Stage(f"feature_map.{name}", features, g[f"feature_map.{name}"])
+        yield Stage(f"keypoints.{name}", run(encoder.keypoints, features), g[f"keypoints.{name}"])
+    image_tokens = run(model.embed_images, pixels)
+    for camera, name in enumerate(g.cameras):
+        found = image_tokens[0, camera :: len(g.cameras), 0]
+        yield Stage(f"image_feature.{name}", found, g[f"image_feature.{name}"])
+    yield Stage("global_cond", run(model.condition, image_tokens, state), g["global_cond"])
+    context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    with Outputs([model.time_out]) as outputs:
+        time = embed_time(model, float(g["t"][0]), run)
+    yield Stage("unet_step0.step_embedding", outputs[0], g["unet_step0.step_embedding"])
+    blocks = {
+        f"{kind}.{stage}.{index}": block
+        for kind, stages in (("down", model.unet.down), ("up", model.unet.up))
+        for stage, each in enumerate(stages)
+        for index, block in enumerate((each.first, each.second, each.resample))
+    }
+    blocks |= {
+        f"mid.{index}": block
+        for index, block in enumerate((model.unet.middle.first, model.unet.middle.second))
+    }
+    names = [
+        name for name in g.tensors if name.startswith(("unet_step0.down", "unet_step0.mid", "unet_step0.up"))
+    ]
+    names.sort(key=lambda name: ("down", "mid", "up").index(name.split(".")[1]))
+    with Outputs(blocks[name.removeprefix("unet_step0.")] for name in names) as outputs:
+        run(model.act, g["x_t"][0], time, context)
+    for name, output in zip(names, outputs, strict=True):
+        yield Stage(name, output, g[name])
+    for step in sorted({0, 1, len(g["t"]) // 2, len(g["t"]) - 1}):
+        found = run(model.act, g["x_t"][step], embed_time(model, float(g["t"][step]), run), context)
+        yield Stage(f"model_output.{step}", found, g["model_output"][step])
+
+
 # ----------------------------------------------------------------------------- OpenVLA, OFT, VLA-Adapter, BitVLA
 
 
@@ -395,4 +464,5 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "vla-adapter": prismatic,
     "bitvla": prismatic,
     "act": act,
+    "diffusion": diffusion,
 }

@@ -24,7 +24,15 @@ EFFECT = 1e-3  # a norm's output that is off by so much is seen in every case
 ONE_OF_EACH = [case for case in CASES if case not in ("smolvla-3cam-padded", "evo1-mint")]
 # The stages of each part; what comes later is spoilt too.
 STAGES = {
-    "vision": ("image_tokens", "vision", "vit_features", "deepstack", "feature_map", "backbone.layer"),
+    "vision": (
+        "image_tokens",
+        "vision",
+        "vit_features",
+        "deepstack",
+        "feature_map",
+        "backbone.layer",
+        "backbone.maxpool",
+    ),
     "language": (
         "kv",
         "prefix_out",
@@ -45,6 +53,7 @@ STAGES = {
         "action_hidden",
         "encoder",
         "decoder",
+        "unet_step0",
     ),
 }
 

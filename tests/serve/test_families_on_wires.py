@@ -6,19 +6,22 @@ import base64
 import json
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from sinew_client import Client
 
 from benchmarks.wire_clients import connect
-from sinew.core import Observation
+from sinew.core import ClientError, Observation, ObservationError
 from sinew.policy import Policy, load
 from tests.convert.test_groot import observation as groot_observation
 from tests.golden import Golden
+from tests.models.stages import observation as case_observation
 from tests.serve import groot_client
-from tests.serve.test_server import free_port, serving
+from tests.serve.test_server import START_S, free_port, serving
 
 pytest.importorskip("websockets.sync.client", reason="the client of the openpi wire needs websockets")
 SEED = 7
@@ -69,6 +72,29 @@ def test_n17_answers_alike_on_every_wire(golden, groot_bundle, tmp_path):
     answers["groot"] = np.concatenate([part[0] for part in actions.values()], axis=-1)
     for wire, found in answers.items():
         np.testing.assert_allclose(found, wanted, atol=1e-6, rtol=0, err_msg=wire)
+
+
+@pytest.mark.proves(wire=("native", "openpi", "http"), family="diffusion")
+def test_diffusion_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
+    """Of one moment, which each answer says; the noise of each step, as data, where a wire carries noise."""
+    given = case_observation("diffusion-ddpm", Golden(golden / "diffusion-ddpm"))
+    bundle = case_bundle("diffusion-ddpm")
+    alone, policy = replace(given, earlier=(), noise=None), load(bundle)
+    server, addresses = serve(tmp_path, bundle, ("native", "openpi", "http"))
+    with server, Client(addresses["native"], timeout=START_S) as client:
+        for wire, found in ask_everywhere(addresses, alone).items():
+            np.testing.assert_allclose(found, expected(policy, alone), atol=1e-5, rtol=0, err_msg=wire)
+        noisy = replace(alone, noise=given.noise)
+        answer = client.infer(noisy)
+        np.testing.assert_allclose(answer.actions, policy.infer(noisy).actions, atol=1e-5, rtol=0)
+        assert any("reads 2 moments and got 1" in warning for warning in answer.warnings)
+        with pytest.raises(ClientError, match=r"noise: expected 0 or 14400 values \(100 x 16 x 9\), got 144"):
+            client.infer(replace(noisy, noise=given.noise[0]))
+        with pytest.raises(
+            ObservationError, match="earlier: expected none, which requests do not carry, got 1"
+        ):
+            client.infer(given)
+        assert (client.spec.history, client.spec.noises()) == (2, (100, 16, 9))
 
 
 # ----------------------------------------------------------------------------- /act

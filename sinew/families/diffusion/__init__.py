@@ -1,0 +1,7 @@
+"""Diffusion Policy (Chi et al. 2023, arXiv 2303.04137), in LeRobot's layout."""
+
+from sinew.registry import Family
+
+FAMILY = Family(
+    models={"diffusion": "model:DiffusionPolicy"}, converters=("convert",), units={"diffusion": ("recorded",)}
+)

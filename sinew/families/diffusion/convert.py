@@ -1,0 +1,310 @@
+"""LeRobot Diffusion Policy checkpoint -> bundle.
+
+Backbones are named, not described, and the sampler is that of diffusers behind its name: what of it changes the actions
+stands in the configuration, and defaults that differ between LeRobot's versions are never taken. Batch norms become
+part of their convolutions. The solution has rows of the earlier moments too: the chunk begins at the newest one's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle.schema import ImageRecipe, Processing
+from sinew.bundle.writer import TensorSource
+from sinew.convert import silent
+from sinew.convert.conversion import Conversion
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.steps import NORMALIZER
+from sinew.convert.options import IGNORE_SETTING, ConvertOptions
+from sinew.convert.resnet import backbone
+from sinew.convert.tensors import Rule, apply, join, reshape, split
+from sinew.core import MAX_HISTORY, ConvertError, PolicySpec, VectorSpec
+from sinew.families.diffusion.model import DiffusionConfig
+from sinew.layers.resnet import LAYERS, ResNetConfig
+from sinew.layers.unet import UNetConfig
+from sinew.solvers import NoiseLevels, Solver
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.crop import Crop
+from sinew.steps.image.resize import Resize
+
+NAMES = ("diffusion",)
+OPTIONS = ("stats", "dataset")
+SETTINGS = {"ignore": IGNORE_SETTING}
+GROUP = 16  # channels of a group where the backbone's batch norms were replaced
+SCHEMA = Schema(
+    defaults={  # LeRobot's configuration_diffusion.py
+        "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
+        "vision_backbone": "resnet18",
+        "resize_shape": None,
+        "crop_ratio": 1.0,
+        "spatial_softmax_num_keypoints": 32,
+        "kernel_size": 5,
+        "n_groups": 8,
+        "diffusion_step_embed_dim": 128,
+        "use_film_scale_modulation": True,
+        "noise_scheduler_type": "DDPM",
+        "num_train_timesteps": 100,
+        "beta_schedule": "squaredcos_cap_v2",
+        "beta_start": 0.0001,
+        "beta_end": 0.02,
+        "prediction_type": "epsilon",
+        "clip_sample": True,
+        "clip_sample_range": 1.0,
+        "num_inference_steps": None,
+    },
+    required=(
+        *("n_obs_steps", "horizon", "n_action_steps", "crop_shape", "use_group_norm", "down_dims"),
+        "use_separate_rgb_encoder_per_camera",
+    ),
+    unread=(
+        *("drop_n_last_frames", "crop_is_random", "pretrained_backbone_weights", "do_mask_loss_for_padding"),
+        "scheduler_name",
+    ),
+    features=("STATE", "VISUAL", "ENV", "LANGUAGE"),
+    steps={"normalizer_processor": NORMALIZER},
+)
+ENCODER, UNET = "diffusion.rgb_encoder.", "diffusion.unet."
+BLOCK = (
+    ("conv1.block.0", "conv1.conv"),
+    ("conv1.block.1", "conv1.norm"),
+    ("conv2.block.0", "conv2.conv"),
+    ("conv2.block.1", "conv2.norm"),
+    ("residual_conv", "shortcut"),
+)
+MODULES = {  # of the U-Net; N is the number of a stage
+    "diffusion_step_encoder.1": "time_in",
+    "diffusion_step_encoder.3": "time_out",
+    "down_modules.N.2": "unet.down.N.resample",
+    "up_modules.N.2": "unet.up.N.resample",
+    "final_conv.0.block.0": "unet.end.conv",
+    "final_conv.0.block.1": "unet.end.norm",
+    "final_conv.1": "unet.out",
+} | {
+    f"{theirs}.{number}.{part}": f"unet.{ours}.{block}.{name}"
+    for theirs, ours in (("down_modules.N", "down.N"), ("mid_modules", "middle"), ("up_modules.N", "up.N"))
+    for number, block in enumerate(("first", "second"))
+    for part, name in BLOCK
+}
+RULES = (
+    *(
+        Rule(
+            re.escape(f"{UNET}{theirs}.").replace("N", r"(?P<stage>\d+)") + "(?P<value>[a-z]+)",
+            (ours.replace("N", r"\g<stage>") + r".\g<value>",),
+        )
+        for theirs, ours in MODULES.items()
+    ),
+)
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a LeRobot directory of this type."""
+    return config_type(path) in NAMES
+
+
+def read(path: Path, options: ConvertOptions) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
+    state, image = checkpoint.whole_state(), image_recipe(checkpoint)
+    config = model_config(checkpoint, state.dim, image)
+    return Conversion(
+        architecture="diffusion",
+        format="lerobot-diffusion",
+        config=config,
+        spec=policy_spec(checkpoint, config, state, image),
+        processing=processing(checkpoint, config, image),
+        tokenizer=silent.TOKENIZER,
+        tensors=tensors(checkpoint.tensors, config),
+        sources=checkpoint.files,
+        notes=tuple(checkpoint.notes),
+    )
+
+
+def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
+    """Return what is done to a frame. Normalisation is the same at each pixel, so that it may come last."""
+    recipe = ImageRecipe(0, 0, image_steps(checkpoint), **checkpoint.image_scales())
+    height, width = recipe.size_after(*checkpoint.frame_size)
+    return replace(recipe, height=height, width=width)
+
+
+def image_steps(checkpoint: LeRobotCheckpoint) -> tuple[ImageStep, ...]:
+    """Return how a frame is resized, and then cut to its middle, where it is."""
+    resized, cut = sides(checkpoint, "resize_shape"), sides(checkpoint, "crop_shape")
+    steps: list[ImageStep] = []
+    if resized is not None:
+        if (ratio := positive(checkpoint, "crop_ratio")) > 1:
+            raise ConvertError(f"{checkpoint.file}: crop_ratio: expected at most 1, got {ratio:g}")
+        steps.append(Resize(*resized, method="bilinear_float"))
+        cut = (int(resized[0] * ratio), int(resized[1] * ratio)) if ratio < 1 else None
+    if cut is not None:
+        frame = resized or checkpoint.frame_size
+        if not all(0 < inner <= side for inner, side in zip(cut, frame, strict=True)):
+            raise ConvertError(
+                f"{checkpoint.file}: crop_shape: expected at most {frame[0]} x {frame[1]}, got {cut[0]} x {cut[1]}"
+            )
+        steps.append(Crop(*cut, rounded=True, floats=resized is not None))
+    return tuple(steps)
+
+
+def sides(checkpoint: LeRobotCheckpoint, key: str) -> tuple[int, int] | None:
+    """Return height and width, where the configuration has them."""
+    found = checkpoint[key]
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != 2:
+        raise ConvertError(f"{checkpoint.file}: {key}: expected height and width, got {found!r}")
+    return checkpoint.size(key, found[0]), checkpoint.size(key, found[1])
+
+
+def one_of(checkpoint: LeRobotCheckpoint, key: str, *known: str) -> Any:
+    """Return a word of the configuration. Raises :class:`ConvertError` for another one."""
+    if (found := checkpoint[key]) not in known:
+        raise ConvertError(f"{checkpoint.file}: {key}: expected one of {', '.join(known)}, got {found!r}")
+    return found
+
+
+def positive(checkpoint: LeRobotCheckpoint, key: str) -> float:
+    """Return a number of the configuration. Raises :class:`ConvertError` for what is none, or not above 0."""
+    found = checkpoint[key]
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not found > 0:
+        raise ConvertError(f"{checkpoint.file}: {key}: expected a number above 0, got {found!r}")
+    return float(found)
+
+
+def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, image: ImageRecipe) -> DiffusionConfig:
+    name = one_of(checkpoint, "vision_backbone", *LAYERS)
+    rows, cols = ResNetConfig.grid(image.height, image.width)
+    cameras, history = len(checkpoint.cameras), checkpoint.size("n_obs_steps", high=MAX_HISTORY)
+    widths = checkpoint["down_dims"]
+    if not isinstance(widths, list):
+        raise ConvertError(f"{checkpoint.file}: down_dims: expected a list of widths, got {widths!r}")
+    try:
+        return DiffusionConfig(
+            vision=ResNetConfig(LAYERS[name], group=GROUP if checkpoint["use_group_norm"] else 0),
+            unet=UNetConfig(
+                widths=tuple(checkpoint.size("down_dims", width) for width in widths),
+                kernel_size=checkpoint.size("kernel_size"),
+                num_groups=checkpoint.size("n_groups"),
+                scales=bool(checkpoint["use_film_scale_modulation"]),
+            ),
+            cameras=cameras,
+            encoders=cameras if checkpoint["use_separate_rgb_encoder_per_camera"] else 1,
+            history=history,
+            rows=rows,
+            cols=cols,
+            keypoints=checkpoint.size("spatial_softmax_num_keypoints"),
+            time_size=checkpoint.size("diffusion_step_embed_dim"),
+            chunk_size=checkpoint.size("horizon"),
+            max_state_dim=history * state_dim,
+            max_action_dim=checkpoint.vector("output_features", "ACTION", ACTION).dim,
+            environment_dim=checkpoint.environment_dim,
+        )
+    except ValueError as error:
+        raise ConvertError(f"{checkpoint.file}: {error}") from None
+
+
+def solver(checkpoint: LeRobotCheckpoint) -> Solver:
+    levels = {
+        "betas": one_of(checkpoint, "beta_schedule", "squaredcos_cap_v2", "linear"),
+        "predicts": one_of(checkpoint, "prediction_type", "epsilon", "sample"),
+        "fresh": one_of(checkpoint, "noise_scheduler_type", "DDPM", "DDIM") == "DDPM",
+        "first_beta": positive(checkpoint, "beta_start"),
+        "last_beta": positive(checkpoint, "beta_end"),
+        "clip": positive(checkpoint, "clip_sample_range") if checkpoint["clip_sample"] else 0.0,
+    }
+    try:
+        return Solver("diffusion", levels=NoiseLevels(checkpoint.size("num_train_timesteps"), **levels))
+    except ValueError as error:
+        raise ConvertError(f"{checkpoint.file}: {error}") from None
+
+
+def policy_spec(
+    checkpoint: LeRobotCheckpoint, config: DiffusionConfig, state: VectorSpec, image: ImageRecipe
+) -> PolicySpec:
+    levels = checkpoint.size("num_train_timesteps")
+    steps = checkpoint["num_inference_steps"]
+    rows = checkpoint.size("n_action_steps", high=config.chunk_size - config.history + 1)
+    return PolicySpec(
+        architecture="diffusion",
+        name=checkpoint.name,
+        cameras=checkpoint.cameras,
+        state=state,
+        action=checkpoint.vector("output_features", "ACTION", ACTION),
+        chunk_size=rows,
+        noise_dim=config.max_action_dim,
+        noise_rows=config.chunk_size,
+        solver_steps=levels if steps is None else checkpoint.size("num_inference_steps", high=levels),
+        resizes_frames=bool(image.steps),
+        control_hz=checkpoint.control_hz,
+        n_action_steps=rows,
+        solver=solver(checkpoint),
+        history=config.history,
+        **silent.SPEC,
+    )
+
+
+def processing(checkpoint: LeRobotCheckpoint, config: DiffusionConfig, image: ImageRecipe) -> Processing:
+    return Processing(
+        image=image,
+        prompt=silent.PROMPT,
+        state=checkpoint.normalization(STATE, "STATE"),
+        action=checkpoint.normalization(ACTION, "ACTION"),
+        padded_state_dim=config.max_state_dim,
+        padded_action_dim=config.max_action_dim,
+        all_cameras=True,  # none was missing in training
+        state_parts=checkpoint.state_parts(),
+        first_row=config.history - 1,
+    )
+
+
+def tensors(found: dict[str, TensorSource], config: DiffusionConfig) -> dict[str, TensorSource]:
+    """Return the model's tensors under its names, and those that are not read under upstream's."""
+    out = dict(found)
+    for number, prefix in enumerate(encoders(found, config)):
+        out = backbone(out, f"{prefix}backbone.", f"vision.{number}.tower.")
+        out = apply(out, encoder_rules(re.escape(prefix), f"vision.{number}"))
+    return apply(films(out, config), RULES)
+
+
+def encoders(found: dict[str, TensorSource], config: DiffusionConfig) -> list[str]:
+    """Return the prefix of each encoder of views. One for all cameras has no number; that of one camera may have it."""
+    numbered = any(name.startswith(f"{ENCODER}0.") for name in found)
+    return [f"{ENCODER}{number}." if numbered else ENCODER for number in range(config.encoders)]
+
+
+def encoder_rules(theirs: str, ours: str) -> tuple[Rule, ...]:
+    """Return the rules of what stands behind a backbone."""
+    maps = f"{ours}.keypoints.maps"
+    return (
+        Rule(
+            rf"{theirs}pool\.nets\.weight",  # a convolution of one pixel
+            (f"{maps}.weight",),
+            lambda source: reshape(source, source.shape[0], -1),
+        ),
+        Rule(rf"{theirs}pool\.nets\.bias", (f"{maps}.bias",)),
+        Rule(rf"{theirs}pool\.pos_grid", (f"{ours}.keypoints.places",)),
+        Rule(rf"{theirs}out\.(.+)", (rf"{ours}.out.\1",)),
+    )
+
+
+def films(found: dict[str, TensorSource], config: DiffusionConfig) -> dict[str, TensorSource]:
+    """Return the tensors with what all blocks take of time and condition as one layer of each, in the order in which
+    blocks run. Raises :class:`ConvertError` where a block's is missing."""
+    stages = len(config.unet.widths)
+    places = [f"down_modules.{stage}.{block}" for stage in range(stages) for block in range(2)]
+    places += ["mid_modules.0", "mid_modules.1"]
+    places += [f"up_modules.{stage}.{block}" for stage in range(stages - 1) for block in range(2)]
+    out = dict(found)
+    weights: list[TensorSource] = []
+    biases: list[TensorSource] = []
+    for place in places:
+        for value, into in (("weight", weights), ("bias", biases)):
+            name = f"{UNET}{place}.cond_encoder.1.{value}"
+            if name not in out:
+                raise ConvertError(f"{name} is missing")
+            into.append(out.pop(name))
+    halves = [split(weight, (config.time_size, config.condition_size), axis=1) for weight in weights]
+    time, condition = (join(*parts) for parts in zip(*halves, strict=True))
+    return out | {"time_film.weight": time, "film.weight": condition, "film.bias": join(*biases)}

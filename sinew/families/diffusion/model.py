@@ -1,0 +1,155 @@
+"""Diffusion Policy (Chi et al. 2023, arXiv 2303.04137), as LeRobot has it: keypoints of convolutional features
+condition a U-Net over the rows of a chunk.
+
+A view becomes the places of some keypoints, and nothing else of it is read. The condition has, for each moment from the
+oldest on, the robot's state, the keypoints of each camera, and the state of the environment where there is one. Each
+block of the U-Net takes a linear map of it and of the solver's time: that of the condition is computed once for an
+observation. There is no language: prompts are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.keypoints import Keypoints
+from sinew.layers.linear import Linear
+from sinew.layers.resnet import ResNet, ResNetConfig
+from sinew.layers.sizes import check_sizes
+from sinew.layers.time_embedding import level_sinusoids
+from sinew.layers.unet import UNet, UNetConfig
+from sinew.models.base import Model
+from sinew.solvers import NoiseLevels, Solver
+
+
+@dataclass(frozen=True)
+class DiffusionConfig:
+    """``history``: moments of an observation. ``encoders``: one for all cameras, or one for each. ``rows`` and
+    ``cols``: of a view's features. ``max_state_dim``: of all moments; ``environment_dim``: of the last numbers of each,
+    which are the environment's. ``chunk_size``: rows that the solver goes through.
+    """
+
+    vision: ResNetConfig
+    unet: UNetConfig
+    cameras: int
+    encoders: int
+    history: int
+    rows: int
+    cols: int
+    keypoints: int
+    time_size: int
+    chunk_size: int
+    max_state_dim: int
+    max_action_dim: int
+    environment_dim: int = 0
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.encoders not in (1, self.cameras):
+            raise ValueError(
+                f"encoders: expected 1 or {self.cameras}, one for each camera, got {self.encoders}"
+            )
+        if self.max_state_dim % self.history:
+            raise ValueError(
+                f"max_state_dim: expected a multiple of {self.history} moments, got {self.max_state_dim}"
+            )
+        if not 0 <= self.environment_dim < self.max_state_dim // self.history:
+            raise ValueError(
+                f"environment_dim: expected less than {self.max_state_dim // self.history}, the numbers of a moment,"
+                f" got {self.environment_dim}"
+            )
+        if self.time_size < 4 or self.time_size % 2:
+            raise ValueError(f"time_size: expected an even number from 4 on, got {self.time_size}")
+        if self.chunk_size % self.unet.unit:
+            raise ValueError(f"chunk_size: expected a multiple of {self.unet.unit}, got {self.chunk_size}")
+
+    @property
+    def condition_size(self) -> int:
+        """Return how many numbers the condition has."""
+        return self.max_state_dim + self.history * self.cameras * 2 * self.keypoints
+
+
+class DiffusionContext(NamedTuple):
+    """What the condition adds to what each block takes, [B, F]."""
+
+    film: Tensor
+
+
+class Encoder(nn.Module):
+    """Keypoints of a view, mixed."""
+
+    def __init__(self, config: DiffusionConfig):
+        super().__init__()
+        self.tower = ResNet(config.vision)
+        self.keypoints = Keypoints(config.vision.out_channels, config.keypoints, config.rows, config.cols)
+        self.out = Linear(2 * config.keypoints, 2 * config.keypoints)
+
+    def forward(self, pixels: Tensor) -> Tensor:  # [B, 3, h, w] -> [B, 2 * keypoints]
+        return F.relu(self.out(self.keypoints(self.tower(pixels)).flatten(1)))
+
+
+class DiffusionPolicy(Model):
+    config_type = DiffusionConfig
+    config: DiffusionConfig
+    solver = Solver("diffusion", levels=NoiseLevels(100))
+    vision: Sequence[Encoder]
+
+    def __init__(self, config: DiffusionConfig):
+        super().__init__()
+        self.config = config
+        size, blocks = config.time_size, sum(config.unet.film_sizes)
+        self.vision = nn.ModuleList(Encoder(config) for _ in range(config.encoders))  # type: ignore[assignment]
+        self.time_in = Linear(size, 4 * size)
+        self.time_out = Linear(4 * size, size)
+        self.time_film = Linear(size, blocks, bias=False)
+        self.film = Linear(config.condition_size, blocks)
+        self.unet = UNet(config.max_action_dim, config.unet)
+
+    @property
+    def views(self) -> int:
+        return self.config.history * self.config.cameras
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.config.rows, self.config.cols
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+        return self.config.vision.grid(height, width)
+
+    @property
+    def min_tokens(self) -> int:
+        return 1
+
+    def embed_images(self, pixels: Tensor) -> Tensor:  # [B, T * V, 3, h, w] -> [B, T * V, 1, 2 * keypoints]
+        if len(self.vision) == 1:
+            return self.vision[0](pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])[:, :, None]
+        moments = pixels.unflatten(1, (-1, self.config.cameras))  # [B, T, V, 3, h, w]
+        features = [
+            encoder(moments[:, :, camera].flatten(0, 1)).unflatten(0, moments.shape[:2])
+            for camera, encoder in enumerate(self.vision)
+        ]
+        return torch.stack(features, dim=2).flatten(1, 2)[:, :, None]
+
+    def condition(self, image_tokens: Tensor, state: Tensor) -> Tensor:
+        """image_tokens: [B, T * V, 1, C]; state: [B, T * S] -> [B, condition_size], moment after moment."""
+        moments = state.unflatten(1, (self.config.history, -1))  # [B, T, S]
+        own = moments.shape[2] - self.config.environment_dim
+        views = image_tokens.flatten(1).unflatten(1, (self.config.history, -1))  # [B, T, V * C]
+        return torch.cat([moments[..., :own], views, moments[..., own:]], dim=-1).flatten(1)
+
+    def read(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> DiffusionContext:
+        return DiffusionContext(self.film(F.mish(self.condition(image_tokens, state))).float())
+
+    def embed_time(self, t: Tensor) -> Tensor:
+        time = self.time_out(F.mish(self.time_in(level_sinusoids(t, self.config.time_size))))  # [B, C]
+        return self.time_film(F.mish(time)).float()
+
+    def act(self, x: Tensor, time_embedding: Tensor, context: DiffusionContext) -> Tensor:
+        return self.unet(x, context.film + time_embedding).float()
