@@ -280,7 +280,7 @@ class Policy(OpenPolicy):
                 member.seed,
                 member.session,
                 member.time,
-                self._warnings(member),
+                self.warnings(member),
             )
             for actions, member in zip(found, members, strict=True)
         ]
@@ -361,8 +361,8 @@ class Policy(OpenPolicy):
             seed=0,
         )
 
-    def _warnings(self, member: Prepared) -> tuple[str, ...]:
-        """What this chunk was computed without."""
+    def warnings(self, member: Prepared) -> tuple[str, ...]:
+        """Return what the answer to an observation is computed without, in sentences."""
         names, count = ", ".join(member.missing), self.spec.history - member.repeated
         found = [f"no frame for {names}: the policy ran without"] if names else []
         if member.repeated:

@@ -71,7 +71,8 @@ class ContextPolicy(ServedPolicy):
             preprocess_ms=member.milliseconds, prefix_ms=took, total_ms=took + member.milliseconds
         )
         actions = np.zeros((0, policy.spec.action.dim), np.float32)
-        return ActionChunk(actions, timing, None, member.session, member.time, context=context)
+        said = policy.warnings(member)
+        return ActionChunk(actions, timing, None, member.session, member.time, said, context)
 
 
 def add(service: Service, forms: Sequence[str], device_lock: DeviceLock, begun: WeakSet[Scheduler]) -> None:

@@ -117,6 +117,8 @@ class Session:
     ):
         if reason := policy.facts.unshared:
             raise SinewError(f"stream: {reason}")
+        if (moments := policy.spec.history) > 1:
+            raise SinewError(f"stream: expected a policy that reads one moment, got one of {moments}")
         self.policy, self.settings, self.prompt, self._clock = policy, settings, prompt, clock
         self._engine, processor, spec = policy.engine, policy.processor, policy.spec
         self.rate = settings.rate

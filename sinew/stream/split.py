@@ -111,10 +111,10 @@ class SplitPolicy(OpenPolicy):
         if prepared.continuation is not None:
             raise SinewError("previous: expected nothing; a split policy does not continue chunks")
         asked = time.perf_counter()
-        data, timing = self._client.context(
-            {"images": found.images, "state": found.state, "prompt": found.prompt, "session": found.session},
-            timeout=timeout,
+        seen = Observation(
+            found.images, found.state, found.prompt, session=found.session, earlier=found.earlier
         )
+        data, timing = self._client.context(seen, timeout=timeout)
         arrived = time.perf_counter()
         template, longer = self._template
         context = unpack(data, template, policy.engine.device, longer)
@@ -132,4 +132,5 @@ class SplitPolicy(OpenPolicy):
             step_ms=(1e3 * (done - arrived),),
             total_ms=1e3 * (done - asked) + prepared.milliseconds,
         )
-        return ActionChunk(actions, times, prepared.seed, prepared.session, prepared.time)
+        said = policy.warnings(prepared)
+        return ActionChunk(actions, times, prepared.seed, prepared.session, prepared.time, said)

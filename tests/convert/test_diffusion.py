@@ -26,6 +26,7 @@ from sinew.perf.program import PublishedProgram
 from sinew.policy import Policy, load
 from sinew.processing.image import prepare_frame
 from sinew.solvers import solve
+from sinew.stream import Session, StreamSettings
 from sinew.validate.observations import random_observations
 from tests.golden import Golden
 from tests.models.stages import observation
@@ -280,6 +281,12 @@ def test_a_policy_of_one_moment_takes_no_others(golden: Path, case_bundle: Any) 
     policy, given = opened("act-2cam", golden, case_bundle)
     with pytest.raises(ObservationError, match="earlier: expected none for this policy, got 1 moments"):
         policy.infer(replace(given, earlier=(Moment(given.images, given.state),)))
+
+
+def test_a_stream_has_one_moment(golden: Path, case_bundle: Any) -> None:
+    policy, _ = opened("diffusion-ddim", golden, case_bundle)
+    with pytest.raises(SinewError, match="stream: expected a policy that reads one moment, got one of 2"):
+        Session(policy, StreamSettings(100.0, guidance="none"))
 
 
 def test_noise_is_that_of_each_step(golden: Path, case_bundle: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from sinew_client import Client, ClientError, ServerError
 
-from sinew.core import RequestError, SinewError
+from sinew.core import Moment, ObservationError, RequestError, SinewError
 from sinew.policy import Policy, load
 from sinew.serve import contexts
 from sinew.serve.device_lock import DeviceLock
@@ -67,6 +68,28 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
             ):
                 SplitPolicy(policy, theirs)
             assert list(client.metadata()["policies"]) == ["default", "context.fp32", "context.int8"]
+        for scheduler in begun:
+            scheduler.stop()
+            assert scheduler.join(WAIT_S)
+
+
+def test_moments_that_do_not_travel_are_named(case_bundle, caplog):
+    """Of a policy that reads two: the answer says that one stands for both; two are refused before they are sent."""
+    policy = load(case_bundle("diffusion-ddim"), engine="eager", threads=1)
+    begun: set[Scheduler] = set()
+    given = observations(policy, 1)[0]
+    with desk(policy=policy, padded_action_dim=policy.padded_action_dim) as at:
+        at.service.policies.get().metadata["server"] = policy.describe()
+        contexts.add(at.service, ("fp32",), DeviceLock(), begun)
+        with Client(f"{at.native}/context.fp32", timeout=WAIT_S) as client, caplog.at_level("WARNING"):
+            robot = SplitPolicy(policy, client)
+            found, wanted = robot.infer(given), policy.infer(given)
+            np.testing.assert_allclose(found.actions, wanted.actions, rtol=0, atol=1e-5)
+            assert found.warnings == wanted.warnings
+            assert any("got 1" in warning for warning in found.warnings)
+            assert any("reads 2 moments and got 1" in record.getMessage() for record in caplog.records)
+            with pytest.raises(ObservationError, match="earlier: expected none, which requests do not carry"):
+                robot.infer(replace(given, earlier=(Moment(given.images, given.state),)))
         for scheduler in begun:
             scheduler.stop()
             assert scheduler.join(WAIT_S)

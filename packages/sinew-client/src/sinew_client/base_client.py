@@ -102,18 +102,22 @@ class BaseClient:
     def _accepted(self, reply: Any, observation: Mapping[str, Any], asked: float) -> ActionChunk:
         """Return the chunk of a reply, and say once what the policy had to do without."""
         chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits, self.max_rows)
-        for warning in chunk.warnings:
+        self._warn(chunk.warnings)
+        return chunk
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
             if warning not in self._warned and len(self._warned) < MOST_WARNINGS:
                 self._warned.add(warning)
                 logger.warning("%s: %s", self.address, warning)
-        return chunk
 
     def _said(self, reply: Any) -> dict:
         """Return what a server says of itself; nothing where it says nothing."""
         return protocol.decode_metadata(reply) if reply.metadata else {}
 
     def _context(self, reply: Any) -> tuple:
-        """Return (bytes, timing) of a reply with a context."""
+        """Return (bytes, timing) of a reply with a context, and say once what was left out."""
+        self._warn(reply.warnings)
         if not reply.context:
             raise ClientError(f"{self.address}: the policy {self.policy!r} answers with actions")
         return reply.context, protocol.decode_timing(reply)
