@@ -60,13 +60,12 @@ def need_pillow() -> None:
 
 def given(observation: Observation | Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an observation as the mapping that a request is made of. Raises :class:`InvalidObservation`."""
-    if not isinstance(observation, Observation):
-        return observation
-    if observation.earlier:
-        raise InvalidObservation(
-            "earlier", "none, which requests do not carry", f"{len(observation.earlier)} moments"
-        )
-    return {name: value for name, value in vars(observation).items() if name != "earlier"}
+    found = vars(observation) if isinstance(observation, Observation) else observation
+    if "earlier" not in found:
+        return found
+    if (earlier := found["earlier"]) is not None and len(earlier):
+        raise InvalidObservation("earlier", "none, which requests do not carry", f"{len(earlier)} moments")
+    return {name: value for name, value in found.items() if name != "earlier"}
 
 
 def encode_infer(
