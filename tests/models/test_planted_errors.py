@@ -54,6 +54,7 @@ STAGES = {
         "encoder",
         "decoder",
         "unet_step0",
+        "model_output",
     ),
 }
 
