@@ -10,7 +10,7 @@ VENV ?= .venv
 # torch's build: empty is what the package index has, on Linux the one with CUDA; else an index of CPU builds.
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 PYTHON_GPU ?= python3
 GPU_ARGS ?=

@@ -73,14 +73,18 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def case_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Converts a golden checkpoint once per session, with what its case.json says: ``case_bundle("evo1-mint")``."""
-    directory = tmp_path_factory.mktemp("bundles")
+    """Converts a golden checkpoint once per run, for all of its workers, with what its case.json says:
+    ``case_bundle("evo1-mint")``."""
+    directory = of_all_workers(tmp_path_factory) / "bundles"
+    directory.mkdir(exist_ok=True)
 
     def make(name: str) -> Path:
         case, out = cases()[name], directory / f"{name}.gguf"
-        if not out.exists():
-            home = golden / case.home
-            convert(home / case.checkpoint, out, name=name, **case.options(home))
+        with (directory / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not out.exists():
+                home = golden / case.home
+                convert(home / case.checkpoint, out, name=name, **case.options(home))
         return out
 
     return make
@@ -115,8 +119,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]
 
 
 def home_of_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return of_all_workers(tmp_path_factory) / "exported"
+
+
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of this run of the suite."""
     base = tmp_path_factory.getbasetemp()
-    return (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "exported"
+    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
 
 
 def export_to(home: Path) -> None:

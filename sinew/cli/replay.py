@@ -133,6 +133,7 @@ def as_mapping(observation: Observation, deadline_ms: float | None) -> dict[str,
     names = (
         "images",
         "state",
+        "earlier",
         "prompt",
         "tokens",
         "noise",

@@ -149,7 +149,8 @@ def run(
             if assist is not None and rule is not None:
                 connect = assisted = open_assist(assist, rule, assist_deadline, connect, policy, settings)
                 stack.callback(assisted.close)
-            loop = Loop(machine, connect, settings, dim, given, adapter=edge)
+            history = int(policy.get("history") or 1)
+            loop = Loop(machine, connect, settings, dim, given, adapter=edge, history=history)
             stack.callback(loop.close)
             follow_episodes(machine, loop.restart, prompt)
             if record is not None:

@@ -118,7 +118,7 @@ def run_episode(
         pace = SimulatedPace(settings.hz)
         source = Simulated(policy, conduct.noise, seed, conduct.latency, settings.hz)
     tally = Tally()
-    loop = Loop(robot, source, settings, 0, pace=pace, adapter=edge)
+    loop = Loop(robot, source, settings, 0, pace=pace, adapter=edge, history=policy.history)
     loop.listeners.append(tally.hear)
     if watch is not None:
         loop.watch(lambda command: watch(command.step, robot.observe(), tally.asked == command.step))

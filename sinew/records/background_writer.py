@@ -142,4 +142,4 @@ class BackgroundWriter(ABC):
 
 
 def _size(observation: Observation) -> int:
-    return sum(np.asarray(frame).nbytes for frame in observation.images.values())
+    return sum(np.asarray(frame).nbytes for moment in observation.moments for frame in moment.images.values())

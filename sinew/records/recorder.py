@@ -1,9 +1,10 @@
 """Requests and replies on disk, one ``.npz`` file each, so that a problem in the field can be replayed at a desk.
 
-A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``tokens`` and ``previous``; ``actions``
-or nothing; and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, the error if there was one, and
-``server``, what decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack.
-numpy reads it without pickle.
+A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``tokens``, ``previous`` and the moments
+before as ``earlier/<0, 1 ...>/images/<camera>`` and ``earlier/<0, 1 ...>/state``, oldest first; ``actions`` or nothing;
+and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, the error if there was one, and ``server``,
+what decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it
+without pickle.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 
 from sinew import scratch
-from sinew.core import MAX_SIDE, Observation, SinewError
+from sinew.core import MAX_HISTORY, MAX_SIDE, Moment, Observation, SinewError
 from sinew.records import arithmetic
 from sinew.records.archive import MAX_ARRAYS, MAX_BYTES, Archive
 from sinew.records.background_writer import BackgroundWriter, Entry
@@ -33,6 +34,7 @@ MAX_NUMBERS = 1 << 20  # of actions, noise, tokens or previous
 _CONTINUATION = ("delay", "horizon", "rtc", "schedule", "beta")  # older records have none of these
 _PLAIN = ("prompt", "solver_steps", "session", "time", *_CONTINUATION)
 _ARRAYS = ("noise", "tokens", "previous")
+_EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an earlier moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,12 @@ class Recorder(BackgroundWriter):
 
     def _write(self, entry: Entry) -> None:
         when, wire, session, observation, outcome, server = entry
-        arrays: dict[str, Any] = {
-            f"images/{name[:MAX_NAME]}": np.asarray(frame) for name, frame in observation.images.items()
-        }
-        arrays["state"] = np.asarray(observation.state)
+        arrays: dict[str, Any] = {}
+        for index, moment in enumerate(observation.moments, start=-len(observation.earlier)):
+            prefix = f"earlier/{index + len(observation.earlier)}/" if index else ""
+            for name, frame in moment.images.items():
+                arrays[f"{prefix}images/{name[:MAX_NAME]}"] = np.asarray(frame)
+            arrays[f"{prefix}state"] = np.asarray(moment.state)
         for name in _ARRAYS:
             if getattr(observation, name) is not None:
                 arrays[name] = np.asarray(getattr(observation, name))
@@ -171,16 +175,16 @@ def read_record(path: Path) -> Record:
     try:
         for name, array in arrays.items():
             check_array(name, array)
-        if "state" not in arrays:
-            raise SinewError("state: expected numbers, got nothing")
+        *earlier, newest = _moments(arrays)
     except SinewError as error:
         raise SinewError(f"{path}: not a record ({error})") from None
     beside: dict[str, Any] = {
         name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN
     }
     observation = Observation(
-        images={name[7:]: frame for name, frame in arrays.items() if name.startswith("images/")},
-        state=arrays["state"],
+        images=newest.images,
+        state=newest.state,
+        earlier=tuple(earlier),
         noise=arrays.get("noise"),
         tokens=arrays.get("tokens"),
         previous=arrays.get("previous"),
@@ -193,6 +197,25 @@ def read_record(path: Path) -> Record:
     except ValueError as error:
         raise SinewError(f"{path}: not a record (server.{error})") from None
     return Record(path, meta["wire"], observation, arrays.get("actions"), meta.get("error", ""), meta, server)
+
+
+def _moments(arrays: dict[str, np.ndarray]) -> list[Moment]:
+    """Return the moments of a record, oldest first. Raises :class:`SinewError` where one is missing."""
+    prefixes = sorted({found[0] for name in arrays if (found := _EARLIER.match(name))}, key=len)
+    if len(prefixes) >= MAX_HISTORY or any(
+        f"earlier/{index}/" not in prefixes for index in range(len(prefixes))
+    ):
+        raise SinewError(
+            f"earlier: expected at most {MAX_HISTORY - 1} moments, counted from 0, got {prefixes[:4]}"
+        )
+    moments = []
+    for prefix in (*(f"earlier/{index}/" for index in range(len(prefixes))), ""):
+        if f"{prefix}state" not in arrays:
+            raise SinewError(f"{prefix}state: expected numbers, got nothing")
+        start = f"{prefix}images/"
+        images = {name[len(start) :]: frame for name, frame in arrays.items() if name.startswith(start)}
+        moments.append(Moment(images, arrays[f"{prefix}state"]))
+    return moments
 
 
 def read_meta(archive: Archive) -> dict[str, Any]:
@@ -219,7 +242,7 @@ def read_meta(archive: Archive) -> dict[str, Any]:
 
 def check_array(name: str, array: np.ndarray) -> None:
     """Refuse an array of a record that no policy and no request can have. Raises :class:`SinewError`."""
-    shape = array.shape
+    shape, name = array.shape, _EARLIER.sub("", name)
     if name.startswith("images/"):
         sized = len(shape) == 3 and shape[2] == 3 and all(1 <= side <= MAX_SIDE for side in shape[:2])
         if not sized or (array.dtype != np.uint8 and array.dtype.kind != "f"):

@@ -21,6 +21,7 @@ from sinew.core import (
     ActionChunk,
     CameraSpec,
     CancelledError,
+    Moment,
     Observation,
     ObservationError,
     PolicySpec,
@@ -189,8 +190,15 @@ class Replay(OpenPolicy, ServedPolicy):
 
     def _check(self, observation: Observation) -> None:
         """Names, sizes and types, as far as a recording knows them."""
+        if len(observation.earlier) >= self.spec.history:
+            expected = f"at most {self.spec.history - 1} moments, as were recorded"
+            raise ObservationError("earlier", expected, str(len(observation.earlier)))
+        for moment in observation.moments:
+            self._check_moment(moment)
+
+    def _check_moment(self, moment: Moment) -> None:
         cameras = {camera.name for camera in self.spec.cameras}
-        for name, frame in observation.images.items():
+        for name, frame in moment.images.items():
             if name not in cameras:
                 hint = did_you_mean(name, cameras)
                 raise ObservationError(
@@ -199,9 +207,9 @@ class Replay(OpenPolicy, ServedPolicy):
             shape = np.shape(frame)
             if len(shape) != 3 or shape[2] != 3 or 0 in shape:
                 raise ObservationError(f"images.{name}", "[height, width, 3]", str(list(shape)))
-        if not self._missing and (missing := sorted(cameras - set(observation.images))):
+        if not self._missing and (missing := sorted(cameras - set(moment.images))):
             raise ObservationError(f"images.{missing[0]}", "a frame", "nothing")
-        state = np.asarray(observation.state)
+        state = np.asarray(moment.state)
         if state.shape != (self.spec.state.dim,) or state.dtype.kind not in "fiu":
             raise ObservationError(
                 "state", f"{self.spec.state.dim} numbers", f"{state.dtype} {list(state.shape)}"
@@ -277,4 +285,5 @@ def _spec(folder: Path, first: Path) -> PolicySpec:
         noise_dim=0,
         solver_steps=1,
         max_prompt_tokens=0,
+        history=1 + len(record.observation.earlier),
     )

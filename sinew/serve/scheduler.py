@@ -241,7 +241,7 @@ class Scheduler:
     def _decode(self, request: Request) -> None:
         start = request.begun = time.perf_counter()
         observation = request.read(partial(self._raise_if_abandoned, request))
-        size = sum(frame.nbytes for frame in observation.images.values())
+        size = sum(frame.nbytes for moment in observation.moments for frame in moment.images.values())
         with self._lock:
             if not request.answered:
                 request.size, self._ahead = size, self._ahead + size

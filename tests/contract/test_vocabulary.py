@@ -72,7 +72,10 @@ def test_all_errors_are_of_one_kind_and_name_the_field() -> None:
 def test_an_observation_is_what_a_request_may_hold() -> None:
     assert protocol.OBSERVATION_KEYS[-1] == "deadline_ms"
     names = protocol.schema.PredictRequest.DESCRIPTOR.fields_by_name
-    assert set(protocol.OBSERVATION_KEYS) - set(names) == {"tokens"}  # lang_tokens on the wire
+    assert set(protocol.OBSERVATION_KEYS) - set(names) == {
+        "tokens",
+        "earlier",
+    }  # names that repeat
 
 
 @pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)

@@ -98,12 +98,14 @@ def chunk(number: int) -> np.ndarray:
     return (100.0 * number + np.arange(10, dtype=np.float32))[:, None]
 
 
-def loop_of(delay: float = 0.1, answer: Callable[[int], Any] = chunk, **given: Any) -> tuple[Loop, Arm]:
+def loop_of(
+    delay: float = 0.1, answer: Callable[[int], Any] = chunk, history: int = 1, **given: Any
+) -> tuple[Loop, Arm]:
     clock = Clock()
     arm = Arm(clock)
     settings = Settings(**{"hz": 20.0, "handover": "aligned", "replan": "4", **given})
     pace = Pace(settings.period / settings.substeps, clock.now, clock.sleep)
-    loop = Loop(arm, lambda: None, settings, 1, "stack", pace)  # type: ignore[arg-type, return-value]
+    loop = Loop(arm, lambda: None, settings, 1, "stack", pace, history=history)  # type: ignore[arg-type, return-value]
     loop.source = Scripted(delay, answer)  # type: ignore[assignment]
     return loop, arm
 
@@ -222,6 +224,57 @@ def test_a_blind_robot_holds_and_goes_on_by_itself() -> None:
     loop.resume()
     loop.tick(32)  # where it is, is not known either
     assert not loop.paused
+
+
+class Camera:
+    """Has a frame at every look, written where the last one was, which counts the looks; blind at the steps given."""
+
+    def __init__(self, loop: Loop, arm: Arm, blind: tuple[int, ...] = ()):
+        self.frame, self.blind = np.zeros((2, 2, 3), np.uint8), blind
+        self._loop, self._observe = loop, arm.observe
+        arm.observe = self.observe  # type: ignore[method-assign]
+
+    def observe(self) -> dict[str, Any]:
+        if self._loop.steps in self.blind:
+            raise NoObservation("front: no message")
+        self.frame[:] = self._loop.steps
+        return {**self._observe(), "images": {"front": self.frame}}
+
+
+def seen_by(loop: Loop) -> list[list[int]]:
+    """Return the steps of the moments of each request, oldest first."""
+    requests = loop.source.requests  # type: ignore[attr-defined]
+    return [[int(moment.images["front"][0, 0, 0]) for moment in asked["earlier"]] for asked in requests]
+
+
+def test_a_policy_of_several_moments_gets_those_of_the_steps_before() -> None:
+    """Of control steps and not of requests; an episode's first stands for those before it, and a step that sees nothing
+    for none."""
+    loop, arm = loop_of(history=3)
+    Camera(loop, arm)
+    loop.run(9)
+    assert seen_by(loop) == [[0, 0], [2, 3], [6, 7]]  # asked at 0, 4 and 8
+    loop.restart("another episode")
+    loop.run(14)
+    assert seen_by(loop)[3:] == [[9, 9], [11, 12]]
+    loop.pause()
+    loop.run(16)
+    loop.resume()
+    loop.run(17)
+    assert seen_by(loop)[5:] == [[16, 16]]
+
+    loop, arm = loop_of(history=3)
+    Camera(loop, arm, blind=(3,))
+    report = loop.run(6)
+    assert report.held["front: no message"] > 0
+    assert seen_by(loop) == [[0, 0], [2, 2]]  # at 4, as soon as it sees again
+
+    loop, arm = loop_of()
+    Camera(loop, arm)
+    loop.run(9)
+    assert not any("earlier" in asked for asked in loop.source.requests)  # type: ignore[attr-defined]
+    with pytest.raises(ClientError, match="history: expected 1 to 16, got 17"):
+        loop_of(history=17)
 
 
 def test_a_stale_frame_holds() -> None:

@@ -86,7 +86,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["blocks", "pen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("blocks-rtc", "egg"))]
+    "name", ["pen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "blocks-rtc", "egg"))]
 )
 def test_what_is_shipped_is_what_an_export_writes(made, name: str) -> None:
     ours, again = shipped_folder(ASSETS / f"{name}.gguf"), made(name)

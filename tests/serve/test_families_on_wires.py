@@ -15,7 +15,7 @@ import pytest
 from sinew_client import Client
 
 from benchmarks.wire_clients import connect
-from sinew.core import ClientError, Observation, ObservationError
+from sinew.core import ClientError, Moment, Observation, ObservationError
 from sinew.policy import Policy, load
 from tests.convert.test_groot import observation as groot_observation
 from tests.golden import Golden
@@ -37,16 +37,24 @@ def serve(tmp_path: Path, bundle: Path, wires: tuple[str, ...]):
 
 
 def ask_everywhere(addresses: dict[str, str], given: Observation) -> dict[str, np.ndarray]:
+    """Return the answer of each wire. Moments have an axis of their own on those whose messages are arrays."""
     found = {}
+    images, state = dict(given.images), np.float32(given.state)
+    if given.earlier:
+        images = {name: np.stack([each.images[name] for each in given.moments]) for name in images}
+        state = np.stack([np.float32(each.state) for each in given.moments])
     for wire in ("native", "openpi", "http"):
         client = connect(wire, addresses[wire])
-        found[wire] = client.ask(dict(given.images), np.float32(given.state), given.prompt, SEED).actions
+        if wire == "native" and given.earlier:
+            found[wire] = client.client.infer(replace(given, seed=SEED)).actions
+        else:
+            found[wire] = client.ask(images, state, given.prompt, SEED).actions
         client.close()
     return found
 
 
 def expected(policy: Policy, given: Observation) -> np.ndarray:
-    record = {"images": given.images, "state": given.state, "prompt": given.prompt}
+    record = {"images": given.images, "state": given.state, "prompt": given.prompt, "earlier": given.earlier}
     return policy.infer(record if policy.spec.solver.noise == "zeros" else record | {"seed": SEED}).actions
 
 
@@ -76,7 +84,7 @@ def test_n17_answers_alike_on_every_wire(golden, groot_bundle, tmp_path):
 
 @pytest.mark.proves(wire=("native", "openpi", "http"), family="diffusion")
 def test_diffusion_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
-    """Of one moment, which each answer says; the noise of each step, as data, where a wire carries noise."""
+    """Of one moment, which each answer says, of two; noise of each step as data, where a wire has it."""
     given = case_observation("diffusion-ddpm", Golden(golden / "diffusion-ddpm"))
     bundle = case_bundle("diffusion-ddpm")
     alone, policy = replace(given, earlier=(), noise=None), load(bundle)
@@ -84,16 +92,24 @@ def test_diffusion_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
     with server, Client(addresses["native"], timeout=START_S) as client:
         for wire, found in ask_everywhere(addresses, alone).items():
             np.testing.assert_allclose(found, expected(policy, alone), atol=1e-5, rtol=0, err_msg=wire)
+        both, wanted = replace(given, noise=None), expected(policy, replace(given, noise=None))
+        assert np.abs(wanted - expected(policy, alone)).max() > 1e-2
+        for wire, found in ask_everywhere(addresses, both).items():
+            np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0, err_msg=wire)
         noisy = replace(alone, noise=given.noise)
         answer = client.infer(noisy)
         np.testing.assert_allclose(answer.actions, policy.infer(noisy).actions, atol=1e-5, rtol=0)
         assert any("reads 2 moments and got 1" in warning for warning in answer.warnings)
         with pytest.raises(ClientError, match=r"noise: expected 0 or 14400 values \(100 x 16 x 9\), got 144"):
             client.infer(replace(noisy, noise=given.noise[0]))
-        with pytest.raises(
-            ObservationError, match="earlier: expected none, which requests do not carry, got 1"
-        ):
-            client.infer(given)
+        assert not client.infer(given).warnings
+        three = replace(given, earlier=2 * tuple(given.earlier))
+        with pytest.raises(ClientError, match="each camera once for each moment, of which there are 2"):
+            client.infer(three)
+        with pytest.raises(ObservationError, match=r"earlier\[0\]: expected images and state of a moment"):
+            client.infer(replace(given, earlier=[given.images]))
+        with pytest.raises(ObservationError, match="the same cameras and numbers as each other"):
+            client.infer(replace(given, earlier=[Moment({}, given.state)]))
         assert (client.spec.history, client.spec.noises()) == (2, (100, 16, 9))
 
 

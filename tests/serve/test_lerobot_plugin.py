@@ -137,7 +137,7 @@ def test_the_plugin_acts_as_the_direct_client(release: str, plugin: Path, tmp_pa
     )
 
 
-@each_release
+@older_are_slow
 def test_what_an_episode_is_begun_with(release: str, plugin: Path) -> None:
     """LeRobot's marker changes nothing, another key of its own is told, and one that no task knows is refused."""
     options = [{}, {"lerobot_new_rollout": True}, {"lerobot_scene": 3}, {"color": "blue"}, {"colour": "blue"}]
@@ -169,7 +169,7 @@ CHUNK = "ValueError: actions: expected [20, 2] as the policy puppet says of itse
 FAR = "tcp://198.51.100.7:5555"  # nobody's; it is refused before anybody is asked
 
 
-@each_release
+@older_are_slow
 def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, tmp_path: Path) -> None:
     """Chunks of another form than was agreed, metadata that is none, frames that do not go together, and a folder
     whose configuration sends the key to a machine that its user did not name."""
@@ -260,7 +260,7 @@ def same[T: Base](value: T) -> T:
 
 
 @older_are_slow
-@pytest.mark.parametrize("form", ["address", "bundle"])
+@pytest.mark.parametrize("form", ["address", pytest.param("bundle", marks=pytest.mark.slow)])
 def test_lerobots_evaluation_plays_our_task(release: str, form: str, plugin: Path, tmp_path: Path) -> None:
     """The README's lines: ten episodes by LeRobot's evaluation, at least eight of them successes."""
     line = next(line for line in documented("lerobot-eval") if f"--policy.{form}=" in line)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from sinew_client import Client, ServerError
 
-from sinew.core import Observation, SinewError
+from sinew.core import Moment, Observation, SinewError
 from sinew.policy import Policy, load
 from sinew.records.arithmetic import TOLERANCES
 from sinew.records.arithmetic import kept as kept_of
@@ -66,6 +66,15 @@ def test_records_hold_everything(tmp_path, policy):
     assert third.observation.tokens.tolist() == [5, 6]
     np.testing.assert_array_equal(policy.infer(second.observation).actions, second.actions)
 
+    before = [Moment({"camera1": FRAME[::-1]}, np.float32([index])) for index in range(3)]
+    moments = Recorder(tmp_path / "moments")
+    moments.put("native", "", observe(earlier=before), SinewError("x"))
+    moments.close()
+    (found,) = read_records(tmp_path / "moments")
+    assert [each.state.item() for each in found.observation.earlier] == [0, 1, 2]
+    np.testing.assert_array_equal(found.observation.earlier[1].images["camera1"], FRAME[::-1])
+    assert list(found.observation.images) == list(GOOD["images"])
+
     again = Recorder(tmp_path / "new")  # numbers go on
     again.put("native", "", given, chunk)
     again.close()
@@ -104,6 +113,15 @@ def test_files_that_are_no_records(tmp_path):
     for name, said in (("f", ["fp32"]), ("g", {"precision": ["fp32"]}), ("h", {"precision": {"all": 32}})):
         text = np.array(json.dumps(meta | {"server": said}))
         np.savez(tmp_path / f"{name}.npz", meta=text, state=np.zeros(6))
+    for name, strange in (
+        ("i", "earlier/1/state"),
+        ("j", "earlier/00/state"),
+        ("k", "earlier/0/images/camera1"),
+    ):
+        array = np.zeros((2, 2, 3), np.uint8) if "images" in strange else np.zeros(6)
+        np.savez(
+            tmp_path / f"{name}.npz", meta=np.array(json.dumps(meta)), state=np.zeros(6), **{strange: array}
+        )
     for path in sorted(tmp_path.glob("*.npz")):
         with pytest.raises(SinewError, match="not a record"):
             read_record(path)

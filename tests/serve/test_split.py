@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sinew_client import Client, ClientError, ServerError
 
-from sinew.core import Moment, ObservationError, RequestError, SinewError
+from sinew.core import Moment, RequestError, SinewError
 from sinew.policy import Policy, load
 from sinew.serve import contexts
 from sinew.serve.device_lock import DeviceLock
@@ -73,8 +73,8 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
             assert scheduler.join(WAIT_S)
 
 
-def test_moments_that_do_not_travel_are_named(case_bundle, caplog):
-    """Of a policy that reads two: the answer says that one stands for both; two are refused before they are sent."""
+def test_moments_travel_to_the_context(case_bundle, caplog):
+    """Of a policy that reads two: the answer says that one stands for both."""
     policy = load(case_bundle("diffusion-ddim"), engine="eager", threads=1)
     begun: set[Scheduler] = set()
     given = observations(policy, 1)[0]
@@ -88,8 +88,11 @@ def test_moments_that_do_not_travel_are_named(case_bundle, caplog):
             assert found.warnings == wanted.warnings
             assert any("got 1" in warning for warning in found.warnings)
             assert any("reads 2 moments and got 1" in record.getMessage() for record in caplog.records)
-            with pytest.raises(ObservationError, match="earlier: expected none, which requests do not carry"):
-                robot.infer(replace(given, earlier=(Moment(given.images, given.state),)))
+            other = Moment({name: 255 - frame for name, frame in given.images.items()}, given.state)
+            both = replace(given, earlier=(other,))
+            found, wanted = robot.infer(both), policy.infer(both)
+            np.testing.assert_allclose(found.actions, wanted.actions, rtol=0, atol=1e-5)
+            assert not found.warnings
         for scheduler in begun:
             scheduler.stop()
             assert scheduler.join(WAIT_S)

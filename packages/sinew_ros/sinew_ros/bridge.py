@@ -80,6 +80,7 @@ class Bridge:
             prompt,
             watch=self._watch,
             hold_refused=True,  # a node's status says why it holds
+            history=int(policy.get("history") or 1),
         )
         if not contract.start:
             self.loop.pause()

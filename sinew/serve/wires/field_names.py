@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import KeyMap, Observation, ObservationError, PolicySpec, did_you_mean
+from sinew.core import KeyMap, Moment, Observation, ObservationError, PolicySpec, did_you_mean
 from sinew.processing.arrays import numbers
 from sinew.processing.given import LEROBOT as _LEROBOT
 from sinew.processing.given import PROMPT_KEYS, UNREAD, UNREAD_PREFIXES
@@ -121,10 +121,22 @@ def read_observation(
     known = {key for key, _value in frames.values()} | unread | {*states, *prompts, *beside}
     _refuse_unknown(flat, known, [*(some[0] for some in cameras.values()), states[0], prompts[0], *beside])
     channels_first = keys.channels_first if keys is not None else None
-    images = {camera: frame(key, value, budget, channels_first) for camera, (key, value) in frames.items()}
+    seen = {
+        camera: _frames(key, value, budget, channels_first, spec.history)
+        for camera, (key, value) in frames.items()
+    }
+    (key, _value), moments = next(iter(frames.values())), {len(each) for each in seen.values()}
+    if len(moments) > 1:
+        raise ObservationError(key, "as many moments of each camera", ", ".join(map(str, sorted(moments))))
+    states = _state(flat, spec, keys, *moments)
+    *earlier, newest = (
+        Moment({camera: each[index] for camera, each in seen.items()}, state)
+        for index, state in enumerate(states)
+    )
     return Observation(
-        images=images,
-        state=_state(flat, spec, keys),
+        images=newest.images,
+        state=newest.state,
+        earlier=tuple(earlier),
         prompt=_prompt(flat, prompts),
         **extra,
     )
@@ -151,6 +163,34 @@ def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None
         raise ObservationError(key, "three colour channels", f"shape {list(array.shape)}")
     budget.take(key, array.shape[0], array.shape[1])
     return array if array.dtype == np.uint8 else array.astype(np.float32, copy=False)
+
+
+def _frames(
+    key: str, value: Any, budget: PixelBudget, channels_first: bool | None, most: int
+) -> list[np.ndarray]:
+    """Return the pictures of one camera, oldest first: one, or those of up to ``most`` moments on an axis before."""
+    array = numbers(key, value)
+    while array.ndim > 3 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 4 or most == 1:
+        return [frame(key, array, budget, channels_first)]
+    if not 1 <= len(array) <= most:
+        raise ObservationError(key, f"frames of 1 to {most} moments", f"shape {list(array.shape)}")
+    return [frame(key, each, budget, channels_first) for each in array]
+
+
+def _vectors(key: str, value: Any, moments: int) -> np.ndarray:
+    """Return the numbers of so many moments, float64 [moments, n]."""
+    if moments == 1:
+        return vector(key, value)[None]
+    array = numbers(key, value, MAX_NUMBERS)
+    while array.ndim > 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 2 or len(array) != moments:
+        raise ObservationError(
+            key, f"a row of numbers for each of {moments} moments", f"shape {list(array.shape)}"
+        )
+    return array.astype(np.float64)
 
 
 def vector(key: str, value: Any) -> np.ndarray:
@@ -231,17 +271,18 @@ def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str], shown: Sequ
         )
 
 
-def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None) -> np.ndarray:
+def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None, moments: int) -> np.ndarray:
+    """Return the states, float64 [moments, D]."""
     if keys is not None:
         missing = [key for key in keys.state if key not in flat]
         if missing:
             raise ObservationError(missing[0], "numbers of the state", f"nothing; keys are {_some(flat)}")
-        return np.concatenate([vector(key, flat[key]) for key in keys.state])
+        return np.concatenate([_vectors(key, flat[key], moments) for key in keys.state], axis=1)
     given = [key for key in _STATE_KEYS if key in flat]
     if len(given) > 1:
         raise ObservationError(given[1], f"one state, as {given[0]}", "two")
     if given:
-        return vector(given[0], flat[given[0]])
+        return _vectors(given[0], flat[given[0]], moments)
     raise ObservationError("state", f"{spec.state.dim} numbers", f"nothing; keys are {_some(flat)}")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -24,7 +25,15 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from sinew_client.schema import Image, PredictRequest, PredictResponse
 
-from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.core import (
+    ActionChunk,
+    Moment,
+    Observation,
+    ObservationError,
+    PolicySpec,
+    RequestError,
+    SinewError,
+)
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
 from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, Field, fields, packed
 from sinew.serve.policies import MAX_NAME as MAX_POLICY
@@ -202,10 +211,13 @@ class NativeCodec:
         spec = deployment.spec
         request, pictures = self.parse(payload, found)
         images = [_Picture.of(picture) for picture in pictures]
+        *earlier, newest = _moments(
+            spec, images, list(request.camera_names), _state(deployment, request), budget or PixelBudget()
+        )
         tokens = np.fromiter(request.lang_tokens, np.int64, len(request.lang_tokens))
         return Observation(
-            images=_images(spec, images, list(request.camera_names), budget or PixelBudget()),
-            state=_state(deployment, request),
+            images=newest.images,
+            state=newest.state,
             prompt=request.prompt,
             tokens=tokens if tokens.size else None,
             noise=_noise(spec, request),
@@ -213,6 +225,7 @@ class NativeCodec:
             solver_steps=request.solver_steps if request.HasField("solver_steps") else None,
             session=request.session,
             time=request.time if request.HasField("time") else None,
+            earlier=tuple(earlier),
             **_continuation(spec, request),
         )
 
@@ -354,10 +367,11 @@ def _continuation(spec: PolicySpec, request: Any) -> dict[str, Any]:
     return found
 
 
-def _images(
-    spec: PolicySpec, images: list[_Picture], names: list[str], budget: PixelBudget
-) -> dict[str, np.ndarray]:
-    """Camera name -> frame. Without ``camera_names``, images go to cameras in the spec's order."""
+def _moments(
+    spec: PolicySpec, images: list[_Picture], names: list[str], state: np.ndarray, budget: PixelBudget
+) -> list[Moment]:
+    """Return what was seen and where the robot stood, oldest first. Without ``camera_names``, images go to cameras in
+    the spec's order; names that come again are of the next moment, and ``state`` has the numbers of all of them."""
     count = len(images)
     cameras = [camera.name for camera in spec.cameras]
     if not names:
@@ -366,12 +380,20 @@ def _images(
         names = cameras[:count]
     if len(names) != count:
         raise ObservationError("camera_names", f"{count} names, one per image", f"{len(names)}")
-    if len(set(names)) != count:
-        raise ObservationError("camera_names", "each camera once", ", ".join(names))
     for name in names:
         if len(name) > MAX_NAME:
             raise ObservationError("camera_names", f"names of at most {MAX_NAME} characters", f"{len(name)}")
-    return {name: _frame(name, image, budget) for name, image in zip(names, images, strict=True)}
+    times = Counter(names)
+    moments = max(times.values(), default=1)
+    if moments > spec.history or len(set(times.values())) > 1:
+        expected = "once" if spec.history == 1 else f"once for each moment, of which there are {spec.history}"
+        raise ObservationError("camera_names", f"each camera {expected}", ", ".join(names))
+    if len(state) % moments:
+        raise ObservationError("raw_state", f"a state for each of {moments} moments", f"{len(state)} numbers")
+    found: list[dict[str, np.ndarray]] = [{} for _ in range(moments)]
+    for name, image in zip(names, images, strict=True):
+        next(frames for frames in found if name not in frames)[name] = _frame(name, image, budget)
+    return [Moment(frames, part) for frames, part in zip(found, np.split(state, moments), strict=True)]
 
 
 def _state(deployment: Deployment, request: PredictRequest) -> np.ndarray:

@@ -8,12 +8,12 @@ openpi ``serving/websocket_policy_server.py`` and ``openpi_client/{msgpack_numpy
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError
+from sinew.core import ActionChunk, Moment, Observation, ObservationError, PolicySpec, RequestError
 from sinew.serve.decode.array import pack, unpack
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.transport.listen import reachable
@@ -61,12 +61,11 @@ def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | 
     made = field_names.read_observation(
         flat, spec, NAME, budget, (*OPTIONS, *IGNORED), session=message.session, **options(flat)
     )
-    if all(frame.dtype == np.uint8 for frame in made.images.values()):
-        return made
-    images = {
-        name: frame if frame.dtype == np.uint8 else _bytes(name, frame) for name, frame in made.images.items()
-    }
-    return Observation(**{**{f: getattr(made, f) for f in made.__dataclass_fields__}, "images": images})
+    *earlier, newest = (
+        Moment({name: _bytes(name, frame) for name, frame in each.images.items()}, each.state)
+        for each in made.moments
+    )
+    return replace(made, images=newest.images, earlier=tuple(earlier))
 
 
 def options(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,6 +197,9 @@ def _nested(fields: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _bytes(name: str, frame: np.ndarray) -> np.ndarray:
+    """Return a frame as uint8, floats as upstream truncates them. Raises ObservationError."""
+    if frame.dtype == np.uint8:
+        return frame
     if not np.isfinite(frame).all() or frame.min(initial=0) < 0 or frame.max(initial=0) > 1:
         raise ObservationError(f"images.{name}", "floats in [0, 1]", "values outside")
     return (255 * frame).astype(np.uint8)

@@ -16,6 +16,8 @@ from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_IMAGES, OBS_STATE
 from sinew_client import Policy, PolicySpec, connect
 from sinew_client.control import parse_rule
 from sinew_client.control.defaults import REPLAN
+from sinew_client.history import History
+from sinew_client.types import Moment
 
 from lerobot_policy_sinew.configuration_sinew import SinewConfig
 
@@ -63,6 +65,7 @@ class SinewPolicy(PreTrainedPolicy):
             raise ValueError(f"policy.cameras: expected cameras of {name}: {known}, got {strange[0]!r}")
         self._rows = rows_executed(config, spec)
         self._queue: deque = deque()
+        self._history, self._steps = History(spec.history), 0
         self._asked = 0
         self._sessions = 0
         self.register_buffer("_anchor", torch.zeros(()), persistent=False)  # LeRobot asks where a policy is
@@ -86,6 +89,7 @@ class SinewPolicy(PreTrainedPolicy):
     def reset(self) -> None:
         """Begin new episodes."""
         self._queue.clear()
+        self._history.clear()
         for index in range(self._sessions):
             self.backend.reset(self._session(index))
         self._sessions = 0
@@ -95,32 +99,51 @@ class SinewPolicy(PreTrainedPolicy):
         """Return the chunks for a batch of observations, float32 [B, H, action_dim] in world units.
 
         batch: ``observation.images.CAMERA`` float in [0, 1] or uint8 [B, 3, height, width], ``observation.state``
-        [B, D], ``task``: instructions. noise: float [B, H, noise_dim]. Raises ValueError for observations that do
+        [B, D], ``task``: instructions. noise: float [B, H, noise_dim]. A policy that reads several moments is given
+        this one for those before it, which :meth:`select_action` keeps. Raises ValueError for observations that do
         not go together, and for a chunk of another form than the policy says of itself.
         """
+        return self._chunks(batch, self._seen(batch), (), noise)
+
+    def _seen(self, batch: dict[str, Any]) -> Moment:
+        """Return the frames, uint8 [B, height, width, 3], and states [B, D] of a batch. Raises ValueError."""
         if OBS_STATE not in batch:
             raise ValueError(f"{OBS_STATE}: expected a tensor [B, D], got nothing")
         states = batch[OBS_STATE].detach().cpu().numpy()
         if states.ndim != 2 or not len(states):
             raise ValueError(f"{OBS_STATE}: expected [B, D] with B of 1 or more, got {list(states.shape)}")
         images = {key: _frames(key, value) for key, value in batch.items() if _is_image(key)}
-        tasks = batch.get("task") or ""
-        tasks = [tasks] * len(states) if isinstance(tasks, str) else list(tasks)
-        for key, given, what in (
-            *((key, given, "frames") for key, given in images.items()),
-            ("task", tasks, "instructions"),
-        ):
+        for key, given in images.items():
             if len(given) != len(states):
                 raise ValueError(
-                    f"{key}: expected {len(states)} {what}, one for each state, got {len(given)}"
+                    f"{key}: expected {len(states)} frames, one for each state, got {len(given)}"
                 )
-        frames = {self._camera(key): given for key, given in images.items()}
-        self._sessions = max(self._sessions, len(states))
+        return Moment({self._camera(key): given for key, given in images.items()}, states)
+
+    def _chunks(
+        self,
+        batch: dict[str, Any],
+        seen: Moment,
+        earlier: tuple[Moment, ...],
+        noise: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the chunks for what was seen now and at the control steps before, oldest first."""
+        count = len(seen.state)
+        tasks = batch.get("task") or ""
+        tasks = [tasks] * count if isinstance(tasks, str) else list(tasks)
+        if len(tasks) != count:
+            raise ValueError(f"task: expected {count} instructions, one for each state, got {len(tasks)}")
+        self._sessions = max(self._sessions, count)
         chunks = []
-        for index, state in enumerate(states):
+        for index in range(count):
+            *before, newest = (
+                Moment({camera: frames[index] for camera, frames in each.images.items()}, each.state[index])
+                for each in (*earlier, seen)
+            )
             observation = {
-                "images": {camera: pixels[index] for camera, pixels in frames.items()},
-                "state": state,
+                "images": newest.images,
+                "state": newest.state,
+                "earlier": before,
                 "prompt": tasks[index],
                 "session": self._session(index),
             }
@@ -140,9 +163,16 @@ class SinewPolicy(PreTrainedPolicy):
 
     @torch.no_grad()
     def select_action(self, batch: dict[str, Any], noise: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the next row of the running chunks, [B, action_dim]; ask for new ones when they are used up."""
-        if not self._queue:
-            chunks = self.predict_action_chunk(batch, noise)
+        """Return the next row of the running chunks, [B, action_dim]; ask for new ones when they are used up.
+
+        LeRobot calls this at every control step: what a policy of several moments has seen is kept here.
+        """
+        asks, self._steps = not self._queue, self._steps + 1
+        if asks or self._history.moments > 1:
+            seen = self._seen(batch)
+            self._history.see(self._steps, seen.images, seen.state)
+        if asks:
+            chunks = self._chunks(batch, seen, self._history.before(self._steps), noise)
             self._queue.extend(chunks[:, : self._rows].unbind(1))
         return self._queue.popleft()
 

@@ -146,7 +146,7 @@ class StreamLink:
         if images is not None:
             request.camera_names.extend(str(name) for name in images)
             request.frame_time = time if frame_time is None else frame_time
-        parts = protocol.with_frames(request, images or {})
+        parts = protocol.with_frames(request, (images or {}).items())
         with self._changed:
             link = self._link
             if self._closed or link is None or link.unsent >= UNSENT:

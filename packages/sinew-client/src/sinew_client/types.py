@@ -211,6 +211,11 @@ class Observation:
     beta: float | None = None
     earlier: Sequence[Moment] = ()
 
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Return all moments, oldest first; the last is the observation's own."""
+        return (*self.earlier, Moment(self.images, self.state))
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Observation:
         """Build from a plain dict; an unknown or missing key is an :class:`ObservationError`."""

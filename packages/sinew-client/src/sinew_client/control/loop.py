@@ -23,6 +23,7 @@ from sinew_client.control.settings import Settings, SettingsError
 from sinew_client.control.watchdog import watchdog_of
 from sinew_client.errors import Refused
 from sinew_client.faults import PERMANENT
+from sinew_client.history import History
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,15 @@ class Loop:
     pace: when ticks begin; :class:`~sinew_client.control.pace.SimulatedPace` plays without a clock. watch: called after
     every control step with the command; must be quick. adapter: refines chunks in every control step; the settings'
     ``refine`` is its ``max_age``. hold_refused: hold also where the very first request is refused for what it is, and
-    ask again: of a robot whose instruction or cameras come later.
+    ask again: of a robot whose instruction or cameras come later. history: T, the moments that the policy reads
+    (``PolicySpec.history``): of more than one, the robot is observed at every control step, and requests have those of
+    the T - 1 steps before (``earlier``).
 
     While it runs a watchdog holds the robot where the loop is late by two periods, unless the settings or the robot say
     that it must not (``Settings.watchdog``, ``Robot.concurrent_hold``).
 
-    Raises :class:`SettingsError` for limits of velocity or acceleration that nothing says where to begin with.
+    Raises :class:`SettingsError` for limits of velocity or acceleration that nothing says where to begin with, and
+    ClientError for a history that no policy has.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Loop:
         watch: Callable[[Command], None] | None = None,
         adapter: Adapter | None = None,
         hold_refused: bool = False,
+        history: int = 1,
     ):
         if bool(settings.refine) != (adapter is not None):
             raise SettingsError(
@@ -85,6 +90,7 @@ class Loop:
         self.listeners: list[Callable[[str, dict], None]] = self.controller.listeners
         self.steps = 0
         self._watch, self._hold_refused = watch, hold_refused
+        self._history = History(history)
         self._calls: list[Callable[[], None]] = []  # of other threads, carried out between two ticks
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -207,10 +213,11 @@ class Loop:
             call()
         self._poll(step, now)
         seen = None
-        if (self.controller.needs_state and not self.paused) or self.controller.refines(step):
+        needed = self.controller.needs_state or self._history.moments > 1
+        if (needed and not self.paused) or self.controller.refines(step):
             seen = self._observe(step, now)
         if self.controller.wants_chunk(step) and self.source.ready(now):
-            seen = self._ask(step, now)
+            seen = self._ask(step, now, seen)
             if not self.controller.continuous:
                 self._poll(step, now)  # an answer that takes no time
         if self._edge is not None and seen is not None:
@@ -274,6 +281,7 @@ class Loop:
             self._fault(step, reason)
             return None
         self._images = seen.get("images", self._images)
+        self._history.see(step, self._images, self._state)
         return seen
 
     def _fault(self, step: int, reason: str) -> None:
@@ -282,9 +290,9 @@ class Loop:
             self.source.cancel()
         self.controller.fault(step, reason)
 
-    def _ask(self, step: int, now: float) -> dict[str, Any] | None:
-        """Send a request; return what it has seen."""
-        seen = self._observe(step, now)
+    def _ask(self, step: int, now: float, seen: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Send a request; return what it has seen. seen: what this control step has observed already."""
+        seen = seen or self._observe(step, now)
         if seen is None:
             return None
         frame = step - max(0, round(self._age * self.settings.hz))
@@ -292,7 +300,9 @@ class Loop:
         request = self.controller.ask(step, frame, self._state, *times)
         if self._edge is not None and not self._adapted(step, self._edge.asked, seen):
             return None
-        said = {"prompt": self.prompt} if self.prompt or "prompt" not in seen else {}
+        said: dict[str, Any] = {"prompt": self.prompt} if self.prompt or "prompt" not in seen else {}
+        if self._history.moments > 1:
+            said["earlier"] = self._history.before(step)
         self.source.ask({**seen, **said, **request.fields}, now)
         if "blind" in seen:
             self._fault(step, seen["blind"])
@@ -321,12 +331,15 @@ class Loop:
 
     def _resume(self, moved: bool = True) -> None:
         if self.controller.paused:
+            if moved:
+                self._history.clear()
             self.controller.resume(self._position(), moved)
 
     def _restart(self, reason: str, prompt: str) -> None:
         self.source.cancel()
         self.controller.fault(0 if self._command is None else self._command.step + 1, reason, moved=True)
         self._last = None
+        self._history.clear()
         if prompt:
             self._instruct(prompt)
 
