@@ -128,10 +128,10 @@ def read_observation(
     (key, _value), moments = next(iter(frames.values())), {len(each) for each in seen.values()}
     if len(moments) > 1:
         raise ObservationError(key, "as many moments of each camera", ", ".join(map(str, sorted(moments))))
-    states = _state(flat, spec, keys, *moments)
+    places = _state(flat, spec, keys, *moments)
     *earlier, newest = (
         Moment({camera: each[index] for camera, each in seen.items()}, state)
-        for index, state in enumerate(states)
+        for index, state in enumerate(places)
     )
     return Observation(
         images=newest.images,
