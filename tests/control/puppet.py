@@ -19,7 +19,7 @@ class Puppet:
     """Answers every request after ``delay`` seconds with ``rows`` [H, D] plus the number of the answer times 100.
 
     Attributes may be changed while it runs. silent: requests are taken and never answered. nan: answers hold NaN.
-    metadata: what it says of itself, answered to any request for it.
+    metadata: what it says of itself, answered to any request for it. asked: the requests for actions, without frames.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Puppet:
         self.rows, self.dim, self.delay, self.metadata = rows, dim, delay, metadata
         self.silent = self.nan = False
         self.answered = 0
+        self.asked: list[Any] = []
         self._end = threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -49,6 +50,8 @@ class Puppet:
                 reply.metadata = json.dumps(self.metadata)
                 self._socket.send_multipart([*head, reply.SerializeToString()])
                 continue
+            request.ClearField("images")
+            self.asked.append(request)
             actions = 100.0 * self.answered + np.arange(self.rows)[:, None] + np.zeros(self.dim)
             if self.nan:
                 actions[-1] = np.nan

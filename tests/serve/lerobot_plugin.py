@@ -1,11 +1,12 @@
 """LeRobot's own factory and commands with the plugin of packages/lerobot_policy_sinew, in the clients' interpreter.
 
-``python lerobot_plugin.py factory FILE.npz OPTIONS...`` makes a policy from each JSON object with LeRobot's factory,
-as its commands do, lets it act on the observations in FILE.npz, and writes its actions, or why there is no such
-policy; the first is also saved, and made again from its folder; of one with a ``spec``, how many rows it executes.
-``refusals OPTIONS...`` makes a policy from each, shows it a frame, which its ``batch`` changes, and prints the shape of
-the action or why there is none. ``resets OPTIONS...`` begins an episode of Blocks-v0 with each JSON object and prints
-what came of it. ``lerobot-eval FLAGS`` is that command, by its entry point; so are LeRobot's others.
+``python lerobot_plugin.py factory FILE.npz OPTIONS...`` makes a policy from each JSON object with LeRobot's factory, as
+its commands do, lets it act on the observations in FILE.npz, and writes its actions, or why there is no such policy;
+the first is also saved, and made again from its folder; of one with a ``spec``, how many rows it executes. ``refusals
+OPTIONS...`` makes a policy from each, shows it a frame, which its ``batch`` changes, or one for each of its ``steps``,
+and prints the shape of the last action or why there is none. ``resets OPTIONS...`` begins an episode of Blocks-v0 with
+each JSON object and prints what came of it. ``lerobot-eval FLAGS`` is that command, by its entry point; so are
+LeRobot's others.
 """
 
 from __future__ import annotations
@@ -92,24 +93,25 @@ def refusals(*options: str) -> None:
     found = []
     for text in options:
         given = json.loads(text)
-        changes, folder = given.pop("batch", {}), given.pop("folder", None)
+        changes, folder, steps = given.pop("batch", {}), given.pop("folder", None), given.pop("steps", 1)
         try:
             if folder is None:
                 policy = get_policy_class("sinew")(make_policy_config("sinew", **given))
             else:
                 policy = get_policy_class("sinew").from_pretrained(folder)
             policy.reset()
-            found.append(list(policy.select_action(batch(**changes)).shape))
+            rows = [policy.select_action(batch(**changes, step=step)) for step in range(steps)]
+            found.append(list(rows[-1].shape))
         except Exception as error:  # noqa: BLE001 - its type is what is asked
             found.append(f"{type(error).__name__}: {error}")
     print(json.dumps(found))
 
 
-def batch(frames: int = 1, states: int = 1, tasks: int = 1, value: float = 0.5) -> dict:
-    """Return what a policy is shown: so many of each, and the value of every pixel."""
+def batch(frames: int = 1, states: int = 1, tasks: int = 1, value: float = 0.5, step: int = 0) -> dict:
+    """Return what a policy is shown: so many of each, the value of every pixel, and the step as the state."""
     return {
         "observation.images.front": torch.full((frames, 3, 8, 8), value),
-        "observation.state": torch.zeros(states, 2),
+        "observation.state": torch.full((states, 2), float(step)),
         "task": ["go"] * tasks,
     }
 

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_client import Client
+from sinew_client.control import Loop, Settings
+from sinew_client.control.servers import Servers
 
 from benchmarks.wire_clients import connect
-from sinew.core import ClientError, Moment, Observation, ObservationError
+from sinew.core import ClientError, Moment, Observation, ObservationError, PolicySpec
 from sinew.policy import Policy, load
+from sinew.records.recorder import read_records
 from tests.convert.test_groot import observation as groot_observation
 from tests.golden import Golden
 from tests.models.stages import observation as case_observation
@@ -111,6 +114,52 @@ def test_diffusion_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
         with pytest.raises(ObservationError, match="the same cameras and numbers as each other"):
             client.infer(replace(given, earlier=[Moment({}, given.state)]))
         assert (client.spec.history, client.spec.noises()) == (2, (100, 16, 9))
+
+
+class Walker:
+    """A robot that has been observed so many times: of that its state has the thousandth, and its frames the colour."""
+
+    def __init__(self, spec: PolicySpec):
+        self.looks, self._spec = 0, spec
+
+    def observe(self) -> dict[str, Any]:
+        self.looks += 1
+        frames = {
+            c.name: np.full((c.height, c.width, 3), self.looks % 256, np.uint8) for c in self._spec.cameras
+        }
+        return {"images": frames, "state": np.full(self._spec.state.dim, self.looks / 1000, np.float32)}
+
+    def act(self, row: np.ndarray) -> None: ...
+
+    def hold(self) -> None: ...
+
+
+def test_a_server_that_starts_again_costs_no_moments(case_bundle, tmp_path):
+    """The robot's loop keeps them: what two servers, one after the other, have recorded is of consecutive steps."""
+    bundle, port, folder = case_bundle("diffusion-ddim"), free_port(), tmp_path / "records"
+    words = ("--wire", f"native:{port}", "--threads", 1, "--record", folder)
+    spec = load(bundle).spec
+    robot, settings = Walker(spec), Settings(hz=20.0, handover="aligned", replan="4")
+    loop = Loop(robot, Servers([f"tcp://127.0.0.1:{port}"]), settings, spec.action.dim, "push", history=2)
+    try:
+        for server in range(2):
+            with serving(tmp_path, bundle, *words):
+                while loop.report().chunks < 3 * (server + 1):
+                    loop.run(loop.steps + 1)
+            loop.run(loop.steps + 20)  # nobody answers
+    finally:
+        loop.close()
+    seen = [record.observation for record in read_records(folder)]
+    assert len(seen) >= 6
+    for index, each in enumerate(seen):
+        (before,) = each.earlier
+        now, then = round(1000 * float(each.state[0])), round(1000 * float(before.state[0]))
+        assert now - then == (1 if index else 0)
+        for camera in spec.cameras:
+            assert (each.images[camera.name][0, 0, 0], before.images[camera.name][0, 0, 0]) == (
+                now % 256,
+                then % 256,
+            )
 
 
 # ----------------------------------------------------------------------------- /act

@@ -191,6 +191,7 @@ def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, t
             return f"tcp://127.0.0.1:{stack.enter_context(Puppet(delay=0, **given)).port}"
 
         fine = puppet(metadata=good)
+        two = stack.enter_context(Puppet(delay=0, metadata={"policy": {**SPEC, "history": 2}}))
         wanted = [
             *({"address": puppet(metadata=each)} for each in metadata),
             *(
@@ -204,6 +205,7 @@ def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, t
             {"address": fine, "batch": {"value": float("nan")}},
             {"folder": str(tmp_path)},
             {"address": fine},
+            {"address": f"tcp://127.0.0.1:{two.port}", "steps": 7, "n_action_steps": 3},
         ]
         done = lerobot(release, plugin, "refusals", *map(json.dumps, wanted), SINEW_API_KEY="secret")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -231,7 +233,10 @@ def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, t
         f"ValueError: policy.address: {FAR} is what the configuration of {tmp_path} says, and SINEW_API_KEY is not sent"
         f" where you did not say: give --policy.type=sinew --policy.address={FAR}, or take the key away"
     )
-    assert found[17] == [1, 2]
+    assert found[17:] == [[1, 2], [1, 2]]
+    # Of two moments, an episode's first stands for the one before it: of control steps, and not of requests.
+    assert [tuple(asked.raw_state[::2]) for asked in two.asked] == [(0, 0), (2, 3), (5, 6)]
+    assert [list(asked.camera_names) for asked in two.asked] == 3 * [["front", "front"]]
 
 
 def test_type_parameters_are_written_as_python_3_11_has_them() -> None:
