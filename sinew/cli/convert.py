@@ -48,7 +48,8 @@ def convert(
             hub extra), or a vla.cpp GGUF file.
         out: the bundle to write.
         vlm: directory of the vision-language model that the checkpoint names: its config.json, tokenizer, processor.
-        base: directory of the base model, for checkpoints that hold only what was trained on top of it.
+        base: directory of the base model, for checkpoints that hold only what was trained on top of it: a LoRA
+            adapter of LeRobot's SmolVLA, pi0, pi0.5 or pi0-FAST, which is merged; some of GR00T's.
         tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
         action_tokenizer: directory of FAST's tokenizer, for policies that say actions in its tokens.
         arch: JSON file with the widths behind a named variant, instead of the language model's config.

@@ -115,11 +115,11 @@ def read(source: str | Path, options: ConvertOptions) -> Conversion:
         path = download(str(source), CHECKPOINT_FILES, "download it and give the directory")
         conversion = _read(path, options)
         return replace(conversion, spec=replace(conversion.spec, name=parts[1]))
-    return _read(resolve(path), options)
+    return _read(resolve(path, adapters=options.base is not None), options)
 
 
 def _read(path: Path, options: ConvertOptions) -> Conversion:
-    family = recognise(path)
+    family = recognise(path, adapters=options.base is not None)
     try:
         conversion = family.read(path, options.for_family(family, path))
         notes = (*conversion.notes, *range_notes(conversion.processing))
@@ -147,9 +147,10 @@ def _converters() -> Iterator[ModuleType]:
     yield from map(import_module, registry.FORMATS)
 
 
-def recognise(path: Path) -> ModuleType:
-    """Return the family module that reads ``path``. Raises :class:`ConvertError` with all names if there is none."""
-    if path.is_dir():
+def recognise(path: Path, adapters: bool = False) -> ModuleType:
+    """Return the family module that reads ``path``. Raises :class:`ConvertError` with all names if there is none, and
+    for an adapter alone, unless ``adapters`` may come."""
+    if path.is_dir() and not adapters:
         refuse_adapter(path)
     modules = []
     for module in _converters():

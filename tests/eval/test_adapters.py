@@ -376,6 +376,7 @@ def test_frames_are_drawn_only_for_chunks() -> None:
     class Zeros:
         chunk_size = 4
         committed_rows = 0
+        history = 1
         motion = None
 
         def start(self, env: object) -> None: ...

@@ -190,6 +190,7 @@ class Coded:
     """Row r of chunk c is 100 c + r. ``seconds``: how long an inference takes on the clock."""
 
     committed_rows = 0
+    history = 1
     motion = None
 
     def __init__(self, chunk_size: int, seconds: float = 0.0):

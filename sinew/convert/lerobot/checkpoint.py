@@ -19,7 +19,7 @@ import numpy as np
 from sinew.bundle.image_recipe import CameraScale
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.bundle.writer import TensorSource
-from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset
+from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset, resolve
 from sinew.convert.lerobot.stats import (
     ACTION,
     ENVIRONMENT,
@@ -42,8 +42,9 @@ from sinew.convert.lerobot.steps import (
     action_steps,
 )
 from sinew.convert.options import ConvertOptions
+from sinew.convert.read.adapter import merge
 from sinew.convert.read.files import read_json
-from sinew.convert.read.safetensors import read_weights
+from sinew.convert.read.safetensors import is_adapter, read_weights, refuse_adapter
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.processing.normalize import STATISTICS
 from sinew.steps.base import MAX_SIZE
@@ -193,7 +194,19 @@ class LeRobotCheckpoint:
 
     @cached_property
     def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
-        return read_weights(self.path)
+        """The weights and their files: of an adapter those of its base, changed by it."""
+        if not is_adapter(self.path):
+            return read_weights(self.path)
+        if self.options.base is None:
+            refuse_adapter(self.path)
+        base = resolve(self.options.base or Path())
+        if (kind := config_type(base)) != self.type:
+            raise ConvertError(
+                f"--base {base}: expected a policy of the type {self.type}, as the adapter's, got {kind}"
+            )
+        tensors, files = read_weights(base)
+        merged, own = merge(tensors, self.path)
+        return merged, [*files, *own]
 
     @property
     def files(self) -> list[Path]:

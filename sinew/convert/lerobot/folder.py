@@ -14,26 +14,28 @@ from sinew.core import ConvertError
 MODEL, ADAPTER = "pretrained_model", "adapter_config.json"
 
 
-def resolve(path: Path) -> Path:
+def resolve(path: Path, adapters: bool = False) -> Path:
     """Return the ``pretrained_model`` folder of a training run or of one of its checkpoints.
 
     Of a run it is the one that ``checkpoints/last`` points to, else the one with the highest number. Other paths
-    are returned as they are. Raises :class:`ConvertError` for a run without a checkpoint, and for an adapter alone.
+    are returned as they are. Raises :class:`ConvertError` for a run without a checkpoint, and for an adapter alone,
+    unless ``adapters`` may come: their base is known.
     """
     if not path.is_dir():
         return path
-    refuse_adapter(path)
+    if not adapters:
+        refuse_adapter(path)
     if (path / "config.json").exists():
         return path
     if any((path / MODEL / name).exists() for name in ("config.json", ADAPTER)):
-        return resolve(path / MODEL)
+        return resolve(path / MODEL, adapters)
     checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
     if not checkpoints.is_dir():
         return path
     numbered = sorted((p for p in checkpoints.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
     for folder in (checkpoints / "last", *reversed(numbered)):
         if any((folder / MODEL / name).exists() for name in ("config.json", ADAPTER)):
-            return resolve(folder / MODEL)
+            return resolve(folder / MODEL, adapters)
     raise ConvertError(f"{path}: a training folder without a checkpoint (checkpoints/*/{MODEL}/config.json)")
 
 

@@ -29,6 +29,7 @@ STORAGE = {
     },  # buffers, to be dropped
 }
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WHOLE = (
     "model.safetensors",
     "model-",
@@ -103,21 +104,28 @@ def find_weights(directory: Path) -> list[Path]:
     raise ConvertError(f"{directory}: no model.safetensors here")
 
 
+def is_adapter(directory: Path) -> bool:
+    """Return whether a folder holds an adapter and not the model that it changes."""
+    return any((directory / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)) and not any(
+        path.name.startswith(WHOLE) for path in directory.iterdir()
+    )
+
+
 def refuse_adapter(directory: Path) -> None:
     """Raise :class:`ConvertError` for a folder that holds a LoRA adapter and not the model that it changes.
 
     It is asked before anything else: what else such a folder lacks does not help its owner.
     """
-    config = directory / "adapter_config.json"
-    alone = config.is_file() or (directory / "adapter_model.safetensors").is_file()
-    if not alone or any(path.name.startswith(WHOLE) for path in directory.iterdir()):
+    if not is_adapter(directory):
         return
+    config = directory / ADAPTER_CONFIG
     base = (read_json(config) if config.is_file() else {}).get("base_model_name_or_path")
     own = directory / "config.json"
     kind = (read_json(own) if own.is_file() else {}).get("type")
     policy = kind if isinstance(kind, str) else "TYPE"
     raise ConvertError(
-        f"{directory} holds a LoRA adapter only; merge it into its base first, where LeRobot is:"
+        f"{directory} holds a LoRA adapter only; `--base FOLDER` gives the model that it changes, where that is"
+        " LeRobot's SmolVLA, pi0, pi0.5 or pi0-FAST. Of others merge it first, where LeRobot is:"
         f" `base = lerobot.policies.factory.get_policy_class({policy!r}).from_pretrained("
         f"{base if isinstance(base, str) and base else 'BASE'!r})`, then"
         f" `peft.PeftModel.from_pretrained(base, {str(directory)!r}).merge_and_unload().save_pretrained('merged')`,"

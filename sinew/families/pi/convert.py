@@ -161,7 +161,7 @@ DEAD = (
 
 
 NAMES = ("pi0", "pi05")
-OPTIONS = ("tokenizer", "arch", "stats", "dataset")
+OPTIONS = ("base", "tokenizer", "arch", "stats", "dataset")
 SETTINGS = {
     "solver_steps": SOLVER_STEPS_SETTING,
     "committed_rows": COMMITTED_ROWS_SETTING,

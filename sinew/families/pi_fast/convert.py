@@ -22,7 +22,7 @@ from sinew.families.pi_fast.model import PI0FastConfig
 from sinew.solvers import SINGLE
 
 NAMES = ("pi0_fast",)
-OPTIONS = ("tokenizer", "action_tokenizer", "arch", "stats", "dataset")
+OPTIONS = ("base", "tokenizer", "action_tokenizer", "arch", "stats", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 PROMPT = "Task: {prompt}, State: {state};\n"
 MARK, END = "Action: ", "|"

@@ -67,7 +67,7 @@ def bundle_name(upstream: str) -> str:
 
 
 NAMES = ("smolvla",)
-OPTIONS = ("vlm", "tokenizer", "arch", "stats", "dataset")
+OPTIONS = ("base", "vlm", "tokenizer", "arch", "stats", "dataset")
 OURS = ("state_in_head", "rolling")  # options of our own training (train/egg.py); absent upstream
 SETTINGS = {
     "solver_steps": SOLVER_STEPS_SETTING,

@@ -1,0 +1,170 @@
+"""LoRA adapters as PEFT writes them, merged into the weights of their base when a bundle is written.
+
+    W + scale * B @ A,   scale = lora_alpha / r, or lora_alpha / sqrt(r) where ``use_rslora`` says so
+
+A [r, inputs] and B [outputs, r] beside W [outputs, inputs] (Hu et al. 2021, "LoRA"; Kalajdzievski 2023 for the root).
+The sum is one of float32, rounded to what the base stores. What adapters have beside factors, whole weights of
+``modules_to_save`` and biases, takes the place of the base's. Names and fields: PEFT 0.18.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinew.bundle.writer import TensorSource
+from sinew.convert.read.elements import BF16
+from sinew.convert.read.files import read_json
+from sinew.convert.read.safetensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_safetensors
+from sinew.convert.tensors import computed, read_array, rounded
+from sinew.core import ConvertError
+
+PREFIX = "base_model.model."
+# Fields that say how to train, or for which modules, which the names of the weights say too. Any other has to be empty.
+UNREAD = (
+    *(
+        "alpha_pattern",
+        "base_model_name_or_path",
+        "bias",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+    ),
+    *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
+    *(
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+    ),
+    *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type"),
+    *("use_rslora", "auto_mapping"),
+)
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # what leaves the base as it was
+
+
+def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, TensorSource], list[Path]]:
+    """Return the tensors of a base, changed by the adapter in a folder, and the adapter's files.
+
+    Nothing of the base is read now. Raises :class:`ConvertError` for an adapter of another kind, and for one that does
+    not fit the base.
+    """
+    file = folder / ADAPTER_CONFIG
+    config, found = read_config(file), dict(base)
+    weights = read_safetensors(folder / ADAPTER_WEIGHTS)
+    if not weights:
+        raise ConvertError(f"{folder / ADAPTER_WEIGHTS}: expected the weights of an adapter, got none")
+    for module, factors in _factors(folder, weights):
+        name = _named(base, f"{module}.weight", folder)
+        down, up, weight = factors["A"], factors["B"], base[name]
+        if weight.shape != (up.shape[0], down.shape[1]) or up.shape[1] != down.shape[0] or not down.shape[0]:
+            raise ConvertError(
+                f"{folder}: {module}: expected lora_A [r, inputs] and lora_B [outputs, r] of {list(weight.shape)}, got"
+                f" {list(down.shape)} and {list(up.shape)}"
+            )
+        scale = _scale(file, config, module, down.shape[0])
+        found[name] = _merged(weight, down, up, scale)
+    for key, source in weights.items():
+        if ".lora_" not in key:
+            name = _named(base, key.removeprefix(PREFIX).replace(".base_layer.", "."), folder)
+            if source.shape != base[name].shape:
+                raise ConvertError(
+                    f"{folder}: {key}: expected {list(base[name].shape)}, got {list(source.shape)}"
+                )
+            found[name] = source
+    return found, [file, folder / ADAPTER_WEIGHTS]
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return what an adapter says of itself. Raises :class:`ConvertError` for what is no LoRA, or a variant of it."""
+    config = read_json(file)
+    if config.get("peft_type") != "LORA":
+        raise ConvertError(
+            f"{file}: peft_type: expected LORA, got {json.dumps(config.get('peft_type'))[:80]}"
+        )
+    if config.get("init_lora_weights", True) not in INITIAL:
+        raise ConvertError(
+            f"{file}: init_lora_weights={json.dumps(config['init_lora_weights'])[:80]}: expected one that leaves"
+            " the base as it was; save the adapter as a usual one first"
+        )
+    for key, value in config.items():
+        if key not in UNREAD and value not in (None, False, "", [], {}):
+            raise ConvertError(
+                f"{file}: {key}={json.dumps(value)[:80]} is not supported; merge the adapter with PEFT"
+            )
+    return config
+
+
+def _factors(
+    folder: Path, weights: Mapping[str, TensorSource]
+) -> Iterator[tuple[str, dict[str, TensorSource]]]:
+    """Yield each module and its two factors. Raises :class:`ConvertError`."""
+    found: dict[str, dict[str, TensorSource]] = {}
+    for key, source in weights.items():
+        if ".lora_" not in key:
+            continue
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", key)
+        if match is None or len(source.shape) != 2:
+            raise ConvertError(
+                f"{folder}: {key} {list(source.shape)}: expected {PREFIX}MODULE.lora_A.weight or lora_B.weight"
+                " of a linear layer; merge the adapter with PEFT"
+            )
+        if not np.isfinite(read_array(source)).all():
+            raise ConvertError(f"{folder}: {key}: expected finite numbers")
+        found.setdefault(match[1], {})[match[2]] = source
+    for module, factors in found.items():
+        if missing := {"A", "B"} - set(factors):
+            raise ConvertError(f"{folder}: {module}: lora_{missing.pop()}.weight is missing")
+        yield module, factors
+
+
+def _named(base: Mapping[str, TensorSource], name: str, folder: Path) -> str:
+    """Return the base's name of a weight: LeRobot's first files of pi0 were written without ``model.``."""
+    for each in (name, name.removeprefix("model.")):
+        if each in base:
+            return each
+    raise ConvertError(
+        f"{folder}: {name} is no weight of the base; was it another one that the adapter was trained on?"
+    )
+
+
+def _scale(file: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
+    expected = _of_module(file, config, "rank_pattern", module, config.get("r", 8))
+    if expected != rank:
+        raise ConvertError(f"{file}: {module}: expected rank {expected}, got {rank}")
+    alpha = _of_module(file, config, "alpha_pattern", module, config.get("lora_alpha", 8))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ConvertError(f"{file}: lora_alpha: expected a number, got {json.dumps(alpha)[:80]}")
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_module(file: Path, config: Mapping[str, Any], pattern: str, module: str, usual: Any) -> Any:
+    """Return what a table of patterns says of a module: its name, or the end of it. Other expressions are refused: they
+    come from a file, and may take for ever."""
+    table = config.get(pattern) or {}
+    if not isinstance(table, dict):
+        raise ConvertError(f"{file}: {pattern}: expected a table, got {json.dumps(table)[:80]}")
+    for key, value in table.items():
+        name = key.removeprefix("^").replace("\\.", ".")
+        if not re.fullmatch(r"[\w.]+", name):
+            raise ConvertError(f"{file}: {pattern}: expected names of modules, got {key[:80]!r}")
+        if module == name or (not key.startswith("^") and module.endswith(f".{name}")):
+            return value
+    return usual
+
+
+def _merged(weight: TensorSource, down: TensorSource, up: TensorSource, scale: float) -> TensorSource:
+    def add(values: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return values + np.float32(scale) * (b @ a)
+
+    found = computed(add, weight, down, up, shape=weight.shape)
+    return rounded(found) if weight.type is BF16 else found
