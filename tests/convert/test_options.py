@@ -27,9 +27,9 @@ def test_unknown_settings_and_options_list_the_known_ones(golden, tmp_path):
     with pytest.raises(ConvertError, match=r"--set center_crop: .*smolvla \(solver_steps: solver steps of"):
         convert(case / "checkpoint", out, vlm=case / "vlm", settings={"center_crop": False})
     for message, options in {
-        r"--embodiment: .*smolvla, which takes --vlm, --tokenizer": {"embodiment": "gr1"},
+        r"--embodiment: .*smolvla, which takes --base, --vlm, --tokenizer": {"embodiment": "gr1"},
         r"--stats-key": {"stats_key": "libero"},
-        r"--base": {"base": tmp_path},
+        r"--base .*: .*checkpoint is no adapter but a whole model": {"base": tmp_path},
         r"--openpi-config": {"openpi_config": "pi0_droid"},
         r"--cameras": {"cameras": ("front",)},
     }.items():

@@ -19,6 +19,7 @@ import numpy as np
 from sinew.bundle.image_recipe import CameraScale
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.bundle.writer import TensorSource
+from sinew.convert.adapter import merge
 from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset, resolve
 from sinew.convert.lerobot.stats import (
     ACTION,
@@ -42,9 +43,8 @@ from sinew.convert.lerobot.steps import (
     action_steps,
 )
 from sinew.convert.options import ConvertOptions
-from sinew.convert.read.adapter import merge
 from sinew.convert.read.files import read_json
-from sinew.convert.read.safetensors import is_adapter, read_weights, refuse_adapter
+from sinew.convert.read.safetensors import adapter_alone, is_adapter, read_weights
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.processing.normalize import STATISTICS
 from sinew.steps.base import MAX_SIZE
@@ -195,11 +195,14 @@ class LeRobotCheckpoint:
     @cached_property
     def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
         """The weights and their files: of an adapter those of its base, changed by it."""
+        base = self.options.base
         if not is_adapter(self.path):
+            if base is not None:
+                raise ConvertError(f"--base {base}: {self.path} is no adapter but a whole model")
             return read_weights(self.path)
-        if self.options.base is None:
-            refuse_adapter(self.path)
-        base = resolve(self.options.base or Path())
+        if base is None:
+            raise adapter_alone(self.path)
+        base = resolve(base)
         if (kind := config_type(base)) != self.type:
             raise ConvertError(
                 f"--base {base}: expected a policy of the type {self.type}, as the adapter's, got {kind}"

@@ -116,20 +116,24 @@ def refuse_adapter(directory: Path) -> None:
 
     It is asked before anything else: what else such a folder lacks does not help its owner.
     """
-    if not is_adapter(directory):
-        return
+    if is_adapter(directory):
+        raise adapter_alone(directory)
+
+
+def adapter_alone(directory: Path) -> ConvertError:
+    """Return the error that says how to make one model of a folder that holds an adapter only."""
     config = directory / ADAPTER_CONFIG
     base = (read_json(config) if config.is_file() else {}).get("base_model_name_or_path")
     own = directory / "config.json"
     kind = (read_json(own) if own.is_file() else {}).get("type")
     policy = kind if isinstance(kind, str) else "TYPE"
-    raise ConvertError(
-        f"{directory} holds a LoRA adapter only; `--base FOLDER` gives the model that it changes, where that is"
-        " LeRobot's SmolVLA, pi0, pi0.5 or pi0-FAST. Of others merge it first, where LeRobot is:"
+    return ConvertError(
+        f"{directory} holds a LoRA adapter only; merge it where LeRobot is:"
         f" `base = lerobot.policies.factory.get_policy_class({policy!r}).from_pretrained("
         f"{base if isinstance(base, str) and base else 'BASE'!r})`, then"
         f" `peft.PeftModel.from_pretrained(base, {str(directory)!r}).merge_and_unload().save_pretrained('merged')`,"
-        " copy the processors' files beside it and give that folder (of another library: the base's own class)"
+        " copy the processors' files beside it and give that folder (of another library: the base's own class)."
+        " Or give the model that it changes with `--base FOLDER`, where the family takes one"
     )
 
 
