@@ -98,7 +98,7 @@ class Schema:
     versions, so that none is taken. fixed: keys with the only value that is
     implemented. unread: keys without influence on inference. features: types of input features that the family reads;
     a prompt (LANGUAGE) is read by every one. steps: of the preprocessor in their order, those that
-    all families have aside; after: of the postprocessor.
+    all families have aside; after: of the postprocessor. adapters: whether ``--base`` is what an adapter changes.
     """
 
     defaults: Mapping[str, Any]
@@ -108,6 +108,7 @@ class Schema:
     features: tuple[str, ...] = ("STATE", "VISUAL", "LANGUAGE")
     steps: Mapping[str, ProcessorStep] = field(default_factory=dict)
     after: Mapping[str, ProcessorStep] = field(default_factory=lambda: POSTPROCESSOR)
+    adapters: bool = False
 
 
 class LeRobotCheckpoint:
@@ -195,7 +196,7 @@ class LeRobotCheckpoint:
     @cached_property
     def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
         """The weights and their files: of an adapter those of its base, changed by it."""
-        base = self.options.base
+        base = self.options.base if self.schema.adapters else None
         if not is_adapter(self.path):
             if base is not None:
                 raise ConvertError(f"--base {base}: {self.path} is no adapter but a whole model")

@@ -90,6 +90,7 @@ PI0 = Schema(
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
     },
+    adapters=True,
 )
 PI05 = Schema(
     DEFAULTS
@@ -113,6 +114,7 @@ PI05 = Schema(
         ),
         "tokenizer_processor": TOKENIZER,
     },
+    adapters=True,
 )
 OLD_PI0 = Schema(  # LeRobot's configuration_pi0.py up to 0.3
     {
@@ -134,6 +136,7 @@ OLD_PI0 = Schema(  # LeRobot's configuration_pi0.py up to 0.3
     },
     unread=("attention_implementation",),
     steps=PI0.steps,
+    adapters=True,
 )
 OLD_KEYS = ("resize_imgs_with_padding", "num_steps", "proj_width")
 PALIGEMMA = "paligemma_with_expert.paligemma.model."

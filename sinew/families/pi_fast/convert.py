@@ -71,6 +71,7 @@ SCHEMA = Schema(
             }
         ),
     },
+    adapters=True,
 )
 
 

@@ -106,6 +106,7 @@ SCHEMA = Schema(
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
     },
+    adapters=True,
 )
 
 
