@@ -27,6 +27,7 @@ FAMILIES = (
     "vla_jepa",
     "act",
     "diffusion",
+    "xvla",
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
 HOME = "sinew.families"

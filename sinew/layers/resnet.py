@@ -51,10 +51,21 @@ class ResNetConfig:
 
 
 class Conv(nn.Conv2d):
-    """A convolution in the precision of its weight, which keeps the size but for its stride."""
+    """A convolution in the precision of its weight, which keeps the size but for its stride. groups: of channels that
+    see each other alone."""
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1, bias: bool = True):
-        super().__init__(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=bias)
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: int,
+        stride: int = 1,
+        bias: bool = True,
+        groups: int = 1,
+    ):
+        super().__init__(
+            in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=bias, groups=groups
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))

@@ -30,11 +30,13 @@ EMPTY = {("bitvla", "onnx"): r"ternary ones in vision.* cpu and cuda"}
 FAST = (
     "act-2cam",
     "diffusion-ddim",
+    "xvla-ee6d",
 )  # what exports in seconds; of the others it takes half a minute to minutes
 TWICE = [
     ("plan", "evo1-mint"),
     ("onnx", "act-env"),
     ("onnx", "diffusion-ddpm"),
+    ("onnx", "xvla-auto"),
 ]  # as another case of its family
 PACKED = {"fold-norms", "pack-qkv", "pack-gate-up"}
 HEADED = PACKED | {"tabulate-time"}
@@ -45,6 +47,7 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     "pi0fast-2cam": PACKED,
     **{case: set() for case in ("act-2cam", "act-env")},
     **{case: {"tabulate-time"} for case in ("diffusion-ddim", "diffusion-ddpm")},
+    **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("xvla-ee6d", "xvla-auto")},
 }
 
 Open = Callable[[str, str], Policy]

@@ -17,6 +17,7 @@ from torch import Tensor
 from sinew.core import Moment, Observation
 from sinew.models.base import Speaker
 from sinew.policy import Policy
+from sinew.solvers import solve
 from tests.closeness import SAMPLES, Rounding, Run, runs
 from tests.convert.test_groot import observation as groot_observation
 from tests.convert.test_groot import reference_pixels
@@ -36,7 +37,7 @@ CASES = (
     *("smolvla-2cam", "smolvla-3cam-padded", "pi0-2cam", "pi05-2cam", "pi0fast-2cam"),
     *("groot-n17", "groot-n16", "groot-n15"),
     *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
-    *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm"),
+    *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
 )
 
 
@@ -394,6 +395,48 @@ def diffusion(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
         yield Stage(f"model_output.{step}", found, g["model_output"][step])
 
 
+# ----------------------------------------------------------------------------- X-VLA
+
+
+def xvla(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    """From the reference's own pixels on. Ours are made by numpy, where no noise comes: tests/convert/test_xvla.py."""
+    model: Any = policy.engine.model
+    _, cameras, tokens, mask, state = arguments(policy, given)
+    pixels = g["pixel_values"][:, : len(g.cameras)]  # [1, V, 3, h, w]
+    x = pixels[0]
+    for index, stage in enumerate(model.vision.stages):
+        x = run(stage.begin, x)
+        yield Stage(f"vision.conv.{index}", x, g[f"vision.conv.{index}"])
+        for number, block in enumerate(stage.blocks):
+            x = run(block, x)
+            yield Stage(f"vision.block.{index}.{number}", x, g[f"vision.block.{index}.{number}"])
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage("image_tokens", image_tokens[0], g["image_tokens"])
+    every = run(model.views_of, image_tokens, cameras)
+    yield Stage("aux_visual_inputs", every[:, 1:].flatten(1, 2), g["aux_visual_inputs"])
+    x = run(model.embed_text, every[:, 0], model.filled(tokens, mask))
+    yield Stage("encoder_inputs_embeds", x, g["encoder_inputs_embeds"])
+    with Outputs(model.language.layers) as outputs:
+        text = run(model.language, x)
+    for index, output in enumerate(outputs):
+        yield Stage(f"encoder_layer.{index}", output, g[f"encoder_layer.{index}"])
+    yield Stage("vlm_features", text, g["vlm_features"])
+    context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    times = [embed_time(model, float(t), run) for t in g["t"][:, 0]]
+    x = run(model.embed_actions, g["x_t"][0], times[0], context)
+    yield Stage("step0.action_tokens", x, g["step0.action_tokens"])
+    with Outputs(model.layers) as outputs:
+        run(model.act, g["x_t"][0], times[0], context)
+    for index, output in enumerate(outputs):
+        yield Stage(f"step0.block.{index}", output, g[f"step0.block.{index}"])
+    for step, (x_t, time) in enumerate(zip(g["x_t"], times, strict=True)):
+        expected = model.closed(g["model_output"][step])
+        yield Stage(f"model_output.{step}", run(model.act, x_t, time, context), expected)
+    steps = model.solver.steps(len(times))
+    chunk = run(solve, lambda x, time: model.act(x, time, context), g["noise"], steps, times)
+    yield Stage("chunk_normalized", chunk[..., : policy.spec.action.dim], g["chunk_normalized"])
+
+
 # ----------------------------------------------------------------------------- OpenVLA, OFT, VLA-Adapter, BitVLA
 
 
@@ -465,4 +508,5 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "bitvla": prismatic,
     "act": act,
     "diffusion": diffusion,
+    "xvla": xvla,
 }

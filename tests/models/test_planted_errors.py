@@ -42,6 +42,8 @@ STAGES = {
         "action_hidden",
         "action_logits",
         "step_",
+        "encoder_layer",
+        "vlm_features",
     ),
     "head": (
         "v_t",
@@ -54,6 +56,7 @@ STAGES = {
         "encoder",
         "decoder",
         "unet_step0",
+        "step0",
         "model_output",
     ),
 }
@@ -68,7 +71,7 @@ def has_heads(module: nn.Module) -> bool:
 
 FITS: dict[str, Callable[[nn.Module], bool]] = {
     "norm": lambda module: hasattr(module, "eps"),
-    "attention": has_heads,
+    "attention": lambda module: has_heads(module) and len(module.q_proj.weight) > module.head_dim,
     "layer": lambda module: any(has_heads(child) for child in module.children()),
 }
 

@@ -116,6 +116,17 @@ def test_diffusion_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
         assert (client.spec.history, client.spec.noises()) == (2, (100, 16, 9))
 
 
+@pytest.mark.proves(wire=("native", "openpi", "http"), family="xvla")
+def test_xvla_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
+    given = replace(case_observation("xvla-auto", Golden(golden / "xvla-auto")), noise=None)
+    bundle = case_bundle("xvla-auto")
+    wanted = expected(load(bundle), given)
+    server, addresses = serve(tmp_path, bundle, ("native", "openpi", "http"))
+    with server:
+        for wire, found in ask_everywhere(addresses, given).items():
+            np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0, err_msg=wire)
+
+
 class Walker:
     """A robot that has been observed so many times: of that its state has the thousandth, and its frames the colour."""
 

@@ -22,20 +22,20 @@ class Letterbox(ImageStep):
             "pil_bilinear" is Pillow's on uint8, antialiased when it shrinks, its bars black and to both sides
             (openpi's clients and server).
     pad:    where the picture is: "top_left" has all bars before it (LeRobot SmolVLA), "center" to both sides (openpi).
-    pad_value: of the bars, where pixels are in [0, 1].
+    pad_value: of the bars, or one for each colour, where pixels are in [0, 1].
     """
 
     height: int
     width: int
     interpolation: Literal["bilinear", "pil_bilinear"] = "bilinear"
     pad: Literal["top_left", "center"] = "top_left"
-    pad_value: float = 0.0
+    pad_value: float | tuple[float, float, float] = 0.0
     kind: Literal["letterbox"] = field(default="letterbox", kw_only=True, repr=False)
 
     def problems(self) -> Iterator[str]:
         for name, side in (("height", self.height), ("width", self.width)):
             yield from within(name, side, 1, MAX_SIZE)
-        if not math.isfinite(self.pad_value):
+        if not all(map(math.isfinite, self.colour)):
             yield f"pad_value: expected a finite number, got {self.pad_value}"
 
     @property
@@ -56,9 +56,14 @@ class Letterbox(ImageStep):
         return self.pad == "center" or self.interpolation == "pil_bilinear"
 
     @property
-    def bars(self) -> float:
-        """Return the value of the bars, where pixels are in [0, 1]."""
-        return 0.0 if self.interpolation == "pil_bilinear" else self.pad_value
+    def colour(self) -> tuple[float, float, float]:
+        """Return ``pad_value`` for each colour."""
+        return self.pad_value if isinstance(self.pad_value, tuple) else (self.pad_value,) * 3
+
+    @property
+    def bars(self) -> tuple[float, float, float]:
+        """Return the colour of the bars, where pixels are in [0, 1]."""
+        return (0.0,) * 3 if self.interpolation == "pil_bilinear" else self.colour
 
     def inner(self, height: int, width: int) -> tuple[int, int]:
         """Return the size of the picture between the bars: the frame's divided by the larger ratio, cut.
@@ -84,7 +89,7 @@ class Letterbox(ImageStep):
             top, left = self.corner(inner)
             bottom, right = top + inner[0], left + inner[1]
             out = np.empty((3, *self.fixed), np.float32)
-            out[:, :top] = out[:, bottom:] = out[:, :, :left] = out[:, :, right:] = self.pad_value
+            out[:] = np.asarray(self.colour, np.float32)[:, None, None]
             out[:, top:bottom, left:right] = planes
             planes = out
         return planes.transpose(1, 2, 0)
@@ -104,4 +109,5 @@ class Letterbox(ImageStep):
 
     def __str__(self) -> str:
         side = "center" if self.centred else self.pad
-        return f"letterbox to {self.height}x{self.width}, {self.interpolation}, bars {side} = {self.bars:g}"
+        shown = "/".join(f"{value:g}" for value in dict.fromkeys(self.bars))
+        return f"letterbox to {self.height}x{self.width}, {self.interpolation}, bars {side} = {shown}"

@@ -1,0 +1,477 @@
+"""LeRobot X-VLA checkpoint -> bundle.
+
+Two names of each of Florence-2's tensors are known: those of LeRobot 0.4, which published checkpoints have, and those
+of transformers. Of what upstream keeps for each domain a bundle has one: that of the preprocessor, or another one with
+``--embodiment N``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
+from sinew.bundle.writer import TensorSource
+from sinew.convert.conversion import Conversion
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.steps import NORMALIZER, PRE, ProcessorStep
+from sinew.convert.options import IGNORE_SETTING, ConvertOptions
+from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, split_qkv, transpose
+from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
+from sinew.core import ConvertError, PolicySpec
+from sinew.families.xvla.model import BlockConfig, XVLAConfig
+from sinew.layers.davit import MLP_RATIO, DaViTConfig
+from sinew.solvers import Solver
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.letterbox import Letterbox
+
+NAMES = ("xvla",)
+OPTIONS = ("tokenizer", "embodiment", "stats", "dataset")
+SETTINGS = {"ignore": IGNORE_SETTING}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as the step has them
+SCALE, TO_FLOAT = "xvla_image_scale", "xvla_image_to_float"  # times 255, and divided by it again
+NORMALIZE, DOMAIN = "xvla_imagenet_normalize", "xvla_add_domain_id"
+OF_ALL_VIEWS = {"image_keys": (None,)}
+SCHEMA = Schema(
+    defaults={  # LeRobot's configuration_xvla.py
+        "chunk_size": 32,
+        "n_action_steps": 32,
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "IDENTITY", "ACTION": "IDENTITY"},
+        "tokenizer_name": "facebook/bart-large",
+        "tokenizer_max_length": 64,
+        "hidden_size": 1024,
+        "depth": 24,
+        "num_heads": 16,
+        "mlp_ratio": 4.0,
+        "num_domains": 30,
+        "len_soft_prompts": 32,
+        "dim_time": 32,
+        "max_len_seq": 512,
+        "use_hetero_proj": False,
+        "action_mode": "ee6d",
+        "num_denoising_steps": 10,
+        "max_state_dim": 32,
+        "max_action_dim": 20,
+        "resize_imgs_with_padding": None,
+        "num_image_views": None,
+        "empty_cameras": 0,
+    },
+    required=("florence_config",),
+    fixed={
+        "n_obs_steps": 1,
+        "use_proprio": True,
+        "domain_feature_key": None,  # a domain of each observation
+        "tokenizer_padding_side": "right",
+        "pad_language_to": "max_length",  # what fills a prompt up is read
+    },
+    unread=(
+        "dtype",  # of upstream's computation
+        *("freeze_language_encoder", "train_policy_transformer", "train_soft_prompts"),
+        *("optimizer_soft_prompt_lr_scale", "optimizer_soft_prompt_warmup_lr_scale"),
+    ),
+    steps={
+        "tokenizer_processor": ProcessorStep(
+            {
+                "max_length": None,
+                "task_key": ("task",),
+                "padding_side": ("right",),
+                "padding": ("max_length",),
+                "truncation": (True,),
+                "tokenizer_name": None,
+            },
+            ordered=False,
+            required=True,
+        ),
+        SCALE: ProcessorStep(OF_ALL_VIEWS),
+        TO_FLOAT: ProcessorStep({**OF_ALL_VIEWS, "validate_range": None}),
+        NORMALIZE: ProcessorStep(OF_ALL_VIEWS),
+        DOMAIN: ProcessorStep({"domain_id": None}, ordered=False),
+        "normalizer_processor": NORMALIZER,
+    },
+)
+
+
+class ActionSpace(NamedTuple):
+    """What ``action_mode`` means. model: numbers that the head answers; real: those that the robot has of them; 0 where
+    the configuration says how many. grippers: those that are not read, and answered through a sigmoid."""
+
+    model: int
+    real: int
+    grippers: tuple[int, ...] = ()
+
+
+SPACES = {  # LeRobot's action_hub.py
+    "ee6d": ActionSpace(20, 20, (9, 19)),
+    "joint": ActionSpace(14, 14, (6, 13)),
+    "agibot_ee6d": ActionSpace(20, 20),
+    "franka_joint7": ActionSpace(20, 7),
+    "auto": ActionSpace(0, 0),
+    "so101_bimanual": ActionSpace(20, 12, (5, 11)),
+}
+
+FLORENCE = r"model\.vlm\."
+BLOCK = rf"{FLORENCE}vision_tower\.blocks\.(\d+)\.(\d+)\."
+OURS = r"vision.stages.\1.blocks.\2."
+LAYER = rf"{FLORENCE}language_model\.(?:model\.)?encoder\.layers\.(\d+)\."
+RULES = (
+    Rule(rf"{FLORENCE}vision_tower\.convs\.(\d+)\.(?:proj|conv)\.(.+)", (r"vision.stages.\1.conv.\2",)),
+    Rule(rf"{FLORENCE}vision_tower\.convs\.(\d+)\.norm\.(.+)", (r"vision.stages.\1.norm.\2",)),
+    *(
+        rule
+        for number, kind, attention in (
+            (0, "spatial_block", "window_attn"),
+            (1, "channel_block", "channel_attn"),
+        )
+        for rule in (
+            Rule(rf"{BLOCK}{kind}\.conv([12])\.(?:fn\.dw\.)?(weight|bias)", (rf"{OURS}{number}.conv\3.\4",)),
+            Rule(rf"{BLOCK}{kind}\.(?:{attention}\.norm|norm1)\.(.+)", (rf"{OURS}{number}.norm1.\3",)),
+            Rule(rf"{BLOCK}{kind}\.(?:ffn\.norm|norm2)\.(.+)", (rf"{OURS}{number}.norm2.\3",)),
+            Rule(rf"{BLOCK}{kind}\.{attention}\.(?:fn\.)?proj\.(.+)", (rf"{OURS}{number}.attn.o_proj.\3",)),
+            Rule(rf"{BLOCK}{kind}\.ffn\.(?:fn\.net\.)?fc([12])\.(.+)", (rf"{OURS}{number}.mlp.fc\3.\4",)),
+        )
+    ),
+    Rule(
+        rf"{BLOCK}spatial_block\.window_attn\.(?:fn\.)?qkv\.(.+)",
+        tuple(rf"{OURS}0.attn.{part}_proj.\3" for part in "qkv"),
+        split_qkv,
+    ),
+    Rule(rf"{BLOCK}channel_block\.channel_attn\.(?:fn\.)?qkv\.(.+)", (rf"{OURS}1.attn.qkv.\3",)),
+    Rule(rf"{FLORENCE}image_projection", ("connector.proj.weight",), transpose),
+    Rule(rf"{FLORENCE}multi_modal_projector\.image_projection\.weight", ("connector.proj.weight",)),
+    Rule(rf"{FLORENCE}(?:multi_modal_projector\.)?image_proj_norm\.(.+)", (r"connector.norm.\1",)),
+    Rule(
+        rf"{FLORENCE}language_model\.(?:model\.)?encoder\.embed_positions\.weight",
+        ("language.places",),
+        lambda source: rows(
+            source, 2, source.shape[0] if source.shape else 0
+        ),  # BART's first two are of no token
+    ),
+    Rule(
+        rf"{FLORENCE}language_model\.(?:model\.)?encoder\.layernorm_embedding\.(.+)", (r"language.norm.\1",)
+    ),
+    Rule(rf"{LAYER}self_attn\.([qkv])_proj\.(.+)", (r"language.layers.\1.attn.\2_proj.\3",)),
+    Rule(rf"{LAYER}self_attn\.out_proj\.(.+)", (r"language.layers.\1.attn.o_proj.\2",)),
+    Rule(rf"{LAYER}self_attn_layer_norm\.(.+)", (r"language.layers.\1.norm1.\2",)),
+    Rule(rf"{LAYER}fc([12])\.(.+)", (r"language.layers.\1.mlp.fc\2.\3",)),
+    Rule(rf"{LAYER}final_layer_norm\.(.+)", (r"language.layers.\1.norm2.\2",)),
+    Rule(
+        r"model\.transformer\.blocks\.(\d+)\.attn\.qkv\.(.+)",
+        tuple(rf"layers.\1.attn.{part}_proj.\2" for part in "qkv"),
+        split_qkv,
+    ),
+    Rule(r"model\.transformer\.blocks\.(\d+)\.attn\.proj\.(.+)", (r"layers.\1.attn.o_proj.\2",)),
+    Rule(r"model\.transformer\.blocks\.(\d+)\.((?:norm|mlp).+)", (r"layers.\1.\2",)),
+    Rule(r"model\.transformer\.norm\.(.+)", (r"norm.\1",)),
+    Rule(r"model\.transformer\.vlm_proj\.(.+)", (r"language_proj.\1",)),
+    Rule(r"model\.transformer\.aux_visual_proj\.(.+)", (r"view_proj.\1",)),
+    Rule(r"model\.transformer\.pos_emb", ("places",), lambda source: pick(source, 0)),
+)
+HEAD = "model.transformer."
+TABLES = tuple(  # of tokens: one, under either name
+    f"model.vlm.language_model.{middle}{name}.weight"
+    for middle in ("model.", "")
+    for name in ("encoder.embed_tokens", "shared")
+)
+DEAD = ("model.vlm.language_model.final_logits_bias", *TABLES)  # what is left of TABLES is a copy
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a LeRobot directory of this type."""
+    return config_type(path) in NAMES
+
+
+def read(path: Path, options: ConvertOptions) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
+    if not checkpoint.pipelines.steps[PRE]:
+        raise ConvertError(
+            f"{path / PRE}.json: expected the steps before the model, which name its domain; got none"
+        )
+    found = [options.tokenizer] if options.tokenizer else [path / "tokenizer", path]
+    tokenizer = load_tokenizer(found, f"give {checkpoint['tokenizer_name']}'s with --tokenizer FILE_OR_DIR")
+    if tokenizer.pad_token_id is None:
+        raise ConvertError(f"{tokenizer.path}: expected a token for padding, which the model reads, got none")
+    space, image = action_space(checkpoint), image_recipe(checkpoint)
+    config = model_config(checkpoint, space, image, tokenizer)
+    return Conversion(
+        architecture="xvla",
+        format="lerobot-xvla",
+        config=config,
+        spec=policy_spec(checkpoint, config, image),
+        processing=processing(checkpoint, config, image),
+        tokenizer=tokenizer.text,
+        tensors=tensors(checkpoint.tensors, config, domain(checkpoint)),
+        dead=DEAD,
+        sources=[*checkpoint.files, tokenizer.path],
+        notes=tuple(checkpoint.notes),
+    )
+
+
+def action_space(checkpoint: LeRobotCheckpoint) -> ActionSpace:
+    """Return what ``action_mode`` means here. Raises :class:`ConvertError` where it is none, or the actions of the
+    configuration are not its own."""
+    mode, dim = checkpoint["action_mode"], checkpoint.vector("output_features", "ACTION", ACTION).dim
+    found = SPACES.get(mode.lower()) if isinstance(mode, str) else None
+    if found is None:
+        raise ConvertError(
+            f"{checkpoint.file}: action_mode: expected one of {', '.join(SPACES)}, got {mode!r}"
+        )
+    if not found.model:
+        return ActionSpace(checkpoint.size("max_action_dim", low=dim), dim)
+    if dim != found.real:
+        raise ConvertError(
+            f"{checkpoint.file}: output_features.action: expected the {found.real} numbers of action_mode {mode!r}, got"
+            f" {dim}"
+        )
+    return found
+
+
+def domain(checkpoint: LeRobotCheckpoint) -> int:
+    """Return the number of the robot whose weights are taken."""
+    given, count = checkpoint.options.embodiment, checkpoint.size("num_domains")
+    number = checkpoint.pipelines.config(PRE, DOMAIN).get("domain_id", 0)
+    where = f"{checkpoint.path / PRE}.json: {DOMAIN}: domain_id"
+    if given:
+        where, number = (
+            f"--embodiment {given}",
+            int(given) if given.isdecimal() and given.isascii() else given,
+        )
+    if type(number) is not int or not 0 <= number < count:
+        raise ConvertError(f"{where}: expected the number of a domain, 0 to {count - 1}, got {number!r}")
+    checkpoint.notes.append(f"domain {number} of {count}; --embodiment N takes another")
+    return number
+
+
+def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
+    """Return what is done to a frame. It is resized behind the normalisation, so bars have the mean's colour before.
+    Raises :class:`ConvertError`."""
+    steps, pre = checkpoint.pipelines, f"{checkpoint.path / PRE}.json"
+    if steps.step(PRE, SCALE) is not None and steps.step(PRE, TO_FLOAT) is None:
+        raise ConvertError(f"{pre}: {SCALE}: expected a step {TO_FLOAT} behind it, got none")
+    if (mode := checkpoint.image_mode()) != "IDENTITY":
+        raise ConvertError(f"{pre}: normalizer_processor: expected mode IDENTITY of images, got {mode}")
+    normalized = steps.step(PRE, NORMALIZE) is not None
+    mean, std = (MEAN, STD) if normalized else ((0.0,) * 3, (1.0,) * 3)
+    sides = checkpoint["resize_imgs_with_padding"]
+    if sides is None:
+        height, width = checkpoint.frame_size
+        return ImageRecipe(height, width, mean=mean, std=std)
+    if not isinstance(sides, list) or len(sides) != 2:
+        raise ConvertError(
+            f"{checkpoint.file}: resize_imgs_with_padding: expected height and width, got {sides!r}"
+        )
+    height, width = (checkpoint.size("resize_imgs_with_padding", side) for side in sides)
+    resized: tuple[ImageStep, ...] = (Letterbox(height, width, pad_value=mean if normalized else 0.0),)
+    return ImageRecipe(height, width, resized, mean, std)
+
+
+def vision_config(found: dict[str, Any]) -> DaViTConfig:
+    """Return the tower of a ``vision_config``, in Microsoft's names or transformers'. Raises KeyError, ValueError and
+    TypeError."""
+    widths, kernels = found.get("dim_embed") or found["embed_dim"], tuple(found["patch_size"])
+    known = {
+        "mlp_ratio": (MLP_RATIO,),
+        "qkv_bias": (True,),
+        "in_channels": (3,),
+        "activation_function": ("gelu",),
+        "image_feature_source": (["spatial_avg_pool", "temporal_avg_pool"],),
+        "patch_padding": ([kernel // 2 for kernel in kernels],),
+    }
+    for key, values in known.items():
+        if key in found and found[key] not in values:
+            raise ValueError(f"vision_config: {key}: expected {values[0]!r}, got {found[key]!r}")
+    return DaViTConfig(
+        widths=tuple(widths),
+        depths=tuple(found["depths"]),
+        num_heads=tuple(found["num_heads"]),
+        num_groups=tuple(found["num_groups"]),
+        kernels=kernels,
+        strides=tuple(found["patch_stride"]),
+        norms_first=tuple(found["patch_prenorm"]),
+        window_size=found["window_size"],
+    )
+
+
+def text_config(found: dict[str, Any]) -> BlockConfig:
+    """Return the encoder of a ``text_config``. Raises KeyError and ValueError."""
+    for key, value in (
+        ("activation_function", "gelu"),
+        ("scale_embedding", False),
+        ("normalize_before", False),
+    ):
+        if found.get(key, value) != value:
+            raise ValueError(f"text_config: {key}: expected {value!r}, got {found[key]!r}")
+    return BlockConfig(
+        hidden_size=found["d_model"],
+        intermediate_size=found["encoder_ffn_dim"],
+        num_layers=found["encoder_layers"],
+        num_heads=found["encoder_attention_heads"],
+    )
+
+
+def model_config(
+    checkpoint: LeRobotCheckpoint, space: ActionSpace, image: ImageRecipe, tokenizer: TokenizerFiles
+) -> XVLAConfig:
+    florence, width = checkpoint["florence_config"], checkpoint.size("hidden_size")
+    if not isinstance(florence, dict) or not all(
+        isinstance(florence.get(part), dict) for part in ("vision_config", "text_config")
+    ):
+        raise ConvertError(f"{checkpoint.file}: florence_config: expected vision_config and text_config")
+    ratio = checkpoint["mlp_ratio"]
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio < 1000:
+        raise ConvertError(f"{checkpoint.file}: mlp_ratio: expected a number above 0, got {ratio!r}")
+    try:
+        vision, text = vision_config(florence["vision_config"]), florence["text_config"]
+        grid = vision.grid(image.height, image.width)
+        return XVLAConfig(
+            vision=vision,
+            language=text_config(text),
+            head=BlockConfig(
+                width, int(width * ratio), checkpoint.size("depth"), checkpoint.size("num_heads")
+            ),
+            vocab_size=text["vocab_size"],
+            rows=grid[0],
+            cols=grid[1],
+            views=views(checkpoint),
+            text_places=text["max_position_embeddings"],
+            places=checkpoint.size("max_len_seq"),
+            prompt_tokens=checkpoint.max_tokens,
+            chunk_size=checkpoint.size("chunk_size"),
+            max_state_dim=checkpoint.size("max_state_dim", low=max(space.grippers, default=0) + 1),
+            max_action_dim=space.model,
+            time_size=checkpoint.size("dim_time"),
+            domain_tokens=checkpoint.size("len_soft_prompts", low=0),
+            pad_token=tokenizer.pad_token_id or 0,
+            grippers=space.grippers,
+        )
+    except KeyError as error:
+        raise ConvertError(f"{checkpoint.file}: florence_config: {error} is missing") from None
+    except (ValueError, TypeError) as error:
+        raise ConvertError(f"{checkpoint.file}: {error}") from None
+
+
+def views(checkpoint: LeRobotCheckpoint) -> int:
+    """Return how many views the model reads. A policy that was saved lists its empty cameras among its features, and
+    LeRobot adds ``empty_cameras`` to them again."""
+    features = checkpoint["input_features"].values()
+    listed = sum(feature.get("type") == "VISUAL" for feature in features)
+    fixed = checkpoint["num_image_views"]
+    counted = listed + checkpoint.size("empty_cameras", low=0, high=16)
+    return max(counted, 0 if fixed is None else checkpoint.size("num_image_views", high=64))
+
+
+def policy_spec(checkpoint: LeRobotCheckpoint, config: XVLAConfig, image: ImageRecipe) -> PolicySpec:
+    return PolicySpec(
+        architecture="xvla",
+        name=checkpoint.name,
+        cameras=checkpoint.cameras,
+        state=checkpoint.vector("input_features", "STATE", STATE),
+        action=checkpoint.vector("output_features", "ACTION", ACTION),
+        chunk_size=config.chunk_size,
+        noise_dim=config.max_action_dim,
+        solver_steps=checkpoint.size("num_denoising_steps"),
+        max_prompt_tokens=config.prompt_tokens,
+        resizes_frames=bool(image.steps),
+        control_hz=checkpoint.control_hz,
+        n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
+        solver=Solver("renoise"),
+    )
+
+
+def processing(checkpoint: LeRobotCheckpoint, config: XVLAConfig, image: ImageRecipe) -> Processing:
+    return Processing(
+        image=image,
+        prompt=PromptRecipe(
+            max_tokens=config.prompt_tokens,
+            vocab_size=config.vocab_size,
+            pad_token_id=config.pad_token,
+            padding="max_length",
+        ),
+        state=checkpoint.normalization(STATE, "STATE"),
+        action=checkpoint.normalization(ACTION, "ACTION"),
+        padded_state_dim=config.max_state_dim,
+        padded_action_dim=config.max_action_dim,
+    )
+
+
+def tensors(found: dict[str, TensorSource], config: XVLAConfig, number: int) -> dict[str, TensorSource]:
+    """Return the model's tensors under its names, those of each domain of one, and what is not read under upstream's.
+    Raises :class:`ConvertError` where a part is missing."""
+    out, prefix = dict(found), "model.vlm."
+    if not any(name.startswith(f"{prefix}image_") for name in out):
+        prefix += "multi_modal_projector."
+
+    def take(name: str) -> TensorSource:
+        if name not in out:
+            raise ConvertError(f"{name} is missing")
+        return out.pop(name)
+
+    def linear(name: str, size: int) -> tuple[TensorSource, TensorSource]:
+        """Weight [out, in] and bias [out] of a layer of the domain's own."""
+        weight, bias = take(f"{HEAD}{name}.fc.weight"), take(f"{HEAD}{name}.bias.weight")
+        return transpose(reshape(pick(weight, number), size, -1)), pick(bias, number)
+
+    position = f"{prefix}image_pos_embed." if "projector" not in prefix else f"{prefix}image_position_embed."
+    tables = [take(f"{position}{axis}_embeddings.weight") for axis in ("column", "row")]
+    temporal = take(f"{prefix}visual_temporal_embed.pos_idx_to_embed")
+    made = {
+        "connector.places": computed(
+            lambda columns, rows, moments: view_places(columns, rows, moments, (config.rows, config.cols)),
+            *tables,
+            temporal,
+        )
+    }
+    table = next((name for name in TABLES if name in out), TABLES[0])
+    made["language.embed_tokens.weight"] = take(table)
+    if config.domain_tokens:
+        prompts = pick(take(f"{HEAD}soft_prompt_hub.weight"), number)
+        made["domain_rows"] = reshape(prompts, config.domain_tokens, -1)
+    read = config.max_action_dim + config.max_state_dim + config.time_size
+    weight, made["action_in_proj.bias"] = linear("action_encoder", read)
+    made |= shares(weight, config)
+    made["action_out_proj.weight"], made["action_out_proj.bias"] = linear(
+        "action_decoder", config.head.hidden_size
+    )
+    for theirs, ours in (("vlm_proj", "language_proj"), ("aux_visual_proj", "view_proj")):
+        if f"{HEAD}{theirs}.fc.weight" in out:
+            made[f"{ours}.weight"], made[f"{ours}.bias"] = linear(theirs, config.language.hidden_size)
+    return apply(out, RULES) | made
+
+
+def view_places(
+    columns: np.ndarray, rows: np.ndarray, moments: np.ndarray, grid: tuple[int, int]
+) -> np.ndarray:
+    """Return the position of each feature of a view, [rows * cols, C]: its column's, then its row's, and on them that
+    of the only moment."""
+    count, across = grid
+    both = (
+        np.broadcast_to(columns[None, :across], (*grid, columns.shape[1])),
+        np.broadcast_to(rows[:count, None], (*grid, rows.shape[1])),
+    )
+    return (np.concatenate(both, axis=2) + moments[0]).reshape(count * across, -1)
+
+
+def shares(weight: TensorSource, config: XVLAConfig) -> dict[str, TensorSource]:
+    """Return what the first layer takes of actions, state and time, [C, in], as a layer of each; grippers' columns
+    are zero."""
+    sizes = {
+        "action_in_proj": config.max_action_dim,
+        "state_proj": config.max_state_dim,
+        "time_proj": config.time_size,
+    }
+    out, start = {}, 0
+    for name, size in sizes.items():
+        grippers = () if name == "time_proj" else config.grippers
+
+        def part(
+            x: np.ndarray, start: int = start, size: int = size, zeros: tuple[int, ...] = grippers
+        ) -> np.ndarray:
+            kept = x[:, start : start + size].copy()
+            kept[:, list(zeros)] = 0
+            return kept
+
+        out[f"{name}.weight"] = moved(part, weight)
+        start += size
+    return out

@@ -1,0 +1,203 @@
+"""DaViT (Ding et al. 2022, arXiv 2204.03645), as Florence-2 has it: attention of patches within windows, then of
+channels within groups, stage after stage on fewer and wider patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.fold_sites import FoldSite
+from sinew.layers.linear import Linear
+from sinew.layers.norm import LayerNorm
+from sinew.layers.resnet import Conv
+from sinew.layers.sizes import MAX_LAYERS, MAX_WIDTH, check_sizes
+from sinew.layers.vit import ViTAttention, ViTConfig, ViTMLP
+
+NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
+MLP_RATIO = 4
+
+
+@dataclass(frozen=True)
+class DaViTConfig:
+    """One entry for each stage. ``kernels``, ``strides``: of the convolution that begins it, in pixels of the stage
+    before. ``norms_first``: its norm stands before that convolution, not behind. ``num_groups``: of channels.
+    ``window_size``: patches along a side of a window.
+    """
+
+    widths: tuple[int, ...]
+    depths: tuple[int, ...]
+    num_heads: tuple[int, ...]
+    num_groups: tuple[int, ...]
+    kernels: tuple[int, ...]
+    strides: tuple[int, ...]
+    norms_first: tuple[bool, ...]
+    window_size: int
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        each = (self.depths, self.num_heads, self.num_groups, self.kernels, self.strides, self.norms_first)
+        if not self.widths or any(len(field) != len(self.widths) for field in each):
+            raise ValueError(
+                f"vision: expected one number for each of {len(self.widths)} stages in every field"
+            )
+        if not all(1 <= depth <= MAX_LAYERS for depth in self.depths) or not all(
+            1 <= width <= MAX_WIDTH for width in self.widths
+        ):
+            raise ValueError("vision: widths or depths out of range")
+        for width, heads, groups in zip(self.widths, self.num_heads, self.num_groups, strict=True):
+            if heads < 1 or groups < 1 or width % heads or width % groups:
+                raise ValueError(
+                    f"vision: expected heads and groups that divide the width {width}, got {heads}, {groups}"
+                )
+        for kernel, stride in zip(self.kernels, self.strides, strict=True):
+            if not (1 <= stride <= kernel <= MAX_LAYERS and kernel % 2):
+                raise ValueError(
+                    f"vision: expected an odd kernel and a stride within it, got {kernel}, {stride}"
+                )
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of the last stage's patches of a picture of this size, in pixels."""
+        for stride in self.strides:
+            height, width = -(-height // stride), -(-width // stride)
+        return height, width
+
+    def block(self, stage: int) -> ViTConfig:
+        """Return a stage's blocks as those of a transformer whose picture is one window."""
+        width = self.widths[stage]
+        return ViTConfig(
+            hidden_size=width,
+            intermediate_size=MLP_RATIO * width,
+            num_layers=1,
+            num_heads=self.num_heads[stage],
+            image_size=self.window_size,
+            patch_size=1,
+            norm_eps=NORM_EPS,
+            activation="gelu",
+        )
+
+
+class ChannelAttention(nn.Module):
+    """Attention whose rows are channels: each sees those of its group, over all patches."""
+
+    def __init__(self, width: int, groups: int):
+        super().__init__()
+        self.groups = groups
+        self.qkv = Linear(width, 3 * width)
+        self.o_proj = Linear(width, width)
+
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return (self.qkv,)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
+        q, k, v = (
+            part.unflatten(-1, (self.groups, -1)).permute(0, 2, 3, 1) for part in self.qkv(x).chunk(3, -1)
+        )
+        scores = (q.float() @ k.float().transpose(-1, -2)) * x.shape[1] ** -0.5  # [B, G, C / G, C / G]
+        out = scores.softmax(dim=-1).to(v.dtype) @ v  # [B, G, C / G, L]
+        return self.o_proj(out.permute(0, 3, 1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Two branches with norms before them, and before each a convolution of every channel by itself."""
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        width = config.hidden_size
+        self.conv1 = Conv(width, width, 3, groups=width)
+        self.norm1 = LayerNorm(width, eps=config.norm_eps)
+        self.conv2 = Conv(width, width, 3, groups=width)
+        self.norm2 = LayerNorm(width, eps=config.norm_eps)
+        self.mlp = ViTMLP(config)
+
+    def mix(self, x: Tensor, rows: int, cols: int) -> Tensor:  # [B, rows * cols, C]
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, C, rows, cols]
+        size = x.shape[2:]
+        x = (x + self.conv1(x)).flatten(2).transpose(1, 2)
+        x = x + self.mix(self.norm1(x), *size)
+        x = x.transpose(1, 2).unflatten(2, size)
+        x = (x + self.conv2(x)).flatten(2).transpose(1, 2)
+        x = x + self.mlp(self.norm2(x))
+        return x.transpose(1, 2).unflatten(2, size)
+
+
+class SpatialBlock(Block):
+    """Patches see those of their window. Windows over the edge are filled with zeros behind the norm, which take part
+    as rows of the biases: hence that norm is not folded."""
+
+    def __init__(self, config: ViTConfig):
+        super().__init__(config)
+        self.window = config.image_size
+        self.attn = ViTAttention(config)
+
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "norm2", (self.mlp,))]
+
+    def mix(self, x: Tensor, rows: int, cols: int) -> Tensor:
+        side, width = self.window, x.shape[-1]
+        down, across = -(-rows // side), -(-cols // side)
+        x = x.unflatten(1, (rows, cols))
+        x = F.pad(x, (0, 0, 0, across * side - cols, 0, down * side - rows))
+        x = x.reshape(-1, down, side, across, side, width).transpose(2, 3)
+        x = self.attn(x.reshape(-1, side * side, width))
+        x = x.reshape(-1, down, across, side, side, width).transpose(2, 3)
+        return x.reshape(-1, down * side, across * side, width)[:, :rows, :cols].flatten(1, 2)
+
+
+class ChannelBlock(Block):
+    """Channels see those of their group."""
+
+    def __init__(self, config: ViTConfig, groups: int):
+        super().__init__(config)
+        self.attn = ChannelAttention(config.hidden_size, groups)
+
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "norm1", (self.attn,)), FoldSite(self, "norm2", (self.mlp,))]
+
+    def mix(self, x: Tensor, rows: int, cols: int) -> Tensor:
+        return self.attn(x)
+
+
+class Stage(nn.Module):
+    """Fewer and wider patches, then pairs of blocks."""
+
+    def __init__(self, config: DaViTConfig, stage: int):
+        super().__init__()
+        before = config.widths[stage - 1] if stage else 3
+        block, width = config.block(stage), config.widths[stage]
+        self.norm_first = config.norms_first[stage]
+        self.norm = LayerNorm(before if self.norm_first else width, eps=NORM_EPS)
+        self.conv = Conv(before, width, config.kernels[stage], config.strides[stage])
+        self.blocks = nn.ModuleList(
+            nn.Sequential(SpatialBlock(block), ChannelBlock(block, config.num_groups[stage]))
+            for _ in range(config.depths[stage])
+        )
+
+    def begin(self, x: Tensor) -> Tensor:  # [B, C, rows, cols] -> [B, C', fewer rows, fewer cols]
+        if self.norm_first:
+            return self.conv(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+        return self.norm(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class DaViT(nn.Module):
+    stages: Sequence[Stage]
+
+    def __init__(self, config: DaViTConfig):
+        super().__init__()
+        self.stages = nn.ModuleList(Stage(config, stage) for stage in range(len(config.widths)))  # type: ignore[assignment]
+
+    def forward(self, pixels: Tensor) -> Tensor:  # [B, 3, h, w] -> [B, rows * cols, C] in row-major order
+        x = pixels
+        for stage in self.stages:
+            x = stage(x)
+        return x.flatten(2).transpose(1, 2)
