@@ -262,6 +262,60 @@ FAMILIES = {
         },
         given={"vlm": "vlm"},
     ),
+    "xvla": Family(  # Florence-2-large, and the head of 2toINF's checkpoints
+        "xvla-ee6d",
+        (
+            *(
+                (
+                    rf"vision_tower\.(convs|blocks)\.{stage}\.",
+                    {width // 2: 16 * width, width: 32 * width, 3 * width: 96 * width, 4 * width: 128 * width}
+                    | {3: 3, 7: 7},
+                )
+                for stage, width in enumerate((8, 16, 32, 64))
+            ),
+            (r"image_pos_embed", {32: 1024}),
+            (r"vlm\.(image|visual)", {64: 2048, 40: 1024}),
+            (r"language_model", {40: 1024, 56: 4096, 300: 51289, 130: 4098}),
+            (r"mlp", {48: 1024, 144: 4096}),
+            (
+                r"transformer",
+                {4: 30, 40: 1024, 48: 1024, 128: 512, 144: 3072, 240: 32768, 960: 20480, 2496: 73728},
+            ),
+        ),
+        (
+            (r"vision_tower\.blocks\.2\.(\d+)\.", 9),
+            (r"encoder\.layers\.(\d+)\.", 12),
+            (r"transformer\.blocks\.(\d+)\.", 24),
+        ),
+        {
+            "checkpoint/config.json": {
+                "florence_config.vision_config.depths": [1, 1, 9, 1],
+                "florence_config.vision_config.dim_embed": [256, 512, 1024, 2048],
+                "florence_config.vision_config.num_heads": [8, 16, 32, 64],
+                "florence_config.vision_config.num_groups": [8, 16, 32, 64],
+                "florence_config.vision_config.window_size": 12,
+                "florence_config.text_config.vocab_size": 51289,
+                "florence_config.text_config.d_model": 1024,
+                "florence_config.text_config.encoder_layers": 12,
+                "florence_config.text_config.encoder_attention_heads": 16,
+                "florence_config.text_config.encoder_ffn_dim": 4096,
+                "florence_config.text_config.max_position_embeddings": 4096,
+                "chunk_size": 30,
+                "n_action_steps": 30,
+                "hidden_size": 1024,
+                "depth": 24,
+                "num_heads": 16,
+                "mlp_ratio": 4.0,
+                "num_domains": 30,
+                "len_soft_prompts": 32,
+                "dim_time": 32,
+                "max_len_seq": 512,
+                "num_denoising_steps": 10,
+                "resize_imgs_with_padding": [224, 224],
+            },
+            "checkpoint/policy_preprocessor.json": {"steps.2.config.max_length": 64},
+        },
+    ),
     "openvla": Family(
         "openvla-ar",
         (*PRISMATIC, (r"", LLAMA)),

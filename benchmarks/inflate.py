@@ -29,8 +29,9 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True)
 class Family:
     """case, folder: the fixture and its folder of weights. sizes: (pattern of names, small -> large) of which the first
-    that fits counts. layers: (pattern with one group, how many). edits: JSON file -> path of keys -> value. given:
-    options of the conversion, of paths below the fixture as strings. run: whether one inference fits 24 GiB."""
+    that fits counts. layers: (pattern with one group, how many). edits: JSON file -> path of keys, or of numbers in a
+    list -> value. given: options of the conversion, of paths below the fixture as strings. run: whether one inference
+    fits 24 GiB."""
 
     case: str
     sizes: tuple[tuple[str, dict[int, int]], ...]
@@ -55,7 +56,7 @@ def inflate(family: Family, out: Path) -> int:
             *parents, last = path.split(".")
             part = record
             for key in parents:
-                part = part[key]
+                part = part[int(key) if isinstance(part, list) else key]
             assert last in part, f"{name}: {path}"
             part[last] = value
         (out / name).write_text(json.dumps(record))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from sinew.layers.fold_sites import FoldSite
@@ -127,7 +127,7 @@ class Block(nn.Module):
 
 class SpatialBlock(Block):
     """Patches see those of their window. Windows over the edge are filled with zeros behind the norm, which take part
-    as rows of the biases: hence that norm is not folded."""
+    as what the projections make of them: their biases. Hence that norm is not folded."""
 
     def __init__(self, config: ViTConfig):
         super().__init__(config)
@@ -138,14 +138,23 @@ class SpatialBlock(Block):
         return [FoldSite(self, "norm2", (self.mlp,))]
 
     def mix(self, x: Tensor, rows: int, cols: int) -> Tensor:
-        side, width = self.window, x.shape[-1]
-        down, across = -(-rows // side), -(-cols // side)
-        x = x.unflatten(1, (rows, cols))
-        x = F.pad(x, (0, 0, 0, across * side - cols, 0, down * side - rows))
-        x = x.reshape(-1, down, side, across, side, width).transpose(2, 3)
-        x = self.attn(x.reshape(-1, side * side, width))
-        x = x.reshape(-1, down, across, side, side, width).transpose(2, 3)
-        return x.reshape(-1, down * side, across * side, width)[:, :rows, :cols].flatten(1, 2)
+        side, down, across = self.window, -(-rows // self.window), -(-cols // self.window)
+        parts = torch.cat(self.attn.project(x), dim=-1).unflatten(1, (rows, cols))
+        if (down * side, across * side) != (rows, cols):
+            edge = torch.cat(self.attn.project(torch.zeros_like(x[:1, :1])), dim=-1)  # [1, 1, 3 * C]
+            parts = filled(filled(parts, 1, down * side, edge), 2, across * side, edge)
+        parts = parts.unflatten(2, (across, side)).unflatten(1, (down, side)).transpose(2, 3)
+        q, k, v = parts.flatten(3, 4).flatten(0, 2).chunk(3, dim=-1)  # [B * windows, side * side, C] each
+        x = self.attn.attend(q, k, v).unflatten(1, (side, side)).unflatten(0, (-1, down, across))
+        x = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :rows, :cols]
+        return self.attn.o_proj(x.flatten(1, 2))
+
+
+def filled(x: Tensor, axis: int, size: int, row: Tensor) -> Tensor:
+    """Return x [B, rows, cols, C] with an axis filled up to ``size`` with copies of ``row``, [1, 1, C]."""
+    shape = list(x.shape)
+    shape[axis] = size - shape[axis]
+    return torch.cat([x, row.expand(shape)], dim=axis)
 
 
 class ChannelBlock(Block):

@@ -141,7 +141,10 @@ def test_another_florence_is_refused(ee6d: Path, part: str, changes: dict, messa
         (lambda p: step(p, "xvla_imagenet_normalize", image_keys=["a"]), "image_keys: expected None, got"),
         (lambda p: step(p, "normalizer_processor", norm_map={"VISUAL": "MEAN_STD"}), "mode IDENTITY of images"),
         (
-            lambda p: edit(p / PRE, lambda r: _step(r, "xvla_image_to_float").update(registry_name="xvla_image_scale", config={})),
+            lambda p: edit(
+                p / PRE,
+                lambda r: _step(r, "xvla_image_to_float").update(registry_name="xvla_image_scale", config={}),
+            ),
             "xvla_image_scale: expected a step xvla_image_to_float behind it, got none",
         ),
         (
