@@ -294,6 +294,8 @@ FAMILIES = {
                 "florence_config.vision_config.num_heads": [8, 16, 32, 64],
                 "florence_config.vision_config.num_groups": [8, 16, 32, 64],
                 "florence_config.vision_config.window_size": 12,
+                "florence_config.vision_config.projection_dim": 1024,
+                "florence_config.projection_dim": 1024,
                 "florence_config.text_config.vocab_size": 51289,
                 "florence_config.text_config.d_model": 1024,
                 "florence_config.text_config.encoder_layers": 12,
