@@ -18,13 +18,14 @@ from torch import multiprocessing
 
 import sinew.sim  # noqa: F401 - registers the environments
 from benchmarks.handovers import OFFSETS
+from sinew.families.smolvla.model import SmolVLA
 from sinew.sim.blocks_scene import FRONT, WRIST
 from sinew.sim.prompts import COLORS, PHRASINGS, SIDES, instruction, vocabulary
 from train.blocks_demos import HOLD, record_shard
 from train.checkpoint import UNKNOWN, Design, Statistics, build_tokenizer
-from train.loop import Recipe, export, train
+from train.loop import Recipe, SmolVLATask, export, train
 from train.objective import Batch, Objective
-from train.rollout import Actor, Episode, encode, normalised, run_episodes, to_pixels
+from train.rollout import Episode, encode, normalised, run_episodes, to_pixels
 from train.shard import Shards
 
 DESIGN = Design(
@@ -42,7 +43,7 @@ REPLAN = 8
 POSITION_SCALE = np.array([0.1, 0.1, 0.05], dtype=np.float32)  # metres per unit of the auxiliary outputs
 
 
-class BlocksTask:
+class BlocksTask(SmolVLATask):
     design = DESIGN
     objective = Objective
     things = len(COLORS)
@@ -86,8 +87,8 @@ class BlocksTask:
         unknown = self.tokenizer.token_to_id(UNKNOWN)
         return torch.where(torch.from_numpy(drop) & self.droppable[tokens] & mask, unknown, tokens), mask
 
-    def evaluate(self, actor: Actor, seeds: Sequence[int]) -> list[Episode]:
-        return run_episodes(actor, lambda: gymnasium.make("sinew/Blocks-v0"), seeds, REPLAN)
+    def evaluate(self, model: SmolVLA, seeds: Sequence[int]) -> list[Episode]:
+        return run_episodes(self.actor(model), lambda: gymnasium.make("sinew/Blocks-v0"), seeds, REPLAN)
 
 
 def auxiliary(blocks: np.ndarray, state: np.ndarray, goals: np.ndarray) -> np.ndarray:

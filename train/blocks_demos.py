@@ -100,9 +100,9 @@ def _add(env: BlocksEnv, writer: ShardWriter, seed: int, observation: dict, acti
     )
 
 
-def record_shard(folder: Path, first: int, episodes: int) -> None:
+def record_shard(folder: Path, first: int, episodes: int, image_size: int = 64) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    env, writer = BlocksEnv(), ShardWriter(folder)
+    env, writer = BlocksEnv(image_size), ShardWriter(folder)
     for done in range(episodes):
         record_episode(env, writer, FIRST_SEED + first + done)
         if (done + 1) % 100 == 0 or done + 1 == episodes:

@@ -9,7 +9,11 @@ from pathlib import Path
 from sinew import figures
 from sinew.eval.report.stats import wilson
 
-LOSSES = (("flow", "loss of flow matching"), ("auxiliary", "loss of the auxiliary head (where things are)"))
+LOSSES = (
+    ("flow", "loss of flow matching"),
+    ("distance", "mean distance of the chunk, normalised"),
+    ("auxiliary", "loss of the auxiliary head (where things are)"),
+)
 
 
 def plot(log: Path, out: Path) -> None:
@@ -17,7 +21,7 @@ def plot(log: Path, out: Path) -> None:
     found = json.loads(log.read_text())
     history, recipe = found["history"], found["recipe"]
     episodes = recipe["episodes"] * recipe["ranks"]  # every process plays its own
-    losses = [h for h in history if "flow" in h]
+    losses = [h for h in history if "success" not in h]
     wins = [h for h in history if "success" in h]
     figure, (above, below) = figures.new(2, height=4.8, sharex=True, height_ratios=(2, 3))
     low, high = zip(*(wilson(round(h["success"] * episodes), episodes) for h in wins), strict=True)
@@ -28,12 +32,12 @@ def plot(log: Path, out: Path) -> None:
     above.set_ylim(-4, 104)
     above.set_ylabel(f"success, %, of {episodes}\n(95 % Wilson)")
     above.set_title(f"{log.stem.removesuffix('_training')}: closed loop and losses during training")
-    handles = []
-    for (key, label), color, line in zip(LOSSES, figures.COLORS, ("-", "--"), strict=False):
+    kinds, handles = [kind for kind in LOSSES if kind[0] in losses[0]], []
+    for (key, label), color, line in zip(kinds, figures.COLORS, ("-", "--"), strict=False):
         seconds, values = [h["cpu_seconds"] for h in losses], [h[key] for h in losses]
         handles += below.plot(seconds, values, label=label, color=color, linestyle=line, linewidth=1.4)
     below.set_yscale("log")
-    figures.plain_ticks(below.yaxis, [h[key] for h in losses for key, _ in LOSSES])
+    figures.plain_ticks(below.yaxis, [h[key] for h in losses for key, _ in kinds])
     below.set_xlim(left=0)
     below.set_xlabel("CPU-seconds, all processes")
     below.set_ylabel("loss, mean of 50 steps")

@@ -13,11 +13,12 @@ import torch
 from torch import multiprocessing
 
 import sinew.sim  # noqa: F401 - registers the environments
+from sinew.families.smolvla.model import SmolVLA
 from sinew.sim.egg import CRUSH, NOISE, OPEN, PROMPT, STIFFNESS, TOUCH, WIDTH, look, picture
 from train.checkpoint import Design, Statistics, build_tokenizer
-from train.loop import Recipe, export, train
+from train.loop import Recipe, SmolVLATask, export, train
 from train.rolling import RollingBatch, RollingObjective
-from train.rollout import Actor, Episode, encode, normalised, run_episodes, to_pixels
+from train.rollout import Episode, encode, normalised, run_episodes, to_pixels
 
 ROWS = 16  # of a window, 67 ms
 DESIGN = Design(
@@ -51,7 +52,7 @@ STATS: Statistics = {
 }
 
 
-class EggTask:
+class EggTask(SmolVLATask):
     """Moments of the task, drawn directly: a picture, then several states that go with it.
 
     What an action should be follows from what was seen and what is felt (``sinew.sim.egg.expert_action``), so no
@@ -94,9 +95,11 @@ class EggTask:
             plans=ready[1],
         )
 
-    def evaluate(self, actor: Actor, seeds: Sequence[int]) -> list[Episode]:
+    def evaluate(self, model: SmolVLA, seeds: Sequence[int]) -> list[Episode]:
         """Play with a new chunk at every other step, which no machine computes in time: what the weights know."""
-        return run_episodes(actor, lambda: gymnasium.make("sinew/Egg-v0", max_episode_steps=360), seeds, 2)
+        return run_episodes(
+            self.actor(model), lambda: gymnasium.make("sinew/Egg-v0", max_episode_steps=360), seeds, 2
+        )
 
 
 def drawn_states(rng: np.random.Generator, there: bool, count: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from sinew.families.smolvla.model import SmolVLA
 from train.checkpoint import Design, Statistics, build_tokenizer, write_configs, write_weights
 from train.curve import plot
 from train.half import use_half_products
-from train.objective import Batch, initialise
+from train.objective import initialise
 from train.rollout import Actor, Episode
 
 log = logging.getLogger("train")
@@ -55,17 +55,40 @@ class Recipe:
 
 
 class Task(Protocol):
-    """What the loop needs to know of a task."""
+    """What the loop needs to know of a task and of the policy that learns it."""
 
-    design: Design
-    stats: Statistics
     auxiliary_outputs: int
     things: int  # of the auxiliary head on image tokens; 0 for none
     objective: type[nn.Module]  # Objective, or one with its constructor
 
-    def batch(self, rng: np.random.Generator, rows: int, second_rows: int) -> Batch: ...
+    def model(self, folder: Path, seed: int) -> nn.Module:
+        """Return the policy as training begins. folder: for what it is made from."""
 
-    def evaluate(self, actor: Actor, seeds: Sequence[int]) -> list[Episode]: ...
+    def write(self, folder: Path, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Write the checkpoint of a policy with other weights than it has."""
+
+    def batch(self, rng: np.random.Generator, rows: int, second_rows: int) -> Any: ...
+
+    def evaluate(self, model: nn.Module, seeds: Sequence[int]) -> list[Episode]: ...
+
+
+class SmolVLATask:
+    """A task that a small SmolVLA learns."""
+
+    design: Design
+    stats: Statistics
+
+    def model(self, folder: Path, seed: int) -> SmolVLA:
+        model = SmolVLA(write_configs(folder, self.design, self.stats))
+        initialise(model, seed)
+        return model
+
+    def write(self, folder: Path, model: SmolVLA, state: dict[str, Tensor]) -> None:
+        write_configs(folder, self.design, self.stats)
+        write_weights(folder, model, state)
+
+    def actor(self, model: SmolVLA) -> Actor:
+        return Actor(model, self.stats, build_tokenizer(self.design.words), self.design.cameras)
 
 
 def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None = None) -> None:
@@ -74,8 +97,7 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
     dist.init_process_group(
         "gloo", init_method=f"file://{out.resolve()}/.meet", rank=rank, world_size=recipe.ranks
     )
-    model = SmolVLA(write_configs(out / f".rank{rank}", task.design, task.stats))
-    initialise(model, recipe.seed)
+    model = task.model(out / f".rank{rank}", recipe.seed)
     torch.manual_seed(recipe.seed)
     objective = task.objective(
         model, task.auxiliary_outputs, task.things, recipe.draws, recipe.auxiliary_weight
@@ -168,11 +190,10 @@ def _average_gradients(objective: nn.Module, cpu_seconds: float, ranks: int) -> 
     return float(flat[-1])
 
 
-def _success(task: Task, average: SmolVLA, recipe: Recipe, rank: int) -> float:
+def _success(task: Task, average: nn.Module, recipe: Recipe, rank: int) -> float:
     """Closed-loop success of the averaged weights, over all processes."""
-    actor = Actor(average, task.stats, build_tokenizer(task.design.words), task.design.cameras)
     first = VALIDATION_SEED + rank * recipe.episodes
-    episodes = task.evaluate(actor, range(first, first + recipe.episodes))
+    episodes = task.evaluate(average, range(first, first + recipe.episodes))
     wins = torch.tensor([float(sum(e.success for e in episodes))])
     dist.all_reduce(wins)
     return float(wins) / (recipe.ranks * recipe.episodes)
@@ -181,16 +202,15 @@ def _success(task: Task, average: SmolVLA, recipe: Recipe, rank: int) -> float:
 def _save(
     out: Path,
     task: Task,
-    model: SmolVLA,
-    average: SmolVLA,
+    model: nn.Module,
+    average: nn.Module,
     objective: nn.Module,
     recipe: Recipe,
     history: list[dict[str, float]],
     step: int,
 ) -> None:
     """The checkpoint (averaged weights), the state to continue from, and the log."""
-    write_configs(out / "checkpoint", task.design, task.stats)
-    write_weights(out / "checkpoint", model, average.state_dict())
+    task.write(out / "checkpoint", model, average.state_dict())
     state = objective.state_dict()
     torch.save(state | {f"model.{k}": v for k, v in average.state_dict().items()}, out / "state.pt")
     record = {"recipe": asdict(recipe), "steps": step, "history": history}

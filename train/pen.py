@@ -13,12 +13,13 @@ import torch
 from torch import multiprocessing
 
 import sinew.sim  # noqa: F401 - registers the environments
+from sinew.families.smolvla.model import SmolVLA
 from sinew.sim.pen import PROMPT
 from train.checkpoint import Design, Statistics, build_tokenizer
-from train.loop import Recipe, export, train
+from train.loop import Recipe, SmolVLATask, export, train
 from train.objective import Batch, Objective
 from train.pen_demos import SLOTS, record_shard
-from train.rollout import Actor, Episode, encode, normalised, run_episodes, to_pixels
+from train.rollout import Episode, encode, normalised, run_episodes, to_pixels
 from train.shard import Shards
 
 DESIGN = Design(
@@ -45,7 +46,7 @@ DESIGN = Design(
 REPLAN = 2  # slots: once per frame of a 30 Hz camera
 
 
-class PenTask:
+class PenTask(SmolVLATask):
     design = DESIGN
     objective = Objective
     things = 0
@@ -69,8 +70,8 @@ class PenTask:
             auxiliary=torch.from_numpy(sample["facts"]),
         )
 
-    def evaluate(self, actor: Actor, seeds: Sequence[int]) -> list[Episode]:
-        return run_episodes(actor, lambda: gymnasium.make("sinew/Pen-v0"), seeds, REPLAN)
+    def evaluate(self, model: SmolVLA, seeds: Sequence[int]) -> list[Episode]:
+        return run_episodes(self.actor(model), lambda: gymnasium.make("sinew/Pen-v0"), seeds, REPLAN)
 
 
 def statistics(shards: Shards) -> Statistics:

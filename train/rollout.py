@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
@@ -41,6 +41,7 @@ class Actor:
     ):
         self.model, self.stats, self.tokenizer, self.cameras = model, stats, tokenizer, cameras
         self.solver_steps = solver_steps
+        self.shape = (model.config.chunk_size, model.config.max_action_dim)
 
     @torch.inference_mode()
     def chunks(self, observations: list[dict[str, Any]], noise: np.ndarray) -> np.ndarray:
@@ -76,8 +77,17 @@ def normalised(values: np.ndarray, stats: dict[str, np.ndarray]) -> np.ndarray:
     return ((values - stats["mean"]) / (stats["std"] + 1e-8)).astype(np.float32)
 
 
+class Chunks(Protocol):
+    """What episodes are played with. shape: of a chunk, [H, A]."""
+
+    shape: tuple[int, int]
+
+    def chunks(self, observations: list[dict[str, Any]], noise: np.ndarray) -> np.ndarray:
+        """noise: float32 [N, H, A] -> actions in world units, float32 [N, H, A]."""
+
+
 def run_episodes(
-    actor: Actor,
+    actor: Chunks,
     make_env: Callable[[], gymnasium.Env],
     seeds: Sequence[int],
     replan: int,
@@ -85,15 +95,15 @@ def run_episodes(
 ) -> list[Episode]:
     """One episode per seed, all at once; a new chunk after every ``replan`` executed actions."""
     envs = [make_env() for _ in seeds]
-    config = actor.model.config
-    shape = (config.chunk_size, config.max_action_dim)
     moments = [env.reset(seed=s, options=options(s)) for env, s in zip(envs, seeds, strict=True)]
     steps = [0] * len(envs)
     finished: dict[int, Episode] = {}
     replans = 0
     while len(finished) < len(envs):
         live = [i for i in range(len(envs)) if i not in finished]
-        noise = [np.random.default_rng([seeds[i], replans]).standard_normal(shape, np.float32) for i in live]
+        noise = [
+            np.random.default_rng([seeds[i], replans]).standard_normal(actor.shape, np.float32) for i in live
+        ]
         chunks = actor.chunks([moments[i][0] for i in live], np.stack(noise))
         replans += 1
         for i, chunk in zip(live, chunks, strict=True):

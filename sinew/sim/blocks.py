@@ -4,6 +4,8 @@ Observation (directly usable as Sinew's): ``images`` {"front", "wrist"} uint8 [s
 float32 [4]: fingertip point x, y, z in metres and the opening between the fingers in metres; ``prompt``.
 Action float32 [4] in [-1, 1]: the next target of the fingertip point as an offset from where it is now, 2 cm
 per unit and axis, and the gripper (open above 0, else close). 20 Hz.
+
+For policies without language the goal is five numbers behind the state: 1 for the named colour, 1 for the named side.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class BlocksEnv(gymnasium.Env):
 
     ``options``: "color", "side", "phrasing" (an index into PHRASINGS, or "held_out") fix what is otherwise
     drawn; "switch": (step, color, side) changes the instruction before that step.
+    ``goal_in_state``: the goal follows in the state, as numbers.
     ``shove_step``: before this step the named block jumps to another free place, at least 5 cm away.
     """
 
@@ -59,9 +62,11 @@ class BlocksEnv(gymnasium.Env):
         shove_step: int | None = None,
         render_mode: str | None = None,
         render_size: int = 256,
+        goal_in_state: bool = False,
     ):
         self.image_size, self.shove_step = image_size, shove_step
         self.render_mode, self.render_size = render_mode, render_size
+        self.goal_in_state = goal_in_state
         self._model = mujoco.MjModel.from_xml_string(scene.model_xml())
         self._data = mujoco.MjData(self._model)
         joint = {n: self._model.joint(n) for n in ("x", "y", "z", "finger-1", "finger1", *COLORS)}
@@ -73,10 +78,11 @@ class BlocksEnv(gymnasium.Env):
         self._backgrounds: dict[tuple[str, int], RenderedFrame] = {}
 
         pixels = spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
+        numbers = 4 + goal_in_state * (len(COLORS) + len(SIDES))
         self.observation_space = spaces.Dict(
             {
                 "images": spaces.Dict(dict.fromkeys(self.cameras, pixels)),
-                "state": spaces.Box(-1.0, 1.0, (4,), np.float32),
+                "state": spaces.Box(-1.0, 1.0, (numbers,), np.float32),
                 "prompt": spaces.Text(max_length=160, min_length=0, charset=string.printable),
             }
         )
@@ -194,7 +200,10 @@ class BlocksEnv(gymnasium.Env):
 
     def observation(self) -> dict[str, Any]:
         """The present moment; also for after :meth:`switch_instruction` or :meth:`shove`."""
-        state = np.array([*self._ee(), self._opening()], dtype=np.float32)
+        goal = (
+            [*np.eye(len(COLORS))[self._color], *np.eye(len(SIDES))[self._side]] if self.goal_in_state else ()
+        )
+        state = np.array([*self._ee(), self._opening(), *goal], dtype=np.float32)
         images = {"front": self.view("front"), "wrist": self.view("wrist")}
         return {"images": images, "state": state, "prompt": self._prompt}
 
