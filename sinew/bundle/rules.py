@@ -263,6 +263,11 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
                 (processing.action_parts, spec.action),
             )
         ),
+        "processing: a rotation has 3 numbers, and no sines of them": all(
+            part.dim == 3 and not part.sin_cos
+            for part in (*processing.state_parts, *processing.action_parts)
+            if part.rotation
+        ),
         "processing.empty_cameras: expected 0 to 16": 0 <= processing.empty_cameras <= 16,
         "processing.optional_cameras: expected fewer than there are": 0
         <= processing.optional_cameras

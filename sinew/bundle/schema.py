@@ -72,13 +72,15 @@ class Normalization:
 class VectorPart:
     """Neighbouring dimensions of a vector that are normalised together, such as one joint group.
 
-    sin_cos: the model reads their sines, then their cosines, in place of normalised values.
+    sin_cos: the model has their sines, then their cosines, in place of normalised values. rotation: it has the first
+    two columns of a matrix, six numbers, in place of a rotation vector's three.
     """
 
     name: str
     dim: int
     normalization: Normalization
     sin_cos: bool = False
+    rotation: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ LONG = 200  # characters of a value that is shown whole
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.gguf_file import TensorInfo
-    from sinew.bundle.schema import Quantization
+    from sinew.bundle.schema import Quantization, VectorPart
     from sinew.bundle.seen import Seen
 
 
@@ -100,9 +100,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
     def vector(what: Any, recipe: Any, parts: Any, steps: Any) -> str:
         named = f": {', '.join(what.names)}" if what.names else ""
         if parts:
-            modes = ", ".join(
-                f"{part.name} {'sin_cos' if part.sin_cos else part.normalization.mode}" for part in parts
-            )
+            modes = ", ".join(f"{part.name} {_form(part)}" for part in parts)
             words = f"{what.dim} values{named}; {modes}"
         else:
             stats = f" ({', '.join(recipe.stats)})" if recipe.stats else ""
@@ -243,3 +241,8 @@ def _elements(shape: tuple[int, ...]) -> int:
     for n in shape:
         count *= n
     return count
+
+
+def _form(part: VectorPart) -> str:
+    """Return how the model has a part of a vector."""
+    return "rotation" if part.rotation else "sin_cos" if part.sin_cos else part.normalization.mode

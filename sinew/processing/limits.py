@@ -7,24 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from sinew.core import PolicySpec
-from sinew.processing.normalize import Normalizer, PartNormalizer
+from sinew.processing.normalize import Angles, Normalizer, PartNormalizer, Rotation
 from sinew.steps.vector.base import VectorStep, apply_steps
 
 DEVIATIONS = 3.0  # standard deviations that count as the half width of a range
 FLOOR = 0.1  # of a half width, in units of the centre or of 1: joints that never moved in training have none
 
 
-def ranges(normalizer: Normalizer | PartNormalizer) -> tuple[np.ndarray, np.ndarray]:
+def ranges(normalizer: Normalizer | PartNormalizer | Angles | Rotation) -> tuple[np.ndarray, np.ndarray]:
     """Return (centre, half width) of each dimension's range in training, float64 [D] or [steps, D].
 
     The range is that of the minimum and maximum, of the quantiles, or three standard deviations to each side. The half
-    width is infinite where the statistics say nothing: no normalisation, and angles as sine and cosine.
+    width is infinite where the statistics say nothing: no normalisation, angles, rotations.
     """
     if isinstance(normalizer, PartNormalizer):
-        found = [
-            (np.zeros(part.dim), np.full(part.dim, np.inf)) if sin_cos else ranges(part)
-            for part, sin_cos in normalizer.parts
-        ]
+        found = [ranges(part) for part in normalizer.parts]
         rows = max((centre.shape[0] for centre, _half in found if centre.ndim == 2), default=0)
         if rows:
             found = [
@@ -64,6 +61,11 @@ def unit_sizes(
             for end in (-1.0, 1.0)
         ]
     half = np.abs(ends[1] - ends[0]).max(axis=0) / 2
+    start = 0
+    for part in getattr(normalizer, "parts", ()):
+        if isinstance(part, Rotation):
+            half[start : start + part.dim] = np.nan
+        start += part.dim
     for step in steps:
         if not step.monotone:
             half[list(step.dims)] = np.nan

@@ -9,6 +9,7 @@ import numpy as np
 
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.core import BundleError
+from sinew.steps.vector.rotations import from_6d, from_vector, to_6d, to_vector
 
 STATISTICS: dict[str, tuple[str, ...]] = {
     "mean_std": ("mean", "std"),
@@ -96,6 +97,36 @@ class Normalizer:
         return high - low + self.eps if self.openpi else np.where(high == low, self.eps, high - low)
 
 
+class Angles:
+    """Angles, [..., dim], of which the model has the sines, then the cosines."""
+
+    mode = "identity"  # no statistics
+    rows = 0
+
+    def __init__(self, dim: int):
+        self.dim, self.width = dim, 2 * dim
+
+    def normalize(self, x: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.sin(x), np.cos(x)], axis=-1)
+
+    def unnormalize(self, x: np.ndarray) -> np.ndarray:
+        """Return the angle of each sine and cosine alone."""
+        return np.arctan2(x[..., : self.dim], x[..., self.dim :])
+
+
+class Rotation:
+    """A rotation vector, [..., 3], of which the model has the first two columns of its matrix (Zhou et al. 2019)."""
+
+    mode = "identity"
+    rows, dim, width = 0, 3, 6
+
+    def normalize(self, x: np.ndarray) -> np.ndarray:
+        return to_6d(np.swapaxes(from_vector(x), -1, -2))
+
+    def unnormalize(self, x: np.ndarray) -> np.ndarray:
+        return to_vector(np.swapaxes(from_6d(x), -1, -2))
+
+
 class PartNormalizer:
     """The same for a vector whose parts are normalised each in its own way: ``schema.VectorPart``."""
 
@@ -103,32 +134,33 @@ class PartNormalizer:
         self.dim = sum(part.dim for part in parts)
         self.dtype: Any = np.float64
         self.is_affine = False
-        self.parts = [
-            (Normalizer(part.normalization, part.dim, f"{what}.{part.name}"), part.sin_cos) for part in parts
-        ]
-        self.width = sum(part.dim * (1 + part.sin_cos) for part in parts)
+        self.parts = [part_normalizer(part, what) for part in parts]
+        self.width = sum(part.width for part in self.parts)
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
-        """Return the model's form of x [dim]: [width]."""
+        """Return the model's form of x [..., dim]: [..., width]."""
         found, start = [], 0
-        for normalizer, sin_cos in self.parts:
-            part = x[..., start : start + normalizer.dim]
-            found += [np.sin(part), np.cos(part)] if sin_cos else [normalizer.normalize(part)]
-            start += normalizer.dim
+        for part in self.parts:
+            found.append(part.normalize(x[..., start : start + part.dim]))
+            start += part.dim
         return np.concatenate(found, axis=-1)
 
     def unnormalize(self, x: np.ndarray) -> np.ndarray:
-        """Return world units of x [steps, dim]; an angle comes back from its sine and cosine alone."""
+        """Return world units of x [steps, width]."""
         found, start = [], 0
-        for normalizer, sin_cos in self.parts:
-            width = normalizer.dim * (1 + sin_cos)
-            part = x[..., start : start + width]
-            if sin_cos:
-                found.append(np.arctan2(part[..., : normalizer.dim], part[..., normalizer.dim :]))
-            else:
-                found.append(normalizer.unnormalize(part))
-            start += width
+        for part in self.parts:
+            found.append(part.unnormalize(x[..., start : start + part.width]))
+            start += part.width
         return np.concatenate(found, axis=-1)
+
+
+def part_normalizer(part: VectorPart, what: str) -> Normalizer | Angles | Rotation:
+    """Return what normalises one part. Raises :class:`BundleError`."""
+    if part.rotation:
+        return Rotation()
+    return (
+        Angles(part.dim) if part.sin_cos else Normalizer(part.normalization, part.dim, f"{what}.{part.name}")
+    )
 
 
 def normalizer(

@@ -151,12 +151,7 @@ def test_another_florence_is_refused(ee6d: Path, part: str, changes: dict, messa
             lambda p: edit(p / PRE, lambda r: r["steps"].insert(4, r["steps"].pop(3))),
             "xvla_image_to_float.+: expected before xvla_imagenet_normalize, got it after",
         ),
-        (
-            lambda p: edit(p / "policy_postprocessor.json", lambda r: r["steps"].append(
-                {"registry_name": "xvla_rotation_6d_to_axis_angle", "config": {"expected_action_dim": 10}}
-            )),
-            "xvla_rotation_6d_to_axis_angle.+ is not understood",
-        ),
+        (lambda p: rotated(p, 0), "unnormalizer_processor.+: expected before xvla_rotation_6d.+, got it after"),
         (lambda p: (p / "tokenizer" / "tokenizer.json").unlink(), "no tokenizer.json found.+give tokenizer's with"),
         (
             lambda p: edit(p / "tokenizer" / "tokenizer_config.json", lambda r: r.pop("pad_token")),
@@ -320,6 +315,65 @@ def test_grippers_are_not_read_and_are_between_0_and_1(
     actions = policy.infer(given).actions
     assert np.array_equal(policy.infer(replace(given, state=state)).actions, actions)
     assert ((actions[:, [9, 19]] > 0) & (actions[:, [9, 19]] < 1)).all()
+
+
+ROTATE = {"registry_name": "xvla_rotation_6d_to_axis_angle", "config": {"expected_action_dim": 10}}
+
+
+def rotated(path: Path, at: int = 1) -> None:
+    edit(path / "policy_postprocessor.json", lambda record: record["steps"].insert(at, ROTATE))
+
+
+def test_a_pose_with_a_rotation_vector(ee6d: Path, golden: Path) -> None:
+    """As LeRobot answers for LIBERO: the first arm, the axis times the angle, a gripper of 1 or -1."""
+    given = observation("xvla-ee6d", Golden(golden / "xvla-ee6d"))
+    plain = load(run(ee6d).path).infer(given).actions
+    rotated(ee6d)
+    for dims in (20, 7):  # as the configuration may say it
+        bundle = run(ee6d, output_features={"action": {"type": "ACTION", "shape": [dims]}})
+        policy = load(bundle.path)
+        found = policy.infer(given).actions
+        assert (found.shape, policy.spec.action.dim, policy.spec.noise_dim) == ((10, 7), 7, 20)
+        np.testing.assert_array_equal(found[:, :3], plain[:, :3])
+        np.testing.assert_array_equal(found[:, 6], np.where(plain[:, 9] > 0.5, 1.0, -1.0))
+        first, second = plain[:, 3:6], plain[:, 6:9]
+        first = first / np.linalg.norm(first, axis=1, keepdims=True)
+        second = second - (first * second).sum(1, keepdims=True) * first
+        second /= np.linalg.norm(second, axis=1, keepdims=True)
+        matrix = np.stack([first, second, np.cross(first, second)], axis=-1)
+        for row, turn in zip(found[:, 3:6].astype(np.float64), matrix, strict=True):  # Rodrigues
+            angle = np.linalg.norm(row)
+            x, y, z = row / angle
+            cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+            again = np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * cross @ cross
+            np.testing.assert_allclose(again, turn, atol=1e-5)
+            assert 0 <= angle <= np.pi + 1e-6
+
+
+def test_a_rotation_that_does_not_fit_is_refused(checkpoint: Callable[[str], Path], golden: Path) -> None:
+    path = checkpoint("xvla-auto")
+    rotated(path)
+    with pytest.raises(
+        ConvertError, match="xvla_rotation_6d.+: expected actions of 10 numbers or more, got 7 of"
+    ):
+        run(path)
+    with pytest.raises(ConvertError, match="expected actions that are not normalised"):
+        run(
+            path,
+            output_features={"action": {"type": "ACTION", "shape": [12]}},
+            options={"stats": twelve(path)},
+        )
+
+
+def twelve(path: Path) -> Path:
+    """Write statistics of twelve actions and eight numbers of a state."""
+    stats = {
+        name: {"mean": [0.0] * size, "std": [1.0] * size}
+        for name, size in (("action", 12), ("observation.state", 8))
+    }
+    out = path.parent / "stats.json"
+    out.write_text(json.dumps(stats))
+    return out
 
 
 def test_the_cases_have_each_tensor_under_either_name(golden: Path) -> None:

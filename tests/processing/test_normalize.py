@@ -143,3 +143,24 @@ def test_a_range_for_each_step_where_a_part_has_one() -> None:
     centre, half = ranges(PartNormalizer(parts, "action"))
     assert centre.tolist() == [[1.0, 0.0], [12.0, 0.0]]
     assert half.tolist() == [[1.0, np.inf], [2.0, np.inf]]
+
+
+def test_columns_of_a_matrix_are_a_rotation_vector() -> None:
+    """Pairs by LeRobot 0.6.1's ``rotate6d_to_axis_angle``, which computes in float32."""
+    columns = [
+        [0.1257, -0.1321, 0.6404, 0.1049, -0.5357, 0.3616],
+        [1.3040, 0.9471, -0.7037, -1.2654, -0.6233, 0.0413],
+        [-2.3250, -0.2188, -1.2459, -0.7323, -0.5443, -0.3163],
+        [0.4116, 1.0425, -0.1285, 1.3665, -0.6652, 0.3515],
+    ]
+    vectors = [
+        [-2.27405, 0.15934, -1.88514],
+        [-1.21261, 0.00170, 0.78559],
+        [0.76013, -0.24067, -2.99108],
+        [2.38518, 1.64453, 0.04155],
+    ]
+    parts = (VectorPart("rotation", 3, Normalization("identity"), rotation=True),)
+    part = PartNormalizer(parts, "action")
+    assert (part.dim, part.width) == (3, 6)
+    np.testing.assert_allclose(part.unnormalize(np.array(columns)), vectors, atol=1e-4)
+    np.testing.assert_allclose(part.unnormalize(part.normalize(np.array(vectors))), vectors, atol=1e-12)

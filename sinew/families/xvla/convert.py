@@ -12,20 +12,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
+from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
-from sinew.convert.lerobot.steps import NORMALIZER, PRE, ProcessorStep
+from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, POST, PRE, ProcessorStep
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, split_qkv, transpose
 from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
-from sinew.core import ConvertError, PolicySpec
+from sinew.core import ConvertError, PolicySpec, VectorSpec
 from sinew.families.xvla.model import BlockConfig, XVLAConfig
 from sinew.layers.davit import MLP_RATIO, DaViTConfig
 from sinew.solvers import Solver
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.vector.threshold import Threshold
 
 NAMES = ("xvla",)
 OPTIONS = ("tokenizer", "embodiment", "stats", "dataset")
@@ -33,6 +34,7 @@ SETTINGS = {"ignore": IGNORE_SETTING}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as the step has them
 SCALE, TO_FLOAT = "xvla_image_scale", "xvla_image_to_float"  # times 255, and divided by it again
 NORMALIZE, DOMAIN = "xvla_imagenet_normalize", "xvla_add_domain_id"
+ROTATE = "xvla_rotation_6d_to_axis_angle"  # and the first arm alone, its gripper open (1) or shut (-1)
 OF_ALL_VIEWS = {"image_keys": (None,)}
 SCHEMA = Schema(
     defaults={  # LeRobot's configuration_xvla.py
@@ -90,7 +92,18 @@ SCHEMA = Schema(
         DOMAIN: ProcessorStep({"domain_id": None}, ordered=False),
         "normalizer_processor": NORMALIZER,
     },
+    after={
+        "unnormalizer_processor": NORMALIZER,
+        ROTATE: ProcessorStep({"expected_action_dim": (10, 20)}),
+        "device_processor": DEVICE,
+    },
 )
+POSE = (  # what ROTATE takes, and leaves of it
+    VectorPart("position", 3, Normalization("identity")),
+    VectorPart("rotation", 3, Normalization("identity"), rotation=True),
+    VectorPart("gripper", 1, Normalization("identity")),
+)
+POSE_DIM, TAKEN = 7, 10
 
 
 class ActionSpace(NamedTuple):
@@ -218,6 +231,18 @@ def action_space(checkpoint: LeRobotCheckpoint) -> ActionSpace:
         raise ConvertError(
             f"{checkpoint.file}: action_mode: expected one of {', '.join(SPACES)}, got {mode!r}"
         )
+    if turns(checkpoint):
+        real = dim if not found.model else found.real
+        if real < TAKEN or dim not in (real, POSE_DIM):
+            raise ConvertError(
+                f"{checkpoint.path / POST}.json: {ROTATE}: expected actions of {TAKEN} numbers or more, got {dim} of"
+                f" action_mode {mode!r}"
+            )
+        if checkpoint.normalization(ACTION, "ACTION").mode != "identity":
+            raise ConvertError(
+                f"{checkpoint.path / POST}.json: {ROTATE}: expected actions that are not normalised"
+            )
+        dim = real
     if not found.model:
         return ActionSpace(checkpoint.size("max_action_dim", low=dim), dim)
     if dim != found.real:
@@ -226,6 +251,16 @@ def action_space(checkpoint: LeRobotCheckpoint) -> ActionSpace:
             f" {dim}"
         )
     return found
+
+
+def turns(checkpoint: LeRobotCheckpoint) -> bool:
+    """Return True where a pose with six numbers of a rotation becomes one with three."""
+    return checkpoint.pipelines.step(POST, ROTATE) is not None
+
+
+def action_spec(checkpoint: LeRobotCheckpoint) -> VectorSpec:
+    found = checkpoint.vector("output_features", "ACTION", ACTION)
+    return VectorSpec(POSE_DIM) if turns(checkpoint) and found.dim != POSE_DIM else found
 
 
 def domain(checkpoint: LeRobotCheckpoint) -> int:
@@ -368,7 +403,7 @@ def policy_spec(checkpoint: LeRobotCheckpoint, config: XVLAConfig, image: ImageR
         name=checkpoint.name,
         cameras=checkpoint.cameras,
         state=checkpoint.vector("input_features", "STATE", STATE),
-        action=checkpoint.vector("output_features", "ACTION", ACTION),
+        action=action_spec(checkpoint),
         chunk_size=config.chunk_size,
         noise_dim=config.max_action_dim,
         solver_steps=checkpoint.size("num_denoising_steps"),
@@ -393,6 +428,8 @@ def processing(checkpoint: LeRobotCheckpoint, config: XVLAConfig, image: ImageRe
         action=checkpoint.normalization(ACTION, "ACTION"),
         padded_state_dim=config.max_state_dim,
         padded_action_dim=config.max_action_dim,
+        action_parts=POSE if turns(checkpoint) else (),
+        action_steps=(Threshold((6,), 0.5, -1.0, 1.0),) if turns(checkpoint) else (),
     )
 
 
