@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY = "#555555"
 DPI = 150
+PALETTE = 128  # colours of a PNG
 
 
 def check() -> None:
@@ -77,9 +79,19 @@ def wilson_bars(
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure. Raises :class:`SinewError` for a path or format that cannot be written."""
+    """Write a figure, a PNG with a palette: a third of the bytes, and lines and areas of few colours lose nothing.
+
+    Raises :class:`SinewError` for a path or format that cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else None)
+        if path.suffix != ".png":
+            figure.savefig(path)
+            return
+        from PIL import Image  # which matplotlib has
+
+        plain = io.BytesIO()
+        figure.savefig(plain, metadata={"Software": None})
+        picture = Image.open(plain).convert("RGB").quantize(PALETTE, dither=Image.Dither.NONE)
+        picture.save(path, optimize=True)
     except (OSError, ValueError) as error:
         raise SinewError(f"{path}: {error}") from None
