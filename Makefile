@@ -91,7 +91,7 @@ faults: $(READY) ## a robot's loop through 128 faults of server, network, neighb
 	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)
 
 fuzz: $(READY) ## hostile inputs for all decoders, sockets and files: a million take about an hour of a core
-	$(BIN)/python -m tests.hostile.fuzz $(FUZZ_ARGS)
+	PYTHONPATH=packages/sinew_ros $(BIN)/python -m tests.hostile.fuzz $(FUZZ_ARGS)
 
 mutate: $(READY) ## do tests notice small faults? MODULE=part/of/a/path SAMPLE=20 (0: all mutants); hours for all modules
 	nice -n 10 $(BIN)/python -m tests.mutants $(MODULE) --sample $(SAMPLE) $(MUTATE_ARGS)

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CASE = "smolvla-2cam"
 ROLES = {"client": "sinew_client", "onnx": "sinew", "cpu": "sinew"}  # role -> what is imported
 # What the onnx role is for; the other lines need torch.
+PAGES = ("README.md", "docs/commands.md")
 ONNX = ("sinew inspect", "sinew infer", "sinew bench", "sinew doctor")
 
 
@@ -51,9 +52,9 @@ class Role:
         )
         self.seconds = time.monotonic() - started
 
-    def walk(self) -> Walk:
-        """Return the README's lines in this environment, where nothing of the checkout is found."""
-        return Walk("README.md", self.work, self.home / "bin" / "python", checkout=False)
+    def walk(self, page: str = "README.md") -> Walk:
+        """Return a page's lines in this environment, where nothing of the checkout is found."""
+        return Walk(page, self.work, self.home / "bin" / "python", checkout=False)
 
     def row(self) -> str:
         """Return a line of the table: packages, bytes, and how long imports take, medians of five."""
@@ -94,16 +95,16 @@ def healthcheck() -> str:
     return shlex.join(json.loads(words))
 
 
-def torch_free(walk: Walk, exported: Path) -> None:
+def torch_free(walk: Walk, verbs: Walk, exported: Path) -> None:
     """Type what needs no torch, over a folder of `sinew export` that another role has written."""
     arm(walk)
     walk.copy(exported, "policy.gguf")  # the README's lines call it so
-    for line in walk.lines:
+    for line in verbs.lines:
         if line.startswith(ONNX):
-            walk.type(line)
+            verbs.type(line)
     walk.program(0, before=ROBOT)
     with walk.serving("sinew serve policy.gguf"):
-        walk.type("sinew client tcp://127.0.0.1:5555")
+        verbs.type("sinew client tcp://127.0.0.1:5555")
         walk.program(1, before=ROBOT)
         walk.run(healthcheck())
     walk.run("""python -c 'from importlib.util import find_spec; assert find_spec("torch") is None'""")
@@ -147,15 +148,16 @@ def main() -> None:
         wheels = build(home)
         exported = None
         if "cpu" in chosen:
-            print("cpu: every engine, and everything that the README shows", flush=True)
+            print("cpu: every engine, and everything that the README and the page of verbs show", flush=True)
             complete = Role("cpu", home / "cpu", wheels)
-            STORIES["README.md"](complete.walk())
+            for page in PAGES:
+                STORIES[page](complete.walk(page))
             rows.append(complete.row())
             exported = complete.work / "robot"
         if "onnx" in chosen or "client" in chosen:
             print("onnx: a server without torch", flush=True)
             light = Role("onnx", home / "onnx", wheels)
-            torch_free(light.walk(), exported or export(home))
+            torch_free(light.walk(), light.walk(PAGES[1]), exported or export(home))
             rows.append(light.row())
         if "client" in chosen:
             print("client: a robot", flush=True)

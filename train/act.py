@@ -1,4 +1,4 @@
-"""Train an ACT on the blocks task, its goal given as numbers: ``python -m train.act --cpu-seconds 3000``.
+"""Train an ACT on the blocks task, its goal given as numbers: ``python -m train.act``.
 
 The demonstrations are those of train/blocks.py in larger pictures; stages and budget are as there. The transformer
 is ACT's; the features below it are those of a narrow residual network with norms over groups of channels, learned from
@@ -209,7 +209,7 @@ def _run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cpu-seconds", type=float, default=3000)
+    parser.add_argument("--cpu-seconds", type=float, default=1800)
     parser.add_argument("--episodes", type=int, default=2600)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

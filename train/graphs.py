@@ -1,4 +1,4 @@
-"""The graphs that let the embedded policies play without torch: ``python -m train.graphs`` writes them again.
+"""The graphs that let the embedded policies play without torch: ``python -m train.graphs [POLICY ...]`` writes them.
 
 They hold no weights (``sinew/engine/onnx/borrowed.py``), and lie in folders named after the content of their policies,
 so that they are never taken for another's.
@@ -7,6 +7,7 @@ so that they are never taken for another's.
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -25,15 +26,18 @@ def write(policy: Path, folder: Path) -> None:
     borrow(folder, bundle)
 
 
-def main() -> None:
+def main(*names: str) -> None:
+    """Write those of the named policies, or of all, and remove what belongs to none."""
     SHIPPED.mkdir(exist_ok=True)
-    for old in SHIPPED.iterdir():
+    chosen = [policy for policy in POLICIES if not names or policy.stem in names]
+    kept = {shipped_folder(policy) for policy in POLICIES} - {shipped_folder(policy) for policy in chosen}
+    for old in set(SHIPPED.iterdir()) - kept:
         shutil.rmtree(old)
-    for policy in POLICIES:
+    for policy in chosen:
         partial = Path(tempfile.mkdtemp(dir=SHIPPED))
         write(policy, partial)
         publish(partial, shipped_folder(policy))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

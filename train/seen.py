@@ -1,4 +1,4 @@
-"""What the cameras and joints of the embedded tasks look like, into their bundles: ``python -m train.seen``.
+"""What the cameras and joints of the embedded tasks look like, into their bundles: ``python -m train.seen [TASK ...]``.
 
 The weights stay as they are, to the bit. The graphs that borrow them lie in folders that are named after the content of
 the bundles, and are moved along.
@@ -25,6 +25,7 @@ FIRST_SEED = 1_000_000  # as of the demonstrations; evaluation uses small seeds
 STEPS = 150
 TASKS: dict[str, tuple[str, Callable[[gymnasium.Env], np.ndarray]]] = {
     "blocks": ("sinew/Blocks-v0", lambda env: blocks_expert.act(env.unwrapped.world())),  # type: ignore[attr-defined]
+    "act": ("sinew/BlocksGoal-v0", lambda env: blocks_expert.act(env.unwrapped.world())),  # type: ignore[attr-defined]
     "pen": ("sinew/Pen-v0", lambda env: pen.act(env.unwrapped)),  # type: ignore[arg-type]
     "egg": ("sinew/Egg-v0", lambda env: egg.act(env.unwrapped)),  # type: ignore[arg-type]
 }
@@ -47,13 +48,16 @@ def gathered(task: str, episodes: int) -> Seen:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tasks", nargs="*", choices=[*TASKS, []], help="all, if none is named")
     parser.add_argument("--episodes", type=int, default=100)
     args = parser.parse_args()
-    records = {task: gathered(task, args.episodes) for task in TASKS}
+    records = {task: gathered(task, args.episodes) for task in args.tasks or TASKS}
     for path in sorted(SHIPPED.parent.glob("*.gguf")):
-        bundle, graphs = Bundle(path), shipped_folder(path)
-        rewrite(bundle, replace(bundle.manifest, seen=records[path.stem.partition("-")[0]]), path)
-        graphs.rename(shipped_folder(path))
+        if (task := path.stem.partition("-")[0]) in records:
+            bundle, graphs = Bundle(path), shipped_folder(path)
+            rewrite(bundle, replace(bundle.manifest, seen=records[task]), path)
+            if graphs.is_dir():  # a policy that has just been trained has none yet
+                graphs.rename(shipped_folder(path))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """``sinew demo``: a robot that works from the first command.
 
-The trained policy of the package, behind the real server, moves simulated blocks in closed loop. With
+A trained policy of the package, behind the real server, moves simulated blocks in closed loop. With
 ``--full-size`` a random policy of SmolVLA's size goes the whole way instead, from checkpoint to actions.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter, validators
 
@@ -16,6 +16,8 @@ from sinew.extras import MissingPackageError
 
 
 def demo(
+    policy: Literal["blocks", "act"] = "blocks",
+    /,
     *,
     out: Path = Path("build/demo"),
     episodes: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 50,
@@ -26,9 +28,11 @@ def demo(
     rounds: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
     tiny: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Run the trained demo policy in closed loop, through the real server and client.
+    """Run a trained demo policy in closed loop, through the real server and client.
 
     Args:
+        policy: blocks, a small SmolVLA that is told in words which block goes into which bin; act, a small ACT that
+            is told in numbers.
         out: folder for the animation, the figure and the report; with --full-size for the checkpoint and the
             bundle (3.6 GB, what is already there is used again).
         episodes: of the blocks task.
@@ -49,5 +53,5 @@ def demo(
         from sinew.eval.report import demo as closed_loop
     except ImportError as error:
         raise MissingPackageError("the simulated task", error.name or "mujoco") from None
-    closed_loop.run(out, episodes, console, sweep_episodes=sweep_episodes, film=film)
+    closed_loop.run(out, episodes, console, policy=policy, sweep_episodes=sweep_episodes, film=film)
     return 0

@@ -20,6 +20,7 @@ from sinew.processing import Processor
 
 TASKS = {
     "sinew/Blocks-v0": "blocks",
+    "sinew/BlocksGoal-v0": "act",
     "sinew/Pen-v0": "pen",
     "sinew/Egg-v0": "egg",
 }  # embedded, and who plays them

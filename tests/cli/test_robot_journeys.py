@@ -435,7 +435,7 @@ def test_policies_of_the_package_go_by_name(
     from sinew.sources import embedded, resolve
 
     monkeypatch.chdir(tmp_path)
-    assert {"blocks", "blocks-rtc", "egg", "pen"} == set(embedded())
+    assert {"act", "blocks", "blocks-rtc", "egg", "pen"} == set(embedded())
     assert resolve("pen") == ROOT / "sinew" / "assets" / "pen.gguf"
     assert main(["inspect", "blocks"]) == 0
     assert main(["inspect", "blokcs"]) == 1

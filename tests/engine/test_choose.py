@@ -145,7 +145,7 @@ def test_graphs_decide_between_plan_and_onnx(tmp_path: Path) -> None:
     bundle.write_bytes(PEN.read_bytes())
     before = choose(Bundle(bundle), device="cpu")
     assert before.engine == "plan"
-    assert "engine='onnx' exports them" in before.engine_reason
+    assert "of this package, which take no guidance; engine='onnx' plays them" in before.engine_reason
     folder = cache_folder(bundle)
     folder.mkdir()
     (folder / "graphs.json").touch()

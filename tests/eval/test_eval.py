@@ -34,7 +34,7 @@ from sinew.eval.suites.mapping import Mapping  # noqa: E402
 from tests import processes  # noqa: E402
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sinew"
-BLOCKS, PEN = PACKAGE / "assets" / "blocks.gguf", PACKAGE / "assets" / "pen.gguf"
+BLOCKS, PEN, ACT = (PACKAGE / "assets" / f"{name}.gguf" for name in ("blocks", "pen", "act"))
 GATES = PACKAGE / "eval" / "gates"
 HOLD = -1.0
 
@@ -582,7 +582,7 @@ def test_gate_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "--env: the gate's is" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("bundle", "count"), [(BLOCKS, 8), (PEN, 5)], ids=["blocks", "pen"])
+@pytest.mark.parametrize(("bundle", "count"), [(BLOCKS, 8), (PEN, 5), (ACT, 8)], ids=["blocks", "pen", "act"])
 def test_embedded_policies_pass_their_gates(
     capsys: pytest.CaptureFixture[str], bundle: Path, count: int
 ) -> None:

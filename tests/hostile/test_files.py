@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -551,3 +552,17 @@ def test_records_of_the_cache(tmp_path, change, said):
     (tmp_path / "source.json").write_text(json.dumps(record | change))
     with pytest.raises(SinewError, match=said):
         CacheEntry(tmp_path).damage()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_long_form_starts_as_it_is_typed() -> None:
+    """`make fuzz` imports a package that nothing installs."""
+    root = Path(__file__).resolve().parents[2]
+    words = ["make", "-s", "-n", "fuzz", f"BIN={Path(sys.executable).parent}", "FUZZ_ARGS=--help"]
+    recipe = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()[
+        -1
+    ]
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(recipe, shell=True, cwd=root, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--decoders" in done.stdout

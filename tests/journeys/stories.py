@@ -135,6 +135,19 @@ def readme(walk: Walk) -> None:
     )
     arm(walk)
     walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
+    walk.program(0, before=ROBOT, after="assert chunk.actions.shape == (50, 6)")
+    with walk.serving("sinew serve policy.gguf"):
+        walk.program(1, before=ROBOT, after="assert actions.shape == (50, 6)")
+    won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0", adds="--episodes 10"), 8, of=10)
+    evaluated(walk.type("sinew eval blocks --episodes 100", instead=("100", "20")), 0.9)
+    walk.type("sinew demo act", adds="--episodes 10 --sweep-episodes 0", says=("10/10 succeeded",))
+
+
+def commands(walk: Walk) -> None:
+    walk.leaves("sinew demo", "`make demo` is this line")
+    walk.leaves("sinew eval blocks --episodes 100", "the README's")
+    arm(walk)
+    walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
     assert walk.type("sinew inspect policy.gguf", says=("camera1", "6 values")).result["architecture"]
     chunk = walk.type(
         "sinew infer policy.gguf --image camera1=front.jpg --image camera2=wrist.png"
@@ -150,15 +163,17 @@ def readme(walk: Walk) -> None:
     walk.type("sinew quantize policy.gguf --recipe vision=int8,language=int8 --out small.gguf")
     walk.type("sinew tune policy.gguf --device cuda", status=1, says=("finds no CUDA device",))
     walk.type("sinew export policy.gguf --onnx robot/")
-    walk.program(0, before=ROBOT, after="assert chunk.actions.shape == (50, 6)")
     with walk.serving("sinew serve policy.gguf", adds="--record records/"):
         walk.type("sinew client tcp://127.0.0.1:5555")
         walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 3")
-        walk.program(1, before=ROBOT, after="assert actions.shape == (50, 6)")
+        drove(
+            walk.type(
+                "sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm",
+                adds="--prompt 'stack the cups' --seconds 3",
+            )
+        )
     with walk.serving("sinew serve --replay records/"):
-        walk.program(1, before=ROBOT)
-    won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0", adds="--episodes 10"), 8, of=10)
-    evaluated(walk.type("sinew eval blocks --episodes 100", instead=("100", "20")), 0.9)
+        walk.type("sinew client tcp://127.0.0.1:5555")
 
 
 def adding_a_model(walk: Walk) -> None:
@@ -579,6 +594,7 @@ def wiring(walk: Walk) -> None:
 STORIES: dict[str, Story] = {
     "README.md": readme,
     "docs/adding-a-model.md": adding_a_model,
+    "docs/commands.md": commands,
     "docs/control.md": control,
     "docs/dashboard.md": dashboard,
     "docs/deployment.md": deployment,

@@ -75,7 +75,7 @@ def test_a_walk_judges_what_comes(tmp_path: Path) -> None:
         walk.run("echo internal error")
     with pytest.raises(AssertionError, match="'successes' is not printed"):
         walk.run("echo done", says=("successes",))
-    assert "sinew inspect policy.gguf" in walk.left()
+    assert "sinew serve policy.gguf" in walk.left()
     assert not pages.ROOT.samefile(walk.folder)
 
 
@@ -83,7 +83,7 @@ def test_a_walk_judges_what_comes(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_becomes_a_policy_that_answers(tmp_path: Path) -> None:
-    walk = Walk("README.md", tmp_path, quick=True)
+    walk = Walk("docs/commands.md", tmp_path, quick=True)
     arm(walk)
     walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
     walk.type("sinew inspect policy.gguf", says=("camera1", "6 values"))

@@ -23,7 +23,7 @@ from sinew.sim.prompts import COLORS, HELD_OUT, PHRASINGS, SIDES, vocabulary  # 
 from sinew.sim.render import Boxes, RenderCamera, RenderedFrame, draw  # noqa: E402
 
 ASSETS = Path(sinew.sim.__file__).parents[1] / "assets"
-NAMES = ("sinew/Blocks-v0", "sinew/BlocksShove-v0", "sinew/Pen-v0")
+NAMES = ("sinew/Blocks-v0", "sinew/BlocksShove-v0", "sinew/BlocksGoal-v0", "sinew/Pen-v0")
 
 
 def make(name: str, **kwargs):
@@ -71,12 +71,34 @@ def test_a_seed_is_an_episode(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_observation_is_the_runtimes_own(name):
-    observation, info = make(name).reset(seed=1)
+    env = make(name)
+    observation, info = env.reset(seed=1)
     ours = Observation.from_mapping(observation)
+    size = getattr(env.unwrapped, "image_size", 64)
     assert ours.state.dtype == np.float32
-    assert all(f.dtype == np.uint8 and f.shape == (64, 64, 3) for f in ours.images.values())
+    assert all(f.dtype == np.uint8 and f.shape == (size, size, 3) for f in ours.images.values())
     assert ours.prompt
     assert info["is_success"] is False
+
+
+def test_a_goal_as_numbers():
+    """The same episode, in larger pictures, with the goal behind the robot's own numbers."""
+    words, numbers = make("sinew/Blocks-v0"), make("sinew/BlocksGoal-v0")
+    for seed in range(6):
+        (told, _), (given, info) = words.reset(seed=seed), numbers.reset(seed=seed)
+        assert numbers.observation_space.contains(given)
+        assert np.array_equal(given["state"][:4], told["state"])
+        color, side = info["task"].split("/")
+        named = [name for name, one in zip((*COLORS, *SIDES), given["state"][4:], strict=True) if one]
+        assert named == [color, side]
+        assert given["images"]["front"].shape == (96, 96, 3)
+        step = np.array([0.1, 0.0, 0.0, 1.0], np.float32)
+        assert np.array_equal(numbers.step(step)[0]["state"][:4], words.step(step)[0]["state"])
+    numbers.unwrapped.switch_instruction("green", "right")
+    assert numbers.unwrapped.observation()["state"][4:].tolist() == [
+        *(float(name == "green") for name in COLORS),
+        *(float(name == "right") for name in SIDES),
+    ]
 
 
 def test_blocks_expert_succeeds():

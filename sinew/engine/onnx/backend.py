@@ -40,6 +40,9 @@ class Onnx(Backend):
         if recipe(bundle) or self.plays_shipped(bundle):  # a recipe is obeyed, whatever that takes
             return ""
         lacking = lacks_graphs(bundle)
+        if lacking and shipped(bundle.path) is not None:
+            asked = option("engine", "onnx")
+            return f"engine onnx has graphs of this package, which take no guidance; {asked} plays them"
         return lacking and f"{lacking}; {WORTH}"
 
     def plays_shipped(self, bundle: Bundle) -> bool:

@@ -3,7 +3,7 @@ torch and without a second copy of their numbers.
 
 ``borrow`` (with onnx) takes the weights out of exported graphs whose numbers are those of the bundle's tensors;
 ``shipped`` finds such graphs by the content of the bundle, and ``weights`` hands ONNX Runtime the tensors in the
-bundle's memory map. Neither needs torch.
+bundle's memory map, or as float32 where they lie there in bfloat16. Neither needs torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(__file__).resolve().parents[2] / "assets" / "graphs"
 SMALLEST = 16  # numbers; fewer (axes, scales) stay in the graph
-INLINE = 16 << 10  # bytes of constants that a stage may keep: rotary tables and masks, no weights
+INLINE = 32 << 10  # bytes of constants that a stage may keep: tables, masks, what follows from weights alone
 
 
 def shipped(bundle: Path) -> Path | None:
@@ -39,12 +39,18 @@ def shipped_folder(bundle: Path) -> Path:
 
 
 def floats(bundle: Bundle) -> dict[str, np.ndarray]:
-    """Return the bundle's float32 tensors by name, in its memory map."""
-    return {
-        name: np.frombuffer(bundle.file.map, "<f4", info.nbytes // 4, info.offset).reshape(info.shape)
-        for name, info in bundle.infos.items()
-        if info.type is GGMLQuantizationType.F32
-    }
+    """Return the bundle's tensors in float32 by name: in its memory map, or widened from bfloat16."""
+    found = {}
+    for name, info in bundle.infos.items():
+        if info.type is GGMLQuantizationType.F32:
+            array = np.frombuffer(bundle.file.map, "<f4", info.nbytes // 4, info.offset)
+        elif info.type is GGMLQuantizationType.BF16:
+            halves = np.frombuffer(bundle.file.map, "<u2", info.nbytes // 2, info.offset)
+            array = (halves.astype(np.uint32) << 16).view(np.float32)
+        else:
+            continue
+        found[name] = array.reshape(info.shape)
+    return found
 
 
 def weights(bundle: Bundle, graphs: GraphSet, directory: Path) -> dict[str, dict[str, np.ndarray]]:
@@ -53,7 +59,7 @@ def weights(bundle: Bundle, graphs: GraphSet, directory: Path) -> dict[str, dict
     if lacking := [name for names in graphs.borrows.values() for name in names if name not in tensors]:
         raise BundleError(
             f"{directory}: borrows {lacking[0]!r} and {len(lacking) - 1} more tensors that {bundle.path} has not in"
-            " float32"
+            " float32 or bfloat16"
         )
     return {stage: {name: tensors[name] for name in names} for stage, names in graphs.borrows.items()}
 
