@@ -49,7 +49,8 @@ def as_format_1(path: Path, out: Path) -> Bundle:
 def test_a_bundle_of_format_1_computes_the_same_bits(case, golden, smolvla_bundle, pi_bundle, tmp_path):
     path = (pi_bundle if case.startswith("pi") else smolvla_bundle)(case)
     observation = Golden(golden / case).observation()
-    now, then = Policy(Bundle(path)), Policy(as_format_1(path, tmp_path / "old.gguf"))
+    both = Bundle(path), as_format_1(path, tmp_path / "old.gguf")
+    now, then = (Policy(bundle, engine="eager") for bundle in both)
     assert then.spec.solver == FLOW
     assert then.engine.model.config == now.engine.model.config
     assert np.array_equal(then.infer(observation).actions, now.infer(observation).actions)

@@ -269,7 +269,7 @@ def test_the_first_heads_of_vla_adapter(checkpoint, golden):
     torch.save(old, file)
     convert(path, path.parent / "a.gguf")
     g = Golden(golden / "vla-adapter")
-    policy = load(path.parent / "a.gguf")
+    policy = load(path.parent / "a.gguf", engine="eager")
     assert not policy.engine.model.config.rotary
     given = {"images": {c: g.numpy(f"frame.{c}") for c in g.cameras}, "state": g.numpy("state_raw")}
     actions = policy.infer({**given, "prompt": g.metadata["task"]}).actions
