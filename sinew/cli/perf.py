@@ -67,7 +67,7 @@ def run(
     if plot is not None:
         figures.check()
     from sinew.perf import plots
-    from sinew.perf.memory import memory_report
+    from sinew.perf.memory import memory_report, missing
     from sinew.perf.program import PublishedProgram
     from sinew.perf.roofline import timing
 
@@ -84,12 +84,11 @@ def run(
         soft_wrap=True,
     )
     for machine, record in zip(machines, records, strict=True):
-        device: Literal["cpu", "cuda"] = "cpu" if machine.name == "cpu" else "cuda"
-        missing = memory_report(program, device).total - machine.free_bytes
-        record["fits"] = missing <= 0
-        if missing > 0:
+        excess = missing(program, machine)
+        record["fits"] = not excess
+        if excess:
             why = f"`sinew perf fit {source} --hardware {machine.name}` says what takes it"
-            warning = f"{machine.title}: does not fit its memory, {missing / 2**20:,.0f} MiB too much; {why}"
+            warning = f"{machine.title}: does not fit its memory, {excess / 2**20:,.0f} MiB too much; {why}"
             console.print(f"[yellow]{warning}[/]", highlight=False, soft_wrap=True)
     if plot is not None:
         formats = {operator.compute_dtype for part in parts for operator in part.operators}

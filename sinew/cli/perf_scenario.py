@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from sinew.cli import terminal
-from sinew.cli.perf_options import Positive, Rate, dtypes
+from sinew.cli.perf_options import Delay, Positive, Rate, dtypes, too_large
 
 if TYPE_CHECKING:
     from sinew.perf.program import PublishedProgram
@@ -29,11 +29,16 @@ def scenario(
     replan: Positive = None,
     cap_hz: Rate = 5.0,
     dtype: str | None = None,
+    camera_ms: Delay = 0.0,
+    actuation_ms: Delay = 0.0,
     data: Path | None = None,
     links: Path | None = None,
     plot: Path | None = None,
 ) -> int:
     """Where to run a policy: on the robot, on a server, split; in step or asynchronously; as two systems.
+
+    A place whose memory does not hold what would run there is refused, as `sinew perf fit` does. Exit code 1 if nothing
+    fits anywhere.
 
     Args:
         source: as of `sinew infer`, or a family's preset.
@@ -45,12 +50,15 @@ def scenario(
         replan: control steps between two requests; half of the chunk if absent.
         cap_hz: how often System 2 (vision excluded, language) runs beside System 1.
         dtype: see `sinew perf run`.
+        camera_ms: from light to the frame in memory: a part of what an action's age and reaction are.
+        actuation_ms: from a command to its effect: a part of the reaction.
         data: a file with more machines.
         links: a file with more networks.
         plot: write the comparison as bars.
     """
     from sinew.perf import events, plots, scenarios
     from sinew.perf.hardware import load_hardware, load_network
+    from sinew.perf.memory import missing
     from sinew.perf.program import PublishedProgram
     from sinew.perf.roofline import timing
 
@@ -88,66 +96,84 @@ def scenario(
                 "latency_ms": 1e3 * latency,
                 "sync_hz": 1 / latency,
                 "async_hz": rate,
-                "age_p95_ms": 1e3 * played.age_p95_s,
-                "age_bound_ms": 1e3 * stale.last_s,
+                "age_p95_ms": 1e3 * played.age_p95_s + camera_ms,
+                "age_bound_ms": 1e3 * stale.last_s + camera_ms,
+                # What happens just after one request's frame is seen in the next request's.
+                "reaction_ms": 1e3 * (steps / control_hz + latency) + camera_ms + actuation_ms,
                 "underruns": f"{played.underruns}/{played.steps}",
             }
         )
 
-    add("robot", here, [])
-    add("server", there, route)
-    split = scenarios.split_s(there[0] + there[1], here[2], size.up, cache, route)
-    bar("split", split, there[0], there[1], here[2])
-    rows.append(
-        {
-            "where": "split",
-            "latency_ms": 1e3 * split,
-            "sync_hz": 1 / split,
-        }
-    )
+    def refused(where: str, *placed: tuple[str, int]) -> bool:
+        """Add a row that says which machine has too little memory for what would run there, if one has."""
+        short = [f"refused, the {name} {too_large(nbytes)}" for name, nbytes in placed if nbytes]
+        if short:
+            nbytes = max(nbytes for _, nbytes in placed)
+            rows.append({"where": where, "fits": False, "missing_bytes": nbytes, "why": "; ".join(short)})
+        return bool(short)
+
+    whole = {"robot": missing(program, near), "server": missing(program, far)}
+    if not refused("robot", ("robot", whole["robot"])):
+        add("robot", here, [])
+    if not refused("server", ("server", whole["server"])):
+        add("server", there, route)
+    *before, last = (part.name for part in parts)
+    if not refused(
+        "split", ("robot", missing(program, near, (last,))), ("server", missing(program, far, before))
+    ):
+        split = scenarios.split_s(there[0] + there[1], here[2], size.up, cache, route)
+        bar("split", split, there[0], there[1], here[2])
+        rows.append({"where": "split", "latency_ms": 1e3 * split, "sync_hz": 1 / split})
     for where, stage, hops in (("robot", here, []), ("server", there, route)):
         fast, slow = stage[0] + stage[2], stage[1]
         if not slow:  # no language model that could run beside
             continue
-        whole = scenarios.synchronous_s(fast, size, hops)
-        bar(f"dual, {where}: System 1", whole, stage[0], 0.0, stage[2])
-        dual = events.dual_system(fast, slow, cap_hz, network_s=whole - fast)
+        if refused(f"dual, {where}", (where, whole[where])):
+            continue
+        once = scenarios.synchronous_s(fast, size, hops)
+        bar(f"dual, {where}: System 1", once, stage[0], 0.0, stage[2])
+        dual = events.dual_system(fast, slow, cap_hz, network_s=once - fast)
         rows.append(
             {
                 "where": f"dual, {where}",
-                "latency_ms": 1e3 * whole,
+                "latency_ms": 1e3 * once,
                 "sync_hz": dual.fast_hz,
-                "age_bound_ms": 1e3 * dual.plan_age_max_s,
+                "age_bound_ms": 1e3 * dual.plan_age_max_s + camera_ms,
             }
         )
     console = terminal.console()
     titles = {
         "where": "where", "latency_ms": "latency, ms", "sync_hz": "in step, Hz", "async_hz": "asynchronous, Hz",
-        "age_p95_ms": "age p95, ms", "age_bound_ms": "age at most, ms", "underruns": "steps without action",
+        "age_p95_ms": "age p95, ms", "age_bound_ms": "age at most, ms", "reaction_ms": "reaction at most, ms",
+        "underruns": "steps without action",
     }  # fmt: skip
     table = Table(title=f"{source}, {control_hz:g} Hz control, a request every {every} steps, {codec} frames")
     for title in titles.values():
         table.add_column(title, justify="left" if title == "where" else "right")
     for row in rows:
-        table.add_row(*(_shown(row.get(key)) for key in titles))
+        shown = [_shown(row.get(key)) for key in titles]
+        table.add_row(*(shown if "why" not in row else [row["where"], "refused"] + [""] * (len(titles) - 2)))
     console.print(table)
-    notes = [
+    notes = [f"{row['where']}: {row['why']}" for row in rows if "why" in row] + [
         f"robot: {near.title}; server: {far.title} over {ways}",
         f"{size.up / 1e3:.0f} kB up, {size.down / 1e3:.1f} kB down",
         f"split: vision and language there, action here, {cache / 1e6:.1f} MB of keys and values in between",
     ]
-    if any(row["where"].startswith("dual") for row in rows):
+    if any(row["where"].startswith("dual") and "why" not in row for row in rows):
         notes.append(
             f"dual: System 1 (vision, action) beside System 2 (language) at {cap_hz:g} Hz; age: of System 2's result"
         )
+    if camera_ms or actuation_ms:
+        notes.append(f"with {camera_ms:g} ms of the camera and {actuation_ms:g} ms of the actuator")
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
-    if plot is not None:
+    fits = [row for row in rows if "why" not in row]
+    if plot is not None and fits:
         plots.placements(bars, plot, f"{source}: {near.title}, {far.title}, {ways}")
     terminal.emit(
         {"schema": "sinew.perf.scenario/1", "up_bytes": size.up, "down_bytes": size.down, "rows": rows}
     )
-    return 0
+    return 0 if fits else 1
 
 
 def _payload(

@@ -34,12 +34,14 @@ FUSED_ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
 )
 
+LOW_BIT = ("lowbit_linear", "lowbit_linears")  # they round their rows to 8 bits and multiply whole numbers
+
 PRODUCTS: dict[str, Count] = {  # by ATen's names, and our own
     "mm": lambda args, _: _mm(args[0], args[1]),
     "addmm": lambda args, _: _mm(args[1], args[2]),
     "bmm": lambda args, _: _bmm(args[0], args[1]),
     "baddbmm": lambda args, _: _bmm(args[1], args[2]),
-    # [M, K] by rows of N channels in few bits; the precision is that of its activations
+    # [M, K] by rows of N channels in few bits
     "lowbit_linear": lambda args, _: 2 * args[0].numel() * args[1].shape[0],
     "lowbit_linears": lambda args, _: sum(2 * args[0].numel() * weight.shape[0] for weight in args[1]),
     "mv": lambda args, _: 2 * args[0].numel(),

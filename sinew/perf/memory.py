@@ -8,7 +8,7 @@ be in memory, since it stays in the file's map (``sinew/layers/stores/rows.py``)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,10 +20,11 @@ from sinew.bundle.quant import WEIGHT
 from sinew.core import PROMPT_TABLE, SinewError
 from sinew.engine.example import Shapes
 from sinew.layers.linear import Embedding, Linear
+from sinew.perf.hardware import Hardware
 from sinew.perf.precision import SMALL_BITS, bits, dtype_name
 from sinew.perf.program import Engine, PublishedProgram
 from sinew.perf.request import AS_THE_POLICY, LIMITS, TracedRequest
-from sinew.perf.trace import ProgramTrace, TracedBlock
+from sinew.perf.trace import STAGES, ProgramTrace, TracedBlock
 from sinew.policy import open_bundle
 
 Device = Literal["cpu", "cuda"]
@@ -149,11 +150,13 @@ def memory_report(
     *,
     whole_tables: bool = False,
     embodiments: int = 1,
+    stages: Collection[str] = STAGES,
 ) -> MemoryReport:
-    """Memory of one observation. ``runtime``, ``workspace``: bytes, instead of the table's for ``device``.
+    """Return the memory of one observation. ``runtime``, ``workspace``: bytes, in place of the table's for ``device``.
 
     whole_tables: token tables are in memory with all their rows, as engine cuda has them. embodiments: how many
-    robots' projections the head holds, as upstream's files do; a bundle has those of one.
+    robots' projections the head holds, as upstream's files do; a bundle has those of one. stages: those that run on
+    this machine, with the weights that they read; the prefix's keys and values count where the head runs.
     """
     if device not in RUNTIME:
         raise SinewError(f"device: expected one of {', '.join(RUNTIME)}, got {device!r}")
@@ -162,15 +165,21 @@ def memory_report(
         name=program.name,
         shapes=program.shapes,
         chunk=program.chunk,
-        weights=weights(program, whole_tables, embodiments),
+        weights=weights(program, whole_tables, embodiments, stages),
         cache=_cache(program, found),
-        peaks=peaks(found, _cache_scale(program)),
+        peaks=tuple(peak for peak in peaks(found, _cache_scale(program)) if peak.stage in stages),
         workspace=WORKSPACE[device] if workspace is None else workspace,
         runtime=RUNTIME[device] if runtime is None else runtime,
         actions=4 * CHUNKS * math.prod(program.model.noise_shape),
         kept=kept(found) if device == "cpu" else 0,
         mapped=device == "cpu" and program.precision is None,
     )
+
+
+def missing(program: PublishedProgram, machine: Hardware, stages: Collection[str] = STAGES) -> int:
+    """Return the bytes by which ``stages`` of a program exceed what a machine's system leaves; 0 where they fit."""
+    device: Device = "cpu" if machine.name == "cpu" else "cuda"
+    return max(0, memory_report(program, device, stages=stages).total - machine.free_bytes)
 
 
 def fits(
@@ -265,9 +274,15 @@ def _root(known: Mapping[int, int], low: int, high: int) -> int:
 
 
 def weights(
-    program: PublishedProgram, whole_tables: bool = False, embodiments: int = 1
+    program: PublishedProgram,
+    whole_tables: bool = False,
+    embodiments: int = 1,
+    stages: Collection[str] = STAGES,
 ) -> tuple[Weights, ...]:
-    """The executed model's parameters by component and format, in the model's order."""
+    """Return the executed model's parameters by component and format, in the model's order.
+
+    stages: leaves out what only other stages read; a weight that nothing reads counts with all of them.
+    """
     if embodiments > 1 and not program.model.per_embodiment:
         raise SinewError(
             f"embodiments: expected 1, as {program.name} has no weights per robot, got {embodiments}"
@@ -276,6 +291,9 @@ def weights(
     modules = dict(model.named_modules())
     counts: dict[tuple[str, str], list[int]] = {}
     for name, parameter in model.named_parameters():
+        read_in = {call.stage for call in readers.get(name, ())} or set(STAGES)
+        if read_in.isdisjoint(stages):
+            continue
         module, _, part = name.rpartition(".")
         component, layer = name.split(".")[0], modules[module]
         component += " embeddings" if isinstance(layer, nn.Embedding) else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sinew.core import DTYPES, SinewError
+from sinew.perf.flops import LOW_BIT
 from sinew.perf.trace import STAGES, TracedCall, TracedOperand
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,8 +60,11 @@ class Precision:
         return FLOATS.get(self.activations, torch.bfloat16)
 
     def compute(self, call: TracedCall, fused: bool = False) -> str:
-        """The format of a call's arithmetic. ``fused``: without the widening of attention's operands, which
-        one kernel for all of it does not need."""
+        """Return the format of a call's arithmetic: int8 for products of weights that are stored in few bits, as
+        engines compute them. ``fused``: without the widening of attention's operands, which one kernel for all of it
+        does not need."""
+        if call.operator in LOW_BIT:
+            return "int8"
         if self.activations in SMALL_BITS and _is_linear(call) and call.dtype == self.stream:
             return max((self.weights, self.activations), key=bits)
         if fused and call.is_attention:

@@ -89,7 +89,7 @@ class PublishedProgram:
         shapes = replace(
             self.shapes,
             views=request.cameras or self.shapes.views,
-            tokens=request.prompt_tokens or self.shapes.tokens,
+            tokens=self.shapes.tokens if request.prompt_tokens is None else request.prompt_tokens,
             steps=request.steps or self.shapes.steps,
         )
         model = self.model

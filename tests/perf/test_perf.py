@@ -27,6 +27,7 @@ from sinew.perf.paper.published import (
     rounded,
 )
 from sinew.perf.paper.study import GEMMA, PAYLOAD, PI0, Study
+from sinew.perf.program import PublishedProgram
 from sinew.perf.request import TracedRequest
 from sinew.perf.roofline import seconds, time_of, timing, weight_bytes
 from sinew.perf.streams import loops
@@ -471,6 +472,16 @@ def test_a_streams_loops_share_one_machine():
     assert 30 * found.prefix_s + found.beside_hz * found.head_s == pytest.approx(1)
     assert found.beside_hz < found.alone_hz
     assert loops(parts, machine, 1 / found.prefix_s, 0.5).beside_hz == pytest.approx(0, abs=1e-6)
+    # At once, a second is full on one side, and on none of them overfull.
+    sides = [
+        30 * prefix + found.overlapped_hz * head
+        for prefix, head in zip(found.prefix_sides, found.head_sides, strict=True)
+    ]
+    assert max(sides) == pytest.approx(1) or found.overlapped_hz == found.alone_hz
+    assert max(sides) <= 1 + 1e-9
+    assert found.beside_hz < found.overlapped_hz <= found.alone_hz
+    slower = loops(parts, machine, 30.0, 0.5, sensing_s=0.02, actuation_s=0.01)
+    assert slower.image_reaction_s == pytest.approx(found.image_reaction_s + 0.03)
     with pytest.raises(SinewError, match="camera_hz above 0"):
         loops(parts, machine, 0.0)
 
@@ -481,6 +492,75 @@ def test_perf_stream(capsys):
     (row,) = result["machines"]
     assert (code, row["reached"]) == (0, row["beside_hz"] >= 100)
     assert run(capsys, "stream", BLOCKS, "--hardware", "h200", "--hz", 1e9)[0] == 1
+
+
+def test_480_hz_on_a_4090_need_both_loops_at_once(capsys):
+    """Ma et al. 2025, section 6.1: two views, 63 rows, 30 frames a second."""
+    options = ("--cameras", 2, "--chunk", 63, "--hardware", "rtx4090")
+    code, result = run(capsys, "stream", "pi0", *options)
+    (row,) = result["machines"]
+    assert row["beside_hz"] < 480 <= row["overlapped_hz"]
+    assert (code, row["reached"]) == (0, True)
+
+
+def test_what_does_not_fit_is_placed_nowhere(capsys):
+    """Where `perf fit` refuses a machine, so do the verbs that would compute its times."""
+    fit = run(capsys, "fit", "pi0", "--dtype", "bf16", "--engine", "plan", "--no-search")
+    assert fit[0] == 1
+    code, result = run(capsys, "stream", "pi0", "--hardware", "orin-nano,h200", "--hz", 1)
+    nano, large = result["machines"]
+    assert (code, nano["fits"], large["fits"]) == (0, False, True)
+    assert nano["missing_bytes"] == -fit[1]["headroom"]
+    assert run(capsys, "stream", "pi0", "--hardware", "orin-nano", "--hz", 1)[0] == 1
+    code, result = run(capsys, "scenario", "pi0", "--device", "orin-nano")
+    rows = {row["where"]: row for row in result["rows"]}
+    assert code == 0
+    assert {where for where, row in rows.items() if "why" in row} == {"robot", "dual, robot"}
+    assert rows["robot"]["missing_bytes"] == nano["missing_bytes"]
+    assert rows["split"]["latency_ms"] > 0  # the head alone fits
+    code, result = run(capsys, "scenario", "openvla", "--device", "orin-nano", "--server", "orin-nano")
+    assert code == 1
+    assert all("why" in row for row in result["rows"])
+    split = next(row for row in result["rows"] if row["where"] == "split")
+    assert "robot" in split["why"]
+    assert "server" in split["why"]
+
+
+def test_a_camera_and_an_actuator_take_their_time(capsys):
+    options = ("scenario", "pi0")
+    plain, slow = (
+        {row["where"]: row for row in run(capsys, *options, *more)[1]["rows"]}
+        for more in ((), ("--camera-ms", 30, "--actuation-ms", 20))
+    )
+    for where in ("robot", "server"):
+        assert slow[where]["age_bound_ms"] == pytest.approx(plain[where]["age_bound_ms"] + 30)
+        assert slow[where]["reaction_ms"] == pytest.approx(plain[where]["reaction_ms"] + 50)
+        assert slow[where]["latency_ms"] == plain[where]["latency_ms"]
+
+
+def test_ternary_weights_are_multiplied_as_whole_numbers(capsys):
+    """Engines round the rows of such a product to 8 bits: the bound is below what the seed measured on this GPU."""
+    code, result = run(capsys, "run", "bitvla", "--hardware", "rtx3060")
+    assert code == 0
+    assert result["machines"][0]["ms"] < 235.9
+    machine = load_hardware("rtx3060")
+    prefix = next(part for part in PublishedProgram.load("bitvla").components() if part.name == "prefix")
+    ternary = [each for each in prefix.operators if each.compute_dtype == "int8"]
+    assert sum(each.count * each.flops for each in ternary) > 0.9 * sum(
+        each.count * each.flops for each in prefix.operators
+    )
+    assert timing(prefix, machine).compute_s < sum(
+        each.count * each.flops for each in prefix.operators
+    ) / machine.peak_flops("bf16")
+
+
+@pytest.mark.parametrize("source", ["smolvla", "pi0", "gr00t-n1.5"])
+def test_a_policy_is_asked_without_words(capsys, source):
+    def ms(tokens: int) -> float:
+        found = run(capsys, "run", source, "--prompt-tokens", tokens, "--hardware", "h200")
+        return found[1]["machines"][0]["ms"]
+
+    assert 0 < ms(0) < ms(48)
 
 
 def test_need_counts_all_of_the_memory():
