@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,12 +23,13 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from sinew import scratch
 from sinew.bundle import Bundle
-from sinew.bundle.schema import Manifest
+from sinew.bundle.schema import Manifest, from_builtins
 from sinew.bundle.writer import FileSlice, Progress, TensorSource, finish_header
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions
 from sinew.convert.tensors import computed, constant, rounded
 from sinew.core import ConvertError
+from sinew.models import model_class
 from sinew.vlacpp import write_bitvla, write_evo1, write_prismatic
 from sinew.vlacpp.read import read
 from sinew.vlacpp.read_lerobot import LEAVES, PARTS, STATISTICS, WHOLE, bundle_name
@@ -63,6 +64,7 @@ _FREE |= {
     "default_prompt",
     "empty_cameras",
     "pad_missing_cameras",
+    "motion",
 }
 
 
@@ -254,12 +256,15 @@ def _write(
 def _compare(ours: Manifest, found: Conversion, path: Path) -> None:
     """Raise :class:`ConvertError` with the first field in which the file's policy is another one."""
     processing = replace(found.processing, compat=ours.processing.compat)
+    # A bundle of a day when a record had fewer fields leaves out what now has a default. So would msgspec: of a
+    # dataclass that it decoded it encodes what was there, and asdict all.
+    config = from_builtins(ours.config, model_class(ours.architecture).config_type, f"{path}: sinew.config")
     for where, wanted, got in (
-        ("config", ours.config, found.config),
+        ("config", config, found.config),
         ("spec", ours.spec, found.spec),
         ("processing", ours.processing, processing),
     ):
-        plain = (msgspec.json.decode(msgspec.json.encode(record)) for record in (wanted, got))
+        plain = (msgspec.json.decode(msgspec.json.encode(asdict(record))) for record in (wanted, got))
         for field, have, would in _differences(where, *plain):
             raise ConvertError(
                 f"{path}: {field} is {have!r}, which vla.cpp's file has no place for: it would mean {would!r}"

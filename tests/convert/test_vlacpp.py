@@ -19,6 +19,7 @@ from sinew.convert import convert
 from sinew.convert.tensors import read_array
 from sinew.core import ConvertError, Observation
 from sinew.policy import load
+from sinew.sources import ASSETS
 from sinew.steps.prompt.template import sentence
 from sinew.vlacpp.write import TOKENS, export_vlacpp
 from tests.cases import cases
@@ -258,3 +259,24 @@ def test_the_verb(smolvla_bundle, tmp_path, capsys):
     assert "expected a new file" in capsys.readouterr().err
     assert main(["export", bundle]) == 1
     assert "either --onnx FOLDER or --vlacpp FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["blocks", "pen"])
+def test_a_packaged_policy_is_exported(tmp_path, name):
+    """Their records are of a day when models had fewer fields, which now have defaults."""
+    ours = Bundle(ASSETS / f"{name}.gguf")
+    export_vlacpp(ours, tmp_path / "theirs.gguf")
+    (tmp_path / "tokenizer.json").write_text(ours.manifest.tokenizer)
+    spec = ours.manifest.spec
+    cameras = tuple(camera.name for camera in spec.cameras)
+    back = convert(tmp_path / "theirs.gguf", tmp_path / "back.gguf", tokenizer=tmp_path, cameras=cameras)
+    rng = np.random.default_rng(0)
+    observation = {
+        "images": {c.name: rng.integers(0, 256, (c.height, c.width, 3), np.uint8) for c in spec.cameras},
+        "state": np.zeros(spec.state.dim, np.float32),
+        "prompt": "pick up the red block and put it in the left bin",
+        "seed": 1,
+    }
+    first, second = (load(path, engine="eager").infer(observation).actions for path in (ours.path, back))
+    np.testing.assert_allclose(first, second, atol=2e-2 * np.abs(first).max())
+    assert np.abs(first).max() > 1e-2
