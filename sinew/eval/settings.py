@@ -68,12 +68,15 @@ class Latency:
         return mean if found["unit"] else 1e3 * mean / control_hz
 
 
+NONE = "none"  # of a sweep, for what is a file or a form
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """What a sweep changes. ``replan``: actions per inference (S), 0 the full chunk, or another rule of the robot's
     (``sinew_client.control.parse_rule``). ``handover``: auto takes what the policy's actions ask for. ``stream``:
     PREFIX:HEAD[:GUIDANCE], the milliseconds of the two loops of a stream (sinew.eval.sources), which then takes
-    the place of chunks. ``edge_adapter``: a file, see docs/fleet.md."""
+    the place of chunks. ``edge_adapter``: a file, see docs/fleet.md. A sweep writes "none" for either."""
 
     target: str  # a bundle file, tcp://host:port, or "expert"
     replan: int | str = REPLAN
@@ -134,6 +137,8 @@ class Variant:
             return value if "://" in value else value.replace("\\", "/").rsplit("/", 1)[-1]
         if value is None:
             return "default"
+        if not value and name in ("stream", "edge_adapter"):
+            return NONE
         return value.text if isinstance(value, Latency) else str(value)
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,8 +185,8 @@ _PARSERS: dict[str, Any] = {
     "dtype": str,
     "device": str,
     "engine": str,
-    "stream": str,
-    "edge_adapter": str,
+    "stream": lambda text: "" if text == NONE else text,
+    "edge_adapter": lambda text: "" if text == NONE else text,
 }
 SWEEPABLE = tuple(_PARSERS)
 

@@ -14,7 +14,7 @@ from sinew.core import SinewError
 from sinew.eval.adapters import make_env
 from sinew.eval.campaign import key
 from sinew.eval.runner import Conduct, run_episode
-from sinew.eval.settings import Latency, Task, Variant
+from sinew.eval.settings import Latency, Task, Variant, sweep
 from sinew.policy import open_bundle
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
@@ -62,6 +62,9 @@ def test_variants_are_told_apart_by_its_bytes(tmp_path: Path) -> None:
     copy.write_bytes(Path(EDGE).read_bytes())
     plain, edge, other = (Variant("expert", edge_adapter=name) for name in ("", EDGE, str(copy)))
     assert key(Task(), edge) == key(Task(), other) != key(Task(), plain)
+    swept = sweep(Variant("expert"), [f"edge-adapter=none,{EDGE}"])
+    assert [variant.edge_adapter for variant in swept] == ["", EDGE]
+    assert swept[0].label(swept) == "edge_adapter none"
     with pytest.raises(SinewError, match="edge_adapter: .*nowhere"):
         Variant("expert", edge_adapter="nowhere")
     with pytest.raises(SinewError, match="edge_adapter: expected chunks"):

@@ -51,7 +51,7 @@ def forward(
     return np.array(rows), now
 
 
-@pytest.mark.parametrize("solver", [Solver(start=1.0, end=0.0), Solver(start=0.0, end=1.0)])
+@pytest.mark.parametrize("solver", [Solver(start=1.0, end=0.0), Solver(start=0.0, end=1.0), Solver(start=0.8)])
 def test_a_rolling_window_is_what_its_rows_are_one_by_one(solver: Solver) -> None:
     """Forward, in place, backward, by the most that still overlaps, and by a window and more."""
     engine: Any = Constant()
