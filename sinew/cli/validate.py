@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
 
 SCHEMA = "sinew.validate/1"
+USUAL = 8  # observations: an outlier of rounding was seen in one of eight
 Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 
@@ -32,7 +33,7 @@ def validate(
     /,
     *,
     runs: Runs = RUNS,
-    observations: Count = 8,
+    observations: Count = USUAL,
     records: Path | None = None,
     gate: Path | None = None,
     episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 20,
@@ -46,7 +47,7 @@ def validate(
 
     Args:
         bundle: a bundle with weights, a checkpoint or training run, or a name of the hub.
-        observations: to compare.
+        observations: to compare; the verdict says how many they were.
         records: folder that `sinew serve --record` wrote, to take them from; else episodes of an embedded task that the
             policy fits, else random frames.
         gate: a gate file; the embedded one whose task the policy fits if absent.
@@ -141,7 +142,10 @@ def show(found: dict[str, Any], policy: Policy) -> None:
     for fault in parity["faults"]:
         console.print(f"fault: {fault}", soft_wrap=True, markup=False)
     console.print(f"success gate: {gate.get('text') or gate['skipped']}", soft_wrap=True, markup=False)
-    console.print("passes" if found["passed"] else "[bold red]FAILS[/]")
+    seen = parity["observations"]
+    few = f"; what fewer than {USUAL} show may be no sign of the next one" if seen < USUAL else ""
+    verdict = "passes" if found["passed"] else "[bold red]FAILS[/]"
+    console.print(f"{verdict} over {seen} observation{'s' * (seen != 1)}{few}", soft_wrap=True)
 
 
 def write(found: dict[str, Any], out: Path) -> None:
