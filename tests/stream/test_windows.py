@@ -51,7 +51,9 @@ def forward(
     return np.array(rows), now
 
 
-@pytest.mark.parametrize("solver", [Solver(start=1.0, end=0.0), Solver(start=0.0, end=1.0), Solver(start=0.8)])
+@pytest.mark.parametrize(
+    "solver", [Solver(start=1.0, end=0.0), Solver(start=0.0, end=1.0), Solver(start=0.8)]
+)
 def test_a_rolling_window_is_what_its_rows_are_one_by_one(solver: Solver) -> None:
     """Forward, in place, backward, by the most that still overlaps, and by a window and more."""
     engine: Any = Constant()
@@ -239,6 +241,18 @@ def test_a_chunk_continues_what_the_robot_was_given(
     assert wanted is not None
     assert wanted.previous is not None
     assert len(wanted.previous) == spec.chunk_size
+
+
+def test_what_was_taken_back_is_not_continued(whole: Policy, asked: list[Observation]) -> None:
+    """A later hand-over that ends earlier leaves nothing of the one before; the first frame may be the clock's start."""
+    chunks = chunks_of(whole, 1, "guided")
+    rows = np.arange(30, dtype=np.float32)[:, None] * np.ones((1, whole.spec.action.dim), np.float32)
+    chunks.handed(rows, 0, run=1)
+    assert chunks._continuation(np.zeros(whole.spec.state.dim, np.float32), 0.0, 0) is not None
+    assert asked[-1].previous is not None
+    np.testing.assert_array_equal(asked[-1].previous[:, 0], np.arange(30))
+    chunks.handed(rows[:5], 6, run=2)
+    assert len(chunks._handed.rows_from(6)) == 5
 
 
 def test_a_stream_without_guidance_is_the_policys_own_chunk(whole: Policy, asked: list[Observation]) -> None:

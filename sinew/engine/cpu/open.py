@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from torch import nn
+
 from sinew.bundle import Bundle
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.compile import compile_floats
@@ -12,6 +14,9 @@ from sinew.engine.loading import load_model, open_device
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.engine.plan.plan import Plan
 from sinew.engine.stores import Storage, stored_recipe
+from sinew.layers.linear import Linear
+from sinew.layers.stores.codes import Codes, Panels, codes_of
+from sinew.layers.stores.lowbit import lay_out, lies_in_panels
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +27,27 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     kernels = extension()
     storage = Storage(lowbit=True, half=bool(options.storage), tables=True)
     model = load_model(bundle, where, options.dtype, storage)
+    if kernels.panels:
+        lay_out_codes(model)
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, set(ON_CPU) - {"sigmoid-gelu"})
     recipe = stored_recipe(bundle, model)
     engine = PlannedEngine(compile_floats(plan) if kernels.compiled else plan, where, recipe)
     bundle.release(engine.model.parameters())
     log.info("low-bit products by %s kernels (%s)", kernels.kernels, kernels.reason)
     return engine
+
+
+def lay_out_codes(model: nn.Module) -> int:
+    """Lay out the int8 weights of a model's linear layers as :class:`Panels`, and return how many bytes they are.
+
+    Each is copied out of the bundle's map, whose pages may then go; a weight that does not divide stays as it is.
+    """
+    done = 0
+    for layer in model.modules():
+        store = codes_of(layer) if isinstance(layer, Linear) else None
+        if type(store) is not Codes or store.name != "int8" or not lies_in_panels(*layer.weight.shape):
+            continue
+        layer.weight = nn.Parameter(lay_out(layer.weight), requires_grad=False)
+        layer.store = Panels(store.name, store.width, store.scales)
+        done += layer.weight.nbytes
+    return done

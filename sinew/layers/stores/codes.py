@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sinew.layers.stores.lowbit import TINY, dequantize, lowbit_linear, lowbit_linears
+from sinew.layers.stores.lowbit import (
+    PANELS,
+    TINY,
+    dequantize,
+    laid_back,
+    lowbit_linear,
+    lowbit_linears,
+)
 from sinew.layers.stores.store import Held, Store, Tensors
 
 
@@ -31,12 +38,17 @@ class Codes(Store):
     def kind(self) -> str:
         return self.name
 
+    @property
+    def order(self) -> str:
+        """Return the name under which the operator knows how the codes lie."""
+        return self.name
+
     def size(self, held: Held) -> tuple[int, int]:
         return len(held.weight), self.width
 
     def product(self, held: Held, x: Tensor, bias: Tensor | None = None) -> Tensor:
         bias = None if bias is None else bias.float()
-        return lowbit_linear(x.float(), held.weight, held.scale, bias, self.name, self.smallest)
+        return lowbit_linear(x.float(), held.weight, held.scale, bias, self.order, self.smallest)
 
     def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:
         at = torch.as_tensor(ids, device=held.weight.device)
@@ -56,6 +68,21 @@ class Codes(Store):
 
     def precision(self, part: str, word: str) -> str:
         return self.name if part == "weight" else word
+
+
+@dataclass(frozen=True)
+class Panels(Codes):
+    """Codes of int8 that were laid out once as kernels read them, in place of at every product."""
+
+    @property
+    def order(self) -> str:
+        return PANELS
+
+    def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:
+        return super().take(Tensors(laid_back(held.weight), held.scale), ids)
+
+    def widened(self, held: Held) -> Tensor:
+        return super().widened(Tensors(laid_back(held.weight), held.scale))
 
 
 @dataclass(frozen=True)
@@ -81,7 +108,7 @@ def apart(layers: Sequence[nn.Module]) -> str | None:
     stores = [codes_of(layer) for layer in layers]
     if None in stores:
         return "weights in floats"
-    return "several formats" if len({store.name for store in stores if store}) > 1 else None
+    return "several formats" if len({store.order for store in stores if store}) > 1 else None
 
 
 def together(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
@@ -92,4 +119,4 @@ def together(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
         [layer.scale for layer in layers],
         layers[0].store,
     )
-    return lowbit_linears(x.float(), weights, scales, biases, store.name, store.smallest)
+    return lowbit_linears(x.float(), weights, scales, biases, store.order, store.smallest)

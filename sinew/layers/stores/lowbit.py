@@ -19,17 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PANELS = "int8-panels"  # int8 as :func:`lay_out` orders it, for kernels that multiply it so
+CHANNELS, TOGETHER = 16, 4  # of a panel; values of k that lie together in it
 LARGEST = 127  # of int8 activations
 TINY = 1e-30  # rows smaller than this count as this large
 
 
 def codes(weight: Tensor, name: str, k: int) -> Tensor:
     """Return the codes less their offset, int8 [N, k], of stored rows, uint8 [N, bytes]."""
+    if name == "int8":
+        return weight.view(torch.int8)
+    if name == PANELS:
+        return laid_back(weight).view(torch.int8)
     from sinew.bundle.quant import FORMATS  # its gguf may be missing beside a GPU
 
     offset, rows = FORMATS[name].offset, weight.shape[0]
-    if name == "int8":
-        return weight.view(torch.int8)
     if name == "ternary":  # byte j of 16 holds the weights j, 16 + j, 32 + j and 48 + j of 64
         packed = weight.view(rows, -1, 1, 16)
         shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=weight.device)
@@ -40,6 +44,29 @@ def codes(weight: Tensor, name: str, k: int) -> Tensor:
         return blocks.reshape(rows, k).view(torch.int8)
     nibbles = torch.cat([blocks & 15, blocks >> 4], dim=-1)  # [N, K / 32, 32]
     return nibbles.view(rows, k).to(torch.int8) - offset
+
+
+def lies_in_panels(rows: int, k: int) -> bool:
+    """Return True where int8 weights [rows, k] divide into panels."""
+    return rows % CHANNELS == 0 and k % 8 == 0
+
+
+def lay_out(weight: Tensor) -> Tensor:
+    """Return stored rows of int8, uint8 [N, k], in the order of :data:`PANELS`, of the same size.
+
+    A panel of 16 channels is [k / 4][16][4], as kernels read it; codes are 128 larger and so unsigned, which is what
+    ``vpdpbusd`` multiplies.
+    """
+    rows, k = weight.shape
+    words = weight.view(torch.int32).view(rows // CHANNELS, CHANNELS, k // TOGETHER)
+    return (words.transpose(1, 2).contiguous().view(torch.uint8) ^ 0x80).view(rows, k)
+
+
+def laid_back(weight: Tensor) -> Tensor:
+    """Return the stored rows of weights that :func:`lay_out` ordered."""
+    rows, k = weight.shape
+    words = (weight ^ 0x80).view(torch.int32).view(rows // CHANNELS, k // TOGETHER, CHANNELS)
+    return words.transpose(1, 2).contiguous().view(torch.uint8).view(rows, k)
 
 
 def group_scales(weight: Tensor, k: int) -> Tensor:
@@ -78,15 +105,13 @@ def reference(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, name: str, smallest: float
 ) -> Tensor:
     """Compute the product in plain PyTorch: x float32 [M, K] -> float32 [M, N]. It defines what kernels compute."""
-    from sinew.bundle.quant import FORMATS  # its gguf may be missing beside a GPU
-
     K = x.shape[1]
     whole, steps = quantize_rows(x, smallest)
     weights = codes(weight, name, K)
     scales = scales_of(weight, scale, K)  # [N, G]
     size = K // scales.shape[1]
-    # Sums of 32 products stay below 2^24, where float32 is exact; longer ones need float64.
-    wide = torch.float32 if FORMATS[name].group else torch.float64
+    # Sums of 32 products, as of rows that hold scales, stay below 2^24, where float32 is exact; longer ones need float64.
+    wide = torch.float32 if scale is None else torch.float64
     y = x.new_zeros(x.shape[0], weight.shape[0])
     for g, each in enumerate(scales.unbind(1)):
         part = slice(g * size, (g + 1) * size)

@@ -11,6 +11,7 @@
 #include "kernels.h"
 
 extern "C" const char* lowbit_kernels(int index);
+extern "C" int lowbit_takes_panels(int index);
 extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
                                const int64_t* layers, int count, int threads);
 extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const uint8_t* mask, float* out,
@@ -45,7 +46,7 @@ static Layer layer(int format, int64_t channels, int64_t k, int extreme) {
   made.s.assign(channels, std::vector<float>(groups));
   for (int64_t c = 0; c < channels; ++c) {
     uint8_t* row = made.stored.data() + c * row_bytes(format, k);
-    for (int64_t b = 0; b < row_bytes(format, k); ++b) row[b] = uint8_t(below(256));
+    for (int64_t b = 0; b < row_bytes(format, k) && format != INT8_PANELS; ++b) row[b] = uint8_t(below(256));
     for (int g = 0; g < groups; ++g) {
       made.s[c][g] = made.scale.size() == 1 ? made.scale[0] : made.scale.empty() ? 0 : made.scale[c];
       if (!TRAITS[format].group) continue;
@@ -68,6 +69,11 @@ static Layer layer(int format, int64_t channels, int64_t k, int extreme) {
         code = extreme ? 15 * (extreme - 1) : below(16);
         *at = uint8_t((*at & ~(15 << shift)) | code << shift);
         made.w[c][i] = code - 8;
+      } else if (format == INT8_PANELS) {
+        at = made.stored.data() + c / CHANNELS * CHANNELS * k + (i / 4 * CHANNELS + c % CHANNELS) * 4 + i % 4;
+        code = extreme ? 255 * (extreme - 1) - 128 : below(256) - 128;
+        *at = uint8_t(code + 128);
+        made.w[c][i] = code;
       } else {
         at = format == INT8 ? row + i : row + i / 32 * 34 + 2 + i % 32;
         code = extreme ? 255 * (extreme - 1) - 128 : below(256) - 128;
@@ -104,7 +110,8 @@ static bool check(int kernels, int format, int64_t rows, int64_t k, int64_t chan
   const bool biased = below(2);
   const auto address = [](const void* p) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(p)); };
   const int64_t scale_at = weights.scale.empty() ? 0 : address(weights.scale.data());
-  const int64_t first = below(int(channels) + 1);  // and a second layer of the first rows, without bias
+  // And a second layer of the first rows, without bias: whole panels where they lie so.
+  const int64_t first = format == INT8_PANELS ? CHANNELS * below(int(channels / CHANNELS) + 1) : below(int(channels) + 1);
   std::vector<float> y2(rows * first, 1e9f);
   const int64_t scales = int64_t(weights.scale.size());
   const int64_t given[12] = {address(weights.stored.data()), scale_at, biased ? address(bias.data()) : 0, address(y.data()),
@@ -229,8 +236,13 @@ int main(int count, char** arguments) {
       const int format = i % FORMATS, extreme = below(3), large = below(8) == 0;
       int64_t k = large ? 256 + below(1024) : 1 + below(200);
       if (TRAITS[format].group) k = round_up(k, 32);
-      if (!check(kernels, format, 1 + below(large ? 30 : 14), k, 1 + below(large ? 80 : 40), extreme, 1 + below(3)))
-        return 1;
+      int64_t channels = 1 + below(large ? 80 : 40);
+      if (format == INT8_PANELS) {
+        k = round_up(k, 8);
+        channels = round_up(channels, CHANNELS);
+      }
+      const bool taken = format != INT8_PANELS || lowbit_takes_panels(kernels);
+      if (taken && !check(kernels, format, 1 + below(large ? 30 : 14), k, channels, extreme, 1 + below(3))) return 1;
       if (!check_between(kernels)) return 1;
     }
     std::printf("%s: %d cases exact\n", lowbit_kernels(kernels), cases);

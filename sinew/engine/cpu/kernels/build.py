@@ -33,7 +33,7 @@ EVERYWHERE = ("portable", "floats_portable", "dispatch", "product", "floats")
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "floats_avx2": ("-mavx2", "-mfma", FUSED),
-        "floats_avx512": (*AVX512, FUSED),
+        "floats_avx512": (*AVX512, "-mavx512vnni", FUSED),
         "x86_avx2": ("-mavx2",),
         "x86_avxvnni": ("-mavx2", "-mavxvnni"),
         "x86_avx512vnni": (*AVX512, "-mavx512vnni"),

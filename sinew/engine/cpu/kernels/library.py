@@ -25,6 +25,7 @@ from sinew.layers.stores import lowbit
 log = logging.getLogger(__name__)
 
 SWITCH = "SINEW_CPU_KERNELS"  # "off", or the name of the kernels to use
+PANELS_NUMBER = 4  # of kernels.h, after those of FORMATS
 STATUS = {1: "arguments that make no sense", 2: "not enough memory"}
 
 
@@ -37,6 +38,7 @@ class Extension:
     kernels: str
     reason: str
     available: tuple[str, ...] = ()
+    panels: bool = False  # multiplies int8 weights that lie as lowbit.PANELS
     multiply: Callable[..., Tensor] = lowbit.reference
     multiply_all: Callable[..., list[Tensor]] = lowbit.reference_all
     floats: FloatKernels = REFERENCES
@@ -74,19 +76,20 @@ def _load(asked: str) -> Extension:
     index = names.index(asked) if asked else 0
     multiply = partial(_multiply, library, index)
     floats = FloatKernels.compiled(library, index)
-    if wrong := differs(multiply) or float_kernels.differs(floats):
+    if wrong := differs(multiply, bool(library.lowbit_takes_panels(index))) or float_kernels.differs(floats):
         return Extension(
             "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
     multiply_all = partial(_multiply_all, library, index)
-    return Extension(names[index], built.reason, names, multiply, multiply_all, floats)
+    panels = bool(library.lowbit_takes_panels(index))
+    return Extension(names[index], built.reason, names, panels, multiply, multiply_all, floats)
 
 
 def load(path: str) -> Any:
     """Return the C library with its functions declared."""
     library = ctypes.CDLL(path)
     library.lowbit_kernels.restype = ctypes.c_char_p
-    library.lowbit_kernels.argtypes = [ctypes.c_int]
+    library.lowbit_kernels.argtypes = library.lowbit_takes_panels.argtypes = [ctypes.c_int]
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     library.lowbit_multiply.argtypes = [
         *(ctypes.c_int, ctypes.c_int),  # kernels, format
@@ -132,7 +135,8 @@ def _multiply_all(
     smallest: float,
 ) -> list[Tensor]:
     """As :func:`sinew.layers.stores.lowbit.reference_all`. Raises ValueError for tensors that do not fit each other."""
-    stored = FORMATS[name]
+    panels = name == lowbit.PANELS
+    stored = FORMATS["int8" if panels else name]
     rows, k = x.shape
     layers, results = [], []
     for weight, scale, bias in zip(weights, scales, biases, strict=True):
@@ -142,6 +146,7 @@ def _multiply_all(
             weight.dtype == torch.uint8
             and weight.is_contiguous()
             and weight.shape[1] == stored.row_bytes(k)
+            and not (panels and not lowbit.lies_in_panels(channels, k))
             and (count == 0 if stored.group else count in (1, channels))
             and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (scale, bias))
             and (bias is None or bias.shape == (channels,))
@@ -158,7 +163,7 @@ def _multiply_all(
         results.append(y)
     x, given = x.contiguous(), torch.tensor(layers)
     status = library.lowbit_multiply(
-        *(kernels, stored.number, x.data_ptr(), rows, k, smallest),
+        *(kernels, PANELS_NUMBER if panels else stored.number, x.data_ptr(), rows, k, smallest),
         *(given.data_ptr(), len(results), torch.get_num_threads()),
     )
     if status:
@@ -166,10 +171,11 @@ def _multiply_all(
     return results
 
 
-def differs(multiply: Callable[..., Tensor]) -> str:
+def differs(multiply: Callable[..., Tensor], panels: bool) -> str:
     """Return the name of a format in which ``multiply`` differs from the reference; empty if there is none.
 
-    A miscompiled library, or one made for another machine, shows here and not in a robot's actions.
+    panels: int8 is multiplied as :data:`sinew.layers.stores.lowbit.PANELS`, too. A miscompiled library, or one made
+    for another machine, shows here and not in a robot's actions.
     """
     random = torch.Generator().manual_seed(0)
     for name, stored in FORMATS.items():
@@ -186,4 +192,11 @@ def differs(multiply: Callable[..., Tensor]) -> str:
         arguments = (x, weight, scale, None, name, lowbit.TINY)
         if not torch.equal(multiply(*arguments), lowbit.reference(*arguments)):
             return name
+        if name == "int8" and panels:
+            rows, scales = weight[:32].contiguous(), None if scale is None else scale[:32].contiguous()
+            wanted = lowbit.reference(x, rows, scales, None, name, lowbit.TINY)
+            if not torch.equal(
+                multiply(x, lowbit.lay_out(rows), scales, None, lowbit.PANELS, lowbit.TINY), wanted
+            ):
+                return lowbit.PANELS
     return ""

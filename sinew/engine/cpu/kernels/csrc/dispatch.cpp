@@ -56,6 +56,12 @@ const Set* set_here(int index) {
 
 }  // namespace lowbit
 
+// 1 where the index-th set of kernels multiplies weights that lie as INT8_PANELS.
+extern "C" PUBLIC int lowbit_takes_panels(int index) {
+  const lowbit::Set* set = lowbit::set_here(index);
+  return set != nullptr && set->products->takes_panels();
+}
+
 // Name of the index-th set of kernels that this CPU can run, best first; null behind the last.
 extern "C" PUBLIC const char* lowbit_kernels(int index) {
   const lowbit::Set* set = lowbit::set_here(index);

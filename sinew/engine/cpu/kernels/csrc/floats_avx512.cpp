@@ -1,10 +1,13 @@
-// AVX-512: a tile of 12 x 1 vectors.
+// AVX-512 with VNNI: a tile of 12 x 1 vectors. Rounded attention has kernels of its own.
 #define LOWBIT_VECTOR 64
 #define LOWBIT_ROWS 12
-#include "floats.h"
+#include "attend16_avx512.h"
 
 namespace lowbit {
 
-const FloatKernels* avx512_floats() { return &FLOATS; }
+const FloatKernels* avx512_floats() {
+  static const FloatKernels all = {FLOATS.rows, attend, attend16, gelu, silu_times};
+  return &all;
+}
 
 }  // namespace lowbit

@@ -1,8 +1,9 @@
 // Products of int8 activations with low-bit weights: what a kernel is given, and what it gives.
 //
-// One tile is up to `Kernels::rows` rows of activations times CHANNELS output channels. Weights are read as the bundle
-// stores them, row by row, and expanded to a panel of codes just before they are multiplied: a panel serves all
-// rows of activations, so expanding costs little, and no second copy of the weights is ever made.
+// One tile is up to `Kernels::rows` rows of activations times CHANNELS output channels, or twice as many. Weights are read
+// as the bundle stores them, row by row, and expanded to a panel of codes just before they are multiplied: a panel serves
+// all rows of activations, so expanding costs little where they are many, and no second copy of the weights is ever made.
+// Where they are few it would cost as much as the products: INT8_PANELS are weights that were laid out as panels once.
 //
 //   codes     w = code - offset, and sum(x * w) = sum(x * code) - offset * sum(x): integers, exact.
 //   unit      values of k that lie together: 4 (8 with i8mm), or 2 where products are of 16 bits.
@@ -18,7 +19,7 @@ constexpr int CHANNELS = 16;  // of a panel
 constexpr int MAX_ROWS = 12;  // of a tile, over all kernels
 
 // The numbers are part of the interface (sinew/engine/cpu/library.py).
-enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, FORMATS = 4 };
+enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, INT8_PANELS = 4, FORMATS = 5 };
 
 // How far sums of products may go in 16 bits before they are widened; kernels without such sums ignore it.
 enum Width : int { TWO_BITS, FOUR_BITS, EIGHT_BITS, EIGHT_BITS_IN_GROUPS, WIDTHS };
@@ -26,10 +27,11 @@ enum Width : int { TWO_BITS, FOUR_BITS, EIGHT_BITS, EIGHT_BITS_IN_GROUPS, WIDTHS
 struct Tile {
   const void* x;           // block of activations
   const void* w;           // panel of codes
+  const void* w2;          // the next one, of `multiply_two`
   const float* scales;     // [groups][CHANNELS]
   const int32_t* offsets;  // [groups][width]: what a row's sum over the group has too much; width is the block's
   const int32_t* bases;    // [groups][CHANNELS]: what a channel's has too much; only where `pairs` is
-  float* out;              // [rows][CHANNELS]: sum over groups of scale * sum(x * w)
+  float* out;              // [rows][CHANNELS]: sum over groups of scale * sum(x * w); MAX_ROWS rows on, the next panel's
   int rows, width;         // width: rows of the block as it lies in memory
   int groups, units;       // units of a group
 };
@@ -53,6 +55,10 @@ struct Kernels {
                  int64_t stride);
   // What a row of activations contributes alone where EIGHT_BITS makes two products of one (x86_avx2.cpp), else null.
   int32_t (*pairs)(const int8_t* x, int64_t k);
+  // Two panels at once, of one group each: a value of x is read once for both. Null where that gains nothing.
+  void (*multiply_two[WIDTHS])(const Tile&);
+  // True where a panel of 8-bit codes is what INT8_PANELS holds: [k / 4][CHANNELS][4], codes plus 128.
+  bool takes_panels() const { return wide_unit == 4 && wide_bias == 128; }
 };
 
 struct Weights {
@@ -70,10 +76,12 @@ struct Traits {
   int width, offset, group;  // group: 0 means all of k
 };
 constexpr Traits TRAITS[FORMATS] = {
-    {TWO_BITS, 1, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS_IN_GROUPS, 0, 32}, {FOUR_BITS, 8, 32}};
+    {TWO_BITS, 1, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS_IN_GROUPS, 0, 32}, {FOUR_BITS, 8, 32}, {EIGHT_BITS, 0, 0}};
 
 constexpr int64_t row_bytes(int format, int64_t k) {
-  return format == TERNARY ? round_up(k, 64) / 4 : format == INT8 ? k : k / 32 * (format == Q8_0 ? 34 : 18);
+  return format == TERNARY                          ? round_up(k, 64) / 4
+         : format == INT8 || format == INT8_PANELS ? k
+                                                   : k / 32 * (format == Q8_0 ? 34 : 18);
 }
 
 // Attention of float32 tensors whose heads lie side by side in a row: q [batch, queries, heads, size], k and v
@@ -98,11 +106,11 @@ struct FloatKernels {
 };
 
 // Floats from one row of scores to the next: never a multiple of 4 KiB, where rows would share the same lines of a cache.
-constexpr int64_t score_stride(int64_t keys) { return round_up(keys, CHANNELS) + CHANNELS; }
+constexpr int64_t score_stride(int64_t keys) { return round_up(keys, 2 * CHANNELS) + CHANNELS; }
 
 // Bytes that one call of `attend` works in: keys, values, and `rows` rows of scores, queries and results.
 constexpr int64_t attend_bytes(const Attention& a, int rows) {
-  const int64_t padded = round_up(a.keys, CHANNELS), width = round_up(a.size, CHANNELS);
+  const int64_t padded = round_up(a.keys, 2 * CHANNELS), width = round_up(a.size, 2 * CHANNELS);
   return 4 * (2 * padded * width + rows * (score_stride(a.keys) + 2 * width));
 }
 

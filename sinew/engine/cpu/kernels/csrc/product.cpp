@@ -97,7 +97,10 @@ void multiply_panels(const Call& c, const Layer& layer, int64_t panel, int count
   for (int p = 0; p < count; ++p)
     c.kernels->expand(layer.weights, (panel + p) * CHANNELS, memory + p * c.panel_bytes(), scales + p * each,
                       bases + p * each);
-  alignas(64) float out[MAX_ROWS * CHANNELS];
+  const char* panels = c.format != INT8_PANELS ? memory
+                                               : reinterpret_cast<const char*>(layer.weights.data) + panel * c.panel_bytes();
+  alignas(64) float out[2 * MAX_ROWS * CHANNELS];
+  const auto multiply_two = c.groups == 1 ? c.kernels->multiply_two[c.traits.width] : nullptr;
   const int64_t channels = layer.weights.channels;
   // The weights behind these are wanted next, by this thread or another. Their rows are too short for hardware to
   // see a stream in them.
@@ -108,15 +111,20 @@ void multiply_panels(const Call& c, const Layer& layer, int64_t panel, int count
   for (int64_t b = 0; b < c.blocks; ++b) {
     for (int64_t i = b * slice; i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
     const int64_t row = c.first(b);
-    for (int p = 0; p < count; ++p) {
-      const Tile tile = {blocks + b * c.block_bytes(), memory + p * c.panel_bytes(), scales + p * each,
+    for (int p = 0, together; p < count; p += together) {
+      together = multiply_two != nullptr && p + 1 < count ? 2 : 1;
+      const char* w = panels + p * c.panel_bytes();
+      const Tile tile = {blocks + b * c.block_bytes(), w, w + c.panel_bytes(), scales + p * each,
                          offsets + b * c.groups * c.width, bases + p * each, out, c.size(b), c.width_of(b), c.groups,
                          c.units};
-      c.kernels->multiply[c.traits.width](tile);
-      const int64_t channel = (panel + p) * CHANNELS;
-      const int there = static_cast<int>(channels - channel < CHANNELS ? channels - channel : CHANNELS);
-      c.kernels->finish(out, tile.rows, there, inverses + row, layer.bias == nullptr ? nullptr : layer.bias + channel,
-                        layer.y + row * channels + channel, channels);
+      (together == 2 ? multiply_two : c.kernels->multiply[c.traits.width])(tile);
+      for (int i = 0; i < together; ++i) {
+        const int64_t channel = (panel + p + i) * CHANNELS;
+        const int there = static_cast<int>(channels - channel < CHANNELS ? channels - channel : CHANNELS);
+        c.kernels->finish(out + i * MAX_ROWS * CHANNELS, tile.rows, there, inverses + row,
+                          layer.bias == nullptr ? nullptr : layer.bias + channel, layer.y + row * channels + channel,
+                          channels);
+      }
     }
   }
 }
@@ -167,16 +175,18 @@ PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows
                            const int64_t* layers, int count, int threads) {
   using namespace lowbit;
   const Set* chosen = set_here(kernels);
-  const bool scaled = format == TERNARY || format == INT8;
+  const bool scaled = format == TERNARY || format == INT8 || format == INT8_PANELS;
   if (chosen == nullptr || format < 0 || format >= FORMATS || rows < 0 || k < 1 || k > (1 << 16) || threads < 1 ||
       !(smallest > 0) || (!scaled && k % 32 != 0) || count < 1 || count > MOST_LAYERS)
     return 1;
+  if (format == INT8_PANELS && (!chosen->products->takes_panels() || k % 8 != 0)) return 1;
   Layer made[MOST_LAYERS];
   int64_t all = 0;
   for (int i = 0; i < count; ++i) {
     const int64_t* at = layers + 6 * i;
     const int64_t channels = at[4], scales = at[5];
     if (channels < 0 || (scaled && scales != 1 && scales != channels)) return 1;
+    if (format == INT8_PANELS && channels % CHANNELS != 0) return 1;
     made[i] = {{pointer<const uint8_t>(at[0]), pointer<const float>(at[1]), scales, channels, k, format},
                pointer<const float>(at[2]), pointer<float>(at[3])};
     all += channels;

@@ -144,7 +144,7 @@ inline int rows_of(const Weights& w, int64_t channel) {
 template <int FORMAT>
 void expand_scales(const Weights& w, int64_t channel, float* scales) {
   const int rows = rows_of(w, channel);
-  if (FORMAT == TERNARY || FORMAT == INT8) {
+  if (FORMAT == TERNARY || FORMAT == INT8 || FORMAT == INT8_PANELS) {
     for (int c = 0; c < CHANNELS; ++c) scales[c] = c < rows ? w.scale[w.scales == 1 ? 0 : channel + c] : 0.0f;
     return;
   }
@@ -191,6 +191,7 @@ void expand(const Weights& w, int64_t channel, void* panel, float* scales, int32
     case TERNARY: return expand_panel<TERNARY, UNIT, 0>(w, channel, panel, scales);
     case Q4_0: return expand_panel<Q4_0, UNIT, 0>(w, channel, panel, scales);
     case INT8: return expand_panel<INT8, WIDE_UNIT, BIAS>(w, channel, panel, scales);
+    case INT8_PANELS: return expand_scales<INT8_PANELS>(w, channel, scales);
     default: return expand_panel<Q8_0, WIDE_UNIT, BIAS>(w, channel, panel, scales);
   }
 }

@@ -9,6 +9,15 @@ namespace {
 
 constexpr int ROWS = 6;
 
+// As assembler, as in x86_avx512vnni.cpp.
+inline void dot(__m256i& sum, __m256i codes, __m256i x) {
+#ifdef __AVXVNNI__
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(codes), "x"(x));
+#else  // emulated
+  sum = _mm256_dpbusd_avx_epi32(sum, codes, x);
+#endif
+}
+
 template <int R>
 struct Multiply {
   static void run(const Tile& t) {
@@ -24,8 +33,8 @@ struct Multiply {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const __m256i a = _mm256_set1_epi32(x[r]);
-          sums[r][0] = _mm256_dpbusd_avx_epi32(sums[r][0], low, a);
-          sums[r][1] = _mm256_dpbusd_avx_epi32(sums[r][1], high, a);
+          dot(sums[r][0], low, a);
+          dot(sums[r][1], high, a);
         }
       }
 #pragma GCC unroll 8

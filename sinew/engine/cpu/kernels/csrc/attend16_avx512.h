@@ -1,0 +1,220 @@
+// Attention in products of 16-bit integers (AVX-512 VNNI), as attend16.h has it for AVX2 and rounded as there: queries and
+// keys per row to 13.5 bits where heads are 64 wide, weights of a row to 14 and values per column to 11. vpdpwssd adds two
+// products to a 32-bit sum at the rate of vpdpbusd, so no product stands for two others here.
+#pragma once
+#include <immintrin.h>
+
+#include "floats.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int WIDE = 2 * CHANNELS;                       // columns of a tile: two vectors
+constexpr int ROWS16 = TILE, TOGETHER16 = TILES * TILE;  // rows of a tile; rows that share keys in the first cache
+constexpr int VALUES16 = 1023;  // weights reach 2^14, and 128 (DEPTH) products of both stay below 2^31
+constexpr float WEIGHTS16 = 16384.0f;
+
+// As assembler: see x86_avx512vnni.cpp.
+inline void dot16(__m512i& sum, __m512i a, __m512i b) {
+#ifdef __AVX512VNNI__
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#else  // emulated
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+
+inline __mmask16 first16(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1); }
+
+// Bits of absolute values are ordered as the values are, with NaN last.
+inline __m512i magnitude(__m512 x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)); }
+
+// Whole numbers of two vectors, each within 16 bits -> one unit per lane: `low` in its low half.
+inline __m512i unit_of(__m512i low, __m512i high) {
+  return _mm512_or_si512(_mm512_and_si512(low, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(high, 16));
+}
+
+// Sums of ROWS16 rows, `stride` units apart, times a panel [units][WIDE]: as floats times `steps`, or where there are none,
+// added to what `out` has if `more`. A unit is two values in 32 bits.
+template <bool STEPS>
+__attribute__((noinline)) void tile16(const int32_t* x, int64_t stride, const int32_t* panel, int64_t units,
+                                      const float* steps, float* out, int64_t out_stride, bool more) {
+  __m512i sums[ROWS16][2];
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS16; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
+  for (int64_t u = 0; u < units; ++u, panel += WIDE) {
+    const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + CHANNELS);
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS16; ++r) {
+      const __m512i unit = _mm512_set1_epi32(x[r * stride + u]);
+      dot16(sums[r][0], left, unit);
+      dot16(sums[r][1], right, unit);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS16; ++r)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      float* to = out + r * out_stride + h * CHANNELS;
+      __m512 sum = _mm512_cvtepi32_ps(sums[r][h]);
+      if (STEPS) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(steps + h * CHANNELS));
+      if (!STEPS && more) sum = _mm512_add_ps(sum, _mm512_loadu_ps(to));
+      _mm512_storeu_ps(to, sum);
+    }
+}
+
+// Row of floats [size] -> units of int16 [padded], padded a multiple of WIDE, `limit` at the largest; returns what one step
+// stands for, NaN where a value is not finite.
+inline float round16(const float* x, int64_t size, int64_t padded, int limit, int32_t* out) {
+  const auto at = [=](int64_t i) { return _mm512_maskz_loadu_ps(first16(size - i), x + i); };
+  __m512i tops = _mm512_setzero_si512();
+  for (int64_t i = 0; i < size; i += CHANNELS) tops = _mm512_max_epi32(tops, magnitude(at(i)));
+  const int32_t top = _mm512_reduce_max_epi32(tops);
+  if (top >= 0x7f800000) {
+    std::memset(out, 0, padded * sizeof(int16_t));
+    return __builtin_nanf("");
+  }
+  float largest;
+  std::memcpy(&largest, &top, 4);
+  largest = largest > 1e-30f ? largest : 1e-30f;
+  const __m512 scale = _mm512_set1_ps(static_cast<float>(limit) / largest);
+  for (int64_t i = 0; i < padded; i += CHANNELS) {
+    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(at(i), scale));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i / 2), _mm512_cvtepi32_epi16(whole));
+  }
+  return largest / static_cast<float>(limit);
+}
+
+// Keys of one head -> panels [padded / WIDE][units][WIDE], with the step of each; `rows`: CHANNELS rows of units.
+inline void keys16(const Attention& a, const float* k, int64_t padded, int64_t units, int limit, int32_t* panels,
+                   float* steps, int32_t* rows) {
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i apart = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int32_t>(units)));
+  for (int64_t i = 0; i < padded; i += CHANNELS) {
+    for (int64_t j = 0; j < CHANNELS; ++j) {
+      const bool there = i + j < a.keys;
+      steps[i + j] = there ? round16(k + (i + j) * a.k_row, a.size, 2 * units, limit, rows + j * units) : 0.0f;
+      if (!there) std::memset(rows + j * units, 0, 4 * units);
+    }
+    int32_t* to = panels + i / WIDE * units * WIDE + i % WIDE;
+    for (int64_t u = 0; u < units; ++u) _mm512_storeu_si512(to + u * WIDE, _mm512_i32gather_epi32(apart, rows + u, 4));
+  }
+}
+
+// Values of one head -> panels [width / WIDE][padded / 2][WIDE] of units that hold keys i and i + 16 of each 32, and the
+// steps of columns.
+inline void values16(const Attention& a, const float* v, int64_t padded, int64_t width, int32_t* panels, float* steps) {
+  for (int64_t d = 0; d < width; d += CHANNELS) {
+    const __mmask16 there = first16(a.size - d);
+    const auto row = [&](int64_t i) {
+      return i < a.keys ? _mm512_maskz_loadu_ps(there, v + i * a.v_row + d) : _mm512_setzero_ps();
+    };
+    __m512i top = _mm512_setzero_si512();
+    for (int64_t i = 0; i < a.keys; ++i) top = _mm512_max_epi32(top, magnitude(row(i)));
+    const __mmask16 finite = _mm512_cmpgt_epi32_mask(_mm512_set1_epi32(0x7f800000), top);
+    const __m512 largest = _mm512_max_ps(_mm512_castsi512_ps(top), _mm512_set1_ps(1e-30f));
+    const __m512 limit = _mm512_set1_ps(VALUES16);
+    const __m512 scale = _mm512_maskz_div_ps(finite, limit, largest);
+    _mm512_storeu_ps(steps + d, _mm512_mask_div_ps(_mm512_set1_ps(__builtin_nanf("")), finite, largest, limit));
+    int32_t* to = panels + d / WIDE * (padded / 2) * WIDE + d % WIDE;
+    // Where a column is not finite, some are 2^31, of which a unit takes nothing.
+    const auto rounded = [&](int64_t i) { return _mm512_cvtps_epi32(_mm512_mul_ps(row(i), scale)); };
+    for (int64_t i = 0; i < padded; i += WIDE)
+      for (int64_t j = i; j < i + CHANNELS; ++j, to += WIDE)
+        _mm512_storeu_si512(to, unit_of(rounded(j), rounded(j + CHANNELS)));
+  }
+}
+
+// Scores of one query, to be multiplied by `factor`, -> weights times 2^14 in 16 bits, in the order of values16(), written over
+// them; their sum is returned, NaN where a score is.
+inline float weights16(float* scores, const uint8_t* seen, int64_t keys, int64_t padded, float factor) {
+  const float none = -__builtin_inff();
+  factor = factor < 1e-37f ? 1e-37f : factor;
+  if (seen != nullptr)
+    for (int64_t i = 0; i < keys; ++i) scores[i] = seen[i] ? scores[i] : none;
+  for (int64_t i = keys; i < padded; ++i) scores[i] = none;
+  __m512 tops[2] = {_mm512_loadu_ps(scores), _mm512_loadu_ps(scores + CHANNELS)};
+  for (int64_t i = WIDE; i < padded; i += WIDE)
+    for (int h = 0; h < 2; ++h) tops[h] = _mm512_max_ps(_mm512_loadu_ps(scores + i + h * CHANNELS), tops[h]);
+  float most = _mm512_reduce_max_ps(_mm512_max_ps(tops[0], tops[1]));
+  if (most == none) {  // as the reference: a row that sees nothing averages all values
+    std::memset(scores, 0, keys * sizeof(float));
+    most = 0.0f;
+  }
+  const __m512 factors = _mm512_set1_ps(factor), start = _mm512_set1_ps(-most * factor);
+  const auto weight = [&](const float* from) {  // 2^14 e^((score - most) factor), a whole number
+    // The second operand where one is NaN.
+    const __m512 x = _mm512_max_ps(_mm512_set1_ps(-87.0f), _mm512_fmadd_ps(_mm512_loadu_ps(from), factors, start));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);  // to nearest, no exceptions
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(8.3125010e-3f), _mm512_set1_ps(4.1890331e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6667116e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.9999231e-1f));
+    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+    return _mm512_roundscale_ps(_mm512_scalef_ps(p, _mm512_add_ps(n, _mm512_set1_ps(14.0f))), 8);
+  };
+  __m512 sum = _mm512_setzero_ps();
+  int32_t* to = reinterpret_cast<int32_t*>(scores);
+  for (int64_t i = 0; i < padded; i += WIDE, to += CHANNELS) {
+    const __m512 low = weight(scores + i), high = weight(scores + i + CHANNELS);
+    sum = _mm512_add_ps(sum, _mm512_add_ps(low, high));
+    _mm512_storeu_si512(to, unit_of(_mm512_cvtps_epi32(low), _mm512_cvtps_epi32(high)));
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+
+// As attend(); right to 4e-3 of the largest value at worst, a tenth of that where numbers are random.
+void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
+  const int64_t padded = round_up(a.keys, WIDE), width = round_up(a.size, WIDE), shared = a.heads / a.key_heads;
+  const int64_t units = width / 2, stride = score_stride(a.keys);
+  int64_t limit = 16383;  // the sum of `size` products of such numbers stays below 2^31
+  while (a.size * limit * limit > 0x7fffffff) --limit;
+  const auto take = [&](int64_t words) {
+    char* at = memory;
+    memory += words * 4;
+    return at;
+  };
+  int32_t* keys = reinterpret_cast<int32_t*>(take(padded * units));
+  int32_t* values = reinterpret_cast<int32_t*>(take(padded / 2 * width));
+  float* scores = reinterpret_cast<float*>(take(TOGETHER16 * stride));
+  float* key_steps = reinterpret_cast<float*>(take(padded));
+  float* value_steps = reinterpret_cast<float*>(take(width));
+  int32_t* queries = reinterpret_cast<int32_t*>(take(TOGETHER16 * units));
+  float* out = reinterpret_cast<float*>(take(TOGETHER16 * width));
+  keys16(a, a.k + b * a.k_batch + head / shared * a.size, padded, units, static_cast<int>(limit), keys, key_steps, queries);
+  values16(a, a.v + b * a.v_batch + head / shared * a.size, padded, width, values, value_steps);
+  for (int64_t row = first; row < last; row += TOGETHER16) {
+    const int rows = static_cast<int>(last - row < TOGETHER16 ? last - row : TOGETHER16);
+    const int behind = (rows + ROWS16 - 1) / ROWS16 * ROWS16;  // the last tile's, with rows that are not there
+    float factors[TOGETHER16], totals[TOGETHER16];
+    for (int r = 0; r < behind; ++r) {  // the last one stands for those that are not there
+      const float* q = a.q + b * a.q_batch + (row + (r < rows ? r : rows - 1)) * a.q_row + head * a.size;
+      factors[r] = a.scale * round16(q, a.size, width, static_cast<int>(limit), queries + r * units);
+    }
+    for (int64_t i = 0; i < padded; i += WIDE)
+      for (int r = 0; r < behind; r += ROWS16)
+        tile16<true>(queries + r * units, units, keys + i * units, units, key_steps + i, scores + r * stride + i, stride,
+                     false);
+    for (int r = 0; r < behind; ++r) {
+      const uint8_t* seen = a.mask == nullptr || r >= rows ? nullptr : a.mask + (b * a.queries + row + r) * a.keys;
+      totals[r] = weights16(scores + r * stride, seen, a.keys, padded, factors[r]);
+    }
+    for (int64_t i = 0; i < padded; i += DEPTH)
+      for (int64_t d = 0; d < width; d += WIDE)
+        for (int r = 0; r < behind; r += ROWS16)
+          tile16<false>(reinterpret_cast<const int32_t*>(scores) + r * stride + i / 2, stride,
+                        values + (d * padded + i * WIDE) / 2, (padded - i < DEPTH ? padded - i : DEPTH) / 2, nullptr,
+                        out + r * width + d, width, i > 0);
+    for (int r = 0; r < rows; ++r) {
+      const __m512 inverse = _mm512_set1_ps(1.0f / totals[r]);
+      float* y = a.out + ((b * a.queries + row + r) * a.heads + head) * a.size;
+      for (int64_t d = 0; d < a.size; d += CHANNELS) {
+        const __m512 values = _mm512_mul_ps(_mm512_loadu_ps(out + r * width + d), _mm512_loadu_ps(value_steps + d));
+        _mm512_mask_storeu_ps(y + d, first16(a.size - d), _mm512_mul_ps(values, inverse));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lowbit
