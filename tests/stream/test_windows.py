@@ -244,7 +244,7 @@ def test_a_chunk_continues_what_the_robot_was_given(
 
 
 def test_what_was_taken_back_is_not_continued(whole: Policy, asked: list[Observation]) -> None:
-    """A later hand-over that ends earlier leaves nothing of the one before; the first frame may be the clock's start."""
+    """A later hand-over that ends earlier leaves nothing of the one before. The first frame may be at zero."""
     chunks = chunks_of(whole, 1, "guided")
     rows = np.arange(30, dtype=np.float32)[:, None] * np.ones((1, whole.spec.action.dim), np.float32)
     chunks.handed(rows, 0, run=1)
