@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sinew_client.policy import Limit, OpenPolicy
+from sinew_client.policy import Limit, OpenPolicy, asking
 
 from sinew import hints
 from sinew.bundle import Bundle
@@ -134,6 +134,7 @@ class Policy(OpenPolicy):
             "unbatched": self.unbatched,
             "unstreamed": self.facts.unshared,
             "lm_head": self.manifest.config.get("lm_head", ""),
+            "says": list(self.says),
         }
 
     @property
@@ -198,6 +199,7 @@ class Policy(OpenPolicy):
         """Raise :class:`ObservationError` for a field that this policy cannot take; computes nothing."""
         observation = given.observation(observation, self.spec)
         self._check_guided(observation)
+        self._check_speaks(observation)
         self.processor.check(observation)
 
     def infer(
@@ -219,6 +221,31 @@ class Policy(OpenPolicy):
         with Limit(timeout, cancel) as limit:
             return self.run(self.prepare(observation), cancel=limit)
 
+    def ask(
+        self,
+        observation: Observation | Mapping[str, Any],
+        question: str,
+        max_tokens: int | None = None,
+        *,
+        timeout: float | None = None,
+        cancel: threading.Event | None = None,
+    ) -> str:
+        """Return what the language head answers to a question about an observation, at most ``max_tokens`` tokens; the
+        likeliest one each time. ``cancel`` is looked at between two of them. Raises what :meth:`infer` does."""
+        return self.infer(asking(observation, question, max_tokens), timeout=timeout, cancel=cancel).text
+
+    def subtask(
+        self,
+        observation: Observation | Mapping[str, Any],
+        max_tokens: int | None = None,
+        *,
+        timeout: float | None = None,
+        cancel: threading.Event | None = None,
+    ) -> str:
+        """Return the subtask that the language head says of an observation and its instruction, without actions, as
+        :meth:`ask` does. An observation with ``subtask`` has both."""
+        return self.infer(asking(observation, None, max_tokens), timeout=timeout, cancel=cancel).text
+
     def prepare(self, observation: Observation | Mapping[str, Any]) -> Prepared:
         """The first half of :meth:`infer`, which needs no lock: check, tokenise, normalise, resize.
 
@@ -227,6 +254,7 @@ class Policy(OpenPolicy):
         self._refuse_closed()
         observation = given.observation(observation, self.spec)
         self._check_guided(observation)
+        self._check_speaks(observation)
         return self.processor.prepare(observation, pixels=not self.facts.takes_frames)
 
     def run(self, prepared: Prepared, *, cancel: threading.Event | None = None) -> ActionChunk:
@@ -249,7 +277,7 @@ class Policy(OpenPolicy):
         if len(members) > 1:
             if self.unbatched:
                 raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
-            if len({self.batch_key(member) for member in members}) > 1:
+            if None in (keys := {self.batch_key(member) for member in members}) or len(keys) > 1:
                 raise SinewError("a batch: expected observations of one batch_key")
         noise = np.stack([member.noise for member in members])  # [B, H, A]
         if first.continuation is not None:
@@ -261,7 +289,15 @@ class Policy(OpenPolicy):
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
             start, watch = time.perf_counter(), Watch(cancel)
-            chunks = self.engine.run(inputs, noise, first.steps, guidance, watch)
+            text, chunks = "", np.zeros((1, 0, self.spec.action.dim), np.float32)
+            if first.words is None:
+                chunks = self.engine.run(inputs, noise, first.steps, guidance, watch)
+            else:
+                end, words = self.manifest.processing.prompt.eos_token_id, first.words
+                context, said = self.engine.say_text(inputs, words.most, end, words.behind, watch)
+                text = self.processor.prompter.words(said)
+                if words.behind is not None:
+                    chunks = self.engine.solve(context, noise, first.steps, guidance, watch)
             timing, computed = watch.timing(len(members)), time.perf_counter()
             found = [self._finished(chunk, member) for chunk, member in zip(chunks, members, strict=True)]
             end = time.perf_counter()
@@ -277,10 +313,11 @@ class Policy(OpenPolicy):
                     preprocess_ms=member.milliseconds,
                     total_ms=1e3 * (end - start) + member.milliseconds,
                 ),
-                member.seed,
+                member.seed if len(actions) else None,
                 member.session,
                 member.time,
                 self.warnings(member),
+                text=text,
             )
             for actions, member in zip(found, members, strict=True)
         ]
@@ -292,6 +329,8 @@ class Policy(OpenPolicy):
         """
         from sinew.engine.contexts import pack
 
+        if prepared.words is not None:
+            raise SinewError("context: expected an observation without words to be said, got one with them")
         if self.facts.chooses_tokens and form != "fp32":
             kind = self.spec.architecture
             raise SinewError(f"context: expected fp32 for {kind}, whose head chooses tokens, got {form}")
@@ -301,14 +340,19 @@ class Policy(OpenPolicy):
             self.check_files()
         return pack(context, form)
 
-    def batch_key(self, prepared: Prepared) -> BatchKey:
-        """Return what other observations must have in common with this one to be run with it."""
+    def batch_key(self, prepared: Prepared) -> BatchKey | None:
+        """Return what other observations must have in common with this one to be run with it; None for one that is to
+        be told in words, which are said for one alone."""
+        if prepared.words is not None:
+            return None
         key = batch_key(prepared)
         if self.facts.exact_lengths:
             return key._replace(prompt=len(prepared.inputs.tokens))
         return key
 
     def _finished(self, chunk: np.ndarray, member: Prepared) -> np.ndarray | SinewError:
+        if not len(chunk):
+            return chunk
         try:
             return self.processor.finish(chunk, member.state, normalized=not self.facts.world_units)
         except SinewError as error:
@@ -392,6 +436,30 @@ class Policy(OpenPolicy):
         if self.spec.solver.kind != "euler":
             return "a policy that integrates a velocity; this one has nothing to guide", self.spec.solver.kind
         return "", ""
+
+    @property
+    def says(self) -> tuple[str, ...]:
+        """Return which words this policy can be asked for: "subtask", "question"."""
+        recipe = self.manifest.processing.prompt.text
+        if recipe is None or not self.facts.has_lm_head:
+            return ()
+        return tuple(name for name in ("subtask", "question") if getattr(recipe, name))
+
+    def _check_speaks(self, observation: Observation) -> None:
+        """Raise :class:`ObservationError` for words that this policy cannot say, with what would make it."""
+        if not (name := observation.asks) or self.says:
+            return
+        kept = self.manifest.config.get("lm_head", "")
+        if kept and not self.facts.has_lm_head:
+            raise ObservationError(
+                name, "nothing, or engine eager or plan, which say words", self.engine_name
+            )
+        raise ObservationError(
+            name,
+            "nothing, or a bundle that keeps its language head and the prompt of its words (sinew convert"
+            " --set lm_head=true)",
+            f"{self.spec.name}, which keeps {'no such prompt' if kept else 'none'}",
+        )
 
     def _check_guided(self, observation: Observation) -> None:
         if observation.previous is None:

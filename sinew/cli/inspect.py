@@ -18,6 +18,7 @@ LONG = 200  # characters of a value that is shown whole
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.gguf_file import TensorInfo
+    from sinew.bundle.prompt_recipe import TextRecipe
     from sinew.bundle.schema import Quantization, VectorPart
     from sinew.bundle.seen import Seen
 
@@ -126,6 +127,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "prompt": f"{json.dumps(prompt.template)}, at most {prompt.max_tokens} tokens, padding {padding}"
         + (f"; {prompt}" if str(prompt) else ""),
         "language head": _lm_head(bundle),
+        "words": _words(prompt.text),
         "tokenizer": f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
         "quantised": _quantised(manifest.quantization),
         "seen": _seen(manifest.seen),
@@ -151,7 +153,23 @@ def _lm_head(bundle: Bundle) -> str:
     nbytes = sum(t.nbytes for t in bundle.infos.values() if t.name.startswith("lm_head."))
     if kept != "own":
         return f"{nbytes / 1e6:.1f} MB, which says actions" if nbytes else "not kept"
-    return f"{nbytes / 1e6:.1f} MB, for the text of streams"
+    return f"{nbytes / 1e6:.1f} MB, for subtasks, answers and the text of streams"
+
+
+def _words(text: TextRecipe | None) -> str:
+    """Return what a language head is asked with."""
+    from sinew.bundle.prompt_recipe import template
+
+    if text is None:
+        return "-"
+    asked = [
+        f"a {name} behind {json.dumps(template(steps))}"
+        for name, steps in (("subtask", text.subtask), ("question's answer", text.question))
+        if steps
+    ]
+    if text.subtask:
+        asked.insert(1, f"actions behind {json.dumps(text.action)}")
+    return f"{', '.join(asked)}; at most {text.most} tokens where a request says no number"
 
 
 def _hashes(found: dict[str, str] | None) -> str:

@@ -1,4 +1,5 @@
-"""The language model's head, which no chunk of actions needs: kept on request, for the text of a stream."""
+"""The language model's head, which no chunk of actions needs: kept on request, for subtasks, answers and the text of a
+stream, with the prompts that its words follow."""
 
 from __future__ import annotations
 
@@ -7,14 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sinew.bundle.prompt_recipe import TextRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.options import ConvertOptions, Setting
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import ConvertError
+from sinew.steps.prompt.base import PromptStep
+from sinew.steps.prompt.state import State
+from sinew.steps.prompt.template import sentence
 
 LM_HEAD_SETTING = Setting(
-    bool, "true keeps the language model's head, for the text of a stream (docs/stream.md)"
+    bool,
+    "true keeps the language model's head, for subtasks, answers and the text of a stream (docs/stream.md)",
 )
+PROMPT_SETTINGS = {
+    "subtask_prompt": Setting(
+        str, "the prompt that a subtask follows, with {prompt} and {state} in their places"
+    ),
+    "subtask_action": Setting(str, "what is written behind a subtask before actions follow"),
+    "question_prompt": Setting(str, "the prompt that an answer follows, with the question at {prompt}"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,9 @@ def lm_head(
     :class:`ConvertError` for a checkpoint without a head.
     """
     if not options.setting("lm_head", False):
+        for name in PROMPT_SETTINGS:
+            if options.setting(name, None) is not None:
+                raise ConvertError(f"--set {name}: expected --set lm_head=true beside it, got none")
         return LMHead("", dead)
     found = tensors.get(head)
     if found is None and not tied:
@@ -69,6 +85,35 @@ def lm_head(
     note = f"language head: {found.nbytes / 1e6:.1f} MB; {ends}"
     kept = tuple(prefix for prefix in dead if not head.startswith(prefix))
     return LMHead("own", kept, -1 if eos is None else eos, (note,))
+
+
+def text_recipe(
+    options: ConvertOptions,
+    before: tuple[PromptStep, ...],
+    state: State | None = None,
+    *,
+    subtask: str = "",
+    action: str = "",
+    question: str = "",
+) -> TextRecipe | None:
+    """Return what a head that is kept is asked with: what ``--set`` says, else the family's sentences; "": none.
+
+    before: steps that change the instruction, of each prompt. state: writes the state at its place.
+    """
+    subtask = options.setting("subtask_prompt", subtask)
+    question = options.setting("question_prompt", question)
+    if not subtask and not question:
+        return None
+    for name, words in (("subtask_prompt", subtask), ("question_prompt", question)):
+        if "{state}" in words and state is None:
+            raise ConvertError(
+                f"--set {name}: expected no {{state}}, as this policy's prompts have none, got one"
+            )
+    return TextRecipe(
+        subtask=(*before, *sentence(subtask, state)) if subtask else (),
+        action=options.setting("subtask_action", action) if subtask else "",
+        question=(*before, *sentence(question, state)) if question else (),
+    )
 
 
 def _same(head: TensorSource, table: TensorSource | None) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Watch:
         self._begun = time.perf_counter()
 
     def lap(self, stage: str) -> None:
-        """End a stage ("vision", "prefix", "step"), after the device has caught up."""
+        """End a stage ("vision", "prefix", "text", "step"), after the device has caught up."""
         now = time.perf_counter()
         self._laps.setdefault(stage, []).append(1e3 * (now - self._begun))
         self.check()
@@ -90,6 +90,7 @@ class Watch:
             prefix_ms=sum(laps.get("prefix", ())),
             step_ms=tuple(laps.get("step", ())),
             batch=batch,
+            text_ms=sum(laps.get("text", ())),
         )
 
 
@@ -107,7 +108,7 @@ class Facts:
     one_graph: it runs all stages as one unless a watch asks for them apart.
     rolling: rows of a chunk are denoised at times of their own (:meth:`Engine.evaluate`). head_reads_state:
         :meth:`Engine.renew` gives a context a newer state. chooses_tokens: a rounded context may give other actions.
-        has_lm_head: :meth:`Engine.read_text` says something.
+        has_lm_head: :meth:`Engine.read_text` and :meth:`Engine.say_text` say something.
     files: of weights, beside the bundle. notes: what people would like to know of it beyond its name; details: the
         same for reports, by key.
     """
@@ -197,6 +198,24 @@ class Engine(ABC):
     def tune_threads(self, infer: Callable[[], object]) -> str:
         """Choose the number of threads by trying, and return the reason; "" where there is nothing to choose."""
         return ""
+
+    # ------------------------------------------------------------------------- of language heads
+
+    def say_text(
+        self,
+        inputs: ModelInputs,
+        most: int,
+        end: int = -1,
+        behind: Sequence[int] | None = (),
+        watch: Watch | None = None,
+    ) -> tuple[Context, list[int]]:
+        """Return the context of one observation with a text behind its prompt, and the text: the likeliest token each
+        time, until ``end``, which is left out, at most ``most``.
+
+        behind: tokens that follow the text before a head acts on it; None where none will, and then there is no
+        context. What the prompt left is kept: each token is one row more.
+        """
+        raise self._cannot("say text")
 
     # ------------------------------------------------------------------------- of streams
 

@@ -237,3 +237,22 @@ class Decoder(nn.Module):
             x, kv = layer(x, rotate, mask)
             cache.append(kv)
         return x, cache
+
+    def extend(
+        self, x: Tensor, positions: Tensor, mask: Tensor, cache: Sequence[KeyValue]
+    ) -> tuple[Tensor, tuple[KeyValue, ...]]:
+        """Run rows behind those whose keys and values are known.
+
+        x: [B, N, C]; positions: int [B, N]; mask: bool [B, N, P + N]; cache: of each layer, [B, P, Hkv, D], which is
+        left as it is. Returns what :meth:`forward` does, the hidden states of the N rows, the cache of P + N.
+        """
+        x = x.to(self.embed_tokens.dtype)
+        rotate = Rotation.at(positions, self.config.head_dim, self.config.rope_theta)
+        layers: Sequence[DecoderLayer] = self.layers  # type: ignore[assignment]
+        longer: list[KeyValue] = []
+        for layer, (keys, values) in zip(layers, cache, strict=True):
+            q, k, v = layer.project(x, rotate)
+            kv = torch.cat([keys, k], dim=1), torch.cat([values, v], dim=1)
+            x = layer.finish(x, layer.attn.attend(q, kv, mask))
+            longer.append(kv)
+        return x, tuple(longer)

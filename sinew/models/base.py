@@ -14,6 +14,12 @@ A :class:`Speaker` has no solver: it says tokens in turn, which are data too
 
     spoken = model.first(context)            # once per observation: the first token
     spoken = model.next(spoken, context)      # once per token, until one ends the sentence
+
+A model whose bundle keeps its language head (``has_lm_head``) says text as well, of which the same prefix is read:
+
+    said = model.begin_text(image_tokens, camera_mask, tokens, token_mask, state)   # in the place of read
+    said = model.continue_text(said, tokens)                                        # once per token
+    context = model.context_of(said)                                                # what act takes
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +37,22 @@ from sinew.solvers import FLOW, SINGLE, Solver, solve
 from sinew.steps.action_tokens.base import ActionTokens
 
 Context = Any  # a named tuple of tensors, and of tuples of them; None where a model has nothing to say
+
+
+class Said(NamedTuple):
+    """A prompt that a language model has read, and the text behind it, P rows together.
+
+    kv: of each layer, keys and values [B, P, Hkv, D]. valid: bool [B, P], False where a row is padding. sees: bool
+    [B, P], the rows that the next token of the text sees. position: int64 [B], of that token. last: [B, C], the hidden
+    state before the final norm that says it. state: float32 [B, S], the robot's.
+    """
+
+    kv: tuple[tuple[Tensor, Tensor], ...]
+    valid: Tensor
+    sees: Tensor
+    position: Tensor
+    last: Tensor
+    state: Tensor
 
 
 class Model(nn.Module):
@@ -127,6 +149,24 @@ class Model(nn.Module):
 
         text: int64 [B, N], what was said so far, N from 0 on. It sees views and prompt, and none of them sees it.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no language head")
+
+    def begin_text(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Said:
+        """Read a prompt as :meth:`read` does, of which nothing is said yet; arguments as there."""
+        raise NotImplementedError(f"{type(self).__name__} has no language head")
+
+    def continue_text(self, said: Said, tokens: Tensor) -> Said:
+        """Return what is said with ``tokens``, int64 [B, N], N at least 1, behind it. ``said`` is not written to."""
+        raise NotImplementedError(f"{type(self).__name__} has no language head")
+
+    def context_of(self, said: Said) -> Context:
+        """Return what :meth:`act` takes, by which the head reads the prompt and all that was said behind it."""
+        raise NotImplementedError(f"{type(self).__name__} has no language head")
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Return the score of each token, [B, vocabulary], of a language model's last hidden state [B, C]."""
         raise NotImplementedError(f"{type(self).__name__} has no language head")
 
     def renew(self, context: Context, state: Tensor) -> Context:

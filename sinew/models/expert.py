@@ -19,7 +19,7 @@ from sinew.layers.norm import Modulation, RMSNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import VisionTransformer
-from sinew.models.base import Model
+from sinew.models.base import Model, Said
 
 LMHead = Literal["", "own", "tied"]
 """The language model's head: not kept, a matrix of its own, or the token table once more."""
@@ -168,7 +168,7 @@ class ExpertModel(Model):
         x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
         (B, P), N = valid.shape, text.shape[1]
         positions = valid.long().cumsum(dim=1) - 1
-        instruction = valid & ~opens_block.long().cumsum(dim=1).bool()  # [B, P], the views before it included
+        instruction, last = _instruction(valid, opens_block)
         start = instruction.sum(dim=1)  # [B]
         steps = torch.arange(N, device=x.device)
         sees = torch.zeros(B, P + N, P + N, dtype=torch.bool, device=x.device)  # [query, key]
@@ -177,11 +177,35 @@ class ExpertModel(Model):
         sees[:, P:, P:] = steps[:, None] >= steps
         x = torch.cat([x, self.embed_text(text).to(x.dtype)], dim=1)
         h, cache = self.language(x, torch.cat([positions, start[:, None] + steps], dim=1), sees)
-        # The last token of the instruction says the first one of the text.
-        last = (instruction & (positions == start[:, None] - 1)).long().argmax(dim=1)  # [B]
         row = h[:, -1] if N else h[torch.arange(B, device=h.device), last]  # [B, C]
         context = self.context(self.prefix_of([(k[:, :P], v[:, :P]) for k, v in cache], valid, state))
         return context, self.logits(row)
+
+    def begin_text(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Said:
+        x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
+        instruction, last = _instruction(valid, opens_block)
+        positions = valid.long().cumsum(dim=1) - 1
+        h, cache = self.language(x, positions, self.prefix_mask(valid, opens_block))
+        row = h[torch.arange(len(h), device=h.device), last]  # [B, C]
+        return Said(tuple(cache), valid, instruction, instruction.sum(dim=1), row, state)
+
+    def continue_text(self, said: Said, tokens: Tensor) -> Said:
+        """The text is causal, and sees the views and the instruction, which do not see it: the mask of PaliGemma's
+        answers (Beyer et al. 2024, arXiv 2407.07726, section 3)."""
+        B, N = tokens.shape
+        steps = torch.arange(N, device=tokens.device)
+        own = (steps[:, None] >= steps).expand(B, N, N)
+        sees = torch.cat([said.sees[:, None].expand(B, N, -1), own], dim=2)  # [B, N, P + N]
+        positions = said.position[:, None] + steps
+        h, cache = self.language.extend(self.embed_text(tokens), positions, sees, said.kv)
+        here = said.valid.new_ones(B, N)
+        valid, seen = (torch.cat([rows, here], dim=1) for rows in (said.valid, said.sees))
+        return Said(cache, valid, seen, said.position + N, h[:, -1], said.state)
+
+    def context_of(self, said: Said) -> ExpertContext:
+        return self.context(self.prefix_of(said.kv, said.valid, said.state))
 
     def logits(self, h: Tensor) -> Tensor:
         """Return the score of each token, [B, vocabulary], of the language model's last hidden state [B, C]."""
@@ -208,6 +232,14 @@ class ExpertModel(Model):
     def decode_actions(self, h: Tensor, *modulation: Modulation) -> Tensor:
         """Return the velocity [B, H, A] of the actions' last hidden states in the expert, [B, H, C]."""
         return self.action_out_proj(self.expert.norm(h, *modulation).float())
+
+
+def _instruction(valid: Tensor, opens_block: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows of a prefix are views and instruction, bool [B, P], and the last of them, int64 [B], which says
+    the first token of a text. valid, opens_block: bool [B, P]."""
+    found = valid & ~opens_block.long().cumsum(dim=1).bool()
+    positions = valid.long().cumsum(dim=1)  # from 1 on
+    return found, (found & (positions == found.sum(dim=1)[:, None])).long().argmax(dim=1)
 
 
 def per_row(time_embedding: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sinew.bundle.prompt_recipe import MAX_SAID
 from sinew.bundle.rules import MAX_SOLVER_STEPS
 from sinew.bundle.schema import Manifest
 from sinew.core import BundleError, Moment, Observation, ObservationError, SinewError, did_you_mean
@@ -54,12 +55,24 @@ class ModelInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Words:
+    """The words that are asked for behind a prompt: at most ``most`` tokens.
+
+    behind: the tokens that follow them before actions are made; None where none are.
+    """
+
+    most: int
+    behind: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """One observation, checked and turned into all that an inference needs. Nothing of it is looked at again.
 
     state: float [D], in the frame and units of the training data, for actions that are relative to it.
     continuation: rows of the running chunk that a solution has to continue, in model units.
     missing: cameras without a frame. repeated: moments that were not sent. milliseconds: what preparing it took.
+    words: what is to be said first; None: nothing.
     """
 
     inputs: ModelInputs
@@ -73,6 +86,7 @@ class Prepared:
     missing: tuple[str, ...]
     milliseconds: float
     repeated: int = 0
+    words: Words | None = None
 
 
 class Processor:
@@ -131,6 +145,7 @@ class Processor:
             missing=tuple(c.name for c in self.spec.cameras if c.name not in observation.images),
             milliseconds=1e3 * (time.perf_counter() - start),
             repeated=self.spec.history - 1 - len(observation.earlier),
+            words=self._words(observation),
         )
 
     def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -138,6 +153,7 @@ class Processor:
         checked too."""
         self._check_earlier(observation)
         self._check_images(observation.images)
+        self._check_words(observation)
         state, normalized, tokens = self._states(observation)
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
         if observation.time is not None:  # it is echoed, and JSON has no word for infinity
@@ -262,6 +278,33 @@ class Processor:
                 raise ObservationError(f"earlier[{index}]", "a Moment", type(moment).__name__)
             self._check_images(moment.images, f"earlier[{index}].")
 
+    def _check_words(self, observation: Observation) -> None:
+        """Raise :class:`ObservationError` for words that are asked for beside what they do not go with."""
+        for name in ("subtask", "text_only"):
+            if not isinstance(value := getattr(observation, name), (bool, np.bool_)):
+                raise ObservationError(name, "true or false", type(value).__name__)
+        if not isinstance(observation.question, str):
+            raise ObservationError("question", "a string", type(observation.question).__name__)
+        _integer(observation.text_tokens, "text_tokens", 1, MAX_SAID)
+        if observation.question and observation.subtask:
+            raise ObservationError("question", "nothing beside subtask", "both")
+        if (name := observation.asks) and not (observation.question or observation.subtask):
+            raise ObservationError(name, "nothing, as neither subtask nor question is asked", "it")
+        if name and observation.tokens is not None:
+            raise ObservationError("tokens", f"none beside {name}, whose words the policy writes", "tokens")
+        if not observation.acts:
+            for given in ("previous", "noise", "solver_steps"):
+                if getattr(observation, given) is not None:
+                    raise ObservationError(given, "nothing where words alone are asked for", "it")
+
+    def _words(self, observation: Observation) -> Words | None:
+        """Return which words a checked observation asks for."""
+        recipe = self.recipe.prompt.text
+        if not observation.asks or recipe is None:
+            return None
+        behind = self.prompter.encode_behind() if observation.acts else None
+        return Words(observation.text_tokens or recipe.most, behind)
+
     def _check_images(self, images: Mapping[str, np.ndarray], prefix: str = "") -> None:
         known = [camera.name for camera in self.spec.cameras]
         if not hasattr(images, "items"):
@@ -313,6 +356,10 @@ class Processor:
             if observation.prompt:
                 raise ObservationError("tokens", "either a prompt or tokens", "both")
             return self.prompter.check_tokens(observation.tokens)
+        if observation.question:
+            return self.prompter.encode_question(observation.question, state)
+        if observation.subtask:
+            return self.prompter.encode_subtask(observation.prompt or self.spec.default_prompt, state)
         return self.prompter.encode(observation.prompt or self.spec.default_prompt, state)
 
 

@@ -10,10 +10,11 @@ import numpy as np
 from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.core import BundleError, ObservationError
 from sinew.processing.arrays import numbers
-from sinew.steps.prompt.base import Sentence
+from sinew.steps.prompt.base import HeldTokens, PromptStep, Sentence
 from sinew.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
+Steps = tuple[PromptStep, ...]
 REMEMBERED = (
     64  # texts; an episode has one instruction, and a request is tokenised when checked and when computed
 )
@@ -27,36 +28,60 @@ class Prompter:
         self.tokenizer = open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
 
-    def text(self, prompt: str, state: np.ndarray) -> str:
-        """The exact string that is tokenised. ``state``: [D], normalised."""
+    def text(self, prompt: str, state: np.ndarray, steps: Steps | None = None) -> str:
+        """The exact string that is tokenised. ``state``: [D], normalised. steps: other ones than the recipe's own."""
         said = Sentence(prompt, "", state)
-        for step in self.recipe.steps:
+        for step in self.recipe.steps if steps is None else steps:
             said = step.forward(said)
         return said.text
 
     def encode(self, prompt: object, state: np.ndarray) -> np.ndarray:
         """Token ids of the formatted instruction, int64 [L], 1 <= L <= max_tokens. Never truncates."""
-        if not isinstance(prompt, str):
-            raise ObservationError("prompt", "a string", type(prompt).__name__)
-        if not prompt.strip():
-            raise ObservationError(
-                "prompt",
-                "an instruction, as 'pick up the red cube' (this policy has none of its own)",
-                "an empty string",
-            )
-        if len(prompt) > MAX_CHARACTERS:
-            raise ObservationError("prompt", f"at most {MAX_CHARACTERS} characters", str(len(prompt)))
-        try:
-            ids = self._ids(self.text(prompt, state))
-        except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
-            raise ObservationError("prompt", "text that UTF-8 can carry", "lone surrogates") from None
-        except ValueError as error:
-            raise ObservationError("prompt", "text that the tokenizer takes", str(error)) from None
-        return self.check_tokens(ids, "prompt")
+        wanted = "an instruction, as 'pick up the red cube' (this policy has none of its own)"
+        return self._encoded("prompt", prompt, state, self.recipe.steps, wanted)
 
-    def _tokenize(self, text: str) -> np.ndarray:
+    def encode_subtask(self, prompt: object, state: np.ndarray) -> np.ndarray:
+        """The same of the prompt behind which a subtask is said. Raises :class:`ObservationError` where none is."""
+        steps = () if self.recipe.text is None else self.recipe.text.subtask
+        if not steps:
+            raise ObservationError(
+                "subtask", "nothing: this bundle says of no prompt what a subtask follows", "it"
+            )
+        return self._encoded("prompt", prompt, state, steps, "an instruction, of which a subtask is said")
+
+    def encode_question(self, question: object, state: np.ndarray) -> np.ndarray:
+        """The same of a question. Raises :class:`ObservationError` where none is answered."""
+        steps = () if self.recipe.text is None else self.recipe.text.question
+        if not steps:
+            raise ObservationError(
+                "question", "nothing: this bundle says of no prompt what an answer follows", "a question"
+            )
+        return self._encoded("question", question, state, steps, "a question, as 'what is in the gripper?'")
+
+    def encode_behind(self) -> tuple[int, ...]:
+        """Token ids of what is written behind a subtask."""
+        words = "" if self.recipe.text is None else self.recipe.text.action
+        return tuple(encode(self.tokenizer, words, False)) if words else ()
+
+    def _encoded(self, name: str, text: object, state: np.ndarray, steps: Steps, wanted: str) -> np.ndarray:
+        """name: of the field, for messages."""
+        if not isinstance(text, str):
+            raise ObservationError(name, "a string", type(text).__name__)
+        if not text.strip():
+            raise ObservationError(name, wanted, "an empty string")
+        if len(text) > MAX_CHARACTERS:
+            raise ObservationError(name, f"at most {MAX_CHARACTERS} characters", str(len(text)))
+        try:
+            ids = self._ids(self.text(text, state, steps), steps)
+        except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
+            raise ObservationError(name, "text that UTF-8 can carry", "lone surrogates") from None
+        except ValueError as error:
+            raise ObservationError(name, "text that the tokenizer takes", str(error)) from None
+        return self.check_tokens(ids, name, self.held if steps is self.recipe.steps else ())
+
+    def _tokenize(self, text: str, steps: Steps) -> np.ndarray:
         ids = encode(self.tokenizer, text, self.recipe.add_special_tokens)
-        for step in self.recipe.steps:
+        for step in steps:
             ids = step.tokens(ids)
         return np.asarray(ids, np.int64)
 
@@ -67,8 +92,11 @@ class Prompter:
         except ValueError:
             return ""
 
-    def check_tokens(self, tokens: object, name: str = "tokens") -> np.ndarray:
-        """Ids from a client that tokenises itself, checked: int64 [L]."""
+    def check_tokens(
+        self, tokens: object, name: str = "tokens", held: Sequence[HeldTokens] | None = None
+    ) -> np.ndarray:
+        """Ids from a client that tokenises itself, checked: int64 [L]. held: that they have to hold, if not the
+        recipe's."""
         array = numbers(name, tokens)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ObservationError(name, "a vector of integers", f"{array.dtype} {list(array.shape)}")
@@ -78,7 +106,7 @@ class Prompter:
         if array.min() < 0 or array.max() >= self.recipe.vocab_size:
             expected = f"token ids in [0, {self.recipe.vocab_size})"
             raise ObservationError(name, expected, f"{array.min()} to {array.max()}")
-        for what, token, wanted in self.held:
+        for what, token, wanted in self.held if held is None else held:
             if (found := int((array == token).sum())) != wanted:
                 raise ObservationError(name, f"{wanted} {what} ({token})", str(found))
         return array.astype(np.int64)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sinew_client.control.windows import MAX_DELAY
 
+from sinew.bundle.prompt_recipe import MAX_SAID
 from sinew.core import RTC, Observation, ObservationError, SinewError
-from sinew.stream.text import MAX_TOKENS, SILENT, Speech, StreamedText
+from sinew.stream.text import SILENT, Speech, StreamedText
 from sinew.stream.windows import Chunks, Rolling, Window
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class StreamSettings:
     text_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.text_tokens <= MAX_TOKENS:
-            raise ObservationError("text_tokens", f"0 to {MAX_TOKENS}", f"{self.text_tokens}")
+        if not 0 <= self.text_tokens <= MAX_SAID:
+            raise ObservationError("text_tokens", f"0 to {MAX_SAID}", f"{self.text_tokens}")
         if not (math.isfinite(self.rate) and MIN_RATE <= self.rate <= MAX_RATE):
             raise ObservationError(
                 "rate", f"nodes per second from {MIN_RATE:g} to {MAX_RATE:g}", f"{self.rate}"

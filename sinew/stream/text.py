@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MAX_TOKENS = 256  # of one text; each is a row of every pass
-
 
 @dataclass(frozen=True)
 class StreamedText:

@@ -29,6 +29,7 @@ from sinew.layers.norm import GemmaRMSNorm
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
 from sinew.policy import Policy, load
+from sinew.processing import ModelInputs
 from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.session import StateSample
 from sinew.stream.text import Speech
@@ -103,7 +104,19 @@ def next_token(policy: Policy, seen: dict[str, Any], text: Sequence[int]) -> int
     """Return the token behind ``text``, by a plain forward over views, instruction and text, without padding, state,
     cache or a mask of blocks: whoever stands before the text sees all that does, a token of it what is not after it."""
     model: Any = policy.engine.model
-    batch = Inputs.of(policy.prepare(seen).inputs.batched(), policy.engine.device)
+    h, _ = forward(policy, policy.prepare(seen).inputs, text)
+    table = model.language.embed_tokens.weight
+    head = table if model.config.lm_head == "tied" else model.lm_head.weight
+    return int((head @ norm(model.language.norm, h[-1])).argmax())
+
+
+def forward(
+    policy: Policy, inputs: ModelInputs, text: Sequence[int]
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Return the last layer's output, [L, C], of views, instruction and ``text`` in one pass, and each layer's keys and
+    values, [L, Hkv, D]."""
+    model: Any = policy.engine.model
+    batch = Inputs.of(inputs.batched(), policy.engine.device)
     x, valid, opens = model.embed_prefix(model.embed_images(batch.pixels), *batch[1:])
     rows = [row for row, ok, state in zip(x[0], valid[0], opens[0], strict=True) if ok and not state]
     before, table = len(rows), model.language.embed_tokens.weight
@@ -111,7 +124,7 @@ def next_token(policy: Policy, seen: dict[str, Any], text: Sequence[int]) -> int
     may_see = torch.tensor([[j < before or j <= i for j in range(len(h))] for i in range(before)])
     may_see[:, before:] = False
     may_see = torch.cat([may_see, torch.ones(len(text), len(h), dtype=torch.bool).tril(before)])
-    config = model.config.language
+    config, cache = model.config.language, []
     for layer in model.language.layers:
         n, a = norm(layer.input_norm, h), layer.attn
         q, k, v = (
@@ -119,6 +132,7 @@ def next_token(policy: Policy, seen: dict[str, Any], text: Sequence[int]) -> int
         )
         group = config.num_heads // config.num_kv_heads
         q, k = rotated(q, config.rope_theta), rotated(k, config.rope_theta)
+        cache.append((k, v))
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         heads = (each.transpose(0, 1)[None] for each in (q, k, v))  # [1, H, L, D]
         attended = F.scaled_dot_product_attention(*heads, attn_mask=may_see)[0].transpose(0, 1).flatten(1)
@@ -127,8 +141,7 @@ def next_token(policy: Policy, seen: dict[str, Any], text: Sequence[int]) -> int
         gate = F.linear(n, mlp.gate_proj.weight)
         gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
         h = h + F.linear(gate * F.linear(n, mlp.up_proj.weight), mlp.down_proj.weight)
-    head = table if model.config.lm_head == "tied" else model.lm_head.weight
-    return int((head @ norm(model.language.norm, h[-1])).argmax())
+    return h, cache
 
 
 def norm(layer: Any, x: Tensor) -> Tensor:
@@ -234,7 +247,7 @@ def test_what_a_bundle_keeps(
         out = capsys.readouterr().out
         return next(line for line in out.splitlines() if line.startswith("language head"))
 
-    assert "0.2 MB, for the text of streams" in told(kept("smolvla-2cam"))
+    assert "0.2 MB, for subtasks, answers and the text of streams" in told(kept("smolvla-2cam"))
     assert "not kept" in told(smolvla_bundle("smolvla-2cam"))
     assert kept("smolvla-2cam").stat().st_size - smolvla_bundle("smolvla-2cam").stat().st_size > 512 * 96 * 4
     # pi's head is its token table where the file says so; this fixture's is one of its own.
@@ -243,7 +256,7 @@ def test_what_a_bundle_keeps(
     weights = load_file(folder / "model.safetensors")
     table = "model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
     own = not torch.equal(weights[table], weights[HEADS["pi0"]])
-    assert ("MB, for the text" in told(kept("pi0-2cam"))) == own
+    assert ("MB, for subtasks" in told(kept("pi0-2cam"))) == own
     tied = changed(golden / "pi0-2cam", tmp_path / "tied", {HEADS["pi0"]: weights[table]})
     out = _convert(golden / "pi0-2cam", tied, tmp_path / "tied.gguf")
     assert "no bytes of its own" in told(out)

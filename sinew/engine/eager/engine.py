@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
 from sinew.engine.threads import tune_threads
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
-from sinew.models.base import Model, Speaker
+from sinew.models.base import Model, Said, Speaker
 from sinew.processing import ModelInputs
 from sinew.solvers import Guidance, solve
 
@@ -131,6 +131,46 @@ class EagerEngine(Engine):
                 lambda spoken: spoken.token.cpu().numpy(),
                 after_token,
             )
+
+    @torch.inference_mode()
+    def say_text(
+        self,
+        inputs: ModelInputs,
+        most: int,
+        end: int = -1,
+        behind: Sequence[int] | None = (),
+        watch: Watch | None = None,
+    ) -> tuple[Context, list[int]]:
+        watch, model = watch or Watch(), self.model
+        batch = Inputs.of(inputs.alone().batched(), self.device)
+        image_tokens = model.embed_images(batch.pixels)
+        self._lap(watch, "vision")
+        said = model.begin_text(image_tokens, *batch[1:])
+        self._lap(watch, "prefix")
+        text: list[int] = []
+        unread: list[int] = []  # no keys and values of it yet
+        while len(text) < most:
+            if unread:
+                said, unread = self._continued(said, unread), []
+            token = int(model.logits(said.last)[0].argmax())
+            if token != end:
+                text.append(token)
+                unread.append(token)
+            self._lap(watch, "text")
+            if token == end:
+                break
+        if behind is None:
+            return None, text
+        if unread := [*unread, *behind]:
+            said = self._continued(said, unread)
+        context = model.context_of(said)
+        self._lap(watch, "text")
+        return context, text
+
+    def _continued(self, said: Said, tokens: list[int]) -> Said:
+        return self.model.continue_text(
+            said, torch.tensor(tokens, dtype=torch.int64, device=self.device)[None]
+        )
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         """Return what each step takes from the time, or from the times of its rows."""

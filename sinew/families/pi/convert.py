@@ -16,7 +16,7 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
 from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, ProcessorStep
-from sinew.convert.lm_head import LM_HEAD_SETTING, LMHead, lm_head
+from sinew.convert.lm_head import LM_HEAD_SETTING, PROMPT_SETTINGS, LMHead, lm_head, text_recipe
 from sinew.convert.names import rename
 from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read.files import read_json
@@ -54,6 +54,10 @@ SO400M = {
 }
 VOCABULARY = 257_152
 WITH_STATE = "Task: {prompt}, State: {state};\nAction: "  # pi0.5's
+# What pi0.5 says a subtask behind, and what stands between that and the actions: openpi's pull request 942 and ports of
+# it. No published file states either.
+SUBTASK, SUBTASK_ACTION = "Task: {prompt}, State: {state};\nSubtask: ", ";\nAction: "
+QUESTION = "answer en {prompt}\n"  # PaliGemma's (Beyer et al. 2024, arXiv 2407.07726, section 3)
 GEMMA: dict[str, Any] = {"norm": "gemma_rms", "activation": "gelu_tanh"}
 DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
     "paligemma_variant": "gemma_2b",
@@ -170,6 +174,7 @@ SETTINGS = {
     "committed_rows": COMMITTED_ROWS_SETTING,
     "ignore": IGNORE_SETTING,
     "lm_head": LM_HEAD_SETTING,
+    **PROMPT_SETTINGS,
 }
 
 
@@ -215,8 +220,11 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
             committed_rows=checkpoint.committed_rows(config.chunk_size),
         ),
-        processing=with_end(
-            processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout), head
+        processing=with_text(
+            processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout),
+            head,
+            options,
+            architecture == "pi05",
         ),
         tokenizer=tokenizer.text,
         tensors=weights,
@@ -235,9 +243,19 @@ def paligemma_head(
     return lm_head(options, weights, HEAD, EMBEDDING, tokenizer, "<eos>", DEAD, tied=True)
 
 
-def with_end(found: Processing, head: LMHead) -> Processing:
-    """Return the recipe with the token that ends a text."""
-    return replace(found, prompt=replace(found.prompt, eos_token_id=head.end))
+def with_text(found: Processing, head: LMHead, options: ConvertOptions, subtasks: bool) -> Processing:
+    """Return the recipe with what a head that is kept is asked with, and the token that ends its text.
+
+    subtasks: the language model was trained to say them (pi0.5).
+    """
+    prompt = found.prompt
+    if not head.kind:
+        return found
+    state = next((step for step in prompt.steps if isinstance(step, State)), None)
+    before = tuple(step for step in prompt.steps if isinstance(step, Clean))
+    known = {"subtask": SUBTASK, "action": SUBTASK_ACTION} if subtasks and state is not None else {}
+    text = text_recipe(options, before, state, question=QUESTION, **known)
+    return replace(found, prompt=replace(prompt, eos_token_id=head.end, text=text))
 
 
 def current_config(old: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from sinew.models.expert import ExpertContext, ExpertModel, FlowConfig, LMHead, 
 
 @dataclass(frozen=True)
 class PI0Config(FlowConfig):
-    """``lm_head``: PaliGemma's, for the text of a stream; upstream ties it to the token table."""
+    """``lm_head``: PaliGemma's, for its words; upstream ties it to the token table."""
 
     vision: ViTConfig
     language: DecoderConfig

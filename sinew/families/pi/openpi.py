@@ -15,14 +15,14 @@ from typing import Any
 from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.lm_head import LM_HEAD_SETTING
+from sinew.convert.lm_head import LM_HEAD_SETTING, PROMPT_SETTINGS
 from sinew.convert.names import rename
 from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read import safetensors
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
-from sinew.families.pi.convert import PREFIXES, WITH_STATE, model_config, paligemma_head, tensors, with_end
+from sinew.families.pi.convert import PREFIXES, WITH_STATE, model_config, paligemma_head, tensors, with_text
 from sinew.families.pi.embodiments import OPENPI_CONFIGS, OpenPIConfig
 from sinew.families.pi.jax import read_params
 from sinew.steps.image.letterbox import Letterbox
@@ -42,7 +42,7 @@ PERIODS = {"min_period": 4e-3, "max_period": 4.0}
 
 NAMES = ("openpi pi0", "openpi pi05")
 OPTIONS = ("tokenizer", "arch", "stats", "openpi_config")
-SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "lm_head": LM_HEAD_SETTING}
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "lm_head": LM_HEAD_SETTING, **PROMPT_SETTINGS}
 
 
 def recognises(path: Path) -> bool:
@@ -128,7 +128,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             keys=(robot.keys,),
             default_prompt=published.default_prompt,
         ),
-        processing=with_end(processing, head),
+        processing=with_text(processing, head, options, published.pi05),
         tokenizer=tokenizer.text,
         tensors=weights,
         rename=lambda name: rename(name, PREFIXES),

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sinew.bundle.prompt_recipe import TextRecipe
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
 from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, ProcessorStep
-from sinew.convert.lm_head import LM_HEAD_SETTING, lm_head
+from sinew.convert.lm_head import LM_HEAD_SETTING, PROMPT_SETTINGS, lm_head, text_recipe
 from sinew.convert.names import rename
 from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read.files import read_json
@@ -74,6 +75,7 @@ SETTINGS = {
     "committed_rows": COMMITTED_ROWS_SETTING,
     "ignore": IGNORE_SETTING,
     "lm_head": LM_HEAD_SETTING,
+    "question_prompt": PROMPT_SETTINGS["question_prompt"],  # nothing of its training says one
 }
 SCHEMA = Schema(
     defaults={  # LeRobot's configuration_smolvla.py, unchanged from its first version to 0.6
@@ -159,7 +161,9 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         format="lerobot-smolvla",
         config=config,
         spec=policy_spec(checkpoint, config, options),
-        processing=processing(checkpoint, config, int(pad_id), head.end),
+        processing=processing(
+            checkpoint, config, int(pad_id), head.end, text_recipe(options, ()) if head.kind else None
+        ),
         tokenizer=tokenizer.text,
         tensors=checkpoint.tensors,
         rename=bundle_name,
@@ -246,7 +250,9 @@ def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: C
     )
 
 
-def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int, eos_id: int) -> Processing:
+def processing(
+    checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int, eos_id: int, text: TextRecipe | None
+) -> Processing:
     if checkpoint.image_mode() != "IDENTITY":
         raise ConvertError(
             f"VISUAL normalisation {checkpoint.image_mode()!r}: SmolVLA scales its images itself"
@@ -269,6 +275,7 @@ def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int
             vocab_size=config.vocab_size,
             pad_token_id=pad_id,
             eos_token_id=eos_id,
+            text=text,
             steps=(Instruction(), Suffix("\n")),
             padding=padding,
         ),

@@ -41,7 +41,7 @@ class SmolVLAConfig(FlowConfig):
     ``state_in_head``: the state is a token of the expert, in front of the actions, and not the prefix's last one, so
     that a newer state needs no new prefix.
     ``rolling``: trained with a time of its own for each row, and on windows that a newer state contradicts.
-    ``lm_head``: the language model's, for the text of a stream.
+    ``lm_head``: the language model's, for subtasks, answers and the text of a stream.
     """
 
     vision: ViTConfig

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any, Mapping, Protocol, Sequence, TypeVar
 
-from sinew_client.errors import CancelledError, ClientError, ClosedError, RequestTimeout
+from sinew_client.errors import CancelledError, ClientError, ClosedError, ObservationError, RequestTimeout
 from sinew_client.types import ActionChunk, Observation, PolicySpec
 
 Self = TypeVar("Self", bound="OpenPolicy")
@@ -41,6 +41,21 @@ class Policy(Protocol):
     def __enter__(self) -> Any: ...
 
     def __exit__(self, *exc_info: Any) -> None: ...
+
+
+def asking(
+    observation: Observation | Mapping[str, Any], question: str | None, max_tokens: int | None
+) -> Mapping[str, Any]:
+    """Return an observation that asks for words alone: the answer to a question, or, of None, a subtask.
+
+    Raises ObservationError for a question that is none.
+    """
+    if question is not None and not (isinstance(question, str) and question.strip()):
+        got = "an empty string" if isinstance(question, str) else type(question).__name__
+        raise ObservationError("question", "a text", got)
+    given = vars(observation) if isinstance(observation, Observation) else observation
+    asked = {"question": question} if question is not None else {"subtask": True, "text_only": True}
+    return {**given, **asked, "text_tokens": max_tokens}
 
 
 class OpenPolicy:

@@ -192,6 +192,12 @@ class Observation:
               committed rows (it reads ``previous`` and ``delay`` alone), else "guided".
     schedule: one of :data:`SCHEDULES`; "exp".
     beta:     the largest weight of the guidance; 5.
+
+    Words, of a policy that keeps its language head (docs/stream.md):
+    subtask:  have it say a subtask of the prompt first, and act on that.
+    question: text to be answered in words; there are no actions then, and the prompt is not read.
+    text_only: of a subtask the words alone, without actions.
+    text_tokens: most tokens of the text; as many as the bundle says if absent.
     """
 
     images: Mapping[str, np.ndarray]
@@ -210,11 +216,29 @@ class Observation:
     schedule: str | None = None
     beta: float | None = None
     earlier: Sequence[Moment] = ()
+    subtask: bool = False
+    question: str = ""
+    text_only: bool = False
+    text_tokens: int | None = None
 
     @property
     def moments(self) -> tuple[Moment, ...]:
         """Return all moments, oldest first; the last is the observation's own."""
         return (*self.earlier, Moment(self.images, self.state))
+
+    @property
+    def asks(self) -> str:
+        """Return the field by which words are asked for; "" where it is actions alone."""
+        for name in ("question", "subtask", "text_only", "text_tokens"):
+            value = getattr(self, name)
+            if not (value is None or (isinstance(value, (bool, np.bool_, str)) and not value)):
+                return name
+        return ""
+
+    @property
+    def acts(self) -> bool:
+        """Return True if actions are asked for."""
+        return not (self.question or self.text_only)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Observation:
@@ -234,6 +258,7 @@ class Timing:
     """Where the milliseconds of one inference went. The stages, preprocess to postprocess, are parts of ``total_ms``.
 
     An engine that runs all of it as one graph (cuda) has no parts to time: the whole stands in ``step_ms``.
+    ``text_ms``: of the words that were said before the actions, or in their place.
     ``batch``: how many requests were computed at once; the engine's times are those of all of them.
     """
 
@@ -246,6 +271,7 @@ class Timing:
     queue_ms: float = 0.0  # in a server, waiting for earlier requests
     server_ms: float = 0.0  # everything in a server: frame received to reply ready
     batch: int = 1
+    text_ms: float = 0.0
 
     @property
     def head_ms(self) -> float:
@@ -264,6 +290,7 @@ class ActionChunk:
     warnings: what the policy had to do without, in sentences.
     context: what a head on the robot needs, where that was asked for; then there are no actions.
     round_trip_ms: of a server's answer, from the call to the decoded reply on the client's clock; else 0.
+    text: what the language head said where words were asked for; then there may be no actions, [0, D].
     """
 
     actions: np.ndarray
@@ -274,6 +301,7 @@ class ActionChunk:
     warnings: tuple[str, ...] = ()
     context: bytes = b""
     round_trip_ms: float = 0.0
+    text: str = ""
 
 
 # ----------------------------------------------------------------------------- from a wire
