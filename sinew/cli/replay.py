@@ -13,6 +13,7 @@ from rich.table import Table
 from sinew_client import Client, ServerError
 from sinew_client.control import repeat, watched
 from sinew_client.protocol import CONTINUATION_KEYS
+from sinew_client.types import WORDS
 
 from sinew import __version__
 from sinew.cli import terminal
@@ -71,7 +72,7 @@ def replay_records(server: Client, records: Iterable[Record], deadline_ms: float
         "sinew": __version__,
         "records": len(rows),
         **counts,
-        "lost": sum(row["result"] == "error" and row["then"] == "actions" for row in rows),
+        "lost": sum(row["result"] == "error" and row["then"] in ("actions", "text") for row in rows),
         "tolerance": allowed,
         "unlike": unlike,
         "largest": max((row for row in rows if "difference" in row), key=_size, default=None),
@@ -87,14 +88,19 @@ def _replay(
 
     action: of the policy's metadata. size: the tolerance, in units of the model's output.
     """
-    row: dict[str, Any] = {"file": record.path.name, "wire": record.wire, "then": record.error or "actions"}
+    then = record.error or ("text" if record.actions is None else "actions")
+    row: dict[str, Any] = {"file": record.path.name, "wire": record.wire, "then": then}
     try:
         chunk = server.infer(as_mapping(record.observation, deadline_ms))
     except ServerError as error:
         return row | {"result": "error", "now": str(error)}
     row |= {"round_trip_ms": round(chunk.round_trip_ms, 3)}
-    if record.actions is None:
+    if record.error:
         return row | {"result": "new"}
+    if chunk.text != record.text:
+        return row | {"result": "beyond", "now": f"{chunk.text!r:.80}, recorded {record.text!r:.80}"}
+    if record.actions is None:
+        return row | {"result": "equal"}
     if chunk.actions.shape != record.actions.shape:
         shapes = f"shape {list(chunk.actions.shape)}, recorded {list(record.actions.shape)}"
         return row | {"result": "beyond", "now": shapes}
@@ -138,6 +144,7 @@ def as_mapping(observation: Observation, deadline_ms: float | None) -> dict[str,
         "tokens",
         "noise",
         "solver_steps",
+        *WORDS,
         "time",
         "previous",
         *CONTINUATION_KEYS,

@@ -39,7 +39,7 @@ IMAGE = {
 REQUEST = {
     "type": "object",
     "properties": {
-        **dict.fromkeys(("prompt", "wire", "session", "error"), TEXT),
+        **dict.fromkeys(("prompt", "wire", "session", "error", "text"), TEXT),
         **dict.fromkeys(("seed", "time", "total_ms"), NUMBER),
     },
 }
@@ -123,6 +123,7 @@ def _write(
         "wire": record.wire,
         "session": seen.session,
         "error": record.error,
+        "text": record.text or None,
         "seed": seen.seed,
         "time": seen.time,
         "total_ms": record.meta.get("total_ms"),

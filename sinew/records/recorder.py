@@ -2,9 +2,9 @@
 
 A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``tokens``, ``previous`` and the moments
 before as ``earlier/<0, 1 ...>/images/<camera>`` and ``earlier/<0, 1 ...>/state``, oldest first; ``actions`` or nothing;
-and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, the error if there was one, and ``server``,
-what decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it
-without pickle.
+and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, which words were asked for and the ``text``
+that was said, the error if there was one, and ``server``, what decided the last bits of the answer
+(:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it without pickle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from sinew import scratch
-from sinew.core import MAX_HISTORY, MAX_SIDE, Moment, Observation, SinewError
+from sinew.core import MAX_HISTORY, MAX_SIDE, WORDS, Moment, Observation, SinewError
 from sinew.records import arithmetic
 from sinew.records.archive import MAX_ARRAYS, MAX_BYTES, Archive
 from sinew.records.background_writer import BackgroundWriter, Entry
@@ -40,8 +40,8 @@ _EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an
 @dataclass(frozen=True, slots=True)
 class Record:
     """observation: with the seed that drew the noise, so that it gives the same actions again.
-    actions: None where the reply was the error in ``error`` ([code] message). server: what decided its bits; empty in
-    files of before 2026-11-23."""
+    actions: None where the reply was the error in ``error`` ([code] message), or words alone. server: what decided its
+    bits; empty in files of before 2026-11-23."""
 
     path: Path
     wire: str
@@ -50,6 +50,11 @@ class Record:
     error: str
     meta: dict[str, Any]
     server: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Return the words of the reply; "" where there were none."""
+        return self.meta.get("text", "")
 
 
 class _Meta(msgspec.Struct):
@@ -69,6 +74,11 @@ class _Meta(msgspec.Struct):
     rtc: str | None = None
     schedule: str | None = None
     beta: float | None = None
+    subtask: bool = False
+    question: str = ""
+    text_only: bool = False
+    text_tokens: int | None = None
+    text: str = ""
     server: dict[str, Any] = {}
 
 
@@ -109,13 +119,18 @@ class Recorder(BackgroundWriter):
                 arrays[name] = np.asarray(getattr(observation, name))
         meta = {"recorded": when, "wire": wire, **{name: getattr(observation, name) for name in _PLAIN}}
         meta["session"] = session or observation.session
+        if observation.asks:
+            meta |= {name: getattr(observation, name) for name in WORDS}
         if server:
             meta["server"] = arithmetic.kept(server)
         if isinstance(outcome, SinewError):
             meta |= {"error": f"[{outcome.code}] {outcome}", "seed": observation.seed}
         else:
-            arrays["actions"] = outcome.actions
+            if len(outcome.actions):
+                arrays["actions"] = outcome.actions
             meta |= {"seed": outcome.seed, "total_ms": outcome.timing.total_ms}
+            if observation.asks:
+                meta["text"] = outcome.text
         for name, array in arrays.items():  # what could not be read again is not written
             check_array(name, np.asarray(array))
         arrays["meta"] = np.array(json.dumps(meta))
@@ -181,6 +196,7 @@ def read_record(path: Path) -> Record:
     beside: dict[str, Any] = {
         name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN
     }
+    beside |= {name: meta[name] for name in WORDS if name in meta}
     observation = Observation(
         images=newest.images,
         state=newest.state,

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 import numpy as np
+from sinew_client.policy import refuse_words
 
 from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError, Timing
 from sinew.engine.contexts import digest
@@ -59,6 +60,7 @@ class ContextPolicy(ServedPolicy):
                     " start the server with that one"
                 )
             self._known = weakref.ref(policy)
+        refuse_words(observation, "one that gives contexts")
         return policy, policy.prepare(observation)
 
     def run(self, prepared: tuple[Policy, Any], *, cancel: threading.Event | None = None) -> ActionChunk:

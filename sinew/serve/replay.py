@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sinew_client.policy import Limit, OpenPolicy
+from sinew_client.policy import Limit, OpenPolicy, refuse_words
 
 from sinew.bundle.schema import Manifest
 from sinew.core import (
@@ -154,6 +154,7 @@ class Replay(OpenPolicy, ServedPolicy):
         self._refuse_closed()
         if not isinstance(observation, Observation):
             observation = Observation.from_mapping(observation)
+        refuse_words(observation, "a replay")
         if self._processor is not None:
             self._processor.check(observation)
         else:

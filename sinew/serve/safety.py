@@ -95,7 +95,7 @@ class Safety:
         """Return the chunk, its actions within the limits. Raises UnsafeActionError, or ObservationError for one that
         grew too old meanwhile."""
         self._check_age(observation)
-        if self.mode == "off":
+        if self.mode == "off" or not len(chunk.actions):
             return chunk
         if self._fixed is not None and self._fixed[0].shape == chunk.actions.shape:
             low, high = self._fixed

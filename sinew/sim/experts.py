@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from sinew_client.policy import OpenPolicy
+from sinew_client.policy import OpenPolicy, refuse_words
 
 from sinew.core import (
     ActionChunk,
@@ -43,6 +43,7 @@ class Expert(OpenPolicy):
         self._refuse_closed()
         if self._act is None:
             raise SinewError(f"{self.spec.name}: expected start(env) before the first observation")
+        refuse_words(observation, "an expert")
         begin = time.perf_counter()
         actions = self._act()
         return ActionChunk(actions, Timing(total_ms=1e3 * (time.perf_counter() - begin)))

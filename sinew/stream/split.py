@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinew_client import Client
 from sinew_client.control.servers import PolicyCall
-from sinew_client.policy import OpenPolicy
+from sinew_client.policy import OpenPolicy, refuse_words
 
 from sinew.core import ActionChunk, Observation, SinewError, Timing
 from sinew.engine.contexts import digest, unpack
@@ -107,6 +107,7 @@ class SplitPolicy(OpenPolicy):
         self._refuse_closed()
         policy = self.policy
         found = given.observation(observation, policy.spec)
+        refuse_words(found, "a split one")
         prepared = policy.processor.prepare(found, pixels=False)
         if prepared.continuation is not None:
             raise SinewError("previous: expected nothing; a split policy does not continue chunks")

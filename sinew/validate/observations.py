@@ -43,7 +43,7 @@ def recorded_observations(folder: Path, policy: Policy) -> Iterator[Observation]
     """Yield what ``sinew serve --record`` wrote. Raises :class:`SinewError` for what the policy cannot take."""
     found = False
     for record in read_records(folder):
-        if not record.error:
+        if record.actions is not None:
             policy.check(record.observation)
             found = True
             yield record.observation

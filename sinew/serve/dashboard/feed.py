@@ -78,6 +78,8 @@ class Answer:
             "timing": {name: round(float(getattr(timing, name)), 3) for name in TIMES},
             "warnings": [text[:MAX_TEXT] for text in self.outcome.warnings[:10]],
         }
+        if self.outcome.text:
+            found["text"] = self.outcome.text[:MAX_TEXT]
         if actions:
             rows = max(1, MAX_NUMBERS // max(1, self.outcome.actions.shape[1]))
             found["actions"] = plain(self.outcome.actions[:rows])

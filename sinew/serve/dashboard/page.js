@@ -5,8 +5,8 @@ const LONGEST = 300; // answers that are remembered
 const SHOWN = 120; // bars of the latency strip
 const SESSIONS = 50;
 const MINE = "dashboard"; // the session of requests that this page makes
-const STAGES = ["queue", "preprocess", "vision", "prefix", "head", "postprocess"];
-const COLOURS = ["#8250df", "#0969da", "#1a7f37", "#bf8700", "#bc4c00", "#cf222e"];
+const STAGES = ["queue", "preprocess", "vision", "prefix", "text", "head", "postprocess"];
+const COLOURS = ["#8250df", "#0969da", "#1a7f37", "#bf8700", "#1b7c83", "#bc4c00", "#cf222e"];
 const $ = (id) => document.getElementById(id);
 const state = { about: null, answers: [], last: null, previous: null, arrived: 0, looking: false, sessions: new Map(), dirty: false };
 let key = sessionStorage.getItem("sinew-key") || "";
@@ -296,6 +296,7 @@ function session(answer) {
   if (answer.outcome === "ok") row.answers += 1; else { row.refused += 1; row.error = `${answer.outcome}: ${answer.error}`; }
   row.missed += answer.missed ? 1 : 0;
   row.prompt = answer.prompt || row.prompt || "";
+  row.text = answer.text || row.text || "";
   row.times.push(answer.time);
   if (row.times.length > 20) row.times.shift();
   const told = answer.warnings && answer.warnings.length ? answer.warnings.join("; ") : row.error && answer.error ? row.error : "";
@@ -307,7 +308,7 @@ function sessions() {
     const span = row.times.at(-1) - row.times[0];
     const line = element("tr");
     const rate = span > 0 ? ((row.times.length - 1) / span).toFixed(1) : "";
-    for (const cell of [row.wire, row.client, row.session, rate, row.answers, row.missed, row.refused, row.prompt]) line.append(element("td", String(cell)));
+    for (const cell of [row.wire, row.client, row.session, rate, row.answers, row.missed, row.refused, row.prompt, row.text]) line.append(element("td", String(cell)));
     return line;
   }));
 }

@@ -81,7 +81,7 @@ class RemotePolicy(ServedPolicy):
                 why = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             else:
                 if not isinstance(found, Refusal):
-                    return self._checked(found)
+                    return self._checked(found, observation)
                 if found.code not in _AGAIN:
                     raise found.error()
                 why = found.message
@@ -92,9 +92,9 @@ class RemotePolicy(ServedPolicy):
                 time.sleep(PAUSE_S)
         raise UnhealthyError(f"{TRIES} replicas did not answer, the last one: {why}")
 
-    def _checked(self, found: Any) -> ActionChunk:
+    def _checked(self, found: Any, observation: Observation) -> ActionChunk:
         """Return a chunk of the form that robots were told of. Raises UnhealthyError: others may change replicas."""
-        form = (self.spec.chunk_size, self.spec.action.dim)
+        form = (self.spec.chunk_size if observation.acts else 0, self.spec.action.dim)
         shape = np.shape(found.actions) if isinstance(found, ActionChunk) else type(found).__name__
         if shape != form:
             raise UnhealthyError(

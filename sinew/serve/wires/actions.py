@@ -1,14 +1,15 @@
-"""The routes of the wire ``http``: ``/v1/actions``, ``/act``, ``/v1/metadata``, for the first policy or one by name."""
+"""The routes of the wire ``http``: ``/v1/actions``, ``/vqa``, ``/subtask``, ``/act``, ``/v1/metadata``, for the first
+policy or one by name."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from aiohttp import web
 
-from sinew.core import PolicySpec, RequestError
+from sinew.core import Observation, PolicySpec, RequestError
 from sinew.serve.request import Request
 from sinew.serve.service import Service
 from sinew.serve.transport import admin
@@ -30,6 +31,9 @@ class Actions:
             router.add_get(path, guarded(self.metadata))
         for path in ("/v1/actions", f"{named}/actions"):
             router.add_post(path, guarded(self.actions))
+        for name, handler in (("vqa", self.vqa), ("subtask", self.subtask)):
+            for path in (f"/{name}", f"{named}/{name}"):
+                router.add_post(path, guarded(handler))
         for path in ("/act", f"{named}/act"):
             router.add_post(path, guarded(self.act))
 
@@ -40,6 +44,20 @@ class Actions:
 
     async def actions(self, request: web.Request) -> web.Response:
         """Answer an observation with a chunk, in the form in which it came."""
+        return await self._answered(request, lambda seen: seen)
+
+    async def vqa(self, request: web.Request) -> web.Response:
+        """Answer a question about an observation with a text."""
+        return await self._answered(request, http.asked)
+
+    async def subtask(self, request: web.Request) -> web.Response:
+        """Answer an observation with the subtask that the policy says of it."""
+        return await self._answered(request, http.subtask)
+
+    async def _answered(
+        self, request: web.Request, ask: Callable[[Observation], Observation]
+    ) -> web.Response:
+        """Answer an observation. ask: makes of it what the route asks for."""
         kind = http.MSGPACK if request.content_type == http.MSGPACK else http.JSON
         with self._service.reading("http", request.remote or ""):
             arrived, body = await read_body(request)
@@ -53,7 +71,7 @@ class Actions:
             spec = self._service.policies.get(policy).spec
         asked = Request(
             "http",
-            partial(http.observation, message, spec),
+            lambda budget: ask(http.observation(message, spec, budget)),
             request.remote or "",
             message.session,
             message.deadline_ms,

@@ -1,15 +1,19 @@
-"""HTTP messages: ``POST /v1/actions`` for everyone, ``POST /act`` for OpenVLA's clients. No sockets here.
+"""HTTP messages: ``POST /v1/actions`` for everyone, ``/vqa`` and ``/subtask`` for words, ``POST /act`` for OpenVLA's
+clients. No sockets here.
 
 ``/v1/actions`` takes JSON, or the same maps in msgpack with arrays as openpi sends them:
 
     {"images": {"front": "<base64 of a JPEG or PNG file>"}, "state": [0.1, ...], "prompt": "pick up the cube",
      "seed": 1, "solver_steps": 10, "noise": [[...]], "session": "arm-1", "deadline_ms": 100, "time": 12.5,
-     "policy": "default"}
+     "policy": "default", "subtask": false, "text_tokens": 48}
 
 Frames may also be ``{"__numpy__": base64, "dtype": "|u1", "shape": [h, w, 3]}``. Answers:
 
     {"actions": [[...], ...], "seed": 1, "session": "arm-1", "time": 12.5, "timing": {"total_ms": ..., ...}}
     {"error": {"code": "bad_observation", "message": "state: expected ..., got ...", "field": "state"}}
+
+With ``"subtask": true`` the answer has the subtask beside the actions, as ``text``. ``/vqa`` takes the same map with a
+``question``, ``/subtask`` takes it as it is; both answer with ``text`` in the actions' place.
 
 ``/act`` is OpenVLA-OFT's ``vla-scripts/deploy.py`` (``full_image``, keys with "wrist", ``state``, ``instruction`` -> a
 list of actions) and OpenVLA's (``image``, ``instruction`` -> one action), both plain and as ``{"encoded": text}``.
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -70,7 +74,7 @@ def observation(message: HttpMessage, spec: PolicySpec, budget: PixelBudget | No
     for key, value in flat.items():
         if (
             isinstance(value, str)
-            and key not in (*field_names.PROMPT_KEYS, "session", "policy")
+            and key not in (*field_names.PROMPT_KEYS, "question", "session", "policy")
             and len(value) > 64
         ):
             flat[key] = compressed_frame(key, from_base64(key, value), budget)
@@ -82,13 +86,33 @@ def observation(message: HttpMessage, spec: PolicySpec, budget: PixelBudget | No
     )
 
 
+def asked(seen: Observation) -> Observation:
+    """Return what ``/vqa`` asks of an observation. Raises ObservationError where it has no question."""
+    if not seen.question:
+        raise ObservationError("question", "a text", "nothing")
+    return seen
+
+
+def subtask(seen: Observation) -> Observation:
+    """Return what ``/subtask`` asks of an observation. Raises ObservationError where it has a question."""
+    if seen.question:
+        raise ObservationError("question", "none of a subtask; POST /vqa answers one", "one")
+    return replace(seen, subtask=True, text_only=True)
+
+
 def answer(chunk: ActionChunk, server_ms: float, content_type: str) -> bytes:
     timing = asdict(chunk.timing) | {"server_ms": server_ms}
-    reply: dict[str, Any] = {"actions": chunk.actions, "seed": chunk.seed, "timing": timing}
+    reply: dict[str, Any] = {"timing": timing}
+    if len(chunk.actions):
+        reply |= {"actions": chunk.actions, "seed": chunk.seed}
+    if timing["text_ms"]:  # words were said, if only that there are none
+        reply["text"] = chunk.text
     reply |= {"session": chunk.session, "time": chunk.time, "warnings": list(chunk.warnings)}
     if content_type == MSGPACK:
         return pack(reply)
-    return json.dumps(reply | {"actions": chunk.actions.tolist()}).encode()
+    if len(chunk.actions):
+        reply["actions"] = chunk.actions.tolist()
+    return json.dumps(reply).encode()
 
 
 # ----------------------------------------------------------------------------- OpenVLA

@@ -64,6 +64,7 @@ _ROUTING = {  # what ``peek`` reads or refuses
     _FIELD[name]
     for name in ("request_id", "kind", "session", "api_key", "policy", "deadline_ms", "precomputed_img_emb")
 }
+_TIMES = ("preprocess_ms", "vision_ms", "prefix_ms", "text_ms", "postprocess_ms", "total_ms", "queue_ms")
 _NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state", "policy")}
 
 
@@ -226,6 +227,10 @@ class NativeCodec:
             session=request.session,
             time=request.time if request.HasField("time") else None,
             earlier=tuple(earlier),
+            subtask=request.subtask,
+            question=request.question,
+            text_only=request.text_only,
+            text_tokens=request.text_tokens or None,
             **_continuation(spec, request),
         )
 
@@ -261,8 +266,9 @@ class NativeCodec:
             seed=chunk.seed,
             time=chunk.time,
             warnings=chunk.warnings,
+            text=chunk.text,
         )
-        for name in ("preprocess_ms", "vision_ms", "prefix_ms", "postprocess_ms", "total_ms", "queue_ms"):
+        for name in _TIMES:
             setattr(reply.timing, name, getattr(timing, name))
         reply.timing.step_ms.extend(timing.step_ms)
         reply.timing.server_ms, reply.timing.batch = server_ms, timing.batch

@@ -22,7 +22,10 @@ from sinew.serve.wires import field_names
 
 NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
-OPTIONS = ("seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule")
+OPTIONS = (
+    *("seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule"),
+    *("subtask", "question", "text_only", "text_tokens"),
+)
 # What clients of the field send to every policy, whether it reads it or not -> why it may be left alone.
 IGNORED = {
     "observation/cartesian_position": "vLLM-Omni's and DreamZero's clients send zeros beside the joints"
@@ -69,9 +72,10 @@ def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | 
 
 
 def options(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What may stand beside an observation: seed, noise, solver_steps, time, and what real-time chunking needs."""
+    """What may stand beside an observation: seed, noise, solver_steps, time, what real-time chunking needs, and what
+    asks for words."""
     found: dict[str, Any] = {}
-    for name in ("seed", "solver_steps", "delay", "horizon"):
+    for name in ("seed", "solver_steps", "delay", "horizon", "text_tokens"):
         if flat.get(name) is not None:
             found[name] = integer(name, flat[name])
     for name in ("noise", "previous"):
@@ -83,10 +87,22 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("time", "beta"):
         if flat.get(name) is not None:
             found[name] = number(name, flat[name])
-    for name in ("rtc", "schedule"):
+    for name in ("rtc", "schedule", "question"):
         if flat.get(name) is not None:
             found[name] = field_names.text(name, flat[name])
+    if "question" in found and not found["question"].strip():
+        raise ObservationError("question", "a text", "an empty string")
+    for name in ("subtask", "text_only"):
+        if flat.get(name) is not None:
+            found[name] = truth(name, flat[name])
     return found
+
+
+def truth(name: str, value: Any) -> bool:
+    value = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+    if not isinstance(value, bool):
+        raise ObservationError(name, "true or false", type(value).__name__)
+    return value
 
 
 def number(name: str, value: Any) -> float:
@@ -122,6 +138,8 @@ def answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> b
         "postprocess_ms": timing.postprocess_ms,
     }
     reply: dict[str, Any] = {"actions": chunk.actions, "policy_timing": policy, "server_timing": server}
+    if timing.text_ms:
+        policy["text_ms"], reply["text"] = timing.text_ms, chunk.text
     if chunk.seed is not None:
         reply["seed"] = chunk.seed
     if chunk.session:

@@ -170,6 +170,9 @@ class Streams:
         for name in ("noise", "lang_tokens", "state", "previous"):
             if getattr(request, name):
                 raise ObservationError(name, "nothing in a stream; the state goes into raw_state", "numbers")
+        for name in ("subtask", "question", "text_only"):
+            if getattr(request, name):
+                raise ObservationError(name, "nothing in a stream, whose words are text_tokens", "it")
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
         robot = self._robot(asker, envelope, header.session, request)
         if robot.safety is not None:

@@ -12,6 +12,7 @@ from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost
 from sinew_client.link import MAX_REPLY, payload_of, set_options
+from sinew_client.policy import asking
 from sinew_client.types import ActionChunk, Observation
 
 
@@ -43,6 +44,27 @@ class AsyncClient(BaseClient):
         asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
         parts = self._encoded(given, request_id)
         return self._accepted(await self._drive(self._asking(parts, request_id, timeout)), given, asked)
+
+    async def ask(
+        self,
+        observation: Observation | Mapping[str, Any],
+        question: str,
+        max_tokens: int | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> str:
+        """Return the answer to a question about an observation (``Client.ask``)."""
+        return (await self.infer(asking(observation, question, max_tokens), timeout=timeout)).text
+
+    async def subtask(
+        self,
+        observation: Observation | Mapping[str, Any],
+        max_tokens: int | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> str:
+        """Return the subtask of an observation and its instruction, without actions (``Client.subtask``)."""
+        return (await self.infer(asking(observation, None, max_tokens), timeout=timeout)).text
 
     async def context(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None

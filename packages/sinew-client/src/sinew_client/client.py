@@ -13,6 +13,7 @@ from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.errors import ConnectionLost
 from sinew_client.link import Link
+from sinew_client.policy import asking
 from sinew_client.types import ActionChunk, Observation, PolicySpec
 
 
@@ -65,7 +66,8 @@ class Client(BaseClient):
             ``session`` (a waiting request is replaced by a newer one of its session), ``time``, ``deadline_ms``
             (the server refuses the request instead of beginning it later than this after its arrival);
             ``previous`` float [R, action_dim], the rows of the running chunk from this frame on, with ``delay``,
-            ``horizon``, ``rtc``, ``schedule`` and ``beta``: real-time chunking, which :mod:`sinew_client.control` does.
+            ``horizon``, ``rtc``, ``schedule`` and ``beta``: real-time chunking, which :mod:`sinew_client.control` does;
+            ``subtask`` True: a subtask is said first, stands in the chunk's ``text``, and is acted on.
         timeout: seconds, for this call only.
 
         Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError, and UnsafeChunk for
@@ -74,6 +76,28 @@ class Client(BaseClient):
         asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
         parts = self._encoded(given, request_id)
         return self._accepted(self._drive(self._asking(parts, request_id, timeout)), given, asked)
+
+    def ask(
+        self,
+        observation: Observation | Mapping[str, Any],
+        question: str,
+        max_tokens: int | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> str:
+        """Return what the policy's language head answers to a question about an observation, in at most ``max_tokens``
+        tokens. Raises ObservationError for a question that is none, and what :meth:`infer` does."""
+        return self.infer(asking(observation, question, max_tokens), timeout=timeout).text
+
+    def subtask(
+        self,
+        observation: Observation | Mapping[str, Any],
+        max_tokens: int | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> str:
+        """Return the subtask that the policy says of an observation and its instruction, without actions."""
+        return self.infer(asking(observation, None, max_tokens), timeout=timeout).text
 
     def context(self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None) -> tuple:
         """Return (bytes, timing): what a head on this machine needs of an observation, from a policy ``context.FORM``.

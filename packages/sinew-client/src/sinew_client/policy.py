@@ -9,8 +9,10 @@ import threading
 import time
 from typing import Any, Mapping, Protocol, Sequence, TypeVar
 
+import numpy as np
+
 from sinew_client.errors import CancelledError, ClientError, ClosedError, ObservationError, RequestTimeout
-from sinew_client.types import ActionChunk, Observation, PolicySpec
+from sinew_client.types import WORDS, ActionChunk, Observation, PolicySpec
 
 Self = TypeVar("Self", bound="OpenPolicy")
 
@@ -56,6 +58,17 @@ def asking(
     given = vars(observation) if isinstance(observation, Observation) else observation
     asked = {"question": question} if question is not None else {"subtask": True, "text_only": True}
     return {**given, **asked, "text_tokens": max_tokens}
+
+
+def refuse_words(observation: Observation | Mapping[str, Any], who: str) -> None:
+    """Raise ObservationError where an observation asks for words of what says none. who: what that is."""
+    if not isinstance(observation, Observation):
+        observation = Observation(
+            {}, np.zeros(0), **{key: observation[key] for key in WORDS if key in observation}
+        )
+    name = observation.asks
+    if name:
+        raise ObservationError(name, "nothing, as only a policy with its language head says words", who)
 
 
 class OpenPolicy:

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from sinew_client import schema
 from sinew_client.errors import ClientError, InvalidObservation, LateChunk, ServerError, UnsafeChunk
 from sinew_client.given import shown
-from sinew_client.types import ActionChunk, Moment, Observation, Timing
+from sinew_client.types import WORDS, ActionChunk, Moment, Observation, Timing
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
 OBSERVATION_KEYS = (*(each.name for each in fields(Observation)), "deadline_ms")  # the last is the request's
@@ -27,7 +27,9 @@ MAX_ROWS, MAX_DIM = (
 )  # of an answer: rows where nobody says what its policy states, numbers of a row
 
 _KNOWN = frozenset(OBSERVATION_KEYS)
-_SCALARS = frozenset(("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", *CONTINUATION_KEYS))
+_SCALARS = frozenset(
+    ("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", *CONTINUATION_KEYS, *WORDS)
+)
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
 _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
 
@@ -110,6 +112,8 @@ def infer_parts(
         if key in _SCALARS and value is not None:
             # numpy scalars are common here and protobuf 3.20 does not take all of them
             value = value.item() if isinstance(value, np.generic) else value
+            if key == "text_tokens" and not value:  # which a message could not tell from none
+                raise InvalidObservation(key, "1 or more", str(value))
             _assign(key, setattr, request, key, value)
 
     return with_frames(request, frames, jpeg_quality)
@@ -206,7 +210,8 @@ def accepted(
 
     Raises :class:`UnsafeChunk` where it answers an observation older than ``max_age`` seconds, or is out of ``limits``.
     """
-    chunk = decode_chunk(reply, asked, max_rows)
+    words_alone = observation.get("question") or observation.get("text_only")
+    chunk = decode_chunk(reply, asked, max_rows, 0 if words_alone else 1)
     if max_age is not None:
         now, taken = time.perf_counter(), observation.get("time")
         age = now - asked + (0.0 if taken is None else max(0.0, time.time() - (now - asked) - taken))
@@ -233,18 +238,20 @@ def decode_rows(reply, max_rows: int, least: int = 1) -> np.ndarray:
     return actions
 
 
-def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS) -> ActionChunk:
-    """Return the chunk of a reply. asked: ``time.perf_counter()`` at the call. Raises :class:`UnsafeChunk`."""
+def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS, least: int = 1) -> ActionChunk:
+    """Return the chunk of a reply, of ``least`` rows at least. asked: ``time.perf_counter()`` at the call. Raises
+    :class:`UnsafeChunk`."""
     if reply.context:
         raise ClientError("the reply holds a context and no actions: this policy answers Client.context")
     return ActionChunk(
-        actions=decode_rows(reply, max_rows),
+        actions=decode_rows(reply, max_rows, least),
         timing=decode_timing(reply),
         seed=reply.seed if reply.HasField("seed") else None,
         session=reply.session,
         time=reply.time if reply.HasField("time") else None,
         round_trip_ms=0.0 if asked is None else 1e3 * (time.perf_counter() - asked),
         warnings=tuple(reply.warnings),
+        text=reply.text,
     )
 
 
@@ -261,6 +268,7 @@ def decode_timing(reply) -> Timing:
         queue_ms=found.queue_ms,
         server_ms=found.server_ms,
         batch=found.batch or 1,  # of a server that does not know the field
+        text_ms=found.text_ms,
     )
 
 

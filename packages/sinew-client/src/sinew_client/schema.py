@@ -61,6 +61,9 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (118, "interpolation", "string"),
             (119, "policy", "string"),
             (120, "text_tokens", "uint32"),
+            (60, "subtask", "bool"),
+            (61, "question", "string"),
+            (62, "text_only", "bool"),
         ),
     },
     "Timing": {
@@ -75,6 +78,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (7, "queue_ms", "float"),
             (8, "server_ms", "float"),
             (9, "batch", "uint32"),
+            (60, "text_ms", "float"),
         ),
     },
     "Window": {
@@ -116,6 +120,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (108, "metadata", "string"),
             (109, "warnings", "repeated string"),
             (110, "window", "Window"),
+            (60, "text", "string"),
             (111, "context", "bytes"),
         ),
     },

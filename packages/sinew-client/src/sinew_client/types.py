@@ -158,6 +158,7 @@ class PolicySpec:
 MAX_HISTORY = 16
 RTC = ("guided", "no-jacobian", "ramp", "trained")
 SCHEDULES = ("exp", "linear", "ones", "zeros")
+WORDS = ("subtask", "question", "text_only", "text_tokens")  # the fields by which words are asked for
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class Observation:
     @property
     def asks(self) -> str:
         """Return the field by which words are asked for; "" where it is actions alone."""
-        for name in ("question", "subtask", "text_only", "text_tokens"):
+        for name in WORDS:
             value = getattr(self, name)
             if not (value is None or (isinstance(value, (bool, np.bool_, str)) and not value)):
                 return name
