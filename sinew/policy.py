@@ -24,7 +24,7 @@ from sinew.core import RTC, ActionChunk, BundleError, Observation, ObservationEr
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
 from sinew.engine.engine import Engine, Watch
-from sinew.processing import BatchKey, Prepared, Processor, batch_key, given, stack
+from sinew.processing import BatchKey, ModelInputs, Prepared, Processor, Words, batch_key, given, stack
 from sinew.processing.continuation import kind_of
 from sinew.sources import EXPORTED, resolve
 
@@ -289,15 +289,16 @@ class Policy(OpenPolicy):
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
             start, watch = time.perf_counter(), Watch(cancel)
-            text, chunks = "", np.zeros((1, 0, self.spec.action.dim), np.float32)
+            text, context = "", None
             if first.words is None:
                 chunks = self.engine.run(inputs, noise, first.steps, guidance, watch)
             else:
-                end, words = self.manifest.processing.prompt.eos_token_id, first.words
-                context, said = self.engine.say_text(inputs, words.most, end, words.behind, watch)
-                text = self.processor.prompter.words(said)
-                if words.behind is not None:
-                    chunks = self.engine.solve(context, noise, first.steps, guidance, watch)
+                text, context = self._say(inputs, first.words, watch)
+                chunks = (
+                    np.zeros((1, 0, self.spec.action.dim), np.float32)
+                    if first.words.behind is None
+                    else self.engine.solve(context, noise, first.steps, guidance, watch)
+                )
             timing, computed = watch.timing(len(members)), time.perf_counter()
             found = [self._finished(chunk, member) for chunk, member in zip(chunks, members, strict=True)]
             end = time.perf_counter()
@@ -321,6 +322,12 @@ class Policy(OpenPolicy):
             )
             for actions, member in zip(found, members, strict=True)
         ]
+
+    def _say(self, inputs: ModelInputs, words: Words, watch: Watch) -> tuple[str, Any]:
+        """Return what the language head says, and what the head of actions takes of prompt and words."""
+        end = self.manifest.processing.prompt.eos_token_id
+        context, said = self.engine.say_text(inputs, words.most, end, words.behind, watch)
+        return self.processor.prompter.words(said), context
 
     def read_context(self, prepared: Prepared, form: str) -> bytes:
         """Return what the head needs of an observation, packed (:mod:`sinew.engine.contexts`). One at a time.

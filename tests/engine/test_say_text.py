@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sinew.bundle import Bundle
+from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.prompt_recipe import PromptRecipe, TextRecipe
 from sinew.cli import main
 from sinew.convert import convert
+from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import BundleError, CancelledError, ConvertError, ObservationError, SinewError
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.engine import Watch
@@ -160,6 +161,35 @@ def test_a_subtask_and_the_actions_behind_it(loaded: Callable[[str, str], Policy
     assert chunk.timing.text_ms > 0
     assert chunk.timing.vision_ms + chunk.timing.prefix_ms + chunk.timing.text_ms < chunk.timing.total_ms
     assert policy.infer({**seen, "subtask": False, "text_tokens": None}).timing.text_ms == 0
+
+
+def test_actions_behind_a_subtask_continue_a_running_chunk(policy: Policy) -> None:
+    seen = {**observation(policy), "subtask": True, "text_tokens": MOST}
+    free = policy.infer(seen)
+    previous = free.actions + 1
+    for rtc in policy.guidance:
+        held = policy.infer({**seen, "previous": previous, "delay": 2, "rtc": rtc})
+        assert held.text == free.text
+        assert np.abs(held.actions[:2] - previous[:2]).max() < np.abs(free.actions[:2] - previous[:2]).max()
+    assert policy.guidance
+
+
+def test_a_bundle_of_few_bits_says_words_too(kept: Callable[[str], Path], tmp_path: Path) -> None:
+    """On the engine that computes on the weights as they are stored, as on those that widen them."""
+    bundle, small = Bundle(kept("pi05-2cam")), tmp_path / "small.gguf"
+    recipe = {"vision": "fp32", "language": "int8", "head": "fp32"}
+    write_bundle(small, lambda: bundle.manifest, lowbit_sources(bundle, plan_formats(bundle, recipe)))
+    chunks = []
+    for engine in ("eager", "plan", "cpu"):
+        policy = load(small, engine=engine, threads=1)
+        chunks.append(policy.infer({**observation(policy), "subtask": True, "text_tokens": MOST}))
+    wide, *others = chunks
+    assert wide.text
+    for chunk in others:
+        assert chunk.text == wide.text
+        assert (
+            np.abs(chunk.actions - wide.actions).max() <= 1e-3 * np.abs(wide.actions).max()
+        )  # rounded activations
 
 
 @pytest.mark.parametrize("engine", ENGINES)

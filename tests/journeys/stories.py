@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.cases import golden_cases
 from tests.convert.openpi_layout import write_checkpoint
 from tests.journeys.pages import ROOT, programs
@@ -34,6 +36,25 @@ observation = {
     "prompt": "put the cup on the plate",
 }
 """
+PI05 = """
+import numpy as np
+frame = np.zeros((180, 320, 3), np.uint8)
+observation = {
+    "images": {"base_0_rgb": frame, "left_wrist_0_rgb": frame},
+    "state": np.zeros(7, np.float32),
+    "prompt": "clean the table",
+}
+"""
+# A question of which every frame is a pixel: a PNG in base64.
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
+QUESTION = json.dumps(
+    {
+        "images": {"base_0_rgb": PIXEL, "left_wrist_0_rgb": PIXEL},
+        "state": [0.0] * 7,
+        "question": "what is in the gripper?",
+        "text_tokens": 16,
+    }
+)
 ARM = "needs the arm on that port"
 SIMULATOR = "needs a simulator's own interpreter: make sim-aloha and the like, of gigabytes"
 NOT_HERE = {
@@ -428,6 +449,14 @@ def stream(walk: Walk) -> None:
         ),
         0.9,
     )
+    walk.copy(FIXTURES / "pi05-2cam" / "checkpoint", "my_pi05")
+    walk.copy(FIXTURES / "pi05-2cam" / "arch.json", "arch.json")
+    # the checkpoint's miniature widths have no name
+    walk.type("sinew convert my_pi05/ pi05.gguf --set lm_head=true", adds="--arch arch.json")
+    walk.write("question.json", f"{QUESTION}\n")
+    with walk.serving("sinew serve pi05.gguf --wire native --wire http"):
+        walk.program(0, before=PI05, after="assert chunk.text and chunk.actions.shape == (50, 7)")
+        walk.type("curl -d @question.json http://127.0.0.1:8000/vqa", says=('"text": ',))
 
 
 def tutorial_lerobot(walk: Walk) -> None:
