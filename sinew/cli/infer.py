@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ def infer(
     prompt: str = "",
     seed: int | None = None,
     solver_steps: int | None = None,
+    subtask: Annotated[bool, Parameter(negative="")] = False,
+    question: str = "",
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
 ) -> int:
@@ -43,6 +46,9 @@ def infer(
         prompt: the instruction; if absent the bundle's own, where it has one, and nothing where the policy reads none.
         seed: of the noise that starts the solver; drawn and reported if absent.
         solver_steps: instead of the bundle's own number.
+        subtask: have the language head say a subtask of the prompt first, and act on that. Bundles keep the head on
+            request (sinew convert --set lm_head=true).
+        question: have it answer a question instead, in words.
     """
     from sinew.bundle.rename import rename_cameras
     from sinew.policy import Policy, open_bundle
@@ -58,6 +64,8 @@ def infer(
         prompt=prompt,
         seed=seed,
         solver_steps=solver_steps,
+        subtask=subtask,
+        question=question,
     )
     # Mistakes show before torch is imported and gigabytes are read.
     Processor(manifest, allow_missing_cameras=cameras.allow_missing_cameras).check(observation)
@@ -118,6 +126,7 @@ def parse_vector(field: str, text: str) -> np.ndarray:
 def chunk_to_dict(chunk: ActionChunk) -> dict[str, object]:
     return {
         "actions": chunk.actions.tolist(),
+        **({"text": chunk.text} if chunk.timing.text_ms else {}),
         "seed": chunk.seed,
         "timing": asdict(chunk.timing),
         "warnings": list(chunk.warnings),
@@ -139,14 +148,18 @@ def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> 
         table.caption = f"the first {len(shown)} of {len(chunk.actions)}"
     console = terminal.console()
     # A robot with many joints needs more columns than a terminal: let the lines run over, never cut digits.
-    console.print(table, width=max(console.width, 12 * len(names)), soft_wrap=True)
+    if len(chunk.actions):
+        console.print(table, width=max(console.width, 12 * len(names)), soft_wrap=True)
     timing = chunk.timing
+    words = f" text {timing.text_ms:.1f}," if timing.text_ms else ""
+    if words:
+        console.print(f"said: {json.dumps(chunk.text, ensure_ascii=False)}", soft_wrap=True, markup=False)
     for warning in chunk.warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     console.print(running(policy), soft_wrap=True, markup=False)
     console.print(
         f"total {timing.total_ms:.1f} ms: preprocess {timing.preprocess_ms:.1f}, vision {timing.vision_ms:.1f},"
-        f" prefix {timing.prefix_ms:.1f}, head {timing.head_ms:.1f} in {len(timing.step_ms)} steps,"
+        f" prefix {timing.prefix_ms:.1f},{words} head {timing.head_ms:.1f} in {len(timing.step_ms)} steps,"
         f" postprocess {timing.postprocess_ms:.1f} (first inference of this process)",
         soft_wrap=True,
     )

@@ -3,6 +3,7 @@ cache, and against LeRobot's own greedy tokens; then the actions behind it, and 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ from sinew.processing import Processor
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.text import Text
+from tests.convert.openpi_layout import write_checkpoint
 from tests.golden import Golden
 from tests.models.stages import fast_observation
 from tests.models.test_pi0_fast_parity import sentence
@@ -495,3 +498,42 @@ def test_the_prompts_of_pi05_are_the_fields(policy: Policy) -> None:
 def test_a_strange_recipe_is_refused(text: TextRecipe, why: str) -> None:
     problems = PromptRecipe(8, 100, 0, text=text).problems()
     assert any(why in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("pi05_droid", True), ("pi05_libero", False), ("pi0_droid", False)]
+)
+def test_openpis_checkpoints_keep_them_too(golden: Path, tmp_path: Path, name: str, says: bool) -> None:
+    """A pi0.5 whose prompts have no state has no prompt of a subtask, as the one that is known has the state in it."""
+    path, arch, _ = write_checkpoint(golden, tmp_path, name)
+    made = convert(path, tmp_path / "made.gguf", openpi_config=name, arch=arch, settings={"lm_head": "true"})
+    found = Bundle(made).manifest.processing.prompt.text
+    assert found is not None
+    assert (bool(found.subtask), bool(found.question)) == (says, True)
+    policy = load(made, engine="eager", threads=1)
+    images = {c.name: np.zeros((32, 32, 3), np.uint8) for c in policy.spec.cameras}
+    seen = {"images": images, "state": np.zeros(policy.spec.state.dim, np.float32), "prompt": "go", "seed": 0}
+    assert policy.ask(seen, "what is there?", 3) == policy.processor.prompter.words(
+        spoken(policy, {**seen, "prompt": "", "question": "what is there?"}, 3)
+    )
+
+
+def test_the_verb_says_words(
+    kept: Callable[[str], Path], tmp_path: Path, policy: Policy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures = []
+    for camera in policy.spec.cameras:
+        file = tmp_path / f"{camera.name}.png"
+        PIL.Image.fromarray(np.full((32, 32, 3), 90, np.uint8)).save(file)
+        pictures += ["--image", f"{camera.name}={file}"]
+    state = ["--state", ",".join("0" * 7), "--engine", "eager", "--json"]
+    asked = ["infer", str(kept("pi05-2cam")), *pictures, *state]
+    for more, rows in ((["--prompt", "go", "--subtask"], 50), (["--question", "what is there?"], 0)):
+        assert main([*asked, *more]) == 0
+        printed = capsys.readouterr().out
+        told = json.loads(printed.splitlines()[-1])
+        assert len(told["actions"]) == rows
+        assert told["text"]
+        assert told["timing"]["text_ms"] > 0
+    assert main([*asked, "--prompt", "go"]) == 0
+    assert "text" not in json.loads(capsys.readouterr().out.splitlines()[-1])

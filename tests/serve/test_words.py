@@ -6,6 +6,8 @@ import asyncio
 import base64
 import io
 import json
+import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -32,7 +34,7 @@ from sinew.serve.decode import array as arrays
 from sinew.serve.safety import Safety
 from sinew.serve.wires import http
 from sinew.sim.experts import Expert, expert_spec
-from tests.serve.puppet import desk
+from tests.serve.puppet import desk, until
 from tests.serve.test_replay import FRAMES, STATE
 from tests.serve.test_server import START_S, free_port, serving
 
@@ -244,6 +246,32 @@ def test_a_stream_is_no_place_for_questions(at: SimpleNamespace, policy: Policy)
         )
         with pytest.raises(ServerError, match="question: expected nothing in a stream"):
             client._drive(client._asking([request.SerializeToString()], 5, START_S))
+
+
+def test_who_leaves_ends_a_text_between_two_tokens(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls, third, gone = policy.engine.model, list[int](), threading.Event(), threading.Event()
+    go_on = model.continue_text
+
+    def continued(said: Any, tokens: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            third.set()
+            assert gone.wait(START_S)
+        return go_on(said, tokens)
+
+    monkeypatch.setattr(model, "continue_text", continued)
+    body = json.dumps(posted(policy, question=QUESTION, text_tokens=256)).encode()
+    with desk(("web",), policy=policy) as found:
+        cancel = found.service.cancel
+        monkeypatch.setattr(found.service, "cancel", lambda request: (cancel(request), gone.set()))
+        host, port = found.web.rpartition("/")[2].rsplit(":", 1)
+        with socket.create_connection((host, int(port)), START_S) as leaver:
+            head = f"POST /vqa HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+            leaver.sendall(head.encode() + body)
+            assert third.wait(START_S)
+        until(lambda: not found.scheduler.stats()["running"], "the end of what nobody waits for")
+        assert len(calls) == 3
+        assert found.scheduler.stats()["failed"] == 1
 
 
 # ----------------------------------------------------------------------------- what is kept
