@@ -302,8 +302,9 @@ class Processor:
         recipe = self.recipe.prompt.text
         if not observation.asks or recipe is None:
             return None
-        behind = self.prompter.encode_behind() if observation.acts else None
-        return Words(observation.text_tokens or recipe.most, behind)
+        return Words(
+            observation.text_tokens or recipe.most, self.prompter.behind if observation.acts else None
+        )
 
     def _check_images(self, images: Mapping[str, np.ndarray], prefix: str = "") -> None:
         known = [camera.name for camera in self.spec.cameras]

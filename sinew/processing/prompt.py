@@ -21,12 +21,13 @@ REMEMBERED = (
 
 
 class Prompter:
-    """Turns an instruction into ``(tokens int64 [L], mask bool [L])``."""
+    """Turns an instruction into ``(tokens int64 [L], mask bool [L])``. behind: the tokens that follow a subtask."""
 
     def __init__(self, tokenizer_json: str, recipe: PromptRecipe):
         self.recipe, self.held = recipe, recipe.held
         self.tokenizer = open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
+        self.behind = self._behind("" if recipe.text is None else recipe.text.action)
 
     def text(self, prompt: str, state: np.ndarray, steps: Steps | None = None) -> str:
         """The exact string that is tokenised. ``state``: [D], normalised. steps: other ones than the recipe's own."""
@@ -45,7 +46,9 @@ class Prompter:
         steps = () if self.recipe.text is None else self.recipe.text.subtask
         if not steps:
             raise ObservationError(
-                "subtask", "nothing: this bundle says of no prompt what a subtask follows", "it"
+                "subtask",
+                "nothing, as this bundle has no prompt for it (sinew convert --set subtask_prompt=)",
+                "it",
             )
         return self._encoded("prompt", prompt, state, steps, "an instruction, of which a subtask is said")
 
@@ -54,14 +57,11 @@ class Prompter:
         steps = () if self.recipe.text is None else self.recipe.text.question
         if not steps:
             raise ObservationError(
-                "question", "nothing: this bundle says of no prompt what an answer follows", "a question"
+                "question",
+                "nothing, as this bundle has no prompt for it (sinew convert --set question_prompt=)",
+                "one",
             )
         return self._encoded("question", question, state, steps, "a question, as 'what is in the gripper?'")
-
-    def encode_behind(self) -> tuple[int, ...]:
-        """Token ids of what is written behind a subtask."""
-        words = "" if self.recipe.text is None else self.recipe.text.action
-        return tuple(encode(self.tokenizer, words, False)) if words else ()
 
     def _encoded(self, name: str, text: object, state: np.ndarray, steps: Steps, wanted: str) -> np.ndarray:
         """name: of the field, for messages."""
@@ -78,6 +78,14 @@ class Prompter:
         except ValueError as error:
             raise ObservationError(name, "text that the tokenizer takes", str(error)) from None
         return self.check_tokens(ids, name, self.held if steps is self.recipe.steps else ())
+
+    def _behind(self, words: str) -> tuple[int, ...]:
+        """Return the tokens of what a bundle writes behind a subtask. Raises :class:`BundleError`."""
+        try:
+            ids = encode(self.tokenizer, words, False) if words else []
+            return tuple(map(int, self.check_tokens(np.array(ids), "text.action", ()))) if ids else ()
+        except (ValueError, ObservationError) as error:
+            raise BundleError(f"sinew.processing.prompt.text.action: {error}") from None
 
     def _tokenize(self, text: str, steps: Steps) -> np.ndarray:
         ids = encode(self.tokenizer, text, self.recipe.add_special_tokens)

@@ -30,6 +30,7 @@ from sinew.layers.decoder import DecoderConfig
 from sinew.models.expert import Prefix
 from sinew.policy import Policy, load
 from sinew.processing import Processor
+from sinew.processing.prompt import Prompter
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.text import Text
@@ -264,7 +265,7 @@ def test_the_bundle_says_what_ends_a_text(policy: Policy, monkeypatch: pytest.Mo
     monkeypatch.setattr(policy, "manifest", changed)
     chunk = policy.infer(seen)
     assert chunk.text == policy.processor.prompter.words(expected[:count])
-    cue = list(policy.processor.prompter.encode_behind())
+    cue = list(policy.processor.prompter.behind)
     wanted = acted(policy, seen, [*expected[:count], *cue])
     np.testing.assert_allclose(chunk.actions, wanted, rtol=1e-4, atol=1e-4)
 
@@ -408,7 +409,10 @@ def test_who_has_no_head_says_how_to_get_one(
     assert bare.says == ()
     pi0 = loaded("pi0-2cam", "eager")
     assert pi0.says == ("question",)
-    with pytest.raises(ObservationError, match="^subtask: expected nothing: this bundle says of no prompt"):
+    with pytest.raises(
+        ObservationError,
+        match="^subtask: expected nothing, as this bundle has no prompt for it .*subtask_prompt=",
+    ):
         pi0.subtask(observation(pi0))
 
 
@@ -453,7 +457,7 @@ def test_the_prompts_are_data_of_the_bundle(
     assert found is not None
     assert prompter.text("go_on", state, found.subtask) == "Task: go on. Subtask: "
     assert prompter.text("why?", state, found.question) == "Question: why?\nAnswer: "
-    assert prompter.words(prompter.encode_behind()) == ", State: "
+    assert prompter.words(prompter.behind) == ", State: "
     assert main(["inspect", str(made)]) == 0
     out = capsys.readouterr().out
     assert '"Task: {prompt}. Subtask: "' in " ".join(out.split())
@@ -498,6 +502,24 @@ def test_the_prompts_of_pi05_are_the_fields(policy: Policy) -> None:
 def test_a_strange_recipe_is_refused(text: TextRecipe, why: str) -> None:
     problems = PromptRecipe(8, 100, 0, text=text).problems()
     assert any(why in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("action", "changes", "why"),
+    [
+        ("; go " * 200, {}, "expected 1 to 200 tokens, got"),
+        ("; go", {"vocab_size": 20}, r"expected token ids in \[0, 20\), got"),
+    ],
+)
+def test_what_is_written_behind_a_subtask_is_of_the_vocabulary(
+    policy: Policy, action: str, changes: dict[str, int], why: str
+) -> None:
+    manifest = policy.manifest
+    found = manifest.processing.prompt.text
+    assert found is not None
+    prompt = replace(manifest.processing.prompt, text=replace(found, action=action), **changes)
+    with pytest.raises(BundleError, match=rf"^sinew\.processing\.prompt\.text\.action: .*{why}"):
+        Prompter(manifest.tokenizer, prompt)
 
 
 @pytest.mark.parametrize(
