@@ -458,9 +458,9 @@ class Policy(OpenPolicy):
             return
         kept = self.manifest.config.get("lm_head", "")
         if kept and not self.facts.has_lm_head:
-            raise ObservationError(
-                name, "nothing, or engine eager or plan, which say words", self.engine_name
-            )
+            asked = hints.option("engine", "plan")
+            wanted = f"nothing, or engine eager, plan or cpu, which say words ({asked})"
+            raise ObservationError(name, wanted, f"engine {self.engine_name}")
         raise ObservationError(
             name,
             "nothing, or a bundle that keeps its language head and the prompt of its words (sinew convert"

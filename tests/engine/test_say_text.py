@@ -422,7 +422,7 @@ def test_engines_that_cannot_say_words_are_refused_by_name(
     monkeypatch.setattr(policy, "facts", replace(policy.facts, has_lm_head=False))
     monkeypatch.setattr(policy, "engine_name", "onnx")
     with pytest.raises(
-        ObservationError, match="^question: expected nothing, or engine eager or plan.*got onnx"
+        ObservationError, match="^question: expected nothing, or engine eager, plan or cpu.*got engine onnx"
     ):
         policy.ask(observation(policy), "what is there?")
     assert policy.describe()["says"] == []
