@@ -17,8 +17,8 @@ from rich.text import Text
 from sinew.core import SinewError
 from sinew.eval.report.stats import summarize
 
-STAGES = ("queue", "preprocess", "vision", "prefix", "head", "postprocess")
-COLOURS = ("magenta", "blue", "green", "yellow", "red", "cyan")
+STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")
+COLOURS = ("magenta", "blue", "green", "yellow", "bright_cyan", "red", "cyan")
 BARS = "▁▂▃▄▅▆▇█"
 LAST, BAR, JOINTS, SESSIONS = 240, 60, 16, 8  # answers remembered; columns of a bar; rows of tables
 RATE_S = 10.0  # over which rates are counted
@@ -34,6 +34,7 @@ class SessionRow:
     refused: int = 0
     missed: int = 0
     prompt: str = ""
+    text: str = ""  # the last words that were said to it
     times: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
     def rate(self, now: float) -> float:
@@ -86,6 +87,7 @@ class ServerSeen:
             del self.sessions[next(iter(self.sessions))]
         session.times.append(time.monotonic())
         session.prompt = record["prompt"] or session.prompt
+        session.text = record.get("text") or session.text
         session.missed += bool(record["missed"])
         if record["outcome"] == "ok":
             session.answers += 1
@@ -189,14 +191,18 @@ def _stages(answer: dict[str, Any]) -> Text:
 
 def _sessions(seen: ServerSeen) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("wire", "client", "session", "per s", "answers", "missed", "refused", "instruction"):
+    shown = list(reversed(seen.sessions.items()))[:SESSIONS]
+    said = ("last words",) if any(one.text for _, one in shown) else ()
+    for name in ("wire", "client", "session", "per s", "answers", "missed", "refused", "instruction", *said):
         table.add_column(
             name, justify="right" if name in ("per s", "answers", "missed", "refused") else "left"
         )
     now = time.monotonic()
-    for (wire, client, name), one in list(reversed(seen.sessions.items()))[:SESSIONS]:
+    for (wire, client, name), one in shown:
         numbers = f"{one.rate(now):.1f}", str(one.answers), str(one.missed), str(one.refused)
-        table.add_row(*map(escape, (wire, client, name, *numbers, one.prompt[:60])))
+        table.add_row(
+            *map(escape, (wire, client, name, *numbers, one.prompt[:60], *[one.text[:60] for _ in said]))
+        )
     return table
 
 

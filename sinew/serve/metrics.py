@@ -27,7 +27,7 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 
 # Seconds: from a small policy on a large GPU to a large one on two cores.
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.033, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-STAGES = ("queue", "preprocess", "vision", "prefix", "head", "postprocess")
+STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")
 ABOUT = ("version", "engine", "device", "dtype", "hardware")  # of the server, as labels of ``sinew_info``
 SESSION_S = 30.0  # a session that was silent for longer is over
 MAX_SESSIONS = 10_000  # remembered at once: names come from clients

@@ -408,7 +408,7 @@ def test_metrics(served):
     assert found["sinew_sessions",] == 2
     assert found["sinew_request_seconds_count", "native"] == 4
     assert found["sinew_request_seconds_bucket", "+Inf", "native"] == 4
-    for stage in ("queue", "preprocess", "vision", "prefix", "head", "postprocess"):
+    for stage in ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess"):
         assert found["sinew_stage_seconds_count", stage] == 4
     head = sum(chunk.timing.head_ms for chunk in chunks) / 1e3
     assert head < found["sinew_stage_seconds_sum", "head"] < found["sinew_request_seconds_sum", "native"]

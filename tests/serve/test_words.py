@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 from sinew_client import Client, InvalidObservation, ServerError, schema
 from sinew_client.aio import AsyncClient
 from websockets.sync import client as websockets
 
-from sinew.cli import main
+from sinew.cli import main, top_view
 from sinew.convert import convert
 from sinew.core import ActionChunk, Observation, ObservationError, Timing, VectorSpec
 from sinew.opening import open_policy
@@ -30,6 +31,7 @@ from sinew.policy import Policy, load
 from sinew.records.recorder import read_records
 from sinew.serve.contexts import ContextPolicy
 from sinew.serve.dashboard.feed import MAX_TEXT, Feed
+from sinew.serve.dashboard.news import records
 from sinew.serve.decode import array as arrays
 from sinew.serve.safety import Safety
 from sinew.serve.wires import http
@@ -313,10 +315,26 @@ def test_the_dashboard_is_told_the_last_words() -> None:
         feed.put("native", "peer", "arm", looked, chunk, 0.02, 0.05)
         feed.put("native", "peer", "arm", looked, ActionChunk(chunk.actions[:0], text="words"), 0.02, 0.05)
         feed.put("native", "peer", "arm", looked, ActionChunk(chunk.actions), 0.02, 0.05)
-        both, words, silent = (answer.to_dict() for answer in feed.since(0))
+        feed_answers = feed.since(0)
+        both, words, silent = (answer.to_dict() for answer in feed_answers)
     assert (both["text"], both["timing"]["text_ms"]) == ("t" * MAX_TEXT, 2.0)
-    assert (words["text"], words["actions"]) == ("words", [])
+    assert words["text"] == "words"
+    assert "actions" not in words
     assert "text" not in silent
+    told = records(feed_answers[:2])
+    assert ["actions" in each for each in told] == [
+        True,
+        False,
+    ]  # the chunk is shown, though words came after it
+    view = top_view.ServerSeen("http://here")
+    for record in told:
+        view.hear("answers", record)
+    assert view.last is told[0]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(top_view._sessions(view))
+    shown = console.export_text()
+    assert "last words" in shown
+    assert "words" in shown.rsplit("last words", 1)[1]
     page = (Path(__file__).parents[2] / "sinew/serve/dashboard/page.js").read_text()
     assert "row.text = answer.text || row.text" in page
 

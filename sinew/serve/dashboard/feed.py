@@ -80,7 +80,7 @@ class Answer:
         }
         if self.outcome.text:
             found["text"] = self.outcome.text[:MAX_TEXT]
-        if actions:
+        if actions and len(self.outcome.actions):
             rows = max(1, MAX_NUMBERS // max(1, self.outcome.actions.shape[1]))
             found["actions"] = plain(self.outcome.actions[:rows])
         return found

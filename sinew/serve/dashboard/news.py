@@ -243,7 +243,9 @@ def records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
         (
             each.number
             for each in answers
-            if not isinstance(each.outcome, SinewError) and each.session != BY_HAND
+            if not isinstance(each.outcome, SinewError)
+            and len(each.outcome.actions)
+            and each.session != BY_HAND
         ),
         default=0,
     )
