@@ -156,7 +156,8 @@ def _on_cpu(block: ProbeBlock, kind: str, x: Any, weights: list[Any]) -> Callabl
 
     from sinew.bundle.quant import quantize
     from sinew.engine.cpu.kernels.float_kernels import attend
-    from sinew.layers.stores.lowbit import lowbit_linear, lowbit_linears
+    from sinew.engine.cpu.kernels.library import extension
+    from sinew.layers.stores.lowbit import PANELS, lay_out, lowbit_linear, lowbit_linears
 
     rows = torch.from_numpy(x)
     heads = (block.heads, block.width // block.heads)
@@ -169,21 +170,22 @@ def _on_cpu(block: ProbeBlock, kind: str, x: Any, weights: list[Any]) -> Callabl
 
     else:
         stored: list[Any] = []
+        order = PANELS if extension().panels else "int8"  # as the engine has them
         for weight in weights:
-            codes, scale = quantize(weight.T.copy(), "int8")
-            stored.append((torch.from_numpy(codes), torch.from_numpy(scale)))
+            codes, scale = map(torch.from_numpy, quantize(weight.T.copy(), "int8"))
+            stored.append((lay_out(codes) if order == PANELS else codes, scale))
 
         def products(y: Any, *layers: int) -> list[Any]:
             if len(layers) == 1:
                 code, scale = stored[layers[0]]
-                return [lowbit_linear(y, code, scale, biases[layers[0]], "int8")]
+                return [lowbit_linear(y, code, scale, biases[layers[0]], order)]
             codes, scales = zip(*(stored[layer] for layer in layers), strict=True)
-            return lowbit_linears(y, codes, scales, [biases[layer] for layer in layers], "int8")
+            return lowbit_linears(y, codes, scales, [biases[layer] for layer in layers], order)
 
     def run() -> object:
         with torch.inference_mode():
             q, k, v = (part.unflatten(-1, heads) for part in products(rows, 0, 1, 2))
-            (y,) = products(attend(q, k, v, None), 3)
+            (y,) = products(attend(q, k, v, None, kind != "fp32"), 3)
             for layer in (4, 5):
                 (y,) = products(y, layer)
             return y

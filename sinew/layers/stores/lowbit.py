@@ -110,7 +110,7 @@ def reference(
     weights = codes(weight, name, K)
     scales = scales_of(weight, scale, K)  # [N, G]
     size = K // scales.shape[1]
-    # Sums of 32 products, as of rows that hold scales, stay below 2^24, where float32 is exact; longer ones need float64.
+    # Sums of 32 products, as of rows with scales, stay below 2^24, where float32 is exact; longer ones need float64.
     wide = torch.float32 if scale is None else torch.float64
     y = x.new_zeros(x.shape[0], weight.shape[0])
     for g, each in enumerate(scales.unbind(1)):
