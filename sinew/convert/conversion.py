@@ -57,8 +57,18 @@ class Conversion:
         dropped = set(self.dropped)
         return sum(t.nbytes for name, t in self.tensors.items() if name not in dropped)
 
-    def write(self, out: Path, name: str, options: ConvertOptions, progress: Progress | None = None) -> None:
-        """Check, then write the bundle; ``progress`` is called with the number of bytes just written."""
+    def write(
+        self,
+        out: Path,
+        name: str,
+        options: ConvertOptions,
+        progress: Progress | None = None,
+        merge: bool = True,
+    ) -> None:
+        """Check, then write the bundle; ``progress`` is called with the number of bytes just written.
+
+        merge: False writes what an adapter changes of its base, in a file of its own (``unmerged.py``).
+        """
         dropped = set(self.dropped)
         kept = {
             self.rename(t): replace(s, name=self.rename(t))
@@ -66,6 +76,14 @@ class Conversion:
             if t not in dropped
         }
         self._check(kept, {self.rename(t): s.name for t, s in self.tensors.items()})
+        base, tokenizer = None, self.tokenizer
+        if not merge:
+            from sinew.convert.unmerged import unmerge
+
+            kept, base = unmerge(
+                kept, options.base.resolve().name if options.base else "", tokenizer, progress
+            )
+            tokenizer = ""
         with ThreadPoolExecutor(1) as pool:  # hashing keeps the second core busy while the first copies
             hashes = [pool.submit(_sha256, path) for path in self.sources]
 
@@ -89,9 +107,10 @@ class Conversion:
                         notes=self.notes,
                         options=options.record(),
                     ),
-                    tokenizer=self.tokenizer,
+                    tokenizer=tokenizer,
                     precision=_precision(kept),
                     seen=self.seen,
+                    base=base,
                 )
 
             try:

@@ -60,6 +60,7 @@ class Prepared:
     state: float [D], in the frame and units of the training data, for actions that are relative to it.
     continuation: rows of the running chunk that a solution has to continue, in model units.
     missing: cameras without a frame. repeated: moments that were not sent. milliseconds: what preparing it took.
+    adapter: which one computes it, "" for the base.
     """
 
     inputs: ModelInputs
@@ -73,19 +74,26 @@ class Prepared:
     missing: tuple[str, ...]
     milliseconds: float
     repeated: int = 0
+    adapter: str = ""
 
 
 class Processor:
-    """Built from a bundle's manifest; stateless, so it may be used from several threads."""
+    """Built from a bundle's manifest; stateless, so it may be used from several threads.
 
-    def __init__(self, manifest: Manifest, allow_missing_cameras: bool = False):
+    beside: another one with the same tokenizer, which is large and then shared.
+    """
+
+    def __init__(
+        self, manifest: Manifest, allow_missing_cameras: bool = False, beside: Processor | None = None
+    ):
         self.spec, self.recipe = manifest.spec, manifest.processing
         # As many as were masked, empty images in training may stay away; more only where the caller wants it.
         usual = max(self.recipe.empty_cameras, self.recipe.optional_cameras)
         self.may_miss = len(self.spec.cameras) if allow_missing_cameras else usual
         if self.recipe.all_cameras:
             self.may_miss = 0
-        self.prompter = Prompter(manifest.tokenizer, self.recipe.prompt)
+        opened = None if beside is None else beside.prompter.tokenizer
+        self.prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened)
         self._images = {c.name: self.recipe.image.of_camera(i) for i, c in enumerate(self.spec.cameras)}
         recipe, spec = self.recipe, self.spec
         self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
@@ -131,6 +139,7 @@ class Processor:
             missing=tuple(c.name for c in self.spec.cameras if c.name not in observation.images),
             milliseconds=1e3 * (time.perf_counter() - start),
             repeated=self.spec.history - 1 - len(observation.earlier),
+            adapter=observation.adapter,
         )
 
     def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

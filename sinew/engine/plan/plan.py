@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from sinew.core import SinewError
+from sinew.engine.clone import clone_model
 from sinew.engine.plan.constant_kv import CONSTANT_KV
 from sinew.engine.plan.gelu import SIGMOID_GELU
 from sinew.engine.plan.norms import FOLD_NORMS
 from sinew.engine.plan.packing import PACK_GATE_UP, PACK_QKV
 from sinew.engine.plan.positions import HOIST_POSITIONS
 from sinew.engine.plan.prefix_end import DROP_UNREAD, LAST_LAYER
-from sinew.engine.plan.rewrite import RewriteOutcome, clone_model
+from sinew.engine.plan.rewrite import RewriteOutcome
 from sinew.engine.plan.time_tables import TABULATE_TIME
 from sinew.models.base import Model
 

@@ -11,7 +11,6 @@ the outcome names it (:func:`left_out`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,12 +47,6 @@ class Rewrite:
 
     def __call__(self, model: Model) -> RewriteOutcome:
         return RewriteOutcome(self.name, *self.apply(model))
-
-
-def clone_model(model: Model) -> Model:
-    """Return the same parameters in a module tree of their own."""
-    shared = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def loaded_class(module: nn.Module) -> type[nn.Module]:

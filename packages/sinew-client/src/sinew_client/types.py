@@ -182,6 +182,7 @@ class Observation:
     earlier: for a policy that reads T moments (``PolicySpec.history``), those of the T - 1 control steps before, oldest
             first. Where there are fewer, the oldest stands for those before it, as at the start of an episode; each
             chunk then carries a warning.
+    adapter: which of the policy's adapters computes the chunk (docs/sources.md), "" for the base.
 
     Real-time chunking, where a running chunk is to be continued (docs/control.md):
     previous: float32 [R, action_dim] in world units, the rows of the running chunk from this frame on. Row 0
@@ -210,6 +211,7 @@ class Observation:
     schedule: str | None = None
     beta: float | None = None
     earlier: Sequence[Moment] = ()
+    adapter: str = ""
 
     @property
     def moments(self) -> tuple[Moment, ...]:
@@ -264,6 +266,7 @@ class ActionChunk:
     warnings: what the policy had to do without, in sentences.
     context: what a head on the robot needs, where that was asked for; then there are no actions.
     round_trip_ms: of a server's answer, from the call to the decoded reply on the client's clock; else 0.
+    adapter: the one that computed it, "" for the base.
     """
 
     actions: np.ndarray
@@ -274,6 +277,7 @@ class ActionChunk:
     warnings: tuple[str, ...] = ()
     context: bytes = b""
     round_trip_ms: float = 0.0
+    adapter: str = ""
 
 
 # ----------------------------------------------------------------------------- from a wire
