@@ -115,8 +115,8 @@ class Policy(OpenPolicy):
         )
         self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
         self.processor = Processor(self.manifest, allow_missing_cameras=allow_missing_cameras)
-        self._processors = {"": self.processor} | {
-            name: Processor(fitted(each, self.manifest), allow_missing_cameras, self.processor)
+        self.processors = {"": self.processor} | {
+            name: Processor(fitted(each, self.manifest), allow_missing_cameras, self.processor, name)
             for name, each in self.adapters.items()
         }
         self._engine: Engine | None = BACKENDS[self.engine_name].open(bundle, self.choice.options)
@@ -253,9 +253,9 @@ class Policy(OpenPolicy):
         """Return what prepares an observation: its adapter's. Raises :class:`ObservationError` for one that is not
         known, with those that are."""
         name: object = observation.adapter
-        if not isinstance(name, str) or name not in self._processors:
+        if not isinstance(name, str) or name not in self.processors:
             raise ObservationError("adapter", *unknown(name, self.adapters))
-        return self._processors[name]
+        return self.processors[name]
 
     def engine_of(self, adapter: str) -> Engine:
         """Return what computes with an adapter, by a name that :meth:`prepare` has taken; the base for ""."""
@@ -278,7 +278,7 @@ class Policy(OpenPolicy):
         together, ``cancel``, a changed file of weights.
         """
         first, guidance = members[0], None
-        engine, processor = self.engine_of(first.adapter), self._processors[first.adapter]
+        engine, processor = self.engine_of(first.adapter), self.processors[first.adapter]
         if len(members) > 1:
             if self.unbatched:
                 raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
@@ -346,7 +346,7 @@ class Policy(OpenPolicy):
 
     def _finished(self, chunk: np.ndarray, member: Prepared) -> np.ndarray | SinewError:
         try:
-            processor = self._processors[member.adapter]
+            processor = self.processors[member.adapter]
             return processor.finish(chunk, member.state, normalized=not self.facts.world_units)
         except SinewError as error:
             return error

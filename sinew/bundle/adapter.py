@@ -111,8 +111,9 @@ def other_form(adapter: PolicySpec, base: PolicySpec) -> str:
             continue
         if each.name == "cameras" and base.resizes_frames and adapter.resizes_frames:
             got, expected = ([camera.name for camera in cameras] for cameras in (got, expected))
-        if isinstance(got, VectorSpec):
-            got, expected = _stated(got, expected), _stated(expected, got)
+        if isinstance(got, VectorSpec) and isinstance(expected, VectorSpec):
+            pair = _stated(got, expected), _stated(expected, got)
+            got, expected = pair
         if got != expected:
             return f"spec.{each.name}: expected {_text(expected)}, as the base, got {_text(got)}"
     return ""

@@ -140,6 +140,7 @@ def as_mapping(observation: Observation, deadline_ms: float | None) -> dict[str,
         "solver_steps",
         "time",
         "previous",
+        "adapter",
         *CONTINUATION_KEYS,
     )
     found = {name: getattr(observation, name) for name in names}

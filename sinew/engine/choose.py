@@ -92,6 +92,8 @@ def choose(
 
     passed_over: list[tuple[str, str]] = []
     for name, backend in BACKENDS.items():
+        if adapters and not backend.adapts:
+            continue
         options, dtype_reason = with_precision(backend)
         problem = (
             _refused(backend, bundle, options, ignore_recipe)
@@ -112,6 +114,8 @@ def choose(
             elif backend.plays_shipped(bundle):
                 reason = "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
                 passed_over.clear()
+            if adapters:
+                reason += f", of those that compute adapters ({', '.join(adapters)})"
             if _worth_saying(passed_over):
                 reason += f"; {'; '.join(_worth_saying(passed_over))}"
             return _choice(backend, bundle, reason, device_reason, dtype_reason, options, ignore_recipe)

@@ -80,12 +80,17 @@ class Prepared:
 class Processor:
     """Built from a bundle's manifest; stateless, so it may be used from several threads.
 
-    beside: another one with the same tokenizer, which is large and then shared.
+    beside: another one with the same tokenizer, which is large and then shared. adapter: whose observations it takes.
     """
 
     def __init__(
-        self, manifest: Manifest, allow_missing_cameras: bool = False, beside: Processor | None = None
+        self,
+        manifest: Manifest,
+        allow_missing_cameras: bool = False,
+        beside: Processor | None = None,
+        adapter: str = "",
     ):
+        self.adapter = adapter
         self.spec, self.recipe = manifest.spec, manifest.processing
         # As many as were masked, empty images in training may stay away; more only where the caller wants it.
         usual = max(self.recipe.empty_cameras, self.recipe.optional_cameras)
@@ -93,7 +98,7 @@ class Processor:
         if self.recipe.all_cameras:
             self.may_miss = 0
         opened = None if beside is None else beside.prompter.tokenizer
-        self.prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened)
+        self.prompter: Prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened)
         self._images = {c.name: self.recipe.image.of_camera(i) for i, c in enumerate(self.spec.cameras)}
         recipe, spec = self.recipe, self.spec
         self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
@@ -145,6 +150,10 @@ class Processor:
     def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The state, the normalised states of all moments, and the tokens of an observation whose other fields are
         checked too."""
+        if observation.adapter != self.adapter:
+            raise ObservationError(
+                "adapter", repr(self.adapter) if self.adapter else "none here", repr(observation.adapter)[:80]
+            )
         self._check_earlier(observation)
         self._check_images(observation.images)
         state, normalized, tokens = self._states(observation)

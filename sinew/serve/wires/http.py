@@ -4,7 +4,7 @@
 
     {"images": {"front": "<base64 of a JPEG or PNG file>"}, "state": [0.1, ...], "prompt": "pick up the cube",
      "seed": 1, "solver_steps": 10, "noise": [[...]], "session": "arm-1", "deadline_ms": 100, "time": 12.5,
-     "policy": "default"}
+     "policy": "default", "adapter": "kitchen"}
 
 Frames may also be ``{"__numpy__": base64, "dtype": "|u1", "shape": [h, w, 3]}``. Answers:
 
@@ -70,7 +70,7 @@ def observation(message: HttpMessage, spec: PolicySpec, budget: PixelBudget | No
     for key, value in flat.items():
         if (
             isinstance(value, str)
-            and key not in (*field_names.PROMPT_KEYS, "session", "policy")
+            and key not in (*field_names.PROMPT_KEYS, "session", "policy", "adapter")
             and len(value) > 64
         ):
             flat[key] = compressed_frame(key, from_base64(key, value), budget)
@@ -86,6 +86,8 @@ def answer(chunk: ActionChunk, server_ms: float, content_type: str) -> bytes:
     timing = asdict(chunk.timing) | {"server_ms": server_ms}
     reply: dict[str, Any] = {"actions": chunk.actions, "seed": chunk.seed, "timing": timing}
     reply |= {"session": chunk.session, "time": chunk.time, "warnings": list(chunk.warnings)}
+    if chunk.adapter:
+        reply["adapter"] = chunk.adapter
     if content_type == MSGPACK:
         return pack(reply)
     return json.dumps(reply | {"actions": chunk.actions.tolist()}).encode()

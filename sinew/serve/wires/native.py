@@ -226,6 +226,7 @@ class NativeCodec:
             session=request.session,
             time=request.time if request.HasField("time") else None,
             earlier=tuple(earlier),
+            adapter=request.adapter,
             **_continuation(spec, request),
         )
 
@@ -261,6 +262,7 @@ class NativeCodec:
             seed=chunk.seed,
             time=chunk.time,
             warnings=chunk.warnings,
+            adapter=chunk.adapter,
         )
         for name in ("preprocess_ms", "vision_ms", "prefix_ms", "postprocess_ms", "total_ms", "queue_ms"):
             setattr(reply.timing, name, getattr(timing, name))

@@ -22,7 +22,10 @@ from sinew.serve.wires import field_names
 
 NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
-OPTIONS = ("seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule")
+OPTIONS = (
+    *("seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule"),
+    "adapter",
+)
 # What clients of the field send to every policy, whether it reads it or not -> why it may be left alone.
 IGNORED = {
     "observation/cartesian_position": "vLLM-Omni's and DreamZero's clients send zeros beside the joints"
@@ -69,7 +72,8 @@ def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | 
 
 
 def options(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What may stand beside an observation: seed, noise, solver_steps, time, and what real-time chunking needs."""
+    """What may stand beside an observation: seed, noise, solver_steps, time, adapter, and what real-time chunking
+    needs."""
     found: dict[str, Any] = {}
     for name in ("seed", "solver_steps", "delay", "horizon"):
         if flat.get(name) is not None:
@@ -83,7 +87,7 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("time", "beta"):
         if flat.get(name) is not None:
             found[name] = number(name, flat[name])
-    for name in ("rtc", "schedule"):
+    for name in ("rtc", "schedule", "adapter"):
         if flat.get(name) is not None:
             found[name] = field_names.text(name, flat[name])
     return found
@@ -126,6 +130,8 @@ def answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> b
         reply["seed"] = chunk.seed
     if chunk.session:
         reply["session_id"] = chunk.session
+    if chunk.adapter:
+        reply["adapter"] = chunk.adapter
     if chunk.warnings:
         reply["warnings"] = list(chunk.warnings)
     return pack(reply)

@@ -170,6 +170,10 @@ class Streams:
         for name in ("noise", "lang_tokens", "state", "previous"):
             if getattr(request, name):
                 raise ObservationError(name, "nothing in a stream; the state goes into raw_state", "numbers")
+        if request.adapter:
+            raise ObservationError(
+                "adapter", "none in a stream, which the base computes", repr(request.adapter[:64])
+            )
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
         robot = self._robot(asker, envelope, header.session, request)
         if robot.safety is not None:

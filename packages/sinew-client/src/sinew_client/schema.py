@@ -61,6 +61,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (118, "interpolation", "string"),
             (119, "policy", "string"),
             (120, "text_tokens", "uint32"),
+            (121, "adapter", "string"),
         ),
     },
     "Timing": {
@@ -117,6 +118,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (109, "warnings", "repeated string"),
             (110, "window", "Window"),
             (111, "context", "bytes"),
+            (112, "adapter", "string"),
         ),
     },
 }
