@@ -87,11 +87,6 @@ class Backend:
             return f"engine {self.name}: {options.graphs} holds graphs and no weights; engine onnx runs them"
         if options.providers and not self.runs_graphs:
             return f"provider {', '.join(options.providers)}: expected engine onnx, got {self.name}"
-        if options.adapters and not self.adapts:
-            able = " or ".join(name for name, backend in BACKENDS.items() if backend.adapts)
-            return (
-                f"engine {self.name} computes no adapters ({', '.join(options.adapters)}); engine {able} does"
-            )
         return ""
 
     def not_computed(self, bundle: Bundle) -> str:
