@@ -14,6 +14,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from sinew.convert import convert
+from sinew.convert.read.safetensors import read_weights
+from sinew.convert.tensors import read_array
 from tests.cases import cases, golden_cases
 
 PREFIX = "base_model.model."
@@ -23,10 +25,8 @@ EVERYTHING = r"(_proj|proj|_mlp_in|_mlp_out|time_mlp_\w+|fc1|fc2|linear|dense)"
 
 def weights_of(case: str) -> dict[str, np.ndarray]:
     """Return the weights of a golden checkpoint by upstream name."""
-    found: dict[str, np.ndarray] = {}
-    for file in (golden_cases() / cases()[case].home / cases()[case].checkpoint).glob("model*.safetensors"):
-        found |= load_file(file)
-    return found
+    found, _files = read_weights(golden_cases() / cases()[case].home / cases()[case].checkpoint)
+    return {name: read_array(source) for name, source in found.items()}
 
 
 def write_folder(

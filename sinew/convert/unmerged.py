@@ -23,7 +23,7 @@ from sinew.bundle.adapter import LORA_A, LORA_B, AdapterBase, weights_hash
 from sinew.bundle.quant import WEIGHT
 from sinew.bundle.writer import Progress, TensorSource
 from sinew.convert.adapter import Changed
-from sinew.convert.read.elements import ELEMENTS
+from sinew.convert.read.elements import BF16, ELEMENTS
 from sinew.convert.tensors import Transformed, constant, read_array, read_elements
 from sinew.core import ConvertError
 
@@ -105,6 +105,10 @@ def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int |
             raise ValueError("another shape")
         return values
     if isinstance(source.data, Transformed):
+        if (
+            source.type is BF16 and source.data.read is read_array
+        ):  # rounded (``tensors.py``), as factors are not
+            return _moved(source.data.inputs[0], leaf, values, width)
         parts = (_moved(each, leaf, values, width) for each in source.data.inputs)
         return np.asarray(source.data.transform(*parts))
     return np.zeros(source.shape if width is None else (source.shape[0], width), np.float32)
