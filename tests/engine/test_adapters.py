@@ -19,8 +19,12 @@ from sinew.bundle.schema import Manifest
 from sinew.bundle.writer import rewrite
 from sinew.core import ActionChunk, BundleError, CameraSpec, Observation, ObservationError, SinewError
 from sinew.engine.adapters import with_adapter
-from sinew.layers.linear import Linear
+from sinew.engine.plan.packing import pack
+from sinew.layers.linear import Linear, hold
+from sinew.layers.stores.codes import codes
+from sinew.layers.stores.half import HALF
 from sinew.layers.stores.low_rank import LowRank
+from sinew.layers.stores.plain import PLAIN
 from sinew.policy import Policy
 from sinew.processing import Processor
 from tests.adapters import Adapters, Make
@@ -29,6 +33,7 @@ from tests.golden import Golden
 from tests.models.stages import observation as golden_observation
 
 CASES = ("smolvla-2cam", "pi0-2cam", "pi05-2cam")
+ENGINES = ("eager", "plan")
 CASE = CASES[0]
 
 
@@ -45,10 +50,14 @@ def policy(adapters: Make) -> Policy:
     return opened(adapters(CASE), engine="eager")
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
-def test_each_request_is_answered_as_by_its_merged_bundle(case: str, adapters: Make, golden: Path) -> None:
+def test_each_request_is_answered_as_by_its_merged_bundle(
+    case: str, engine: str, adapters: Make, golden: Path
+) -> None:
+    """As it is computed by the reference, whatever the engine of the adapters; the base as by its own engine."""
     found = adapters(case)
-    policy, base = opened(found, engine="eager"), sinew.load(found.base, "cpu", engine="eager")
+    policy, base = opened(found, engine=engine), sinew.load(found.base, "cpu", engine=engine)
     wanted = {}
     for name, file in found.merged.items():
         merged, given = sinew.load(file, "cpu", engine="eager"), seen(case, golden)
@@ -119,6 +128,50 @@ def test_weights_are_in_memory_once(case: str, adapters: Make) -> None:
     assert not changed
 
 
+@pytest.mark.parametrize("case", [*CASES, "smolvla-bf16-vlm"])
+def test_rewritten_weights_are_in_memory_once(case: str, adapters: Make) -> None:
+    """Also those that a rewrite makes, as joined queries, keys and values in another precision than the file's. An
+    adapter of layers that the base's plan has multiplied out keeps those layers."""
+    policy = opened(adapters(case), engine="plan")
+    plan = policy.engine.model
+    base, names = held(plan), {name for name, _ in plan.named_parameters()}
+    for name, engine in policy.engine.adapters.items():
+        own, state = policy.adapters[name].infos, engine.model.state_dict(keep_vars=True)
+        factors = {each: tensor for each, tensor in state.items() if ".lora_" in each}
+        packed = [each for each in factors if "qkv_proj" in each or "kv_proj" in each]
+        assert packed, case
+        given = sum(info.nbytes for each, info in own.items() if ".lora_" in each)
+        assert sum(tensor.nbytes for tensor in factors.values()) < 3 * given
+        more = {each for each, t in state.items() if t.data_ptr() not in base} - set(factors) - set(own)
+        assert not more & names
+        assert {each.rpartition(".")[0] for each in more} <= {"action_in_proj", "action_time_mlp_in"}
+        assert all(each.model is not plan for each in policy.engine.adapters.values())
+
+
+def test_packed_factors_are_those_of_their_parts() -> None:
+    """Queries and values have an adapter of two ranks, keys none; biases and the joined weight are as without."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 8, generator=random)
+    layers = []
+    for rows, rank in ((6, 2), (4, 0), (4, 3)):
+        layer = Linear(8, rows).requires_grad_(False)
+        if rank:
+            hold(layer, LowRank(PLAIN, rank, 8))
+            for part in (layer.lora_a, layer.lora_b):
+                assert part is not None
+                part.normal_(generator=random)
+        layers.append(layer)
+    packed = pack(layers)
+    assert isinstance(packed, Linear)
+    assert packed.store == LowRank(PLAIN, 5, 8)
+    torch.testing.assert_close(packed(x), torch.cat([layer(x) for layer in layers], -1))
+    layers[1].store = HALF
+    assert pack(layers) == "mixed precision"
+    layers[2].store = LowRank(codes("int8", 8, 1), 3, 8)
+    assert "plain with an adapter" not in str(pack(layers))
+    assert isinstance(pack(layers), str)
+
+
 # ----------------------------------------------------------------------------- batches
 
 
@@ -168,17 +221,17 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(
         policy.read_context(policy.prepare(replace(given, adapter="arm")), "fp32")
 
 
-@pytest.mark.parametrize("engine", ["plan", "onnx", "cpu", "cuda"])
+@pytest.mark.parametrize("engine", ["onnx", "cpu", "cuda"])
 def test_engines_that_compute_none_say_so(adapters: Make, engine: str) -> None:
     with pytest.raises(
-        SinewError, match=f"engine {engine} computes no adapters .arm, kitchen.; engine eager does"
+        SinewError, match=f"engine {engine} computes no adapters .arm, kitchen.; engine plan or eager does"
     ):
         opened(adapters(CASE), engine=engine)
 
 
 def test_auto_says_why_it_takes_which(adapters: Make) -> None:
     policy = opened(adapters(CASE))
-    assert policy.engine_name == "eager"
+    assert policy.engine_name == "plan"
     assert "of those that compute adapters (arm, kitchen)" in policy.choice.engine_reason
     assert policy.describe()["adapters"] == {"arm": {"policy": "arm"}, "kitchen": {"policy": "kitchen"}}
 

@@ -294,7 +294,7 @@ def test_flags(adapters: Make, tmp_path: Path) -> None:
     assert "--adapter arm: expected NAME=FILE" in refusal(found.base, "--adapter", "arm")
     twice = ("--adapter", f"a={arm}", "--adapter", f"a={arm}")
     assert "--adapter a=" in refusal(found.base, *twice)
-    assert "engine plan computes no adapters" in refusal(found.base, *twice[:2], "--engine", "plan")
+    assert "engine onnx computes no adapters" in refusal(found.base, *twice[:2], "--engine", "onnx")
     assert "an adapter of 'checkpoint' alone" in refusal(arm)
     other = adapters("pi0-2cam").files["arm"]
     assert "an adapter of pi0" in refusal(found.base, "--adapter", f"a={other}")

@@ -49,6 +49,18 @@ class Rewrite:
         return RewriteOutcome(self.name, *self.apply(model))
 
 
+def share(model: Model, other: Model) -> None:
+    """Let ``model`` hold the tensors of ``other`` wherever its own, of the same name, are the same in every bit."""
+    theirs: dict[str, Tensor] = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        found = theirs.get(name)
+        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            continue
+        if found.data_ptr() != tensor.data_ptr() and torch.equal(found, tensor):
+            module, _, part = name.rpartition(".")
+            setattr(model.get_submodule(module), part, found)
+
+
 def loaded_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that the model gave to ``module``, whatever rewrites made of it since."""
     return vars(module).get("loaded_class", type(module))
