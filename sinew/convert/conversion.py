@@ -20,6 +20,7 @@ from sinew.bundle.reader import TORCH_DTYPES
 from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
 from sinew.bundle.seen import Seen
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
+from sinew.convert.lerobot.folder import name_of, resolve
 from sinew.convert.options import ConvertOptions
 from sinew.core import BundleError, ConvertError, MotionSpec, PolicySpec
 from sinew.models import build_on_meta, mismatch
@@ -80,9 +81,8 @@ class Conversion:
         if not merge:
             from sinew.convert.unmerged import unmerge
 
-            kept, base = unmerge(
-                kept, options.base.resolve().name if options.base else "", tokenizer, progress
-            )
+            of = name_of(resolve(options.base)) if options.base else ""
+            kept, base = unmerge(kept, of, tokenizer, progress)
             tokenizer = ""
         with ThreadPoolExecutor(1) as pool:  # hashing keeps the second core busy while the first copies
             hashes = [pool.submit(_sha256, path) for path in self.sources]
