@@ -382,6 +382,8 @@ class Policy(OpenPolicy):
         chunk = self.infer(observation)
         inputs = self.prepare(observation).inputs.batched()
         self.engine.warm(inputs, self.spec.solver_steps, self.spec.max_prompt_tokens)
+        for name in self.adapters:
+            self.infer(replace(observation, adapter=name))
         if self._threads_open:
             self._threads_open = False
             self.threads_reason = (

@@ -164,10 +164,9 @@ def exported_graphs(bundle: Bundle) -> Path | None:
 def _refused(backend: Backend, bundle: Bundle, options: EngineOptions, ignore_recipe: bool) -> str:
     """Why an engine must not run this bundle, whoever asks for it."""
     if options.adapters and not backend.adapts:
-        able = " or ".join(name for name, each in BACKENDS.items() if each.adapts)
-        return (
-            f"engine {backend.name} computes no adapters ({', '.join(options.adapters)}); engine {able} does"
-        )
+        others = " or ".join(name for name, each in BACKENDS.items() if each.adapts)
+        named = ", ".join(options.adapters)
+        return f"engine {backend.name} computes no adapters ({named}); engine {others} does"
     if problem := backend.why_not(bundle, options):
         return problem
     if ignore_recipe or not (lacking := backend.not_computed(bundle)):

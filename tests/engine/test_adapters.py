@@ -101,6 +101,16 @@ def test_a_running_chunk_is_continued_with_the_adapter(policy: Policy, adapters:
     assert np.abs(found - merged.infer(seen(CASE, golden)).actions).max() > 1e-3
 
 
+def test_adapters_are_warm_before_they_serve(adapters: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = opened(adapters(CASE), engine="eager", threads=1)
+    read: list[str] = []
+    for name, engine in policy.engine.adapters.items():
+        first = engine.read
+        monkeypatch.setattr(engine, "read", lambda *given, n=name, do=first: read.append(n) or do(*given))
+    assert policy.warm_up().adapter == ""
+    assert read == ["arm", "kitchen"]
+
+
 # ----------------------------------------------------------------------------- memory
 
 
