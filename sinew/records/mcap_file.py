@@ -57,8 +57,8 @@ def write_mcap(
 
     ``/camera/NAME`` are pictures (PNG), ``/state`` and ``/action`` vectors by joint, ``/request`` the rest:
     instruction, session, adapter, seed, milliseconds, error. With ``hz`` every row of a chunk is a message at the time
-    when it would be executed; else the first row alone. state, action: names of joints, from the policy's bundle. Raises
-    :class:`MissingPackageError` without mcap, and :class:`SinewError` for a file that is there already, or for
+    when it would be executed; else the first row alone. state, action: names of joints, from the policy's bundle.
+    Raises :class:`MissingPackageError` without mcap, and :class:`SinewError` for a file that is there already, or for
     records of more cameras than a viewer can show. Numbers that are not finite are left out, as JSON has none of them.
     """
     try:
