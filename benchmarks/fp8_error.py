@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from sinew.convert import convert
+from sinew.engine.clone import clone_model
 from sinew.engine.cuda.fp8 import scales as calibration
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.plan import Plan
-from sinew.engine.plan.rewrite import clone_model
 from sinew.policy import Policy, load
 from tests.cases import golden_cases
 from tests.golden import Golden, relative_l2

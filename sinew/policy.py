@@ -17,6 +17,7 @@ from sinew_client.policy import Limit, OpenPolicy, asking
 
 from sinew import hints
 from sinew.bundle import Bundle
+from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
 from sinew.bundle.files import watch
 from sinew.bundle.rename import rename_cameras
 from sinew.bundle.seen import renamed
@@ -51,6 +52,13 @@ def open_bundle(path: str | Path) -> Bundle:
     return Bundle(found / EXPORTED if found.is_dir() else found)
 
 
+def open_adapters(bundle: Bundle, given: Mapping[str, str | Path]) -> dict[str, Bundle]:
+    """Open the adapters of a bundle by name; reads no weights. Raises :class:`BundleError` for those of another."""
+    for name in given:
+        check_name(name)
+    return {name: open_adapter(Path(file), bundle) for name, file in given.items()}
+
+
 class Policy(OpenPolicy):
     """A loaded policy. ``infer`` is serialised by a lock; everything else may be called from any thread.
 
@@ -72,6 +80,8 @@ class Policy(OpenPolicy):
     ignore_recipe: run a quantised bundle with an engine that does not compute its recipe; said in every report.
     rename: the robot's name of a camera -> the bundle's; from then on the camera has the robot's name.
     allow_missing_cameras: accept observations without a frame for some cameras; each chunk then carries a warning.
+    adapters: name -> file of ``sinew convert --no-merge``: over the bundle's weights, which stay as they are, each
+    computes the observations that name it, with its own statistics. Requests that name none get the bundle itself.
     """
 
     def __init__(
@@ -86,8 +96,10 @@ class Policy(OpenPolicy):
         ignore_recipe: bool = False,
         rename: Mapping[str, str] | None = None,
         allow_missing_cameras: bool = False,
+        adapters: Mapping[str, str | Path] | None = None,
     ):
         self.bundle = bundle
+        self.adapters = open_adapters(bundle, adapters or {})
         self.spec = rename_cameras(bundle.manifest.spec, rename or {})
         own = bundle.manifest
         self.manifest = replace(own, spec=self.spec, seen=renamed(own.seen, own.spec, self.spec))
@@ -99,14 +111,20 @@ class Policy(OpenPolicy):
             threads=threads,
             providers=providers,
             ignore_recipe=ignore_recipe,
+            adapters=self.adapters,
         )
         self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
         self.processor = Processor(self.manifest, allow_missing_cameras=allow_missing_cameras)
+        self.processors = {"": self.processor} | {
+            name: Processor(fitted(each, self.manifest), allow_missing_cameras, self.processor, name)
+            for name, each in self.adapters.items()
+        }
         self._engine: Engine | None = BACKENDS[self.engine_name].open(bundle, self.choice.options)
         self.facts = self.engine.facts
         self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None
         self._files = [bundle.file.in_use, *map(watch, self.facts.files)]
+        self._files += [each.file.in_use for each in self.adapters.values()]
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -135,6 +153,7 @@ class Policy(OpenPolicy):
             "unstreamed": self.facts.unshared,
             "lm_head": self.manifest.config.get("lm_head", ""),
             "says": list(self.says),
+            "adapters": {name: {"policy": each.manifest.name} for name, each in self.adapters.items()},
         }
 
     @property
@@ -200,7 +219,7 @@ class Policy(OpenPolicy):
         observation = given.observation(observation, self.spec)
         self._check_guided(observation)
         self._check_speaks(observation)
-        self.processor.check(observation)
+        self.processor_of(observation).check(observation)
 
     def infer(
         self,
@@ -255,7 +274,20 @@ class Policy(OpenPolicy):
         observation = given.observation(observation, self.spec)
         self._check_guided(observation)
         self._check_speaks(observation)
-        return self.processor.prepare(observation, pixels=not self.facts.takes_frames)
+        processor = self.processor_of(observation)
+        return processor.prepare(observation, pixels=not self.facts.takes_frames)
+
+    def processor_of(self, observation: Observation) -> Processor:
+        """Return what prepares an observation: its adapter's. Raises :class:`ObservationError` for one that is not
+        known, with those that are."""
+        name: object = observation.adapter
+        if not isinstance(name, str) or name not in self.processors:
+            raise ObservationError("adapter", *unknown(name, self.adapters))
+        return self.processors[name]
+
+    def engine_of(self, adapter: str) -> Engine:
+        """Return what computes with an adapter, by a name that :meth:`prepare` has taken; the base for ""."""
+        return self.engine.adapters[adapter] if adapter else self.engine
 
     def run(self, prepared: Prepared, *, cancel: threading.Event | None = None) -> ActionChunk:
         """The second half, one at a time: from what :meth:`prepare` returned to actions."""
@@ -274,6 +306,7 @@ class Policy(OpenPolicy):
         together, ``cancel``, a changed file of weights.
         """
         first, guidance = members[0], None
+        engine, processor = self.engine_of(first.adapter), self.processors[first.adapter]
         if len(members) > 1:
             if self.unbatched:
                 raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
@@ -284,20 +317,20 @@ class Policy(OpenPolicy):
             from sinew.guidance import guide
 
             wanted = [member.continuation for member in members if member.continuation is not None]
-            guidance, noise = guide(wanted, self.spec.solver, noise, self.engine.place)
-        inputs = stack([member.inputs for member in members], self.manifest.processing.prompt)
+            guidance, noise = guide(wanted, self.spec.solver, noise, engine.place)
+        inputs = stack([member.inputs for member in members], processor.recipe.prompt)
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
             start, watch = time.perf_counter(), Watch(cancel)
             text, context = "", None
             if first.words is None:
-                chunks = self.engine.run(inputs, noise, first.steps, guidance, watch)
+                chunks = engine.run(inputs, noise, first.steps, guidance, watch)
             else:
-                text, context = self._say(inputs, first.words, watch)
+                text, context = self._say(engine, inputs, first.words, watch)
                 chunks = (
                     np.zeros((1, 0, self.spec.action.dim), np.float32)
                     if first.words.behind is None
-                    else self.engine.solve(context, noise, first.steps, guidance, watch)
+                    else engine.solve(context, noise, first.steps, guidance, watch)
                 )
             timing, computed = watch.timing(len(members)), time.perf_counter()
             found = [self._finished(chunk, member) for chunk, member in zip(chunks, members, strict=True)]
@@ -319,14 +352,15 @@ class Policy(OpenPolicy):
                 member.time,
                 self.warnings(member),
                 text=text,
+                adapter=member.adapter,
             )
             for actions, member in zip(found, members, strict=True)
         ]
 
-    def _say(self, inputs: ModelInputs, words: Words, watch: Watch) -> tuple[str, Any]:
+    def _say(self, engine: Engine, inputs: ModelInputs, words: Words, watch: Watch) -> tuple[str, Any]:
         """Return what the language head says, and what the head of actions takes of prompt and words."""
         end = self.manifest.processing.prompt.eos_token_id
-        context, said = self.engine.say_text(inputs, words.most, end, words.behind, watch)
+        context, said = engine.say_text(inputs, words.most, end, words.behind, watch)
         return self.processor.prompter.words(said), context
 
     def read_context(self, prepared: Prepared, form: str) -> bytes:
@@ -341,6 +375,8 @@ class Policy(OpenPolicy):
         if self.facts.chooses_tokens and form != "fp32":
             kind = self.spec.architecture
             raise SinewError(f"context: expected fp32 for {kind}, whose head chooses tokens, got {form}")
+        if prepared.adapter:
+            raise ObservationError("adapter", "none: the robot's head is the base's", repr(prepared.adapter))
         with self._lock:
             self.check_files()
             context = self.engine.read(prepared.inputs.batched())
@@ -361,7 +397,8 @@ class Policy(OpenPolicy):
         if not len(chunk):
             return chunk
         try:
-            return self.processor.finish(chunk, member.state, normalized=not self.facts.world_units)
+            processor = self.processors[member.adapter]
+            return processor.finish(chunk, member.state, normalized=not self.facts.world_units)
         except SinewError as error:
             return error
 
@@ -396,6 +433,8 @@ class Policy(OpenPolicy):
         chunk = self.infer(observation)
         inputs = self.prepare(observation).inputs.batched()
         self.engine.warm(inputs, self.spec.solver_steps, self.spec.max_prompt_tokens)
+        for name in self.adapters:
+            self.infer(replace(observation, adapter=name))
         if self._threads_open:
             self._threads_open = False
             self.threads_reason = (

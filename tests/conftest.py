@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 from sinew.convert import convert
 from sinew.policy import load
 from tests import processes
+from tests.adapters import Adapters, make_adapters
 from tests.cases import cases, golden_cases
 from tests.proofs import Recorder
 
@@ -88,6 +90,14 @@ def case_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
         return out
 
     return make
+
+
+@pytest.fixture(scope="session")
+def adapters(
+    case_bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Adapters]:
+    """Two adapters of a golden case, apart from their base and merged: ``adapters("smolvla-2cam")``."""
+    return cache(lambda case: make_adapters(case, case_bundle(case), tmp_path_factory.mktemp(case)))
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from sinew.bundle.adapter import AdapterBase
 from sinew.bundle.hashes import KEY_HEADER, KEY_TENSORS
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.prompt_recipe import PromptRecipe
@@ -35,6 +36,7 @@ KEY_ALIGNMENT = "general.alignment"
 KEY_VERSION = "sinew.format_version"
 KEY_QUANTIZATION = "sinew.quantization"  # may be absent, and so may
 KEY_SEEN = "sinew.seen"
+KEY_BASE = "sinew.base"
 KEY_TOKENIZER = "tokenizer.huggingface.json"
 
 T = TypeVar("T")
@@ -166,7 +168,10 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a bundle except its tensors. ``config`` is the architecture's own record, undecoded."""
+    """All of a bundle except its tensors. ``config`` is the architecture's own record, undecoded.
+
+    base: of an adapter's file, which has what changes another bundle, and no tokenizer; None of a whole policy.
+    """
 
     architecture: str
     name: str
@@ -178,6 +183,7 @@ class Manifest:
     precision: dict[str, str] = field(default_factory=dict)  # component -> storage type, e.g. "BF16"
     quantization: Quantization | None = None
     seen: Seen | None = None  # None where nobody gathered it
+    base: AdapterBase | None = None
 
     def to_metadata(self) -> dict[str, str | int]:
         """GGUF key-value pairs (``general.architecture`` and alignment belong to the writer)."""
@@ -190,6 +196,8 @@ class Manifest:
             record[KEY_QUANTIZATION] = to_json(self.quantization)
         if self.seen is not None:
             record[KEY_SEEN] = to_json(self.seen)
+        if self.base is not None:
+            return {**record, KEY_BASE: to_json(self.base)}
         return {**record, KEY_TOKENIZER: self.tokenizer}
 
     @classmethod
@@ -207,20 +215,20 @@ class Manifest:
                 f"bundle format {version} is not supported (this version reads {READS[0]} to {READS[-1]})"
             )
         known = {f"sinew.{part}" for part in _PARTS} | {KEY_VERSION, KEY_QUANTIZATION, KEY_TOKENIZER}
-        known |= {KEY_SEEN, KEY_HEADER, KEY_TENSORS}
+        known |= {KEY_SEEN, KEY_BASE, KEY_HEADER, KEY_TENSORS}
         if unknown := [key for key in metadata if key not in known and not key.startswith("general.")]:
             raise BundleError(f"unknown key {unknown[0]!r} (damaged, or written by a newer version?)")
         decoded = {}
         for part, kind in _PARTS.items():
             raw = upgraded(part, parsed(_text(metadata, f"sinew.{part}"), f"sinew.{part}"), version)
             decoded[part] = from_builtins(raw, kind, f"sinew.{part}")
-        for key, kind in ((KEY_QUANTIZATION, Quantization), (KEY_SEEN, Seen)):
+        for key, kind in ((KEY_QUANTIZATION, Quantization), (KEY_SEEN, Seen), (KEY_BASE, AdapterBase)):
             if key in metadata:
                 decoded[key.removeprefix("sinew.")] = from_json(_text(metadata, key), kind, key)
         manifest = cls(
             architecture=_text(metadata, KEY_ARCHITECTURE),
             name=_text(metadata, KEY_NAME),
-            tokenizer=_text(metadata, KEY_TOKENIZER),
+            tokenizer="" if decoded.get("base") else _text(metadata, KEY_TOKENIZER),
             **decoded,
         )
         manifest.check()

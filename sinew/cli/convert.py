@@ -22,6 +22,7 @@ def convert(
     *,
     vlm: Path | None = None,
     base: Path | None = None,
+    merge: bool = True,
     tokenizer: Path | None = None,
     action_tokenizer: Path | None = None,
     arch: Path | None = None,
@@ -50,6 +51,7 @@ def convert(
         vlm: directory of the vision-language model that the checkpoint names: its config.json, tokenizer, processor.
         base: directory of the base model, for checkpoints that hold only what was trained on top of it: a LoRA
             adapter of LeRobot's SmolVLA, pi0, pi0.5 or pi0-FAST, which is merged; some of GR00T's.
+        merge: --no-merge writes the adapter alone, a few MB for `sinew serve BASE --adapter NAME=FILE`.
         tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
         action_tokenizer: directory of FAST's tokenizer, for policies that say actions in its tokens.
         arch: JSON file with the widths behind a named variant, instead of the language model's config.
@@ -107,7 +109,7 @@ def convert(
     columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with terminal.bars(*columns) as bars:
         task = bars.add_task("", total=conversion.nbytes)
-        conversion.write(out, name or conversion.spec.name, options, lambda n: bars.advance(task, n))
+        conversion.write(out, name or conversion.spec.name, options, lambda n: bars.advance(task, n), merge)
     seconds = time.perf_counter() - start
     size, architecture = out.stat().st_size, conversion.spec.architecture
     console = terminal.console(markup=False)

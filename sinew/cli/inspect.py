@@ -17,6 +17,7 @@ LONG = 200  # characters of a value that is shown whole
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
+    from sinew.bundle.adapter import AdapterBase
     from sinew.bundle.gguf_file import TensorInfo
     from sinew.bundle.prompt_recipe import TextRecipe
     from sinew.bundle.schema import Quantization, VectorPart
@@ -115,6 +116,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
     rows = {
         "file": f"{bundle.path} ({bundle.path.stat().st_size / 1e6:.1f} MB)",
         "policy": f"{manifest.name} ({manifest.architecture})",
+        **({} if manifest.base is None else {"adapter of": _base(manifest.base)}),
         "cameras": ", ".join(f"{c.name} {c.height}x{c.width}" for c in spec.cameras)
         + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else "")
         + (f"; {spec.history} moments" if spec.history > 1 else ""),
@@ -128,7 +130,9 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         + (f"; {prompt}" if str(prompt) else ""),
         "language head": _lm_head(bundle),
         "words": _words(prompt.text),
-        "tokenizer": f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
+        "tokenizer": "the base's"
+        if manifest.base is not None
+        else f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
         "quantised": _quantised(manifest.quantization),
         "seen": _seen(manifest.seen),
         "hashes": _hashes(bundle.hashes),
@@ -181,6 +185,10 @@ def _seen(found: Seen | None) -> str:
         return "nothing of how its cameras and joints look"
     parts = [*(f"camera {name}" for name in found.cameras), *(["state"] if found.state else [])]
     return f"{', '.join(parts)} in {found.frames} frames: {found.source}"
+
+
+def _base(base: AdapterBase) -> str:
+    return f"{base.name}, whose weights are {base.weights[:16]}...; `sinew serve BASE --adapter NAME=FILE` serves it"
 
 
 def _quantised(found: Quantization | None) -> str:

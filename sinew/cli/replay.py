@@ -147,6 +147,7 @@ def as_mapping(observation: Observation, deadline_ms: float | None) -> dict[str,
         *WORDS,
         "time",
         "previous",
+        "adapter",
         *CONTINUATION_KEYS,
     )
     found = {name: getattr(observation, name) for name in names}

@@ -20,7 +20,7 @@ from sinew import hints
 from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
-from sinew.cli.serve_policy import Change, changer, loader, parse_policies, replayer
+from sinew.cli.serve_policy import Change, changer, loader, parse_adapters, parse_policies, replayer
 from sinew.core import SinewError, VectorSpec
 from sinew.serve.process import (
     GRACE_S,
@@ -95,6 +95,7 @@ def serve(
     replay: Path | None = None,
     replay_latency: Literal["recorded", "none"] = "recorded",
     policy: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     context: Annotated[tuple[Literal["fp32", "bf16", "int8"], ...], Parameter(negative="")] = (),
     wire: Annotated[list[str] | None, Parameter(negative="")] = None,
     host: str = "127.0.0.1",
@@ -124,6 +125,8 @@ def serve(
             and every reply says so. A bundle beside it gives names, units and checks; its weights are not read.
         replay_latency: recorded: take as long as the recorded inferences did; none: answer at once.
         policy: NAME=SOURCE, repeatable: further policies, which clients ask by name (HOST:PORT/NAME, or docs/fleet.md).
+        adapter: NAME=FILE, repeatable: adapters of the bundle, of `sinew convert --no-merge`, which requests choose by
+            name over one set of weights (docs/sources.md); those that name none get the bundle itself.
         context: repeatable: answer under the name context.FORM with what the head needs, floats in this form; robots
             run the head themselves (docs/fleet.md).
         wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), http (8000), groot (5555),
@@ -166,8 +169,11 @@ def serve(
         shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(api_key)))
         listen = replaced(listen, dashboard=shown)
         options = runs.keywords() | cameras.keywords()
+        adapters = parse_adapters(adapter)
+        if adapters and replay is not None:
+            raise SinewError("--adapter: a recording is replayed alone")
         make = (
-            loader(bundle, options, threads)
+            loader(bundle, options, threads, adapters)
             if replay is None
             else replayer(replay, bundle, cameras, runs, replay_latency == "recorded")
         )
@@ -297,6 +303,10 @@ def ready_text(
         f"  state    {_vector(spec.state)}",
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
         *(f"  also     {name}: {source}; asked at HOST:PORT/{name}" for name, source in more.items()),
+        *(
+            f'  adapter  {name}: {each["policy"]}; asked with "adapter": "{name}"'
+            for name, each in about.get("adapters", {}).items()
+        ),
     ]
     pages = [page for wire in wires if (page := wire.dashboard)]
     lines += [f"  page     {reachable(page)} shows what it does" for page in pages]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -33,25 +34,31 @@ Change = Callable[["Service", Supervisor, "DeviceLock", "WeakSet[Scheduler]"], "
 RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
 
 
-def loader(bundle: Path | None, options: dict[str, Any], threads: int | None) -> Callable[[], Policy]:
+def loader(
+    bundle: Path | None,
+    options: dict[str, Any],
+    threads: int | None,
+    adapters: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[], Policy]:
     """Find mistakes in flags and file before ports are taken and torch is imported; what is returned loads the policy.
-    ``options``: of ``sinew.load``."""
+    ``options``: of ``sinew.load``. adapters: name -> file."""
     from sinew.bundle.rename import rename_cameras
     from sinew.engine.choose import choose
-    from sinew.policy import open_bundle
+    from sinew.policy import open_adapters, open_bundle
 
     if bundle is None:
         raise SinewError("expected a bundle, or --replay RECORDS")
     found = resolve(bundle)
     opened = open_bundle(found)
     rename_cameras(opened.manifest.spec, options["rename"])
-    choose(opened, threads=threads, **{name: options[name] for name in CHOSEN})
+    beside = open_adapters(opened, adapters)
+    choose(opened, threads=threads, adapters=beside, **{name: options[name] for name in CHOSEN})
 
     def load() -> Policy:
         import sinew
 
         logger.info("loading %s", found)
-        return sinew.load(found, threads=threads, **options)
+        return sinew.load(found, threads=threads, adapters=adapters, **options)
 
     return load
 
@@ -144,6 +151,19 @@ def memory_need(source: str, options: dict[str, Any], threads: int | None, batch
     device: Any = "cuda" if choice.engine == "cuda" else "cpu"
     report = fits(found, 1 << 62, dtypes=dtype, engine=engine, device=device, runtime=0, search=False).report
     return Need(report.weights_nbytes, batch * report.peak.nbytes + report.kept + report.workspace)
+
+
+def parse_adapters(given: Sequence[str]) -> dict[str, str]:
+    """Return name -> file of ``NAME=FILE``. Raises :class:`SinewError` for what is none, or names one twice."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, file = text.partition("=")
+        if not (name and equals and file):
+            raise SinewError(f"--adapter {text}: expected NAME=FILE")
+        if name in found:
+            raise SinewError(f"--adapter {text}: {name} is another adapter's name")
+        found[name] = file
+    return found
 
 
 def parse_policies(given: Sequence[str]) -> dict[str, str]:

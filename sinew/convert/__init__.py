@@ -71,6 +71,7 @@ def convert(
     motion: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
     name: str | None = None,
+    merge: bool = True,
     progress: Progress | None = None,
 ) -> Path:
     """Convert a checkpoint directory, a hub name or a vla.cpp GGUF file into the bundle ``out``.
@@ -97,7 +98,7 @@ def convert(
         settings={key: str(value) for key, value in (settings or {}).items()},
     )
     conversion = read(source, options)
-    conversion.write(Path(out), name or conversion.spec.name, options, progress)
+    conversion.write(Path(out), name or conversion.spec.name, options, progress, merge)
     return Path(out)
 
 

@@ -4,7 +4,8 @@
 
 A [r, inputs] and B [outputs, r] beside W [outputs, inputs] (Hu et al. 2021, "LoRA"; Kalajdzievski 2023 for the root).
 The sum is one of float32, rounded to what the base stores. What adapters have beside factors, whole weights of
-``modules_to_save`` and biases, takes the place of the base's. Names and fields: PEFT 0.18.
+``modules_to_save`` and biases, takes the place of the base's. Names and fields: PEFT 0.18. Each weight that is changed
+remembers how (:class:`Changed`), so that an adapter can be written apart from its base (``unmerged.py``).
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sinew.bundle.writer import TensorSource
+from sinew.bundle.writer import Data, TensorSource
 from sinew.convert.read.elements import BF16
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_safetensors
@@ -52,6 +54,21 @@ UNREAD = (
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # what leaves the base as it was
 
 
+@dataclass(frozen=True)
+class Changed:
+    """Bytes of a weight of ``base`` that an adapter changes.
+
+    factors: A [r, inputs], B [outputs, r] and the scale of their product; None where the adapter has all of the weight.
+    """
+
+    data: Data
+    base: TensorSource
+    factors: tuple[TensorSource, TensorSource, float] | None = None
+
+    def blocks(self) -> Iterable[memoryview]:
+        return self.data.blocks()
+
+
 def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, TensorSource], list[Path]]:
     """Return the tensors of a base, changed by the adapter in a folder, and the adapter's files.
 
@@ -80,7 +97,7 @@ def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, Ten
                 raise ConvertError(
                     f"{folder}: {key}: expected {list(base[name].shape)}, got {list(source.shape)}"
                 )
-            found[name] = source
+            found[name] = replace(source, data=Changed(source.data, base[name]))
     return found, [file, folder / ADAPTER_WEIGHTS]
 
 
@@ -167,4 +184,5 @@ def _merged(weight: TensorSource, down: TensorSource, up: TensorSource, scale: f
         return values + np.float32(scale) * (b @ a)
 
     found = computed(add, weight, down, up, shape=weight.shape)
-    return rounded(found) if weight.type is BF16 else found
+    found = rounded(found) if weight.type is BF16 else found
+    return replace(found, data=Changed(found.data, weight, (down, up, scale)))

@@ -20,6 +20,7 @@ from sinew.bundle.reader import TORCH_DTYPES
 from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
 from sinew.bundle.seen import Seen
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
+from sinew.convert.lerobot.folder import name_of, resolve
 from sinew.convert.options import ConvertOptions
 from sinew.core import BundleError, ConvertError, MotionSpec, PolicySpec
 from sinew.models import build_on_meta, mismatch
@@ -57,8 +58,18 @@ class Conversion:
         dropped = set(self.dropped)
         return sum(t.nbytes for name, t in self.tensors.items() if name not in dropped)
 
-    def write(self, out: Path, name: str, options: ConvertOptions, progress: Progress | None = None) -> None:
-        """Check, then write the bundle; ``progress`` is called with the number of bytes just written."""
+    def write(
+        self,
+        out: Path,
+        name: str,
+        options: ConvertOptions,
+        progress: Progress | None = None,
+        merge: bool = True,
+    ) -> None:
+        """Check, then write the bundle; ``progress`` is called with the number of bytes just written.
+
+        merge: False writes what an adapter changes of its base, in a file of its own (``unmerged.py``).
+        """
         dropped = set(self.dropped)
         kept = {
             self.rename(t): replace(s, name=self.rename(t))
@@ -66,6 +77,13 @@ class Conversion:
             if t not in dropped
         }
         self._check(kept, {self.rename(t): s.name for t, s in self.tensors.items()})
+        base, tokenizer = None, self.tokenizer
+        if not merge:
+            from sinew.convert.unmerged import unmerge
+
+            of = name_of(resolve(options.base)) if options.base else ""
+            kept, base = unmerge(kept, of, tokenizer, progress)
+            tokenizer = ""
         with ThreadPoolExecutor(1) as pool:  # hashing keeps the second core busy while the first copies
             hashes = [pool.submit(_sha256, path) for path in self.sources]
 
@@ -89,9 +107,10 @@ class Conversion:
                         notes=self.notes,
                         options=options.record(),
                     ),
-                    tokenizer=self.tokenizer,
+                    tokenizer=tokenizer,
                     precision=_precision(kept),
                     seen=self.seen,
+                    base=base,
                 )
 
             try:

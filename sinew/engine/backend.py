@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -37,6 +37,7 @@ class EngineOptions:
     ``dtype``: fp32, bf16, fp16 or native. ``recipe``: True to follow the bundle's.
     ``graphs``: the folder of an export; None for a bundle with weights. ``storage``: the half precision in which
     weights stay while products are float32 (:func:`sinew.engine.storage.half_storage`), else empty.
+    ``adapters``: of the bundle, by the names that requests give.
     """
 
     device: str = "cpu"
@@ -46,6 +47,7 @@ class EngineOptions:
     graphs: Path | None = None
     recipe: bool = True
     storage: str = ""
+    adapters: Mapping[str, Bundle] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -60,7 +62,7 @@ class Backend:
     stores_half: it multiplies
     weights that stay in half precision in float32. copies_none: weights stay in the file's map also where memory would
     do for copies. runs_graphs: it needs the graphs of an export, and nothing else.
-    reference: it is what the others are compared with.
+    reference: it is what the others are compared with. adapts: it computes adapters beside a bundle's weights.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Backend:
     copies_none = False
     runs_graphs = False
     reference = False
+    adapts = False
 
     def why_not(self, bundle: Bundle, options: EngineOptions) -> str:
         """Return why this engine cannot run the bundle on the device, "" if it can; reads no weights."""

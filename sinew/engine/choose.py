@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from sinew import machine
 from sinew.bundle import Bundle
@@ -52,12 +53,18 @@ def choose(
     threads: int | None = None,
     providers: Sequence[str] = (),
     ignore_recipe: bool = False,
+    adapters: Mapping[str, Bundle] = MappingProxyType({}),
 ) -> EngineChoice:
     """Return the fastest engine that is installed, fits the device, follows the bundle's recipe and is proved for it.
 
-    engine and device: "auto" or None leave it open. Raises :class:`SinewError` for what was asked for and cannot be:
-    nothing else is taken in its place.
+    engine and device: "auto" or None leave it open. adapters: of the bundle, which the engine has to compute. Raises
+    :class:`SinewError` for what was asked for and cannot be: nothing else is taken in its place.
     """
+    if bundle.manifest.base is not None:
+        raise SinewError(
+            f"{bundle.path}: an adapter of {bundle.manifest.base.name!r} alone; `sinew serve BASE --adapter"
+            f" NAME={bundle.path}` serves it, and sinew.load(base, adapters=...)"
+        )
     if engine not in (None, AUTO, *BACKENDS):
         raise SinewError(f"engine: expected one of {', '.join((AUTO, *BACKENDS))}, got {engine!r}")
     named = None if engine in (None, AUTO) else engine
@@ -68,6 +75,7 @@ def choose(
     asked = None if named is None else BACKENDS[named]
     where, device_reason = choose_device(device, asked)
     options = EngineOptions(where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe)
+    options = replace(options, adapters=adapters)
 
     def with_precision(backend: Backend) -> tuple[EngineOptions, str]:
         chosen, storage, why = choose_precision(bundle, word, where, backend)
@@ -84,6 +92,8 @@ def choose(
 
     passed_over: list[tuple[str, str]] = []
     for name, backend in BACKENDS.items():
+        if adapters and not backend.adapts:
+            continue
         options, dtype_reason = with_precision(backend)
         problem = (
             _refused(backend, bundle, options, ignore_recipe)
@@ -104,6 +114,8 @@ def choose(
             elif backend.plays_shipped(bundle):
                 reason = "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
                 passed_over.clear()
+            if adapters:
+                reason += f", of those that compute adapters ({', '.join(adapters)})"
             if _worth_saying(passed_over):
                 reason += f"; {'; '.join(_worth_saying(passed_over))}"
             return _choice(backend, bundle, reason, device_reason, dtype_reason, options, ignore_recipe)
@@ -151,6 +163,10 @@ def exported_graphs(bundle: Bundle) -> Path | None:
 
 def _refused(backend: Backend, bundle: Bundle, options: EngineOptions, ignore_recipe: bool) -> str:
     """Why an engine must not run this bundle, whoever asks for it."""
+    if options.adapters and not backend.adapts:
+        others = " or ".join(name for name, each in BACKENDS.items() if each.adapts)
+        named = ", ".join(options.adapters)
+        return f"engine {backend.name} computes no adapters ({named}); engine {others} does"
     if problem := backend.why_not(bundle, options):
         return problem
     if ignore_recipe or not (lacking := backend.not_computed(bundle)):

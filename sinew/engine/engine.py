@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -142,12 +143,14 @@ class Engine(ABC):
 
     model: the PyTorch model that it runs, on ``device``, with its rewrites in ``plan``; None where it runs something
         else.
+    adapters: by name the engines that compute with an adapter over the same weights; contexts are their own.
     """
 
     facts: Facts
     model: Any = None
     plan: Any = None
     device: Any = None
+    adapters: Mapping[str, Engine] = MappingProxyType({})
 
     @property
     @abstractmethod

@@ -37,17 +37,22 @@ def not_linear(layer: nn.Module) -> str | None:
     if not vars(type(layer)).get("linear_in_weight", False):
         return f"{type(layer).__name__} is not linear in its weight"
     store = getattr(layer, "store", PLAIN)
-    return None if store.joins else f"{store.kind} is not linear in its codes"
+    if store.joins:
+        return None
+    return f"{store.kind} is not linear in its {'codes' if store.coded else 'weight alone'}"
 
 
 class Linear(nn.Linear):
     linear_in_weight = True  # as far as its store's is
     scale: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
     store: Store
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any):
         super().__init__(in_features, out_features, bias, **options)
-        self.register_parameter("scale", None)
+        for name in ("scale", "lora_a", "lora_b"):
+            self.register_parameter(name, None)
         self.store = PLAIN
 
     @property
@@ -66,11 +71,14 @@ class Embedding(nn.Embedding):
     """A table of rows. The indices are integers of the caller's making: never computed in low precision."""
 
     scale: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
     store: Store
 
     def __init__(self, num_embeddings: int, embedding_dim: int, **options: Any):
         super().__init__(num_embeddings, embedding_dim, **options)
-        self.register_parameter("scale", None)
+        for name in ("scale", "lora_a", "lora_b"):
+            self.register_parameter(name, None)
         self.store = PLAIN
 
     @property

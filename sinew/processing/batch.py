@@ -23,13 +23,14 @@ class BatchKey(NamedTuple):
 
     steps: of the solver. views: [V, channels, H, W]; a frame that is missing makes another batch. prompt: the bucket of
     the prompt's length. guidance: (kind, beta) of real-time chunking, None where a solution continues no chunk, so
-    that nobody pays for the gradients of others.
+    that nobody pays for the gradients of others. adapter: by which the weights are changed.
     """
 
     steps: int
     views: tuple[int, ...]
     prompt: int
     guidance: tuple[str, float] | None
+    adapter: str = ""
 
 
 def batch_key(prepared: Prepared) -> BatchKey:
@@ -40,6 +41,7 @@ def batch_key(prepared: Prepared) -> BatchKey:
         prepared.inputs.pixels.shape,
         -(-len(prepared.inputs.tokens) // BUCKET),
         None if wanted is None else (wanted.kind, wanted.beta),
+        prepared.adapter,
     )
 
 

@@ -73,6 +73,7 @@ class Prepared:
     continuation: rows of the running chunk that a solution has to continue, in model units.
     missing: cameras without a frame. repeated: moments that were not sent. milliseconds: what preparing it took.
     words: what is to be said first; None: nothing.
+    adapter: which one computes it, "" for the base.
     """
 
     inputs: ModelInputs
@@ -87,19 +88,31 @@ class Prepared:
     milliseconds: float
     repeated: int = 0
     words: Words | None = None
+    adapter: str = ""
 
 
 class Processor:
-    """Built from a bundle's manifest; stateless, so it may be used from several threads."""
+    """Built from a bundle's manifest; stateless, so it may be used from several threads.
 
-    def __init__(self, manifest: Manifest, allow_missing_cameras: bool = False):
+    beside: another one with the same tokenizer, which is large and then shared. adapter: whose observations it takes.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        allow_missing_cameras: bool = False,
+        beside: Processor | None = None,
+        adapter: str = "",
+    ):
+        self.adapter = adapter
         self.spec, self.recipe = manifest.spec, manifest.processing
         # As many as were masked, empty images in training may stay away; more only where the caller wants it.
         usual = max(self.recipe.empty_cameras, self.recipe.optional_cameras)
         self.may_miss = len(self.spec.cameras) if allow_missing_cameras else usual
         if self.recipe.all_cameras:
             self.may_miss = 0
-        self.prompter = Prompter(manifest.tokenizer, self.recipe.prompt)
+        opened = None if beside is None else beside.prompter.tokenizer
+        self.prompter: Prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened)
         self._images = {c.name: self.recipe.image.of_camera(i) for i, c in enumerate(self.spec.cameras)}
         recipe, spec = self.recipe, self.spec
         self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
@@ -146,11 +159,16 @@ class Processor:
             milliseconds=1e3 * (time.perf_counter() - start),
             repeated=self.spec.history - 1 - len(observation.earlier),
             words=self._words(observation),
+            adapter=observation.adapter,
         )
 
     def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The state, the normalised states of all moments, and the tokens of an observation whose other fields are
         checked too."""
+        if observation.adapter != self.adapter:
+            raise ObservationError(
+                "adapter", repr(self.adapter) if self.adapter else "none here", repr(observation.adapter)[:80]
+            )
         self._check_earlier(observation)
         self._check_images(observation.images)
         self._check_words(observation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +22,12 @@ REMEMBERED = (
 
 
 class Prompter:
-    """Turns an instruction into ``(tokens int64 [L], mask bool [L])``. behind: the tokens that follow a subtask."""
+    """Turns an instruction into ``(tokens int64 [L], mask bool [L])``. opened: the tokenizer, where it is at hand.
+    behind: the tokens that follow a subtask."""
 
-    def __init__(self, tokenizer_json: str, recipe: PromptRecipe):
+    def __init__(self, tokenizer_json: str, recipe: PromptRecipe, opened: Any = None):
         self.recipe, self.held = recipe, recipe.held
-        self.tokenizer = open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
+        self.tokenizer = opened or open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
         self.behind = self._behind("" if recipe.text is None else recipe.text.action)
 

@@ -39,7 +39,7 @@ IMAGE = {
 REQUEST = {
     "type": "object",
     "properties": {
-        **dict.fromkeys(("prompt", "wire", "session", "error", "text"), TEXT),
+        **dict.fromkeys(("prompt", "wire", "session", "adapter", "error", "text"), TEXT),
         **dict.fromkeys(("seed", "time", "total_ms"), NUMBER),
     },
 }
@@ -56,9 +56,9 @@ def write_mcap(
     """Write records to an MCAP file and return the number of messages of each topic.
 
     ``/camera/NAME`` are pictures (PNG), ``/state`` and ``/action`` vectors by joint, ``/request`` the rest:
-    instruction, session, seed, milliseconds, error. With ``hz`` every row of a chunk is a message at the time when
-    it would be executed; else the first row alone. state, action: names of joints, from the policy's bundle. Raises
-    :class:`MissingPackageError` without mcap, and :class:`SinewError` for a file that is there already, or for
+    instruction, session, adapter, seed, milliseconds, error. With ``hz`` every row of a chunk is a message at the time
+    when it would be executed; else the first row alone. state, action: names of joints, from the policy's bundle.
+    Raises :class:`MissingPackageError` without mcap, and :class:`SinewError` for a file that is there already, or for
     records of more cameras than a viewer can show. Numbers that are not finite are left out, as JSON has none of them.
     """
     try:
@@ -122,6 +122,7 @@ def _write(
         "prompt": str(seen.prompt),
         "wire": record.wire,
         "session": seen.session,
+        "adapter": seen.adapter or None,
         "error": record.error,
         "text": record.text or None,
         "seed": seen.seed,

@@ -32,7 +32,8 @@ MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
 MAX_NUMBERS = 1 << 20  # of actions, noise, tokens or previous
 _CONTINUATION = ("delay", "horizon", "rtc", "schedule", "beta")  # older records have none of these
-_PLAIN = ("prompt", "solver_steps", "session", "time", *_CONTINUATION)
+_PLAIN = ("prompt", "solver_steps", "session", "time", "adapter", *_CONTINUATION)
+_ABSENT = {**dict.fromkeys(_CONTINUATION), "adapter": ""}  # of older records
 _ARRAYS = ("noise", "tokens", "previous")
 _EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an earlier moment
 
@@ -79,6 +80,7 @@ class _Meta(msgspec.Struct):
     text_only: bool = False
     text_tokens: int | None = None
     text: str = ""
+    adapter: str = ""
     server: dict[str, Any] = {}
 
 
@@ -194,7 +196,7 @@ def read_record(path: Path) -> Record:
     except SinewError as error:
         raise SinewError(f"{path}: not a record ({error})") from None
     beside: dict[str, Any] = {
-        name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN
+        name: meta.get(name, _ABSENT[name]) if name in _ABSENT else meta[name] for name in _PLAIN
     }
     beside |= {name: meta[name] for name in WORDS if name in meta}
     observation = Observation(

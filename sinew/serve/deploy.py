@@ -10,6 +10,7 @@ from weakref import WeakSet
 from sinew import __version__
 from sinew.bundle.rules import odd_statistics
 from sinew.policy import Policy
+from sinew.processing import Processor
 from sinew.processing.limits import unit_sizes
 from sinew.records import arithmetic
 from sinew.serve.device_lock import DeviceLock
@@ -92,17 +93,16 @@ def deploy(
         about["server"] |= scheduler.batcher.describe()
         logger.info("batches of up to %d (%s)", scheduler.batcher.limit, scheduler.batcher.reason)
     safety = None  # what a recording holds was sent to a robot before
+    adapters: dict[str, Safety | None] = {}
     if isinstance(policy, Policy):
         logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
         limits = bounds.action_limits, bounds.action_margin, bounds.state_margin, bounds.max_age
         safety = Safety(policy.processor, *limits)
-        for note in odd_statistics(policy.processor.recipe):
-            logger.warning("%s", note)
-        about["policy"]["action"]["limits"] = safety.limits()
-        processor = policy.processor
-        about["policy"]["action"]["scale"] = unit_sizes(
-            processor.action_normalizer, processor.recipe.action_steps, policy.spec
-        )
+        about["policy"]["action"] |= _bounds(policy.processor, safety)
+        for name, processor in policy.processors.items():
+            if name:
+                adapters[name] = own = Safety(processor, *limits)
+                runs["adapters"][name]["action"] = _bounds(processor, own)
     return Deployment(
         scheduler,
         policy.spec,
@@ -112,7 +112,16 @@ def deploy(
         policy.padded_action_dim,
         None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
         manifest=policy.manifest,
+        adapters=adapters,
     )
+
+
+def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
+    """Return what a server says of a policy's actions: their limits and scale, by its statistics."""
+    for note in odd_statistics(processor.recipe):
+        logger.warning("%s%s", f"adapter {processor.adapter}: " if processor.adapter else "", note)
+    scale = unit_sizes(processor.action_normalizer, processor.recipe.action_steps, processor.spec)
+    return {"limits": safety.limits(), "scale": scale}
 
 
 def describe(policy: Policy | Replay) -> dict[str, Any]:

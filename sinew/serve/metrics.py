@@ -73,6 +73,12 @@ class Metrics:
             buckets=(1, 2, 3, 4, 6, 8, 12, 16, 32),
             registry=own,
         )
+        self._adapters = Counter(
+            "sinew_adapter_requests",
+            "Answered requests by the adapter that computed them",
+            ["adapter"],
+            registry=own,
+        )
         self._missed = Counter(
             "sinew_deadline_misses", "Answered or refused after their deadline", ["wire"], registry=own
         )
@@ -114,6 +120,8 @@ class Metrics:
         if isinstance(outcome, SinewError):
             return
         self._latency.labels(wire).observe(seconds)
+        if outcome.adapter:
+            self._adapters.labels(outcome.adapter).inc()
         timing = outcome.timing
         self._batch.observe(timing.batch)
         for name, stage in self._stages.items():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sinew.bundle.schema import Manifest
-from sinew.core import PolicySpec, RequestError, SinewError, did_you_mean
+from sinew.core import Observation, PolicySpec, RequestError, SinewError, did_you_mean
 from sinew.serve.decode.frames import pixel_limit
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
@@ -36,6 +36,7 @@ class Deployment:
     answer.
     manifest: of the bundle, for those who show what the policy sees and how its robot should look; None: unknown here.
     state: the counters of a policy that has some of its own.
+    adapters: name -> limits of what is computed with it, whose statistics are its own.
     """
 
     scheduler: Scheduler
@@ -48,6 +49,11 @@ class Deployment:
     changed: tuple[str, ...] = ()
     manifest: Manifest | None = None
     state: Callable[[], dict[str, int]] | None = None
+    adapters: Mapping[str, Safety | None] = field(default_factory=dict)
+
+    def safety_of(self, observation: Observation) -> Safety | None:
+        """Return the limits of an observation's states and actions. An adapter that is not known is refused later."""
+        return self.adapters.get(observation.adapter, self.safety)
 
     @property
     def pixels(self) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from sinew_client.policy import Limit, OpenPolicy, refuse_words
 
+from sinew.bundle.adapter import unknown
 from sinew.bundle.schema import Manifest
 from sinew.core import (
     ActionChunk,
@@ -45,11 +46,12 @@ MATCHED = "the request's session, then the order of requests; other sessions get
 
 @dataclass(frozen=True, slots=True)
 class ReplayedAnswer:
-    """One recorded reply: actions float32 [H, D], its seed, and the milliseconds it took."""
+    """One recorded reply: actions float32 [H, D], its seed, the milliseconds it took, and what computed it."""
 
     actions: np.ndarray
     seed: int | None
     total_ms: float
+    adapter: str = ""
 
 
 class Replay(OpenPolicy, ServedPolicy):
@@ -61,7 +63,7 @@ class Replay(OpenPolicy, ServedPolicy):
     allow_missing_cameras: as of :class:`sinew.policy.Policy`.
 
     A session that was recorded gets its own chunks in their order, any other those of the first recorded session; after
-    the last one it begins again. Records of errors are left out.
+    the last one it begins again. Records of errors are left out. Requests of an adapter get what was recorded of it.
     """
 
     def __init__(
@@ -78,6 +80,10 @@ class Replay(OpenPolicy, ServedPolicy):
         )
         self._missing = allow_missing_cameras
         self.sessions, self.left_out, first = _read(folder)
+        self.adapters: dict[str, dict[str, list[ReplayedAnswer]]] = {}
+        for name, answers in self.sessions.items():
+            for answer in answers:
+                self.adapters.setdefault(answer.adapter, {}).setdefault(name, []).append(answer)
         spec = _spec(folder, first) if manifest is None else manifest.spec
         shape = next(iter(self.sessions.values()))[0].actions.shape
         if shape != (spec.chunk_size, spec.action.dim):
@@ -92,7 +98,7 @@ class Replay(OpenPolicy, ServedPolicy):
         )
         self.threads, self.threads_reason, self.device = 0, "nothing is computed", "none"
         self._lock = threading.Lock()
-        self._places: OrderedDict[str, int] = OrderedDict()
+        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # by adapter and session
 
     def __repr__(self) -> str:
         sessions = ", ".join(map(repr, self.sessions))
@@ -131,6 +137,7 @@ class Replay(OpenPolicy, ServedPolicy):
                 "chunks": self.chunks,
                 "sessions": {name: len(answers) for name, answers in self.sessions.items()},
                 "left_out": self.left_out,
+                "adapters": [name for name in self.adapters if name],
                 "matched": MATCHED,
                 "latency": "recorded" if self.latency else "none",
             },
@@ -147,7 +154,8 @@ class Replay(OpenPolicy, ServedPolicy):
         """Begin the session's recording again: a new episode."""
         self._refuse_closed()
         with self._lock:
-            self._places.pop(session, None)
+            for name in self.adapters:
+                self._places.pop((name, session), None)
 
     def prepare(self, observation: Observation | Mapping[str, Any]) -> Observation:
         """Check an observation as the policy would. Raises :class:`ObservationError`."""
@@ -155,21 +163,30 @@ class Replay(OpenPolicy, ServedPolicy):
         if not isinstance(observation, Observation):
             observation = Observation.from_mapping(observation)
         refuse_words(observation, "a replay")
+        if observation.adapter not in self.adapters:
+            named = {name: None for name in self.adapters if name}
+            raise ObservationError("adapter", *unknown(observation.adapter, named))
         if self._processor is not None:
-            self._processor.check(observation)
+            self._processor.check(replace(observation, adapter=""))
         else:
             self._check(observation)
         return observation
 
     def run(self, prepared: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
         """Return the next recorded chunk of the observation's session. Raises :class:`CancelledError`."""
-        answer, again = self._next(prepared.session)
+        answer, again = self._next(prepared.adapter, prepared.session)
         if self.latency and (cancel or threading.Event()).wait(answer.total_ms / 1e3):
             raise CancelledError("the request was cancelled")
         warnings = (self.warning, *(["the recording began again"] if again else []))
         timing = Timing(total_ms=answer.total_ms if self.latency else 0.0)
         return ActionChunk(
-            answer.actions.copy(), timing, answer.seed, prepared.session, prepared.time, warnings
+            answer.actions.copy(),
+            timing,
+            answer.seed,
+            prepared.session,
+            prepared.time,
+            warnings,
+            adapter=answer.adapter,
         )
 
     def infer(
@@ -179,12 +196,12 @@ class Replay(OpenPolicy, ServedPolicy):
         with Limit(timeout) as limit:
             return self.run(self.prepare(observation), cancel=limit)
 
-    def _next(self, session: str) -> tuple[ReplayedAnswer, bool]:
-        name = session if session in self.sessions else next(iter(self.sessions))
-        answers = self.sessions[name]
+    def _next(self, adapter: str, session: str) -> tuple[ReplayedAnswer, bool]:
+        sessions = self.adapters[adapter]
+        answers = sessions.get(session) or next(iter(sessions.values()))
         with self._lock:
-            place = self._places.pop(session, 0)  # the newest stand last
-            self._places[session] = place + 1
+            place = self._places.pop((adapter, session), 0)  # the newest stand last
+            self._places[adapter, session] = place + 1
             while len(self._places) > MAX_SESSIONS:
                 self._places.popitem(last=False)
         return answers[place % len(answers)], bool(place) and place % len(answers) == 0
@@ -265,7 +282,7 @@ def _answer(path: Path) -> tuple[str, ReplayedAnswer] | None:
     total_ms = float(meta.get("total_ms") or 0.0)
     if total_ms >= MAX_MS:
         raise SinewError(f"{path}: total_ms: expected fewer than {MAX_MS:g}, got {total_ms:g}")
-    return meta["session"], ReplayedAnswer(actions, meta["seed"], total_ms)
+    return meta["session"], ReplayedAnswer(actions, meta["seed"], total_ms, meta.get("adapter", ""))
 
 
 def _spec(folder: Path, first: Path) -> PolicySpec:

@@ -109,6 +109,7 @@ class Request:
         deployment = self.deployment
         limit = MIN_BUDGET if deployment is None else deployment.pixels
         found = self.observation = self.decode(PixelBudget(limit, check))
-        if deployment is not None and deployment.safety is not None:
-            self.warnings += deployment.safety.check(found)
+        safety = None if deployment is None else deployment.safety_of(found)
+        if safety is not None:
+            self.warnings += safety.check(found)
         return found

@@ -22,7 +22,7 @@ from sinew.rate_limited_log import RateLimitedLog
 from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
-from sinew.serve.policies import Deployment, Policies
+from sinew.serve.policies import MAX_NAME, Deployment, Policies
 from sinew.serve.request import Outcome, Request, ShuttingDownError, bare
 from sinew.serve.scheduler import Scheduler
 
@@ -191,6 +191,7 @@ class Service:
             "uptime_s": round(time.monotonic() - self._started, 3),
             **self.policies.stats(),
             **({"policies": self.policies.describe()} if self.policies.several else {}),
+            **({"adapters": list(adapters)} if (adapters := self.policies.get().adapters) else {}),
             **{name: record.stats() for name, record in self._records.items()},
         }
 
@@ -259,8 +260,9 @@ def _safe(request: Request, outcome: Outcome) -> Outcome:
         return outcome
     if request.warnings:
         outcome = replace(outcome, warnings=(*outcome.warnings, *request.warnings))
+    safety = deployment.safety_of(seen)
     try:
-        return outcome if deployment.safety is None else deployment.safety.enforce(outcome, seen)
+        return outcome if safety is None else safety.enforce(outcome, seen)
     except SinewError as error:
         return bare(error)
 
@@ -285,6 +287,7 @@ def _entry(request: Request, outcome: Outcome, seconds: float, missed: bool) -> 
         "client": request.client,
         "session": request.session[:64],
         **({"policy": request.policy[:MAX_SESSION]} if request.policy else {}),
+        **({"adapter": adapter[:MAX_NAME]} if (adapter := _adapter(request)) else {}),
         "outcome": outcome.code if isinstance(outcome, SinewError) else "ok",
         "ms": round(1e3 * seconds, 3),
     }
@@ -294,6 +297,10 @@ def _entry(request: Request, outcome: Outcome, seconds: float, missed: bool) -> 
     if missed:
         entry["deadline_missed"] = True
     return entry
+
+
+def _adapter(request: Request) -> str:
+    return "" if request.observation is None else request.observation.adapter
 
 
 def _call_soon(

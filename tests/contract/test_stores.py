@@ -18,6 +18,7 @@ from sinew.layers.linear import Embedding, Linear, hold, not_linear
 from sinew.layers.stores import half, rows
 from sinew.layers.stores.codes import Codes, Ternary, apart, codes, together
 from sinew.layers.stores.half import HALF
+from sinew.layers.stores.low_rank import Factored, LowRank
 from sinew.layers.stores.lowbit import TINY, reference
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
@@ -33,7 +34,7 @@ class Case:
     """A store over its tensors; the dtype of what it gives, and what reports call the precision of its weight."""
 
     store: Store
-    held: Tensors
+    held: Tensors | Factored
     dtype: torch.dtype
     kind: str
     precision: str | None
@@ -47,7 +48,10 @@ class Case:
         """How far a product for x [..., WIDTH] may be from that with the widened weights."""
         if isinstance(self.store, Codes):  # each activation moves by half a step of int8 at most
             return self.wide.abs().sum(1) * x.abs().amax(-1, keepdim=True) / 254 * 1.001
-        return torch.finfo(self.dtype).eps * (x.abs() @ self.wide.abs().T + 1)  # sums in another order
+        sizes = self.wide.abs()
+        if isinstance(self.held, Factored):  # which are multiplied one after the other
+            sizes = self.held.weight.float().abs() + self.held.lora_b.abs() @ self.held.lora_a.abs()
+        return torch.finfo(self.dtype).eps * (x.abs() @ sizes.T + 1)  # sums in another order
 
 
 def floats(dtype: torch.dtype) -> Tensors:
@@ -63,6 +67,15 @@ def coded(name: str) -> Case:
     held = packed(name)
     scales = 0 if held.scale is None else len(held.scale)
     return Case(codes(name, WIDTH, scales), held, torch.float32, name, name)
+
+
+def adapted(case: Case) -> Case:
+    """The weight of ``case`` with factors of an adapter beside it."""
+    random, rank = torch.Generator().manual_seed(5), 3
+    down, up = torch.randn(rank, WIDTH, generator=random), torch.randn(ROWS, rank, generator=random)
+    held = Factored(case.held.weight, case.held.scale, down, up)
+    kind = f"{case.kind} with an adapter"
+    return Case(LowRank(case.store, rank, WIDTH), held, case.dtype, kind, case.precision)
 
 
 def given(case: Case, dtype: torch.dtype) -> Case:
@@ -85,6 +98,11 @@ CASES = {
     "rows of bfloat16": given(BFLOAT16, torch.float32),
     "rows of float32": given(FLOAT32, torch.bfloat16),
     **{f"rows of {name}": given(coded(name), torch.float32) for name in FORMATS},
+    "float32 and an adapter": adapted(FLOAT32),
+    "bfloat16 and an adapter": adapted(BFLOAT16),
+    "half and an adapter": adapted(
+        Case(HALF, floats(torch.bfloat16), torch.float32, "half", "fp32 (bf16 weights)")
+    ),
 }
 
 
@@ -133,8 +151,13 @@ def test_rows_are_those_of_the_widened_weights(case: Case) -> None:
     wanted = case.wide.to(case.dtype)
     made = case.store.take(case.held, IDS)
     assert made.dtype == case.dtype
+    few = case.store.take(case.held, (3, 0))
+    if isinstance(case.store, LowRank):  # a row alone is another product of matrices
+        torch.testing.assert_close(made, wanted[IDS])
+        torch.testing.assert_close(few, wanted[[3, 0]])
+        return
     assert torch.equal(made, wanted[IDS])
-    assert torch.equal(case.store.take(case.held, (3, 0)), wanted[[3, 0]])
+    assert torch.equal(few, wanted[[3, 0]])
 
 
 def test_widened_weights_are_those_that_were_stored(case: Case) -> None:
@@ -142,8 +165,10 @@ def test_widened_weights_are_those_that_were_stored(case: Case) -> None:
     exact = floats(torch.float32).weight
     assert case.wide.dtype == torch.float32
     if not case.store.coded:
-        lying = case.held.weight.to(case.dtype)
-        assert torch.equal(case.wide, lying.float())
+        lying = case.held.weight.to(case.dtype).float()
+        if isinstance(case.held, Factored):
+            lying = lying + case.held.lora_b @ case.held.lora_a
+        assert torch.equal(case.wide, lying)
         return
     step = {"int8": 127, "q8_0": 127, "q4_0": 8, "ternary": 0.7}[case.kind]
     assert (case.wide - exact).abs().max() <= exact.abs().max() / step
@@ -175,7 +200,8 @@ def test_a_layer_computes_what_its_store_does(case: Case) -> None:
         layer = layer_of(case, Linear)
         example, made = x, layer(x)
         assert torch.equal(made, case.store.product(case.held, x))
-        assert (not_linear(layer) is None) == case.store.joins == (not case.store.coded)
+        alone = not isinstance(case.store, LowRank)
+        assert (not_linear(layer) is None) == case.store.joins == (alone and not case.store.coded)
     assert layer.dtype == made.dtype
     assert torch.equal(copy.deepcopy(layer)(example), made)
     small = copy.deepcopy(layer).to("meta")(

@@ -24,6 +24,7 @@ import torch
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.quant import FORMATS
 from sinew.bundle.schema import KEY_ARCHITECTURE, Manifest
+from sinew.bundle.writer import rewrite
 from sinew.cli.inspect import describe, show
 from sinew.convert import ConvertOptions, convert, read
 from sinew.convert.lowbit import lowbit_sources, plan_formats
@@ -33,6 +34,8 @@ from sinew.layers.stores.lowbit import dequantize
 from sinew.policy import Policy, load
 from sinew.processing import Processor
 from sinew.records.recorder import Recorder, read_record
+from tests.adapters import make_adapters, options_of
+from tests.cases import golden_cases
 from tests.convert.openpi_layout import write_checkpoint
 from tests.convert.vlacpp_file import write_vlacpp, write_vlacpp_pi
 from tests.hostile.mutate import dumps, mutate_bytes, mutate_record
@@ -299,6 +302,41 @@ class Exports:
             path.write_bytes(original)
 
 
+class AdapterFiles:
+    """Adapters over their base: damaged headers, records and factors, opened, loaded and run."""
+
+    def __init__(self, work: Path):
+        found = make_adapters("smolvla-2cam", work / "base.gguf", work)
+        checkpoint = golden_cases() / "smolvla-2cam" / "checkpoint"
+        self.base = Bundle(convert(checkpoint, found.base, **options_of("smolvla-2cam")))
+        self.file = work / "damaged.gguf"
+        self.data = [(path, path.read_bytes()) for path in found.files.values()]
+
+    def case(self, rng: random.Random) -> None:
+        """Damage one adapter, load it over its base and run it."""
+        path, data = rng.choice(self.data)
+        opened = Bundle(path)
+        end = min(info.offset for info in opened.infos.values())
+        if rng.random() < 0.3:
+            said = opened.manifest
+            records = said.to_metadata()
+            key = rng.choice([key for key, value in records.items() if str(value).startswith("{")])
+            records[key] = dumps(mutate_record(json.loads(str(records[key])), rng, rng.choice((1, 1, 2))))
+            damaged = Manifest.from_metadata({**records, KEY_ARCHITECTURE: said.architecture})
+            rewrite(opened, damaged, self.file)
+        elif rng.random() < 0.6:
+            self.file.write_bytes(mutate_bytes(data[:end], rng, rng.choice((4096, end))) + data[end:])
+        else:
+            raw = bytearray(data)
+            for _ in range(64):
+                raw[rng.randrange(end, len(raw))] = rng.choice((0, 0x7C, 0x7F, 0xFC, 0xFF))
+            self.file.write_bytes(raw)
+        # Else all damage to the header ends at its hash, which an attacker writes too.
+        with mock.patch("sinew.bundle.reader.read_hashes", return_value=None):
+            policy = Policy(self.base, "cpu", threads=1, adapters={"a": self.file})
+        policy.infer(replace(policy.dummy_observation(), adapter="a"))
+
+
 class Records:
     """Records of ``sinew serve --record``."""
 
@@ -358,6 +396,7 @@ def makers(golden: Path, work: Path) -> Mapping[str, Callable[[], Case]]:
         "low-bit weights": lambda: LowBit(work).case,
         "exported folders": lambda: Exports(work).case,
         "records": lambda: Records(work).case,
+        "adapters": lambda: AdapterFiles(work).case,
         "torch files": lambda: TorchFiles(work).case,
     }
 

@@ -65,6 +65,7 @@ PARTS = {"manifests": files.Manifests, "recipes": files.Recipes, "headers": file
         *PARTS,
         "low-bit weights",
         "records",
+        "adapters",
         "torch files",
     ],
 )

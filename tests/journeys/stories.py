@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from tests.adapters import ATTENTION, write_folder
 from tests.cases import golden_cases
 from tests.convert.openpi_layout import write_checkpoint
 from tests.journeys.pages import ROOT, programs
@@ -167,7 +168,7 @@ def readme(walk: Walk) -> None:
 def commands(walk: Walk) -> None:
     walk.leaves("sinew demo", "`make demo` is this line")
     walk.leaves("sinew eval blocks --episodes 100", "the README's")
-    arm(walk)
+    adapter_files(walk)
     walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
     assert walk.type("sinew inspect policy.gguf", says=("camera1", "6 values")).result["architecture"]
     chunk = walk.type(
@@ -195,6 +196,12 @@ def commands(walk: Walk) -> None:
         )
     with walk.serving("sinew serve --replay records/"):
         walk.type("sinew client tcp://127.0.0.1:5555")
+    walk.copy(walk.folder / "policy.gguf", "base.gguf")
+    walk.run(
+        "sinew convert kitchen/ kitchen.gguf --base my_smolvla/ --no-merge --vlm SmolVLM2-500M-Video-Instruct/"
+    )
+    with walk.serving("sinew serve base.gguf --adapter kitchen=kitchen.gguf"):
+        pass
 
 
 def adding_a_model(walk: Walk) -> None:
@@ -459,6 +466,28 @@ def stream(walk: Walk) -> None:
         walk.type("curl -d @question.json http://127.0.0.1:8000/vqa", says=('"text": ',))
 
 
+def adapter_files(walk: Walk) -> None:
+    """Two adapters of that checkpoint, and the language model beside it."""
+    arm(walk)
+    for seed, name in enumerate(("kitchen", "lab"), start=1):
+        write_folder("smolvla-2cam", walk.folder / name, seed, ATTENTION)
+
+
+def sources(walk: Walk) -> None:
+    adapter_files(walk)
+    walk.type("sinew convert my_smolvla/ base.gguf --vlm SmolVLM2-500M-Video-Instruct/")
+    line = "sinew convert kitchen/ kitchen.gguf --base my_smolvla/ --no-merge --vlm SmolVLM2-500M-Video-Instruct/"
+    made = walk.type(line)
+    assert made.result["bytes"] < 200_000, made
+    walk.run(line.replace("kitchen", "lab"))
+    walk.run("sinew inspect kitchen.gguf", says=("adapter of",))
+    with walk.serving(
+        "sinew serve base.gguf --adapter kitchen=kitchen.gguf --adapter lab=lab.gguf",
+        says=("adapter  kitchen",),
+    ):
+        walk.program(0, before=ROBOT)
+
+
 def tutorial_lerobot(walk: Walk) -> None:
     run = "outputs/train/pick-cube/checkpoints"
     walk.copy(FIXTURES / "smolvla-2cam" / "checkpoint", f"{run}/000200/pretrained_model")
@@ -636,6 +665,7 @@ STORIES: dict[str, Story] = {
     "docs/plan.md": plan,
     "docs/ros.md": ros,
     "docs/sim.md": sim,
+    "docs/sources.md": sources,
     "docs/stream.md": stream,
     "docs/tutorial-lerobot.md": tutorial_lerobot,
     "docs/tutorial-openpi.md": tutorial_openpi,

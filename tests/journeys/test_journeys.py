@@ -94,6 +94,10 @@ def test_a_checkpoint_becomes_a_policy_that_answers(tmp_path: Path) -> None:
     assert len(chunk.result["actions"]) == 50, chunk
 
 
+def test_adapters_of_one_base(tmp_path: Path) -> None:
+    STORIES["docs/sources.md"](Walk("docs/sources.md", tmp_path, quick=True))
+
+
 def test_a_server_and_its_robots(tmp_path: Path) -> None:
     """Episodes of the embedded task are played by tests/cli/test_robot_journeys.py, in a world that waits."""
     pytest.importorskip("mujoco")

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from sinew.engine.backend import Backend
+from typing import TYPE_CHECKING
+
+from sinew.engine.backend import Backend, EngineOptions
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
 
 
 class Planned(Backend):
     name, opens = "plan", "sinew.engine.plan.open:open_planned"
+    adapts = True
+
+    def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
+        if options.adapters and options.kind != "cpu":
+            return (
+                f"engine plan computes adapters on cpu, not on {options.device}, where norms that it folds would give"
+                " each adapter a copy of most weights; engine eager computes them there"
+            )
+        return super().unfit(bundle, options)
 
 
 BACKEND = Planned()

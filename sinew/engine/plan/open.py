@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sinew.bundle import Bundle
+from sinew.engine.adapters import with_adapter
 from sinew.engine.backend import EngineOptions
 from sinew.engine.loading import load_model, open_device, say_widened
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
@@ -16,6 +17,12 @@ def open_planned(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     model = load_model(bundle, where, options.dtype, Storage(half=bool(options.storage), tables=True))
     say_widened(bundle, model, "plan")
     rewrites = ON_CPU if where.type == "cpu" else None
-    engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, rewrites), where)
+    steps = bundle.manifest.spec.solver_steps
+    plan = Plan.of(model, steps, rewrites)
+    engine = PlannedEngine(plan, where)
+    engine.adapters = {
+        name: PlannedEngine(Plan.of(with_adapter(model, adapter), steps, rewrites, plan), where)
+        for name, adapter in options.adapters.items()
+    }
     bundle.release(engine.model.parameters())
     return engine

@@ -13,6 +13,7 @@ from sinew.engine.plan.rewrite import Rewrite, Status, become, foreign, joined, 
 from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
 from sinew.layers.linear import Linear, not_linear
 from sinew.layers.rope import Rotation
+from sinew.layers.stores.low_rank import LowRank
 from sinew.layers.vit import ViTAttention
 
 MIXED = "mixed precision"
@@ -65,19 +66,47 @@ class PackedMLP(GatedMLP):
 
 def pack(layers: Sequence[nn.Module]) -> Linear | str:
     """Return one layer for several with the same input, or why there cannot be one."""
-    for layer in layers:
+    plain: Sequence[Any] = layers
+    for layer in plain:
+        store = getattr(layer, "store", None)
+        if isinstance(store, LowRank) and type(layer) is Linear and store.stored.joins:
+            continue
         if why := not_linear(layer):
             return why
-    plain: Sequence[Any] = layers
     if len({(layer.weight.dtype, layer.dtype) for layer in plain}) > 1:
         return MIXED
+    stores = {store.stored if isinstance(store := layer.store, LowRank) else store for layer in plain}
+    if len(stores) > 1:
+        return MIXED
     weight = joined([layer.weight for layer in plain])
-    biases = [layer.bias for layer in plain]
-    if all(bias is None for bias in biases):
-        return linear(weight, store=plain[0].store)
-    # A fold can have given a bias to some of them only.
-    wide = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in plain]
-    return linear(weight, torch.cat(wide), plain[0].store)
+    biases, bias = [layer.bias for layer in plain], None
+    if any(each is not None for each in biases):
+        # A fold can have given a bias to some of them only.
+        wide = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in plain]
+        bias = torch.cat(wide)
+    packed = linear(weight, bias, stores.pop())
+    _pack_factors(packed, plain)
+    return packed
+
+
+def _pack_factors(packed: Linear, layers: Sequence[Linear]) -> None:
+    """Give ``packed`` the adapters of its parts: each part's rows read its own factors alone,
+
+    [q; k] x = [Wq; Wk] x + [[Bq, 0], [0, Bk]] [Aq; Ak] x
+    """
+    parts = [
+        (
+            layer.lora_a,
+            layer.lora_b if layer.lora_b is not None else packed.weight.new_zeros(len(layer.weight), 0),
+        )
+        for layer in layers
+    ]
+    downs = [down for down, _ in parts if down is not None]
+    if not downs:
+        return
+    down, up = torch.cat(downs), torch.block_diag(*(up.float() for _, up in parts))
+    packed.store = LowRank(packed.store, len(down), down.shape[1])
+    packed.lora_a, packed.lora_b = (nn.Parameter(each, requires_grad=False) for each in (down, up))
 
 
 def _pack_attention(module: Any, only_kv: bool) -> str | None:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from sinew.core import SinewError
+from sinew.engine.clone import clone_model
 from sinew.engine.plan.constant_kv import CONSTANT_KV
 from sinew.engine.plan.gelu import SIGMOID_GELU
 from sinew.engine.plan.norms import FOLD_NORMS
 from sinew.engine.plan.packing import PACK_GATE_UP, PACK_QKV
 from sinew.engine.plan.positions import HOIST_POSITIONS
 from sinew.engine.plan.prefix_end import DROP_UNREAD, LAST_LAYER
-from sinew.engine.plan.rewrite import RewriteOutcome, clone_model
+from sinew.engine.plan.rewrite import RewriteOutcome, share
 from sinew.engine.plan.time_tables import TABULATE_TIME
 from sinew.models.base import Model
 
@@ -50,11 +51,18 @@ class Plan:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, model: Model, steps: int | Sequence[int] = (), rewrites: Iterable[str] | None = None) -> Plan:
+    def of(
+        cls,
+        model: Model,
+        steps: int | Sequence[int] = (),
+        rewrites: Iterable[str] | None = None,
+        beside: Plan | None = None,
+    ) -> Plan:
         """Rewrite ``model``, which is left as it is.
 
         steps: numbers of solver steps whose tables are made now; others get theirs when they are asked for.
-        rewrites: names from ``REWRITES``; None is all.
+        rewrites: names from ``REWRITES``; None is all. beside: of the same model without an adapter: what both have
+        made is in memory once.
         """
         chosen = set(REWRITES) if rewrites is None else set(rewrites)
         if unknown := chosen.difference(REWRITES):
@@ -65,6 +73,8 @@ class Plan:
             rewrite(rewritten) if name in chosen else RewriteOutcome(name, "off", "switched off")
             for name, rewrite in REWRITES.items()
         ]
+        if beside is not None:
+            share(rewritten, beside.model)
         plan = cls(rewritten.eval().requires_grad_(False), tuple(outcomes))
         for count in (steps,) if isinstance(steps, int) else steps:
             plan.time_embeddings(count)

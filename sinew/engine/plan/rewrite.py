@@ -11,7 +11,6 @@ the outcome names it (:func:`left_out`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,10 +49,16 @@ class Rewrite:
         return RewriteOutcome(self.name, *self.apply(model))
 
 
-def clone_model(model: Model) -> Model:
-    """Return the same parameters in a module tree of their own."""
-    shared = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+def share(model: Model, other: Model) -> None:
+    """Let ``model`` hold the tensors of ``other`` wherever its own, of the same name, are the same in every bit."""
+    theirs: dict[str, Tensor] = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        found = theirs.get(name)
+        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            continue
+        if found.data_ptr() != tensor.data_ptr() and torch.equal(found, tensor):
+            module, _, part = name.rpartition(".")
+            setattr(model.get_submodule(module), part, found)
 
 
 def loaded_class(module: nn.Module) -> type[nn.Module]:

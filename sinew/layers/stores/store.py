@@ -12,6 +12,7 @@ only ``layer.store``. There is one class per way of storing, in ``stores/``:
 | ``codes.Codes`` | ``int8``, ``q8_0``, ``q4_0`` | ``weight``, uint8, and ``scale`` | integers (``lowbit.py``) |
 | ``codes.Ternary`` | ``ternary`` | the same | integers, BitNet's |
 | ``rows.Rows`` | that of what it wraps | that of what it wraps, perhaps on another device | of the rows it gives |
+| ``low_rank.LowRank`` | that of what it wraps | the same, and ``lora_a``, ``lora_b`` | the same, and float32 |
 
 Which store a weight gets is decided in one place, ``sinew/engine/stores.py``; an architecture whose arithmetic is that
 of a store (BitNet) names it when it makes the layer.

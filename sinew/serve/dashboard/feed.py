@@ -139,7 +139,10 @@ class Feed:
                 self._show(request.deployment)
             self.put(wire, client, session, seen, outcome, seconds, limit)
             answered = isinstance(outcome, ActionChunk) and session != BY_HAND
-            if self.viewers and answered and seen is not None and (wiring := self.wiring) is not None:
+            # What the base's cameras and joints looked like says nothing of an adapter's.
+            if seen is None or seen.adapter:
+                return
+            if self.viewers and answered and (wiring := self.wiring) is not None:
                 wiring.put(wire, client, session, seen)
 
     @contextlib.contextmanager

@@ -5,7 +5,7 @@ clients. No sockets here.
 
     {"images": {"front": "<base64 of a JPEG or PNG file>"}, "state": [0.1, ...], "prompt": "pick up the cube",
      "seed": 1, "solver_steps": 10, "noise": [[...]], "session": "arm-1", "deadline_ms": 100, "time": 12.5,
-     "policy": "default", "subtask": false, "text_tokens": 48}
+     "policy": "default", "adapter": "kitchen", "subtask": false, "text_tokens": 48}
 
 Frames may also be ``{"__numpy__": base64, "dtype": "|u1", "shape": [h, w, 3]}``. Answers:
 
@@ -74,7 +74,7 @@ def observation(message: HttpMessage, spec: PolicySpec, budget: PixelBudget | No
     for key, value in flat.items():
         if (
             isinstance(value, str)
-            and key not in (*field_names.PROMPT_KEYS, "question", "session", "policy")
+            and key not in (*field_names.PROMPT_KEYS, "question", "session", "policy", "adapter")
             and len(value) > 64
         ):
             flat[key] = compressed_frame(key, from_base64(key, value), budget)
@@ -108,6 +108,8 @@ def answer(chunk: ActionChunk, server_ms: float, content_type: str) -> bytes:
     if timing["text_ms"]:  # words were said, if only that there are none
         reply["text"] = chunk.text
     reply |= {"session": chunk.session, "time": chunk.time, "warnings": list(chunk.warnings)}
+    if chunk.adapter:
+        reply["adapter"] = chunk.adapter
     if content_type == MSGPACK:
         return pack(reply)
     if len(chunk.actions):

@@ -231,6 +231,7 @@ class NativeCodec:
             question=request.question,
             text_only=request.text_only,
             text_tokens=request.text_tokens or None,
+            adapter=request.adapter,
             **_continuation(spec, request),
         )
 
@@ -267,6 +268,7 @@ class NativeCodec:
             time=chunk.time,
             warnings=chunk.warnings,
             text=chunk.text,
+            adapter=chunk.adapter,
         )
         for name in _TIMES:
             setattr(reply.timing, name, getattr(timing, name))

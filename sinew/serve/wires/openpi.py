@@ -25,6 +25,7 @@ _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
 OPTIONS = (
     *("seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule"),
     *("subtask", "question", "text_only", "text_tokens"),
+    "adapter",
 )
 # What clients of the field send to every policy, whether it reads it or not -> why it may be left alone.
 IGNORED = {
@@ -72,8 +73,8 @@ def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | 
 
 
 def options(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What may stand beside an observation: seed, noise, solver_steps, time, what real-time chunking needs, and what
-    asks for words."""
+    """What may stand beside an observation: seed, noise, solver_steps, time, adapter, what real-time chunking needs,
+    and what asks for words."""
     found: dict[str, Any] = {}
     for name in ("seed", "solver_steps", "delay", "horizon", "text_tokens"):
         if flat.get(name) is not None:
@@ -87,7 +88,7 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("time", "beta"):
         if flat.get(name) is not None:
             found[name] = number(name, flat[name])
-    for name in ("rtc", "schedule", "question"):
+    for name in ("rtc", "schedule", "question", "adapter"):
         if flat.get(name) is not None:
             found[name] = field_names.text(name, flat[name])
     if "question" in found and not found["question"].strip():
@@ -144,6 +145,8 @@ def answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> b
         reply["seed"] = chunk.seed
     if chunk.session:
         reply["session_id"] = chunk.session
+    if chunk.adapter:
+        reply["adapter"] = chunk.adapter
     if chunk.warnings:
         reply["warnings"] = list(chunk.warnings)
     return pack(reply)

@@ -173,6 +173,10 @@ class Streams:
         for name in ("subtask", "question", "text_only"):
             if getattr(request, name):
                 raise ObservationError(name, "nothing in a stream, whose words are text_tokens", "it")
+        if request.adapter:
+            raise ObservationError(
+                "adapter", "none in a stream, which the base computes", repr(request.adapter[:64])
+            )
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
         robot = self._robot(asker, envelope, header.session, request)
         if robot.safety is not None:

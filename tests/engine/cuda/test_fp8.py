@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
+from sinew.engine.clone import clone_model
 from sinew.engine.cuda.fp8 import linear as fp8
 from sinew.engine.cuda.fp8 import scales as calibration
 from sinew.engine.cuda.kernels import choices, tuning
@@ -25,7 +26,6 @@ from sinew.engine.cuda.kernels.fp8_quantize import E4M3, fp8_quantize, reference
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import Plan
-from sinew.engine.plan.rewrite import clone_model
 from sinew.layers.linear import Linear
 from sinew.models.base import Model
 from sinew.policy import load

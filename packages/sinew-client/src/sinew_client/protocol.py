@@ -28,7 +28,7 @@ MAX_ROWS, MAX_DIM = (
 
 _KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(
-    ("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", *CONTINUATION_KEYS, *WORDS)
+    ("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", "adapter", *CONTINUATION_KEYS, *WORDS)
 )
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
 _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
@@ -208,10 +208,16 @@ def accepted(
 ) -> ActionChunk:
     """Return the chunk of a reply. asked: ``time.perf_counter()`` at the call.
 
-    Raises :class:`UnsafeChunk` where it answers an observation older than ``max_age`` seconds, or is out of ``limits``.
+    Raises :class:`UnsafeChunk` where it answers an observation older than ``max_age`` seconds, or is out of ``limits``,
+    or was computed with another adapter than the one that was asked: servers of before there were any ignore the field.
     """
     words_alone = observation.get("question") or observation.get("text_only")
     chunk = decode_chunk(reply, asked, max_rows, 0 if words_alone else 1)
+    if chunk.adapter != (observation.get("adapter") or ""):
+        raise UnsafeChunk(
+            f"adapter: expected an answer of {observation.get('adapter') or 'the base'!r}, got one of"
+            f" {shown(chunk.adapter) if chunk.adapter else 'the base'}; does this server know adapters?"
+        )
     if max_age is not None:
         now, taken = time.perf_counter(), observation.get("time")
         age = now - asked + (0.0 if taken is None else max(0.0, time.time() - (now - asked) - taken))
@@ -252,6 +258,7 @@ def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS, le
         round_trip_ms=0.0 if asked is None else 1e3 * (time.perf_counter() - asked),
         warnings=tuple(reply.warnings),
         text=reply.text,
+        adapter=reply.adapter,
     )
 
 

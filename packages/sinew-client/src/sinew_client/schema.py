@@ -64,6 +64,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (60, "subtask", "bool"),
             (61, "question", "string"),
             (62, "text_only", "bool"),
+            (121, "adapter", "string"),
         ),
     },
     "Timing": {
@@ -122,6 +123,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (110, "window", "Window"),
             (60, "text", "string"),
             (111, "context", "bytes"),
+            (112, "adapter", "string"),
         ),
     },
 }

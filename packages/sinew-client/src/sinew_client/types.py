@@ -183,6 +183,7 @@ class Observation:
     earlier: for a policy that reads T moments (``PolicySpec.history``), those of the T - 1 control steps before, oldest
             first. Where there are fewer, the oldest stands for those before it, as at the start of an episode; each
             chunk then carries a warning.
+    adapter: which of the policy's adapters computes the chunk (docs/sources.md), "" for the base.
 
     Real-time chunking, where a running chunk is to be continued (docs/control.md):
     previous: float32 [R, action_dim] in world units, the rows of the running chunk from this frame on. Row 0
@@ -221,6 +222,7 @@ class Observation:
     question: str = ""
     text_only: bool = False
     text_tokens: int | None = None
+    adapter: str = ""
 
     @property
     def moments(self) -> tuple[Moment, ...]:
@@ -292,6 +294,7 @@ class ActionChunk:
     context: what a head on the robot needs, where that was asked for; then there are no actions.
     round_trip_ms: of a server's answer, from the call to the decoded reply on the client's clock; else 0.
     text: what the language head said where words were asked for; then there may be no actions, [0, D].
+    adapter: the one that computed it, "" for the base.
     """
 
     actions: np.ndarray
@@ -303,6 +306,7 @@ class ActionChunk:
     context: bytes = b""
     round_trip_ms: float = 0.0
     text: str = ""
+    adapter: str = ""
 
 
 # ----------------------------------------------------------------------------- from a wire

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sinew.core import SinewError
+from sinew.engine.clone import clone_model
 from sinew.engine.cuda.fp8.scales import linears, use_fp8
 from sinew.engine.cuda.fused.ends import (
     FusedActionTime,
@@ -37,7 +38,7 @@ from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.prefix_end import KeyValueLayer
-from sinew.engine.plan.rewrite import RewriteOutcome, become, clone_model, exactly, foreign, left_out, spans
+from sinew.engine.plan.rewrite import RewriteOutcome, become, exactly, foreign, left_out, spans
 from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, GatedMLP
 from sinew.layers.linear import Linear, not_linear

@@ -1,0 +1,143 @@
+"""An adapter apart from its base: what it changes, in the names and the layout that the base's bundle has.
+
+A family's reader renames, splits and joins weights on their way into a bundle, and with them those that an adapter
+changed (``adapter.py``). Each of these transforms T moves rows, so that of the sum it leaves
+
+    T(W + scale * B A) = T(W) + T(scale * B) A,
+
+which is the same product with moved rows of B. A joined weight (queries, keys and values as one) has the factors of its
+parts side by side. That T is such a one is not taken for granted: both sides are computed and compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from sinew.bundle.adapter import LORA_A, LORA_B, AdapterBase, weights_hash
+from sinew.bundle.quant import WEIGHT
+from sinew.bundle.writer import Progress, TensorSource
+from sinew.convert.adapter import Changed
+from sinew.convert.read.elements import BF16, ELEMENTS
+from sinew.convert.tensors import Transformed, constant, read_array, read_elements
+from sinew.core import ConvertError
+
+AS_ONE = "convert it with its base, without --no-merge"
+
+
+class Unmerged(NamedTuple):
+    """tensors: those of an adapter's file. base: what it was trained on."""
+
+    tensors: dict[str, TensorSource]
+    base: AdapterBase
+
+
+def unmerge(
+    tensors: Mapping[str, TensorSource], name: str, tokenizer: str, progress: Progress | None = None
+) -> Unmerged:
+    """Return what an adapter changes of a conversion's tensors, and the identity of their base.
+
+    name: the base's, for messages. Reads the whole base, for its hash; ``progress`` is called with the number of bytes
+    just read. Raises :class:`ConvertError` where nothing is changed, and for a change that has no such form.
+    """
+    found: dict[str, TensorSource] = {}
+    for each, source in tensors.items():
+        leaves = list({id(leaf): leaf for leaf in _changes(source)}.values())
+        if not leaves:
+            continue
+        if all(leaf.factors is None for leaf in leaves):
+            found[each] = source
+            continue
+        if not each.endswith(WEIGHT) or any(leaf.factors is None for leaf in leaves):
+            raise ConvertError(f"{source.name}: the adapter changes a part of {each} as a whole; {AS_ONE}")
+        down, up = _factors(each, source, leaves)
+        module = each.removesuffix(WEIGHT)
+        found[module + LORA_A], found[module + LORA_B] = (
+            constant(module + LORA_A, down),
+            constant(module + LORA_B, up),
+        )
+    if not found:
+        raise ConvertError("--no-merge: expected an adapter with --base, got a whole model")
+    hashes = {each: _hash(_unchanged(source), progress) for each, source in tensors.items()}
+    return Unmerged(found, AdapterBase(name, weights_hash(hashes), _text_hash(tokenizer)))
+
+
+def _changes(source: TensorSource) -> Iterator[Changed]:
+    if isinstance(source.data, Changed):
+        yield source.data
+    elif isinstance(source.data, Transformed):
+        for each in source.data.inputs:
+            yield from _changes(each)
+
+
+def _factors(name: str, source: TensorSource, leaves: list[Changed]) -> tuple[np.ndarray, np.ndarray]:
+    """Return A [r, inputs] and B [outputs, r], with the scale, of all changes of one weight."""
+    downs, ups = [], []
+    for leaf in leaves:
+        assert leaf.factors is not None
+        down, up = read_array(leaf.factors[0]), np.float32(leaf.factors[2]) * read_array(leaf.factors[1])
+        try:
+            moved, whole = _moved(source, leaf, up, down.shape[0]), _moved(source, leaf, up @ down, None)
+        except (ValueError, IndexError):
+            moved, whole = np.empty(()), np.empty(())
+        if moved.shape != (source.shape[0], len(down)) or whole.shape != source.shape:
+            raise ConvertError(f"{source.name}: moves more than rows on its way to {name}; {AS_ONE}")
+        largest = float(np.abs(whole).max(initial=0.0))
+        if not np.allclose(moved @ down, whole, rtol=0, atol=1e-5 * largest):
+            raise ConvertError(f"{source.name}: is computed on its way to {name}; {AS_ONE}")
+        downs.append(down)
+        ups.append(moved)
+    return np.concatenate(downs), np.concatenate(ups, axis=1)
+
+
+def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int | None) -> np.ndarray:
+    """Return what becomes of ``values`` in the place of ``leaf``, and of zeros in that of everything else.
+
+    width: of rows, where they are others than the weights' own.
+    """
+    if source.data is leaf:
+        if source.shape != leaf.base.shape:
+            raise ValueError("another shape")
+        return values
+    if isinstance(source.data, Transformed):
+        if (
+            source.type is BF16 and source.data.read is read_array
+        ):  # rounded (``tensors.py``), as factors are not
+            return _moved(source.data.inputs[0], leaf, values, width)
+        parts = (_moved(each, leaf, values, width) for each in source.data.inputs)
+        return np.asarray(source.data.transform(*parts))
+    return np.zeros(source.shape if width is None else (source.shape[0], width), np.float32)
+
+
+def _unchanged(source: TensorSource) -> TensorSource:
+    """Return the source as it would be without the adapter."""
+    data = source.data
+    if isinstance(data, Changed):
+        kind = data.base.type
+        return replace(source, type=kind, nbytes=data.base.nbytes, data=data.base.data)
+    if not isinstance(data, Transformed):
+        return source
+    inputs = tuple(map(_unchanged, data.inputs))
+    if all(new is old for new, old in zip(inputs, data.inputs, strict=True)):
+        return source
+    kind = inputs[0].type if data.read is read_elements else source.type
+    nbytes = math.prod(source.shape) * ELEMENTS[kind].itemsize
+    return replace(source, type=kind, nbytes=nbytes, data=replace(data, inputs=inputs))
+
+
+def _hash(source: TensorSource, progress: Progress | None) -> str:
+    digest = hashlib.sha256()
+    for block in source.data.blocks():
+        digest.update(block)
+        if progress:
+            progress(len(block))
+    return digest.hexdigest()
+
+
+def _text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

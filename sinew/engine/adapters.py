@@ -1,0 +1,81 @@
+"""Adapters over a loaded model: for each a tree of modules with the base's own weights and a few more beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from sinew.bundle import Bundle
+from sinew.bundle.adapter import LORA_A, LORA_B
+from sinew.bundle.quant import WEIGHT
+from sinew.core import BundleError
+from sinew.engine.clone import clone_model
+from sinew.engine.loading import check_agreement
+from sinew.layers.linear import Linear, width_of
+from sinew.layers.stores.low_rank import LowRank
+from sinew.models.base import Model
+
+
+def with_adapter(model: Model, adapter: Bundle) -> Model:
+    """Return ``model`` with the weights of an adapter; both share all parameters that the adapter does not replace.
+
+    Raises :class:`BundleError` for tensors that do not fit the model, or are no numbers.
+    """
+    tensors = adapter.tensors()
+    modules = dict(model.named_modules())
+    state = model.state_dict()
+    factors: dict[str, dict[str, Tensor]] = {}
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        where, part = f"{adapter.path}: {name}", name.rpartition(".")[2]
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise BundleError(f"{where}: expected floats, got {adapter.infos[name].type.name}")
+        if not torch.isfinite(tensor).all():
+            raise BundleError(f"{where}: expected finite numbers")
+        if name.endswith((LORA_A, LORA_B)):
+            factors.setdefault(name.rpartition(".")[0], {})[part] = tensor
+        elif name not in state:
+            raise BundleError(f"{where}: no weight of {type(model).__name__}")
+        elif tensor.shape != state[name].shape or not state[name].is_floating_point():
+            expected = f"floats {list(state[name].shape)}"
+            raise BundleError(f"{where}: expected {expected}, got {list(tensor.shape)}")
+        else:
+            whole[name] = tensor
+    for module, found in factors.items():
+        _check_factors(f"{adapter.path}: {module}", modules.get(module), found)
+        if module + WEIGHT in whole:
+            raise BundleError(f"{adapter.path}: {module}: expected factors or a whole weight, got both")
+    made = clone_model(model, {*factors, *(name.rpartition(".")[0] for name in whole)})
+    device = next(model.parameters()).device
+    for module, found in factors.items():
+        layer = made.get_submodule(module)
+        assert isinstance(layer, Linear)
+        layer.store = LowRank(layer.store, *found["lora_a"].shape)
+        for part, tensor in found.items():
+            setattr(layer, part, _parameter(tensor, device, torch.float32))
+    for name, tensor in whole.items():
+        module, _, part = name.rpartition(".")
+        setattr(made.get_submodule(module), part, _parameter(tensor, device, state[name].dtype))
+    check_agreement(adapter, made)
+    return made.eval().requires_grad_(False)
+
+
+def _check_factors(where: str, layer: nn.Module | None, found: Mapping[str, Tensor]) -> None:
+    if not isinstance(layer, Linear) or width_of(layer) is None:
+        kind = "nothing" if layer is None else type(layer).__name__
+        raise BundleError(f"{where}: expected a linear layer there, got {kind}")
+    if len(found) != 2:
+        raise BundleError(f"{where}: expected lora_a and lora_b, got {next(iter(found))} alone")
+    down, up = found["lora_a"], found["lora_b"]
+    rows, width = layer.store.size(layer)
+    rank = down.shape[0]
+    if down.dim() != 2 or not rank or down.shape[1] != width or up.shape != (rows, rank):
+        raise BundleError(
+            f"{where}: expected lora_a [r, {width}] and lora_b [{rows}, r], got {list(down.shape)} and {list(up.shape)}"
+        )
+
+
+def _parameter(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)

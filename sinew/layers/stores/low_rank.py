@@ -1,0 +1,80 @@
+"""A weight with an adapter beside it: the base's product, which nobody copies, and one of low rank.
+
+    y = x W^T + (x A^T) B^T        A float32 [r, width], B float32 [rows, r], with the adapter's scale in it
+
+Hu et al. 2021, "LoRA". The second product and the sum are float32, and the result has the dtype of the first, as PEFT
+computes it (``tuners/lora/layer.py``: in the adapter's precision, then cast back).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.layers.stores.store import Held, Store
+
+
+class Factored(NamedTuple):
+    """The tensors of such a matrix that is in no module."""
+
+    weight: Tensor
+    scale: Tensor | None
+    lora_a: Tensor
+    lora_b: Tensor
+
+
+@dataclass(frozen=True)
+class LowRank(Store):
+    """The product of a weight [rows, width] in ``stored`` and of factors beside it. A weight that is scaled or joined
+    would have other factors, so it does not join."""
+
+    stored: Store
+    rank: int
+    width: int
+
+    @property
+    def kind(self) -> str:
+        return f"{self.stored.kind} with an adapter"
+
+    @property
+    def coded(self) -> bool:  # type: ignore[override]
+        return self.stored.coded
+
+    def size(self, held: Held) -> tuple[int, int]:
+        return self.stored.size(held)
+
+    def dtype(self, held: Held) -> torch.dtype:
+        return self.stored.dtype(held)
+
+    def product(self, held: Held, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        down, up = _factors(held)
+        whole = self.stored.product(held, x, bias)
+        return (whole.float() + F.linear(F.linear(x.float(), down), up)).to(whole.dtype)
+
+    def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:
+        down, up = _factors(held)
+        own = self.stored.take(held, ids)
+        rows = torch.stack([up[i] for i in ids]) if isinstance(ids, tuple) else F.embedding(ids, up)
+        return (own.float() + rows @ down).to(own.dtype)
+
+    def widened(self, held: Held) -> Tensor:
+        down, up = _factors(held)
+        return self.stored.widened(held) + up @ down
+
+    def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+        return self.stored.form(rows, device) | {
+            "lora_a": torch.empty(self.rank, self.width, device=device),
+            "lora_b": torch.empty(rows, self.rank, device=device),
+        }
+
+    def precision(self, part: str, word: str) -> str | None:
+        return word if part.startswith("lora_") else self.stored.precision(part, word)
+
+
+def _factors(held: Held) -> tuple[Tensor, Tensor]:
+    given = cast(Factored, held)
+    return given.lora_a, given.lora_b
