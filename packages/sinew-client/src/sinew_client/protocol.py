@@ -28,7 +28,17 @@ MAX_ROWS, MAX_DIM = (
 
 _KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(
-    ("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", "adapter", *CONTINUATION_KEYS, *WORDS)
+    (
+        "prompt",
+        "session",
+        "seed",
+        "solver_steps",
+        "time",
+        "deadline_ms",
+        "adapter",
+        *CONTINUATION_KEYS,
+        *WORDS,
+    )
 )
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
 _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
