@@ -1,9 +1,10 @@
 """Draw the figures of docs/figures: ``python -m benchmarks.figures [NAME ...]``.
 
-Sweeps come from the tables of docs/log/measurements-closed-loop.md, so page and figure cannot differ; learning
-curves from docs/log/training, hand-overs and the pen's streams from benchmarks/results, and the two of the roofline are
-computed. None of them measures. The README's picture is a frame of an episode that is played for it, and shows how
-long the machine took: ``film.png`` is drawn only when it is named, on a machine with EGL that does nothing else.
+Sweeps come from the tables of docs/log/measurements-closed-loop.md, so page and figure cannot differ; learning curves
+from docs/log/training, hand-overs and the pen's streams from benchmarks/results, the two of the roofline are computed,
+and ``concepts.png`` is a drawing. None of them measures. The README's picture is a frame of an episode that is played
+for it, and shows how long the machine took: ``film.png`` is drawn only when it is named, on a machine with EGL that
+does nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from benchmarks import pen_streams
 from benchmarks.handovers import figure as handovers
+from sinew import figures
 from sinew.cli import main as sinew
 from sinew.eval.adapters import make_env
 from sinew.eval.policies import ServerPolicy
@@ -110,6 +112,70 @@ def placements(path: Path) -> None:
         path.write_bytes((Path(folder) / path.name).read_bytes())
 
 
+# Of the drawing of docs/concepts.md: left, bottom, width, height, head, text, colour of the edge.
+BOXES: tuple[tuple[float, float, float, float, str, str, str], ...] = (
+    (0.0, 7.9, 2.2, 1.6, "checkpoint", "of LeRobot, openpi,\nGR00T, OpenVLA ...", figures.GREY),
+    (3.4, 7.9, 3.0, 1.6, "bundle", "one file: weights, tokenizer,\nprocessing, statistics", figures.COLORS[0]),
+    (0.0, 3.1, 13.0, 3.4, "", "", figures.GREY),
+    (0.3, 3.4, 2.5, 2.5, "wire", "one protocol:\nnative, openpi, http,\ngroot, lerobot, evo1", figures.COLORS[1]),
+    (3.4, 3.4, 2.2, 2.5, "scheduler", "fair queue,\ndeadlines,\nbatches", figures.GREY),
+    (6.2, 3.4, 6.5, 2.5, "policy", "", figures.COLORS[0]),
+    (6.4, 3.6, 1.6, 1.5, "", "prepare:\nresize, tokens,\nnormalise", figures.GREY),
+    (8.4, 3.6, 2.4, 1.5, "engine", "runs the model:\nvision, prefix, head", figures.COLORS[2]),
+    (11.2, 3.6, 1.3, 1.5, "", "finish:\nworld units,\nlimits", figures.GREY),
+    (0.0, 0.0, 13.0, 2.2, "", "", figures.GREY),
+    (0.3, 0.25, 2.5, 1.6, "client", "frames, state and\ninstruction as they are", figures.GREY),
+    (3.4, 0.25, 4.6, 1.6, "loop", "one command per step, limits,\nlate chunks, holds with a reason", figures.COLORS[3]),
+    (8.6, 0.25, 4.1, 1.6, "robot", "observe, act, hold: your class,\nLeRobot, ROS 2, gymnasium", figures.GREY),
+)  # fmt: skip
+ARROWS = (
+    ((2.2, 8.7), (3.4, 8.7), "convert"),
+    ((6.4, 8.7), (9.4, 5.9), "load"),
+    ((2.8, 4.6), (3.4, 4.6), ""),
+    ((5.6, 4.6), (6.2, 4.6), ""),
+    ((8.0, 4.3), (8.4, 4.3), ""),
+    ((10.8, 4.3), (11.2, 4.3), ""),
+    ((1.3, 1.85), (1.3, 3.4), "observation"),
+    ((1.9, 3.4), (1.9, 1.85), "action chunk"),
+    ((2.8, 1.05), (3.4, 1.05), ""),
+    ((8.0, 1.05), (8.6, 1.05), ""),
+)
+
+
+def concepts(path: Path) -> None:
+    """Draw from where to where an observation and a chunk go."""
+    from matplotlib.patches import FancyBboxPatch
+
+    figure, axis = figures.new(width=9.6, height=5.6)
+    axis.set_axis_off()
+    axis.set(xlim=(-0.2, 13.2), ylim=(-0.2, 9.8))
+    for left, bottom, width, height, head, text, color in BOXES:
+        axis.add_patch(
+            FancyBboxPatch(
+                (left, bottom), width, height, boxstyle="round,pad=0,rounding_size=0.15", fill=False, edgecolor=color,
+                linewidth=1.6 if head else 0.8,
+            )
+        )  # fmt: skip
+        top = bottom + height - 0.18
+        if head:
+            axis.text(left + width / 2, top, head, ha="center", va="top", weight="bold", color=color)
+        axis.text(left + width / 2, top - 0.5 * bool(head), text, ha="center", va="top", fontsize=9)
+    for start, end, label in ARROWS:
+        axis.annotate(
+            "", end, start, arrowprops={"arrowstyle": "->", "color": figures.GREY, "linewidth": 1.2}
+        )
+        at = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
+        sideways = start[0] == end[0]
+        axis.annotate(
+            label, at, xytext=(-6 if end[1] > start[1] else 6, 0) if sideways else (4, 6), textcoords="offset points",
+            ha=("right" if end[1] > start[1] else "left") if sideways else "center",
+            va="center" if sideways else "bottom", fontsize=9,
+        )  # fmt: skip
+    axis.text(12.9, 6.68, "sinew serve", ha="right", va="bottom", weight="bold", color=figures.GREY)
+    axis.text(12.9, 2.38, "sinew run", ha="right", va="bottom", weight="bold", color=figures.GREY)
+    figures.save(figure, path)
+
+
 def film(path: Path) -> None:
     """Play one episode through the real server, and draw what its film shows in the middle of the last third."""
     env, adapter = make_env("sinew/Blocks-v0")
@@ -140,6 +206,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "blocks-with-blocks-rtc_handovers.png": points("blocks-with-blocks-rtc", "blocks-rtc.gguf"),
     "roofline_pi0.png": roofline,
     "placements.png": placements,
+    "concepts.png": concepts,
     "film.png": film,
 }
 MEASURED = {"film.png"}

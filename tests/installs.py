@@ -389,7 +389,7 @@ def amount(count: int) -> str:
 
 # ----------------------------------------------------------------------------- what documents say
 
-PAGE = ROOT / "docs" / "deployment.md"
+PAGE = ROOT / "docs" / "install.md"
 # Where a size to download is said in words -> role and platform. Each pattern has one number and its unit.
 SAID = (
     ("Makefile", r"without torch: ([\d.]+ [MG]B) to download", "demo"),
@@ -429,7 +429,7 @@ def disagreements(rows: dict[tuple[str, str, str], tuple[int, int, list[str]]]) 
 
 
 def page_table(rows: dict[tuple[str, str, str], tuple[int, int, list[str]]]) -> str:
-    """Return the table of docs/deployment.md: Python 3.12."""
+    """Return the table of docs/install.md: Python 3.12."""
     lines = ["| | " + " | ".join(ROLES) + " |", "|---" * (len(ROLES) + 1) + "|"]
     for platform in PLATFORMS:
         cells = [

@@ -20,7 +20,7 @@ def test_every_install_line_is_understood() -> None:
     """Those of the documents, of the Makefile and of docker/install.sh, each of which has some."""
     lines = installs.all_lines()
     where = {line.where.split()[0] for line in lines}
-    assert {"README.md", "docs/deployment.md", "Makefile", "docker/install.sh"} <= where
+    assert {"README.md", "docs/install.md", "Makefile", "docker/install.sh"} <= where
     assert any(line.uv for line in lines)
     texts = {line.text for line in lines}
     assert "pip install -c constraints.txt ./packages/sinew-client '.[demo]'" in texts

@@ -656,6 +656,7 @@ STORIES: dict[str, Story] = {
     "docs/control.md": control,
     "docs/dashboard.md": dashboard,
     "docs/deployment.md": deployment,
+    "docs/install.md": deployment,
     "docs/engines.md": engines,
     "docs/eval-suites.md": suites,
     "docs/eval.md": evaluation,
