@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sinew_client.policy import Limit, OpenPolicy
@@ -24,9 +24,12 @@ from sinew.core import RTC, ActionChunk, BundleError, Observation, ObservationEr
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
 from sinew.engine.engine import Engine, Watch
-from sinew.processing import BatchKey, Prepared, Processor, batch_key, given, stack
+from sinew.processing import BatchKey, Prepared, Processor, batch_key, given, stack_prompts
 from sinew.processing.continuation import kind_of
 from sinew.sources import EXPORTED, resolve
+
+if TYPE_CHECKING:
+    from sinew.solvers import Guidance
 
 
 def load(
@@ -131,6 +134,9 @@ class Policy(OpenPolicy):
             "ignored_recipe": self.choice.ignored,
             "unguided": self.unguided,
             "guidance": list(self.guidance),
+            "advantages": list(self.advantages),
+            "usual_advantage": self.manifest.processing.prompt.usual_advantage,
+            "unscaled": self.unscaled,
             "unbatched": self.unbatched,
             "unstreamed": self.facts.unshared,
             "lm_head": self.manifest.config.get("lm_head", ""),
@@ -198,6 +204,7 @@ class Policy(OpenPolicy):
         """Raise :class:`ObservationError` for a field that this policy cannot take; computes nothing."""
         observation = given.observation(observation, self.spec)
         self._check_guided(observation)
+        self._check_scaled(observation)
         self.processor.check(observation)
 
     def infer(
@@ -227,6 +234,7 @@ class Policy(OpenPolicy):
         self._refuse_closed()
         observation = given.observation(observation, self.spec)
         self._check_guided(observation)
+        self._check_scaled(observation)
         return self.processor.prepare(observation, pixels=not self.facts.takes_frames)
 
     def run(self, prepared: Prepared, *, cancel: threading.Event | None = None) -> ActionChunk:
@@ -245,7 +253,8 @@ class Policy(OpenPolicy):
         Raises :class:`SinewError` for what concerns them all: an engine without batches, members that do not fit
         together, ``cancel``, a changed file of weights.
         """
-        first, guidance = members[0], None
+        first = members[0]
+        guidance: Guidance | None = None
         if len(members) > 1:
             if self.unbatched:
                 raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
@@ -257,7 +266,12 @@ class Policy(OpenPolicy):
 
             wanted = [member.continuation for member in members if member.continuation is not None]
             guidance, noise = guide(wanted, self.spec.solver, noise, self.engine.place)
-        inputs = stack([member.inputs for member in members], self.manifest.processing.prompt)
+        if first.unconditional is not None:
+            from sinew.guidance import ClassifierFree
+
+            scales = np.float32([member.scale for member in members])
+            guidance = ClassifierFree(scales, self.engine.place, guidance)
+        inputs = stack_prompts(members, self.manifest.processing.prompt)
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
             start, watch = time.perf_counter(), Watch(cancel)
@@ -295,6 +309,10 @@ class Policy(OpenPolicy):
         if self.facts.chooses_tokens and form != "fp32":
             kind = self.spec.architecture
             raise SinewError(f"context: expected fp32 for {kind}, whose head chooses tokens, got {form}")
+        if prepared.unconditional is not None:
+            raise SinewError(
+                f"guidance_scale: expected 0, 1 or none of a policy in two places, got {prepared.scale:g}"
+            )
         with self._lock:
             self.check_files()
             context = self.engine.read(prepared.inputs.batched())
@@ -392,6 +410,38 @@ class Policy(OpenPolicy):
         if self.spec.solver.kind != "euler":
             return "a policy that integrates a velocity; this one has nothing to guide", self.spec.solver.kind
         return "", ""
+
+    @property
+    def advantages(self) -> tuple[str, ...]:
+        """Return the advantages that an observation may name; () where the prompt has no place for them."""
+        return self.manifest.processing.prompt.advantages
+
+    @property
+    def unscaled(self) -> str:
+        """Return why this policy takes no ``guidance_scale`` but 0 and 1, "" if it does."""
+        expected, got = self._unscaled()
+        return f"expected {expected}, got {got}" if expected else ""
+
+    def _unscaled(self) -> tuple[str, str]:
+        if not self.advantages:
+            return "a policy whose prompt has a place for an advantage", self.spec.architecture
+        if self.spec.solver.kind != "euler":
+            return "a policy that integrates a velocity; this one has nothing to guide", self.spec.solver.kind
+        if not self.facts.shares_views or self.unbatched:
+            reads = "engine eager, plan, cpu or onnx, which reads two prompts over the same views"
+            return reads, f"engine {self.engine_name}" + (f" ({self.unbatched})" if self.unbatched else "")
+        if self.facts.exact_lengths:
+            return "a prefix that reads prompts of two lengths at once, as in fp32 or int8-rows", "int8"
+        return "", ""
+
+    def _check_scaled(self, observation: Observation) -> None:
+        """Refuse a scale that wants two prompts where there is no way to read them."""
+        scale = observation.guidance_scale
+        if scale is None or not isinstance(scale, (int, float, np.number)) or scale in (0, 1):
+            return  # what is wrong with it otherwise the processor says
+        expected, got = self._unscaled()
+        if expected and self.advantages:
+            raise ObservationError("guidance_scale", expected, got)
 
     def _check_guided(self, observation: Observation) -> None:
         if observation.previous is None:

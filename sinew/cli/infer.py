@@ -31,6 +31,8 @@ def infer(
     prompt: str = "",
     seed: int | None = None,
     solver_steps: int | None = None,
+    advantage: str | None = None,
+    guidance_scale: float | None = None,
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
 ) -> int:
@@ -43,6 +45,8 @@ def infer(
         prompt: the instruction; if absent the bundle's own, where it has one, and nothing where the policy reads none.
         seed: of the noise that starts the solver; drawn and reported if absent.
         solver_steps: instead of the bundle's own number.
+        advantage: that the prompt shall state, as positive; '' for none, the bundle's usual one if absent.
+        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
     """
     from sinew.bundle.rename import rename_cameras
     from sinew.policy import Policy, open_bundle
@@ -58,6 +62,8 @@ def infer(
         prompt=prompt,
         seed=seed,
         solver_steps=solver_steps,
+        advantage=advantage,
+        guidance_scale=guidance_scale,
     )
     # Mistakes show before torch is imported and gigabytes are read.
     Processor(manifest, allow_missing_cameras=cameras.allow_missing_cameras).check(observation)

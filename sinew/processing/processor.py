@@ -14,6 +14,7 @@ from sinew.bundle.schema import Manifest
 from sinew.core import BundleError, Moment, Observation, ObservationError, SinewError, did_you_mean
 from sinew.hints import option
 from sinew.processing.arrays import numbers
+from sinew.processing.conditioning import advantage_of, scale_of
 from sinew.processing.continuation import Continuation, check_continuation, continuation
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import normalizer
@@ -24,6 +25,9 @@ from sinew.steps.vector.base import apply_steps
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
     """One observation as a model reads it; :meth:`batched` and :func:`sinew.processing.stack` add a batch axis.
+
+    Of a batch, pixels may have fewer rows, of which each stands for several prompts over the same views: row i of the
+    others is over views i modulo their number.
 
     pixels: float32 [V, channels, H, W], those of the oldest moment first; camera_mask: bool [V]; tokens: int64 [L];
     token_mask: bool [L]; state: float32 [padded_state_dim], in the same order. ``frames``: uint8 [h, w, 3] each, for
@@ -60,6 +64,8 @@ class Prepared:
     state: float [D], in the frame and units of the training data, for actions that are relative to it.
     continuation: rows of the running chunk that a solution has to continue, in model units.
     missing: cameras without a frame. repeated: moments that were not sent. milliseconds: what preparing it took.
+    unconditional: int64 [L], the prompt without the advantage, and scale: how far to go from there to ``inputs`` and
+    beyond (classifier-free guidance); None where one prompt is enough.
     """
 
     inputs: ModelInputs
@@ -73,6 +79,8 @@ class Prepared:
     missing: tuple[str, ...]
     milliseconds: float
     repeated: int = 0
+    unconditional: np.ndarray | None = None
+    scale: float = 1.0
 
 
 class Processor:
@@ -111,6 +119,11 @@ class Processor:
         """
         start = time.perf_counter()
         state, normalized, tokens = self._checked(observation)
+        scale, unconditional = self._scale(observation), None
+        if scale != 1.0:
+            unconditional = self._unconditional(observation, normalized)
+            if scale == 0.0:  # that prompt is enough, and gives what it gives alone, to the bit
+                tokens, unconditional = unconditional, None
         noise, seed = self.noise(observation)
         return Prepared(
             inputs=self._assemble(observation, normalized, tokens, False, pixels),
@@ -131,6 +144,8 @@ class Processor:
             missing=tuple(c.name for c in self.spec.cameras if c.name not in observation.images),
             milliseconds=1e3 * (time.perf_counter() - start),
             repeated=self.spec.history - 1 - len(observation.earlier),
+            unconditional=unconditional,
+            scale=scale,
         )
 
     def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -146,6 +161,7 @@ class Processor:
         most = min(solver.most_steps or MAX_SOLVER_STEPS, MAX_SOLVER_STEPS)
         _integer(observation.solver_steps, "solver_steps", solver.fixed_steps or 1, most)
         check_continuation(observation, self.spec)
+        self._scale(observation)
         return state, normalized, tokens
 
     def inputs(self, observation: Observation, padded: bool = False, pixels: bool = True) -> ModelInputs:
@@ -306,14 +322,23 @@ class Processor:
             raise ObservationError("noise", "none, because this policy starts from zeros", "noise")
         return _vector(observation.noise, "noise", self.spec.noises(observation.solver_steps))
 
+    def _scale(self, observation: Observation) -> float:
+        return scale_of(observation, self.recipe.prompt, advantage_of(observation, self.recipe.prompt))
+
+    def _unconditional(self, observation: Observation, normalized: np.ndarray) -> np.ndarray:
+        """Return the prompt without an advantage. normalized: the states of all moments, the newest last."""
+        newest = normalized[len(normalized) - self.state_normalizer.width :]
+        return self.prompter.encode(observation.prompt or self.spec.default_prompt, newest)
+
     def _tokens(self, observation: Observation, state: np.ndarray) -> np.ndarray:
         if not isinstance(observation.prompt, str):
             raise ObservationError("prompt", "text", type(observation.prompt).__name__)
+        advantage = advantage_of(observation, self.recipe.prompt)
         if observation.tokens is not None:
             if observation.prompt:
                 raise ObservationError("tokens", "either a prompt or tokens", "both")
             return self.prompter.check_tokens(observation.tokens)
-        return self.prompter.encode(observation.prompt or self.spec.default_prompt, state)
+        return self.prompter.encode(observation.prompt or self.spec.default_prompt, state, advantage)
 
 
 def _vector(value: object, name: str, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:

@@ -27,14 +27,14 @@ class Prompter:
         self.tokenizer = open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
 
-    def text(self, prompt: str, state: np.ndarray) -> str:
-        """The exact string that is tokenised. ``state``: [D], normalised."""
-        said = Sentence(prompt, "", state)
+    def text(self, prompt: str, state: np.ndarray, advantage: str = "") -> str:
+        """The exact string that is tokenised. ``state``: [D], normalised. ``advantage``: "" for none."""
+        said = Sentence(prompt, "", state, advantage)
         for step in self.recipe.steps:
             said = step.forward(said)
         return said.text
 
-    def encode(self, prompt: object, state: np.ndarray) -> np.ndarray:
+    def encode(self, prompt: object, state: np.ndarray, advantage: str = "") -> np.ndarray:
         """Token ids of the formatted instruction, int64 [L], 1 <= L <= max_tokens. Never truncates."""
         if not isinstance(prompt, str):
             raise ObservationError("prompt", "a string", type(prompt).__name__)
@@ -47,7 +47,7 @@ class Prompter:
         if len(prompt) > MAX_CHARACTERS:
             raise ObservationError("prompt", f"at most {MAX_CHARACTERS} characters", str(len(prompt)))
         try:
-            ids = self._ids(self.text(prompt, state))
+            ids = self._ids(self.text(prompt, state, advantage))
         except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
             raise ObservationError("prompt", "text that UTF-8 can carry", "lone surrogates") from None
         except ValueError as error:

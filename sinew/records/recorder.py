@@ -31,8 +31,11 @@ from sinew.steps.base import MAX_SIZE
 MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
 MAX_NUMBERS = 1 << 20  # of actions, noise, tokens or previous
-_CONTINUATION = ("delay", "horizon", "rtc", "schedule", "beta")  # older records have none of these
-_PLAIN = ("prompt", "solver_steps", "session", "time", *_CONTINUATION)
+_NEWER = (  # older records have none of these
+    *("delay", "horizon", "rtc", "schedule", "beta"),
+    *("advantage", "guidance_scale"),
+)
+_PLAIN = ("prompt", "solver_steps", "session", "time", *_NEWER)
 _ARRAYS = ("noise", "tokens", "previous")
 _EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an earlier moment
 
@@ -69,6 +72,8 @@ class _Meta(msgspec.Struct):
     rtc: str | None = None
     schedule: str | None = None
     beta: float | None = None
+    advantage: str | None = None
+    guidance_scale: float | None = None
     server: dict[str, Any] = {}
 
 
@@ -178,9 +183,7 @@ def read_record(path: Path) -> Record:
         *earlier, newest = _moments(arrays)
     except SinewError as error:
         raise SinewError(f"{path}: not a record ({error})") from None
-    beside: dict[str, Any] = {
-        name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN
-    }
+    beside: dict[str, Any] = {name: meta.get(name) if name in _NEWER else meta[name] for name in _PLAIN}
     observation = Observation(
         images=newest.images,
         state=newest.state,

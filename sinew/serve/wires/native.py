@@ -226,6 +226,8 @@ class NativeCodec:
             session=request.session,
             time=request.time if request.HasField("time") else None,
             earlier=tuple(earlier),
+            advantage=request.advantage if request.HasField("advantage") else None,
+            guidance_scale=request.guidance_scale if request.HasField("guidance_scale") else None,
             **_continuation(spec, request),
         )
 

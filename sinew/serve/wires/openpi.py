@@ -22,7 +22,11 @@ from sinew.serve.wires import field_names
 
 NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
-OPTIONS = ("seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule")
+SCALES = ("guidance_scale", "cfg_scale")  # the second is what image generators and their heirs call it
+OPTIONS = (
+    *("seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule"),
+    *("advantage", *SCALES),
+)
 # What clients of the field send to every policy, whether it reads it or not -> why it may be left alone.
 IGNORED = {
     "observation/cartesian_position": "vLLM-Omni's and DreamZero's clients send zeros beside the joints"
@@ -69,7 +73,8 @@ def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | 
 
 
 def options(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What may stand beside an observation: seed, noise, solver_steps, time, and what real-time chunking needs."""
+    """What may stand beside an observation: seed, noise, solver_steps, time, what real-time chunking needs, and an
+    advantage with the scale of its guidance."""
     found: dict[str, Any] = {}
     for name in ("seed", "solver_steps", "delay", "horizon"):
         if flat.get(name) is not None:
@@ -83,9 +88,13 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("time", "beta"):
         if flat.get(name) is not None:
             found[name] = number(name, flat[name])
-    for name in ("rtc", "schedule"):
+    for name in ("rtc", "schedule", "advantage"):
         if flat.get(name) is not None:
             found[name] = field_names.text(name, flat[name])
+    if scales := {name: number(name, flat[name]) for name in SCALES if flat.get(name) is not None}:
+        if len(set(scales.values())) > 1:
+            raise ObservationError(SCALES[1], f"one scale, as {SCALES[0]}", "two")
+        found[SCALES[0]] = next(iter(scales.values()))
     return found
 
 

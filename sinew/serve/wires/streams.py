@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from sinew_client.protocol import CONDITION_KEYS
 from sinew_client.schema import PredictResponse
 
 from sinew.core import ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
@@ -171,6 +172,9 @@ class Streams:
             if getattr(request, name):
                 raise ObservationError(name, "nothing in a stream; the state goes into raw_state", "numbers")
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
+        for name in CONDITION_KEYS:
+            if request.HasField(name):
+                raise ObservationError(name, "none in a stream, which follows the policy's own", "one")
         robot = self._robot(asker, envelope, header.session, request)
         if robot.safety is not None:
             robot.safety.check(Observation(images={}, state=state))

@@ -65,7 +65,8 @@ class Client(BaseClient):
             ``session`` (a waiting request is replaced by a newer one of its session), ``time``, ``deadline_ms``
             (the server refuses the request instead of beginning it later than this after its arrival);
             ``previous`` float [R, action_dim], the rows of the running chunk from this frame on, with ``delay``,
-            ``horizon``, ``rtc``, ``schedule`` and ``beta``: real-time chunking, which :mod:`sinew_client.control` does.
+            ``horizon``, ``rtc``, ``schedule`` and ``beta``: real-time chunking, which :mod:`sinew_client.control` does;
+            ``advantage`` and ``guidance_scale``, where the policy's prompt has a place for them.
         timeout: seconds, for this call only.
 
         Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError, and UnsafeChunk for

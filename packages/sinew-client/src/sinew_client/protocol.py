@@ -19,6 +19,7 @@ from sinew_client.given import shown
 from sinew_client.types import ActionChunk, Moment, Observation, Timing
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
+CONDITION_KEYS = ("advantage", "guidance_scale")
 OBSERVATION_KEYS = (*(each.name for each in fields(Observation)), "deadline_ms")  # the last is the request's
 
 MAX_ROWS, MAX_DIM = (
@@ -27,7 +28,9 @@ MAX_ROWS, MAX_DIM = (
 )  # of an answer: rows where nobody says what its policy states, numbers of a row
 
 _KNOWN = frozenset(OBSERVATION_KEYS)
-_SCALARS = frozenset(("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", *CONTINUATION_KEYS))
+_SCALARS = frozenset(
+    ("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", *CONTINUATION_KEYS, *CONDITION_KEYS)
+)
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
 _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
 

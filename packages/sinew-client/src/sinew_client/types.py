@@ -192,6 +192,11 @@ class Observation:
               committed rows (it reads ``previous`` and ``delay`` alone), else "guided".
     schedule: one of :data:`SCHEDULES`; "exp".
     beta:     the largest weight of the guidance; 5.
+
+    Of a policy that was trained with advantages in its prompt (RECAP, docs/control.md):
+    advantage: one of those that the policy knows, as "positive"; "" for none, the policy's own where it is absent.
+    guidance_scale: how far the solution goes from what the prompt without the advantage gives to what it gives with it,
+              0 to 100, and beyond (classifier-free guidance); 1, the advantage alone, where it is absent.
     """
 
     images: Mapping[str, np.ndarray]
@@ -210,6 +215,8 @@ class Observation:
     schedule: str | None = None
     beta: float | None = None
     earlier: Sequence[Moment] = ()
+    advantage: str | None = None
+    guidance_scale: float | None = None
 
     @property
     def moments(self) -> tuple[Moment, ...]:

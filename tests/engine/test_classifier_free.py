@@ -1,0 +1,388 @@
+"""Advantages and classifier-free guidance against a loop over the model's four calls: two whole runs, combined by the
+formula in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sinew.convert import convert
+from sinew.core import Observation, ObservationError, SinewError
+from sinew.engine.engine import Facts
+from sinew.guidance import guidance_weight
+from sinew.policy import Policy, load
+from tests.cases import cases
+from tests.golden import Golden
+
+STEPS = 5
+CASES = ("pi05-2cam", "pi0-2cam", "smolvla-2cam")
+EXACT = 2e-6  # of float32 sums in another order: a batch of two, and the formula's own rounding
+SCALES = (0.5, 1.5, 3.0)
+RTC = ("no-jacobian", "guided", "ramp")
+FAMILIES = {"pi0": "\nAdvantage: {advantage}", "pi05": r"\nAdvantage: {advantage}", "smolvla": " {advantage}"}
+
+
+@pytest.fixture(scope="module")
+def conditioned(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Converts a golden checkpoint as one that was trained with advantages; SmolVLA's has room for few tokens."""
+    folder = tmp_path_factory.mktemp("advantages")
+
+    def make(name: str) -> Path:
+        case, out = cases()[name], folder / f"{name}.gguf"
+        if not out.exists():
+            home = golden / case.home
+            settings = {"advantage": "good,bad", "solver_steps": str(STEPS)}
+            settings["advantage_words"] = FAMILIES[case.architecture]
+            convert(home / case.checkpoint, out, settings=settings, **case.options(home))
+        return out
+
+    return make
+
+
+@pytest.fixture(params=CASES)
+def case(
+    request: pytest.FixtureRequest, conditioned: Callable[[str], Path], golden: Path
+) -> tuple[Path, dict[str, Any]]:
+    return conditioned(request.param), Golden(golden / request.param).observation() | {"prompt": "pick it"}
+
+
+def opened(path: Path, engine: str = "eager") -> Policy:
+    return load(path, device="cpu", dtype="float32", engine=engine, threads=1, allow_missing_cameras=True)
+
+
+@torch.no_grad()
+def written_out(
+    policy: Policy,
+    observation: dict[str, Any],
+    scale: float,
+    advantage: str = "good",
+    correct: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None = None,
+    begun: torch.Tensor | None = None,
+) -> np.ndarray:
+    """v = v_without + scale * (v_with - v_without), Euler from 1 to 0, with frames and prompts read one by one.
+
+    correct: (x, v, t) -> v of real-time chunking. Returns the chunk in model units, [1, H, A].
+    """
+    model, prefixes = policy.engine.model, []
+    for each in (advantage, ""):
+        inputs = policy.processor.inputs(Observation.from_mapping({**observation, "advantage": each}))
+        arrays = (inputs.pixels, inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
+        pixels, *rest = (torch.from_numpy(array)[None] for array in arrays)
+        prefixes.append(model.read(model.embed_images(pixels), *rest))
+    x = torch.from_numpy(observation["noise"])[None] if begun is None else begun
+    for step in range(STEPS):
+        t = 1.0 - step / STEPS
+        time = model.embed_time(torch.tensor([t], dtype=torch.float64))
+        conditional, unconditional = (model.act(x, time, prefix) for prefix in prefixes)
+        v = unconditional + scale * (conditional - unconditional)
+        x = x - (v if correct is None else correct(x, v, t)) / STEPS
+    return x.numpy()
+
+
+def world(policy: Policy, chunk: np.ndarray, observation: dict[str, Any]) -> np.ndarray:
+    return policy.processor.actions(chunk[0], Observation.from_mapping(observation))
+
+
+def near(found: np.ndarray, wanted: np.ndarray, bound: float = EXACT) -> None:
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=bound * max(1.0, float(np.abs(wanted).max())))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_guidance_is_two_runs_and_the_formula(case: tuple[Path, dict[str, Any]], scale: float) -> None:
+    path, observation = case
+    policy = opened(path)
+    wanted = world(policy, written_out(policy, observation, scale), observation)
+    asked = {**observation, "advantage": "good", "guidance_scale": scale}
+    near(policy.infer(asked).actions, wanted)
+    near(opened(path, "plan").infer(asked).actions, wanted, 1e-5)
+    bad = policy.infer({**asked, "advantage": "bad"}).actions
+    near(bad, world(policy, written_out(policy, observation, scale, "bad"), observation))
+    assert float(np.abs(bad - wanted).max()) > 1e-3  # the words are read
+
+
+@pytest.mark.parametrize("engine", ["eager", "plan"])
+def test_one_and_zero_are_the_plain_chunks_to_the_bit(case: tuple[Path, dict[str, Any]], engine: str) -> None:
+    """As they need one prompt: nothing is computed twice."""
+    path, observation = case
+    policy = opened(path, engine)
+    conditional = policy.infer({**observation, "advantage": "good"}).actions
+    unconditional = policy.infer(observation).actions
+    assert float(np.abs(conditional - unconditional).max()) > 1e-3
+    for scale, wanted in ((1.0, conditional), (0, unconditional)):
+        asked = {**observation, "advantage": "good", "guidance_scale": scale}
+        assert policy.prepare(asked).unconditional is None
+        assert np.array_equal(policy.infer(asked).actions, wanted)
+    assert np.array_equal(policy.infer({**observation, "advantage": ""}).actions, unconditional)
+    if engine == "eager":  # and the formula agrees with both
+        near(world(policy, written_out(policy, observation, 1.0), observation), conditional)
+        near(world(policy, written_out(policy, observation, 0.0), observation), unconditional)
+
+
+class Counted:
+    """What a policy's model was called with."""
+
+    def __init__(self, policy: Policy, monkeypatch: pytest.MonkeyPatch):
+        self.calls: list[tuple[str, int]] = []
+        for name in ("embed_images", "read", "act"):
+            self._count(policy.engine.model, name, monkeypatch)
+
+    def _count(self, model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        inner = getattr(model, name)
+
+        def counted(first: torch.Tensor, *rest: Any) -> Any:
+            self.calls.append((name, len(first)))
+            return inner(first, *rest)
+
+        monkeypatch.setattr(model, name, counted)
+
+
+@pytest.mark.parametrize("engine", ["eager", "plan"])
+def test_frames_are_encoded_once_and_it_costs_less_than_two(
+    case: tuple[Path, dict[str, Any]], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By calls, and by floating-point operations of the products: vision once, prefix and head twice."""
+    path, observation = case
+    policy = opened(path, engine)
+    flops, whole = {}, {}
+    for scale in (1.0, 2.0):
+        with monkeypatch.context() as patched:
+            counted = Counted(policy, patched)
+            policy.infer({**observation, "advantage": "good", "guidance_scale": scale})
+            rows = 1 if scale == 1.0 else 2
+            assert counted.calls == [("embed_images", 1), ("read", rows), *[("act", rows)] * STEPS]
+        member = policy.prepare({**observation, "advantage": "good", "guidance_scale": scale})
+        with FlopCounterMode(display=False) as meter:
+            policy.run(member)
+        whole[scale] = meter.get_total_flops()
+        with FlopCounterMode(display=False) as meter, torch.no_grad():
+            policy.engine.model.embed_images(torch.from_numpy(member.inputs.pixels)[None])
+        flops[scale] = meter.get_total_flops()
+    vision = flops[1.0]
+    assert flops[2.0] == vision > 0
+    # The shorter prompt is padded to the longer one: frames alone make the difference, and on eager the time's layers.
+    once = 2 * whole[1.0] - whole[2.0]
+    assert once == vision if engine == "plan" else vision <= once < 1.2 * vision
+    assert whole[2.0] < 2 * whole[1.0]
+
+
+@pytest.mark.parametrize("engine", ["eager", "plan"])
+def test_two_scales_share_an_inference(case: tuple[Path, dict[str, Any]], engine: str) -> None:
+    path, observation = case
+    policy = opened(path, engine)
+    asked = [
+        {**observation, "advantage": "good", "guidance_scale": 0.5},
+        {**observation, "advantage": "bad", "guidance_scale": 3.0, "prompt": "drop"},
+        {**observation, "advantage": "good", "guidance_scale": 2.0, "noise": -observation["noise"]},
+    ]
+    members = [policy.prepare(each) for each in asked]
+    keys = {policy.batch_key(member)._replace(prompt=0) for member in members}
+    assert len(keys) == 1
+    assert next(iter(keys)).scaled
+    plain = policy.prepare({**observation, "advantage": "good"})
+    assert policy.batch_key(plain) != policy.batch_key(members[0])  # who asks for one prompt pays for one
+    with pytest.raises(SinewError, match="expected observations of one batch_key"):
+        policy.run_batch([plain, members[0]])
+    same = [member for member in members if policy.batch_key(member) == policy.batch_key(members[0])]
+    assert len(same) >= 2
+    for chunk, member in zip(policy.run_batch(same), same, strict=True):
+        assert not isinstance(chunk, SinewError)
+        near(chunk.actions, policy.run(member).actions, 1e-5)
+
+
+@pytest.mark.parametrize("kind", RTC)
+def test_a_chunk_is_continued_by_the_guided_policy(case: tuple[Path, dict[str, Any]], kind: str) -> None:
+    """Real-time chunking steers the velocity that the two prompts give together, its Jacobian included."""
+    path, observation = case
+    policy, scale, beta = opened(path), 2.0, 4.0
+    rows = policy.spec.chunk_size
+    previous = np.random.default_rng(1).normal(size=(rows, policy.spec.action.dim)).astype(np.float32)
+    asked = {
+        **observation,
+        "advantage": "good",
+        "guidance_scale": scale,
+        "previous": previous,
+        "delay": 1,
+        "rtc": kind,
+        **({} if kind == "ramp" else {"beta": beta}),
+    }
+    member = policy.prepare(asked)
+    wanted = member.continuation
+    assert wanted is not None
+    target, weights = (torch.from_numpy(array)[None] for array in (wanted.target, wanted.weights))
+    begun = torch.from_numpy(observation["noise"])[None].clone()
+    model, prefixes = policy.engine.model, []
+    if kind == "guided":
+        for tokens in (member.inputs.tokens, member.unconditional):
+            inputs = replace(member.inputs, tokens=tokens, token_mask=np.ones(len(tokens), bool)).batched()
+            with torch.no_grad():
+                pixels, *rest = (
+                    torch.from_numpy(getattr(inputs, name))
+                    for name in ("pixels", "camera_mask", "tokens", "token_mask", "state")
+                )
+                prefixes.append(model.read(model.embed_images(pixels), *rest))
+
+    def correct(x: torch.Tensor, v: torch.Tensor, t: float) -> torch.Tensor:
+        if kind == "ramp":
+            return v * weights
+        g = guidance_weight(1.0 - t, beta)
+        error = (target - (x - t * v)) * weights
+        if kind == "no-jacobian":
+            return v - g * error
+        time = model.embed_time(torch.tensor([t], dtype=torch.float64))
+
+        def denoised(x: torch.Tensor) -> torch.Tensor:
+            conditional, unconditional = (model.act(x, time, prefix) for prefix in prefixes)
+            return x - t * (unconditional + scale * (conditional - unconditional))
+
+        return v - g * torch.func.vjp(denoised, x)[1](error)[0]
+
+    if kind == "ramp":
+        known = (weights[0] < 1.0)[: wanted.overlap]
+        begun[0, : wanted.overlap][known] = target[0, : wanted.overlap][known]
+    chunk = written_out(policy, observation, scale, correct=correct, begun=begun)
+    near(policy.infer(asked).actions, world(policy, chunk, observation), 1e-5)
+
+
+def test_an_engine_that_reads_one_prompt_refuses_by_name(
+    conditioned: Callable[[str], Path], golden: Path
+) -> None:
+    policy = opened(conditioned("pi05-2cam"), "cuda")
+    observation = Golden(golden / "pi05-2cam").observation() | {"advantage": "good"}
+    assert policy.unscaled == policy.describe()["unscaled"]
+    for asked in (policy.check, policy.prepare):
+        with pytest.raises(
+            ObservationError, match="^guidance_scale: expected engine eager, plan, cpu or onnx"
+        ):
+            asked({**observation, "guidance_scale": 2.0})
+    eager = opened(conditioned("pi05-2cam"))
+    for scale in (0.0, 1.0):  # which need no second prompt
+        asked = {**observation, "guidance_scale": scale}
+        near(policy.infer(asked).actions, eager.infer(asked).actions, 1e-4)
+
+
+def test_graphs_read_two_prompts_too(
+    conditioned: Callable[[str], Path], golden: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxruntime")
+    path = tmp_path / "policy.gguf"
+    path.write_bytes(conditioned("pi05-2cam").read_bytes())
+    eager, graphs = opened(path), opened(path, "onnx")
+    assert not graphs.unscaled
+    observation = Golden(golden / "pi05-2cam").observation() | {"advantage": "good"}
+    previous = np.zeros((eager.spec.chunk_size, eager.spec.action.dim), np.float32)
+    continued = {"previous": previous, "delay": 1, "rtc": "no-jacobian"}
+    members = []
+    for more in ({"guidance_scale": 2.0}, {"guidance_scale": 0.25}, {"guidance_scale": 3.0, **continued}):
+        asked = {**observation, **more}
+        near(graphs.infer(asked).actions, eager.infer(asked).actions, 1e-4)
+        members.append(graphs.prepare(asked))
+    for chunk, member in zip(graphs.run_batch(members[:2]), members, strict=False):
+        assert not isinstance(chunk, SinewError)
+        near(chunk.actions, graphs.run(member).actions, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"advantage": "positve"},
+            "advantage: expected one of good, bad, or an empty text for none, got 'positve'",
+        ),
+        ({"advantage": "x" * 100_000}, "advantage: expected one of good, bad"),
+        ({"advantage": 1}, "advantage: expected text, got int"),
+        (
+            {"advantage": "good", "guidance_scale": float("nan")},
+            "guidance_scale: expected a number from 0 to 100",
+        ),
+        (
+            {"advantage": "good", "guidance_scale": float("inf")},
+            "guidance_scale: expected a number from 0 to 100",
+        ),
+        (
+            {"advantage": "good", "guidance_scale": -0.1},
+            "guidance_scale: expected a number from 0 to 100, got -0.1",
+        ),
+        ({"advantage": "good", "guidance_scale": 10**400}, "guidance_scale: expected a number from 0 to 100"),
+        ({"advantage": "good", "guidance_scale": True}, "guidance_scale: expected a number, got bool"),
+        ({"advantage": "good", "guidance_scale": "2"}, "guidance_scale: expected a number, got str"),
+        ({"guidance_scale": 2.0}, "guidance_scale: expected an advantage beside it, as good, bad, got none"),
+        ({"advantage": "", "guidance_scale": 1.0}, "guidance_scale: expected an advantage beside it"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(
+    conditioned: Callable[[str], Path], golden: Path, fields: dict[str, Any], message: str
+) -> None:
+    policy = opened(conditioned("pi05-2cam"))
+    observation = Golden(golden / "pi05-2cam").observation()
+    for asked in (policy.check, policy.prepare, policy.infer):
+        with pytest.raises(ObservationError) as caught:
+            asked({**observation, **fields})
+        assert str(caught.value).startswith(message)
+        assert len(str(caught.value)) < 400
+
+
+def test_tokens_of_the_client_hold_an_advantage_or_not(
+    conditioned: Callable[[str], Path], golden: Path
+) -> None:
+    policy = opened(conditioned("pi05-2cam"))
+    observation = Golden(golden / "pi05-2cam").observation()
+    tokens = policy.prepare({**observation, "advantage": "good"}).inputs.tokens
+    told = {**observation, "prompt": "", "tokens": tokens}
+    wanted = policy.infer({**observation, "advantage": "good"}).actions
+    assert np.array_equal(policy.infer(told).actions, wanted)
+    with pytest.raises(ObservationError, match="advantage: expected none beside tokens"):
+        policy.check({**told, "advantage": "good"})
+    with pytest.raises(ObservationError, match="guidance_scale: expected none beside tokens"):
+        policy.check({**told, "guidance_scale": 2.0})
+
+
+def test_a_policy_without_a_place_refuses_both(smolvla_bundle: Callable[..., Path], golden: Path) -> None:
+    policy = opened(smolvla_bundle())
+    observation = Golden(golden / "smolvla-2cam").observation()
+    assert policy.advantages == ()
+    assert policy.describe()["advantages"] == []
+    assert "a policy whose prompt has a place for an advantage" in policy.unscaled
+    for field, value in (("advantage", "positive"), ("guidance_scale", 2.0), ("guidance_scale", 1.0)):
+        with pytest.raises(
+            ObservationError, match=f"^{field}: expected none for this policy, whose prompt has"
+        ):
+            policy.infer({**observation, field: value})
+
+
+def test_the_usual_advantage_is_the_bundles(golden: Path, tmp_path: Path) -> None:
+    """A client that knows nothing of advantages, as a standard one of openpi, gets the policy that was meant."""
+    case = cases()["pi05-2cam"]
+    home = golden / case.home
+    settings = {"advantage": "positive,negative", "usual_advantage": "positive", "solver_steps": STEPS}
+    path = convert(home / case.checkpoint, tmp_path / "o.gguf", settings=settings, **case.options(home))
+    policy, observation = opened(path), Golden(home).observation()
+    assert policy.describe()["usual_advantage"] == "positive"
+    usual = policy.infer(observation).actions
+    assert np.array_equal(usual, policy.infer({**observation, "advantage": "positive"}).actions)
+    none = policy.infer({**observation, "advantage": ""}).actions
+    assert not np.array_equal(usual, none)
+    guided = world(policy, written_out(policy, observation, 2.0, "positive"), observation)
+    near(policy.infer({**observation, "guidance_scale": 2.0}).actions, guided)
+    text = policy.processor.prompter.text("pick_it up", np.zeros(7, np.float32), "negative")
+    assert text.startswith("Task: pick it up Advantage: negative, State: ")  # as RLinf's tokenizer cleans it
+
+
+def test_an_engine_that_does_not_say_so_is_not_trusted_with_two_prompts(
+    conditioned: Callable[[str], Path], golden: Path
+) -> None:
+    """One of another package, which may take the first prompt alone."""
+    policy = opened(conditioned("pi05-2cam"))
+    observation = Golden(golden / "pi05-2cam").observation() | {"advantage": "good", "guidance_scale": 2.0}
+    silent = Facts(
+        **{name: getattr(policy.facts, name) for name in ("device", "precision", "recipe")}, weights_nbytes=0
+    )
+    policy.facts = silent
+    with pytest.raises(ObservationError, match="guidance_scale: expected engine eager, plan, cpu or onnx"):
+        policy.infer(observation)
