@@ -54,7 +54,7 @@ def with_advantage(conversion: Conversion, options: ConvertOptions) -> Conversio
         kind = conversion.architecture
         raise ConvertError(f"--set advantage: expected a policy that reads an instruction, got {kind}")
     step = Advantage(
-        {name: words.replace(NAME, name) for name in names},
+        tuple((name, words.replace(NAME, name)) for name in names),
         given.get("usual_advantage", ""),
         given.get("advantage_place", "instruction"),
     )
