@@ -269,7 +269,7 @@ class Policy(OpenPolicy):
         if first.unconditional is not None:
             from sinew.guidance import ClassifierFree
 
-            scales = np.float32([member.scale for member in members])
+            scales = np.array([member.scale for member in members], np.float32)
             guidance = ClassifierFree(scales, self.engine.place, guidance)
         inputs = stack_prompts(members, self.manifest.processing.prompt)
         with self._lock:

@@ -26,6 +26,8 @@ CASES = ("pi05-2cam", "pi0-2cam", "smolvla-2cam")
 EXACT = 2e-6  # of float32 sums in another order: a batch of two, and the formula's own rounding
 SCALES = (0.5, 1.5, 3.0)
 RTC = ("no-jacobian", "guided", "ramp")
+FLOWS = ("evo1", "groot-n15", "groot-n17", "vla-jepa")  # whose time runs the other way
+OTHERS = ("openvla-oft", "pi0fast-2cam", "xvla-ee6d")
 FAMILIES = {"pi0": "\nAdvantage: {advantage}", "pi05": r"\nAdvantage: {advantage}", "smolvla": " {advantage}"}
 
 
@@ -38,9 +40,12 @@ def conditioned(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
         case, out = cases()[name], folder / f"{name}.gguf"
         if not out.exists():
             home = golden / case.home
-            settings = {"advantage": "good,bad", "solver_steps": str(STEPS)}
-            settings["advantage_words"] = FAMILIES[case.architecture]
-            convert(home / case.checkpoint, out, settings=settings, **case.options(home))
+            given = case.options(home)
+            settings = {**given.pop("settings", {}), "advantage": "good,bad"}
+            settings["advantage_words"] = FAMILIES.get(case.architecture, " {advantage}")
+            if name in CASES:
+                settings["solver_steps"] = STEPS
+            convert(home / case.checkpoint, out, settings=settings, **given)
         return out
 
     return make
@@ -66,7 +71,7 @@ def written_out(
     correct: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None = None,
     begun: torch.Tensor | None = None,
 ) -> np.ndarray:
-    """v = v_without + scale * (v_with - v_without), Euler from 1 to 0, with frames and prompts read one by one.
+    """v = v_without + scale * (v_with - v_without), Euler steps, with frames and prompts read one by one.
 
     correct: (x, v, t) -> v of real-time chunking. Returns the chunk in model units, [1, H, A].
     """
@@ -77,12 +82,13 @@ def written_out(
         pixels, *rest = (torch.from_numpy(array)[None] for array in arrays)
         prefixes.append(model.read(model.embed_images(pixels), *rest))
     x = torch.from_numpy(observation["noise"])[None] if begun is None else begun
-    for step in range(STEPS):
-        t = 1.0 - step / STEPS
+    solver, steps = policy.spec.solver, policy.spec.solver_steps
+    for step in range(steps):
+        t = solver.start + (solver.end - solver.start) * step / steps
         time = model.embed_time(torch.tensor([t], dtype=torch.float64))
         conditional, unconditional = (model.act(x, time, prefix) for prefix in prefixes)
         v = unconditional + scale * (conditional - unconditional)
-        x = x - (v if correct is None else correct(x, v, t)) / STEPS
+        x = x + (solver.end - solver.start) / steps * (v if correct is None else correct(x, v, t))
     return x.numpy()
 
 
@@ -105,6 +111,48 @@ def test_guidance_is_two_runs_and_the_formula(case: tuple[Path, dict[str, Any]],
     bad = policy.infer({**asked, "advantage": "bad"}).actions
     near(bad, world(policy, written_out(policy, observation, scale, "bad"), observation))
     assert float(np.abs(bad - wanted).max()) > 1e-3  # the words are read
+
+
+def drawn(policy: Policy) -> dict[str, Any]:
+    """Return an observation that fits a policy, with its noise."""
+    rng = np.random.default_rng(0)
+    frames = {
+        each.name: rng.integers(0, 256, (each.height, each.width, 3), np.uint8)
+        for each in policy.spec.cameras
+    }
+    found = {**vars(policy.dummy_observation()), "images": frames, "prompt": "pick it"}
+    noise, _ = policy.processor.noise(Observation.from_mapping(found))
+    return {**found, "noise": noise, "seed": None}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_every_policy_that_integrates_a_velocity_is_guided(
+    name: str, conditioned: Callable[[str], Path]
+) -> None:
+    policy = opened(conditioned(name))
+    observation = drawn(policy)
+    wanted = world(policy, written_out(policy, observation, 2.0), observation)
+    asked = {**observation, "advantage": "good", "guidance_scale": 2.0}
+    near(policy.infer(asked).actions, wanted, 1e-5)
+    near(opened(conditioned(name), "plan").infer(asked).actions, wanted, 1e-4)
+    assert float(np.abs(policy.infer({**observation, "advantage": "good"}).actions - wanted).max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_read_an_advantage_and_refuse_a_scale(name: str, conditioned: Callable[[str], Path]) -> None:
+    """A single pass, tokens that are said, a sampler that adds noise again: no velocity to combine."""
+    policy = opened(conditioned(name))
+    observation = drawn(policy) | {"noise": None, "seed": 0}
+    member = policy.prepare({**observation, "advantage": "good"})
+    plain = policy.prepare(observation)
+    assert len(member.inputs.tokens) != len(plain.inputs.tokens)
+    for scale, wanted in ((1.0, member), (0.0, plain)):
+        same = policy.prepare({**observation, "advantage": "good", "guidance_scale": scale})
+        assert np.array_equal(same.inputs.tokens, wanted.inputs.tokens)
+    with pytest.raises(
+        ObservationError, match="^guidance_scale: expected a policy that integrates a velocity"
+    ):
+        policy.check({**observation, "advantage": "good", "guidance_scale": 2.0})
 
 
 @pytest.mark.parametrize("engine", ["eager", "plan"])
