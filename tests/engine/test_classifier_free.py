@@ -224,10 +224,17 @@ def test_frames_are_encoded_once_and_it_costs_less_than_two(
 def test_two_scales_share_an_inference(case: tuple[Path, dict[str, Any]], engine: str) -> None:
     path, observation = case
     policy = opened(path, engine)
+    other = {name: frame[::-1].copy() for name, frame in observation["images"].items()}
     asked = [
         {**observation, "advantage": "good", "guidance_scale": 0.5},
         {**observation, "advantage": "bad", "guidance_scale": 3.0, "prompt": "drop"},
-        {**observation, "advantage": "good", "guidance_scale": 2.0, "noise": -observation["noise"]},
+        {
+            **observation,
+            "advantage": "good",
+            "guidance_scale": 2.0,
+            "noise": -observation["noise"],
+            "images": other,
+        },
     ]
     members = [policy.prepare(each) for each in asked]
     keys = {policy.batch_key(member)._replace(prompt=0) for member in members}
@@ -326,8 +333,13 @@ def test_graphs_read_two_prompts_too(
     observation = Golden(golden / "pi05-2cam").observation() | {"advantage": "good"}
     previous = np.zeros((eager.spec.chunk_size, eager.spec.action.dim), np.float32)
     continued = {"previous": previous, "delay": 1, "rtc": "no-jacobian"}
+    other = {name: frame[::-1].copy() for name, frame in observation["images"].items()}
     members = []
-    for more in ({"guidance_scale": 2.0}, {"guidance_scale": 0.25}, {"guidance_scale": 3.0, **continued}):
+    for more in (
+        {"guidance_scale": 2.0},
+        {"guidance_scale": 0.25, "images": other},
+        {"guidance_scale": 3.0, **continued},
+    ):
         asked = {**observation, **more}
         near(graphs.infer(asked).actions, eager.infer(asked).actions, 1e-4)
         members.append(graphs.prepare(asked))
