@@ -13,17 +13,23 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from sinew.bundle import Bundle, write_bundle
+from sinew.bundle.writer import rewrite
 from sinew.convert import convert
+from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import Observation, ObservationError, SinewError
 from sinew.engine.engine import Facts
 from sinew.guidance import guidance_weight
 from sinew.policy import Policy, load
+from sinew.steps.prompt.advantage import Advantage
 from tests.cases import cases
 from tests.golden import Golden
 
+ASSETS = Path(__file__).parents[2] / "sinew" / "assets"
 STEPS = 5
 CASES = ("pi05-2cam", "pi0-2cam", "smolvla-2cam")
 EXACT = 2e-6  # of float32 sums in another order: a batch of two, and the formula's own rounding
+LOWBIT = 0.01  # a sum in another order may move a rounded activation to the next of 127 steps
 SCALES = (0.5, 1.5, 3.0)
 RTC = ("no-jacobian", "guided", "ramp")
 FLOWS = ("evo1", "groot-n15", "groot-n17", "vla-jepa")  # whose time runs the other way
@@ -305,6 +311,43 @@ def test_a_chunk_is_continued_by_the_guided_policy(case: tuple[Path, dict[str, A
     near(policy.infer(asked).actions, world(policy, chunk, observation), 1e-5)
 
 
+@pytest.mark.parametrize("engine", ["eager", "plan"])
+def test_committed_rows_have_times_of_their_own(engine: str, tmp_path: Path) -> None:
+    """A policy that was trained to continue a chunk: both prompts see the committed rows as actions."""
+    bundle = Bundle(ASSETS / "blocks-rtc.gguf")
+    step = Advantage((("good", " the left"), ("bad", " the right")))  # words of its vocabulary
+    processing = bundle.manifest.processing
+    prompt = replace(processing.prompt, steps=(step, *processing.prompt.steps))
+    rewrite(
+        bundle, replace(bundle.manifest, processing=replace(processing, prompt=prompt)), tmp_path / "o.gguf"
+    )
+    policy, eager = opened(tmp_path / "o.gguf", engine), opened(tmp_path / "o.gguf")
+    observation = drawn(policy) | {"prompt": "put the red block into"}
+    rows, steps = policy.spec.chunk_size, policy.spec.solver_steps
+    previous = 0.1 * np.random.default_rng(2).normal(size=(rows, 4)).astype(np.float32)
+    asked = {**observation, "advantage": "good", "guidance_scale": 2.0, "previous": previous, "delay": 3}
+    wanted = policy.prepare(asked).continuation
+    assert wanted is not None
+    assert wanted.kind == "trained"
+    model, prefixes = eager.engine.model, []
+    committed = torch.arange(rows)[None] < 3
+    x = torch.from_numpy(observation["noise"])[None].clone()
+    x[committed] = torch.from_numpy(wanted.target)[None][committed]
+    with torch.no_grad():
+        for advantage in ("good", ""):
+            inputs = eager.processor.inputs(Observation.from_mapping({**observation, "advantage": advantage}))
+            arrays = (inputs.pixels, inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
+            pixels, *rest = (torch.from_numpy(array)[None] for array in arrays)
+            prefixes.append(model.read(model.embed_images(pixels), *rest))
+        for number in range(steps):
+            times = torch.where(committed, 0.0, torch.tensor(1.0 - number / steps, dtype=torch.float64))
+            time = model.embed_time(times)
+            conditional, unconditional = (model.act(x, time, prefix) for prefix in prefixes)
+            v = unconditional + 2.0 * (conditional - unconditional)
+            x = x - torch.where(committed[..., None], 0.0, v) / steps
+    near(policy.infer(asked).actions, world(policy, x.numpy(), observation), 1e-5)
+
+
 def test_an_engine_that_reads_one_prompt_refuses_by_name(
     conditioned: Callable[[str], Path], golden: Path
 ) -> None:
@@ -386,6 +429,20 @@ def test_what_cannot_be_followed_is_refused(
             asked({**observation, **fields})
         assert str(caught.value).startswith(message)
         assert len(str(caught.value)) < 400
+
+
+def test_weights_of_few_bits_too(case: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, observation = case
+    bundle, small = Bundle(path), tmp_path / "small.gguf"
+    formats = plan_formats(bundle, dict.fromkeys(("vision", "language", "head"), "int8"))
+    write_bundle(small, lambda: bundle.manifest, lowbit_sources(bundle, formats))
+    policy = load(small, device="cpu", engine="cpu", threads=1, allow_missing_cameras=True)
+    wanted = world(policy, written_out(policy, observation, 2.0), observation)
+    near(policy.infer({**observation, "advantage": "good", "guidance_scale": 2.0}).actions, wanted, LOWBIT)
+    # Graphs of such a prefix have one scale for all tokens of a batch: prompts of two lengths would move it.
+    policy.facts = replace(policy.facts, exact_lengths=True)
+    with pytest.raises(ObservationError, match="guidance_scale: expected a prefix that reads prompts of two"):
+        policy.check({**observation, "advantage": "good", "guidance_scale": 2.0})
 
 
 def test_tokens_of_the_client_hold_an_advantage_or_not(
