@@ -487,7 +487,7 @@ def test_the_usual_advantage_is_the_bundles(golden: Path, tmp_path: Path) -> Non
     assert not np.array_equal(usual, none)
     guided = world(policy, written_out(policy, observation, 2.0, "positive"), observation)
     near(policy.infer({**observation, "guidance_scale": 2.0}).actions, guided)
-    text = policy.processor.prompter.text("pick_it up", np.zeros(7, np.float32), "negative")
+    text = policy.processor.prompter.text("pick_it up", np.zeros(7, np.float32), advantage="negative")
     assert text.startswith("Task: pick it up Advantage: negative, State: ")  # as RLinf's tokenizer cleans it
 
 
