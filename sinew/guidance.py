@@ -1,4 +1,5 @@
-"""Real-time chunking: a solution that continues the chunk that is being executed.
+"""What steers a solution: real-time chunking, by which it continues the chunk that is being executed, and
+classifier-free guidance, by which it follows an advantage.
 
 Black, Galliker and Levine 2025 (arXiv 2506.07339), algorithm 1 and equations 2 to 5; the variant without the Jacobian
 is LeRobot's; the ramp is Isaac-GR00T's; committed rows are Black, Ren, Equi and Levine 2025 (arXiv 2512.05964), for
@@ -70,6 +71,32 @@ class Ramp:
 
     def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any:
         return act(x) * self.strength
+
+
+class ClassifierFree:
+    """Goes from the velocity of the prompt without an advantage by a multiple of the way to that of the prompt with it:
+    ``v = v_without + scale * (v_with - v_without)`` (Ho and Salimans 2022, arXiv 2207.12598; for advantages Frans et
+    al. 2025, arXiv 2505.23458, and pi*0.6, Amin et al. 2025, arXiv 2511.14759).
+
+    scale: float32 [B], one for each request. place: turns an array into one of the engine's. The context has the B
+    prompts with an advantage and behind them the B without. inner: steers what comes of it, as if a head had said it:
+    real-time chunking then continues a chunk of the guided policy.
+    """
+
+    def __init__(self, scale: np.ndarray, place: Callable[[np.ndarray], Any], inner: Any = None):
+        self.rows = place(np.tile(np.arange(len(scale)), 2))
+        self.scale, self.inner = place(np.asarray(scale, np.float32)[:, None, None]), inner
+        self.jacobian = inner is not None and getattr(inner, "jacobian", True)
+        committed = getattr(inner, "committed", None)
+        self.committed = None if committed is None else committed[self.rows]
+
+    def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any:
+        def both(x: Any) -> Any:
+            output, count = act(x[self.rows]), len(self.scale)
+            without = output[count:]
+            return without + self.scale * (output[:count] - without)
+
+        return both(x) if self.inner is None else self.inner(both, x, step)
 
 
 def guide(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sinew_client.policy import Limit, OpenPolicy, asking
@@ -25,9 +25,21 @@ from sinew.core import RTC, ActionChunk, BundleError, Observation, ObservationEr
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
 from sinew.engine.engine import Engine, Watch
-from sinew.processing import BatchKey, ModelInputs, Prepared, Processor, Words, batch_key, given, stack
+from sinew.processing import (
+    BatchKey,
+    ModelInputs,
+    Prepared,
+    Processor,
+    Words,
+    batch_key,
+    given,
+    stack_prompts,
+)
 from sinew.processing.continuation import kind_of
 from sinew.sources import EXPORTED, resolve
+
+if TYPE_CHECKING:
+    from sinew.solvers import Guidance
 
 
 def load(
@@ -149,6 +161,9 @@ class Policy(OpenPolicy):
             "ignored_recipe": self.choice.ignored,
             "unguided": self.unguided,
             "guidance": list(self.guidance),
+            "advantages": list(self.advantages),
+            "usual_advantage": self.manifest.processing.prompt.usual_advantage,
+            "unscaled": self.unscaled,
             "unbatched": self.unbatched,
             "unstreamed": self.facts.unshared,
             "lm_head": self.manifest.config.get("lm_head", ""),
@@ -219,6 +234,7 @@ class Policy(OpenPolicy):
         observation = given.observation(observation, self.spec)
         self._check_guided(observation)
         self._check_speaks(observation)
+        self._check_scaled(observation)
         self.processor_of(observation).check(observation)
 
     def infer(
@@ -274,6 +290,7 @@ class Policy(OpenPolicy):
         observation = given.observation(observation, self.spec)
         self._check_guided(observation)
         self._check_speaks(observation)
+        self._check_scaled(observation)
         processor = self.processor_of(observation)
         return processor.prepare(observation, pixels=not self.facts.takes_frames)
 
@@ -305,7 +322,8 @@ class Policy(OpenPolicy):
         Raises :class:`SinewError` for what concerns them all: an engine without batches, members that do not fit
         together, ``cancel``, a changed file of weights.
         """
-        first, guidance = members[0], None
+        first = members[0]
+        guidance: Guidance | None = None
         engine, processor = self.engine_of(first.adapter), self.processors[first.adapter]
         if len(members) > 1:
             if self.unbatched:
@@ -318,7 +336,12 @@ class Policy(OpenPolicy):
 
             wanted = [member.continuation for member in members if member.continuation is not None]
             guidance, noise = guide(wanted, self.spec.solver, noise, engine.place)
-        inputs = stack([member.inputs for member in members], processor.recipe.prompt)
+        if first.unconditional is not None:
+            from sinew.guidance import ClassifierFree
+
+            scales = np.array([member.scale for member in members], np.float32)
+            guidance = ClassifierFree(scales, engine.place, guidance)
+        inputs = stack_prompts(members, processor.recipe.prompt)
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
             start, watch = time.perf_counter(), Watch(cancel)
@@ -377,6 +400,10 @@ class Policy(OpenPolicy):
             raise SinewError(f"context: expected fp32 for {kind}, whose head chooses tokens, got {form}")
         if prepared.adapter:
             raise ObservationError("adapter", "none: the robot's head is the base's", repr(prepared.adapter))
+        if prepared.unconditional is not None:
+            raise SinewError(
+                f"guidance_scale: expected 0, 1 or none of a policy in two places, got {prepared.scale:g}"
+            )
         with self._lock:
             self.check_files()
             context = self.engine.read(prepared.inputs.batched())
@@ -506,6 +533,38 @@ class Policy(OpenPolicy):
             " --set lm_head=true)",
             f"{self.spec.name}, which keeps {'no such prompt' if kept else 'none'}",
         )
+
+    @property
+    def advantages(self) -> tuple[str, ...]:
+        """Return the advantages that an observation may name; () where the prompt has no place for them."""
+        return self.manifest.processing.prompt.advantages
+
+    @property
+    def unscaled(self) -> str:
+        """Return why this policy takes no ``guidance_scale`` but 0 and 1, "" if it does."""
+        expected, got = self._unscaled()
+        return f"expected {expected}, got {got}" if expected else ""
+
+    def _unscaled(self) -> tuple[str, str]:
+        if not self.advantages:
+            return "a policy whose prompt has a place for an advantage", self.spec.architecture
+        if self.spec.solver.kind != "euler":
+            return "a policy that integrates a velocity; this one has nothing to guide", self.spec.solver.kind
+        if not self.facts.shares_views or self.unbatched:
+            reads = "engine eager, plan, cpu or onnx, which reads two prompts over the same views"
+            return reads, f"engine {self.engine_name}" + (f" ({self.unbatched})" if self.unbatched else "")
+        if self.facts.exact_lengths:
+            return "a prefix that reads prompts of two lengths at once, as in fp32 or int8-rows", "int8"
+        return "", ""
+
+    def _check_scaled(self, observation: Observation) -> None:
+        """Refuse a scale that wants two prompts where there is no way to read them."""
+        scale = observation.guidance_scale
+        if scale is None or not isinstance(scale, (int, float, np.number)) or scale in (0, 1):
+            return  # what is wrong with it otherwise the processor says
+        expected, got = self._unscaled()
+        if expected and self.advantages:
+            raise ObservationError("guidance_scale", expected, got)
 
     def _check_guided(self, observation: Observation) -> None:
         if observation.previous is None:

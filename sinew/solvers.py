@@ -30,7 +30,8 @@ class Guidance(Protocol):
 
     An engine gives it a context that autograd takes, unless its attribute ``jacobian`` is False. It may have another,
     ``committed``, bool [B, H]: the rows whose time is the solver's end from the first step on. An engine then gives
-    the head a time per row.
+    the head a time per row. And another, ``rows``, integers [n]: the context has n rows, over which the guidance asks
+    ``act`` for ``x[rows]``; ``committed`` is of these then.
     """
 
     def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any: ...

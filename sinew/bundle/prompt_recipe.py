@@ -70,6 +70,16 @@ class PromptRecipe:
         return template(self.steps)
 
     @property
+    def advantages(self) -> tuple[str, ...]:
+        """Return the advantages that requests may name; () for a prompt without a place for them."""
+        return next((step.advantages for step in self.steps if step.advantages), ())
+
+    @property
+    def usual_advantage(self) -> str:
+        """Return the advantage of a request that names none; "" for none."""
+        return next((step.usual_advantage for step in self.steps if step.advantages), "")
+
+    @property
     def held(self) -> tuple[HeldTokens, ...]:
         """Return the tokens that every prompt holds, those of an id together."""
         found: dict[tuple[str, int], int] = {}
@@ -90,6 +100,8 @@ class PromptRecipe:
         yield from _problems(self.steps, self.vocab_size, "")
         if self.text is not None:
             yield from (f".text{problem}" for problem in self.text.problems(self.vocab_size))
+        if len({(step.advantages, step.usual_advantage) for step in self.steps if step.advantages}) > 1:
+            yield ": expected the same advantages in each of its steps"
         if any(held.times > MAX_SIZE for held in self.held):
             yield f": expected at most {MAX_SIZE} tokens of all views"
 

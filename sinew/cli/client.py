@@ -38,6 +38,8 @@ def client(
     image_size: str | None = None,
     prompt: str = PROMPT,
     solver_steps: int | None = None,
+    advantage: str | None = None,
+    guidance_scale: float | None = None,
     jpeg_quality: Annotated[int | None, Parameter(validator=validators.Number(gte=1, lte=95))] = None,
     timeout: float = 60.0,
     deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
@@ -58,6 +60,8 @@ def client(
         image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
         prompt: the instruction.
         solver_steps: instead of the bundle's own number.
+        advantage: that the prompt shall state, as positive; '' for none, the bundle's usual one if absent.
+        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
         jpeg_quality: compress frames, 1 to 95; raw pixels if absent.
         timeout: seconds to wait for each answer.
         deadline_ms: the server refuses a request that would begin later than this after its arrival.
@@ -82,6 +86,7 @@ def client(
                 terminal.emit(result)
                 return 0 if result["beyond"] == result["lost"] == 0 else 1
             observation = make_observation(metadata["policy"], size, prompt, solver_steps)
+            observation |= {"advantage": advantage, "guidance_scale": guidance_scale}
             if deadline_ms is not None:
                 observation["deadline_ms"] = deadline_ms
             for _ in range(warmup):

@@ -34,6 +34,8 @@ def infer(
     solver_steps: int | None = None,
     subtask: Annotated[bool, Parameter(negative="")] = False,
     question: str = "",
+    advantage: str | None = None,
+    guidance_scale: float | None = None,
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
 ) -> int:
@@ -49,6 +51,8 @@ def infer(
         subtask: have the language head say a subtask of the prompt first, and act on that. Bundles keep the head on
             request (sinew convert --set lm_head=true).
         question: have it answer a question instead, in words.
+        advantage: that the prompt shall state, as positive; '' for none, the bundle's usual one if absent.
+        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
     """
     from sinew.bundle.rename import rename_cameras
     from sinew.policy import Policy, open_bundle
@@ -66,6 +70,8 @@ def infer(
         solver_steps=solver_steps,
         subtask=subtask,
         question=question,
+        advantage=advantage,
+        guidance_scale=guidance_scale,
     )
     # Mistakes show before torch is imported and gigabytes are read.
     Processor(manifest, allow_missing_cameras=cameras.allow_missing_cameras).check(observation)

@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 from sinew_client import Client, ServerError
 from sinew_client.control import repeat, watched
-from sinew_client.protocol import CONTINUATION_KEYS
+from sinew_client.protocol import CONDITION_KEYS, CONTINUATION_KEYS
 from sinew_client.types import WORDS
 
 from sinew import __version__
@@ -149,6 +149,7 @@ def as_mapping(observation: Observation, deadline_ms: float | None) -> dict[str,
         "previous",
         "adapter",
         *CONTINUATION_KEYS,
+        *CONDITION_KEYS,
     )
     found = {name: getattr(observation, name) for name in names}
     found["seed"] = None if observation.noise is not None else observation.seed

@@ -23,7 +23,14 @@ from sinew_client.errors import Refused
 
 from sinew.cli import status, terminal
 from sinew.cli.options import RUNS, Runs, json_object
-from sinew.cli.run_connection import ASSIST_WHEN, assist_rule, check_guidance, open_assist, open_connection
+from sinew.cli.run_connection import (
+    ASSIST_WHEN,
+    assist_rule,
+    check_guidance,
+    conditioned,
+    open_assist,
+    open_connection,
+)
 from sinew.cli.run_robot import (
     choose_prompt,
     episodes_of,
@@ -47,6 +54,8 @@ def run(
     robot_options: str | None = None,
     cameras: Annotated[list[str] | None, Parameter(negative="")] = None,
     prompt: str = "",
+    advantage: str | None = None,
+    guidance_scale: float | None = None,
     hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     substeps: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
     handover: str = HANDOVER,
@@ -85,6 +94,9 @@ def run(
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
+        advantage: that the prompt of each request shall state, as positive; '' for none, the policy's usual one if
+            absent.
+        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
         hz: control rate; the policy's own, or the environment's, if absent.
         substeps: commands per control step, for faster actuators; they are interpolated.
         handover: auto, freeze, naive, aligned, ensemble[:M], aggregate[:MIX] or rtc[:GUIDANCE[:SCHEDULE[:BETA]]];
@@ -119,6 +131,7 @@ def run(
             edge = None if edge_adapter is None else Adapter.read(edge_adapter)
             open_robot = robot_opener(robot, robot_options, cameras, episodes)  # before anything is loaded
             policy, about, connect = open_connection(target, runs, split)
+            connect = conditioned(connect, about, advantage, guidance_scale)
             machine, instruction, rate = open_robot(policy)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)
@@ -154,7 +167,8 @@ def run(
             stack.callback(loop.close)
             follow_episodes(machine, loop.restart, prompt)
             if record is not None:
-                journal = Journal(record, settings, dim, robot=robot, target=target, prompt=given)
+                said = {"advantage": advantage, "guidance_scale": guidance_scale}
+                journal = Journal(record, settings, dim, robot=robot, target=target, prompt=given, **said)
                 stack.callback(journal.close)
                 loop.listeners.append(journal.put)
             watch = MotionWatch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sinew_client import Client, ClientError
@@ -18,6 +18,7 @@ from sinew.auth import key_from_environment
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs
 from sinew.core import RTC, SinewError
+from sinew.processing.conditioning import MAX_SCALE
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -50,7 +51,11 @@ def open_connection(target: str, runs: Runs, split: str | None = None) -> Connec
     policy = local.spec.to_dict()
     policy["action"]["limits"] = Safety(local.processor).limits()
     if split is not None:
-        return policy, {"unguided": "a policy in two places does not continue chunks"}, _split(local, split)
+        about = local.describe() | {
+            "unguided": "a policy in two places does not continue chunks",
+            "unscaled": "a policy in two places reads one prompt",
+        }
+        return policy, about, _split(local, split)
     local.warm_up()
     return policy, local.describe(), lambda: lambda observation, _: local.infer(observation).actions
 
@@ -74,6 +79,53 @@ def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any])
             f"--handover: expected {offers} on engine {about.get('engine')}, got rtc:{kind}; engines eager and plan"
             " take all"
         )
+
+
+def conditioned(
+    connect: Callable[[], Call], about: dict[str, Any], advantage: str | None, scale: float | None
+) -> Callable[[], Call]:
+    """Return what opens the same connections, over which each request names an advantage and a scale of guidance.
+
+    Raises :class:`SinewError` for what this policy, or what runs it, does not follow: before the robot moves. A server
+    that does not say is asked as it comes.
+    """
+    said = {"advantage": advantage, "guidance_scale": scale}
+    said = {name: value for name, value in said.items() if value is not None}
+    if not said:
+        return connect
+    if scale is not None and not 0 <= scale <= MAX_SCALE:
+        raise SinewError(f"--guidance-scale: expected a number from 0 to {MAX_SCALE:g}, got {scale:g}")
+    known = about.get("advantages")
+    if known is not None:
+        flag = "--" + next(iter(said)).replace("_", "-")
+        if not known:
+            raise SinewError(
+                f"{flag}: expected none for this policy, whose prompt has no place for an advantage"
+            )
+        if advantage and advantage not in known:
+            raise SinewError(f"--advantage: expected one of {', '.join(known)}, got {advantage!r}")
+        if scale is not None and not (about.get("usual_advantage") if advantage is None else advantage):
+            raise SinewError(
+                f"--guidance-scale: expected --advantage beside it ({', '.join(known)}), got none"
+            )
+    if scale not in (None, 0, 1) and (reason := about.get("unscaled")):
+        raise SinewError(f"--guidance-scale: {reason}")
+    return lambda: _Conditioned(connect(), said)
+
+
+class _Conditioned:
+    """A call whose requests say more."""
+
+    def __init__(self, call: Call, said: dict[str, Any]):
+        self._call, self._said = call, said
+
+    def __call__(self, observation: Mapping[str, Any], seconds: float) -> Any:
+        return self._call({**observation, **self._said}, seconds)
+
+    def close(self) -> None:
+        """Close the connection, where there is one."""
+        if (close := getattr(self._call, "close", None)) is not None:
+            close()
 
 
 def assist_rule(target: str, address: str | None, when: str) -> AssistRule | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from sinew import registry
 from sinew.bundle.rules import range_notes
 from sinew.bundle.writer import Progress
+from sinew.convert import advantage
 from sinew.convert.lerobot.folder import read_dataset, resolve
 from sinew.convert.lerobot.stats import seen_in
 from sinew.convert.options import COMPAT, ConvertOptions, parse_motion
@@ -122,7 +123,8 @@ def read(source: str | Path, options: ConvertOptions) -> Conversion:
 def _read(path: Path, options: ConvertOptions) -> Conversion:
     family = recognise(path, adapters=options.base is not None)
     try:
-        conversion = family.read(path, options.for_family(family, path))
+        options = options.for_family(family, path, advantage.SETTINGS)
+        conversion = advantage.with_advantage(family.read(path, options), options)
         notes = (*conversion.notes, *range_notes(conversion.processing))
         if options.dataset is not None and (file := read_dataset(options.dataset).stats) is not None:
             try:

@@ -80,8 +80,10 @@ class ConvertOptions:
         """Return what ``--set NAME=VALUE`` gave, else ``default``."""
         return self.settings.get(name, default)
 
-    def for_family(self, family: ModuleType, source: Path) -> ConvertOptions:
-        """Return the options with settings as values of their types.
+    def for_family(
+        self, family: ModuleType, source: Path, common: Mapping[str, Setting] | None = None
+    ) -> ConvertOptions:
+        """Return the options with settings as values of their types. common: those of every family.
 
         Raises :class:`ConvertError` for an option or a setting that the family does not read: what was asked
         for and is not done must not pass unseen.
@@ -92,13 +94,14 @@ class ConvertOptions:
                 raise ConvertError(
                     f"{_flag(name)}: {source} is a checkpoint of {' or '.join(family.NAMES)}, which takes {known}"
                 )
+        settings = {**family.SETTINGS, **(common or {})}
         for name in self.settings:
-            if name not in family.SETTINGS:
-                known = "; ".join(f"{key}: {setting.help}" for key, setting in family.SETTINGS.items())
+            if name not in settings:
+                known = "; ".join(f"{key}: {setting.help}" for key, setting in settings.items())
                 raise ConvertError(
                     f"--set {name}: expected a setting of {' or '.join(family.NAMES)} ({known or 'none'})"
                 )
-        values = {name: family.SETTINGS[name].parse(name, str(text)) for name, text in self.settings.items()}
+        values = {name: settings[name].parse(name, str(text)) for name, text in self.settings.items()}
         return replace(self, settings=values)
 
     @property

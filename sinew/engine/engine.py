@@ -104,6 +104,8 @@ class Facts:
     guides: the values of an observation's ``rtc`` that :meth:`Engine.solve` can follow.
     unbatched: why it reads one observation at a time, "" if it reads several. exact_lengths: prompts that are read at
         once have to be equally long.
+    shares_views: each row of pixels may stand for several prompts (:class:`sinew.processing.ModelInputs`), so that a
+        solution can be guided by two of them.
     unshared: why its two verbs may not run at the same time on two threads, "" if they may.
     takes_frames: it resizes raw frames on the device. world_units: it returns actions un-normalised.
     one_graph: it runs all stages as one unless a watch asks for them apart.
@@ -121,6 +123,7 @@ class Facts:
     guides: tuple[str, ...] = ()
     unbatched: str = ""
     exact_lengths: bool = False
+    shares_views: bool = False
     unshared: str = ""
     takes_frames: bool = False
     world_units: bool = False
@@ -160,7 +163,7 @@ class Engine(ABC):
     @abstractmethod
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
         """Return what the head needs of the observations: ``inputs`` with a batch axis
-        (:func:`sinew.processing.stack`)."""
+        (:func:`sinew.processing.stack`). Views are encoded once, whatever the number of prompts over each."""
 
     @abstractmethod
     def solve(
@@ -171,7 +174,8 @@ class Engine(ABC):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Return the solution from noise float32 [B, H, A], float32 [B, H, A] in model units."""
+        """Return the solution from noise float32 [B, H, A], float32 [B, H, A] in model units. A guidance with
+        ``rows`` asks the head of a context of several rows for each of B."""
 
     def run(
         self,

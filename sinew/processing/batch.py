@@ -7,6 +7,7 @@ noise may share one. What fixes the program or the shapes has to be equal, and i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ class BatchKey(NamedTuple):
 
     steps: of the solver. views: [V, channels, H, W]; a frame that is missing makes another batch. prompt: the bucket of
     the prompt's length. guidance: (kind, beta) of real-time chunking, None where a solution continues no chunk, so
-    that nobody pays for the gradients of others. adapter: by which the weights are changed.
+    that nobody pays for the gradients of others. adapter: by which the weights are changed. scaled: each has two
+    prompts (classifier-free guidance), whatever its scale, so that nobody pays for the second prompts of others.
     """
 
     steps: int
@@ -31,6 +33,7 @@ class BatchKey(NamedTuple):
     prompt: int
     guidance: tuple[str, float] | None
     adapter: str = ""
+    scaled: bool = False
 
 
 def batch_key(prepared: Prepared) -> BatchKey:
@@ -42,6 +45,7 @@ def batch_key(prepared: Prepared) -> BatchKey:
         -(-len(prepared.inputs.tokens) // BUCKET),
         None if wanted is None else (wanted.kind, wanted.beta),
         prepared.adapter,
+        prepared.unconditional is not None,
     )
 
 
@@ -70,3 +74,19 @@ def stack(members: Sequence[ModelInputs], prompt: PromptRecipe) -> ModelInputs:
         np.stack([padded(member.token_mask, False) for member in members]),
         np.stack([member.state for member in members]),
     )
+
+
+def stack_prompts(members: Sequence[Prepared], prompt: PromptRecipe) -> ModelInputs:
+    """Return the observations as a batch, and behind them, where they have one, their unconditional prompts over the
+    same views, which are there once: [B] pixels, and two rows of all else for each of B.
+
+    Raises :class:`SinewError` as :func:`stack`.
+    """
+    rows = [member.inputs for member in members]
+    rows += [
+        replace(member.inputs, tokens=tokens, token_mask=np.ones(len(tokens), bool))
+        for member in members
+        if (tokens := member.unconditional) is not None
+    ]
+    whole = stack(rows, prompt)
+    return replace(whole, pixels=whole.pixels[: len(members)])

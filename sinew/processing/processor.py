@@ -15,6 +15,7 @@ from sinew.bundle.schema import Manifest
 from sinew.core import BundleError, Moment, Observation, ObservationError, SinewError, did_you_mean
 from sinew.hints import option
 from sinew.processing.arrays import numbers
+from sinew.processing.conditioning import advantage_of, scale_of
 from sinew.processing.continuation import Continuation, check_continuation, continuation
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import normalizer
@@ -25,6 +26,9 @@ from sinew.steps.vector.base import apply_steps
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
     """One observation as a model reads it; :meth:`batched` and :func:`sinew.processing.stack` add a batch axis.
+
+    Of a batch, pixels may have fewer rows, of which each stands for several prompts over the same views: row i of the
+    others is over views i modulo their number.
 
     pixels: float32 [V, channels, H, W], those of the oldest moment first; camera_mask: bool [V]; tokens: int64 [L];
     token_mask: bool [L]; state: float32 [padded_state_dim], in the same order. ``frames``: uint8 [h, w, 3] each, for
@@ -74,6 +78,8 @@ class Prepared:
     missing: cameras without a frame. repeated: moments that were not sent. milliseconds: what preparing it took.
     words: what is to be said first; None: nothing.
     adapter: which one computes it, "" for the base.
+    unconditional: int64 [L], the prompt without the advantage, and scale: how far to go from there to ``inputs`` and
+    beyond (classifier-free guidance); None where one prompt is enough.
     """
 
     inputs: ModelInputs
@@ -89,6 +95,8 @@ class Prepared:
     repeated: int = 0
     words: Words | None = None
     adapter: str = ""
+    unconditional: np.ndarray | None = None
+    scale: float = 1.0
 
 
 class Processor:
@@ -138,6 +146,11 @@ class Processor:
         """
         start = time.perf_counter()
         state, normalized, tokens = self._checked(observation)
+        scale, unconditional = self._scale(observation), None
+        if scale != 1.0:
+            unconditional = self._unconditional(observation, normalized)
+            if scale == 0.0:  # that prompt is enough, and gives what it gives alone, to the bit
+                tokens, unconditional = unconditional, None
         noise, seed = self.noise(observation)
         return Prepared(
             inputs=self._assemble(observation, normalized, tokens, False, pixels),
@@ -160,6 +173,8 @@ class Processor:
             repeated=self.spec.history - 1 - len(observation.earlier),
             words=self._words(observation),
             adapter=observation.adapter,
+            unconditional=unconditional,
+            scale=scale,
         )
 
     def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -180,6 +195,7 @@ class Processor:
         most = min(solver.most_steps or MAX_SOLVER_STEPS, MAX_SOLVER_STEPS)
         _integer(observation.solver_steps, "solver_steps", solver.fixed_steps or 1, most)
         check_continuation(observation, self.spec)
+        self._scale(observation)
         return state, normalized, tokens
 
     def inputs(self, observation: Observation, padded: bool = False, pixels: bool = True) -> ModelInputs:
@@ -310,6 +326,11 @@ class Processor:
             raise ObservationError(name, "nothing, as neither subtask nor question is asked", "it")
         if name and observation.tokens is not None:
             raise ObservationError("tokens", f"none beside {name}, whose words the policy writes", "tokens")
+        for given in ("advantage", "guidance_scale") if name else ():
+            if getattr(observation, given) is not None:
+                raise ObservationError(
+                    given, f"nothing beside {name}, whose prompt has no place for it", "it"
+                )
         if not observation.acts:
             for given in ("previous", "noise", "solver_steps"):
                 if getattr(observation, given) is not None:
@@ -368,9 +389,18 @@ class Processor:
             raise ObservationError("noise", "none, because this policy starts from zeros", "noise")
         return _vector(observation.noise, "noise", self.spec.noises(observation.solver_steps))
 
+    def _scale(self, observation: Observation) -> float:
+        return scale_of(observation, self.recipe.prompt, advantage_of(observation, self.recipe.prompt))
+
+    def _unconditional(self, observation: Observation, normalized: np.ndarray) -> np.ndarray:
+        """Return the prompt without an advantage. normalized: the states of all moments, the newest last."""
+        newest = normalized[len(normalized) - self.state_normalizer.width :]
+        return self.prompter.encode(observation.prompt or self.spec.default_prompt, newest)
+
     def _tokens(self, observation: Observation, state: np.ndarray) -> np.ndarray:
         if not isinstance(observation.prompt, str):
             raise ObservationError("prompt", "text", type(observation.prompt).__name__)
+        advantage = advantage_of(observation, self.recipe.prompt)
         if observation.tokens is not None:
             if observation.prompt:
                 raise ObservationError("tokens", "either a prompt or tokens", "both")
@@ -379,7 +409,7 @@ class Processor:
             return self.prompter.encode_question(observation.question, state)
         if observation.subtask:
             return self.prompter.encode_subtask(observation.prompt or self.spec.default_prompt, state)
-        return self.prompter.encode(observation.prompt or self.spec.default_prompt, state)
+        return self.prompter.encode(observation.prompt or self.spec.default_prompt, state, advantage)
 
 
 def _vector(value: object, name: str, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:

@@ -31,17 +31,18 @@ class Prompter:
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
         self.behind = self._behind("" if recipe.text is None else recipe.text.action)
 
-    def text(self, prompt: str, state: np.ndarray, steps: Steps | None = None) -> str:
-        """The exact string that is tokenised. ``state``: [D], normalised. steps: other ones than the recipe's own."""
-        said = Sentence(prompt, "", state)
+    def text(self, prompt: str, state: np.ndarray, advantage: str = "", steps: Steps | None = None) -> str:
+        """Return the exact string that is tokenised. ``state``: [D], normalised. ``advantage``: "" for none. steps:
+        other ones than the recipe's own."""
+        said = Sentence(prompt, "", state, advantage)
         for step in self.recipe.steps if steps is None else steps:
             said = step.forward(said)
         return said.text
 
-    def encode(self, prompt: object, state: np.ndarray) -> np.ndarray:
+    def encode(self, prompt: object, state: np.ndarray, advantage: str = "") -> np.ndarray:
         """Token ids of the formatted instruction, int64 [L], 1 <= L <= max_tokens. Never truncates."""
         wanted = "an instruction, as 'pick up the red cube' (this policy has none of its own)"
-        return self._encoded("prompt", prompt, state, self.recipe.steps, wanted)
+        return self._encoded("prompt", prompt, state, self.recipe.steps, wanted, advantage)
 
     def encode_subtask(self, prompt: object, state: np.ndarray) -> np.ndarray:
         """The same of the prompt behind which a subtask is said. Raises :class:`ObservationError` where none is."""
@@ -65,7 +66,9 @@ class Prompter:
             )
         return self._encoded("question", question, state, steps, "a question, as 'what is in the gripper?'")
 
-    def _encoded(self, name: str, text: object, state: np.ndarray, steps: Steps, wanted: str) -> np.ndarray:
+    def _encoded(
+        self, name: str, text: object, state: np.ndarray, steps: Steps, wanted: str, advantage: str = ""
+    ) -> np.ndarray:
         """name: of the field, for messages."""
         if not isinstance(text, str):
             raise ObservationError(name, "a string", type(text).__name__)
@@ -74,7 +77,7 @@ class Prompter:
         if len(text) > MAX_CHARACTERS:
             raise ObservationError(name, f"at most {MAX_CHARACTERS} characters", str(len(text)))
         try:
-            ids = self._ids(self.text(text, state, steps), steps)
+            ids = self._ids(self.text(text, state, advantage, steps), steps)
         except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
             raise ObservationError(name, "text that UTF-8 can carry", "lone surrogates") from None
         except ValueError as error:

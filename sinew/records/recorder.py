@@ -31,9 +31,9 @@ from sinew.steps.base import MAX_SIZE
 MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
 MAX_NUMBERS = 1 << 20  # of actions, noise, tokens or previous
-_CONTINUATION = ("delay", "horizon", "rtc", "schedule", "beta")  # older records have none of these
-_PLAIN = ("prompt", "solver_steps", "session", "time", "adapter", *_CONTINUATION)
-_ABSENT = {**dict.fromkeys(_CONTINUATION), "adapter": ""}  # of older records
+_NEWER = ("delay", "horizon", "rtc", "schedule", "beta", "advantage", "guidance_scale")
+_PLAIN = ("prompt", "solver_steps", "session", "time", "adapter", *_NEWER)
+_ABSENT = {**dict.fromkeys(_NEWER), "adapter": ""}  # of older records
 _ARRAYS = ("noise", "tokens", "previous")
 _EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an earlier moment
 
@@ -81,6 +81,8 @@ class _Meta(msgspec.Struct):
     text_tokens: int | None = None
     text: str = ""
     adapter: str = ""
+    advantage: str | None = None
+    guidance_scale: float | None = None
     server: dict[str, Any] = {}
 
 

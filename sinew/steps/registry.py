@@ -25,6 +25,7 @@ PROMPT = {
     "lower": "sinew.steps.prompt.lower:Lower",
     "words_only": "sinew.steps.prompt.words_only:WordsOnly",
     "as_list": "sinew.steps.prompt.as_list:AsList",
+    "advantage": "sinew.steps.prompt.advantage:Advantage",
     "text": "sinew.steps.prompt.text:Text",
     "instruction": "sinew.steps.prompt.instruction:Instruction",
     "state": "sinew.steps.prompt.state:State",

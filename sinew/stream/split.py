@@ -111,9 +111,17 @@ class SplitPolicy(OpenPolicy):
         prepared = policy.processor.prepare(found, pixels=False)
         if prepared.continuation is not None:
             raise SinewError("previous: expected nothing; a split policy does not continue chunks")
+        if prepared.unconditional is not None:
+            raise SinewError("guidance_scale: expected 0, 1 or none; a split policy reads one prompt")
         asked = time.perf_counter()
         seen = Observation(
-            found.images, found.state, found.prompt, session=found.session, earlier=found.earlier
+            found.images,
+            found.state,
+            found.prompt,
+            session=found.session,
+            earlier=found.earlier,
+            advantage=found.advantage,
+            guidance_scale=found.guidance_scale,
         )
         data, timing = self._client.context(seen, timeout=timeout)
         arrived = time.perf_counter()

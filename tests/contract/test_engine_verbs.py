@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,28 @@ def test_a_batch_is_its_members(policy: Policy) -> None:
     for member, found in zip(members, together, strict=True):
         (alone,) = policy.engine.run(member.inputs.batched(), member.noise[None], STEPS)
         np.testing.assert_allclose(found, alone, rtol=0, atol=1e-4 * np.abs(alone).max())
+
+
+def test_prompts_over_the_same_views_are_as_over_copies_of_them(policy: Policy) -> None:
+    """Pixels once, everything else twice: what classifier-free guidance reads."""
+    first, second = (
+        policy.prepare({**seen(policy, 7), "prompt": text}) for text in ("draw a circle", "draw")
+    )
+    second = replace(second, inputs=replace(second.inputs, pixels=first.inputs.pixels))
+    whole = (
+        stack([first.inputs, second.inputs], policy.manifest.processing.prompt)
+        if not policy.unbatched
+        else None
+    )
+    assert policy.facts.shares_views == (whole is not None)
+    if whole is None:
+        return
+    noise = np.stack([first.noise, second.noise])
+    shared = replace(whole, pixels=whole.pixels[:1])
+    wanted = policy.engine.run(whole, noise, STEPS)
+    found = policy.engine.run(shared, noise, STEPS)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert not np.array_equal(found[0], found[1])
 
 
 def test_the_verbs_run_at_once_on_two_threads(policy: Policy) -> None:

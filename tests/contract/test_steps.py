@@ -35,6 +35,7 @@ from sinew.steps.image.methods import Method
 from sinew.steps.image.resize import Resize
 from sinew.steps.image.short_side import ShortSide
 from sinew.steps.image.square import Square
+from sinew.steps.prompt.advantage import Advantage
 from sinew.steps.prompt.as_list import AsList
 from sinew.steps.prompt.base import PromptStep, Sentence
 from sinew.steps.prompt.clean import Clean
@@ -385,7 +386,8 @@ class Said:
     refused: Mapping[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
 
-SAID = Sentence(" Pick up_the\nred, cube ", "Do:", np.array([0.9, -1.5]))
+SAID = Sentence(" Pick up_the\nred, cube ", "Do:", np.array([0.9, -1.5]), "good")
+WORDS = (("good", "\nAdvantage: good"), ("bad", "\nAdvantage: bad"))
 NO_TEXT = {"nothing": ({"text": ""}, "text: expected 1 to 16384 characters, got 0")}
 NONE = {"none": ({"count": 0}, "count: expected 1 to 8192, got 0")}
 UNKNOWN = {"unknown": ({"token": 10**9}, "expected tokens of the vocabulary, 0 to ")}
@@ -395,6 +397,31 @@ PROMPTS = {
     "lower": Said(Lower(), "in small letters", " pick up_the\nred, cube "),
     "words_only": Said(WordsOnly(), "small letters, digits and spaces alone", " pick up_the\nred cube "),
     "as_list": Said(AsList(), "as a list of one text", "[' Pick up_the\\nred, cube ']"),
+    "advantage": Said(
+        Advantage(WORDS),
+        '"\\nAdvantage: good" or "\\nAdvantage: bad" behind the instruction',
+        instruction=" Pick up_the\nred, cube \nAdvantage: good",
+        refused={
+            "nothing": ({"words": ()}, "words: expected 1 to 256 advantages, got 0"),
+            "many": (
+                {"words": tuple((str(i), "x") for i in range(257))},
+                "words: expected 1 to 256 advantages, got 257",
+            ),
+            "twice": ({"words": (*WORDS, WORDS[0])}, "words: expected different names"),
+            "a name": (
+                {"words": (("a\nb", "x"),)},
+                "words: expected printable names of 1 to 64 characters, got 'a\\nb'",
+            ),
+            "no words": ({"words": (("good", ""),)}, "words: good: expected 1 to 64 characters, got 0"),
+            "usual": ({"usual": "best"}, "usual: expected one of good, bad, or none, got 'best'"),
+        },
+    ),
+    "advantage in the text": Said(
+        Advantage(WORDS, "bad", "text"),
+        '"\\nAdvantage: good" or "\\nAdvantage: bad" as {advantage}, bad where none is named',
+        text="Do:\nAdvantage: good",
+        slot="{advantage}",
+    ),
     "text": Said(Text(" {x}"), '" {x}"', text="Do: {x}", slot=" {x}", refused=NO_TEXT),
     "instruction": Said(
         Instruction(), "the instruction", text="Do: Pick up_the\nred, cube ", slot="{prompt}"

@@ -10,6 +10,9 @@ from sinew.bundle import Bundle
 from sinew.convert import convert
 from sinew.convert.options import ConvertOptions, Setting, parse_settings
 from sinew.core import ConvertError
+from sinew.steps.prompt.advantage import Advantage
+from sinew.steps.prompt.instruction import Instruction
+from sinew.steps.prompt.suffix import Suffix
 
 CASE = "smolvla-2cam"
 
@@ -76,3 +79,60 @@ def test_nothing_given_records_nothing(golden, tmp_path):
     out = convert(tmp_path / CASE / "checkpoint", tmp_path / "o.gguf")
     assert Bundle(out).manifest.provenance.options == {}
     assert ConvertOptions().record() == {}
+
+
+def test_a_prompt_gets_a_place_for_advantages(golden, tmp_path):
+    case, out = golden / CASE, tmp_path / "o.gguf"
+    given = {"advantage": "positive, negative", "usual_advantage": "positive"}
+    manifest = Bundle(convert(case / "checkpoint", out, vlm=case / "vlm", settings=given)).manifest
+    first, *rest = manifest.processing.prompt.steps
+    assert first == Advantage(
+        (("positive", "\nAdvantage: positive"), ("negative", "\nAdvantage: negative")), "positive"
+    )
+    assert tuple(rest) == (Instruction(), Suffix("\n"))
+    assert manifest.provenance.options["set advantage"] == "positive, negative"
+    given = {"advantage": "0,1", "advantage_words": r"\nI={advantage}", "advantage_place": "text"}
+    prompt = Bundle(
+        convert(case / "checkpoint", out, vlm=case / "vlm", settings=given)
+    ).manifest.processing.prompt
+    assert prompt.steps[-1] == Advantage((("0", "\nI=0"), ("1", "\nI=1")), place="text")
+    assert prompt.template == "{prompt}\n{advantage}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"usual_advantage": "good"}, "--set usual_advantage: expected --set advantage=NAME,NAME beside it"),
+        ({"advantage": ", "}, "--set advantage: expected --set advantage=NAME,NAME beside it, got none"),
+        ({"advantage": "a,a"}, "--set advantage: expected different names, got a, a"),
+        (
+            {"advantage": "a", "advantage_words": "good"},
+            r"--set advantage_words: expected a place for the name",
+        ),
+        (
+            {"advantage": "a", "usual_advantage": "b"},
+            "--set advantage: usual: expected one of a, or none, got 'b'",
+        ),
+        ({"advantage": "a" * 65}, "--set advantage: words: expected printable names of 1 to 64 characters"),
+        (
+            {"advantage": "a", "advantage_words": "{advantage}" * 65},
+            "--set advantage: words: a: expected 1 to 64",
+        ),
+        (
+            {"advantage": "a", "advantage_place": "end"},
+            "--set advantage_place: expected one of instruction, text",
+        ),
+        ({"advantag": "a"}, "--set advantag: expected a setting of smolvla"),
+    ],
+)
+def test_advantages_that_no_prompt_can_hold(golden, tmp_path, settings, message):
+    case = golden / CASE
+    with pytest.raises(ConvertError, match=message):
+        convert(case / "checkpoint", tmp_path / "o.gguf", vlm=case / "vlm", settings=settings)
+
+
+def test_a_policy_without_language_has_no_advantages(golden, tmp_path):
+    with pytest.raises(
+        ConvertError, match="--set advantage: expected a policy that reads an instruction, got act"
+    ):
+        convert(golden / "act-2cam" / "checkpoint", tmp_path / "o.gguf", settings={"advantage": "good"})

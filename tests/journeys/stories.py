@@ -259,6 +259,20 @@ def control(walk: Walk) -> None:
             after="assert report.executed > 0, report",
         )
     walk.type("sinew client --replay run.jsonl", says=("0 differ",))
+    walk.copy(FIXTURES / "pi05-2cam" / "checkpoint", "checkpoint")
+    walk.copy(FIXTURES / "pi05-2cam" / "arch.json", "arch.json")
+    walk.type(
+        "sinew convert checkpoint recap.gguf --set advantage=positive,negative --set usual_advantage=positive",
+        adds="--arch arch.json",  # of miniature widths, which have no name
+    )
+    with walk.serving("sinew serve recap.gguf"):
+        drove(
+            walk.type(
+                'sinew run tcp://server:5555 --robot dry --prompt "stack the cups" --hz 20 --seconds 10'
+                " --advantage positive --guidance-scale 1.5",
+                instead=("10", "3"),
+            )
+        )
 
 
 def dashboard(walk: Walk) -> None:

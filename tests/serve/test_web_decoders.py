@@ -89,8 +89,8 @@ def test_a_picture_that_unpacks_to_gigabytes_is_refused(spec):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"advantage": "positive"}, "advantage: expected one of the keys .*, got an unknown key"),
-        ({"cfg_scale": 2.0}, "cfg_scale: expected one of the keys .*, got an unknown key"),
+        ({"advantag": "positive"}, "advantag: expected one of the keys .*did you mean 'advantage'"),
+        ({"cfg_strength": 2.0}, "cfg_strength: expected one of the keys .*, got an unknown key"),
         ({"stat": [0.0]}, "stat: expected .*observation/state, prompt, seed"),
         ({"observation/stat": [0.0]}, "observation/stat: .*did you mean 'observation/state'"),
         ({"observation/imag": 1}, "observation/imag: .*did you mean 'observation/image'"),
@@ -122,7 +122,7 @@ def test_what_clients_of_the_field_send_beside_is_listed():
         http.observation(http.HttpMessage({**row, "observation.stat": [0.0]}), spec)
     with pytest.raises(ObservationError, match="^observation.state: expected one state, as state, got two"):
         http.observation(http.HttpMessage({**row, "state": [0.0] * 4}), spec)
-    for key in ("advantage", "cfg_scale", "stat", "tokens"):
+    for key in ("advantages", "cfg_strength", "stat", "tokens"):
         with pytest.raises(ObservationError, match=f"^{key}: expected one of the keys .* unknown key"):
             http.observation(http.HttpMessage({**own, key: 2.0}), spec)
     act = {"full_image": np.zeros((8, 8, 3), np.uint8), "state": own["state"], "instruction": "go"}

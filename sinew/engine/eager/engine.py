@@ -40,6 +40,7 @@ class EagerEngine(Engine):
             recipe=recipe or {},
             weights_nbytes=sum(p.nbytes for p in model.parameters()),
             guides=RTC,  # autograd goes through the head, and a head that can takes a time per row
+            shares_views=True,
             unshared="" if device.type == "cpu" else f"expected a CPU, got {device}, whose stream they share",
             rolling=bool(getattr(model.config, "rolling", False)),
             head_reads_state=model.head_reads_state,
@@ -70,6 +71,8 @@ class EagerEngine(Engine):
         with self._rows(watch):
             batch = Inputs.of(inputs, self.device)
             image_tokens = self.model.embed_images(batch.pixels)  # [B, V, N, C]
+            if (prompts := len(batch.tokens) // len(batch.pixels)) > 1:
+                image_tokens = image_tokens.repeat(prompts, 1, 1, 1)
             self._lap(watch, "vision")
             context = self.model.read(image_tokens, *batch[1:])
             if watch.trace is not None:

@@ -154,6 +154,7 @@ class OnnxEngine(Engine):
             unbatched=self._unbatched(),
             # where the prefix has one scale for all of its tokens, tokens of padding would move it
             exact_lengths="read" in self.by_member,
+            shares_views=True,
             providers=tuple(self.providers),
             files=tuple(file for file in sorted(self.directory.iterdir()) if file.is_file()),
             notes=(
@@ -167,10 +168,10 @@ class OnnxEngine(Engine):
         """Return the tensors of ``graphs.reads`` in ONNX Runtime's memory."""
         watch, count = watch or Watch(), len(inputs.tokens)
         vision = self.sessions["vision"]
-        tokens = [
-            vision.run(None, {"pixels": inputs.pixels[rows]})[0] for rows in self._calls("vision", count)
-        ]
-        image_tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        seen = len(inputs.pixels)  # each perhaps by several prompts
+        parts = [vision.run(None, {"pixels": inputs.pixels[rows]})[0] for rows in self._calls("vision", seen)]
+        parts *= count // seen
+        image_tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
         watch.lap("vision")
         image_tokens, camera_mask = self._all_views(image_tokens, inputs.camera_mask)
         given = dict(
@@ -208,7 +209,9 @@ class OnnxEngine(Engine):
         watch, table = watch or Watch(), self._table(steps)
         for words in self.graphs.speaks:
             return self._speak(context, words, watch)
-        act = self._act(context, drawn(noise, 0), table[:1])
+        begun = drawn(noise, 0)
+        rows = getattr(guidance, "rows", None)  # of the context, where it has several for each of x
+        act = self._act(context, begun if rows is None else begun[rows], table[:1])
         if watch.trace is not None:
             act = _noted(act, watch.trace)
         time_embeddings = np.split(table, len(table))

@@ -232,6 +232,8 @@ class NativeCodec:
             text_only=request.text_only,
             text_tokens=request.text_tokens or None,
             adapter=request.adapter,
+            advantage=request.advantage if request.HasField("advantage") else None,
+            guidance_scale=request.guidance_scale if request.HasField("guidance_scale") else None,
             **_continuation(spec, request),
         )
 

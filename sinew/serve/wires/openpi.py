@@ -22,10 +22,11 @@ from sinew.serve.wires import field_names
 
 NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
+SCALES = ("guidance_scale", "cfg_scale")  # the second is what image generators and their heirs call it
 OPTIONS = (
     *("seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule"),
     *("subtask", "question", "text_only", "text_tokens"),
-    "adapter",
+    *("adapter", "advantage", *SCALES),
 )
 # What clients of the field send to every policy, whether it reads it or not -> why it may be left alone.
 IGNORED = {
@@ -74,7 +75,7 @@ def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | 
 
 def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     """What may stand beside an observation: seed, noise, solver_steps, time, adapter, what real-time chunking needs,
-    and what asks for words."""
+    what asks for words, and an advantage with the scale of its guidance."""
     found: dict[str, Any] = {}
     for name in ("seed", "solver_steps", "delay", "horizon", "text_tokens"):
         if flat.get(name) is not None:
@@ -88,7 +89,7 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("time", "beta"):
         if flat.get(name) is not None:
             found[name] = number(name, flat[name])
-    for name in ("rtc", "schedule", "question", "adapter"):
+    for name in ("rtc", "schedule", "question", "adapter", "advantage"):
         if flat.get(name) is not None:
             found[name] = field_names.text(name, flat[name])
     if "question" in found and not found["question"].strip():
@@ -96,6 +97,10 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("subtask", "text_only"):
         if flat.get(name) is not None:
             found[name] = truth(name, flat[name])
+    if scales := {name: number(name, flat[name]) for name in SCALES if flat.get(name) is not None}:
+        if len(set(scales.values())) > 1:
+            raise ObservationError(SCALES[1], f"one scale, as {SCALES[0]}", "two")
+        found[SCALES[0]] = next(iter(scales.values()))
     return found
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from sinew_client.protocol import CONDITION_KEYS
 from sinew_client.schema import PredictResponse
 
 from sinew.core import ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
@@ -178,6 +179,9 @@ class Streams:
                 "adapter", "none in a stream, which the base computes", repr(request.adapter[:64])
             )
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
+        for name in CONDITION_KEYS:
+            if request.HasField(name):
+                raise ObservationError(name, "none in a stream, which follows the policy's own", "one")
         robot = self._robot(asker, envelope, header.session, request)
         if robot.safety is not None:
             robot.safety.check(Observation(images={}, state=state))

@@ -13,15 +13,17 @@ MAX_TEXT = 1 << 14  # characters that a step may write
 
 
 class Sentence(NamedTuple):
-    """instruction: as the steps so far have left it. text: what they have written. state: [D], normalised."""
+    """instruction: as the steps so far have left it. text: what they have written. state: [D], normalised. advantage:
+    one of those that a step knows (:attr:`PromptStep.advantages`), "" for none."""
 
     instruction: str
     text: str
     state: np.ndarray
+    advantage: str = ""
 
     def saying(self, text: str) -> Sentence:
         """Return the sentence with this text behind the other."""
-        return Sentence(self.instruction, self.text + text, self.state)
+        return self._replace(text=self.text + text)
 
 
 class HeldTokens(NamedTuple):
@@ -51,6 +53,16 @@ class PromptStep(Step):
     def holds(self) -> HeldTokens | None:
         """Return the tokens that a prompt holds because of the step."""
         return None
+
+    @property
+    def advantages(self) -> tuple[str, ...]:
+        """Return the advantages that the step has words for."""
+        return ()
+
+    @property
+    def usual_advantage(self) -> str:
+        """Return the advantage of a request that names none; "" for none."""
+        return ""
 
     def forward(self, said: Sentence) -> Sentence:
         """Return the sentence after the step."""

@@ -68,7 +68,7 @@ class Client(BaseClient):
             ``previous`` float [R, action_dim], the rows of the running chunk from this frame on, with ``delay``,
             ``horizon``, ``rtc``, ``schedule`` and ``beta``: real-time chunking, which :mod:`sinew_client.control` does;
             ``subtask`` True: a subtask is said first, stands in the chunk's ``text``, and is acted on; ``adapter``,
-            which of the policy's computes it.
+            which of the policy's computes it; ``advantage`` and ``guidance_scale``, where the prompt has a place.
         timeout: seconds, for this call only.
 
         Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError, and UnsafeChunk for

@@ -19,6 +19,7 @@ from sinew_client.given import shown
 from sinew_client.types import WORDS, ActionChunk, Moment, Observation, Timing
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
+CONDITION_KEYS = ("advantage", "guidance_scale")
 OBSERVATION_KEYS = (*(each.name for each in fields(Observation)), "deadline_ms")  # the last is the request's
 
 MAX_ROWS, MAX_DIM = (
@@ -29,15 +30,8 @@ MAX_ROWS, MAX_DIM = (
 _KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(
     (
-        "prompt",
-        "session",
-        "seed",
-        "solver_steps",
-        "time",
-        "deadline_ms",
-        "adapter",
-        *CONTINUATION_KEYS,
-        *WORDS,
+        *("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", "adapter"),
+        *(*CONTINUATION_KEYS, *CONDITION_KEYS, *WORDS),
     )
 )
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number

@@ -40,6 +40,8 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (6, "precomputed_img_emb", "repeated float"),
             (7, "precomputed_img_emb_n_views", "uint32"),
             (8, "attention_mask", "repeated uint32"),
+            (70, "advantage", "optional string"),
+            (71, "guidance_scale", "optional double"),
             (100, "kind", "Kind"),
             (101, "prompt", "string"),
             (102, "camera_names", "repeated string"),

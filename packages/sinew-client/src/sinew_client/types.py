@@ -200,6 +200,10 @@ class Observation:
     question: text to be answered in words; there are no actions then, and the prompt is not read.
     text_only: of a subtask the words alone, without actions.
     text_tokens: most tokens of the text; as many as the bundle says if absent.
+    Of a policy that was trained with advantages in its prompt (RECAP, docs/control.md):
+    advantage: one of those that the policy knows, as "positive"; "" for none, the policy's own where it is absent.
+    guidance_scale: how far the solution goes from what the prompt without the advantage gives to what it gives with it,
+              0 to 100, and beyond (classifier-free guidance); 1, the advantage alone, where it is absent.
     """
 
     images: Mapping[str, np.ndarray]
@@ -223,6 +227,8 @@ class Observation:
     text_only: bool = False
     text_tokens: int | None = None
     adapter: str = ""
+    advantage: str | None = None
+    guidance_scale: float | None = None
 
     @property
     def moments(self) -> tuple[Moment, ...]:

@@ -55,6 +55,7 @@ MAX_ERROR_TEXT = 1000
 OPTIONS = (
     *("session", "deadline_ms", "seed", "solver_steps"),
     *("previous", "delay", "horizon", "rtc", "schedule", "beta"),
+    *("advantage", "guidance_scale"),
 )
 FIELDS = ("endpoint", "data", "api_token")  # of a request
 ENDPOINTS = ("get_action", "get_modality_config", "ping", "reset", "kill")
@@ -315,8 +316,10 @@ def _read_data(header: GrootHeader, data: dict[str, Any]) -> GrootHeader:
 
 
 def _continuation(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of real-time chunking that are there; ``previous`` is an array [R, action_dim]."""
-    kinds: dict[str, Any] = {"delay": int, "horizon": int, "rtc": str, "schedule": str, "beta": (int, float)}
+    """Return the options of guidance that are there; ``previous`` is an array [R, action_dim]."""
+    number = (int, float)
+    kinds: dict[str, Any] = {"delay": int, "horizon": int, "rtc": str, "schedule": str, "beta": number}
+    kinds |= {"advantage": str, "guidance_scale": number}
     found = {name: _option(options, name, kind) for name, kind in kinds.items()}
     if options.get("previous") is not None:
         found["previous"] = numbers(

@@ -1,0 +1,69 @@
+"""How good the actions are said to be that the policy shall give (pi*0.6's RECAP, Amin et al. 2025, section V-B)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sinew.steps.prompt.base import MAX_TEXT, PromptStep, Sentence
+
+MOST = 256  # advantages of a policy; a value function's bins are 201
+MAX_NAME = 64  # characters
+SHOWN = 4  # of them, by `sinew inspect`
+
+
+@dataclass(frozen=True)
+class Advantage(PromptStep):
+    """The words of a request's advantage, and nothing where it has none.
+
+    words: name and words of each advantage, the name as requests have it. usual: that of a request that names none.
+    place: behind the instruction, so that later steps change both together (RLinf's ``TokenizePromptWithGuidance``), or
+    in the text, where the step stands.
+    """
+
+    words: tuple[tuple[str, str], ...]
+    usual: str = ""
+    place: Literal["instruction", "text"] = "instruction"
+    kind: Literal["advantage"] = field(default="advantage", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        if not 1 <= len(self.words) <= MOST:
+            yield f"words: expected 1 to {MOST} advantages, got {len(self.words)}"
+        if len(set(self.advantages)) != len(self.words):
+            yield "words: expected different names"
+        for name, text in self.words:
+            if not (1 <= len(name) <= MAX_NAME and name.isprintable()):
+                yield f"words: expected printable names of 1 to {MAX_NAME} characters, got {name[:MAX_NAME]!r}"
+            elif not 1 <= len(text) <= MAX_TEXT // MOST:
+                yield f"words: {name}: expected 1 to {MAX_TEXT // MOST} characters, got {len(text)}"
+        if self.usual and self.usual not in self.advantages:
+            known = ", ".join(name[:MAX_NAME] for name in self.advantages[:SHOWN])
+            yield f"usual: expected one of {known}, or none, got {self.usual[:MAX_NAME]!r}"
+
+    @property
+    def slot(self) -> str:
+        return "{advantage}" if self.place == "text" else ""
+
+    @property
+    def advantages(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.words)
+
+    @property
+    def usual_advantage(self) -> str:
+        return self.usual
+
+    def forward(self, said: Sentence) -> Sentence:
+        text = dict(self.words).get(said.advantage, "")
+        if self.place == "text":
+            return said.saying(text)
+        return said._replace(instruction=said.instruction + text)
+
+    def __str__(self) -> str:
+        where = "behind the instruction" if self.place == "instruction" else "as {advantage}"
+        usual = f", {self.usual} where none is named" if self.usual else ""
+        texts = [json.dumps(text) for _, text in self.words[:SHOWN]]
+        if (more := len(self.words) - SHOWN) > 0:
+            texts.append(f"{more} others")
+        return f"{' or '.join(texts)} {where}{usual}"
