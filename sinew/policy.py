@@ -278,7 +278,7 @@ class Policy(OpenPolicy):
         together, ``cancel``, a changed file of weights.
         """
         first, guidance = members[0], None
-        engine, processor = self.engine_of(first.adapter), self.processors[first.adapter]
+        processor = self.processors[first.adapter]
         if len(members) > 1:
             if self.unbatched:
                 raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
@@ -289,12 +289,12 @@ class Policy(OpenPolicy):
             from sinew.guidance import guide
 
             wanted = [member.continuation for member in members if member.continuation is not None]
-            guidance, noise = guide(wanted, self.spec.solver, noise, engine.place)
+            guidance, noise = guide(wanted, self.spec.solver, noise, self.engine_of(first.adapter).place)
         inputs = stack([member.inputs for member in members], processor.recipe.prompt)
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
             start, watch = time.perf_counter(), Watch(cancel)
-            chunks = engine.run(inputs, noise, first.steps, guidance, watch)
+            chunks = self.engine_of(first.adapter).run(inputs, noise, first.steps, guidance, watch)
             timing, computed = watch.timing(len(members)), time.perf_counter()
             found = [self._finished(chunk, member) for chunk, member in zip(chunks, members, strict=True)]
             end = time.perf_counter()
