@@ -324,7 +324,7 @@ class Policy(OpenPolicy):
         """
         first = members[0]
         guidance: Guidance | None = None
-        engine, processor = self.engine_of(first.adapter), self.processors[first.adapter]
+        processor = self.processors[first.adapter]
         if len(members) > 1:
             if self.unbatched:
                 raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
@@ -335,16 +335,17 @@ class Policy(OpenPolicy):
             from sinew.guidance import guide
 
             wanted = [member.continuation for member in members if member.continuation is not None]
-            guidance, noise = guide(wanted, self.spec.solver, noise, engine.place)
+            guidance, noise = guide(wanted, self.spec.solver, noise, self.engine_of(first.adapter).place)
         if first.unconditional is not None:
             from sinew.guidance import ClassifierFree
 
             scales = np.array([member.scale for member in members], np.float32)
-            guidance = ClassifierFree(scales, engine.place, guidance)
+            guidance = ClassifierFree(scales, self.engine_of(first.adapter).place, guidance)
         inputs = stack_prompts(members, processor.recipe.prompt)
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
             start, watch = time.perf_counter(), Watch(cancel)
+            engine = self.engine_of(first.adapter)
             text, context = "", None
             if first.words is None:
                 chunks = engine.run(inputs, noise, first.steps, guidance, watch)
