@@ -258,7 +258,9 @@ def _compare(ours: Manifest, found: Conversion, path: Path) -> None:
     processing = replace(found.processing, compat=ours.processing.compat)
     # A bundle of a day when a record had fewer fields leaves out what now has a default. So would msgspec: of a
     # dataclass that it decoded it encodes what was there, and asdict all.
-    config = from_builtins(ours.config, model_class(ours.architecture).config_type, f"{path}: sinew.config")
+    config: Any = from_builtins(
+        ours.config, model_class(ours.architecture).config_type, f"{path}: sinew.config"
+    )
     for where, wanted, got in (
         ("config", config, found.config),
         ("spec", ours.spec, found.spec),

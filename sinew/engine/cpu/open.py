@@ -44,8 +44,10 @@ def lay_out_codes(model: nn.Module) -> int:
     """
     done = 0
     for layer in model.modules():
-        store = codes_of(layer) if isinstance(layer, Linear) else None
-        if type(store) is not Codes or store.name != "int8" or not lies_in_panels(*layer.weight.shape):
+        if not isinstance(layer, Linear):
+            continue
+        store, (rows, width) = codes_of(layer), layer.weight.shape
+        if type(store) is not Codes or store.name != "int8" or not lies_in_panels(rows, width):
             continue
         layer.weight = nn.Parameter(lay_out(layer.weight), requires_grad=False)
         layer.store = Panels(store.name, store.width, store.scales)
