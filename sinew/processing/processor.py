@@ -326,15 +326,30 @@ class Processor:
             raise ObservationError(name, "nothing, as neither subtask nor question is asked", "it")
         if name and observation.tokens is not None:
             raise ObservationError("tokens", f"none beside {name}, whose words the policy writes", "tokens")
-        for given in ("advantage", "guidance_scale") if name else ():
-            if getattr(observation, given) is not None:
-                raise ObservationError(
-                    given, f"nothing beside {name}, whose prompt has no place for it", "it"
-                )
+        if name:
+            self._check_unconditioned(observation, name)
         if not observation.acts:
             for given in ("previous", "noise", "solver_steps"):
                 if getattr(observation, given) is not None:
                     raise ObservationError(given, "nothing where words alone are asked for", "it")
+
+    def _check_unconditioned(self, observation: Observation, asked: str) -> None:
+        """Refuse an advantage where words are said first: their prompt has no place for one, and a policy that was
+        trained so reads it behind them."""
+        if observation.guidance_scale is not None:
+            raise ObservationError(
+                "guidance_scale", f"none beside {asked}, of which there is one prompt", "one"
+            )
+        if observation.advantage:
+            expected = f"none beside {asked}, whose prompt has no place for it"
+            raise ObservationError("advantage", expected, repr(observation.advantage)[:80])
+        usual = self.recipe.prompt.usual_advantage
+        if usual and observation.advantage is None and observation.acts:
+            raise ObservationError(
+                "advantage",
+                f"an empty text beside {asked}, whose prompt has no place for the usual one ({usual})",
+                "none",
+            )
 
     def _words(self, observation: Observation) -> Words | None:
         """Return which words a checked observation asks for."""

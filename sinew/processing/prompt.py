@@ -31,9 +31,9 @@ class Prompter:
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
         self.behind = self._behind("" if recipe.text is None else recipe.text.action)
 
-    def text(self, prompt: str, state: np.ndarray, advantage: str = "", steps: Steps | None = None) -> str:
-        """Return the exact string that is tokenised. ``state``: [D], normalised. ``advantage``: "" for none. steps:
-        other ones than the recipe's own."""
+    def text(self, prompt: str, state: np.ndarray, steps: Steps | None = None, advantage: str = "") -> str:
+        """Return the exact string that is tokenised. ``state``: [D], normalised. steps: if not the recipe's own.
+        ``advantage``: "" for none."""
         said = Sentence(prompt, "", state, advantage)
         for step in self.recipe.steps if steps is None else steps:
             said = step.forward(said)
@@ -77,7 +77,7 @@ class Prompter:
         if len(text) > MAX_CHARACTERS:
             raise ObservationError(name, f"at most {MAX_CHARACTERS} characters", str(len(text)))
         try:
-            ids = self._ids(self.text(text, state, advantage, steps), steps)
+            ids = self._ids(self.text(text, state, steps, advantage), steps)
         except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
             raise ObservationError(name, "text that UTF-8 can carry", "lone surrogates") from None
         except ValueError as error:

@@ -556,3 +556,25 @@ def test_the_verb_says_words(
         assert told["timing"]["text_ms"] > 0
     assert main([*asked, "--prompt", "go"]) == 0
     assert "text" not in json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_an_advantage_is_refused_beside_words(golden: Path, tmp_path: Path) -> None:
+    """The prompt of words has no place for one: neither that of the request nor the usual one is dropped in silence."""
+    home = golden / "pi05-2cam"
+    settings = {"lm_head": "true", "advantage": "good,bad", "usual_advantage": "good"}
+    path = convert(home / "checkpoint", tmp_path / "o.gguf", settings=settings, arch=home / "arch.json")
+    policy = load(path, engine="eager", threads=1, allow_missing_cameras=True)
+    seen = {**vars(policy.dummy_observation()), "subtask": True}
+    for fields, message in (
+        ({}, r"advantage: expected an empty text beside subtask, .* the usual one \(good\), got none"),
+        ({"advantage": "bad"}, "advantage: expected none beside subtask, whose prompt has no place for it"),
+        ({"advantage": "bad", "guidance_scale": 2.0}, "guidance_scale: expected none beside subtask"),
+    ):
+        for act in (policy.check, policy.prepare):
+            with pytest.raises(ObservationError, match=f"^{message}"):
+                act({**seen, **fields})
+    assert policy.infer({**seen, "advantage": ""}).actions.shape == (
+        policy.spec.chunk_size,
+        policy.spec.action.dim,
+    )
+    assert isinstance(policy.subtask({**seen, "subtask": False}), str)  # words alone
