@@ -31,7 +31,8 @@ class SideBySide:
             raise ValueError(policy.unbatched)
         self.policy, self.solver_steps = policy, solver_steps
         self.chunk_size, self.committed_rows = policy.spec.chunk_size, policy.spec.committed_rows
-        self.motion, self.history = policy.spec.to_dict()["motion"], policy.spec.history
+        self.served = policy.spec.to_dict()
+        self.motion = self.served["motion"]
         self._waiting: dict[int, Prepared] = {}  # place of an episode -> what it asks
         self._answers: dict[int, np.ndarray | Exception] = {}
         self._playing = 0

@@ -19,6 +19,7 @@ from sinew_client.errors import (
 )
 from sinew_client.types import (
     MAX_HISTORY,
+    MAX_HISTORY_STEPS,
     RTC,
     SCHEDULES,
     WORDS,
@@ -36,6 +37,7 @@ from sinew_client.types import (
 __all__ = [
     "DTYPES",
     "MAX_HISTORY",
+    "MAX_HISTORY_STEPS",
     "MAX_SIDE",
     "PROMPT_TABLE",
     "RTC",

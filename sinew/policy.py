@@ -21,7 +21,7 @@ from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
 from sinew.bundle.files import watch
 from sinew.bundle.rename import rename_cameras
 from sinew.bundle.seen import renamed
-from sinew.core import RTC, ActionChunk, BundleError, Observation, ObservationError, SinewError
+from sinew.core import RTC, ActionChunk, BundleError, Moment, Observation, ObservationError, SinewError
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
 from sinew.engine.engine import Engine, Watch
@@ -472,20 +472,23 @@ class Policy(OpenPolicy):
 
     def dummy_observation(self) -> Observation:
         """A valid observation of the spec's shapes: grey frames, zero state, a short instruction."""
-        return Observation(
-            images={c.name: np.full((c.height, c.width, 3), 128, np.uint8) for c in self.spec.cameras},
-            state=np.zeros(self.spec.state.dim, np.float32),
-            prompt="pick up the cube",
-            seed=0,
-        )
+        images = {c.name: np.full((c.height, c.width, 3), 128, np.uint8) for c in self.spec.cameras}
+        state = np.zeros(self.spec.state.dim, np.float32)
+        earlier = (Moment(images, state),) * (self.spec.history - 1)
+        return Observation(images, state, prompt="pick up the cube", seed=0, earlier=earlier)
 
     def warnings(self, member: Prepared) -> tuple[str, ...]:
         """Return what the answer to an observation is computed without, in sentences."""
-        names, count = ", ".join(member.missing), self.spec.history - member.repeated
+        names, count = ", ".join(member.missing), self.spec.history - member.unsent
         found = [f"no frame for {names}: the policy ran without"] if names else []
-        if member.repeated:
+        if member.unsent and self.spec.history_padding == "repeat":
             found.append(
                 f"earlier: the policy reads {self.spec.history} moments and got {count}; the oldest stands for the rest"
+            )
+        elif member.unsent and count == 1:
+            found.append(
+                f"earlier: the policy reads {self.spec.history} moments, {self.spec.history_stride} control steps"
+                " apart, and got 1, as only an episode's start has"
             )
         if self.choice.ignored:
             found.append(f"the bundle's recipe is ignored: {self.choice.ignored}")

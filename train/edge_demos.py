@@ -35,7 +35,7 @@ class _Asking:
     """A policy of the evaluator that remembers its last answer."""
 
     def __init__(self, policy: SideBySide):
-        self._policy, self.motion, self.history = policy, policy.motion, policy.history
+        self._policy, self.motion, self.served = policy, policy.motion, policy.served
         self.chunk_size, self.committed_rows = policy.chunk_size, policy.committed_rows
         self.last = np.zeros(0, np.float32)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
-from sinew.families.pi.model import PI0Config
+from sinew.families.pi.model import PI0Config, PI05Config
 from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.norm import GemmaRMSNorm, RMSNorm
@@ -68,7 +68,7 @@ TINY_SMOLVLA = {
 }
 # name -> (architecture, configuration, the same with small widths for tests without a GPU)
 MODELS: dict[str, tuple[str, Any, Any]] = {
-    "pi0.5": ("pi05", PI0Config(**PI), PI0Config(**TINY_PI)),
+    "pi0.5": ("pi05", PI05Config(**PI), PI05Config(**TINY_PI)),
     "pi0": ("pi0", PI0Config(**PI), PI0Config(**TINY_PI)),
     "smolvla": ("smolvla", SmolVLAConfig(**SMOLVLA), SmolVLAConfig(**TINY_SMOLVLA)),
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sinew.bundle.seen import seen_problems
-from sinew.core import MAX_HISTORY, MotionSpec
+from sinew.core import MAX_HISTORY, MAX_HISTORY_STEPS, MotionSpec
 from sinew.steps.base import MAX_SIZE
 
 if TYPE_CHECKING:
@@ -171,6 +171,9 @@ def _spec_rules(manifest: Manifest) -> dict[str, bool]:
         <= manifest.processing.first_row
         <= spec.noise_shape[0] - spec.chunk_size,
         f"spec.history: expected 1 to {MAX_HISTORY}": 1 <= spec.history <= MAX_HISTORY,
+        f"spec.history_stride: expected 1 or more, {MAX_HISTORY_STEPS} control steps in all": spec.history_stride
+        >= 1
+        and (spec.history - 1) * spec.history_stride <= MAX_HISTORY_STEPS,
         "spec.history: expected 1 unless processing.all_cameras is true": spec.history == 1
         or (manifest.processing.all_cameras and not manifest.processing.empty_cameras),
         f"spec.solver_steps: expected 1 to {MAX_SOLVER_STEPS}": 1 <= spec.solver_steps <= MAX_SOLVER_STEPS,
@@ -238,6 +241,8 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
         <= spec.history * spec.state.dim
         <= processing.padded_state_dim
         <= MAX_SIZE,
+        "processing.padded_state_dim: expected as much for each of spec.history": spec.history < 1
+        or processing.padded_state_dim % spec.history == 0,
         "spec.action does not fit processing.padded_action_dim": 1
         <= spec.action.dim
         <= processing.padded_action_dim

@@ -24,7 +24,7 @@ from sinew import __version__, machine
 from sinew.cli import terminal
 from sinew.cli.bench_roofline import print_roofline, roofline_record
 from sinew.cli.options import RUNS, Runs
-from sinew.core import Observation, ObservationError, PolicySpec, Timing
+from sinew.core import Moment, Observation, ObservationError, PolicySpec, Timing
 from sinew.engine.engine import Watch
 from sinew.eval.report.stats import summarize
 
@@ -148,17 +148,20 @@ def measure(
 def make_observation(
     spec: PolicySpec, size: tuple[int, int] | None, prompt: str, solver_steps: int | None
 ) -> dict[str, Any]:
-    """Noise frames for every camera; their content does not change the work."""
+    """Noise frames for every camera, the same at all moments; their content does not change the work."""
     rng = np.random.default_rng(0)
     images = {
         camera.name: rng.integers(0, 256, (*(size or (camera.height, camera.width)), 3), dtype=np.uint8)
         for camera in spec.cameras
     }
+    state = np.zeros(spec.state.dim, np.float32)
+    earlier = [Moment(images, state)] * (spec.history - 1)
     return {
         "images": images,
-        "state": np.zeros(spec.state.dim, np.float32),
+        "state": state,
         "prompt": prompt,
         "solver_steps": solver_steps,
+        **({"earlier": earlier} if earlier else {}),
     }
 
 

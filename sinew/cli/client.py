@@ -16,6 +16,7 @@ from rich.progress import track
 from rich.table import Table
 from sinew_client import ActionChunk, Client, ClientError
 from sinew_client.control import is_journal
+from sinew_client.history import History
 
 from sinew import __version__, machine
 from sinew.auth import key_from_environment
@@ -124,7 +125,7 @@ def make_observation(
 ) -> dict[str, Any]:
     """Fits the ``policy`` part of a server's metadata. ``size``: (height, width) of every frame."""
     rng = np.random.default_rng(0)
-    return {
+    moment = {
         "images": {
             camera["name"]: rng.integers(
                 0, 256, (*(size or (camera["height"], camera["width"])), 3), dtype=np.uint8
@@ -132,8 +133,13 @@ def make_observation(
             for camera in policy["cameras"]
         },
         "state": np.zeros(policy["state"]["dim"], np.float32),
+    }
+    earlier = [moment] * (History.of(policy).moments - 1)
+    return {
+        **moment,
         "prompt": prompt,
         "solver_steps": solver_steps,
+        **({"earlier": earlier} if earlier else {}),
     }
 
 

@@ -119,7 +119,8 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         **({} if manifest.base is None else {"adapter of": _base(manifest.base)}),
         "cameras": ", ".join(f"{c.name} {c.height}x{c.width}" for c in spec.cameras)
         + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else "")
-        + (f"; {spec.history} moments" if spec.history > 1 else ""),
+        + (f"; {spec.history} moments" if spec.history > 1 else "")
+        + (f", {spec.history_stride} control steps apart" if spec.history_stride > 1 else ""),
         "images": str(image),
         "state": vector(spec.state, recipe.state, recipe.state_parts, recipe.state_steps),
         "action": vector(spec.action, recipe.action, recipe.action_parts, recipe.action_steps),

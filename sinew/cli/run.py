@@ -20,6 +20,7 @@ from sinew_client import ClientError
 from sinew_client.control import Adapter, Cadence, Journal, Limits, Loop, MotionWatch, Settings, choose
 from sinew_client.control.defaults import AUTO, HANDOVER, REPLAN
 from sinew_client.errors import Refused
+from sinew_client.history import History
 
 from sinew.cli import status, terminal
 from sinew.cli.options import RUNS, Runs, json_object
@@ -162,8 +163,7 @@ def run(
             if assist is not None and rule is not None:
                 connect = assisted = open_assist(assist, rule, assist_deadline, connect, policy, settings)
                 stack.callback(assisted.close)
-            history = int(policy.get("history") or 1)
-            loop = Loop(machine, connect, settings, dim, given, adapter=edge, history=history)
+            loop = Loop(machine, connect, settings, dim, given, adapter=edge, history=History.of(policy))
             stack.callback(loop.close)
             follow_episodes(machine, loop.restart, prompt)
             if record is not None:

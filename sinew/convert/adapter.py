@@ -92,7 +92,11 @@ def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, Ten
         found[name] = _merged(weight, down, up, scale)
     for key, source in weights.items():
         if ".lora_" not in key:
-            name = _named(base, key.removeprefix(PREFIX).replace(".base_layer.", "."), folder)
+            name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
+            if name not in base and _is_new(config, name):
+                found[name] = source  # a module that the base does not have, trained and saved whole
+                continue
+            name = _named(base, name, folder)
             if source.shape != base[name].shape:
                 raise ConvertError(
                     f"{folder}: {key}: expected {list(base[name].shape)}, got {list(source.shape)}"
@@ -142,6 +146,15 @@ def _factors(
         if missing := {"A", "B"} - set(factors):
             raise ConvertError(f"{folder}: {module}: lora_{missing.pop()}.weight is missing")
         yield module, factors
+
+
+def _is_new(config: Mapping[str, Any], name: str) -> bool:
+    """Return whether a weight is of a module that the adapter says it saves whole."""
+    saved = config.get("modules_to_save")
+    module = name.rpartition(".")[0]
+    return isinstance(saved, list) and any(
+        isinstance(each, str) and f".{module}".endswith(f".{each}") for each in saved
+    )
 
 
 def _named(base: Mapping[str, TensorSource], name: str, folder: Path) -> str:

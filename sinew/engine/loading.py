@@ -101,6 +101,12 @@ def load_model(
     return model
 
 
+def said_moments(moments: tuple[int, int] | None) -> str:
+    return (
+        "no history of any length" if moments is None else f"1 to {moments[0]} moments of {moments[1]} views"
+    )
+
+
 def check_agreement(bundle: Bundle, model: Model) -> None:
     """Raise :class:`BundleError` where the bundle's records ask of the model what its weights cannot do."""
     spec, processing = bundle.manifest.spec, bundle.manifest.processing
@@ -116,6 +122,12 @@ def check_agreement(bundle: Bundle, model: Model) -> None:
         raise BundleError(
             f"{bundle.path}: sinew.processing.all_cameras: expected true and {model.views} views, which the weights"
             f" fix, got {spec.views}{optional}"
+        )
+    moments = (spec.history, len(spec.cameras)) if spec.history_padding == "mask" else None
+    if model.moments != moments:
+        raise BundleError(
+            f"{bundle.path}: sinew.spec: expected {said_moments(model.moments)}, as sinew.config says, got"
+            f" {said_moments(moments)}"
         )
     if model.grid is not None:
         for camera in spec.cameras:

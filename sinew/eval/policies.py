@@ -27,12 +27,12 @@ EXPERT = "expert"
 
 class EvalPolicy(Protocol):
     """Observation to actions. chunk_size: H, rows of a chunk. committed_rows: those that it was trained to continue.
-    motion: what it says that its actions are measured from; None where it says nothing. history: moments it reads."""
+    motion: what it says that its actions are measured from; None where it says nothing. served: all that it says."""
 
     chunk_size: int
     committed_rows: int
     motion: Mapping[str, Any] | None
-    history: int
+    served: dict[str, Any]
 
     def start(self, env: gymnasium.Env) -> None:
         """A new episode begins in ``env``, which has been reset."""
@@ -57,7 +57,6 @@ class EpisodePolicy:
         spec = policy.spec
         self.served: dict[str, Any] = spec.to_dict()
         self.chunk_size, self.committed_rows = spec.chunk_size, spec.committed_rows
-        self.history = spec.history
         self.motion: Mapping[str, Any] | None = self.served["motion"]
 
     def start(self, env: gymnasium.Env) -> None:

@@ -119,7 +119,7 @@ class _Heard:
     def __init__(self, policy: EvalPolicy, player: LoggedPlayer):
         self._policy, self._player = policy, player
         self.chunk_size, self.committed_rows = policy.chunk_size, policy.committed_rows
-        self.motion, self.history = policy.motion, policy.history
+        self.motion, self.served = policy.motion, policy.served
 
     def start(self, env: gymnasium.Env) -> None:
         self._policy.start(env)

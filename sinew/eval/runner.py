@@ -29,6 +29,7 @@ from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.report import percentiles
 from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.control.windows import OUT_OF_NODES
+from sinew_client.history import History
 
 from sinew.eval.policies import EvalPolicy
 from sinew.eval.robot import SimulatedRobot, StreamedRobot
@@ -118,7 +119,7 @@ def run_episode(
         pace = SimulatedPace(settings.hz)
         source = Simulated(policy, conduct.noise, seed, conduct.latency, settings.hz)
     tally = Tally()
-    loop = Loop(robot, source, settings, 0, pace=pace, adapter=edge, history=policy.history)
+    loop = Loop(robot, source, settings, 0, pace=pace, adapter=edge, history=History.of(policy.served))
     loop.listeners.append(tally.hear)
     if watch is not None:
         loop.watch(lambda command: watch(command.step, robot.observe(), tally.asked == command.step))

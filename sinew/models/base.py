@@ -101,6 +101,12 @@ class Model(nn.Module):
         return None
 
     @property
+    def moments(self) -> tuple[int, int] | None:
+        """Return (T, V) where one to T moments of V views each are read, as many as there are, so that views come in
+        multiples of V; None where no number of moments is known here, or all are always there."""
+        return None
+
+    @property
     def min_tokens(self) -> int:
         """Return the fewest tokens that a prompt has, for engines that analyse shapes."""
         return 2

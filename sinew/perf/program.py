@@ -6,6 +6,7 @@ converter's reading of the published one; the operators from :mod:`sinew.perf.tr
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -109,9 +110,10 @@ class PublishedProgram:
     @cached_property
     def fixed(self) -> dict[str, int]:
         """Return the sizes that every request has: views and rows of a chunk that the weights fix, and the steps of a
-        solver that has one number of them."""
+        solver that has one number of them. Of a policy with memory all moments are taken to be there."""
+        moments = self.model.moments
         own = {
-            "cameras": self.model.views,
+            "cameras": self.model.views if moments is None else math.prod(moments),
             "chunk": self.chunk if _weights_fix_chunk(self.model) else None,
             "steps": self.model.solver.fixed_steps,
         }
@@ -138,7 +140,8 @@ class PublishedProgram:
     def read_by(self) -> dict[str, str]:
         """The stage that reads each weight first, by the weight's name. It does not depend on the shapes, so the
         smallest are traced."""
-        smallest = trace(self.model, replace(self.shapes, views=self.model.views or 1, tokens=1))
+        views = self.fixed.get("cameras", 1)
+        smallest = trace(self.model, replace(self.shapes, views=views, tokens=1))
         return {name: calls[0].stage for name, calls in smallest.readers().items()}
 
     @cached_property

@@ -75,7 +75,7 @@ class Prepared:
 
     state: float [D], in the frame and units of the training data, for actions that are relative to it.
     continuation: rows of the running chunk that a solution has to continue, in model units.
-    missing: cameras without a frame. repeated: moments that were not sent. milliseconds: what preparing it took.
+    missing: cameras without a frame. unsent: moments that were not sent. milliseconds: what preparing it took.
     words: what is to be said first; None: nothing.
     adapter: which one computes it, "" for the base.
     unconditional: int64 [L], the prompt without the advantage, and scale: how far to go from there to ``inputs`` and
@@ -92,7 +92,7 @@ class Prepared:
     time: float | None
     missing: tuple[str, ...]
     milliseconds: float
-    repeated: int = 0
+    unsent: int = 0
     words: Words | None = None
     adapter: str = ""
     unconditional: np.ndarray | None = None
@@ -170,7 +170,7 @@ class Processor:
             time=observation.time,
             missing=tuple(c.name for c in self.spec.cameras if c.name not in observation.images),
             milliseconds=1e3 * (time.perf_counter() - start),
-            repeated=self.spec.history - 1 - len(observation.earlier),
+            unsent=self.spec.history - 1 - len(observation.earlier),
             words=self._words(observation),
             adapter=observation.adapter,
             unconditional=unconditional,
@@ -178,8 +178,8 @@ class Processor:
         )
 
     def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The state, the normalised states of all moments, and the tokens of an observation whose other fields are
-        checked too."""
+        """The state, the normalised states of the moments that were sent, and the tokens of an observation whose
+        other fields are checked too."""
         if observation.adapter != self.adapter:
             raise ObservationError(
                 "adapter", repr(self.adapter) if self.adapter else "none here", repr(observation.adapter)[:80]
@@ -213,14 +213,13 @@ class Processor:
         return self._assemble(observation, normalized, tokens, padded, pixels)
 
     def _states(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The newest state, all of them normalised, oldest first, and the tokens."""
+        """The newest state, those that were sent, normalised, oldest first, [moments, width], and the tokens."""
         states = [
             self.state(moment.state, f"{name}state") for name, moment in self._moments(observation).items()
         ]
         normalized = [self.state_normalizer.normalize(state) for state in states]
-        spare = [normalized[0]] * (self.spec.history - len(normalized))
         tokens = self._tokens(observation, normalized[-1])
-        return states[-1], np.concatenate([*spare, *normalized]), tokens
+        return states[-1], np.stack(normalized), tokens
 
     def _moments(self, observation: Observation) -> dict[str, Moment]:
         """Return the moments that were sent, oldest first, by what messages call them."""
@@ -237,9 +236,11 @@ class Processor:
     ) -> ModelInputs:
         names = [c.name for c in self.spec.cameras if c.name in observation.images]
         moments = list(self._moments(observation).values())
-        spare = self.spec.history - len(moments)  # the oldest stands for those before it
+        spare = (
+            0 if self._masked else self.spec.history - len(moments)
+        )  # the oldest stands for those before it
         raw = tuple([moment.images[name] for moment in moments for name in names])
-        present = len(names) * self.spec.history
+        present = len(names) * (spare + len(moments))
         if pixels or padded or any(frame.dtype != np.uint8 for frame in raw):
             recipes = [self._images[name] for name in names] * len(moments)
             frames, raw = [prepare_frame(*each) for each in zip(raw, recipes, strict=True)], ()
@@ -259,6 +260,11 @@ class Processor:
         )
         seen = np.arange(len(raw) or len(frames)) < present
         return ModelInputs(stacked, seen, tokens, token_mask, self._padded(normalized), raw)
+
+    @property
+    def _masked(self) -> bool:
+        """Return True where moments that were not sent are left out, and False where others stand for them."""
+        return self.spec.history_padding == "mask"
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
         """Start of the solver, float32 [H, padded_action_dim], and the seed it came from (None if there is none). Of a
@@ -390,12 +396,16 @@ class Processor:
 
     def model_state(self, state: np.ndarray) -> np.ndarray:
         """Return what :meth:`state` gave as the model reads it, float32 [padded_state_dim]."""
-        return self._padded(self.state_normalizer.normalize(state))
+        return self._padded(self.state_normalizer.normalize(state)[None])
 
     def _padded(self, normalized: np.ndarray) -> np.ndarray:
-        state = np.zeros(self.recipe.padded_state_dim, np.float32)
-        state[: len(normalized)] = normalized
-        return state
+        """Return the states of the last moments, [moments, width], as the model reads all of them, each padded."""
+        state = np.zeros((self.spec.history, self.recipe.padded_state_dim // self.spec.history), np.float32)
+        first, width = self.spec.history - len(normalized), normalized.shape[1]
+        state[first:, :width] = normalized
+        if not self._masked:
+            state[:first, :width] = normalized[0]
+        return state.reshape(-1)
 
     def _noise(self, observation: Observation) -> np.ndarray | None:
         if observation.noise is None:

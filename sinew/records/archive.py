@@ -20,7 +20,7 @@ from sinew.bundle.files import open_regular
 from sinew.core import ObservationError, SinewError
 from sinew.npy import load_npy
 
-MAX_ARRAYS = 64  # of one file
+MAX_ARRAYS = 128  # of one file: sixteen moments of six cameras, and what stands beside them
 MAX_BYTES = 256 << 20  # of all arrays of one file
 STEP = 1 << 18  # bytes that are read or unpacked at once; the directory of 64 arrays is far smaller
 DENSEST = 1032  # bytes that deflate makes of one, at most

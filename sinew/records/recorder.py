@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -217,6 +217,11 @@ def read_record(path: Path) -> Record:
     except ValueError as error:
         raise SinewError(f"{path}: not a record (server.{error})") from None
     return Record(path, meta["wire"], observation, arrays.get("actions"), meta.get("error", ""), meta, server)
+
+
+def moments_in(names: Iterable[str]) -> int:
+    """Return how many moments the arrays of a record are of, by their names."""
+    return 1 + len({found[0] for name in names if (found := _EARLIER.match(name))})
 
 
 def _moments(arrays: dict[str, np.ndarray]) -> list[Moment]:

@@ -33,7 +33,7 @@ from sinew.core import (
 )
 from sinew.processing import Processor
 from sinew.records.archive import Archive
-from sinew.records.recorder import check_array, read_meta, read_record
+from sinew.records.recorder import check_array, moments_in, read_meta, read_record
 from sinew.serve.served import ServedPolicy
 
 MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients
@@ -79,12 +79,12 @@ class Replay(OpenPolicy, ServedPolicy):
             None if manifest is None else Processor(manifest, allow_missing_cameras=allow_missing_cameras)
         )
         self._missing = allow_missing_cameras
-        self.sessions, self.left_out, first = _read(folder)
+        self.sessions, self.left_out, first, most = _read(folder)
         self.adapters: dict[str, dict[str, list[ReplayedAnswer]]] = {}
         for name, answers in self.sessions.items():
             for answer in answers:
                 self.adapters.setdefault(answer.adapter, {}).setdefault(name, []).append(answer)
-        spec = _spec(folder, first) if manifest is None else manifest.spec
+        spec = _spec(folder, first, most) if manifest is None else manifest.spec
         shape = next(iter(self.sessions.values()))[0].actions.shape
         if shape != (spec.chunk_size, spec.action.dim):
             raise SinewError(
@@ -236,20 +236,22 @@ class Replay(OpenPolicy, ServedPolicy):
             raise ObservationError("state", "finite numbers", "nan or inf")
 
 
-def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path]:
-    """The answers of each session, how many records hold none, and the first file that holds one."""
+def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int]:
+    """The answers of each session, how many records hold none, the first file that holds one, and the most moments of
+    an observation: an episode's first record may have fewer."""
     paths = sorted(folder.glob("*.npz"))
     if not paths:
         raise SinewError(f"{folder}: no records (*.npz) there; `sinew serve --record` writes them")
     sessions: dict[str, list[ReplayedAnswer]] = {}
     left_out, first, shape = 0, None, None
-    kept = 0
+    kept, most = 0, 1
     for path in paths:
         found = _answer(path)
         if found is None:
             left_out += 1
             continue
-        session, answer = found
+        session, answer, moments = found
+        most = max(most, moments)
         shape = shape or answer.actions.shape
         if answer.actions.shape != shape:
             raise SinewError(
@@ -264,16 +266,18 @@ def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path]:
         sessions.setdefault(session, []).append(answer)
     if first is None:
         raise SinewError(f"{folder}: expected a record with actions, got {left_out} of errors")
-    return sessions, left_out, first
+    return sessions, left_out, first, most
 
 
-def _answer(path: Path) -> tuple[str, ReplayedAnswer] | None:
-    """The session and the answer of a record, without reading its frames; None for one of an error."""
+def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
+    """The session, the answer and the number of moments of a record, without reading its frames; None for one of an
+    error."""
     with Archive(path) as archive:
         meta = read_meta(archive)
         if "actions" not in archive:
             return None
         actions = archive.read("actions")
+        moments = moments_in(archive.names)
     try:
         check_array("actions", actions)
     except SinewError as error:
@@ -282,11 +286,11 @@ def _answer(path: Path) -> tuple[str, ReplayedAnswer] | None:
     total_ms = float(meta.get("total_ms") or 0.0)
     if total_ms >= MAX_MS:
         raise SinewError(f"{path}: total_ms: expected fewer than {MAX_MS:g}, got {total_ms:g}")
-    return meta["session"], ReplayedAnswer(actions, meta["seed"], total_ms, meta.get("adapter", ""))
+    return meta["session"], ReplayedAnswer(actions, meta["seed"], total_ms, meta.get("adapter", "")), moments
 
 
-def _spec(folder: Path, first: Path) -> PolicySpec:
-    """What a recording says of its policy."""
+def _spec(folder: Path, first: Path, moments: int) -> PolicySpec:
+    """What a recording says of its policy. moments: the most of an observation."""
     record = read_record(first)
     actions = record.actions
     assert actions is not None
@@ -303,5 +307,5 @@ def _spec(folder: Path, first: Path) -> PolicySpec:
         noise_dim=0,
         solver_steps=1,
         max_prompt_tokens=0,
-        history=1 + len(record.observation.earlier),
+        history=moments,
     )

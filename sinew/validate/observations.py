@@ -20,7 +20,8 @@ def random_observations(policy: Policy) -> Iterator[Observation]:
     spec, seed = policy.spec, 0
     while True:
         rng = np.random.default_rng(seed)
-        *earlier, newest = [_random_moment(policy, rng) for _ in range(spec.history)]
+        fewer = seed % spec.history if spec.history_padding == "mask" else 0  # as an episode's start has
+        *earlier, newest = [_random_moment(policy, rng) for _ in range(spec.history - fewer)]
         base = replace(policy.dummy_observation(), seed=seed)
         yield replace(base, images=newest.images, state=newest.state, earlier=tuple(earlier))
         seed += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from sinew.convert.tensors import read_array
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
 from sinew.families.pi.convert import GEMMA, WITH_STATE
-from sinew.families.pi.model import PI0Config
+from sinew.families.pi.model import PI0Config, PI05Config
 from sinew.families.smolvla.convert import ROPE_THETA
 from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
@@ -167,11 +168,11 @@ def _smolvla(keys: VlacppFile, tensors: dict[str, TensorSource]) -> SmolVLAConfi
     )
 
 
-def _pi(keys: VlacppFile, tensors: dict[str, TensorSource]) -> PI0Config:
+def _pi(keys: VlacppFile, tensors: dict[str, TensorSource], kind: type[PI0Config] = PI0Config) -> PI0Config:
     n, number = keys.integer, keys.number
     heads = (n("n_layers"), n("n_q_heads"), n("n_kv_heads"), n("head_dim"))
     shared = (*heads, number("rms_norm_eps"), number("rope_theta"))
-    return PI0Config(
+    return kind(
         vision=_vision(keys, tensors),
         language=DecoderConfig(n("hidden"), n("intermediate"), *shared, **GEMMA),
         expert=DecoderConfig(n("expert_h"), n("expert_inter"), *shared, **GEMMA),
@@ -231,5 +232,7 @@ FAMILIES = {
         _smolvla, "SmolVLM2-500M", ("camera1", "camera2", "camera3"), _LINE, pad="top_left"
     ),
     "pi0": CheckpointLayout(_pi, "PaliGemma", _PI_CAMERAS, _LINE),
-    "pi05": CheckpointLayout(_pi, "PaliGemma", _PI_CAMERAS, _STATE, mode="quantiles"),
+    "pi05": CheckpointLayout(
+        partial(_pi, kind=PI05Config), "PaliGemma", _PI_CAMERAS, _STATE, mode="quantiles"
+    ),
 }

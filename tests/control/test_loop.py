@@ -31,6 +31,8 @@ from sinew_client.control import (
 from sinew_client.control.journal import JournalError, is_journal
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import UNPLACED
+from sinew_client.history import History
+from sinew_client.types import PolicySpec, VectorSpec
 
 
 class Clock:
@@ -99,7 +101,7 @@ def chunk(number: int) -> np.ndarray:
 
 
 def loop_of(
-    delay: float = 0.1, answer: Callable[[int], Any] = chunk, history: int = 1, **given: Any
+    delay: float = 0.1, answer: Callable[[int], Any] = chunk, history: History | None = None, **given: Any
 ) -> tuple[Loop, Arm]:
     clock = Clock()
     arm = Arm(clock)
@@ -250,7 +252,7 @@ def seen_by(loop: Loop) -> list[list[int]]:
 def test_a_policy_of_several_moments_gets_those_of_the_steps_before() -> None:
     """Of control steps and not of requests; an episode's first stands for those before it, and a step that sees nothing
     for none."""
-    loop, arm = loop_of(history=3)
+    loop, arm = loop_of(history=History(3))
     Camera(loop, arm)
     loop.run(9)
     assert seen_by(loop) == [[0, 0], [2, 3], [6, 7]]  # asked at 0, 4 and 8
@@ -263,7 +265,7 @@ def test_a_policy_of_several_moments_gets_those_of_the_steps_before() -> None:
     loop.run(17)
     assert seen_by(loop)[5:] == [[16, 16]]
 
-    loop, arm = loop_of(history=3)
+    loop, arm = loop_of(history=History(3))
     Camera(loop, arm, blind=(3,))
     report = loop.run(6)
     assert report.held["front: no message"] > 0
@@ -273,8 +275,52 @@ def test_a_policy_of_several_moments_gets_those_of_the_steps_before() -> None:
     Camera(loop, arm)
     loop.run(9)
     assert not any("earlier" in asked for asked in loop.source.requests)  # type: ignore[attr-defined]
-    with pytest.raises(ClientError, match="history: expected 1 to 16, got 17"):
-        loop_of(history=17)
+
+
+def test_moments_that_are_steps_apart() -> None:
+    """All steps are kept, as a request may come at any. What lies before an episode's first is left out where the
+    policy masks it, and the step before stands for one that saw nothing."""
+    loop, arm = loop_of(history=History(3, 3, "mask"))
+    Camera(loop, arm, blind=(5,))
+    loop.run(13)
+    assert seen_by(loop) == [[], [1], [0, 3], [4, 7]]  # asked at 0, 4, 6 and 10
+    loop.restart("another episode")
+    loop.run(18)
+    assert seen_by(loop)[4:] == [[], [14]]
+    repeated, arm = loop_of(history=History(3, 3))
+    Camera(repeated, arm)
+    repeated.run(9)
+    assert seen_by(repeated) == [[0, 0], [0, 1], [2, 5]]
+    pairs, arm = loop_of(history=History(2, 5, "mask"))
+    Camera(pairs, arm, blind=(5,))
+    pairs.run(13)
+    assert seen_by(pairs) == [[], [], [1], [4]]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"history": 17}, "policy.history: expected 1 to 16, got 17"),
+        ({"history": 0.5}, "policy.history: expected a whole number, got 0.5"),
+        ({"history": True}, "policy.history: expected a whole number, got True"),
+        (
+            {"history": 6, "history_stride": 205},
+            "history_stride: expected 1 to 204 control steps between 6 moments",
+        ),
+        ({"history": 2, "history_stride": -1}, "history_stride: expected 1 to 1024 control steps"),
+        (
+            {"history": 2, "history_padding": "oldest"},
+            "history_padding: expected repeat or mask, got 'oldest'",
+        ),
+    ],
+)
+def test_a_history_that_no_policy_has_is_refused(said: dict, message: str) -> None:
+    """A server said it, and a robot would keep whatever it asks for."""
+    with pytest.raises(ClientError, match=message):
+        History.of(said)
+    spec = PolicySpec("a", "b", (), VectorSpec(1), VectorSpec(1), 4, 1, 1, 1).to_dict()
+    with pytest.raises(ClientError):
+        PolicySpec.from_dict(spec | said)
 
 
 def test_a_stale_frame_holds() -> None:

@@ -287,14 +287,16 @@ def test_an_input_that_nobody_reads_is_refused_by_name(checkpoint):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_obs_steps": 2}, "n_obs_steps=2 is not supported yet, expected 1"),
-        ({"use_visual_memory": True}, "use_visual_memory=true is not supported"),
-        ({"use_proprioceptive_memory": True}, "use_proprioceptive_memory=true is not supported"),
+        (
+            {"use_visual_memory": True},
+            "memory_temporal_attention_every: expected a whole number from 1 to 2, got 4",
+        ),
+        ({"use_proprioceptive_memory": True, "memory_temporal_attention_every": 2}, "proprio_history_proj"),
         ({"n_action_steps": 51}, "n_action_steps: expected a whole number from 1 to 50, got 51"),
         ({"empty_cameras": -1}, "empty_cameras: expected a whole number from 0 to 16"),
     ],
 )
-def test_what_is_not_implemented_is_refused(golden, tmp_path, change, message):
+def test_what_does_not_fit_is_refused(golden, tmp_path, change, message):
     checkpoint = writable(golden, "pi05-2cam", tmp_path)
     edit(checkpoint / "config.json", **change)
     with pytest.raises(ConvertError, match=message):

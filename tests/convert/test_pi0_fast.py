@@ -76,7 +76,6 @@ def test_the_tokenizer_of_actions_lies_elsewhere(run, home, tmp_path):
     ("file", "fields", "why"),
     [
         ("config.json", {"temperature": 0.7}, "temperature"),
-        ("config.json", {"n_obs_steps": 2}, "n_obs_steps"),
         ("config.json", {"beams": 4}, "beams"),
         (
             "config.json",

@@ -201,7 +201,6 @@ def other_sizes(source: Path) -> None:
         (configure(prompt_template="Do {instruction}."), r"expected \{instruction\} and \{e_actions\} once"),
         (configure(prompt_template="{instruction.x} {e_actions}"), "expected fields instruction"),
         (configure(prompt_template="{instruction"), "prompt_template: expected '}'"),
-        (configure(n_obs_steps=2), "n_obs_steps=2 is not supported yet, expected 1"),
         (configure(look_ahead=2), "look_ahead=2 is not understood"),
     ],
 )  # fmt: skip

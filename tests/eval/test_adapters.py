@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -376,7 +376,7 @@ def test_frames_are_drawn_only_for_chunks() -> None:
     class Zeros:
         chunk_size = 4
         committed_rows = 0
-        history = 1
+        served: ClassVar[dict[str, Any]] = {}
         motion = None
 
         def start(self, env: object) -> None: ...

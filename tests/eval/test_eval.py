@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -190,7 +190,7 @@ class Coded:
     """Row r of chunk c is 100 c + r. ``seconds``: how long an inference takes on the clock."""
 
     committed_rows = 0
-    history = 1
+    served: ClassVar[dict[str, Any]] = {}
     motion = None
 
     def __init__(self, chunk_size: int, seconds: float = 0.0):

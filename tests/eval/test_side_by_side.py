@@ -90,7 +90,7 @@ class SingleFrames:
     def __init__(self, policy: InProcess):
         self.policy, self.chunk_size, self.start = policy, policy.chunk_size, policy.start
         self.committed_rows, self.motion = policy.committed_rows, policy.motion
-        self.history = policy.history
+        self.served = policy.served
 
     def infer(self, observation: Any, seed: int) -> tuple[np.ndarray, float]:
         images = {name: frame() for name, frame in observation["images"].items()}

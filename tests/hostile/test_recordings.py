@@ -96,7 +96,7 @@ def bombs() -> dict[str, tuple[bytes, str]]:
             "at most 268435456",
         ),
         "many arrays": (archive(record(**images)), "at most 268435456 bytes of arrays"),
-        "too many": (archive(record(**{f"x{n}": plain(b"") for n in range(70)})), "at most 64 arrays"),
+        "too many": (archive(record(**{f"x{n}": plain(b"") for n in range(130)})), "at most 128 arrays"),
         "a long directory": (
             archive({f"{n:06}.npy": plain(b"") for n in range(60_000)}),
             "a directory of at most",

@@ -34,7 +34,7 @@ class Stage(NamedTuple):
 
 STATES = ("state_raw", "environment_state_raw")
 CASES = (
-    *("smolvla-2cam", "smolvla-3cam-padded", "pi0-2cam", "pi05-2cam", "pi0fast-2cam"),
+    *("smolvla-2cam", "smolvla-3cam-padded", "pi0-2cam", "pi05-2cam", "pi05-mem", "pi0fast-2cam"),
     *("groot-n17", "groot-n16", "groot-n15"),
     *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
     *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
@@ -79,6 +79,8 @@ def observation(case: str, g: Golden) -> Observation:
         return fast_observation(g, 0)
     if case.startswith("diffusion"):
         return diffusion_observation(g)
+    if case == "pi05-mem":
+        return memory_observation(g)
     given = {
         "images": {name.removeprefix("observation.images."): g.numpy(f"frame.{name}") for name in g.cameras},
         "state": np.concatenate([np.zeros(0, np.float32), *(g.numpy(n) for n in STATES if n in g.tensors)]),
@@ -113,6 +115,20 @@ def diffusion_observation(g: Golden) -> Observation:
         noise = np.concatenate([noise[None], g.numpy("step_noise")[:, 0]])
     *earlier, newest = moments
     return Observation(newest.images, newest.state, noise=noise, earlier=tuple(earlier))
+
+
+def memory_observation(g: Golden, step: int = 5, moments: int = 3, stride: int = 2) -> Observation:
+    """Return what a control step of the episode of pi0.5 with memory sees: fewer moments at its start."""
+    *earlier, newest = (
+        Moment(
+            {name.removeprefix("observation.images."): g.numpy(f"frame.{name}")[at] for name in g.cameras},
+            g.numpy("state_raw")[at],
+        )
+        for at in range(step - (moments - 1) * stride, step + 1, stride)
+        if at >= 0
+    )
+    task, noise = g.metadata["task"], g.numpy("noise")[0]
+    return Observation(newest.images, newest.state, prompt=task, noise=noise, earlier=tuple(earlier))
 
 
 def evo1_observation(g: Golden, **changes: Any) -> Observation:
@@ -166,14 +182,24 @@ def smolvla(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator
         yield Stage(f"kv.{layer}.k", k, g[f"kv.{layer}.k"])
         yield Stage(f"kv.{layer}.v", v, g[f"kv.{layer}.v"])
     yield Stage("prefix_out_normed", run(model.language.norm, hidden), g["prefix_out_normed"])
-    yield from velocities(policy, g, run, *arguments(policy, given)[1:])
+    rest = arguments(policy, given)[1:]
+    yield from velocities(policy, g, run, run(model.prefix, image_tokens, *rest))
 
 
 def pi(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
     model: Any = policy.engine.model
-    rest = arguments(policy, given, padded=True)[1:]
+    _, *rest = arguments(policy, given, padded=True)
     image_tokens = yield from views(policy, g, run)
+    yield from of_the_prefix(model, g, image_tokens, rest, run)
+    yield from velocities(policy, g, run, run(model.prefix, image_tokens, *rest))
+
+
+def of_the_prefix(
+    model: Any, g: Golden, image_tokens: Tensor, rest: list[Tensor], run: Run
+) -> Iterator[Stage]:
+    """The prefix, what the language model leaves of it, and what the time leaves. rest: arguments of ``read``."""
     x, valid, _ = run(model.embed_prefix, image_tokens, *rest)
+    assert torch.equal(valid, g["prefix_pad_masks"])
     yield Stage("prefix_embs", x, g["prefix_embs"])
     mask = model.prefix_mask(valid, torch.zeros_like(valid))
     _, cache = run(model.language, x, valid.long().cumsum(1) - 1, mask)
@@ -184,7 +210,23 @@ def pi(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stag
     if "adarms_cond" in g.tensors:
         for step, t in enumerate(g["t"]):
             yield Stage(f"adarms_cond.{step}", run(model.condition, t), g["adarms_cond"][step])
-    yield from velocities(policy, g, run, *rest)
+
+
+def memory(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    """From the reference's own pixels on; ours are in test_pi_memory.py."""
+    model: Any = policy.engine.model
+    _, *rest = arguments(policy, given, padded=True)
+    pixels = torch.stack([g[f"pixel_values.{name}"][0] for name in g.cameras], dim=1).flatten(0, 1)[None]
+    with Outputs(layer.attn.o_proj for layer in model.vision.layers[1::2]) as outputs:
+        image_tokens = run(model.embed_images, pixels)
+    for index, output in enumerate(outputs):  # of the first camera; of the last such layer the newest frame
+        found, stored = output[: len(output) // len(g.cameras)], g[f"space_time.{index}"]
+        found = found.reshape(-1, *stored.shape[2:])
+        yield Stage(f"vision.space_time.{index}", found, stored[0, -len(found) :])
+    for view, camera in enumerate(g.cameras):
+        yield Stage(f"image_tokens.{camera}", image_tokens[:, view], g[f"image_tokens.{camera}"])
+    yield from of_the_prefix(model, g, image_tokens, rest, run)
+    yield from velocities(policy, g, run, run(model.prefix, image_tokens, *rest))
 
 
 def views(policy: Policy, g: Golden, run: Run) -> Iterator[Stage]:
@@ -196,11 +238,9 @@ def views(policy: Policy, g: Golden, run: Run) -> Iterator[Stage]:
     return image_tokens
 
 
-def velocities(policy: Policy, g: Golden, run: Run, *rest: Tensor) -> Iterator[Stage]:
+def velocities(policy: Policy, g: Golden, run: Run, prefix: Any) -> Iterator[Stage]:
     """At the reference's own points, then the whole integration."""
     model: Any = policy.engine.model
-    pixels = torch.stack([g[f"pixel_values.{camera}"][0] for camera in g.cameras])[None]
-    prefix = run(model.prefix, run(model.embed_images, pixels), *rest)
     for step, (t, x_t, v_t) in enumerate(zip(g["t"], g["x_t"], g["v_t"], strict=True)):
         yield Stage(f"v_t.{step}", run(model.velocity, x_t, t, prefix), v_t)
     chunk = run(integrate, lambda x, t: model.velocity(x, t, prefix), g["noise"], len(g["t"]))
@@ -499,6 +539,7 @@ def said(model: Speaker, context: Any, count: int = 0) -> Tensor:
 FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]]] = {
     "smolvla": smolvla,
     "pi0fast": fast,
+    "pi05-mem": memory,
     "pi": pi,
     "groot": groot,
     "evo1": evo1,

@@ -66,7 +66,7 @@ def test_a_preset_is_the_random_checkpoint_of_smolvla(tmp_path: Path):
 def test_a_preset_is_the_random_checkpoint_of_pi(preset_name, architecture):
     found = published(preset_name)
     record = pi.policy_config(architecture, cameras=found.views, dim=7)
-    assert found.config == pi_config(record, {}, preset_name)
+    assert found.config == pi_config(record["type"], record, {}, preset_name)
     assert (found.tokens, found.steps) == (record["tokenizer_max_length"], record["num_inference_steps"])
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_client import Client
-from sinew_client.control import Loop, Settings
+from sinew_client.control import Loop, NoObservation, Pace, Settings
 from sinew_client.control.servers import Servers
+from sinew_client.history import History
 
 from benchmarks.wire_clients import connect
 from sinew.core import ClientError, Moment, Observation, ObservationError, PolicySpec
@@ -22,6 +25,7 @@ from sinew.policy import Policy, load
 from sinew.records.recorder import read_records
 from tests.convert.test_groot import observation as groot_observation
 from tests.golden import Golden
+from tests.models.stages import memory_observation
 from tests.models.stages import observation as case_observation
 from tests.serve import groot_client
 from tests.serve.test_server import START_S, free_port, serving
@@ -127,50 +131,157 @@ def test_xvla_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
             np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0, err_msg=wire)
 
 
-class Walker:
-    """A robot that has been observed so many times: of that its state has the thousandth, and its frames the colour."""
+@pytest.mark.proves(wire=("native", "openpi", "http"), family="pi05")
+def test_memory_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
+    """Of one moment, as an episode begins, of two and of three."""
+    g, bundle = Golden(golden / "pi05-mem"), case_bundle("pi05-mem")
+    policy, found = load(bundle), []
+    server, addresses = serve(tmp_path, bundle, ("native", "openpi", "http"))
+    with server, Client(addresses["native"], timeout=START_S) as client:
+        for step in (0, 2, 5):
+            given = replace(memory_observation(g, step), noise=None)
+            found.append(expected(policy, given))
+            for wire, answer in ask_everywhere(addresses, given).items():
+                np.testing.assert_allclose(answer, found[-1], atol=1e-5, rtol=0, err_msg=f"{wire} {step}")
+            assert any("and got 1" in warning for warning in client.infer(given).warnings) == (step == 0)
+        assert min(np.abs(one - other).max() for one, other in itertools.combinations(found, 2)) > 1e-2
+        spec = client.spec
+        assert (spec.history, spec.history_stride, spec.history_padding) == (3, 2, "mask")
+        with pytest.raises(ClientError, match="each camera once for each moment, of which there are 3"):
+            client.infer(replace(given, earlier=2 * tuple(given.earlier)))
 
-    def __init__(self, spec: PolicySpec):
-        self.looks, self._spec = 0, spec
+
+class Clock(Pace):
+    """Real time, which says what control step it is."""
+
+    step = 0
+
+    def next(self) -> int:
+        self.step = super().next()
+        return self.step
+
+
+class Walker:
+    """A robot whose state says the control step, divided by a thousand, and its frames in their colour.
+
+    at: added to the step, by which robots differ. blind: it sees nothing at the last two steps of so many; 0: at none.
+    seen: the steps that it has seen something at.
+    """
+
+    def __init__(self, spec: PolicySpec, at: int = 0, blind: int = 0):
+        self.clock, self.seen = Clock(1 / 20.0), list[int]()
+        self._spec, self._at, self._blind = spec, at, blind
 
     def observe(self) -> dict[str, Any]:
-        self.looks += 1
-        frames = {
-            c.name: np.full((c.height, c.width, 3), self.looks % 256, np.uint8) for c in self._spec.cameras
-        }
-        return {"images": frames, "state": np.full(self._spec.state.dim, self.looks / 1000, np.float32)}
+        step = self.clock.step + self._at
+        if self._blind and step % self._blind >= self._blind - 2:
+            raise NoObservation("no message")
+        self.seen.append(step)
+        frames = {c.name: np.full((c.height, c.width, 3), step % 256, np.uint8) for c in self._spec.cameras}
+        state = np.full(self._spec.state.dim, step / 1000, np.float32)
+        return {"images": frames, "state": state, "session": "robot"}
 
     def act(self, row: np.ndarray) -> None: ...
 
     def hold(self) -> None: ...
 
+    def loop(self, port: int) -> Loop:
+        """Return its loop, which asks every four steps."""
+        settings, history = (
+            Settings(hz=20.0, handover="aligned", replan="4"),
+            History.of(self._spec.to_dict()),
+        )
+        servers, dim = Servers([f"tcp://127.0.0.1:{port}"]), self._spec.action.dim
+        return Loop(self, servers, settings, dim, "push", self.clock, history=history)
 
-def test_a_server_that_starts_again_costs_no_moments(case_bundle, tmp_path):
-    """The robot's loop keeps them: what two servers, one after the other, have recorded is of consecutive steps."""
-    bundle, port, folder = case_bundle("diffusion-ddim"), free_port(), tmp_path / "records"
+    def moments(self, step: int) -> list[int]:
+        """Return the steps whose moments a request has to have: of those at which nothing was seen, the one before."""
+        spec, found = self._spec, []
+        for wanted in range(step - (spec.history - 1) * spec.history_stride, step + 1, spec.history_stride):
+            there = [at for at in self.seen if at <= wanted]
+            if there or spec.history_padding == "repeat":
+                found.append(there[-1] if there else self.seen[0])
+        return found
+
+
+def recorded_steps(observation: Observation, spec: PolicySpec) -> list[int]:
+    """Return the steps of a request's moments, oldest first, each by its state and by the frames of all cameras."""
+    found = []
+    for moment in observation.moments:
+        step = round(1000 * float(moment.state[0]))
+        for camera in spec.cameras:
+            assert (moment.images[camera.name] == step % 256).all()
+        found.append(step)
+    return found
+
+
+def drive(loop: Loop, chunks: int) -> None:
+    while loop.report().chunks < chunks:
+        loop.run(loop.steps + 1)
+
+
+WITH_HISTORY = pytest.mark.parametrize("case", ["diffusion-ddim", "pi05-mem"])
+
+
+@WITH_HISTORY
+def test_a_server_that_starts_again_costs_no_moments(case, case_bundle, tmp_path):
+    """The robot's loop keeps them: two servers, one after the other, record those of the right steps."""
+    bundle, port, folder = case_bundle(case), free_port(), tmp_path / "records"
     words = ("--wire", f"native:{port}", "--threads", 1, "--record", folder)
     spec = load(bundle).spec
-    robot, settings = Walker(spec), Settings(hz=20.0, handover="aligned", replan="4")
-    loop = Loop(robot, Servers([f"tcp://127.0.0.1:{port}"]), settings, spec.action.dim, "push", history=2)
+    robot = Walker(spec)
+    loop = robot.loop(port)
     try:
         for server in range(2):
             with serving(tmp_path, bundle, *words):
-                while loop.report().chunks < 3 * (server + 1):
-                    loop.run(loop.steps + 1)
+                drive(loop, 3 * (server + 1))
             loop.run(loop.steps + 20)  # nobody answers
     finally:
         loop.close()
-    seen = [record.observation for record in read_records(folder)]
+    seen = [recorded_steps(record.observation, spec) for record in read_records(folder)]
     assert len(seen) >= 6
-    for index, each in enumerate(seen):
-        (before,) = each.earlier
-        now, then = round(1000 * float(each.state[0])), round(1000 * float(before.state[0]))
-        assert now - then == (1 if index else 0)
-        for camera in spec.cameras:
-            assert (each.images[camera.name][0, 0, 0], before.images[camera.name][0, 0, 0]) == (
-                now % 256,
-                then % 256,
-            )
+    assert seen == [robot.moments(each[-1]) for each in seen]
+
+
+@WITH_HISTORY
+def test_frames_that_are_lost_are_stood_for(case, case_bundle, tmp_path):
+    """A step that saw nothing holds the robot, and the one before stands for it in later requests."""
+    bundle, port, folder = case_bundle(case), free_port(), tmp_path / "records"
+    spec = load(bundle).spec
+    robot = Walker(spec, blind=7)
+    loop = robot.loop(port)
+    try:
+        with serving(tmp_path, bundle, "--wire", f"native:{port}", "--threads", 1, "--record", folder):
+            drive(loop, 8)
+    finally:
+        loop.close()
+    seen = [recorded_steps(record.observation, spec) for record in read_records(folder)]
+    assert seen == [robot.moments(each[-1]) for each in seen]
+    apart = {newer - older for each in seen for older, newer in itertools.pairwise(each)}
+    assert apart - {0, spec.history_stride}  # something stood for a step that was lost
+
+
+@WITH_HISTORY
+def test_two_robots_of_one_session_name_share_no_moment(case, case_bundle, tmp_path):
+    bundle, port, folder, apart = case_bundle(case), free_port(), tmp_path / "records", 300
+    spec = load(bundle).spec
+    robots = [Walker(spec, at=at) for at in (0, apart)]
+    loops = [robot.loop(port) for robot in robots]
+    try:
+        with (
+            serving(tmp_path, bundle, "--wire", f"native:{port}", "--threads", 1, "--record", folder),
+            ThreadPoolExecutor(2) as threads,
+        ):
+            for done in [threads.submit(drive, loop, 6) for loop in loops]:
+                done.result(START_S)
+    finally:
+        for loop in loops:
+            loop.close()
+    records = [record.observation for record in read_records(folder)]
+    assert {each.session for each in records} == {"robot"}
+    seen = [recorded_steps(each, spec) for each in records]
+    assert {each[-1] >= apart for each in seen} == {False, True}
+    assert seen == [robots[each[-1] >= apart].moments(each[-1]) for each in seen]
 
 
 # ----------------------------------------------------------------------------- /act

@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import zlib
+from dataclasses import replace
 from importlib import resources
 
 import numpy as np
@@ -249,6 +250,19 @@ def test_peek_refuses(request_, text):
     header = WIRE.peek(request_.SerializeToString())
     with pytest.raises(RequestError, match=text):
         raise header.error
+
+
+def test_a_policy_of_many_moments_takes_as_many_images() -> None:
+    """Six moments of three cameras are 18 images."""
+    wire = make_codec(replace(SPEC, history=9), 9 * 3, 4)
+    refused = {
+        count: wire.peek(vla_cpp_request(images=[Image()] * count).SerializeToString()).error
+        for count in (18, 19)
+    }
+    assert refused[18] is None
+    assert str(refused[19]) == "images: expected at most 18, got 19"
+    other = wire.peek(vla_cpp_request(images=[Image()] * 18, policy="other").SerializeToString()).error
+    assert str(other) == "images: expected at most 16, got 18"
 
 
 @pytest.mark.parametrize(

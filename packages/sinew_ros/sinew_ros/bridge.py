@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from sinew_client import Client
 from sinew_client.control import Cadence, Command, Controller, Limits, Loop, Servers
+from sinew_client.history import History
 from sinew_client.protocol import MAX_ROWS
 
 from sinew_ros import messages
@@ -80,7 +81,7 @@ class Bridge:
             prompt,
             watch=self._watch,
             hold_refused=True,  # a node's status says why it holds
-            history=int(policy.get("history") or 1),
+            history=History.of(policy),
         )
         if not contract.start:
             self.loop.pause()

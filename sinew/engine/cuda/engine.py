@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,8 +139,19 @@ class CudaEngine(Engine):
     def warm(self, inputs: ModelInputs, steps: int, longest: int) -> None:
         """Record what prompts of up to ``longest`` tokens will need with frames of these sizes, the shortest first, as
         many as are kept."""
-        for bucket in self.options.buckets(longest)[: self.options.max_graphs]:
-            self.prepare(Key.of(inputs.alone(), bucket, steps))
+        whole = inputs.alone()
+        views = len(whole.camera_mask)
+        each = max(1, views) if self.model.moments is None else self.model.moments[1]
+        keys = [
+            replace(key, views=count, sizes=key.sizes[:count])
+            for bucket in self.options.buckets(longest)
+            for key in [Key.of(whole, bucket, steps)]
+            for count in range(
+                views, min(views, each) - 1, -each
+            )  # of fewer moments too, as an episode begins
+        ]
+        for key in keys[: self.options.max_graphs]:
+            self.prepare(key)
 
     def prepare(self, key: Key) -> None:
         """Record what a key needs before an observation asks for it."""

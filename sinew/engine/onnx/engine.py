@@ -80,6 +80,7 @@ class OnnxEngine(Engine):
         marked = [ONE_SCALE in self.sessions[stage].get_modelmeta().custom_metadata_map for stage in STAGES]
         self.by_member = {stage for index, stage in enumerate(STAGES) if any(marked[index:])}
         self._axes = self._batch_axes()
+        self._views_read = self._fixed_views()
         self._value = ort.OrtValue.ortvalue_from_numpy
         self.facts = self._facts()
 
@@ -295,13 +296,22 @@ class OnnxEngine(Engine):
             for axis, values in zip(self._axes, zip(*reads, strict=True), strict=True)
         ]
 
+    def _fixed_views(self) -> int:
+        """Return the views whose tokens the read stage takes."""
+        shapes = {node.name: node.shape for node in self.sessions["read"].get_inputs()}
+        found = shapes.get("image_tokens", ())[1:2]
+        return found[0] if found and isinstance(found[0], int) else 0
+
     def _all_views(self, image_tokens: np.ndarray, camera_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[B, V, N, C] and [B, V] -> the graph's number of views; those that are missing are masked zeros."""
         missing = self.graphs.views - camera_mask.shape[1]
         if missing < 0:
             raise SinewError(f"views: expected at most {self.graphs.views}, got {camera_mask.shape[1]}")
         if missing:
-            image_tokens = np.pad(image_tokens, ((0, 0), (0, missing), (0, 0), (0, 0)))
+            spare = max(
+                0, self._views_read - image_tokens.shape[1]
+            )  # none where a moment's stand for all moments
+            image_tokens = np.pad(image_tokens, ((0, 0), (0, spare), (0, 0), (0, 0)))
             camera_mask = np.pad(camera_mask, ((0, 0), (0, missing)))
         return image_tokens, camera_mask
 

@@ -30,7 +30,7 @@ from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.stages import Vision, stages
 from sinew.extras import MissingPackageError
 from sinew.layers.stores.codes import codes_of
-from sinew.models.base import Speaker
+from sinew.models.base import Model, Speaker
 
 log = logging.getLogger(__name__)
 OPSET = 20  # the first with GELU as one operator
@@ -80,9 +80,7 @@ def export_graphs(
     batch = Dim("batch", min=1, max=MOST_BATCHED)
     several: dict[int, Any] = {} if unbatched else {0: batch}
 
-    any_views: dict[str, Any] = {
-        "pixels": several | ({1: Dim.DYNAMIC} if views > 1 and model.views is None else {})
-    }
+    any_views: dict[str, Any] = {"pixels": several | _any_views(model, views)}
     recorded = clone_model(model)
     joined = join_attention(recorded)
     log.info("%s: %s, %s", joined.name, joined.status, joined.reason)
@@ -117,6 +115,15 @@ def export_graphs(
     record = GraphSet(architecture, views, reads, tuple(steps), plan.applied, said=said, speaks=speaks)
     record.save(directory)  # last: a folder without it is an interrupted export
     return record
+
+
+def _any_views(model: Model, views: int) -> dict[int, Any]:
+    """Return the axis of views, where their number varies."""
+    if model.moments is not None:
+        most, each = model.moments
+        moments = Dim("moments", min=1, max=most)
+        return {1: each * moments if each > 1 else moments}
+    return {1: Dim.DYNAMIC} if views > 1 and model.views is None else {}
 
 
 @torch.no_grad()

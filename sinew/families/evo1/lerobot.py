@@ -46,8 +46,9 @@ SCHEMA = Schema(
         "num_categories": 1,
         "default_embodiment_id": 0,
     },
-    fixed={"n_obs_steps": 1, "action_head": "flowmatching", "return_cls_only": False},
+    fixed={"action_head": "flowmatching", "return_cls_only": False},
     unread=(
+        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         *("training_stage", "vlm_dtype", "use_flash_attn", "dropout", "enable_gradient_checkpointing"),
         *(
             "gradient_checkpointing_use_reentrant",

@@ -46,8 +46,9 @@ PACKED = ProcessorStep(
 )
 SCHEMA = Schema(
     defaults={"chunk_size": 50},
-    fixed={"n_obs_steps": 1, "lora_rank": 0},
-    unread=(  # of training, or of the base model, whose own file says it
+    fixed={"lora_rank": 0},
+    unread=(  # of training, or of the base model, whose own file says it; the newest observation alone is read
+        "n_obs_steps",
         *("n_action_steps", "max_state_dim", "max_action_dim", "normalization_mapping", "image_size"),
         *(
             "base_model_path",

@@ -63,7 +63,7 @@ def write_pi_checkpoint(
 
 def plans(config: dict, storage: Literal["F32", "BF16"]) -> list[TensorPlan]:
     """Every tensor of ``model.safetensors`` under its upstream name."""
-    model = build_on_meta(config["type"], model_config(config, {}, "config.json"))
+    model = build_on_meta(config["type"], model_config(config["type"], config, {}, "config.json"))
     shapes = {f"model.{upstream_name(n, PREFIXES)}": tuple(t.shape) for n, t in model.state_dict().items()}
     hidden = (model.config.language.hidden_size, model.config.expert.hidden_size)
     for head, size in zip(DEAD, hidden, strict=True):

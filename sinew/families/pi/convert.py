@@ -15,14 +15,20 @@ from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
-from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, ProcessorStep
+from sinew.convert.lerobot.steps import NORMALIZER, PRE, RELATIVE, TOKENIZER, ProcessorStep
 from sinew.convert.lm_head import LM_HEAD_SETTING, PROMPT_SETTINGS, LMHead, lm_head, text_recipe
 from sinew.convert.names import rename
-from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
+from sinew.convert.options import (
+    COMMITTED_ROWS_SETTING,
+    IGNORE_SETTING,
+    SOLVER_STEPS_SETTING,
+    ConvertOptions,
+    Setting,
+)
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
-from sinew.core import ConvertError, PolicySpec
-from sinew.families.pi.model import PI0Config
+from sinew.core import MAX_HISTORY, MAX_HISTORY_STEPS, ConvertError, PolicySpec
+from sinew.families.pi.model import Memory, PI0Config, PI05Config
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
 from sinew.steps.image.letterbox import Letterbox
@@ -54,6 +60,7 @@ SO400M = {
 }
 VOCABULARY = 257_152
 WITH_STATE = "Task: {prompt}, State: {state};\nAction: "  # pi0.5's
+WITHOUT_STATE = "Task: {prompt};\nAction: "  # where it is not in the prompt
 # What pi0.5 says a subtask behind, and what stands between that and the actions: openpi's pull request 942 and ports of
 # it. No published file states either.
 SUBTASK, SUBTASK_ACTION = "Task: {prompt}, State: {state};\nSubtask: ", ";\nAction: "
@@ -78,15 +85,23 @@ DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
     "tokenizer_max_length": 48,
 }
 UNREAD = (
+    "n_obs_steps",  # upstream reads the newest observation, whatever it says
     "dtype",  # of upstream's computation
     "time_sampling_beta_alpha",
     "time_sampling_beta_beta",
     "time_sampling_scale",
     "time_sampling_offset",
 )
+PREPARE = "pi05_prepare_state_tokenizer_processor_step"
+MEMORY: dict[str, Any] = {  # of pi0.5 since LeRobot 0.6.2
+    "use_visual_memory": False,
+    "use_proprioceptive_memory": False,
+    "memory_frames": 6,
+    "memory_stride": 30,
+    "memory_temporal_attention_every": 4,
+}
 PI0 = Schema(
     DEFAULTS,
-    fixed={"n_obs_steps": 1},
     unread=UNREAD,
     steps={
         "pi0_new_line_processor": ProcessorStep({}, required=True),
@@ -102,19 +117,13 @@ PI05 = Schema(
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
         "tokenizer_max_length": 200,
     },
-    fixed={"n_obs_steps": 1, "use_visual_memory": False, "use_proprioceptive_memory": False},
-    unread=(
-        *UNREAD,
-        "memory_frames",
-        "memory_stride",
-        "memory_temporal_attention_every",
-        "rtc_training_max_delay",  # read by committed_rows
-    ),
+    unread=(*UNREAD, *MEMORY, "rtc_training_max_delay"),  # read by memory and committed_rows
     steps={
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
-        "pi05_prepare_state_tokenizer_processor_step": ProcessorStep(
-            {"max_state_dim": None, "task_key": ("task",), "include_state_in_prompt": (True,)}, required=True
+        PREPARE: ProcessorStep(
+            {"max_state_dim": None, "task_key": ("task",), "include_state_in_prompt": (True, False)},
+            required=True,
         ),
         "tokenizer_processor": TOKENIZER,
     },
@@ -132,13 +141,8 @@ OLD_PI0 = Schema(  # LeRobot's configuration_pi0.py up to 0.3
         "tokenizer_max_length": 48,
         "num_steps": 10,
     },
-    fixed={
-        "n_obs_steps": 1,
-        "adapt_to_pi_aloha": False,
-        "use_delta_joint_actions_aloha": False,
-        "proj_width": 1024,
-    },
-    unread=("attention_implementation",),
+    fixed={"adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False, "proj_width": 1024},
+    unread=("n_obs_steps", "attention_implementation"),
     steps=PI0.steps,
     adapters=True,
 )
@@ -175,6 +179,9 @@ SETTINGS = {
     "ignore": IGNORE_SETTING,
     "lm_head": LM_HEAD_SETTING,
     **PROMPT_SETTINGS,
+    "state_in_prompt": Setting(
+        bool, "whether the prompt of a pi0.5 with memory of states says the state too"
+    ),
 }
 
 
@@ -194,7 +201,10 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     if old_layout:
         checkpoint.config = current_config(checkpoint.config)
     arch = read_json(options.arch) if options.arch else {}
-    config = model_config(checkpoint.config, arch, str(checkpoint.file))
+    config = model_config(architecture, checkpoint.config, arch, str(checkpoint.file))
+    history: dict[str, Any] = {}
+    if isinstance(config, PI05Config):
+        config, history = with_memory(checkpoint, config)
     candidates = (
         [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
     )
@@ -202,6 +212,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     weights = tensors(checkpoint.tensors, architecture)
     head = paligemma_head(options, weights, tokenizer)
     config = replace(config, lm_head=head.kind)
+    words = WITH_STATE if state_in_prompt(checkpoint, options, config) else WITHOUT_STATE
     return Conversion(
         architecture=architecture,
         format=f"lerobot-{architecture}",
@@ -219,12 +230,18 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             control_hz=checkpoint.control_hz,
             n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
             committed_rows=checkpoint.committed_rows(config.chunk_size),
+            **history,
         ),
-        processing=with_text(
-            processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout),
-            head,
-            options,
-            architecture == "pi05",
+        processing=with_memory_of(
+            config,
+            with_text(
+                processing(
+                    checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout, words
+                ),
+                head,
+                options,
+                architecture == "pi05",
+            ),
         ),
         tokenizer=tokenizer.text,
         tensors=weights,
@@ -256,6 +273,20 @@ def with_text(found: Processing, head: LMHead, options: ConvertOptions, subtasks
     known = {"subtask": SUBTASK, "action": SUBTASK_ACTION} if subtasks and state is not None else {}
     text = text_recipe(options, before, state, question=QUESTION, **known)
     return replace(found, prompt=replace(prompt, eos_token_id=head.end, text=text))
+
+
+def with_memory_of(config: PI0Config, found: Processing) -> Processing:
+    """Return the recipe for as many moments as the model reads. Frames of all cameras go with each, and the empty ones
+    that upstream masks stay away."""
+    if not isinstance(config, PI05Config) or config.memory is None:
+        return found
+    return replace(
+        found,
+        padded_state_dim=config.memory.moments * config.max_state_dim,
+        all_cameras=True,
+        empty_cameras=0,
+        pad_missing_cameras=False,
+    )
 
 
 def current_config(old: dict[str, Any]) -> dict[str, Any]:
@@ -301,10 +332,10 @@ def _current_name(name: str) -> str:
     return name
 
 
-def model_config(record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:
+def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:
     """``record``: LeRobot's config.json or one with its keys; ``arch``: the content of --arch."""
     try:
-        return PI0Config(
+        return (PI05Config if architecture == "pi05" else PI0Config)(
             **paligemma(record, arch),
             expert=gemma(arch, "expert", record["action_expert_variant"]),
             chunk_size=record["chunk_size"],
@@ -358,6 +389,52 @@ def gemma(arch: dict[str, Any], component: str, variant: str) -> DecoderConfig:
         rope_theta=ROPE_THETA,
         **GEMMA,
     )
+
+
+def with_memory(checkpoint: LeRobotCheckpoint, config: PI05Config) -> tuple[PI05Config, dict[str, Any]]:
+    """Return the configuration with the memory that the checkpoint says, and the fields of the spec that say it."""
+    said = MEMORY | checkpoint.config
+    for name in ("use_visual_memory", "use_proprioceptive_memory"):
+        if not isinstance(said[name], bool):
+            raise ConvertError(f"{checkpoint.file}: {name}: expected true or false, got {said[name]!r}")
+    if not (said["use_visual_memory"] or said["use_proprioceptive_memory"]):
+        return config, {}
+
+    def size(name: str, high: int) -> int:
+        return checkpoint.size(name, said[name], high=high)
+
+    moments = size("memory_frames", MAX_HISTORY)
+    stride = size("memory_stride", MAX_HISTORY_STEPS // max(1, moments - 1))
+    every = size("memory_temporal_attention_every", config.vision.num_layers)
+    memory = Memory(
+        moments,
+        len(checkpoint.cameras),
+        every if said["use_visual_memory"] else 0,
+        said["use_proprioceptive_memory"],
+    )
+    return replace(config, memory=memory), {
+        "history": moments,
+        "history_stride": stride,
+        "history_padding": "mask",
+    }
+
+
+def state_in_prompt(checkpoint: LeRobotCheckpoint, options: ConvertOptions, config: PI0Config) -> bool:
+    """Return whether the prompt says the state. LeRobot's own pipeline does, read from its file, also where the state
+    has tokens of its own and was left out of the prompt in training: the file does not say which it was."""
+    said = checkpoint.pipelines.config(PRE, PREPARE).get("include_state_in_prompt")
+    asked = options.setting("state_in_prompt", None)
+    memory = config.memory if isinstance(config, PI05Config) else None
+    if memory is None or not memory.states:
+        if asked is not None:
+            raise ConvertError("--set state_in_prompt: expected a pi0.5 with use_proprioceptive_memory")
+        return said is not False
+    if asked is None and said is None:
+        checkpoint.notes.append(
+            "the prompt says the state too, as with LeRobot where it reads the pipeline from its file; --set"
+            " state_in_prompt=false for a policy that was trained without"
+        )
+    return bool(said is not False if asked is None else asked)
 
 
 class Sizes(Protocol):

@@ -2,6 +2,8 @@
 
 * SigLIP-So400m tower and one linear layer: 256 tokens per 224 x 224 view, unscaled.
 * Prefix [views | prompt] through a Gemma language model, one bidirectional block.
+* pi0.5 with memory (MEM, arXiv 2603.03596, as LeRobot has it): the tower reads several frames of each view and answers
+  for the newest; each moment's state is a token between views and prompt.
 * An expert of the same depth reads each layer's keys and values beside its own. pi0 gives it a state token
   (which sees the prefix and itself) and mixes the solver's time into the action tokens; pi0.5 writes the
   state into the prompt and lets the time modulate the expert's norms.
@@ -29,7 +31,9 @@ from sinew.layers.decoder import (
 from sinew.layers.linear import Linear, rounded
 from sinew.layers.norm import AdaRMSNorm, Modulation
 from sinew.layers.rope import Rotation
+from sinew.layers.sizes import check_sizes
 from sinew.layers.time_embedding import sinusoidal_embedding
+from sinew.layers.video import VideoTransformer, check_frames
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.models.expert import ExpertContext, ExpertModel, FlowConfig, LMHead, Prefix
 
@@ -76,7 +80,7 @@ class PI0(ExpertModel):
         super().__init__()
         self.config = config
         width = config.expert.hidden_size
-        self.vision = VisionTransformer(config.vision)
+        self.vision = self.tower()
         self.connector = Linear(config.vision.hidden_size, config.language.hidden_size)
         self.language = Decoder(config.language, config.vocab_size)
         if config.lm_head == "own":
@@ -85,6 +89,9 @@ class PI0(ExpertModel):
         self.action_in_proj = Linear(config.max_action_dim, width)
         self.action_out_proj = Linear(width, config.max_action_dim)
         self.add_time_modules(width)
+
+    def tower(self) -> VisionTransformer:
+        return VisionTransformer(self.config.vision)
 
     def add_time_modules(self, width: int) -> None:
         self.state_proj = Linear(self.config.max_state_dim, width)
@@ -164,14 +171,94 @@ class PI0(ExpertModel):
         return self.decode_actions(h, *final)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """``moments``: T, the newest included, of ``cameras`` views each. ``temporal_every``: layers of the tower from one
+    that attends across frames to the next; 0: the newest frames alone are read. ``states``: each moment's state is a
+    token of the prefix."""
+
+    moments: int
+    cameras: int
+    temporal_every: int = 0
+    states: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
+
+@dataclass(frozen=True)
+class PI05Config(PI0Config):
+    """``memory``: None where the newest moment alone is read."""
+
+    memory: Memory | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory is not None and self.memory.temporal_every:
+            check_frames(self.vision, self.memory.temporal_every)
+
+
 class PI05(PI0):
+    config_type = PI05Config
+    config: PI05Config
+    float32_modules = (*PI0.float32_modules, "proprio_history_proj")
     adaptive = True
     has_state_token = False
     fold_sites = ExpertModel.fold_sites
 
+    def tower(self) -> VisionTransformer:
+        memory = self.config.memory
+        if memory is None or not memory.temporal_every:
+            return super().tower()
+        return VideoTransformer(self.config.vision, memory.temporal_every)
+
     def add_time_modules(self, width: int) -> None:
         self.time_mlp_in = Linear(width, width)
         self.time_mlp_out = Linear(width, width)
+        if self.config.memory is not None and self.config.memory.states:
+            self.proprio_history_proj = Linear(self.config.max_state_dim, self.config.language.hidden_size)
+
+    @property
+    def moments(self) -> tuple[int, int] | None:
+        memory = self.config.memory
+        return None if memory is None else (memory.moments, memory.cameras)
+
+    @property
+    def state_size(self) -> int:
+        memory = self.config.memory
+        return (1 if memory is None else memory.moments) * self.config.max_state_dim
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """pixels: [B, moments * V, 3, height, width] -> of the newest moment [B, V, tokens, C]."""
+        memory = self.config.memory
+        if memory is None:
+            return super().embed_images(pixels)
+        if not isinstance(self.vision, VideoTransformer):
+            return super().embed_images(pixels[:, -memory.cameras :])
+        frames = pixels.unflatten(1, (-1, memory.cameras)).transpose(1, 2)  # [B, V, moments, 3, h, w]
+        features = self.vision.watch(frames.flatten(0, 1))  # [B * V, patches, C]
+        size = pixels.shape[-2:]
+        return self.connect(features, *self.grid_of(*size)).unflatten(0, frames.shape[:2])
+
+    def embed_prefix(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """With memory all views of the newest moment are there, and ``camera_mask`` says how many moments."""
+        memory = self.config.memory
+        if memory is None:
+            return super().embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
+        T, V = memory.moments, memory.cameras
+        views = torch.ones(image_tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        x, valid, opens = super().embed_prefix(image_tokens, views, tokens, token_mask, state)
+        if not memory.states:
+            return x, valid, opens
+        states = self.proprio_history_proj(state.unflatten(1, (T, -1))).to(x.dtype)  # [B, T, C]
+        count = camera_mask.sum(dim=1, keepdim=True) // V  # [B, 1]
+        seen = torch.arange(T, device=tokens.device) >= T - count  # [B, T], the newest last
+        N = V * image_tokens.shape[2]
+        x = torch.cat([x[:, :N], states, x[:, N:]], dim=1)
+        valid = torch.cat([valid[:, :N], seen, valid[:, N:]], dim=1)
+        return x, valid, torch.zeros_like(valid)
 
     def state_token(self, state: Tensor) -> None:
         return None  # the state is in the prompt

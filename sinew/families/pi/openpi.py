@@ -73,6 +73,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     }
     arch = read_json(options.arch) if options.arch else {}
     config = model_config(
+        architecture,
         record
         | PERIODS
         | {

@@ -45,8 +45,9 @@ SCHEMA = Schema(
         "action_feature_names": None,
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
     },
-    fixed={"n_obs_steps": 1, "temperature": 0.0},  # a temperature draws tokens
+    fixed={"temperature": 0.0},  # a temperature draws tokens
     unread=(
+        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         "dtype",  # of upstream's computation
         "action_expert_variant",  # there is none
         "max_action_dim",  # of training

@@ -100,8 +100,13 @@ SCHEMA = Schema(
         "min_period": 4e-3,
         "max_period": 4.0,
     },
-    fixed={"n_obs_steps": 1, "adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
-    unread=("load_vlm_weights", "rtc_training_max_delay", *OURS),  # the second: read by committed_rows
+    fixed={"adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
+    unread=(
+        "n_obs_steps",  # upstream reads the newest observation, whatever it says
+        "rtc_training_max_delay",  # read by committed_rows
+        "load_vlm_weights",
+        *OURS,
+    ),
     steps={
         "smolvla_new_line_processor": ProcessorStep({}, required=True),
         "tokenizer_processor": TOKENIZER,

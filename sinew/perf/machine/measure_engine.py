@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import Observation, SinewError, Timing
+from sinew.core import Moment, Observation, SinewError, Timing
 from sinew.perf.machine.measure import MeasuredSizes, StageTime
 
 
@@ -59,8 +59,7 @@ def measure_engine(policy: Any, requests: Iterable[MeasuredSizes], runs: int = 3
 
 
 def observe(policy: Any, request: MeasuredSizes) -> Observation:
-    """Random frames of the first cameras, which stand for those of earlier moments too, and token ids in place of an
-    instruction."""
+    """Random frames of the first cameras, the same at all moments, and token ids in place of an instruction."""
     spec, rng = policy.spec, np.random.default_rng(0)
     if not 1 <= request.views <= spec.views or request.views % spec.history:
         each = f", as many of each of {spec.history} moments" if spec.history > 1 else ""
@@ -70,7 +69,9 @@ def observe(policy: Any, request: MeasuredSizes) -> Observation:
         for camera in spec.cameras[: request.views // spec.history]
     }
     ids = np.arange(request.tokens) % policy.manifest.processing.prompt.vocab_size
-    return Observation(images=frames, state=np.zeros(spec.state.dim, np.float32), tokens=ids, seed=0)
+    state = np.zeros(spec.state.dim, np.float32)
+    earlier = (Moment(frames, state),) * (spec.history - 1)
+    return Observation(images=frames, state=state, tokens=ids, seed=0, earlier=earlier)
 
 
 def seconds_by_stage(timings: Sequence[Timing]) -> dict[str, list[float]]:

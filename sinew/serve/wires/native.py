@@ -37,7 +37,7 @@ from sinew.core import (
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
 from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, Field, fields, packed
 from sinew.serve.policies import MAX_NAME as MAX_POLICY
-from sinew.serve.policies import Deployment
+from sinew.serve.policies import Deployment, UnknownPolicyError
 from sinew.serve.service import MAX_SESSION, Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.streams import Streams
@@ -155,8 +155,8 @@ class NativeCodec:
                     raise RequestError("precomputed_img_emb: not supported; send images")
             if error is not None:
                 raise error
-            if images > MAX_IMAGES:
-                raise RequestError(f"images: expected at most {MAX_IMAGES}, got {images}")
+            if images > MAX_IMAGES and images > (most := self._most_images(policy)):
+                raise RequestError(f"images: expected at most {most}, got {images}")
             if beside > MAX_BYTES_BESIDE_IMAGES:
                 raise RequestError(
                     f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes beside images, got {beside}"
@@ -176,6 +176,13 @@ class NativeCodec:
             error,
             None if error else found,
         )
+
+    def _most_images(self, policy: str) -> int:
+        """Return the most images of a request: more than usual for a policy that reads so many moments."""
+        try:
+            return max(MAX_IMAGES, self.service.policies.get(policy).spec.views)
+        except UnknownPolicyError:  # which is refused for its name
+            return MAX_IMAGES
 
     def authorize(self, header: NativeHeader) -> None:
         self.service.authorize(header.api_key)

@@ -65,7 +65,7 @@ class SinewPolicy(PreTrainedPolicy):
             raise ValueError(f"policy.cameras: expected cameras of {name}: {known}, got {strange[0]!r}")
         self._rows = rows_executed(config, spec)
         self._queue: deque = deque()
-        self._history, self._steps = History(spec.history), 0
+        self._history, self._steps = History.of(spec.to_dict()), 0
         self._asked = 0
         self._sessions = 0
         self.register_buffer("_anchor", torch.zeros(()), persistent=False)  # LeRobot asks where a policy is

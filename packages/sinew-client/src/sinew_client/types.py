@@ -87,6 +87,20 @@ class MotionSpec:
     high: float | None = None
 
 
+MAX_HISTORY = 16
+MAX_HISTORY_STEPS = 1024  # control steps from the oldest moment to the newest, all of which a robot keeps
+
+
+def history_problem(moments: int, stride: int) -> str:
+    """Return what is wrong with so many moments, so many control steps apart; "" where nothing is."""
+    if not 1 <= moments <= MAX_HISTORY:
+        return f"history: expected 1 to {MAX_HISTORY}, got {moments}"
+    if stride < 1 or (moments - 1) * stride > MAX_HISTORY_STEPS:
+        most = MAX_HISTORY_STEPS // max(1, moments - 1)
+        return f"history_stride: expected 1 to {most} control steps between {moments} moments, got {stride}"
+    return ""
+
+
 @dataclass(frozen=True)
 class PolicySpec:
     """What a policy reads and writes: enough for a client to build a valid observation."""
@@ -112,7 +126,9 @@ class PolicySpec:
         0  # most rows of a running chunk that the head was trained to continue; 0: it was not
     )
     motion: MotionSpec | None = None  # None where nothing says it
-    history: int = 1  # T, moments that an observation has: one of each of the last T control steps
+    history: int = 1  # T, moments that an observation has at most
+    history_stride: int = 1  # control steps from one moment to the next
+    history_padding: Literal["repeat", "mask"] = "repeat"  # of an episode's start, where there are fewer
 
     @property
     def views(self) -> int:
@@ -144,8 +160,8 @@ class PolicySpec:
         for name, value in (("chunk_size", found.chunk_size), ("action.dim", found.action.dim)):
             if value < 1:
                 raise ClientError(f"policy.{name}: expected 1 or more, got {value}")
-        if not 1 <= found.history <= MAX_HISTORY:
-            raise ClientError(f"policy.history: expected 1 to {MAX_HISTORY}, got {found.history}")
+        if problem := history_problem(found.history, found.history_stride):
+            raise ClientError(f"policy.{problem}")
         for name in ("n_action_steps", "committed_rows"):
             if not 0 <= getattr(found, name) <= found.chunk_size:
                 got = getattr(found, name)
@@ -155,7 +171,6 @@ class PolicySpec:
 
 # ----------------------------------------------------------------------------- observation and action
 
-MAX_HISTORY = 16
 RTC = ("guided", "no-jacobian", "ramp", "trained")
 SCHEDULES = ("exp", "linear", "ones", "zeros")
 WORDS = ("subtask", "question", "text_only", "text_tokens")  # the fields by which words are asked for
@@ -180,9 +195,10 @@ class Observation:
             (:meth:`PolicySpec.noises`); drawn from ``seed`` when absent.
     time:   when the observation was taken, seconds of the client's clock; echoed, and compared with the server's
             clock only where that was started with ``--max-age``.
-    earlier: for a policy that reads T moments (``PolicySpec.history``), those of the T - 1 control steps before, oldest
-            first. Where there are fewer, the oldest stands for those before it, as at the start of an episode; each
-            chunk then carries a warning.
+    earlier: for a policy that reads T moments (``PolicySpec.history``), the T - 1 before this one, oldest first, each
+            ``history_stride`` control steps before the next. There are fewer at the start of an episode. Where
+            ``history_padding`` is "repeat", the oldest stands for those before it, and each chunk carries a warning;
+            where it is "mask", the policy reads those that there are, and warns where there is none.
     adapter: which of the policy's adapters computes the chunk (docs/sources.md), "" for the base.
 
     Real-time chunking, where a running chunk is to be continued (docs/control.md):

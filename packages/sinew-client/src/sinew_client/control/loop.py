@@ -39,15 +39,14 @@ class Loop:
     pace: when ticks begin; :class:`~sinew_client.control.pace.SimulatedPace` plays without a clock. watch: called after
     every control step with the command; must be quick. adapter: refines chunks in every control step; the settings'
     ``refine`` is its ``max_age``. hold_refused: hold also where the very first request is refused for what it is, and
-    ask again: of a robot whose instruction or cameras come later. history: T, the moments that the policy reads
-    (``PolicySpec.history``): of more than one, the robot is observed at every control step, and requests have those of
-    the T - 1 steps before (``earlier``).
+    ask again: of a robot whose instruction or cameras come later. history: of the moments that the policy reads
+    (``History.of``): of more than one, the robot is observed at every control step, and requests have those before
+    (``earlier``).
 
     While it runs a watchdog holds the robot where the loop is late by two periods, unless the settings or the robot say
     that it must not (``Settings.watchdog``, ``Robot.concurrent_hold``).
 
-    Raises :class:`SettingsError` for limits of velocity or acceleration that nothing says where to begin with, and
-    ClientError for a history that no policy has.
+    Raises :class:`SettingsError` for limits of velocity or acceleration that nothing says where to begin with.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Loop:
         watch: Callable[[Command], None] | None = None,
         adapter: Adapter | None = None,
         hold_refused: bool = False,
-        history: int = 1,
+        history: History | None = None,
     ):
         if bool(settings.refine) != (adapter is not None):
             raise SettingsError(
@@ -90,7 +89,7 @@ class Loop:
         self.listeners: list[Callable[[str, dict], None]] = self.controller.listeners
         self.steps = 0
         self._watch, self._hold_refused = watch, hold_refused
-        self._history = History(history)
+        self._history = history or History()
         self._calls: list[Callable[[], None]] = []  # of other threads, carried out between two ticks
         self._lock = threading.Lock()
         self._ended = threading.Event()
