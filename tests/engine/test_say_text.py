@@ -25,7 +25,7 @@ from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import BundleError, CancelledError, ConvertError, ObservationError, SinewError
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.engine import Watch
-from sinew.families.pi.model import PI05, PI0Config
+from sinew.families.pi.model import PI05, PI05Config
 from sinew.layers.decoder import DecoderConfig
 from sinew.models.expert import Prefix
 from sinew.policy import Policy, load
@@ -280,7 +280,7 @@ def test_greedy_tokens_are_lerobots(golden: Path, case_bundle: Callable[[str], P
     )
     if expert.num_heads % expert.num_kv_heads:
         expert = replace(expert, num_heads=language.num_kv_heads)
-    config = PI0Config(
+    config = PI05Config(
         vision=source.config.vision, language=language, expert=expert, vocab_size=source.config.vocab_size,
         chunk_size=4, max_state_dim=8, max_action_dim=8, min_period=4e-3, max_period=4.0, lm_head="own",
     )  # fmt: skip
