@@ -145,7 +145,7 @@ def _words(error: Exception) -> str:
 
 
 def _print_error(console: Console, message: str) -> None:
-    console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    console.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
 
 
 def _take_flag(tokens: list[str], flag: str) -> bool:

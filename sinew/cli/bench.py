@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from cyclopts import Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from sinew import __version__, machine
 from sinew.cli import terminal
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 PROMPT = "pick up the red cube and place it in the bowl"
 SCHEMA = "sinew.bench/1"
+STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
 def bench(
@@ -244,13 +244,9 @@ def print_report(result: dict[str, Any]) -> None:
         f" {', '.join(f'{name} {version}' for name, version in result['software'].items())},"
         f" sinew {result['sinew']}",
         sep="\n",
-        highlight=False,
-        soft_wrap=True,
     )
-    table = Table(title=f"milliseconds over {result['runs']} runs in the steady state")
-    table.add_column("stage")
-    for name in ("mean", "p50", "p95", "p99", "max"):
-        table.add_column(name, justify="right")
+    title = f"milliseconds over {result['runs']} runs in the steady state"
+    table = terminal.table(title, "stage", *(f">{name}" for name in STATISTICS))
     for stage, statistics in stages.items():
         if stage == "steps":
             for step, row in enumerate(statistics, start=1):
@@ -279,11 +275,11 @@ def print_report(result: dict[str, Any]) -> None:
         lines.append(
             f"deadline {deadline['ms']:g} ms missed in {deadline['misses']} of {result['runs']} runs"
         )
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    console.print("\n".join(lines))
 
 
 def _cells(statistics: dict[str, float]) -> list[str]:
-    return [f"{statistics[name]:.2f}" for name in ("mean", "p50", "p95", "p99", "max")]
+    return [f"{statistics[name]:.2f}" for name in STATISTICS]
 
 
 def _mib(count: int) -> str:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from sinew import machine
+from sinew.cli import terminal
 
 if TYPE_CHECKING:
     from sinew.engine.example import Shapes
@@ -123,13 +123,11 @@ def _gflops(product: Callable[[], object]) -> float:
 def print_roofline(record: dict[str, Any], stages: dict[str, Any], console: Console) -> None:
     """``stages``: the report's own, for the medians."""
     if "reason" in record:
-        console.print(f"roofline: {record['reason']}", highlight=False, soft_wrap=True)
+        console.print(f"roofline: {record['reason']}")
         return
-    table = Table(title="against the roofline of this machine's measured peaks, milliseconds")
-    table.add_column("stage")
-    peak = record["sgemm_gflops"]
-    for name in ("p50", "roofline", "achieved", "GFLOP/s", "of sgemm", "predicted", "band"):
-        table.add_column(name, justify="right")
+    columns = (">p50", ">roofline", ">achieved", ">GFLOP/s", ">of sgemm", ">predicted", ">band")
+    title = "against the roofline of this machine's measured peaks, milliseconds"
+    table, peak = terminal.table(title, "stage", *columns), record["sgemm_gflops"]
     for stage, row in record["stages_ms"].items():
         p50 = stages[stage]["p50"]
         ideal = row.get("roofline")

@@ -59,7 +59,7 @@ def dataset(
             raise MissingPackageError("playing episodes", error.name or "mujoco") from None
     console = terminal.console(markup=False)
     text = ", ".join(f"{value} {name}" for name, value in counts.items())
-    console.print(f"{out}: {text}", soft_wrap=True)
+    console.print(f"{out}: {text}")
     terminal.emit({"dataset": str(out), **counts})
     return 0
 

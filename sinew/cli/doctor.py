@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, validators
 from rich.markup import escape
-from rich.table import Table
 
 from sinew import progress
 from sinew.cli import terminal
@@ -90,15 +89,13 @@ def doctor(
             results += checks.bundle(bundle, runs.keywords(), memory_needs)
     failed = [check for check in results if check.status == "fail"]
 
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column("status", no_wrap=True)
-    table.add_column("check", no_wrap=True, style="bold")
-    table.add_column("detail", overflow="fold")
-    for check in results:
-        advice = f"\n→ {escape(check.advice)}" if check.advice else ""
-        table.add_row(MARKS[check.status], check.name, escape(check.detail) + advice)
     console = terminal.console()
-    console.print(table)
+    console.print(
+        terminal.findings(
+            (MARKS[check.status], check.name, escape(check.detail) + terminal.advised(check.advice))
+            for check in results
+        )
+    )
     warned = sum(check.status == "warn" for check in results)
     console.print(f"{len(results)} checks, {len(failed)} failed, {warned} with a warning")
     terminal.emit({"ok": not failed, "checks": [check.to_dict() for check in results]})

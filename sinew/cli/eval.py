@@ -205,7 +205,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
 
     console = terminal.console()
     for part in _terminal(report):
-        console.print(part, soft_wrap=isinstance(part, str))
+        console.print(part)
     terminal.emit({name: value for name, value in report.items() if name != "episodes"})
     broke = status.ended(report["failed"])
     return status.EXIT_ERROR if failed else broke
@@ -249,7 +249,7 @@ def _set_up(simulator: str) -> int:
     python = foreign.set_up(simulator)
     if note := suites.SIMULATORS[simulator].after:
         terminal.say(note)
-    terminal.console().print(f"interpreter  {python}", soft_wrap=True, markup=False)
+    terminal.console().print(f"interpreter  {python}", markup=False)
     terminal.emit({"simulator": simulator, "interpreter": str(python)})
     return 0
 
@@ -343,7 +343,7 @@ def _run(
             text = f"{variant.label(variants)}: {won}/{count} [{100 * low:.0f}, {100 * high:.0f}] %"
             progress.update(bars[variant], completed=count, description=text.replace("[", r"\["))
             if not errors.is_terminal and count == len(seeds):
-                errors.print(text, markup=False, soft_wrap=True)
+                errors.print(text, markup=False)
 
         player = None
         if recording is not None:
@@ -366,9 +366,7 @@ def _run(
     for entry, episodes in zip(report["variants"], results, strict=True):
         if found := reactions(episodes):
             entry["reactions_ms"] = found
-            errors.print(
-                f"{entry['label']}: reactions in ms {json.dumps(found)}", markup=False, soft_wrap=True
-            )
+            errors.print(f"{entry['label']}: reactions in ms {json.dumps(found)}", markup=False)
     return {**report, "episodes": results}
 
 

@@ -65,6 +65,6 @@ def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant
     choice = choose(AUTO, None if task is None else task.motion, policy, refined=bool(variant.edge_adapter))
     text = f"{variant.show('target')}: {choice}"
     if not variant.stream and text not in said:
-        terminal.console(stderr=True).print(text, soft_wrap=True, markup=False)
+        terminal.say(text)
         said.add(text)
     return replaced(variant, handover=choice.handover)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
-from rich.table import Table
 
 from sinew import machine
 from sinew.cli import terminal
@@ -50,7 +49,7 @@ def fleet(
     if isinstance(predicted, str):
         if not measure:
             raise SinewError(predicted)
-        terminal.console(stderr=True).print(predicted, highlight=False, soft_wrap=True)
+        terminal.console(stderr=True).print(predicted)
     else:
         tables["predicted"], band = predicted
     if measure:
@@ -77,17 +76,13 @@ def fleet(
             )
     console = terminal.console()
     sizes = sorted(set().union(*tables.values()))
-    costs = Table(title=f"{source}, {engine}, {count} threads: milliseconds of a batch")
-    for name in ("times", *map(str, sizes)):
-        costs.add_column(name, justify="left" if name == "times" else "right")
+    columns = ("times", *(f">{size}" for size in sizes))
+    costs = terminal.table(f"{source}, {engine}, {count} threads: milliseconds of a batch", *columns)
     for origin, times in tables.items():
         costs.add_row(origin, *(f"{1e3 * times[n]:.1f}" if n in times else "" for n in sizes))
     console.print(costs)
-    table = Table(
-        title=f"robots at {hz:g} Hz of whose moments {share:.0%} are answered within {deadline_ms:g} ms"
-    )
-    for name in ("times", "max batch", "robots", "p99, ms", "mean batch"):
-        table.add_column(name, justify="left" if name == "times" else "right")
+    title = f"robots at {hz:g} Hz of whose moments {share:.0%} are answered within {deadline_ms:g} ms"
+    table = terminal.table(title, "times", ">max batch", ">robots", ">p99, ms", ">mean batch")
     for row in rows:
         p99 = "" if row["p99_ms"] is None else f"{row['p99_ms']:.0f}"
         mean = "" if row["mean_batch"] is None else f"{row['mean_batch']:.1f}"

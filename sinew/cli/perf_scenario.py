@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.table import Table
 
 from sinew.cli import terminal
 from sinew.cli.perf_options import Positive, Rate, dtypes
@@ -122,12 +121,11 @@ def scenario(
         )
     console = terminal.console()
     titles = {
-        "where": "where", "latency_ms": "latency, ms", "sync_hz": "in step, Hz", "async_hz": "asynchronous, Hz",
-        "age_p95_ms": "age p95, ms", "age_bound_ms": "age at most, ms", "underruns": "steps without action",
+        "where": "where", "latency_ms": ">latency, ms", "sync_hz": ">in step, Hz", "async_hz": ">asynchronous, Hz",
+        "age_p95_ms": ">age p95, ms", "age_bound_ms": ">age at most, ms", "underruns": ">steps without action",
     }  # fmt: skip
-    table = Table(title=f"{source}, {control_hz:g} Hz control, a request every {every} steps, {codec} frames")
-    for title in titles.values():
-        table.add_column(title, justify="left" if title == "where" else "right")
+    title = f"{source}, {control_hz:g} Hz control, a request every {every} steps, {codec} frames"
+    table = terminal.table(title, *titles.values())
     for row in rows:
         table.add_row(*(_shown(row.get(key)) for key in titles))
     console.print(table)
@@ -141,7 +139,7 @@ def scenario(
             f"dual: System 1 (vision, action) beside System 2 (language) at {cap_hz:g} Hz; age: of System 2's result"
         )
     for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
+        console.print(note)
     if plot is not None:
         plots.placements(bars, plot, f"{source}: {near.title}, {far.title}, {ways}")
     terminal.emit(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter, validators
-from rich.table import Table
 
 from sinew.cli import terminal
 from sinew.cli.perf_options import Asked, Rate, dtypes
@@ -45,20 +44,18 @@ def stream(
 
     parts = PublishedProgram.load(source, request, dtypes=dtypes(dtype), engine="plan").components()
     rows = []
-    table = Table(
-        title=f"{source}: a stream at {camera_hz:g} frames a second, {efficiency:.0%} of the roofline"
+    table = terminal.table(
+        f"{source}: a stream at {camera_hz:g} frames a second, {efficiency:.0%} of the roofline",
+        *(
+            "machine",
+            ">prefix, ms",
+            ">head run, ms",
+            ">runs alone, Hz",
+            ">beside prefixes, Hz",
+            ">image, ms",
+            "",
+        ),
     )
-    titles = (
-        "machine",
-        "prefix, ms",
-        "head run, ms",
-        "runs alone, Hz",
-        "beside prefixes, Hz",
-        "image, ms",
-        "",
-    )
-    for title in titles:
-        table.add_column(title, justify="left" if title in ("machine", "") else "right")
     for machine in machines:
         found = loops(parts, machine, camera_hz, efficiency)
         row = {
