@@ -253,7 +253,7 @@ class Policy(OpenPolicy):
                 raise SinewError("a batch: expected observations of one batch_key")
         noise = np.stack([member.noise for member in members])  # [B, H, A]
         if first.continuation is not None:
-            from sinew.guidance import guide
+            from sinew.engine.guidance import guide
 
             wanted = [member.continuation for member in members if member.continuation is not None]
             guidance, noise = guide(wanted, self.spec.solver, noise, self.engine.place)

@@ -81,6 +81,7 @@ def measure(
 ) -> dict[str, Any]:
     """Load, warm up and run; returns everything that the report and the JSON line show. ``options``: of
     ``sinew.load``."""
+    from sinew.engine.backend import BACKENDS
     from sinew.engine.choose import choose
     from sinew.policy import Policy, open_bundle
 
@@ -92,7 +93,7 @@ def measure(
         task = progress.add_task("import", total=runs)
         clock = time.perf_counter
         started = clock()
-        if chosen.engine != "onnx":
+        if BACKENDS[chosen.engine].needs_torch:
             import_module("sinew.engine.loading")  # torch, whose import is not a part of loading
         imported = clock()
         import_rss = machine.resident_bytes()

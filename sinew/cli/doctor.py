@@ -15,7 +15,7 @@ from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import RUNS, Runs
 from sinew.core import SinewError
-from sinew.engine.backend import installed
+from sinew.engine.backend import AUTO, BACKENDS, installed
 
 if TYPE_CHECKING:
     from sinew.checks import Check
@@ -78,9 +78,11 @@ def doctor(
         except SinewError as error:
             results.append(checks.Check("bundle", "fail", str(error), "give what the message expects"))
             bundle = None
-    graphs_alone = bundle is not None and bundle.is_dir()  # which the onnx engine runs
+    asked = runs.engine
+    if asked == AUTO and bundle is not None and bundle.is_dir():  # graphs alone
+        asked = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
     with progress.task("checking the installation"):
-        results[:0] = checks.installation("onnx" if runs.engine == "auto" and graphs_alone else runs.engine)
+        results[:0] = checks.installation(asked)
     if bundle is not None and verify:
         with progress.task(f"reading {bundle}"):
             results.append(hashes(bundle))

@@ -102,8 +102,8 @@ def validate(
 
 def compared(policy: Policy, reference: Policy, count: int, records: Path | None = None) -> dict[str, Any]:
     """Compare over ``count`` observations and return the comparison, ready for JSON."""
-    from sinew.validate.observations import recorded_observations
-    from sinew.validate.parity import compare, report
+    from sinew.checks.validate.observations import recorded_observations
+    from sinew.checks.validate.parity import compare, report
 
     if records is not None:
         source, stream = f"records of {records}", recorded_observations(records, reference)
@@ -146,7 +146,7 @@ def write(found: dict[str, Any], out: Path) -> None:
     """Write report.md and report.json."""
     import json
 
-    from sinew.validate.report import markdown
+    from sinew.checks.validate.report import markdown
 
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from sinew.bundle.schema import COMPONENTS, Quantization, Success
 from sinew.bundle.writer import rewrite
 from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing
+from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import choose
 from sinew.engine.engine import Watch
 from sinew.engine.onnx.cache import cache_folder
@@ -39,9 +40,9 @@ def quantized(
     with an engine; None: with that which the precisions want. Return the record in its header, and in words what was
     stored. Raises :class:`SinewError`."""
     kinds = set(chosen.values())
-    if engine == "onnx" and not kinds <= {"int8", "int8-rows", "fp32"}:
+    if engine is not None and not kinds <= {*(follows := BACKENDS[engine].follows), "fp32"}:
         recipe = ",".join(f"{part}={kind}" for part, kind in chosen.items())
-        raise SinewError(f"--engine onnx: expected int8, int8-rows and fp32, got {recipe}")
+        raise SinewError(f"--engine {engine}: expected {', '.join(sorted(follows))} and fp32, got {recipe}")
     if "fp8" in kinds:
         return _in_fp8(opened, chosen, count, out)
     make = _in_lowbit if engine == "cpu" or {"q8_0", "q4_0"} & kinds else _in_int8
@@ -132,7 +133,7 @@ def _measured(
         errors = measure(reference, rounded.engine, islice(stream, count))
         record = replace(_record(chosen, bits, errors, origin, by), weight_error=stored.weight_error)
         write(Bundle(unmeasured), record, out)
-        if engine == "onnx":
+        if BACKENDS[engine].runs_graphs:
             graphs = cache_name(out)
             shutil.rmtree(graphs, ignore_errors=True)  # of the same bundle, made before
             cache_name(unmeasured).rename(graphs)
