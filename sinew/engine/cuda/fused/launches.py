@@ -55,17 +55,8 @@ class Kernels(Ops):
         qkv_rope.prepare(x, weight, cos, sin, q, k, v, self.workspace, **norm, **self.streaming)()
         return q, k, v
 
-    def splitk_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        gate: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        options: dict[str, Any] = {"bias": bias, "gate": gate, "residual": residual, **self.streaming}
-        return splitk_linear.splitk_linear(x, weight, workspace=self.workspace, **options)
+    def splitk_linear(self, x: Tensor, weight: Tensor, **rest: Tensor | None) -> Tensor:
+        return splitk_linear.splitk_linear(x, weight, workspace=self.workspace, **rest, **self.streaming)
 
     def stream_linear(
         self,

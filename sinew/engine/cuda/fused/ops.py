@@ -64,16 +64,8 @@ class Ops(ABC):
         """x: [M, K], weight: [(H + 2 Hkv) D, K], cos and sin: float32 [M, D / 2] -> q [M, H, D], k, v [M, Hkv, D]."""
 
     @abstractmethod
-    def splitk_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        gate: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """residual + gate * (x W^T + bias): [M, N]."""
+    def splitk_linear(self, x: Tensor, weight: Tensor, **rest: Tensor | None) -> Tensor:
+        """residual + gate * (x W^T + bias): [M, N]. rest: any of bias [N], gate [N] and residual [M, N]."""
 
     def stream_linear(
         self,
@@ -118,16 +110,8 @@ class References(Ops):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return qkv_rope.reference(x, weight, cos, sin, heads, **norm)
 
-    def splitk_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        gate: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        return splitk_linear.reference(x, weight, bias=bias, gate=gate, residual=residual)
+    def splitk_linear(self, x: Tensor, weight: Tensor, **rest: Tensor | None) -> Tensor:
+        return splitk_linear.reference(x, weight, **rest)
 
     def stream_linear(
         self,
