@@ -23,7 +23,7 @@ from sinew_client.policy import is_address
 
 from sinew import figures, machine
 from sinew.cli import status, terminal
-from sinew.cli.eval_variants import settled
+from sinew.cli.eval_variants import settled, variant_of
 from sinew.cli.eval_variants import variants as variants_of
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
 from sinew.core import SinewError
@@ -137,20 +137,17 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         future=future,
     )
     given: dict[str, Any] = {
-        "replan": replan,
-        "latency": latency,
-        "handover": handover,
-        "solver_steps": solver_steps,
-    }
+        "replan": replan, "latency": latency, "handover": handover, "solver_steps": solver_steps,
+    }  # fmt: skip
     if record_gate is not None and motion is None:
         task = replaced(task, motion=dict(AS_IS))
     if held is not None:
-        task, given = _protocol(held, task, given, env, env_options, reset_options, adapter, noise)
-        first = held.first_seed if seed is None else seed
-        count = held.episodes if episodes is None else episodes
-    else:
-        first = SEED if seed is None else seed
-        count = EPISODES if episodes is None else episodes
+        flags = {
+            "env": env, "env_options": env_options, "reset_options": reset_options, "adapter": adapter, "noise": noise,
+        }  # fmt: skip
+        task, given = _protocol(held, task, given, flags)
+    usual = (SEED, EPISODES) if held is None else (held.first_seed, held.episodes)
+    first, count = (own if flag is None else flag for flag, own in zip((seed, episodes), usual, strict=True))
     if edge_adapter is not None and held is not None:
         raise SinewError("--edge-adapter: a gate is judged with chunks as they come")
     if stream is not None and (realtime or held is not None):
@@ -161,21 +158,11 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         interval = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
     except ValueError as error:
         raise SinewError(f"--replan: {error}") from None
-    base = Variant(
-        target,
-        interval,
-        Latency(given["latency"] or "0"),
-        given["handover"] or HANDOVER,
-        given["solver_steps"],
-        runs.dtype,
-        runs.device,
-        None if runs.engine == "auto" else runs.engine,
-        runs.ignore_recipe,
-        cameras.rename,
-        cameras.allow_missing_cameras,
-        stream or "",
-        edge_adapter or "",
-    )
+    base = variant_of(
+        target, runs, cameras, replan=interval, latency=Latency(given["latency"] or "0"),
+        handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=stream or "",
+        edge_adapter=edge_adapter or "",
+    )  # fmt: skip
     if runs.provider:
         raise SinewError(
             "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
@@ -212,23 +199,10 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
 
 
 def _protocol(
-    gate: Gate,
-    task: Task,
-    given: dict[str, Any],
-    env: str | None,
-    env_options: str | None,
-    reset_options: str | None,
-    adapter: str | None,
-    noise: int | None,
+    gate: Gate, task: Task, given: dict[str, Any], flags: dict[str, Any]
 ) -> tuple[Task, dict[str, Any]]:
-    """Task and variant of a gate. The task is its own; how the policy is run may be what is tested."""
-    flags = {
-        "env": env,
-        "env_options": env_options,
-        "reset_options": reset_options,
-        "adapter": adapter,
-        "noise": noise,
-    }
+    """Task and variant of a gate. The task is its own; how the policy is run may be what is tested. flags: of the task,
+    as they were given."""
     for name, flag in flags.items():
         if flag is not None and getattr(task, name) != gate.protocol[name]:
             raise SinewError(
