@@ -21,11 +21,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 
 from sinew import __version__, machine
 from sinew.cli import terminal
-from sinew.cli.bench_roofline import print_roofline, roofline_record
 from sinew.cli.options import RUNS, Runs
 from sinew.core import Observation, ObservationError, PolicySpec, Timing
 from sinew.engine.engine import Watch
 from sinew.eval.report.stats import summarize
+from sinew.perf.machine.achieved import roofline_record
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -256,7 +256,7 @@ def print_report(result: dict[str, Any]) -> None:
             bold = "bold" if stage == "total" else None
             table.add_row(stage, *_cells(statistics), style=bold, end_section=stage == "postprocess")
     console.print(table)
-    print_roofline(result["roofline"], stages, console)
+    print_roofline(result["roofline"], stages)
     lines = [
         (
             f"import {result['import_ms']:.0f} ms, load {result['load_ms']:.0f} ms,"
@@ -277,6 +277,31 @@ def print_report(result: dict[str, Any]) -> None:
             f"deadline {deadline['ms']:g} ms missed in {deadline['misses']} of {result['runs']} runs"
         )
     console.print("\n".join(lines))
+
+
+def print_roofline(record: dict[str, Any], stages: dict[str, Any]) -> None:
+    """``stages``: the report's own, for the medians."""
+    console = terminal.console()
+    if "reason" in record:
+        console.print(f"roofline: {record['reason']}")
+        return
+    columns = (">p50", ">roofline", ">achieved", ">GFLOP/s", ">of sgemm", ">predicted", ">band")
+    title = "against the roofline of this machine's measured peaks, milliseconds"
+    table, peak = terminal.table(title, "stage", *columns), record["sgemm_gflops"]
+    for stage, row in record["stages_ms"].items():
+        p50 = stages[stage]["p50"]
+        ideal = row.get("roofline")
+        table.add_row(
+            stage,
+            f"{p50:.2f}",
+            "-" if ideal is None else f"{ideal:.2f}",
+            "-" if ideal is None else f"{100 * ideal / p50:.0f} %",
+            f"{1e3 * row['gflop'] / p50:.1f}",
+            f"{100 * 1e3 * row['gflop'] / p50 / peak:.0f} %" if peak else "-",
+            f"{row['predicted']:.2f}" if "predicted" in row else "-",
+            f"{row['low']:.2f} to {row['high']:.2f}" if "low" in row else "-",
+        )
+    console.print(table)
 
 
 def _cells(statistics: dict[str, float]) -> list[str]:

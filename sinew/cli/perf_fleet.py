@@ -41,11 +41,12 @@ def fleet(
         measure: load the policy and time its batches.
     """
     from sinew.perf import fleet as model
+    from sinew.perf.machine.batches import predicted as predict
 
     count = threads or machine.recommended_threads()[0]
     tables: dict[str, dict[int, float]] = {}
     band = None
-    predicted = _predicted(source, count, engine, max_batch)
+    predicted = predict(source, count, engine, max_batch)
     if isinstance(predicted, str):
         if not measure:
             raise SinewError(predicted)
@@ -108,36 +109,9 @@ def fleet(
     return 0
 
 
-def _sizes(most: int) -> list[int]:
-    """1, 2, 4 ... and the largest."""
-    return sorted({*(1 << k for k in range(most.bit_length()) if 1 << k <= most), most})
-
-
-def _predicted(
-    source: str, threads: int, engine: str, max_batch: int
-) -> tuple[dict[int, float], float] | str:
-    """Return the seconds of each size and the calibration's band, or what is missing for them."""
-    from sinew.perf.fleet import batched
-    from sinew.perf.machine import fit as calibration
-    from sinew.perf.program import PublishedProgram
-
-    fitted = calibration.load(machine.cpu_model(), threads, engine=engine)
-    if fitted is None:
-        option = "" if engine == "eager" else f" --engine {engine}"
-        return (
-            f"not calibrated for {threads} threads: sinew perf calibrate {source} --threads {threads}{option}"
-        )
-    program = PublishedProgram.load(source, dtypes="fp32", engine="eager" if engine == "eager" else "plan")
-    stages = program.components("unfused")
-    found = {
-        size: sum(fitted.predict(batched(stage, size)).seconds for stage in stages)
-        for size in _sizes(max_batch)
-    }
-    return found, fitted.band
-
-
 def _measured(source: str, threads: int | None, engine: str, max_batch: int) -> dict[int, float]:
     """Return the seconds of batches of this policy's own observation, timed here."""
+    from sinew.perf.machine.batches import sizes
     from sinew.policy import load
     from sinew.serve.batching import time_batches
 
@@ -145,4 +119,4 @@ def _measured(source: str, threads: int | None, engine: str, max_batch: int) -> 
     policy.warm_up()
     if policy.unbatched:
         raise SinewError(policy.unbatched)
-    return time_batches(policy, _sizes(max_batch))
+    return time_batches(policy, sizes(max_batch))
