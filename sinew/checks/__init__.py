@@ -49,7 +49,7 @@ FEATURES = {
 }
 
 
-def installation(engine: str | None = None) -> list[Check]:
+def installation(engine: str = "") -> list[Check]:
     """All checks that need no bundle. engine: that shall run; torch may be absent where it needs none."""
     results: list[Check] = []
     without_torch = engine in BACKENDS and not BACKENDS[engine].needs_torch and _absent("torch")

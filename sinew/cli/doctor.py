@@ -78,7 +78,7 @@ def doctor(
         except SinewError as error:
             results.append(checks.Check("bundle", "fail", str(error), "give what the message expects"))
             bundle = None
-    asked = runs.engine
+    asked: str = runs.engine
     if asked == AUTO and bundle is not None and bundle.is_dir():  # graphs alone
         asked = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
     with progress.task("checking the installation"):

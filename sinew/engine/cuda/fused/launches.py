@@ -55,7 +55,7 @@ class Kernels(Ops):
         qkv_rope.prepare(x, weight, cos, sin, q, k, v, self.workspace, **norm, **self.streaming)()
         return q, k, v
 
-    def splitk_linear(self, x: Tensor, weight: Tensor, **rest: Tensor | None) -> Tensor:
+    def splitk_linear(self, x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
         return splitk_linear.splitk_linear(x, weight, workspace=self.workspace, **rest, **self.streaming)
 
     def stream_linear(
