@@ -332,12 +332,12 @@ class Policy(OpenPolicy):
                 raise SinewError("a batch: expected observations of one batch_key")
         noise = np.stack([member.noise for member in members])  # [B, H, A]
         if first.continuation is not None:
-            from sinew.guidance import guide
+            from sinew.engine.guidance import guide
 
             wanted = [member.continuation for member in members if member.continuation is not None]
             guidance, noise = guide(wanted, self.spec.solver, noise, self.engine_of(first.adapter).place)
         if first.unconditional is not None:
-            from sinew.guidance import ClassifierFree
+            from sinew.engine.guidance import ClassifierFree
 
             scales = np.array([member.scale for member in members], np.float32)
             guidance = ClassifierFree(scales, self.engine_of(first.adapter).place, guidance)

@@ -128,7 +128,7 @@ def test_compose_names_files_and_flags_that_exist() -> None:
 def test_the_example_of_a_file_is_taken() -> None:
     app = build_app(DOCKER / "sinew.toml")
     _, found, _ = app.parse_args(["serve", "policy.gguf"], exit_on_error=False, print_error=False)
-    assert found.arguments["deadline_ms"] == 200
+    assert found.arguments["on"].deadline_ms == 200
     _, found, _ = app.parse_args(["run"], exit_on_error=False, print_error=False)
     assert found.arguments["handover"] == "rtc"
 
@@ -174,7 +174,7 @@ def test_the_manifest_of_kubernetes_names_what_the_program_takes() -> None:
     assert found.arguments["attach"] is True
     assert found.arguments["config"].name in config["data"]
     assert [each["containerPort"] for each in container["ports"]] == list(
-        wires.parse(found.arguments["wire"]).values()
+        wires.parse(found.arguments["on"].wire).values()
     )
     workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     assert (workers["minReplicas"], workers["maxReplicas"]) == (replicas.replicas.min, replicas.replicas.max)

@@ -19,10 +19,10 @@ import sys
 import tarfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 Kinds = dict[str, Any]  # sinew.engine.cuda.kernels.launch.Specialised by its key
@@ -31,6 +31,7 @@ MANIFEST = "ahead.json"
 KEPT = (".cubin", ".json")  # what a launch reads; the rest of a compilation is for people
 VARIANTS: tuple[dict[str, bool], ...] = ({}, {"pdl": True}, {"pdl": True, "prefetch": True})
 NARROW = ("vision", "language")
+MOST_THREADS = 16
 
 
 def parts() -> tuple[str, ...]:
@@ -49,7 +50,6 @@ def kinds_of(part: str, capability: int) -> Kinds:
 
 def of_checks() -> Kinds:
     """Return what the checks of the kernels launch."""
-    from sinew.engine.cuda.kernels.launch import collecting
     from tests.engine.cuda import kernel_checks
 
     with collecting() as found:
@@ -64,12 +64,9 @@ def of_checks() -> Kinds:
 
 
 def of_first(capability: int) -> Kinds:
-    """Return what the first measurements launch, with every tile."""
-    import torch
-
+    """Return what the first measurements launch."""
     from benchmarks.gpu.kernels import HEAD, HEAD_ROWS, LANGUAGE_ROWS, by_name, resized
-    from benchmarks.gpu.shapes import capability_of, dims, launch
-    from sinew.engine.cuda.kernels.tiles import candidates
+    from benchmarks.gpu.shapes import capability_of, launch
 
     heads = [name for _, name, *_ in HEAD]
     narrow = [f"{name.removesuffix(', given')}, fp8" for name in heads if not name.endswith("scaled")]
@@ -78,16 +75,13 @@ def of_first(capability: int) -> Kinds:
     found += [resized(by_name(name), rows) for name in wide for rows in LANGUAGE_ROWS]
     found += [by_name(f"pi0.5 {where} attention") for where in ("head", "language")]
     made = [
-        launch(problem, "meta", tile=tile).specialised()
-        for problem in found
-        if capability >= capability_of(problem)
-        for tile in candidates(problem.kernel, dims(problem), torch.bfloat16, capability)
+        launch(problem, "meta").specialised() for problem in found if capability >= capability_of(problem)
     ]
     return {each.key(): each for each in made}
 
 
 def of_model(name: str, tiny: bool = False) -> Kinds:
-    """Return what the rungs of a model's ladder launch, and all that tuning tries before them."""
+    """Return what the rungs of a model's ladder launch."""
     import torch
 
     from benchmarks.gpu.models import TARGETS, processing
@@ -95,31 +89,15 @@ def of_model(name: str, tiny: bool = False) -> Kinds:
     from benchmarks.gpu.session import shrunk
     from sinew.engine.cuda.fp8.scales import linears
     from sinew.engine.cuda.fused.launches import Kernels
-    from sinew.engine.cuda.kernels.launch import collecting
-    from sinew.engine.cuda.tune import tuner
-    from sinew.engine.cuda.tune.trials import Trials
 
-    case, meta, found = shrunk(TARGETS[name], tiny), torch.device("meta"), Kinds()
-    with torch.no_grad():
+    case, meta = shrunk(TARGETS[name], tiny), torch.device("meta")
+    with torch.no_grad(), collecting() as found:
         model = weightless(name, case.chunk, tiny)
         recipe, plan = processing(name, model.config), plan_of(model)
         calibrated = dict.fromkeys(linears(plan.model, NARROW), 1.0)
         for fp8, scales in (((), {}), (NARROW, calibrated)):
             for options in VARIANTS:
-                with collecting() as launched:
-                    program(case, plan, recipe, Kernels(meta, **options), fp8, scales).chunk()
-                found |= launched
-            made = program(case, plan, recipe, Kernels(meta), fp8, scales)
-            engine = SimpleNamespace(
-                device=meta, model=made.model, ops=made.ops, programs=SimpleNamespace(limit=1, make=None)
-            )
-
-            def run(made: Any = made, engine: Any = engine) -> None:
-                made.ops = engine.ops
-                made.chunk()
-
-            trials = Trials(meta, lambda _: 0.0, lambda: 1.0, lambda _: None, again=True)
-            found |= tuner.gather(engine, run, trials)
+                program(case, plan, recipe, Kernels(meta, **options), fp8, scales).chunk()
     return found
 
 
@@ -158,19 +136,48 @@ def program(
 
 
 @contextmanager
+def collecting() -> Iterator[Kinds]:
+    """Within the context, launches are taken down, each kind once, and not run: what they would have written holds
+    anything."""
+    from sinew.engine.cuda.kernels.launch import Launch
+
+    found, real = Kinds(), Launch.__call__
+
+    def take_down(launch: Any) -> None:
+        made = launch.specialised()
+        found.setdefault(made.key(), made)
+
+    Launch.__call__ = take_down  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Launch.__call__ = real  # type: ignore[method-assign]
+
+
+@contextmanager
 def pretending(capability: int) -> Iterator[None]:
     """Tiles are those of a device of this compute capability."""
-    import sinew.engine.cuda.kernels  # noqa: F401 - before what it is tuned with
-    from sinew.engine.cuda.kernels import tuning
+    from sinew.engine.cuda.kernels import tiles
 
-    real = tuning.capability
-    tuning.capability = lambda _: capability
-    tuning.choose.cache_clear()
+    real = tiles.capability
+    tiles.capability = lambda _: capability
     try:
         yield
     finally:
-        tuning.capability = real
-        tuning.choose.cache_clear()
+        tiles.capability = real
+
+
+def compile_all(found: Mapping[str, Any], capability: int) -> int:
+    """Compile for ``capability`` on all cores and keep on disk; returns how many did. The compiler leaves Python's lock
+    alone most of the time: threads are enough."""
+    good = 0
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "compile") as pool:
+        for future in as_completed([pool.submit(made.compile, capability) for made in found.values()]):
+            error = future.exception()
+            good += error is None
+            if error is not None:  # it is left to the launch, which says it too
+                print(f"not compiled: {error}", file=sys.stderr)
+    return good
 
 
 def facts() -> dict[str, Any]:
@@ -251,8 +258,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def compiled(names: list[str], capability: int, out: Path, here: dict[str, Any]) -> int:
     """Compile and pack; 1 where nothing did."""
-    from sinew.engine.cuda.tune.ahead import compile_all
-
     done: set[str] = set()
     rows = {}
     with pretending(capability):

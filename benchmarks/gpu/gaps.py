@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.timing import graph_ms
 from sinew.engine.cuda.kernels.lang import kernel, tl, wait_for_input
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.tune.timing import graph_ms
 
 Row = dict[str, Any]
 CHAIN = 1000  # kernels in a graph, and barriers in a kernel

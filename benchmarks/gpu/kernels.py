@@ -31,11 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout is en
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "packages" / "sinew-client" / "src"))
 
 from benchmarks.gpu.shapes import Problem, arguments, cost, dims, launch, problems
-from sinew.engine.cuda.kernels import KERNELS, tuning
+from benchmarks.gpu.timing import graph_ms
+from sinew.engine.cuda.kernels import KERNELS, tiles
 from sinew.engine.cuda.kernels.lang import kernel, tl, triton, wait_for_input
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.tiles import candidates
-from sinew.engine.cuda.tune.timing import graph_ms
 
 FLOPS, BANDWIDTH = 785e12, 4.30e12  # H200: measured ceilings that the rooflines are computed from
 DEVICE = "cuda"
@@ -111,25 +110,18 @@ def compare(problem: Problem, positional: list[Any], options: dict[str, Any]) ->
 
 
 def kernel_row(label: str, problem: Problem, replays: int) -> Iterator[Row]:
-    """Best tile of a problem, and all others beside it; before that a row for each tile that does not do."""
+    """A problem with the tile that the engine takes; a row that says why where it does not run."""
     spent = cost(problem)
     copies = max(1, min(64, STREAMED // spent.bytes)) if problem.sizes.get("K") else 1
-    tried = {}
-    gpu = torch.device("cuda", 0)
-    hardware = tuning.capability(gpu), tuning.multiprocessors(gpu)
-    for tile in candidates(problem.kernel, dims(problem), torch.bfloat16, *hardware):
-        try:
-            tried[tile] = graph_ms(checked(problem, tile, copies), replays)["p50"]
-        except Exception as error:  # noqa: BLE001 - the other tiles still count
-            torch.cuda.synchronize()  # raises where the device answers nothing any more
-            why = f"{type(error).__name__}: {error}"[:400]
-            yield {"what": label, "error": f"{tile}: {why}", "wrong": isinstance(error, AssertionError)}
-    if not tried:
-        return
-    best = min(tried, key=lambda tile: tried[tile])
-    facts = {"flops": spent.flops, "bytes": spent.bytes, "tile": asdict(best)}
-    facts["tiles_us"] = [[asdict(tile), 1e3 * ms] for tile, ms in tried.items()]
-    yield timed(label, checked(problem, best, copies), replays, **facts)
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    tile = tiles.tile_for(problem.kernel, dims(problem), torch.bfloat16, gpu)
+    facts = {"flops": spent.flops, "bytes": spent.bytes, "tile": asdict(tile)}
+    try:
+        yield timed(label, checked(problem, tile, copies), replays, **facts)
+    except Exception as error:  # noqa: BLE001 - the other problems still count
+        torch.cuda.synchronize()  # raises where the device answers nothing any more
+        why = f"{type(error).__name__}: {error}"[:400]
+        yield {"what": label, "error": f"{tile}: {why}", "wrong": isinstance(error, AssertionError)}
 
 
 def products(rows: int, columns: int, depth: int, replays: int, label: str) -> Iterator[Row]:
@@ -247,7 +239,7 @@ def through_l2(problem: Problem) -> float:
     s = problem.sizes
     packed = problem.kernel == "packed_attention"
     dtype = torch.float32 if s.get("wide") else torch.bfloat16
-    tile = candidates(problem.kernel, dims(problem), dtype, 90)[0]
+    tile = tiles.default(problem.kernel, dims(problem), dtype, 90)
     if not packed and "K" not in s:
         return float(cost(problem).bytes)
     programs = math.prod(launch(problem, "meta", tile=tile).grid)

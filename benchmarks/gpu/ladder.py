@@ -25,9 +25,6 @@ from benchmarks.gpu.models import (
 )
 from benchmarks.gpu.rungs import Eager, Engine, cuda_engine, distance, end_to_end, plan_of, stages
 from benchmarks.gpu.session import Row, Session, shrunk, still_there
-from sinew.engine.cuda.tune.timing import on
-from sinew.engine.cuda.tune.trials import Trials
-from sinew.engine.cuda.tune.tuner import tune
 from sinew.models.base import Model
 
 INPUTS = 4  # that rotate
@@ -44,7 +41,7 @@ def ladder(model: str, session: Session) -> None:
 
 
 def grid(model: str, session: Session) -> None:
-    """The engine with and without kernels on the model's other cases. What they share with the target is tuned."""
+    """The engine with and without kernels on the model's other cases."""
     base, recipe, reference = _models(model, session)
     others = [shrunk(case, session.tiny) for case in cases(model)[1 : 3 if session.tiny else None]]
     plans: dict[int, Any] = {}
@@ -52,8 +49,7 @@ def grid(model: str, session: Session) -> None:
         for chunk in dict.fromkeys(case.chunk for case in others):
             if chunk not in plans:
                 plans[chunk] = plan_of(with_chunk(base, chunk))
-            options = {"kernels": rung == "engine", "pdl": False}
-            made = Engine(cuda_engine(plans[chunk], recipe, session.device, **options))
+            made = Engine(cuda_engine(plans[chunk], recipe, session.device, kernels=rung == "engine"))
             for case in others:
                 if case.chunk != chunk:
                     continue
@@ -87,22 +83,6 @@ def _rungs(case: Case, base: Model, recipe: Any, reference: Model | None, sessio
         plan = plan_of(shaped) if plan is None else plan
         return plan
 
-    def tuned(share: float, **options: Any) -> None:
-        """Tune for at most ``share`` of the section's time."""
-        made = Engine(cuda_engine(planned(), recipe, device, graph=False, **options))
-        end = time.monotonic() + share * session.seconds
-
-        def left() -> float:
-            return min(end - time.monotonic(), session.left)
-
-        trials = Trials(device, on(device), left, session.emit)
-        try:
-            tune(made.engine, lambda: made.run(inputs[0], 1), trials)
-        except Exception as error:  # noqa: BLE001 - the rung runs with what is known and the defaults
-            session.emit({"case": case.name, "note": f"tuning ended: {type(error).__name__}: {error}"[:600]})
-            still_there(session, "tuning")
-        session.emit({"case": case.name, **trials.summary()})
-
     def engine(**options: Any) -> Engine:
         return Engine(cuda_engine(planned(), recipe, device, **options))
 
@@ -110,16 +90,16 @@ def _rungs(case: Case, base: Model, recipe: Any, reference: Model | None, sessio
     rungs: list[tuple[str, Callable[[], Any]]] = [
         ("eager", lambda: Eager(shaped, recipe, device)),
         ("graph", lambda: engine(kernels=False)),
-        ("engine", lambda: engine(pdl=False)),
+        ("engine", engine),
     ]
-    fp8 = ("fp8", lambda: engine(pdl=False, fp8=NARROW, scales=scales))
+    fp8 = ("fp8", lambda: engine(fp8=NARROW, scales=scales))
     # The rungs that can meet a target come before those that only explain them: time may end.
     if session.is_gpu and torch.cuda.get_device_capability(device) >= (9, 0):
         rungs += [
             ("engine, prefetch", lambda: engine(pdl=True, prefetch=True)),
             fp8,
             ("fp8, prefetch", lambda: engine(pdl=True, prefetch=True, fp8=NARROW, scales=scales)),
-            ("engine, dependent launch", lambda: engine(pdl=True, prefetch=False)),
+            ("engine, dependent launch", lambda: engine(pdl=True)),
         ]
     else:
         rungs.append(fp8)
@@ -129,12 +109,8 @@ def _rungs(case: Case, base: Model, recipe: Any, reference: Model | None, sessio
         if session.left <= 0:
             raise TimeoutError(f"{rung} and what follows did not run")
         try:
-            if rung == "engine" and session.is_gpu:
-                tuned(0.35)
             if rung == "fp8":
                 scales = calibrated(planned(), recipe, inputs, session)
-                if session.is_gpu:
-                    tuned(0.15, fp8=NARROW, scales=scales)
             made = make()
             most = CALLS.get(rung, (SHORT, 3.0))
             row, chunks[rung] = _measure(case, rung, made, inputs, wanted, recipe, most, session)

@@ -310,7 +310,7 @@ def recipe(problem: Problem) -> ImageRecipe:
 
 
 def dims(problem: Problem) -> tuple[int, ...]:
-    """Return what tiles of a problem are chosen by, as ``tuning`` has it; without what no choice looks at."""
+    """Return what tiles of a problem are chosen by, as ``tiles.default`` takes it."""
     s = problem.sizes
     if problem.kernel == "packed_attention":
         return s["M"] * s["H"] // s["KV"], s["P"], s.get("S", 0), s["KV"], s["D"]

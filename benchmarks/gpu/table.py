@@ -32,7 +32,7 @@ def markdown(document: Record) -> str:
     ceilings = ceilings_of(sections)
     products = {row["case"]: row["work"] for row in _rows(sections, "bounds") if "work" in row}
     parts += [_ceilings(ceilings), _targets(ladder), _ladder(ladder), _stages(ladder, ceilings, products)]
-    parts += [_first(_rows(sections, "first")), _tuned(sections), _checks(_rows(sections, "checks"))]
+    parts += [_first(_rows(sections, "first")), _checks(_rows(sections, "checks"))]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -151,16 +151,6 @@ def _first(rows: list[Record]) -> str:
         for row in rows
     ]
     return _titled("First measurements", table(("what", "us", "TFLOP/s", "GB/s", "tile"), cells))
-
-
-def _tuned(sections: Record) -> str:
-    rows = [
-        (row["kernel"], "x".join(map(str, row["dims"])), _tile(row.get("tile")), row["reason"])
-        for section in sections.values()
-        for row in section["rows"]
-        if "reason" in row and "dims" in row
-    ]
-    return _titled("Tuned", table(("kernel", "problem", "tile", "choice"), rows))
 
 
 def _checks(rows: list[Record]) -> str:

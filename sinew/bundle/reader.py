@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterable
 from functools import cached_property
@@ -56,6 +57,15 @@ class Bundle:
     def weights_nbytes(self) -> int:
         """Bytes of all tensors, as stored."""
         return sum(info.nbytes for info in self.infos.values())
+
+    def parameters(self, info: TensorInfo) -> int:
+        """Return how many weights a tensor holds: of ternary ones 16 in each element, of scales none."""
+        module, _, part = info.name.rpartition(".")
+        if module not in self.lowbit:
+            return math.prod(info.shape)
+        if f".{part}" == SCALE:
+            return 0
+        return math.prod(info.shape) * (16 if info.type is GGMLQuantizationType.I32 else 1)
 
     @cached_property
     def lowbit(self) -> dict[str, str]:

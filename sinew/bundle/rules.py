@@ -25,7 +25,15 @@ MAX_PIXELS = (
 MAX_NOISE = 1 << 22
 WORDS = "printable, without quotes, backticks and backslashes"
 MAX_UNITS = 1e9  # of a state or an action, in whatever unit: encoders and micrometres stay below
-PAIRS = {"min_max": ("min", "max"), "quantiles": ("q01", "q99"), "quantile10": ("q10", "q90")}
+# What each mode of normalisation needs, by its name in ``stats``.
+STATISTICS: dict[str, tuple[str, ...]] = {
+    "mean_std": ("mean", "std"),
+    "min_max": ("min", "max"),
+    "quantiles": ("q01", "q99"),
+    "quantile10": ("q10", "q90"),
+    "identity": (),
+}
+PAIRS = {mode: STATISTICS[mode] for mode in ("min_max", "quantiles", "quantile10")}  # the ends of ranges
 
 
 def problems(manifest: Manifest) -> Iterator[str]:

@@ -18,6 +18,7 @@ from sinew import __version__, machine
 from sinew.checks.check import Check, gib
 from sinew.checks.loaded import bundle
 from sinew.core import SinewError
+from sinew.engine.backend import BACKENDS
 from sinew.extras import DISTRIBUTION, install
 
 __all__ = ["Check", "bundle", "installation"]
@@ -48,10 +49,10 @@ FEATURES = {
 }
 
 
-def installation(engine: str | None = None) -> list[Check]:
-    """All checks that need no bundle. engine: that shall run; with "onnx", torch may be absent."""
+def installation(engine: str = "") -> list[Check]:
+    """All checks that need no bundle. engine: that shall run; torch may be absent where it needs none."""
     results: list[Check] = []
-    without_torch = engine == "onnx" and _absent("torch")
+    without_torch = engine in BACKENDS and not BACKENDS[engine].needs_torch and _absent("torch")
     for check in (
         python,
         packages,

@@ -79,9 +79,9 @@ def _parity(policy: Policy) -> Check:
         return Check("bundle parity", "ok", "skipped: no torch, and the reference is eager")
     from itertools import islice
 
+    from sinew.checks.validate.observations import random_observations
+    from sinew.checks.validate.parity import compare
     from sinew.policy import Policy
-    from sinew.validate.observations import random_observations
-    from sinew.validate.parity import compare
 
     reference = Policy(policy.bundle, "cpu", "fp32", "eager", ignore_recipe=True)
     found = compare(policy, reference, islice(random_observations(reference), 1))

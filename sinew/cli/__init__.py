@@ -27,7 +27,6 @@ VERBS = {
     "infer": "Run a bundle once on image files and a state.",
     "quantize": "Choose a precision per component and measure what it costs.",
     "upgrade": "Rewrite a bundle of an older format in the present one.",
-    "tune": "Find the fastest tiles for a bundle on this GPU.",
     "export": "Write a folder that runs without torch, or vla.cpp's file.",
     "serve": "Serve a bundle over the network.",
     "fleet": "Serve policies on replicas of a Ray cluster.",
@@ -146,7 +145,7 @@ def _words(error: Exception) -> str:
 
 
 def _print_error(console: Console, message: str) -> None:
-    console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    console.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
 
 
 def _take_flag(tokens: list[str], flag: str) -> bool:

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from cyclopts import Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from sinew import __version__, machine
 from sinew.cli import terminal
-from sinew.cli.bench_roofline import print_roofline, roofline_record
 from sinew.cli.options import RUNS, Runs
 from sinew.core import Moment, Observation, ObservationError, PolicySpec, Timing
 from sinew.engine.engine import Watch
 from sinew.eval.report.stats import summarize
+from sinew.perf.machine.achieved import roofline_record
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
 
 PROMPT = "pick up the red cube and place it in the bowl"
 SCHEMA = "sinew.bench/1"
+STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
 def bench(
@@ -81,6 +81,7 @@ def measure(
 ) -> dict[str, Any]:
     """Load, warm up and run; returns everything that the report and the JSON line show. ``options``: of
     ``sinew.load``."""
+    from sinew.engine.backend import BACKENDS
     from sinew.engine.choose import choose
     from sinew.policy import Policy, open_bundle
 
@@ -92,7 +93,7 @@ def measure(
         task = progress.add_task("import", total=runs)
         clock = time.perf_counter
         started = clock()
-        if chosen.engine != "onnx":
+        if BACKENDS[chosen.engine].needs_torch:
             import_module("sinew.engine.loading")  # torch, whose import is not a part of loading
         imported = clock()
         import_rss = machine.resident_bytes()
@@ -247,13 +248,9 @@ def print_report(result: dict[str, Any]) -> None:
         f" {', '.join(f'{name} {version}' for name, version in result['software'].items())},"
         f" sinew {result['sinew']}",
         sep="\n",
-        highlight=False,
-        soft_wrap=True,
     )
-    table = Table(title=f"milliseconds over {result['runs']} runs in the steady state")
-    table.add_column("stage")
-    for name in ("mean", "p50", "p95", "p99", "max"):
-        table.add_column(name, justify="right")
+    title = f"milliseconds over {result['runs']} runs in the steady state"
+    table = terminal.table(title, "stage", *(f">{name}" for name in STATISTICS))
     for stage, statistics in stages.items():
         if stage == "steps":
             for step, row in enumerate(statistics, start=1):
@@ -262,7 +259,7 @@ def print_report(result: dict[str, Any]) -> None:
             bold = "bold" if stage == "total" else None
             table.add_row(stage, *_cells(statistics), style=bold, end_section=stage == "postprocess")
     console.print(table)
-    print_roofline(result["roofline"], stages, console)
+    print_roofline(result["roofline"], stages)
     lines = [
         (
             f"import {result['import_ms']:.0f} ms, load {result['load_ms']:.0f} ms,"
@@ -282,11 +279,36 @@ def print_report(result: dict[str, Any]) -> None:
         lines.append(
             f"deadline {deadline['ms']:g} ms missed in {deadline['misses']} of {result['runs']} runs"
         )
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    console.print("\n".join(lines))
+
+
+def print_roofline(record: dict[str, Any], stages: dict[str, Any]) -> None:
+    """``stages``: the report's own, for the medians."""
+    console = terminal.console()
+    if "reason" in record:
+        console.print(f"roofline: {record['reason']}")
+        return
+    columns = (">p50", ">roofline", ">achieved", ">GFLOP/s", ">of sgemm", ">predicted", ">band")
+    title = "against the roofline of this machine's measured peaks, milliseconds"
+    table, peak = terminal.table(title, "stage", *columns), record["sgemm_gflops"]
+    for stage, row in record["stages_ms"].items():
+        p50 = stages[stage]["p50"]
+        ideal = row.get("roofline")
+        table.add_row(
+            stage,
+            f"{p50:.2f}",
+            "-" if ideal is None else f"{ideal:.2f}",
+            "-" if ideal is None else f"{100 * ideal / p50:.0f} %",
+            f"{1e3 * row['gflop'] / p50:.1f}",
+            f"{100 * 1e3 * row['gflop'] / p50 / peak:.0f} %" if peak else "-",
+            f"{row['predicted']:.2f}" if "predicted" in row else "-",
+            f"{row['low']:.2f} to {row['high']:.2f}" if "low" in row else "-",
+        )
+    console.print(table)
 
 
 def _cells(statistics: dict[str, float]) -> list[str]:
-    return [f"{statistics[name]:.2f}" for name in ("mean", "p50", "p95", "p99", "max")]
+    return [f"{statistics[name]:.2f}" for name in STATISTICS]
 
 
 def _mib(count: int) -> str:

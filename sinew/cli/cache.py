@@ -32,7 +32,7 @@ def list_entries() -> int:
             else:
                 table.add_row("damaged", str(entry))
         console.print(table)
-    console.print(f"{len(found)} in {cache.folder()}", soft_wrap=True)
+    console.print(f"{len(found)} in {cache.folder()}")
     good = [entry for entry in found if isinstance(entry, cache.CacheEntry)]
     bad = [str(entry) for entry in found if not isinstance(entry, cache.CacheEntry)]
     terminal.emit({"folder": str(cache.folder()), "entries": [_row(entry) for entry in good], "damaged": bad})
@@ -62,7 +62,7 @@ def show(entry: str, /, *, verify: Annotated[bool, Parameter(negative="")] = Fal
         *(("note", note) for note in said.notes),
         ("state", damage or stale or f"as it was written ({compared} compared)"),
     ):
-        console.print(f"{name:8} {text}", soft_wrap=True)
+        console.print(f"{name:8} {text}")
     terminal.emit({**_row(found), "record": msgspec.to_builtins(said), "damage": damage, "stale": stale})
     return 1 if damage else 0
 
@@ -85,7 +85,7 @@ def remove(
     console = terminal.console(markup=False)
     for home in dict.fromkeys(chosen):
         shutil.rmtree(home)
-        console.print(f"removed {home}", soft_wrap=True)
+        console.print(f"removed {home}")
     terminal.emit({"removed": [str(home) for home in dict.fromkeys(chosen)]})
     return 0
 

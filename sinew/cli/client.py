@@ -10,21 +10,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from cyclopts import Parameter, validators
 from rich.progress import track
-from rich.table import Table
 from sinew_client import ActionChunk, Client, ClientError
 from sinew_client.control import is_journal
-from sinew_client.history import History
 
 from sinew import __version__, machine
 from sinew.auth import key_from_environment
 from sinew.cli import terminal
-from sinew.cli.bench import PROMPT, parse_size
-from sinew.cli.replay import print_replay, replay_journal, replay_records
-from sinew.core import SinewError
+from sinew.cli.bench import PROMPT, make_observation, parse_size
+from sinew.cli.replay import print_replay, replay_journal
+from sinew.core import PolicySpec, SinewError
 from sinew.eval.report.stats import summarize
+from sinew.records.comparison import replay_records
 from sinew.records.recorder import read_records
 
 SCHEMA = "sinew.client/1"
@@ -86,7 +84,9 @@ def client(
                 print_replay(result)
                 terminal.emit(result)
                 return 0 if result["beyond"] == result["lost"] == 0 else 1
-            observation = make_observation(metadata["policy"], size, prompt, solver_steps)
+            observation = make_observation(
+                PolicySpec.from_dict(metadata["policy"]), size, prompt, solver_steps
+            )
             observation |= {"advantage": advantage, "guidance_scale": guidance_scale}
             if deadline_ms is not None:
                 observation["deadline_ms"] = deadline_ms
@@ -118,29 +118,6 @@ def client(
     print_report(result)
     terminal.emit(result)
     return 0
-
-
-def make_observation(
-    policy: dict[str, Any], size: tuple[int, int] | None, prompt: str, solver_steps: int | None
-) -> dict[str, Any]:
-    """Fits the ``policy`` part of a server's metadata. ``size``: (height, width) of every frame."""
-    rng = np.random.default_rng(0)
-    moment = {
-        "images": {
-            camera["name"]: rng.integers(
-                0, 256, (*(size or (camera["height"], camera["width"])), 3), dtype=np.uint8
-            )
-            for camera in policy["cameras"]
-        },
-        "state": np.zeros(policy["state"]["dim"], np.float32),
-    }
-    earlier = [moment] * (History.of(policy).moments - 1)
-    return {
-        **moment,
-        "prompt": prompt,
-        "solver_steps": solver_steps,
-        **({"earlier": earlier} if earlier else {}),
-    }
 
 
 def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
@@ -175,13 +152,9 @@ def print_report(result: dict[str, Any]) -> None:
         f"{len(result['frames'])} frames {height} x {width} ({result['encoding']}),"
         f" {result['solver_steps']} solver steps",
         sep="\n",
-        highlight=False,
-        soft_wrap=True,
     )
-    table = Table(title=f"milliseconds over {result['requests']} requests")
-    table.add_column("")
-    for name in STATISTICS:
-        table.add_column(name, justify="right")
+    columns = (f">{name}" for name in STATISTICS)
+    table = terminal.table(f"milliseconds over {result['requests']} requests", "", *columns)
     for name, statistics in result["latency_ms"].items():
         bold = "bold" if name in ("round trip", "overhead") else None
         ends = name in ("server total", "queue", "policy total")
@@ -190,6 +163,4 @@ def print_report(result: dict[str, Any]) -> None:
     console.print(
         f"chunk rate {result['chunks_per_second']:.3f} chunks/s;"
         f" action rate {result['actions_per_second']:.1f} actions/s ({policy['chunk_size']} per chunk)",
-        highlight=False,
-        soft_wrap=True,
     )

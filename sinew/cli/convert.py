@@ -114,8 +114,8 @@ def convert(
     size, architecture = out.stat().st_size, conversion.spec.architecture
     console = terminal.console(markup=False)
     for note in conversion.notes:
-        console.print(f"note: {note}", soft_wrap=True)
-    console.print(f"{out}: {architecture}, {size / 1e6:.1f} MB, {seconds:.1f} s", soft_wrap=True)
+        console.print(f"note: {note}")
+    console.print(f"{out}: {architecture}, {size / 1e6:.1f} MB, {seconds:.1f} s")
     terminal.emit(
         {"out": str(out), "architecture": architecture, "bytes": size, "notes": list(conversion.notes)}
     )

@@ -59,7 +59,7 @@ def dataset(
             raise MissingPackageError("playing episodes", error.name or "mujoco") from None
     console = terminal.console(markup=False)
     text = ", ".join(f"{value} {name}" for name, value in counts.items())
-    console.print(f"{out}: {text}", soft_wrap=True)
+    console.print(f"{out}: {text}")
     terminal.emit({"dataset": str(out), **counts})
     return 0
 
@@ -102,22 +102,16 @@ def _of_episodes(
     from sinew_client.policy import is_address
 
     from sinew.cli.eval import default_env
-    from sinew.cli.eval_variants import settled
+    from sinew.cli.eval_variants import settled, variant_of
     from sinew.eval.campaign import EpisodePlayer
     from sinew.eval.dataset.episodes import RecordedEpisode
     from sinew.eval.dataset.writer import DatasetWriter
-    from sinew.eval.settings import Task, Variant, parse_replan
+    from sinew.eval.settings import Task, parse_replan
     from sinew.sources import resolve
 
     task = Task(env or default_env(source, cameras))
     target = source if source == "expert" or is_address(source) else str(resolve(source))
-    variant = settled(
-        Variant(
-            target, parse_replan(replan), dtype=runs.dtype, device=runs.device,
-            engine=None if runs.engine == "auto" else runs.engine, ignore_recipe=runs.ignore_recipe,
-            rename=cameras.rename, allow_missing_cameras=cameras.allow_missing_cameras,
-        )
-    )  # fmt: skip
+    variant = settled(variant_of(target, runs, cameras, replan=parse_replan(replan)))
     player = EpisodePlayer(task)
     player.env = recorded = RecordedEpisode(player.env, player.adapter)
     won = 0

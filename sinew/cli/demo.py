@@ -45,7 +45,7 @@ def demo(
     """
     console = terminal.console()
     if full_size:
-        from sinew.cli import full_size as full
+        from sinew.eval.report import full_size as full
 
         full.run(out, console, prepare_only=prepare, rounds=rounds, tiny=tiny)
         return 0

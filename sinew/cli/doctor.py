@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, validators
 from rich.markup import escape
-from rich.table import Table
 
 from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import RUNS, Runs
 from sinew.core import SinewError
-from sinew.engine.backend import installed
+from sinew.engine.backend import AUTO, BACKENDS, installed
 
 if TYPE_CHECKING:
     from sinew.checks import Check
@@ -79,9 +78,11 @@ def doctor(
         except SinewError as error:
             results.append(checks.Check("bundle", "fail", str(error), "give what the message expects"))
             bundle = None
-    graphs_alone = bundle is not None and bundle.is_dir()  # which the onnx engine runs
+    asked: str = runs.engine
+    if asked == AUTO and bundle is not None and bundle.is_dir():  # graphs alone
+        asked = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
     with progress.task("checking the installation"):
-        results[:0] = checks.installation("onnx" if runs.engine == "auto" and graphs_alone else runs.engine)
+        results[:0] = checks.installation(asked)
     if bundle is not None and verify:
         with progress.task(f"reading {bundle}"):
             results.append(hashes(bundle))
@@ -90,15 +91,13 @@ def doctor(
             results += checks.bundle(bundle, runs.keywords(), memory_needs)
     failed = [check for check in results if check.status == "fail"]
 
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column("status", no_wrap=True)
-    table.add_column("check", no_wrap=True, style="bold")
-    table.add_column("detail", overflow="fold")
-    for check in results:
-        advice = f"\n→ {escape(check.advice)}" if check.advice else ""
-        table.add_row(MARKS[check.status], check.name, escape(check.detail) + advice)
     console = terminal.console()
-    console.print(table)
+    console.print(
+        terminal.findings(
+            (MARKS[check.status], check.name, escape(check.detail) + terminal.advised(check.advice))
+            for check in results
+        )
+    )
     warned = sum(check.status == "warn" for check in results)
     console.print(f"{len(results)} checks, {len(failed)} failed, {warned} with a warning")
     terminal.emit({"ok": not failed, "checks": [check.to_dict() for check in results]})

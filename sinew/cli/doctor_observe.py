@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.table import Table
 from sinew_client import ClientError
 
 from sinew import progress
@@ -45,8 +44,8 @@ def observe(policy: Path, robot: str, options: str | None, cameras: list[str] | 
     _print(found)
     console = terminal.console(markup=False)
     compared = manifest.seen.source if manifest.seen else "the statistics of its normalisation alone"
-    console.print(f"{what}; {manifest.spec.name} was trained with: {compared}", soft_wrap=True)
-    console.print(f"{wrong} wrong, {len(found) - wrong} that nothing here can tell", soft_wrap=True)
+    console.print(f"{what}; {manifest.spec.name} was trained with: {compared}")
+    console.print(f"{wrong} wrong, {len(found) - wrong} that nothing here can tell")
     checks = [asdict(each.check()) | asdict(each) for each in found]
     terminal.emit({"ok": not wrong, "observed": robot, "looks": looks, "checks": checks})
     return 1 if wrong else 0
@@ -75,16 +74,13 @@ def _live(
 
 
 def _print(found: list[Finding]) -> None:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column("level", no_wrap=True)
-    table.add_column("subject", no_wrap=True, style="bold")
-    table.add_column("detail", overflow="fold")
+    rows = []
     for each in found:
         expected = f"; expected {each.expected}" if each.expected else ""
-        advice = f"\n→ {escape(each.advice)}" if each.advice else ""
-        table.add_row(MARKS[each.level], escape(each.subject), escape(each.seen + expected) + advice)
-    if found:
-        terminal.console().print(table)
+        detail = escape(each.seen + expected) + terminal.advised(each.advice)
+        rows.append((MARKS[each.level], escape(each.subject), detail))
+    if rows:
+        terminal.console().print(terminal.findings(rows))
 
 
 def learn(policy: Path, folder: Path, out: Path) -> int:
@@ -103,8 +99,6 @@ def learn(policy: Path, folder: Path, out: Path) -> int:
     with progress.task(f"reading {folder}"):
         seen = learnt(folder, bundle.manifest)
     rewrite(bundle, replace(bundle.manifest, seen=seen), out)
-    terminal.console(markup=False).print(
-        f"{out}: {seen.source}, cameras {', '.join(seen.cameras)}", soft_wrap=True
-    )
+    terminal.console(markup=False).print(f"{out}: {seen.source}, cameras {', '.join(seen.cameras)}")
     terminal.emit({"ok": True, "out": str(out), "frames": seen.frames, "cameras": list(seen.cameras)})
     return 0

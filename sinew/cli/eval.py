@@ -23,7 +23,7 @@ from sinew_client.policy import is_address
 
 from sinew import figures, machine
 from sinew.cli import status, terminal
-from sinew.cli.eval_variants import settled
+from sinew.cli.eval_variants import settled, variant_of
 from sinew.cli.eval_variants import variants as variants_of
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
 from sinew.core import SinewError
@@ -137,20 +137,17 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         future=future,
     )
     given: dict[str, Any] = {
-        "replan": replan,
-        "latency": latency,
-        "handover": handover,
-        "solver_steps": solver_steps,
-    }
+        "replan": replan, "latency": latency, "handover": handover, "solver_steps": solver_steps,
+    }  # fmt: skip
     if record_gate is not None and motion is None:
         task = replaced(task, motion=dict(AS_IS))
     if held is not None:
-        task, given = _protocol(held, task, given, env, env_options, reset_options, adapter, noise)
-        first = held.first_seed if seed is None else seed
-        count = held.episodes if episodes is None else episodes
-    else:
-        first = SEED if seed is None else seed
-        count = EPISODES if episodes is None else episodes
+        flags = {
+            "env": env, "env_options": env_options, "reset_options": reset_options, "adapter": adapter, "noise": noise,
+        }  # fmt: skip
+        task, given = _protocol(held, task, given, flags)
+    usual = (SEED, EPISODES) if held is None else (held.first_seed, held.episodes)
+    first, count = (own if flag is None else flag for flag, own in zip((seed, episodes), usual, strict=True))
     if edge_adapter is not None and held is not None:
         raise SinewError("--edge-adapter: a gate is judged with chunks as they come")
     if stream is not None and (realtime or held is not None):
@@ -161,21 +158,11 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         interval = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
     except ValueError as error:
         raise SinewError(f"--replan: {error}") from None
-    base = Variant(
-        target,
-        interval,
-        Latency(given["latency"] or "0"),
-        given["handover"] or HANDOVER,
-        given["solver_steps"],
-        runs.dtype,
-        runs.device,
-        None if runs.engine == "auto" else runs.engine,
-        runs.ignore_recipe,
-        cameras.rename,
-        cameras.allow_missing_cameras,
-        stream or "",
-        edge_adapter or "",
-    )
+    base = variant_of(
+        target, runs, cameras, replan=interval, latency=Latency(given["latency"] or "0"),
+        handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=stream or "",
+        edge_adapter=edge_adapter or "",
+    )  # fmt: skip
     if runs.provider:
         raise SinewError(
             "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
@@ -205,30 +192,17 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
 
     console = terminal.console()
     for part in _terminal(report):
-        console.print(part, soft_wrap=isinstance(part, str))
+        console.print(part)
     terminal.emit({name: value for name, value in report.items() if name != "episodes"})
     broke = status.ended(report["failed"])
     return status.EXIT_ERROR if failed else broke
 
 
 def _protocol(
-    gate: Gate,
-    task: Task,
-    given: dict[str, Any],
-    env: str | None,
-    env_options: str | None,
-    reset_options: str | None,
-    adapter: str | None,
-    noise: int | None,
+    gate: Gate, task: Task, given: dict[str, Any], flags: dict[str, Any]
 ) -> tuple[Task, dict[str, Any]]:
-    """Task and variant of a gate. The task is its own; how the policy is run may be what is tested."""
-    flags = {
-        "env": env,
-        "env_options": env_options,
-        "reset_options": reset_options,
-        "adapter": adapter,
-        "noise": noise,
-    }
+    """Task and variant of a gate. The task is its own; how the policy is run may be what is tested. flags: of the task,
+    as they were given."""
     for name, flag in flags.items():
         if flag is not None and getattr(task, name) != gate.protocol[name]:
             raise SinewError(
@@ -249,7 +223,7 @@ def _set_up(simulator: str) -> int:
     python = foreign.set_up(simulator)
     if note := suites.SIMULATORS[simulator].after:
         terminal.say(note)
-    terminal.console().print(f"interpreter  {python}", soft_wrap=True, markup=False)
+    terminal.console().print(f"interpreter  {python}", markup=False)
     terminal.emit({"simulator": simulator, "interpreter": str(python)})
     return 0
 
@@ -343,7 +317,7 @@ def _run(
             text = f"{variant.label(variants)}: {won}/{count} [{100 * low:.0f}, {100 * high:.0f}] %"
             progress.update(bars[variant], completed=count, description=text.replace("[", r"\["))
             if not errors.is_terminal and count == len(seeds):
-                errors.print(text, markup=False, soft_wrap=True)
+                errors.print(text, markup=False)
 
         player = None
         if recording is not None:
@@ -366,9 +340,7 @@ def _run(
     for entry, episodes in zip(report["variants"], results, strict=True):
         if found := reactions(episodes):
             entry["reactions_ms"] = found
-            errors.print(
-                f"{entry['label']}: reactions in ms {json.dumps(found)}", markup=False, soft_wrap=True
-            )
+            errors.print(f"{entry['label']}: reactions in ms {json.dumps(found)}", markup=False)
     return {**report, "episodes": results}
 
 

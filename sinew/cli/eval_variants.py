@@ -5,17 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
+from typing import Any
 
 from sinew_client.control import choose
 from sinew_client.control.defaults import AUTO
 from sinew_client.policy import is_address
 
 from sinew.cli import terminal
+from sinew.cli.options import Cameras, Runs
 from sinew.core import SinewError
 from sinew.eval.policies import EXPERT, chosen, stated_motion
 from sinew.eval.settings import Task, Variant
 from sinew.eval.settings import sweep as parse_sweep
 from sinew.sources import resolve
+
+
+def variant_of(target: str, runs: Runs, cameras: Cameras, **more: Any) -> Variant:
+    """Return what the flags of a verb ask for. more: further fields of it."""
+    return Variant(
+        target,
+        dtype=runs.dtype,
+        device=runs.device,
+        engine=None if runs.engine == "auto" else runs.engine,
+        ignore_recipe=runs.ignore_recipe,
+        rename=cameras.rename,
+        allow_missing_cameras=cameras.allow_missing_cameras,
+        **more,
+    )
 
 
 def variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> list[Variant]:
@@ -65,6 +81,6 @@ def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant
     choice = choose(AUTO, None if task is None else task.motion, policy, refined=bool(variant.edge_adapter))
     text = f"{variant.show('target')}: {choice}"
     if not variant.stream and text not in said:
-        terminal.console(stderr=True).print(text, soft_wrap=True, markup=False)
+        terminal.say(text)
         said.add(text)
     return replaced(variant, handover=choice.handover)

@@ -38,7 +38,7 @@ def export(bundle: Path, /, *, onnx: Path | None = None, vlacpp: Path | None = N
 
     export_vlacpp(opened, vlacpp)
     size = vlacpp.stat().st_size
-    terminal.console(markup=False).print(f"wrote {vlacpp} ({size / 1e6:.1f} MB) for vla.cpp", soft_wrap=True)
+    terminal.console(markup=False).print(f"wrote {vlacpp} ({size / 1e6:.1f} MB) for vla.cpp")
     terminal.emit({"file": str(vlacpp), "bytes": size})
     return 0
 
@@ -54,7 +54,7 @@ def _export_onnx(opened: Bundle, onnx: Path) -> int:
         publish(partial, onnx)
     size = sum(path.stat().st_size for path in onnx.iterdir())
     console = terminal.console(markup=False)
-    console.print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch", soft_wrap=True)
+    console.print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch")
     terminal.emit({"folder": str(onnx), "bytes": size})
     return 0
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter, validators
 
 from sinew import hints
-from sinew.auth import api_key_of
 from sinew.cli import status
-from sinew.cli.serve import access_logging, ready_text, say, set_up_logs, warn_of_exposure
-from sinew.serve.process import HOPELESS, Process, connections_within, raise_descriptor_limit, tell_of_crashes
+from sinew.cli.serve import ready_text, say
+from sinew.cli.serve_listen import LISTENING, Listening, access_logging, set_up_logs, warn_of_exposure
+from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import Supervisor
-from sinew.serve.transport.listen import Listen
-from sinew.serve.wires import open_wires, parse, servers
+from sinew.serve.wires import open_wires
 
 if TYPE_CHECKING:
     from sinew.serve.fleet.cluster import Fleet
@@ -33,16 +31,8 @@ def up(
     /,
     *,
     attach: Annotated[bool, Parameter(negative="")] = False,
-    wire: Annotated[list[str] | None, Parameter(negative="")] = None,
-    host: str = "127.0.0.1",
+    on: Listening = LISTENING,
     queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64,
-    deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
-    api_key_file: Path | None = None,
-    tls_cert: Path | None = None,
-    tls_key: Path | None = None,
-    access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
-    allow_host: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    verbose: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Start the replicas of a configuration and answer robots with them, until SIGINT or SIGTERM.
 
@@ -52,37 +42,22 @@ def up(
     Args:
         config: a YAML file: policies by name, each with a source and a number of replicas (docs/fleet.md).
         attach: the replicas run already (a RayService): change nothing of them, and leave them when this ends.
-        wire: as of `sinew serve`.
-        host: address to listen on; anything but loopback is open to every machine that can reach it.
         queue: requests of one policy that may wait for a replica, of one client two of them.
-        deadline_ms: refuse requests that would begin later than this after their arrival.
-        api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.
-        tls_cert: PEM file; encrypts openpi, http and lerobot.
-        tls_key: PEM file.
-        access_log: file for one JSON line per request, or - for standard error.
-        allow_host: as of `sinew serve`.
-        verbose: log more.
     """
     from sinew.serve.fleet.cluster import Fleet
     from sinew.serve.fleet.config import read
 
-    set_up_logs(verbose)
-    found, api_key = read(config), api_key_of(api_key_file)
-    raise_descriptor_limit()
-    tell_of_crashes()
-    ports = parse(wire or ())
-    most = connections_within(Listen().max_connections, servers(ports))
-    listen = Listen(host=host, max_connections=most, tls_cert=tls_cert, tls_key=tls_key, hosts=allow_host)
-    listen.tls()  # refuses unusable files before anything is loaded
-    listen = replace(listen, dashboard=listen.is_loopback or bool(api_key))
+    set_up_logs(on.verbose)
+    found = read(config)
+    ports, listen, api_key = on.prepared()
     replicas = Fleet(found, Supervisor(0), attach, queue)
     process = Process(open_wires(ports, listen))
     failed: list[str] = []
     try:
         if not listen.is_loopback:
-            warn_of_exposure(host, process.wires, bool(api_key), tls_cert is not None)
-        with access_logging(access_log), process.signals():
-            failed = _answer(process, replicas, api_key, deadline_ms)
+            warn_of_exposure(on.host, process.wires, bool(api_key), on.tls_cert is not None)
+        with access_logging(on.access_log), process.signals():
+            failed = _answer(process, replicas, api_key, on.deadline_ms)
     except KeyboardInterrupt:
         logger.info("stopped before the fleet was ready")
     finally:

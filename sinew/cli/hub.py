@@ -48,7 +48,6 @@ def pull(name: str, /, *, out: Path | None = None) -> int:
     compared = "every tensor is as it was written" if opened.hashes else "it has no hashes to compare with"
     terminal.console(markup=False).print(
         f"{found}: {manifest.name} ({manifest.architecture}), {found.stat().st_size / 1e6:.1f} MB; {compared}",
-        soft_wrap=True,
     )
     terminal.emit(
         {"source": str(parsed), "bundle": str(found), "name": manifest.name, "verified": bool(opened.hashes)}
@@ -112,9 +111,7 @@ def push(
         files: dict[str, Path | bytes] = {hub.BUNDLE: path, "README.md": text.encode()}
         message = f"{opened.manifest.name}: bundle and card"
         url = hub.push(parsed, files, message, private)
-        console.print(
-            f"{url}: {hub.BUNDLE} ({path.stat().st_size / 1e6:.1f} MB) and README.md", soft_wrap=True
-        )
+        console.print(f"{url}: {hub.BUNDLE} ({path.stat().st_size / 1e6:.1f} MB) and README.md")
     terminal.emit(
         {
             "repository": parsed.repository,

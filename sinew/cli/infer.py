@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from cyclopts import Parameter
 from rich.markup import escape
-from rich.table import Table
 
 from sinew import progress
 from sinew.cli import terminal
@@ -82,9 +81,7 @@ def infer(
     record = chunk_to_dict(chunk) | {"policy": policy.describe()}
     print_chunk(chunk, policy)
     if not prompt and spec.default_prompt:
-        terminal.console(markup=False).print(
-            f"prompt {spec.default_prompt!r}, the bundle's own", soft_wrap=True
-        )
+        terminal.console(markup=False).print(f"prompt {spec.default_prompt!r}, the bundle's own")
     terminal.emit(record)
     return 0
 
@@ -143,8 +140,9 @@ def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> 
     """The chunk as a table, a row per action; ``rows`` cuts a long one short."""
     spec = policy.spec
     names = spec.action.labels or tuple(map(str, range(spec.action.dim)))
-    table = Table(title=f"action chunk of {spec.name}: {len(chunk.actions)} actions, seed {chunk.seed}")
-    table.add_column("step", justify="right")
+    table = terminal.table(
+        f"action chunk of {spec.name}: {len(chunk.actions)} actions, seed {chunk.seed}", ">step"
+    )
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     shown = chunk.actions if rows is None else chunk.actions[:rows]
@@ -161,13 +159,12 @@ def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> 
     if words:
         console.print(f"said: {json.dumps(chunk.text, ensure_ascii=False)}", soft_wrap=True, markup=False)
     for warning in chunk.warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
-    console.print(running(policy), soft_wrap=True, markup=False)
+        console.print(f"[yellow]warning:[/] {escape(warning)}")
+    console.print(running(policy), markup=False)
     console.print(
         f"total {timing.total_ms:.1f} ms: preprocess {timing.preprocess_ms:.1f}, vision {timing.vision_ms:.1f},"
         f" prefix {timing.prefix_ms:.1f},{words} head {timing.head_ms:.1f} in {len(timing.step_ms)} steps,"
         f" postprocess {timing.postprocess_ms:.1f} (first inference of this process)",
-        soft_wrap=True,
     )
 
 

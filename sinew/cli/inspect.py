@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +12,9 @@ from sinew_client.control import choose
 
 from sinew.cli import terminal
 
-LONG = 200  # characters of a value that is shown whole
-
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.adapter import AdapterBase
-    from sinew.bundle.gguf_file import TensorInfo
     from sinew.bundle.prompt_recipe import TextRecipe
     from sinew.bundle.schema import Quantization, VectorPart
     from sinew.bundle.seen import Seen
@@ -46,7 +42,8 @@ def inspect(
 
     opened = open_bundle(bundle)
     if plan:
-        from sinew.cli.plan_report import plan_record, show_plan
+        from sinew.cli.inspect_tables import show_plan
+        from sinew.engine.plan.report import plan_record
 
         record = plan_record(opened, dtype)
         show_plan(record)
@@ -55,7 +52,8 @@ def inspect(
         show(opened, tensors)
         record = describe(opened)
         if flops:
-            from sinew.cli.inspect_cost import cost_record, show_cost
+            from sinew.cli.inspect_tables import show_cost
+            from sinew.perf.cost import cost_record
 
             record["cost"] = cost_record(opened)
             show_cost(record["cost"])
@@ -93,6 +91,8 @@ def tokenizer_facts(text: str) -> dict[str, Any]:
 def show(bundle: Bundle, all_tensors: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
+
+    from sinew.cli.inspect_tables import config_table, tensor_table
 
     console, manifest, spec = terminal.console(), bundle.manifest, bundle.manifest.spec
     facts = Table(show_header=False, box=None, pad_edge=False)
@@ -207,67 +207,6 @@ def _success(found: Quantization) -> str:
     if won is None:
         return ""
     return f"; {won.wins} of {won.episodes} episodes of {won.env} won, {won.recorded_wins} on record"
-
-
-def config_table(config: dict[str, Any]) -> Any:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("config", "", box=None, pad_edge=False)
-    for key, value in config.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{k} {v}" for k, v in value.items())
-        table.add_row(escape(key), escape(shown(value)))
-    return table
-
-
-def shown(value: Any) -> str:
-    """Return a value of a configuration; of a long text, such as a tokenizer, its size."""
-    text = str(value)
-    return text if not isinstance(value, str) or len(text) <= LONG else f"a text of {len(text)} characters"
-
-
-def tensor_table(bundle: Bundle, all_tensors: bool) -> Any:
-    from rich.markup import escape
-    from rich.table import Table
-
-    if all_tensors:
-        table = Table("tensor", "shape", "type", "bytes", box=None, pad_edge=False)
-        for t in bundle.infos.values():
-            table.add_row(escape(t.name), "x".join(map(str, t.shape)), t.type.name, str(t.nbytes))
-        return table
-    columns = ("module", "tensors", "parameters", "MB", "stored as", "weight error")
-    table = Table(*columns, box=None, pad_edge=False)
-    found = bundle.manifest.quantization
-    errors = {} if found is None else found.weight_error
-    groups: dict[str, list] = defaultdict(list)
-    for t in bundle.infos.values():
-        groups[t.name.split(".")[0]].append(t)
-    groups["total"] = list(bundle.infos.values())
-    for component, members in groups.items():
-        parameters = sum(parameters_of(bundle, t) for t in members)
-        types = "+".join(sorted({t.type.name for t in members}))
-        megabytes = f"{sum(t.nbytes for t in members) / 1e6:.1f}"
-        shown = f"{errors[component]:.1e}" if component in errors else ""
-        table.add_row(escape(component), str(len(members)), f"{parameters:,}", megabytes, types, shown)
-    return table
-
-
-def parameters_of(bundle: Bundle, info: TensorInfo) -> int:
-    """Return how many weights a tensor holds: of ternary ones 16 in each element, of scales none."""
-    from sinew.bundle.quant import SCALE
-
-    module, _, part = info.name.rpartition(".")
-    if module in bundle.lowbit:
-        return 0 if f".{part}" == SCALE else _elements(info.shape) * (16 if info.type.name == "I32" else 1)
-    return _elements(info.shape)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def _form(part: VectorPart) -> str:

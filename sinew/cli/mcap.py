@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,61 +12,65 @@ from cyclopts import Parameter, validators
 from sinew import progress
 from sinew.cli import terminal
 
-Rate = Annotated[float | None, Parameter(validator=validators.Number(gt=0))]
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Named:
+    """What a recording does not say of itself.
+
+    Attributes:
+        bundle: of the policy; gives the joints their names, and the rate.
+        hz: control rate: every row of a chunk is shown when it would be executed; the bundle's if absent, and the
+            first rows alone where that has none.
+    """
+
+    bundle: Path | None = None
+    hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the arguments of what writes a recording."""
+        from sinew.policy import open_bundle
+
+        if self.bundle is None:
+            return {"hz": self.hz}
+        spec = open_bundle(self.bundle).manifest.spec
+        return {"hz": self.hz or spec.control_hz, "state": spec.state, "action": spec.action}
 
 
-def mcap(records: Path, out: Path, /, *, bundle: Path | None = None, hz: Rate = None) -> int:
+NAMED = Named()
+
+
+def mcap(records: Path, out: Path, /, *, named: Named = NAMED) -> int:
     """Write what `sinew serve --record` kept as one MCAP file: pictures, states, actions, instructions, times.
 
     Args:
         records: the folder that --record wrote.
         out: the file to write, OUT.mcap.
-        bundle: of the policy; gives the joints their names, and the rate.
-        hz: control rate: every row of a chunk is shown when it would be executed; the bundle's if absent, and the
-            first rows alone where that has none.
     """
     from sinew.records.mcap_file import write_mcap
 
-    return _write(write_mcap, records, out, bundle, hz, "messages")
+    return _write(write_mcap, records, out, named, "messages")
 
 
-def rrd(records: Path, out: Path, /, *, bundle: Path | None = None, hz: Rate = None) -> int:
+def rrd(records: Path, out: Path, /, *, named: Named = NAMED) -> int:
     """Write what `sinew serve --record` kept as one Rerun recording: pictures, joints over time, latency, instructions.
 
     Args:
         records: the folder that --record wrote.
         out: the file to write, OUT.rrd.
-        bundle: of the policy; gives the joints their names, and the rate.
-        hz: control rate: every row of a chunk is shown when it would be executed; the bundle's if absent, and the
-            first rows alone where that has none.
     """
     from sinew.records.rerun_records import write_rrd
 
-    return _write(write_rrd, records, out, bundle, hz, "entries")
+    return _write(write_rrd, records, out, named, "entries")
 
 
-def _write(
-    write: Callable[..., dict[str, int]],
-    records: Path,
-    out: Path,
-    bundle: Path | None,
-    hz: float | None,
-    what: str,
-) -> int:
-    from sinew.policy import open_bundle
+def _write(write: Callable[..., dict[str, int]], records: Path, out: Path, named: Named, what: str) -> int:
     from sinew.records.recorder import read_records
 
-    spec: Any = None if bundle is None else open_bundle(bundle).manifest.spec
     with progress.task(f"writing {out}"):
-        counts = write(
-            read_records(records),
-            out,
-            hz=hz or (None if spec is None else spec.control_hz),
-            state=None if spec is None else spec.state,
-            action=None if spec is None else spec.action,
-        )
+        counts = write(read_records(records), out, **named.keywords())
     console = terminal.console(markup=False)
-    console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", soft_wrap=True)
+    console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
     for name, count in counts.items():
         console.print(f"  {name}: {count}")
     terminal.emit({"file": str(out), "bytes": out.stat().st_size, what: counts})

@@ -81,7 +81,6 @@ def run(
     gib = memory_report(program).weights_nbytes / 2**30
     console.print(
         f"weights, tables included: {gib:.2f} GiB; every operator at its best, nothing else counted",
-        soft_wrap=True,
     )
     for machine, record in zip(machines, records, strict=True):
         excess = missing(program, machine)
@@ -89,7 +88,7 @@ def run(
         if excess:
             why = f"`sinew perf fit {source} --hardware {machine.name}` says what takes it"
             warning = f"{machine.title}: does not fit its memory, {excess / 2**20:,.0f} MiB too much; {why}"
-            console.print(f"[yellow]{warning}[/]", highlight=False, soft_wrap=True)
+            console.print(f"[yellow]{warning}[/]")
     if plot is not None:
         formats = {operator.compute_dtype for part in parts for operator in part.operators}
         plots.roofline(
@@ -125,9 +124,8 @@ def paper(
     rows, changed, others = compare(study), corrections(), defects()
     console.print(_printed_table(rows, names))
     console.print(_corrections_table(changed))
-    shown = Table(title="its other defects, one by one")
-    for name in ("defect", "quantity", "as published", "put right", "why"):
-        shown.add_column(name, justify="right" if name in ("as published", "put right") else "left")
+    columns = ("defect", "quantity", ">as published", ">put right", "why")
+    shown = terminal.table("its other defects, one by one", *columns)
     for defect in others:
         values = (f"{defect.published:.2f}", f"{defect.corrected:.2f}")
         shown.add_row(defect.name, defect.quantity, *values, defect.why)
@@ -174,9 +172,8 @@ def need(
     from sinew.perf.needs import needs
 
     found = [asdict(row) for row in needs(model, hardware(data), rate, efficiency, request)]
-    table = Table(title=f"{model} at {rate:g} Hz with {efficiency:.0%} of the roofline")
-    for name in ("machine", "precision", "solver steps at most", "rate with them, Hz"):
-        table.add_column(name, justify="left" if name in ("machine", "precision") else "right")
+    columns = ("machine", "precision", ">solver steps at most", ">rate with them, Hz")
+    table = terminal.table(f"{model} at {rate:g} Hz with {efficiency:.0%} of the roofline", *columns)
     for row in found:
         table.add_row(row["title"], row["precision"], str(row["steps"]), f"{row['hz']:.1f}")
     terminal.console().print(table if found else f"nothing in the table reaches {rate:g} Hz")
@@ -195,18 +192,14 @@ def machines(*, data: Path | None = None, links: Path | None = None) -> int:
     from sinew.perf.hardware import hardware, networks
 
     console = terminal.console()
-    table = Table(title="machines")
-    for name in ("name", "", "bf16, TFLOP/s", "GB/s", "GiB", "source"):
-        table.add_column(name, justify="left" if name in ("name", "", "source") else "right")
+    table = terminal.table("machines", "name", "", ">bf16, TFLOP/s", ">GB/s", ">GiB", "source")
     for entry in hardware(data).values():
         peak = f"{entry.peak_flops('bf16') / 1e12:g}" if "bf16" in entry.peak else "-"
         table.add_row(
             entry.name, entry.title, peak, f"{entry.bandwidth / 1e9:g}", f"{entry.memory_gib:g}", entry.source
         )
     console.print(table)
-    table = Table(title="networks")
-    for name in ("name", "up, Mbit/s", "down", "one way, ms", "source"):
-        table.add_column(name, justify="left" if name in ("name", "source") else "right")
+    table = terminal.table("networks", "name", ">up, Mbit/s", ">down", ">one way, ms", "source")
     for link in networks(links).values():
         up, down = f"{link.upload / 1e6:g}", f"{link.download / 1e6:g}"
         table.add_row(link.name, up, down, f"{link.base_ms:g}", link.source)
@@ -224,9 +217,8 @@ def machines(*, data: Path | None = None, links: Path | None = None) -> int:
 
 def _printed_table(rows: Sequence[Row], names: Sequence[str]) -> Table:
     with_what = f"with {', '.join(names)}" if names else "as published"
-    table = Table(title=f"VLA-Perf (arXiv 2602.18397), {with_what}")
-    for name in ("where", "quantity", "printed", "ours", "status"):
-        table.add_column(name, justify="right" if name in ("printed", "ours") else "left")
+    title = f"VLA-Perf (arXiv 2602.18397), {with_what}"
+    table = terminal.table(title, "where", "quantity", ">printed", ">ours", "status")
     for row in rows:
         ours = "does not fit" if row.ours is None else f"{row.ours:.4f}"
         style = "red" if row.status == "differs" else None
@@ -235,10 +227,9 @@ def _printed_table(rows: Sequence[Row], names: Sequence[str]) -> Table:
 
 
 def _corrections_table(changed: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="pi0 end to end, ms: each correction alone, then all")
     names = [key for key in changed[0] if key not in ("name", "why")]
-    for name in ("", *names, "why"):
-        table.add_column(name, justify="right" if name in names else "left")
+    columns = ("", *(f">{name}" for name in names), "why")
+    table = terminal.table("pi0 end to end, ms: each correction alone, then all", *columns)
     for entry in changed:
         table.add_row(str(entry["name"]), *(f"{entry[name]:.2f}" for name in names), str(entry["why"]))
     return table
@@ -267,9 +258,8 @@ def _record(machine: Hardware, rows: Sequence[StageTiming]) -> dict[str, Any]:
 
 
 def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=f"{source}: roofline")
-    for name in ("machine", "component", "ms", "bound", "GFLOP", "GB through memory", "TFLOP/s at best"):
-        table.add_column(name, justify="left" if name in ("machine", "component", "bound") else "right")
+    columns = ("machine", "component", ">ms", "bound", ">GFLOP", ">GB through memory", ">TFLOP/s at best")
+    table = terminal.table(f"{source}: roofline", *columns)
     for record in records:
         for part in record["components"]:
             numbers = (f"{part['gflop']:.1f}", f"{part['gbyte']:.2f}", f"{part['tflops']:.1f}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
-from rich.table import Table
 
 from sinew import machine
 from sinew.cli import terminal
@@ -42,15 +41,16 @@ def fleet(
         measure: load the policy and time its batches.
     """
     from sinew.perf import fleet as model
+    from sinew.perf.machine.batches import predicted as predict
 
     count = threads or machine.recommended_threads()[0]
     tables: dict[str, dict[int, float]] = {}
     band = None
-    predicted = _predicted(source, count, engine, max_batch)
+    predicted = predict(source, count, engine, max_batch)
     if isinstance(predicted, str):
         if not measure:
             raise SinewError(predicted)
-        terminal.console(stderr=True).print(predicted, highlight=False, soft_wrap=True)
+        terminal.console(stderr=True).print(predicted)
     else:
         tables["predicted"], band = predicted
     if measure:
@@ -77,17 +77,13 @@ def fleet(
             )
     console = terminal.console()
     sizes = sorted(set().union(*tables.values()))
-    costs = Table(title=f"{source}, {engine}, {count} threads: milliseconds of a batch")
-    for name in ("times", *map(str, sizes)):
-        costs.add_column(name, justify="left" if name == "times" else "right")
+    columns = ("times", *(f">{size}" for size in sizes))
+    costs = terminal.table(f"{source}, {engine}, {count} threads: milliseconds of a batch", *columns)
     for origin, times in tables.items():
         costs.add_row(origin, *(f"{1e3 * times[n]:.1f}" if n in times else "" for n in sizes))
     console.print(costs)
-    table = Table(
-        title=f"robots at {hz:g} Hz of whose moments {share:.0%} are answered within {deadline_ms:g} ms"
-    )
-    for name in ("times", "max batch", "robots", "p99, ms", "mean batch"):
-        table.add_column(name, justify="left" if name == "times" else "right")
+    title = f"robots at {hz:g} Hz of whose moments {share:.0%} are answered within {deadline_ms:g} ms"
+    table = terminal.table(title, "times", ">max batch", ">robots", ">p99, ms", ">mean batch")
     for row in rows:
         p99 = "" if row["p99_ms"] is None else f"{row['p99_ms']:.0f}"
         mean = "" if row["mean_batch"] is None else f"{row['mean_batch']:.1f}"
@@ -113,36 +109,9 @@ def fleet(
     return 0
 
 
-def _sizes(most: int) -> list[int]:
-    """1, 2, 4 ... and the largest."""
-    return sorted({*(1 << k for k in range(most.bit_length()) if 1 << k <= most), most})
-
-
-def _predicted(
-    source: str, threads: int, engine: str, max_batch: int
-) -> tuple[dict[int, float], float] | str:
-    """Return the seconds of each size and the calibration's band, or what is missing for them."""
-    from sinew.perf.fleet import batched
-    from sinew.perf.machine import fit as calibration
-    from sinew.perf.program import PublishedProgram
-
-    fitted = calibration.load(machine.cpu_model(), threads, engine=engine)
-    if fitted is None:
-        option = "" if engine == "eager" else f" --engine {engine}"
-        return (
-            f"not calibrated for {threads} threads: sinew perf calibrate {source} --threads {threads}{option}"
-        )
-    program = PublishedProgram.load(source, dtypes="fp32", engine="eager" if engine == "eager" else "plan")
-    stages = program.components("unfused")
-    found = {
-        size: sum(fitted.predict(batched(stage, size)).seconds for stage in stages)
-        for size in _sizes(max_batch)
-    }
-    return found, fitted.band
-
-
 def _measured(source: str, threads: int | None, engine: str, max_batch: int) -> dict[int, float]:
     """Return the seconds of batches of this policy's own observation, timed here."""
+    from sinew.perf.machine.batches import sizes
     from sinew.policy import load
     from sinew.serve.batching import time_batches
 
@@ -150,4 +119,4 @@ def _measured(source: str, threads: int | None, engine: str, max_batch: int) -> 
     policy.warm_up()
     if policy.unbatched:
         raise SinewError(policy.unbatched)
-    return time_batches(policy, _sizes(max_batch))
+    return time_batches(policy, sizes(max_batch))

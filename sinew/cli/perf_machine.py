@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, validators
 from rich.console import Console
-from rich.table import Table
 
 from sinew import machine
 from sinew.cli import terminal
@@ -84,7 +83,7 @@ def fit(
         fits_alone = left >= 0
         if fits_alone and not found.fits:
             text = f"fits with {_mib(left)} MiB to spare where nothing else runs there (--alone)"
-            console.print(text, highlight=False, soft_wrap=True)
+            console.print(text)
     record = asdict(found) | {"fits": found.fits, "headroom": found.headroom, "total": found.report.total}
     record["fits_alone"] = fits_alone
     terminal.emit(record)
@@ -94,12 +93,8 @@ def fit(
 def print_fit(found: Fit, console: Console) -> None:
     report = found.report
     shapes = report.shapes
-    table = Table(
-        title=f"{report.name}: {shapes.views} views, {shapes.tokens} prompt tokens, chunk {report.chunk}"
-    )
-    table.add_column("memory")
-    table.add_column("format")
-    table.add_column("MiB", justify="right")
+    title = f"{report.name}: {shapes.views} views, {shapes.tokens} prompt tokens, chunk {report.chunk}"
+    table = terminal.table(title, "memory", "format", ">MiB")
     for row in report.weights:
         part = "" if row.resident == row.nbytes else f", rows read of {_mib(row.nbytes)} MiB"
         table.add_row(f"weights, {row.component}{part}", row.dtype, _mib(row.resident))
@@ -124,9 +119,7 @@ def print_fit(found: Fit, console: Console) -> None:
     largest = ", ".join(f"{axis} {value}" for axis, value in found.largest.items() if value)
     if not largest and found.largest:
         largest = f"none, even with one of {', '.join(found.largest)}"
-    console.print(
-        verdict + (f"; largest alone: {largest}" if largest else ""), highlight=False, soft_wrap=True
-    )
+    console.print(verdict + (f"; largest alone: {largest}" if largest else ""))
 
 
 def calibrate(
@@ -151,7 +144,6 @@ def calibrate(
     """
     from sinew.perf.machine.calibrate import calibrate as measure
 
-    errors = terminal.console(stderr=True)
     found, path = measure(
         source,
         directory=directory,
@@ -159,7 +151,7 @@ def calibrate(
         dtype=dtype,
         engine=engine,
         runs=runs,
-        report=lambda line: errors.print(line, highlight=False),
+        report=terminal.say,
     )
     print_calibration(found, terminal.console())
     terminal.emit(asdict(found) | {"path": str(path)})
@@ -200,11 +192,8 @@ def predict(
         dtypes=dtype,
         engine="eager" if engine == "eager" else "plan",
     )
-    table = Table(
-        title=f"{program.name}, {dtype}, {engine}, {count} threads, band {fitted.band:.0%}: milliseconds"
-    )
-    for name in ("stage", "predicted", "low", "high", "roofline"):
-        table.add_column(name, justify="left" if name == "stage" else "right")
+    title = f"{program.name}, {dtype}, {engine}, {count} threads, band {fitted.band:.0%}: milliseconds"
+    table = terminal.table(title, "stage", ">predicted", ">low", ">high", ">roofline")
     stages = {}
     for ideal, real in zip(program.components("fused"), program.components("unfused"), strict=True):
         found = fitted.predict(real)
@@ -231,13 +220,13 @@ def print_calibration(found: Calibration, console: Console) -> None:
         f"factors of these: {factors}",
         f"largest error of {len(found.samples)} samples: {errors}; band of predictions {found.band:.0%}",
     ):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
     cores = machine.cores().physical
     if speeds.load > cores:
         busy = (
             f"load average {speeds.load} on {cores} cores: others were computing; calibrate again when idle"
         )
-        console.print(f"[yellow]{busy}[/]", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]{busy}[/]")
 
 
 def _mib(count: int) -> str:

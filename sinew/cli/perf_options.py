@@ -23,8 +23,3 @@ def dtypes(text: str | None) -> Any:
     if not all(separator and value for _, separator, value in pairs):
         raise SinewError(f"--dtype {text}: expected COMPONENT=FORMAT, comma-separated")
     return {component: value for component, _, value in pairs}
-
-
-def too_large(nbytes: int) -> str:
-    """Return what a table says where a placement was refused: ``sinew perf fit`` has the details."""
-    return f"does not hold it: {nbytes / 2**20:,.0f} MiB too much"

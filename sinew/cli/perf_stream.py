@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
-from rich.table import Table
 
 from sinew.cli import terminal
-from sinew.cli.perf_options import Asked, Delay, Rate, dtypes, too_large
+from sinew.cli.perf_options import Asked, Delay, Rate, dtypes
 from sinew.perf.request import AS_THE_POLICY
 
 
@@ -47,28 +46,26 @@ def stream(
 
     names = hardware or ("rtx4090", "h200", "thor", "agx-orin")
     machines = load_machines(names, data)  # before torch
-    from sinew.perf.memory import missing
+    from sinew.perf.memory import missing, too_large
     from sinew.perf.program import PublishedProgram
     from sinew.perf.streams import loops
 
     program = PublishedProgram.load(source, request, dtypes=dtypes(dtype), engine="plan")
     parts = program.components()
     rows: list[dict[str, Any]] = []
-    table = Table(
-        title=f"{source}: a stream at {camera_hz:g} frames a second, {efficiency:.0%} of the roofline"
+    table = terminal.table(
+        f"{source}: a stream at {camera_hz:g} frames a second, {efficiency:.0%} of the roofline",
+        *(
+            "machine",
+            ">prefix, ms",
+            ">head run, ms",
+            ">runs alone, Hz",
+            ">in turns with prefixes, Hz",
+            ">at once, Hz",
+            ">image to motion, ms",
+            "",
+        ),
     )
-    titles = (
-        "machine",
-        "prefix, ms",
-        "head run, ms",
-        "runs alone, Hz",
-        "in turns with prefixes, Hz",
-        "at once, Hz",
-        "image to motion, ms",
-        "",
-    )
-    for title in titles:
-        table.add_column(title, justify="left" if title in ("machine", "") else "right")
     for machine in machines:
         if excess := missing(program, machine):
             rows.append({"machine": machine.name, "fits": False, "missing_bytes": excess, "reached": False})

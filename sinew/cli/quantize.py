@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
-from itertools import islice
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-import numpy as np
 from cyclopts import Parameter, validators
 
-from sinew import progress, scratch
-from sinew.bundle.schema import COMPONENTS
+from sinew import progress
 from sinew.cli import terminal
 from sinew.core import SinewError
-from sinew.engine.engine import Watch
-
-if TYPE_CHECKING:
-    from sinew.bundle import Bundle
-    from sinew.bundle.schema import Quantization
-    from sinew.core import Timing
-    from sinew.policy import Policy
-    from sinew.processing import ModelInputs
-
 
 DEFAULT = "vision=int8,language=int8,head=fp32"
 
@@ -65,6 +51,7 @@ def quantize(
             0 plays none.
     """
     from sinew.engine.onnx.quantize import parse_recipe
+    from sinew.eval.report import quantization
     from sinew.policy import open_bundle
     from sinew.sources import resolve
 
@@ -77,7 +64,7 @@ def quantize(
         raise SinewError(f"{bundle}: expected a bundle with weights and without a recipe")
     if out.resolve() == bundle.resolve():
         raise SinewError(f"--out {out}: expected another file than the bundle that is read")
-    absent = [] if search else lacking(opened, chosen)
+    absent = [] if search else quantization.lacking(opened, chosen)
     for part in absent:
         if recipe != DEFAULT:
             raise SinewError(
@@ -89,239 +76,29 @@ def quantize(
     if search:
         from sinew.cli.quantize_search import search as search_recipe
 
-        trial = _trials(opened, observations)
+        trial = quantization.trials(opened, observations)
         chosen, found["search"] = search_recipe(opened, budget, target_ms, out, trial)
         engine = "cpu"
         if set(chosen.values()) == {"fp32"}:
             asked = f"--budget {budget}" if budget else f"--target-ms {target_ms:g}"
             raise SinewError(f"{asked}: the bundle fits as it is; nothing was written")
-    if engine == "onnx" and not set(chosen.values()) <= {"int8", "int8-rows", "fp32"}:
-        raise SinewError(f"--engine onnx: expected int8, int8-rows and fp32, got {recipe}")
-    if "fp8" in chosen.values():
-        make = _in_fp8
-    else:
-        make = _in_lowbit if engine == "cpu" or {"q8_0", "q4_0"} & set(chosen.values()) else _in_int8
     asked = ",".join(f"{part}={kind}" for part, kind in chosen.items() if kind != "fp32")
     with progress.task(f"measuring {bundle.name} in {asked}"):
-        record, why = make(opened, chosen, observations, out)
-    record, verdict, passed = gated(record, out, episodes)
+        record, why = quantization.quantized(opened, chosen, observations, out, engine)
+    record, verdict, passed = quantization.gated(record, out, episodes)
     console = terminal.console(markup=False)
     console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
     for part in absent:
         console.print(f"         {part}: no linear layers or token tables in {opened.manifest.architecture}")
-    console.print(f"weights  {why}", soft_wrap=True)
+    console.print(f"weights  {why}")
     for module, error in record.weight_error.items():
         console.print(f"         {module}: relative L2 of the rounded weights {error:.2e}")
     sizes = out.stat().st_size, bundle.stat().st_size
-    console.print(f"file     {sizes[0] / 1e6:.1f} MB, {sizes[0] / sizes[1]:.2f} of {bundle}", soft_wrap=True)
+    console.print(f"file     {sizes[0] / 1e6:.1f} MB, {sizes[0] / sizes[1]:.2f} of {bundle}")
     console.print(
         f"error    {record.error:.2e} median, {record.error_max:.2e} largest: relative L2 of the chunk",
-        soft_wrap=True,
     )
-    console.print(f"         over {record.observations} observations from {record.source}", soft_wrap=True)
-    console.print(f"gate     {verdict}", soft_wrap=True)
+    console.print(f"         over {record.observations} observations from {record.source}")
+    console.print(f"gate     {verdict}")
     terminal.emit({"out": str(out), **asdict(record), **found, "gate": verdict})
     return 0 if passed else 1
-
-
-def lacking(opened: Bundle, chosen: dict[str, Any]) -> list[str]:
-    """Return the components that are chosen below fp32 and have nothing that could be stored so."""
-    from sinew.convert.lowbit import plan_formats
-
-    nothing = dict.fromkeys(COMPONENTS, "fp32")
-    parts = [part for part, kind in chosen.items() if kind != "fp32"]
-    return [part for part in parts if not plan_formats(opened, nothing | {part: "int8"})]
-
-
-def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization, str, bool]:
-    """Play the gate of the new bundle's task with the engine that follows its recipe, and write the outcome into its
-    header. Return the record with it, the verdict in words, and whether it passes (or there was nothing to play)."""
-    from sinew.bundle import Bundle
-    from sinew.bundle.schema import Success
-    from sinew.engine.choose import choose
-    from sinew.eval.report.gate import read_gate
-    from sinew.eval.report.gating import gate_of, play_gate
-
-    gate, why = gate_of(out)
-    if gate is None or not episodes:
-        return record, f"not played: {why if episodes else '--episodes 0'}", True
-    quantised = Bundle(out)
-    try:
-        choice = choose(quantised)
-    except SinewError as error:
-        return record, f"not played: {error}; `sinew validate {out}` plays it where that engine runs", True
-    found = play_gate(read_gate(gate), out, choice, episodes)
-    counts = {name: found[name] for name in ("env", "episodes", "wins", "recorded_wins")}
-    record = replace(record, success=Success(**counts))
-    graphs = cache_name(out)
-    write(quantised, record, out)
-    if graphs.exists():  # another header is another fingerprint; the graphs stay
-        graphs.rename(cache_name(out))
-    delta = 100 * (found["wins"] - found["recorded_wins"]) / found["episodes"]
-    return record, f"success {delta:+.1f} points: {found['text']}", found["passed"]
-
-
-def cache_name(out: Path) -> Path:
-    """Return the folder in which the graphs of a bundle are looked for."""
-    from sinew.bundle import Bundle
-    from sinew.engine.onnx.cache import cache_folder
-    from sinew.engine.onnx.opening import usable_bits, variant
-
-    return cache_folder(out, variant(usable_bits(Bundle(out))))
-
-
-def _trials(opened: Bundle, count: int) -> Any:
-    """Return a function that measures a recipe on the same observations each time."""
-    from sinew.bundle import Bundle, write_bundle
-    from sinew.convert.lowbit import lowbit_sources, plan_formats
-    from sinew.policy import Policy
-
-    reference = Policy(opened, "cpu", engine="eager")
-    inputs = list(islice(observed(reference)[1], count))
-
-    def trial(bundle: Bundle, recipe: dict[str, str], scratch: Path) -> tuple[float, dict[str, float]]:
-        whole = dict.fromkeys(COMPONENTS, "fp32") | recipe
-        manifest = bundle.manifest
-        write_bundle(scratch, lambda: manifest, lowbit_sources(bundle, plan_formats(bundle, whole)))
-        rounded = Policy(Bundle(scratch), "cpu", engine="cpu")
-        timings: list[Timing] = []
-        error = float(np.median(measure(reference, rounded.engine, inputs, timings)))
-        stages = {"vision": "vision_ms", "language": "prefix_ms", "head": "head_ms"}
-        return error, {part: min(getattr(each, name) for each in timings) for part, name in stages.items()}
-
-    return trial
-
-
-def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
-    from sinew.engine.onnx.providers import runtime
-    from sinew.engine.onnx.quantize import weight_bits
-
-    bits, why = weight_bits()
-    record = _measured(opened, chosen, count, out, "onnx", bits, f"onnxruntime {runtime().__version__}")
-    return record, f"graphs of {bits} bits per output channel: {why}"
-
-
-def _in_lowbit(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
-    from sinew.engine.cpu.kernels.library import extension
-
-    record = _measured(opened, chosen, count, out, "cpu", 8, f"cpu, {extension().kernels} kernels")
-    return record, f"computed on as they are stored ({extension().kernels} kernels: {extension().reason})"
-
-
-def _measured(
-    opened: Bundle, chosen: dict[str, Any], count: int, out: Path, engine: str, bits: Any, by: str
-) -> Quantization:
-    """Write the bundle, and return its record with the error of ``engine`` on what was written.
-
-    Graphs are exported from the stored weights, as on any other machine, and go with the bundle.
-    """
-    from sinew.bundle import Bundle
-    from sinew.policy import Policy
-
-    with scratch.beside(out) as folder:
-        unmeasured = folder / out.name
-        stored = _store(opened, chosen, _record(chosen, bits, [0.0], "", ""), unmeasured)
-        reference = Policy(opened, "cpu", engine="eager")
-        rounded = Policy(Bundle(unmeasured), "cpu", engine=engine)
-        origin, stream = observed(reference)
-        errors = measure(reference, rounded.engine, islice(stream, count))
-        record = replace(_record(chosen, bits, errors, origin, by), weight_error=stored.weight_error)
-        write(Bundle(unmeasured), record, out)
-        if engine == "onnx":
-            graphs = cache_name(out)
-            shutil.rmtree(graphs, ignore_errors=True)  # of the same bundle, made before
-            cache_name(unmeasured).rename(graphs)
-    return record
-
-
-def _store(opened: Bundle, chosen: dict[str, Any], record: Quantization, out: Path) -> Quantization:
-    """Write the bundle with low-bit weights; return the record with their error."""
-    from sinew.bundle import Bundle, write_bundle
-    from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
-
-    formats = plan_formats(opened, chosen)
-    with scratch.beside(out) as folder:
-        stored = folder / out.name
-        manifest = replace(opened.manifest, quantization=record)
-        write_bundle(stored, lambda: manifest, lowbit_sources(opened, formats))
-        errors = {name: float(f"{error:.4g}") for name, error in weight_errors(opened, stored).items()}
-        record = replace(record, weight_error=errors)
-        write(Bundle(stored), record, out)
-    return record
-
-
-def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
-    import torch
-
-    from sinew.engine.cuda.calibrate import calibrate
-    from sinew.engine.cuda.engine import CudaEngine
-    from sinew.engine.cuda.fused.fuse import ON_CUDA
-    from sinew.engine.cuda.options import CudaOptions
-    from sinew.engine.plan.plan import Plan
-    from sinew.policy import Policy
-
-    reference = Policy(opened, "cpu", engine="eager")
-    model = reference.engine.model
-    origin, stream = observed(reference)
-    made, _ = calibrate(opened, model, islice(stream, count), origin)
-    options = CudaOptions(fp8=tuple(name for name, kind in chosen.items() if kind == "fp8"))
-    scales = {name: float(f"{scale:.6g}") for name, scale in made.scales.items()}
-    scales = {name: scale for name, scale in scales.items() if model.component_of(name) in options.fp8}
-    if still := set(options.fp8) - {model.component_of(name) for name in scales}:
-        raise SinewError(
-            f"fp8: {', '.join(sorted(still))}: expected linear layers that a request runs, got none"
-        )
-    processing, plan = opened.manifest.processing, Plan.of(model, rewrites=ON_CUDA)
-    engine = CudaEngine(plan, torch.device("cpu"), processing=processing, options=options, scales=scales)
-    errors = measure(reference, engine, islice(stream, count))
-    record = _record(
-        chosen, 8, errors, origin, f"the kernels' references in float32, torch {torch.__version__}"
-    )
-    record = replace(record, scales=scales)
-    write(opened, record, out)
-    return record, f"8 bits, e4m3; inputs of {len(scales)} layers have scales of as many observations before"
-
-
-def _record(recipe: dict[str, Any], bits: Any, errors: list[float], origin: str, engine: str) -> Quantization:
-    from sinew.bundle.schema import Quantization
-
-    median, largest = (float(f"{value:.4g}") for value in (np.median(errors), np.max(errors)))
-    return Quantization(recipe, bits, median, largest, len(errors), origin, engine)
-
-
-Input = tuple["ModelInputs", np.ndarray]  # of one observation, with the solver's noise
-
-
-def observed(reference: Policy) -> tuple[str, Iterator[Input]]:
-    """Where observations come from, and they without end. The reference plays the episodes."""
-    from sinew.eval.observations import generated
-
-    origin, stream = generated(reference)
-    processor = reference.processor
-    return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
-
-
-def measure(
-    reference: Policy, engine: Any, observations: Iterable[Input], timings: list[Timing] | None = None
-) -> list[float]:
-    """Return the relative L2 of the chunk (model units, the action's own columns) per observation. timings: gets the
-    times of ``engine``, too."""
-    steps, width = reference.spec.solver_steps, reference.spec.action.dim
-    errors = []
-    for inputs, noise in observations:
-        (wanted,) = reference.engine.run(inputs.batched(), noise[None], steps)
-        watch = Watch()
-        (got,) = engine.run(inputs.batched(), noise[None], steps, watch=watch)
-        if timings is not None:
-            timings.append(watch.timing())
-        wanted, got = wanted[:, :width], got[:, :width]
-        size = float(np.linalg.norm(wanted)) or 1.0  # a chunk of zeros: a sentence that is none
-        errors.append(float(np.linalg.norm(got - wanted)) / size)
-    return errors
-
-
-def write(bundle: Bundle, record: Quantization, out: Path) -> None:
-    """The bundle's tensors, byte for byte, under a header with the recipe."""
-    from sinew.bundle.writer import rewrite
-
-    rewrite(bundle, replace(bundle.manifest, quantization=record), out)

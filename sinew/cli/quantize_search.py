@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,7 @@ from sinew.cli import terminal
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.convert.recipes import Point
-
-Trial = tuple[float, dict[str, float]]  # error of the chunk; component -> milliseconds of its stage, at best
-Measure = Callable[["Bundle", dict[str, str], Path], Trial]
+    from sinew.eval.report.quantization import Measure
 
 
 def search(
@@ -69,13 +66,11 @@ def search(
         console.print(
             f"point    {_text(point):42} {point.nbytes / 1e6:9.1f} MB  error {error:.2e}, predicted"
             f" {point.predicted:.2e}; {took:.1f} ms, predicted {point.milliseconds:.1f}{mark}",
-            soft_wrap=True,
         )
     limits = [f"{limit / 1e6:.1f} MB"] if limit is not None else []
     limits += [f"{target_ms:g} ms on this machine, as busy as it was"] if target_ms is not None else []
     console.print(
         f"within   {', '.join(limits)}; closed-loop success decides: `sinew eval {out} --gate GATE`",
-        soft_wrap=True,
     )
     record = {
         "budget": limit,

@@ -3,31 +3,141 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
+from cyclopts import Parameter, validators
 from sinew_client import ClientError
+from sinew_client.control import Journal, Limits, Loop, Settings
 from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot
 
 from sinew.cli import terminal
 from sinew.cli.options import json_object
 from sinew.core import SinewError
 from sinew.eval.report.stats import wilson
+from sinew.signals import handled
 
 Opened = tuple[Any, str, "float | None"]
+Positive = Annotated[float | None, Parameter(validator=validators.Number(gt=0))]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RobotFlags:
+    """The robot, and how it is driven.
+
+    Attributes:
+        robot: dry (no hardware), blocks, pen or egg (embedded tasks), gym:ENV, module:Class (methods observe, act,
+            hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first) or
+            lerobot:TYPE.
+        robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
+        cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
+        prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
+        hz: control rate; the policy's own, or the environment's, if absent.
+        motion: JSON object, what actions are measured from; {"kind": "absolute"} ...; as the policy states it if
+            absent, {"kind": "as is"} for rows as they come.
+        limits: .toml or .json with low, high, velocity, acceleration and still (the command at which the robot stands
+            still, such as 0 of velocities) per joint; the policy's own if absent.
+        stale: seconds beyond which a frame is too old to act on.
+        watchdog: hold the robot from another thread while its own methods block; --no-watchdog for one that must not be
+            held while it observes.
+        seconds: end after this long.
+        episodes: of gym:ENV, end after so many.
+        record: file for the journal; `sinew client --replay FILE` repeats its decisions.
+    """
+
+    robot: str = "dry"
+    robot_options: str | None = None
+    cameras: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    prompt: str = ""
+    hz: Positive = None
+    motion: str | None = None
+    limits: Path | None = None
+    stale: float = 0.5
+    watchdog: bool = True
+    seconds: Positive = None
+    episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None
+    record: Path | None = None
+
+    def opener(self) -> Callable[[dict[str, Any]], Opened]:
+        """Return what opens the robot for a policy (:func:`robot_opener`)."""
+        return robot_opener(self.robot, self.robot_options, self.cameras, self.episodes)
+
+    def opened(
+        self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Opened], policy: dict[str, Any]
+    ) -> Driven:
+        """Return the robot, which the stack closes, and what a loop over it needs."""
+        machine, instruction, own_rate = open_robot(policy)
+        if hasattr(machine, "close"):
+            stack.callback(machine.close)
+        if not (rate := self.hz or own_rate or policy.get("control_hz")):
+            raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
+        dim = int(policy["action"]["dim"])
+        found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
+        return Driven(
+            machine,
+            choose_prompt(self.prompt, instruction, policy),
+            float(rate),
+            dim,
+            None if found is None else found.to_dict(),
+        )
+
+    def follow(
+        self, stack: ExitStack, loop: Loop, robot: Driven, settings: Settings, target: str, **said: Any
+    ) -> None:
+        """Let a loop restart with the robot's episodes, and keep its journal if one is asked for. said: what stands in
+        its head beside."""
+        follow_episodes(robot.machine, loop.restart, self.prompt)
+        if self.record is not None:
+            journal = Journal(
+                self.record, settings, robot.dim, robot=self.robot, target=target, prompt=robot.prompt, **said
+            )
+            stack.callback(journal.close)
+            loop.listeners.append(journal.put)
+
+    def ticks(self, rate: float) -> int | None:
+        """Return after how many control steps the run ends; None where it goes on."""
+        return None if self.seconds is None else max(1, round(self.seconds * rate))
+
+
+ROBOT = RobotFlags()
+
+
+@dataclass(frozen=True)
+class Driven:
+    """A robot that is open: its first instruction, its rate in Hz, the numbers of a command and their limits."""
+
+    machine: Any
+    prompt: str
+    rate: float
+    dim: int
+    limits: dict[str, Any] | None
+
+
+def drive(loop: Loop, ticks: int | None) -> None:
+    """Run a loop. A signal ends it after the present tick, with the robot holding and the journal complete."""
+    with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()):
+        try:
+            loop.run(ticks)
+        except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
+            loop.stop()
 
 
 EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}
 
 
 def robot_opener(
-    text: str, options: str | None, cameras: list[str] | None, episodes: int | None
+    text: str, options: str | None, cameras: Iterable[str] | None, episodes: int | None
 ) -> Callable[[dict[str, Any]], Opened]:
     """Return what opens a robot for a policy: the robot, its own instruction and its own rate.
 
     What can be wrong without a policy is said here, before one is loaded.
     """
-    given, pairs = json_object("--robot-options", options) or {}, _pairs(cameras)
+    given, pairs = json_object("--robot-options", options) or {}, _pairs(cameras or ())
     text = EMBEDDED.get(text, text)
     kind, _, rest = text.partition(":")
     if episodes is not None and kind != "gym":
@@ -59,11 +169,11 @@ def robot_opener(
     )
 
 
-def _pairs(texts: list[str] | None) -> dict[str, str]:
-    for text in texts or []:
+def _pairs(texts: Iterable[str]) -> dict[str, str]:
+    for text in texts:
         if "=" not in text:
             raise SinewError(f"--cameras: expected POLICY=ROBOT, got {text!r}")
-    return dict(text.split("=", 1) for text in texts or [])
+    return dict(text.split("=", 1) for text in texts)
 
 
 # ----------------------------------------------------------------------------- instruction and episodes

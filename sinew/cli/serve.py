@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-import time
 from dataclasses import dataclass
-from dataclasses import replace as replaced
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,25 +14,22 @@ from weakref import WeakSet
 from cyclopts import Parameter, validators
 
 from sinew import hints
-from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
+from sinew.cli.serve_listen import LISTENING, Listening, access_logging, set_up_logs, warn_of_exposure
 from sinew.cli.serve_policy import Change, changer, loader, parse_adapters, parse_policies, replayer
 from sinew.core import SinewError, VectorSpec
 from sinew.serve.process import (
     GRACE_S,
     HOPELESS,
     Process,
-    connections_within,
-    raise_descriptor_limit,
-    tell_of_crashes,
 )
 from sinew.serve.supervise import STUCK_S, Supervisor
-from sinew.serve.transport.listen import ARRIVAL_S, Listen, reachable
-from sinew.serve.wires import open_wires, parse, servers
+from sinew.serve.transport.listen import ARRIVAL_S, reachable
+from sinew.serve.wires import open_wires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sinew.policy import Policy
     from sinew.records.background_writer import BackgroundWriter
@@ -45,8 +39,6 @@ if TYPE_CHECKING:
     from sinew.serve.wire import Listener
 
 logger = logging.getLogger(__name__)
-
-TOLD_S = 60.0  # between two lines that tell of an access log that cannot be written
 
 
 @Parameter(name="*")
@@ -70,7 +62,6 @@ class Bounds:
         state_margin: the same for states, which are refused.
         max_age: seconds; observations whose `time` (Unix seconds) is longer ago are refused, and so are their answers.
         allow_origin: of web pages that may send requests, as browsers write it (https://host:port); repeatable.
-        allow_host: a name of this server beside the machine's own, for the browsers that open its page; repeatable.
     """
 
     queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64
@@ -85,7 +76,6 @@ class Bounds:
     state_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0
     max_age: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
     allow_origin: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    allow_host: Annotated[tuple[str, ...], Parameter(negative="")] = ()
 
 
 def serve(
@@ -97,20 +87,13 @@ def serve(
     policy: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     context: Annotated[tuple[Literal["fp32", "bf16", "int8"], ...], Parameter(negative="")] = (),
-    wire: Annotated[list[str] | None, Parameter(negative="")] = None,
-    host: str = "127.0.0.1",
+    on: Listening = LISTENING,
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
     threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
-    deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
-    api_key_file: Path | None = None,
-    tls_cert: Path | None = None,
-    tls_key: Path | None = None,
     record: Path | None = None,
     rerun: str | None = None,
-    access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     dashboard: Literal["auto", "on", "off"] = "auto",
-    verbose: Annotated[bool, Parameter(negative="")] = False,
     bounds: Bounds = Bounds(),
 ) -> int:
     """Serve a bundle to robot clients over one or more wires, until SIGINT or SIGTERM.
@@ -129,45 +112,25 @@ def serve(
             name over one set of weights (docs/sources.md); those that name none get the bundle itself.
         context: repeatable: answer under the name context.FORM with what the head needs, floats in this form; robots
             run the head themselves (docs/fleet.md).
-        wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), http (8000), groot (5555),
-            lerobot (8080); native and openpi if absent. Port 0 picks a free one.
-        host: address to listen on; anything but loopback is open to every machine that can reach it.
         threads: for compute; chosen from the cores of this process if absent.
-        deadline_ms: refuse requests that would begin later than this after their arrival.
-        api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.
-        tls_cert: PEM file; encrypts openpi, http and lerobot.
-        tls_key: PEM file.
         record: folder for requests and replies, for `sinew client --replay`.
         rerun: requests and replies for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
             rerun+http://HOST:9876/proxy (unencrypted). Needs the extra `rerun`.
-        access_log: file for one JSON line per request, or - for standard error.
         dashboard: a page at / of the openpi and http ports; auto: on loopback, or where a key is wanted.
-        verbose: log more.
     """
-    set_up_logs(verbose)
-    with access_logging(access_log):
-        raise_descriptor_limit()
-        tell_of_crashes()
-        ports = parse(wire or ())
-        listen = Listen(
-            host=host,
-            max_connections=connections_within(bounds.max_connections, servers(ports)),
+    set_up_logs(on.verbose)
+    with access_logging(on.access_log):
+        ports, listen, api_key = on.prepared(
+            dashboard,
+            max_connections=bounds.max_connections,
             arrival_s=bounds.arrival_s,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
             origins=bounds.allow_origin,
-            hosts=bounds.allow_host,
         )
-        listen.tls()  # refuses unusable files before anything is loaded
         viewer = None
         if rerun is not None:
             from sinew.records.rerun_log import target_of
 
             viewer = target_of(rerun)
-        api_key = api_key_of(api_key_file)
-        # Elsewhere anybody who reaches the port would see the robot's cameras.
-        shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(api_key)))
-        listen = replaced(listen, dashboard=shown)
         options = runs.keywords() | cameras.keywords()
         adapters = parse_adapters(adapter)
         if adapters and replay is not None:
@@ -192,7 +155,7 @@ def serve(
         finished = True
         try:
             if not listen.is_loopback:
-                warn_of_exposure(host, wires, bool(api_key), tls_cert is not None)
+                warn_of_exposure(on.host, wires, bool(api_key), on.tls_cert is not None)
             recorders = _recorders(record, viewer)
             with process.signals():
                 finished = _load_and_run(
@@ -200,7 +163,7 @@ def serve(
                     make,
                     bounds,
                     api_key,
-                    deadline_ms,
+                    on.deadline_ms,
                     recorders,
                     change,
                     more,
@@ -330,64 +293,3 @@ def say(text: str) -> None:
     except OSError as error:
         logger.warning("nobody reads what this server prints: %s", error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end flushes once more
-
-
-def warn_of_exposure(host: str, wires: Sequence[Listener], key: bool, tls: bool) -> None:
-    if not key:
-        logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
-    plain = [wire.name for wire in wires if not tls or wire.address.startswith("tcp://")]
-    if plain:
-        logger.warning("frames, actions and keys travel unencrypted on %s", ", ".join(plain))
-
-
-def set_up_logs(verbose: bool) -> None:
-    terminal.log(
-        logging.DEBUG if verbose else logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    for name in ("aiohttp.access", "grpc._cython.cygrpc", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
-class _Lossy(logging.Handler):
-    """Tells of lines that could not be written, a full disk's as a rule, once in ``TOLD_S``: by itself logging prints a
-    traceback for each."""
-
-    lost, told = 0, float("-inf")
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        self.lost += 1
-        if (now := time.monotonic()) - self.told >= TOLD_S:
-            self.told = now
-            logger.warning("--access-log: %d lines could not be written: %s", self.lost, sys.exc_info()[1])
-
-
-class _AccessFile(_Lossy, logging.FileHandler): ...
-
-
-class _AccessStream(_Lossy, logging.StreamHandler): ...
-
-
-@contextlib.contextmanager
-def access_logging(path: str | None) -> Iterator[None]:
-    """Write the access log to ``path`` (- is standard error, None is nowhere) inside, and leave its logger as it was:
-    loggers belong to the process, which may do other things after this."""
-    access = logging.getLogger("sinew.access")
-    before = access.propagate, access.disabled, access.level
-    handler: logging.Handler = logging.NullHandler()
-    if path is not None:
-        try:
-            handler = _AccessStream() if path == "-" else _AccessFile(path)
-        except OSError as error:
-            raise SinewError(f"--access-log {path}: {error.strerror}") from error
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    access.addHandler(handler)
-    access.propagate, access.disabled = False, path is None
-    access.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        access.removeHandler(handler)
-        with contextlib.suppress(OSError):  # the disk is full still; it was told
-            handler.close()
-        access.propagate, access.disabled = before[:2]
-        access.setLevel(before[2])

@@ -47,5 +47,5 @@ def problems(
 def ended(found: list[str]) -> int:
     """Say what went wrong in a run that came to its end; return its exit code."""
     for text in found:
-        terminal.console(stderr=True).print(f"[bold red]failed:[/] {escape(text)}", soft_wrap=True)
+        terminal.console(stderr=True).print(f"[bold red]failed:[/] {escape(text)}")
     return EXIT_FAULTS if found else 0

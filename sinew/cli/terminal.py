@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,6 +25,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from sinew.core import SinewError
@@ -64,6 +66,10 @@ class _Console(Console):
             else:
                 yield Segment(shown(segment.text), segment.style)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; a text runs over the end of a line, where a table is fitted to it."""
+        super().print(*objects, **{"soft_wrap": all(isinstance(each, str) for each in objects), **options})
+
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
@@ -88,6 +94,29 @@ def console(stderr: bool = False, **options: Any) -> Console:
     if not made.is_terminal and "width" not in options and not os.environ.get("COLUMNS", "").isdecimal():
         made.width = max(WIDTH, made.width)
     return made
+
+
+def table(title: str | None, *columns: str, **options: Any) -> Table:
+    """Return an empty table; a column whose name begins with ``>`` has numbers, and is set to the right."""
+    made = Table(title=title, **options)
+    for name in columns:
+        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return made
+
+
+def findings(rows: Iterable[tuple[str, str, str]]) -> Table:
+    """Return a table without a head: of each row a mark, a name and a detail, which may be long."""
+    made = Table(show_header=False, box=None, pad_edge=False)
+    for options in ({"no_wrap": True}, {"no_wrap": True, "style": "bold"}, {"overflow": "fold"}):
+        made.add_column(**options)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def advised(advice: str) -> str:
+    """Return what to do, as the end of a finding's detail."""
+    return f"\n→ {escape(advice)}" if advice else ""
 
 
 def take_json(tokens: list[str]) -> None:
@@ -134,7 +163,7 @@ def emit(record: dict[str, Any]) -> None:
 
 def say(text: str) -> None:
     """Print a sentence on standard error."""
-    console(stderr=True).print(text, soft_wrap=True, markup=False)
+    console(stderr=True).print(text, markup=False)
 
 
 _bars: Progress | None = None
@@ -161,7 +190,7 @@ def show_task(text: str, total: int | None) -> Iterator[Callable[[str], None]]:
     """
     where = console(stderr=True)
     if not where.is_terminal:
-        said = threading.Timer(PATIENCE_S, lambda: where.print(f"{text} ...", soft_wrap=True, markup=False))
+        said = threading.Timer(PATIENCE_S, lambda: where.print(f"{text} ...", markup=False))
         said.daemon = True
         said.start()
         try:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from sinew.cli import terminal
 from sinew.core import SinewError
 from sinew.eval.report.stats import summarize
 
@@ -190,13 +191,10 @@ def _stages(answer: dict[str, Any]) -> Text:
 
 
 def _sessions(seen: ServerSeen) -> Table:
-    table = Table(box=None, pad_edge=False)
     shown = list(reversed(seen.sessions.items()))[:SESSIONS]
     said = ("last words",) if any(one.text for _, one in shown) else ()
-    for name in ("wire", "client", "session", "per s", "answers", "missed", "refused", "instruction", *said):
-        table.add_column(
-            name, justify="right" if name in ("per s", "answers", "missed", "refused") else "left"
-        )
+    columns = ("wire", "client", "session", ">per s", ">answers", ">missed", ">refused", "instruction", *said)
+    table = terminal.table(None, *columns, box=None, pad_edge=False)
     now = time.monotonic()
     for (wire, client, name), one in shown:
         numbers = f"{one.rate(now):.1f}", str(one.answers), str(one.missed), str(one.refused)

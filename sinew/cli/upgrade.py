@@ -38,7 +38,7 @@ def upgrade(bundle: Path, /, *, out: Path | None = None) -> int:
     record = {"bundle": str(bundle), "from": before, "to": now, "tensors": len(opened.infos)}
     console = terminal.console(markup=False)
     if before == now:
-        console.print(f"{bundle}: of format {now} already; nothing was written", soft_wrap=True)
+        console.print(f"{bundle}: of format {now} already; nothing was written")
         terminal.emit({**record, "written": None})
         return 0
     if opened.hashes is not None:  # new hashes would bless what is damaged
@@ -55,7 +55,7 @@ def upgrade(bundle: Path, /, *, out: Path | None = None) -> int:
     if made.manifest != opened.manifest or (opened.hashes or made.hashes) != made.hashes:
         raise AssertionError("an upgraded bundle reads as another one")
     told = "; ".join(NEWS[version] for version in range(before + 1, now + 1))
-    console.print(f"{out or bundle}: format {before} to {now} ({told})", soft_wrap=True)
+    console.print(f"{out or bundle}: format {before} to {now} ({told})")
     hashes = "" if opened.hashes else ", which had no hashes and have them now"
     console.print(
         f"  {len(made.infos)} tensors as they were{hashes}; the header is new, so its hash is another"

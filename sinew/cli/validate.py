@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
-from rich.table import Table
 
 from sinew import __version__, machine, progress
 from sinew.cli import terminal
@@ -97,15 +96,15 @@ def validate(
     show(found, policy)
     if out is not None:
         write(found, out)
-    terminal.console().print(f"kept in {proof}", soft_wrap=True, markup=False)
+    terminal.console().print(f"kept in {proof}", markup=False)
     terminal.emit(found)
     return 0 if found["passed"] else 1
 
 
 def compared(policy: Policy, reference: Policy, count: int, records: Path | None = None) -> dict[str, Any]:
     """Compare over ``count`` observations and return the comparison, ready for JSON."""
-    from sinew.validate.observations import recorded_observations
-    from sinew.validate.parity import compare, report
+    from sinew.checks.validate.observations import recorded_observations
+    from sinew.checks.validate.parity import compare, report
 
     if records is not None:
         source, stream = f"records of {records}", recorded_observations(records, reference)
@@ -126,10 +125,9 @@ def compared(policy: Policy, reference: Policy, count: int, records: Path | None
 def show(found: dict[str, Any], policy: Policy) -> None:
     """Print the report."""
     console, parity, gate = terminal.console(), found["parity"], found["gate"]
-    console.print(running(policy), soft_wrap=True, markup=False)
-    table = Table(title=f"against eager fp32 over {parity['observations']} observations: {parity['source']}")
-    for name in ("stage", "relative L2, worst", "median", "bound", "", "compared"):
-        table.add_column(name, justify="right" if name in ("median", "bound") else "left")
+    console.print(running(policy), markup=False)
+    title = f"against eager fp32 over {parity['observations']} observations: {parity['source']}"
+    table = terminal.table(title, "stage", "relative L2, worst", ">median", ">bound", "", "compared")
     for stage in parity["stages"]:
         median = "-" if stage["median"] is None else f"{stage['median']:.1e}"
         mark = "[green]ok[/]" if stage["passed"] else "[bold red]differs[/]"
@@ -138,21 +136,21 @@ def show(found: dict[str, Any], policy: Policy) -> None:
         )
     console.print(table)
     for name, same in parity["indices"].items():
-        console.print(f"indices of {name}: {'equal' if same else 'NOT EQUAL'}", soft_wrap=True)
+        console.print(f"indices of {name}: {'equal' if same else 'NOT EQUAL'}")
     for fault in parity["faults"]:
-        console.print(f"fault: {fault}", soft_wrap=True, markup=False)
-    console.print(f"success gate: {gate.get('text') or gate['skipped']}", soft_wrap=True, markup=False)
+        console.print(f"fault: {fault}", markup=False)
+    console.print(f"success gate: {gate.get('text') or gate['skipped']}", markup=False)
     seen = parity["observations"]
     few = f"; what fewer than {USUAL} show may be no sign of the next one" if seen < USUAL else ""
     verdict = "passes" if found["passed"] else "[bold red]FAILS[/]"
-    console.print(f"{verdict} over {seen} observation{'s' * (seen != 1)}{few}", soft_wrap=True)
+    console.print(f"{verdict} over {seen} observation{'s' * (seen != 1)}{few}")
 
 
 def write(found: dict[str, Any], out: Path) -> None:
     """Write report.md and report.json."""
     import json
 
-    from sinew.validate.report import markdown
+    from sinew.checks.validate.report import markdown
 
     try:
         out.mkdir(parents=True, exist_ok=True)

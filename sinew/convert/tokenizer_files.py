@@ -13,7 +13,7 @@ from sinew.convert.read.files import read_json, read_text
 from sinew.convert.read.sentencepiece import tokenizer_json
 from sinew.core import ConvertError
 from sinew.extras import install
-from sinew.tokenizer import open_tokenizer
+from sinew.steps.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -75,6 +75,10 @@ class Backend:
     reference = False
     adapts = False
 
+    @property
+    def needs_torch(self) -> bool:
+        return "torch" in self.packages
+
     def why_not(self, bundle: Bundle, options: EngineOptions) -> str:
         """Return why this engine cannot run the bundle on the device, "" if it can; reads no weights."""
         if missing := [package for package in self.packages if not installed(package)]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sinew.core import SinewError
+from sinew.engine.backend import BACKENDS
 from sinew.eval.adapters import make_env
 from sinew.eval.policies import (
     EXPERT,
@@ -231,11 +232,11 @@ class one_thread:  # noqa: N801 - used as a context
     """One compute thread inside: as in workers, so that the same episode gives the same bits."""
 
     def __init__(self, variants: Sequence[Variant]):
-        # A run that computes elsewhere, or in ONNX Runtime, should not import torch for it.
+        # A run that computes elsewhere, or without torch, should not import it for this.
         self.needed = any(
             "://" not in variant.target
             and variant.target != "expert"
-            and variant.engine != "onnx"
+            and (variant.engine is None or BACKENDS[variant.engine].needs_torch)
             and not Path(variant.target).is_dir()
             for variant in variants
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from sinew.checks.validate.observations import random_observations
 from sinew.core import Observation, ObservationError
 from sinew.eval.fitting import TASKS
 from sinew.policy import Policy
-from sinew.validate.observations import random_observations
 
 FIRST_SEED = 9000  # episodes that neither training nor the gates have seen
 REPLAN = 8

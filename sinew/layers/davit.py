@@ -100,7 +100,7 @@ class ChannelAttention(nn.Module):
         return self.o_proj(out.permute(0, 3, 1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class DaViTBlock(nn.Module):
     """Two branches with norms before them, and before each a convolution of every channel by itself."""
 
     def __init__(self, config: ViTConfig):
@@ -125,7 +125,7 @@ class Block(nn.Module):
         return x.transpose(1, 2).unflatten(2, size)
 
 
-class SpatialBlock(Block):
+class SpatialBlock(DaViTBlock):
     """Patches see those of their window. Windows over the edge are filled with zeros behind the norm, which take part
     as what the projections make of them: their biases. Hence that norm is not folded."""
 
@@ -157,7 +157,7 @@ def filled(x: Tensor, axis: int, size: int, row: Tensor) -> Tensor:
     return torch.cat([x, row.expand(shape)], dim=axis)
 
 
-class ChannelBlock(Block):
+class ChannelBlock(DaViTBlock):
     """Channels see those of their group."""
 
     def __init__(self, config: ViTConfig, groups: int):
@@ -171,7 +171,7 @@ class ChannelBlock(Block):
         return self.attn(x)
 
 
-class Stage(nn.Module):
+class DaViTStage(nn.Module):
     """Fewer and wider patches, then pairs of blocks."""
 
     def __init__(self, config: DaViTConfig, stage: int):
@@ -199,11 +199,11 @@ class Stage(nn.Module):
 
 
 class DaViT(nn.Module):
-    stages: Sequence[Stage]
+    stages: Sequence[DaViTStage]
 
     def __init__(self, config: DaViTConfig):
         super().__init__()
-        self.stages = nn.ModuleList(Stage(config, stage) for stage in range(len(config.widths)))  # type: ignore[assignment]
+        self.stages = nn.ModuleList(DaViTStage(config, stage) for stage in range(len(config.widths)))  # type: ignore[assignment]
 
     def forward(self, pixels: Tensor) -> Tensor:  # [B, 3, h, w] -> [B, rows * cols, C] in row-major order
         x = pixels

@@ -76,7 +76,7 @@ def norm(channels: int, group: int) -> nn.Module:
     return GroupNorm(channels // group, channels, eps=NORM_EPS) if group else nn.Identity()
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, stride: int, group: int):
         super().__init__()
         bias, same = not group, stride == 1 and in_channels == out_channels
@@ -102,9 +102,9 @@ class ResNet(nn.Module):
         stages, before = [], config.width
         for stage, count in enumerate(config.blocks):
             width = config.width * 2**stage
-            first = Block(before, width, 1 if stage == 0 else 2, config.group)
+            first = BasicBlock(before, width, 1 if stage == 0 else 2, config.group)
             stages.append(
-                nn.Sequential(first, *(Block(width, width, 1, config.group) for _ in range(count - 1)))
+                nn.Sequential(first, *(BasicBlock(width, width, 1, config.group) for _ in range(count - 1)))
             )
             before = width
         self.stages = nn.ModuleList(stages)  # type: ignore[assignment]

@@ -105,7 +105,7 @@ class Residual(nn.Module):
         return self.conv2(y) + self.shortcut(x)
 
 
-class Stage(nn.Module):
+class UNetStage(nn.Module):
     """``resample`` changes the rows behind both blocks."""
 
     def __init__(self, in_channels: int, out_channels: int, config: UNetConfig, resample: nn.Module):
@@ -119,8 +119,8 @@ class Stage(nn.Module):
 
 
 class UNet(nn.Module):
-    down: Sequence[Stage]
-    up: Sequence[Stage]
+    down: Sequence[UNetStage]
+    up: Sequence[UNetStage]
 
     def __init__(self, channels: int, config: UNetConfig):
         super().__init__()
@@ -128,17 +128,17 @@ class UNet(nn.Module):
         widths = config.widths
         halves = [Conv1d(width, width, 3, 2, 1) for width in widths[:-1]]
         down = [
-            Stage(before, width, config, resample)
+            UNetStage(before, width, config, resample)
             for before, width, resample in zip(
                 (channels, *widths[:-1]), widths, (*halves, nn.Identity()), strict=True
             )
         ]
         up = [
-            Stage(2 * before, width, config, Upsample(width))
+            UNetStage(2 * before, width, config, Upsample(width))
             for before, width in zip(widths[:0:-1], widths[-2::-1], strict=True)
         ]
         self.down = nn.ModuleList(down)  # type: ignore[assignment]
-        self.middle = Stage(widths[-1], widths[-1], config, nn.Identity())
+        self.middle = UNetStage(widths[-1], widths[-1], config, nn.Identity())
         self.up = nn.ModuleList(up)  # type: ignore[assignment]
         self.end = ConvBlock(widths[0], widths[0], config.kernel_size, LAST_GROUPS)
         self.out = Conv1d(widths[0], channels, 1)

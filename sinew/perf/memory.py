@@ -182,6 +182,11 @@ def missing(program: PublishedProgram, machine: Hardware, stages: Collection[str
     return max(0, memory_report(program, device, stages=stages).total - machine.free_bytes)
 
 
+def too_large(nbytes: int) -> str:
+    """Return what a table says where a placement was refused: ``sinew perf fit`` has the details."""
+    return f"does not hold it: {nbytes / 2**20:,.0f} MiB too much"
+
+
 def fits(
     source: str | Path,
     memory: int,

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from sinew.core import PolicySpec
-from sinew.processing.normalize import Angles, Normalizer, PartNormalizer, Rotation
+from sinew.processing.normalize import Angles, Normalizer, PartNormalizer, RotationPart
 from sinew.steps.vector.base import VectorStep, apply_steps
 
 DEVIATIONS = 3.0  # standard deviations that count as the half width of a range
 FLOOR = 0.1  # of a half width, in units of the centre or of 1: joints that never moved in training have none
 
 
-def ranges(normalizer: Normalizer | PartNormalizer | Angles | Rotation) -> tuple[np.ndarray, np.ndarray]:
+def ranges(normalizer: Normalizer | PartNormalizer | Angles | RotationPart) -> tuple[np.ndarray, np.ndarray]:
     """Return (centre, half width) of each dimension's range in training, float64 [D] or [steps, D].
 
     The range is that of the minimum and maximum, of the quantiles, or three standard deviations to each side. The half
@@ -63,7 +63,7 @@ def unit_sizes(
     half = np.abs(ends[1] - ends[0]).max(axis=0) / 2
     start = 0
     for part in getattr(normalizer, "parts", ()):
-        if isinstance(part, Rotation):
+        if isinstance(part, RotationPart):
             half[start : start + part.dim] = np.nan
         start += part.dim
     for step in steps:

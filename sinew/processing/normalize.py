@@ -7,17 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from sinew.bundle.rules import STATISTICS
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.core import BundleError
 from sinew.steps.vector.rotations import from_6d, from_vector, to_6d, to_vector
-
-STATISTICS: dict[str, tuple[str, ...]] = {
-    "mean_std": ("mean", "std"),
-    "min_max": ("min", "max"),
-    "quantiles": ("q01", "q99"),
-    "quantile10": ("q10", "q90"),
-    "identity": (),
-}
 
 
 class Normalizer:
@@ -114,7 +107,7 @@ class Angles:
         return np.arctan2(x[..., : self.dim], x[..., self.dim :])
 
 
-class Rotation:
+class RotationPart:
     """A rotation vector, [..., 3], of which the model has the first two columns of its matrix (Zhou et al. 2019)."""
 
     mode = "identity"
@@ -154,10 +147,10 @@ class PartNormalizer:
         return np.concatenate(found, axis=-1)
 
 
-def part_normalizer(part: VectorPart, what: str) -> Normalizer | Angles | Rotation:
+def part_normalizer(part: VectorPart, what: str) -> Normalizer | Angles | RotationPart:
     """Return what normalises one part. Raises :class:`BundleError`."""
     if part.rotation:
-        return Rotation()
+        return RotationPart()
     return (
         Angles(part.dim) if part.sin_cos else Normalizer(part.normalization, part.dim, f"{what}.{part.name}")
     )

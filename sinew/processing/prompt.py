@@ -12,7 +12,7 @@ from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.core import BundleError, ObservationError
 from sinew.processing.arrays import numbers
 from sinew.steps.prompt.base import HeldTokens, PromptStep, Sentence
-from sinew.tokenizer import decode, encode, open_tokenizer
+from sinew.steps.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
 Steps = tuple[PromptStep, ...]

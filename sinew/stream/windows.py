@@ -141,7 +141,7 @@ class Chunks:
         options = self._continuation(state, frame_time, origin)
         if options is None:
             return self._engine.solve(context, noise[None], steps, watch=Watch(between=pause))[0]
-        from sinew.guidance import guide
+        from sinew.engine.guidance import guide
 
         solver, place = self._processor.spec.solver, self._engine.place
         guidance, started = guide([options], solver, noise[None], place)  # a batch of one

@@ -15,7 +15,7 @@ from sinew.convert.tensors import Rule, apply, read_array
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.evo1 import convert as evo1
 from sinew.families.evo1 import original
-from sinew.families.evo1.parts import Parts, Sizes
+from sinew.families.evo1.parts import HeadSizes, Parts
 from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 
 ARCHITECTURES = ("evo1",)
@@ -87,7 +87,7 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
         side=original.SIDE,
         resize=original.RESIZE,
         every_row=True,
-        sizes=Sizes(
+        sizes=HeadSizes(
             chunk=n("horizon"),
             state=n("state_dim"),
             action=n("per_action_dim"),

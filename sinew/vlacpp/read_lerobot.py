@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from sinew.bundle.rules import STATISTICS as ORDER
 from sinew.bundle.schema import (
     ImageRecipe,
     Normalization,
@@ -30,7 +31,6 @@ from sinew.families.smolvla.convert import ROPE_THETA
 from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
-from sinew.processing.normalize import STATISTICS as ORDER
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.prompt.base import PromptStep
 from sinew.steps.prompt.clean import Clean

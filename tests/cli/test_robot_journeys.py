@@ -18,12 +18,12 @@ from sinew_client.control import Loop, Settings, Stopped
 from sinew_client.control.robots import Dry
 from sinew_client.faults import Faults, kind_of
 
-from sinew import guidance
 from sinew.cli import main
 from sinew.cli.run_robot import episodes_text
 from sinew.cli.run_view import Keys, RunView
 from sinew.cli.status import EXIT_FAULTS, problems
 from sinew.core import ObservationError
+from sinew.engine import guidance
 from sinew.eval.adapters import make_env
 from sinew.eval.robot import SimulatedRobot
 from sinew.eval.server import serving

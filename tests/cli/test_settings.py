@@ -98,10 +98,11 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     monkeypatch.setenv("SINEW_SERVE_HOST", "2.2.2.2")
     monkeypatch.setenv("SINEW_SERVE_QUEUE", "5")
     found = bound(build_app(file), ("serve", "policy.gguf"), "--host", "3.3.3.3")
-    assert (found["host"], found["bounds"].queue, found["bounds"].max_connections) == ("3.3.3.3", 5, 4)
-    assert (found["wire"], found["verbose"]) == (["http", "groot"], False)
+    listening, bounds = found["on"], found["bounds"]
+    assert (listening.host, bounds.queue, bounds.max_connections) == ("3.3.3.3", 5, 4)
+    assert (listening.wire, listening.verbose) == (("http", "groot"), False)
     monkeypatch.setenv("SINEW_SERVE_WIRE", "native openpi:8001")
-    assert bound(build_app(file), ("serve",))["wire"] == ["native", "openpi:8001"]
+    assert bound(build_app(file), ("serve",))["on"].wire == ("native", "openpi:8001")
     assert said[0] == "from the environment: --queue"
     assert said[1] == f"from {file}: --wire, --verbose, --max-connections"
 

@@ -18,7 +18,7 @@ pytest.importorskip("websockets.sync.client", reason="the clients of two wires n
 pytest.importorskip("grpc", reason="the lerobot wire needs grpcio")
 
 from benchmarks.wire_clients import CLIENTS, WireClient
-from sinew.cli.serve import warn_of_exposure
+from sinew.cli.serve_listen import warn_of_exposure
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import WIRES
 from tests import processes

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sinew.bundle import Bundle
+from sinew.checks.validate.observations import random_observations
 from sinew.cli.bench import describe, make_observation
 from sinew.convert import convert
 from sinew.convert.read.safetensors import read_safetensors
@@ -27,7 +28,6 @@ from sinew.policy import Policy, load
 from sinew.processing.image import prepare_frame
 from sinew.solvers import solve
 from sinew.stream import Session, StreamSettings
-from sinew.validate.observations import random_observations
 from tests.golden import Golden
 from tests.models.stages import observation
 

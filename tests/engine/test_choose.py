@@ -16,7 +16,6 @@ from sinew import load, machine
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import Quantization
 from sinew.cli import main
-from sinew.cli.quantize import write
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import SinewError
 from sinew.engine import proofs
@@ -27,6 +26,7 @@ from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant
+from sinew.eval.report.quantization import write
 from sinew.registry import architectures
 from tests.proofs import NAMES
 

@@ -19,7 +19,7 @@ from sinew.convert import convert
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import Observation, ObservationError, SinewError
 from sinew.engine.engine import Facts
-from sinew.guidance import guidance_weight
+from sinew.engine.guidance import guidance_weight
 from sinew.policy import Policy, load
 from sinew.steps.prompt.advantage import Advantage
 from tests.cases import cases

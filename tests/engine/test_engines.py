@@ -15,7 +15,7 @@ from PIL import Image
 from sinew_client import Client
 
 from sinew.bundle import Bundle
-from sinew.cli import bench_roofline, main
+from sinew.cli import main
 from sinew.core import BundleError, SinewError
 from sinew.engine.example import Shapes
 from sinew.engine.onnx import providers
@@ -182,7 +182,7 @@ def test_bench_without_torch(folder):
 def test_bench_against_sgemm(bundle, capsys, monkeypatch, tmp_path):
     """Without a calibration: rates of every stage against a product measured on the spot."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(bench_roofline, "SIDE", 256)
+    monkeypatch.setattr("sinew.perf.machine.achieved.SIDE", 256)
     assert main(["bench", str(bundle), "--engine", "onnx", "--runs", "2", "--threads", "1"]) == 0
     *report, last = capsys.readouterr().out.splitlines()
     assert any("GFLOP/s" in line and "of sgemm" in line for line in report)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sinew.core import ObservationError
-from sinew.guidance import guidance_weight, guide
+from sinew.engine.guidance import guidance_weight, guide
 from sinew.policy import Policy, load
 from sinew.processing.continuation import Continuation
 from sinew.solvers import Solver, solve

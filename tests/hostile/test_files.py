@@ -42,7 +42,7 @@ from sinew.serve.supervise import Supervisor
 from sinew.sources.cache import CacheEntry
 from sinew.steps.action_tokens.base import ActionTokens
 from sinew.steps.image.letterbox import Letterbox
-from sinew.tokenizer import open_tokenizer
+from sinew.steps.tokenizer import open_tokenizer
 from tests import processes
 from tests.bundle.test_bundle import sources
 from tests.hostile import files

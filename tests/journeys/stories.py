@@ -183,7 +183,6 @@ def commands(walk: Walk) -> None:
     assert walk.type("sinew validate policy.gguf").result["passed"]
     walk.type("sinew perf run policy.gguf --hardware h200")
     walk.type("sinew quantize policy.gguf --recipe vision=int8,language=int8 --out small.gguf")
-    walk.type("sinew tune policy.gguf --device cuda", status=1, says=("finds no CUDA device",))
     walk.type("sinew export policy.gguf --onnx robot/")
     with walk.serving("sinew serve policy.gguf", adds="--record records/"):
         walk.type("sinew client tcp://127.0.0.1:5555")
@@ -294,7 +293,6 @@ def engines(walk: Walk) -> None:
     walk.type("sinew export policy.gguf --onnx robot/")
     with walk.serving("sinew serve robot/"):
         walk.run(f"sinew client {NATIVE} --requests 3")
-    walk.type("sinew tune policy.gguf --device cuda --budget 120", status=1, says=("finds no CUDA device",))
     walk.type(
         "sinew quantize policy.gguf --recipe vision=int8,language=int8,head=fp32 --out policy-int8.gguf"
     )

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sinew.cli.quantize import measure
 from sinew.core import ObservationError, SinewError
 from sinew.engine.engine import Watch
+from sinew.eval.report.quantization import measure
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
 from tests.golden import Golden, assert_parity

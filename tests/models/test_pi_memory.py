@@ -21,6 +21,7 @@ from sinew_client.history import History
 
 from sinew import machine
 from sinew.bundle import Bundle
+from sinew.checks.validate.observations import random_observations
 from sinew.cli.bench import describe, make_observation
 from sinew.convert import convert
 from sinew.core import BundleError, ConvertError, Observation, ObservationError
@@ -31,7 +32,6 @@ from sinew.perf.program import PublishedProgram
 from sinew.policy import Policy, load
 from sinew.records.recorder import Recorder
 from sinew.serve.replay import Replay
-from sinew.validate.observations import random_observations
 from sinew.vlacpp.write import export_vlacpp
 from tests.bundle.test_bundle import with_manifest
 from tests.golden import Golden, assert_parity, relative_l2

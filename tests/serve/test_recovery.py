@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from sinew_client import Client, ConnectionLost, RequestTimeout, UnsafeChunk, protocol, schema
 
-from sinew.cli.serve import access_logging
+from sinew.cli.serve_listen import access_logging
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
 from sinew.records.recorder import Recorder, read_records
 from sinew.serve.process import DESCRIPTORS, HOPELESS, connections_within, raise_descriptor_limit

@@ -17,12 +17,12 @@ import torch
 from sinew import load
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import COMPONENTS
+from sinew.checks.validate.observations import random_observations
+from sinew.checks.validate.parity import bounds_of, compare, distance
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.engine import proofs
 from sinew.policy import Policy
-from sinew.validate.observations import random_observations
-from sinew.validate.parity import bounds_of, compare, distance
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
 ENGINES = ("eager", "plan", "onnx", "cuda")

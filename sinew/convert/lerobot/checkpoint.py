@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle.image_recipe import CameraScale
+from sinew.bundle.rules import STATISTICS
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.adapter import merge
@@ -46,7 +47,6 @@ from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import adapter_alone, is_adapter, read_weights
 from sinew.core import CameraSpec, ConvertError, VectorSpec
-from sinew.processing.normalize import STATISTICS
 from sinew.steps.base import MAX_SIZE
 from sinew.steps.vector.base import VectorStep
 

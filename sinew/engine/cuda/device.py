@@ -11,7 +11,6 @@ from sinew.engine.cuda.options import CudaOptions
 OLDEST = (8, 0)  # compute capability: bfloat16 tensor cores and asynchronous copies
 NARROW = (8, 9)  # e4m3 products
 DEPENDENT_LAUNCH = (9, 0)
-COMMAND = "sinew tune BUNDLE"  # what makes an engine of default tiles a tuned one
 
 
 def require(device: torch.device, options: CudaOptions) -> None:
@@ -61,14 +60,10 @@ def describe(device: torch.device) -> str:
     if device.type != "cuda":
         return "the kernels' PyTorch references, no graph"
     from sinew.engine.cuda.fp8 import linear as fp8
-    from sinew.engine.cuda.kernels import tuning
 
     capability = torch.cuda.get_device_capability(device)
     parts = [f"capability {_dotted(capability)}", f"triton {triton.__version__ if triton else 'absent'}"]
     parts += ["bfloat16", "FP8 on request" if fp8.supported(device)[0] else "no FP8"]
-    count = tuning.tuned(device)
-    tuned = f"tiles of {count} problems tuned ({tuning.cache_file(device)})"
-    parts.append(tuned if count else f"tiles not tuned on this device: {COMMAND}")
     return ", ".join(parts)
 
 

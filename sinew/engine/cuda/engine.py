@@ -25,7 +25,6 @@ from sinew.engine.cuda.graphs import Calls, GraphRecorder, Graphs, Kept
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.units import WorldUnits
-from sinew.engine.cuda.variants import resolve
 from sinew.engine.engine import Engine, Facts, Watch
 from sinew.engine.plan.plan import Plan
 from sinew.engine.precision import precision_of
@@ -58,7 +57,6 @@ class CudaEngine(Engine):
     ):
         options = options or CudaOptions()
         require(device, options)
-        options, self.options_reason = resolve(options, device, plan.model)
         self.options = options
         self.device, self.processing = device, processing
         self.units = (
@@ -93,8 +91,8 @@ class CudaEngine(Engine):
             world_units=self.units is not None,
             one_graph=not isinstance(self.model, Speaker),
             chooses_tokens=self.model.chooses_tokens,
-            notes=(describe(device), f"launch: {self.options_reason}"),
-            details={"dependent_launch": self.options.pdl, "launch_reason": self.options_reason},
+            notes=(describe(device),),
+            details={"dependent_launch": options.pdl},
         )
 
     @property
@@ -260,4 +258,4 @@ def _ops(device: torch.device, options: CudaOptions) -> Ops:
     if not options.kernels:
         return PlainOps()
     on_gpu = device.type == "cuda"
-    return Kernels(device, bool(options.pdl), bool(options.prefetch)) if on_gpu else References()
+    return Kernels(device, options.pdl, options.prefetch) if on_gpu else References()

@@ -81,11 +81,10 @@ class Graphs(GraphRecorder):
 
 
 @contextmanager
-def no_collection(first: bool = True) -> Iterator[None]:
-    """Keep Python's collector off: it could free another engine's graphs or pinned memory on this thread, in
-    mid-capture. first: collect once before; with a model loaded that takes 0.15 s, so timing many tiles does not."""
-    if first:
-        gc.collect()
+def no_collection() -> Iterator[None]:
+    """Keep Python's collector off, after a last time: it could free another engine's graphs or pinned memory on this
+    thread, in mid-capture."""
+    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from sinew.bundle import Bundle
@@ -13,12 +11,9 @@ from sinew.engine.cuda.device import require
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.cuda.variants import UNTUNED
 from sinew.engine.loading import load_model, open_device
 from sinew.engine.plan.plan import Plan
 from sinew.processing.normalize import Normalizer
-
-log = logging.getLogger(__name__)
 
 
 def open_cuda(bundle: Bundle, options: EngineOptions) -> CudaEngine:
@@ -48,15 +43,9 @@ def cuda_engine(
     actions = Normalizer(recipe.action, manifest.spec.action.dim, "action") if whole else None
     if actions is not None and not actions.is_affine:
         actions = None  # the processor un-normalises
-    engine = CudaEngine(
+    return CudaEngine(
         plan, device, processing=manifest.processing, actions=actions, options=options, scales=found
     )
-    if engine.options_reason == UNTUNED:
-        command = f"sinew tune {bundle.path} --device {device}"
-        log.warning(
-            "engine cuda on %s: default tiles, as this policy was not tuned here: %s", device, command
-        )
-    return engine
 
 
 def cuda_options(bundle: Bundle) -> CudaOptions:

@@ -18,7 +18,7 @@ GAP = 2.5  # periods without a request that end an episode
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _RecordedRequest:
     """What tells episodes apart; the frames stay on the disk until their episode is written."""
 
     path: Path
@@ -34,12 +34,12 @@ def episodes(records: Iterable[Record], hz: float) -> Iterator[list[DatasetFrame
     :class:`SinewError` where the requests did not come at that rate: a data set has one rate, and nothing here
     invents frames in between. Each record is read twice, so that no more than one episode is in memory.
     """
-    running: dict[str, list[_Request]] = defaultdict(list)
+    running: dict[str, list[_RecordedRequest]] = defaultdict(list)
     steps: list[float] = []
-    found: list[list[_Request]] = []
+    found: list[list[_RecordedRequest]] = []
     for record in records:
         session = running[str(record.observation.session or record.wire)]
-        request = _Request(record.path, _when(record), record.observation.prompt)
+        request = _RecordedRequest(record.path, _when(record), record.observation.prompt)
         if session:
             before = session[-1]
             step = (request.when - before.when) * hz

@@ -121,7 +121,7 @@ class EncoderLayer(nn.Module):
         return self.norm2(x + self.mlp(x))
 
 
-class DecoderLayer(EncoderLayer):
+class ActDecoderLayer(EncoderLayer):
     """``norm1``, ``attn``: of the chunk's own rows; ``norm2``, ``cross``: of the encoder's; ``norm3``, ``mlp``."""
 
     def __init__(self, config: ActConfig):
@@ -146,7 +146,7 @@ class ACT(Regression):
     config_type = ActConfig
     config: ActConfig
     encoder: Sequence[EncoderLayer]
-    decoder: Sequence[DecoderLayer]
+    decoder: Sequence[ActDecoderLayer]
 
     def __init__(self, config: ActConfig):
         super().__init__()
@@ -162,7 +162,7 @@ class ACT(Regression):
         self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))  # type: ignore[assignment]
         self.encoder_norm = LayerNorm(size, eps=NORM_EPS) if config.pre_norm else nn.Identity()
         self.queries = Embedding(config.chunk_size, size)
-        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))  # type: ignore[assignment]
+        self.decoder = nn.ModuleList(ActDecoderLayer(config) for _ in range(config.decoder_layers))  # type: ignore[assignment]
         self.decoder_norm = LayerNorm(size, eps=NORM_EPS)
         self.action_proj = Linear(size, config.max_action_dim)
 

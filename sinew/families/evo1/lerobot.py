@@ -11,7 +11,7 @@ from sinew.convert.lerobot.stats import ACTION, STATE
 from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, ProcessorStep
 from sinew.convert.options import ConvertOptions
 from sinew.core import ConvertError
-from sinew.families.evo1.parts import Parts, Sizes
+from sinew.families.evo1.parts import HeadSizes, Parts
 from sinew.steps.image.resize import Resize
 from sinew.steps.vector.base import VectorStep
 from sinew.steps.vector.threshold import Threshold
@@ -106,7 +106,7 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         side=side,
         resize=Resize(height=side, width=side, method="bicubic_round"),
         every_row=False,
-        sizes=Sizes(
+        sizes=HeadSizes(
             chunk=checkpoint.size("chunk_size"),
             state=checkpoint.size("max_state_dim"),
             action=checkpoint.size("max_action_dim"),

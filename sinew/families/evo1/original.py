@@ -12,7 +12,7 @@ from sinew.convert.options import ConvertOptions
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.torch_zip import read_torch
 from sinew.core import CameraSpec, ConvertError, VectorSpec
-from sinew.families.evo1.parts import Parts, Sizes
+from sinew.families.evo1.parts import HeadSizes, Parts
 from sinew.steps.image.resize import Resize
 
 WEIGHTS, STATISTICS = "mp_rank_00_model_states.pt", "norm_stats.json"
@@ -93,7 +93,7 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         side=SIDE,
         resize=RESIZE,
         every_row=True,
-        sizes=Sizes(
+        sizes=HeadSizes(
             chunk=horizon,
             state=config["state_dim"],
             action=config["per_action_dim"],

@@ -15,7 +15,7 @@ IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet
 
 
 @dataclass(frozen=True)
-class Sizes:
+class HeadSizes:
     """Sizes of the head and of the vectors that it reads and writes, padding included."""
 
     chunk: int
@@ -45,7 +45,7 @@ class Parts:
     side: int
     resize: ImageStep
     every_row: bool
-    sizes: Sizes
+    sizes: HeadSizes
     cameras: tuple[CameraSpec, ...]
     state: VectorSpec
     action: VectorSpec

@@ -11,7 +11,7 @@ import numpy as np
 
 from sinew.core import BundleError, SinewError
 from sinew.steps.action_tokens.base import ActionTokens
-from sinew.tokenizer import decode, open_tokenizer
+from sinew.steps.tokenizer import decode, open_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,22 +11,15 @@ TRITON_CACHE_DIR to be an empty folder, and TRITON_INTERPRET not to be 1.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from sinew.engine.cuda.fused.launches import Kernels
-from sinew.engine.cuda.fused.rows import Target
-from sinew.engine.cuda.kernels import row_norm, tuning
-from sinew.engine.cuda.tune import tuner
-from sinew.engine.cuda.tune.ahead import compile_all
-from sinew.engine.cuda.tune.trials import Trials
+from sinew.engine.cuda.kernels import tiles
 from tests.engine.cuda.kernel_compile import resource_usage
 from tests.engine.cuda.test_cuda_full_size import META, program
 
@@ -99,48 +92,12 @@ class FakeGpu:
         return 1, 1, 0, 0, 1024
 
 
-def ahead(gpu: FakeGpu) -> dict[str, Any]:
-    """What tuning pi0.5 would launch: its row-wise kernels are compiled ahead, and then launched."""
-    with torch.no_grad():
-        made = program("pi0.5", *MODELS["pi0.5"], Kernels(META))
-        programs = SimpleNamespace(limit=1, make=None)
-        engine = SimpleNamespace(device=META, model=made.model, ops=made.ops, programs=programs)
-
-        def run() -> None:
-            made.ops = engine.ops
-            made.chunk()
-
-        trials = Trials(META, lambda calls: 0.0, lambda: 1.0, lambda row: None, again=True)
-        found = tuner.gather(engine, run, trials)
-        kinds = Counter(each.kernel.__name__.removesuffix("_kernel") for each in found.values())
-        some = {key: each for key, each in found.items() if each.kernel is row_norm.row_norm_kernel}
-        row_norm.row_norm_kernel.device_caches.clear()
-        compiled = compile_all(some, gpu.capability)
-        before = machine_code()
-        for layer in (made.model.vision.layers[0].norm1, made.model.vision.layers[0].norm2):
-            made.ops.rows.norm(
-                torch.empty(768, 1152, dtype=torch.bfloat16, device=META),
-                Target(torch.bfloat16),
-                eps=layer.eps,
-                kind="layer",
-            )
-    return {"kinds": kinds, "asked": len(some), "compiled": compiled, "missed": machine_code() - before}
-
-
-def machine_code() -> int:
-    """Files of it that Triton has kept."""
-    return len(list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
-
-
 def main(capability: int, quick: bool = False) -> dict[str, Any]:
     from triton.runtime import driver
 
     driver.set_active(gpu := FakeGpu(capability))
-    tuning.capability = lambda device: capability  # of the meta device, whose tensors have no memory
-    return {
-        "chunks": chunks(gpu, QUICK if quick else CASES[capability]),
-        "ahead": ahead(gpu) if capability == 90 else None,
-    }
+    tiles.capability = lambda device: capability  # of the meta device, whose tensors have no memory
+    return {"chunks": chunks(gpu, QUICK if quick else CASES[capability])}
 
 
 def chunks(gpu: FakeGpu, cases: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:

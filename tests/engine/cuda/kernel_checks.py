@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,8 +23,7 @@ from sinew.engine.cuda.kernels.lang import triton
 from sinew.engine.cuda.kernels.launch import Tile
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.cuda.kernels.splitk_linear import statistics_reference
-from sinew.engine.cuda.kernels.tiles import LARGEST_SPLIT
-from sinew.engine.cuda.kernels.tuning import capability
+from sinew.engine.cuda.kernels.tiles import capability
 from sinew.processing.image import prepare_frame
 from sinew.steps.image.letterbox import Letterbox
 from tests.engine.cuda import kernel_row_checks
@@ -53,7 +51,6 @@ needs_triton = pytest and pytest.mark.skipif(
 SMALL = Tile(16, 16, 16, stages=2)
 DEEPER = Tile(16, 16, 32, stages=2)
 SPLIT = Tile(16, 16, 16, 3)
-AT_ONCE = Tile(16, 16, cooperative=True)  # its split is the number of blocks of keys
 
 
 def loaded(name: str, path: Path) -> ModuleType:
@@ -216,7 +213,6 @@ def packed_attention(
     tile=SPLIT,
 ) -> None:
     """hidden: that many of the first keys may be seen by none."""
-    tile = replace(tile, split=-(-(P + S) // tile.n)) if tile.cooperative else tile
     s = Source(dtype, device)
     q = (s.rows(M, H, D).float() * loud).to(dtype)
     kv = s.rows(P, KV, D), s.rows(P, KV, D)
@@ -236,7 +232,6 @@ def packed_attention(
         untouched(outs[-1])
     assert torch.equal(outs[0], outs[1]), "two launches differ"
     assert not workspace.arrivals.any(), "counters are not zero after the launch"
-    assert not (workspace.turns % LARGEST_SPLIT).any(), "counters are within a round after the launch"
 
 
 def preprocess(
@@ -329,21 +324,8 @@ EDGES = {
         {"M": 1, "H": 3, "KV": 1, "D": 64, "P": 16, "S": 16},
         {"key_mask": True},
         {"key_mask": True, "S": 0, "D": 32, "tile": Tile(16, 32)},
-        {"tile": AT_ONCE},
-        {"S": 0, "P": 33, "tile": AT_ONCE},  # one key in the last part
-        {
-            "M": 9,
-            "hidden": 20,
-            "loud": 40.0,
-            "tile": AT_ONCE,
-        },  # a part of which nothing is seen; two row blocks
-        {
-            "key_mask": True,
-            "P": 64,
-            "S": 9,
-            "tile": AT_ONCE,
-        },  # five parts: the fifth program has no rows to join
-        {"M": 1, "H": 3, "KV": 1, "P": 7, "S": 3, "tile": AT_ONCE},  # one part
+        {"S": 0, "P": 33},  # one key in the last part
+        {"M": 9, "hidden": 20, "loud": 40.0},  # a part of which nothing is seen; two row blocks
     ],
     "preprocess": [
         {"exact": False, "pad": "top_left", "views": 2},

@@ -1,7 +1,7 @@
 """Compile the kernels for GPUs that are not here and read what the compiler says of them.
 
 ``python -m tests.engine.cuda.kernel_compile [--all]`` prints one line per kernel, problem and architecture; ``--all``
-takes every problem of every model and every tile of the tables instead of one per kind. The last line is JSON.
+takes every problem of every model instead of one per kind. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.gpu.shapes import Problem, capability_of, dims, launch, problems
 from sinew.engine.cuda.kernels.launch import Tile
-from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, candidates
+from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, default
 
 # One of each kind that the heads and the prefix of pi0.5 ask for, and what only SmolVLA asks for.
 IN_CI = (
@@ -67,9 +67,9 @@ WITH_PREFETCH = (
 TOO_LARGE = ("pi0.5 language attention", Tile(128, 32, warps=4, stages=1))
 # What a mask of keys alone makes room for.
 LARGEST = ("pi0.5 language attention", Tile(128, 64, warps=8, stages=2))
-# Compiled with another tile too: one whose programs wait for each other, and one that splits the depth.
-AT_ONCE = ("pi0.5 head attention", "pi0 head attention", "smolvla head attention", "smolvla head cross")
+# Compiled with a tile that splits the depth, too, which no default of its kernel does.
 IN_PARTS = ("smolvla head qkv", "smolvla head q")
+PARTS = Tile(64, 16, 64, 2, stages=3)
 WITH_PDL = (
     "pi0.5 head o",
     "pi0.5 head norm",
@@ -107,20 +107,14 @@ def architectures_of(problem: Problem) -> list[int]:
     return [each for each in ARCHITECTURES if each >= capability_of(problem)]
 
 
-def tiles_of(problem: Problem, capability: int) -> list[Tile]:
+def tile_of(problem: Problem, capability: int) -> Tile:
     dtype = torch.float32 if problem.sizes.get("wide") else torch.bfloat16
-    return candidates(problem.kernel, dims(problem), dtype, capability)
-
-
-def other_tile(problem: Problem, capability: int) -> Tile:
-    """The first that is cooperative or splits the depth, of a device with as many multiprocessors as an H200."""
-    offered = candidates(problem.kernel, dims(problem), torch.bfloat16, capability, 132)
-    return next(t for t in offered if (t.cooperative if problem.name in AT_ONCE else t.split > 1))
+    return default(problem.kernel, dims(problem), dtype, capability)
 
 
 def compile_one(problem: Problem, capability: int, tile: Tile | None = None, **dependent: bool) -> Report:
     """dependent: ``pdl`` and ``prefetch``, as ``prepare`` takes them."""
-    tile = tile or tiles_of(problem, capability)[0]
+    tile = tile or tile_of(problem, capability)
     made = launch(problem, "meta", torch.bfloat16, tile, **dependent)
     start = time.perf_counter()
     compiled = made.compile(capability)
@@ -163,18 +157,16 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 def main(everything: bool) -> list[dict[str, Any]]:
     reports = []
     for problem in problems():
-        if not everything and problem.name in (*AT_ONCE, *IN_PARTS):
+        if not everything and problem.name in IN_PARTS:
             for capability in ARCHITECTURES:
-                made = compile_one(problem, capability, other_tile(problem, capability))
-                reports.append(replace(made, problem=f"{problem.name}, other tile"))
+                made = compile_one(problem, capability, PARTS)
+                reports.append(replace(made, problem=f"{problem.name}, in parts"))
                 show(reports[-1])
         if not everything and problem.name not in IN_CI:
             continue
         for capability in architectures_of(problem):
-            tiles = tiles_of(problem, capability)
-            for tile in tiles if everything else tiles[:1]:
-                reports.append(compile_one(problem, capability, tile))
-                show(reports[-1])
+            reports.append(compile_one(problem, capability))
+            show(reports[-1])
         if problem.name in WITH_PDL:
             reports.append(compile_one(problem, 90, pdl=True))
             show(reports[-1])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.engine.cuda.fused.fuse import ON_CUDA, fuse
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.graphs import Calls
-from sinew.engine.cuda.kernels import tuning
+from sinew.engine.cuda.kernels import tiles
 from sinew.engine.cuda.kernels.launch import Launch
-from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, candidates, has_work
+from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, SHARED_MEMORY, default, has_work
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.plan.plan import Plan
 from sinew.perf.program import preset
@@ -43,43 +44,25 @@ def idle(launch: Launch) -> int:
     return tiles * len(without)
 
 
-key_masks: list[Launch] = []  # attention that reads a byte per key, not one per query and key
+seen: list[tuple[str, Launch]] = []  # every launch and its kernel, in their order
 
 
 @pytest.fixture
 def launches(monkeypatch) -> Counter[str]:
     """Of every kernel. Launches are made, with all of their checks, and none is run."""
     counted: Counter[str] = Counter()
-    key_masks.clear()
+    seen.clear()
 
     def count(launch: Launch) -> None:
         assert all(size > 0 for size in launch.grid)
         assert not idle(launch), f"{idle(launch)} of {launch.grid} programs: {launch.tile}"
         kernel = getattr(launch.kernel, "fn", launch.kernel)
-        counted[kernel.__name__.removesuffix("_kernel")] += 1
-        if launch.arguments.get("KEY_MASK"):
-            key_masks.append(launch)
+        name = kernel.__name__.removesuffix("_kernel")
+        counted[name] += 1
+        seen.append((name, launch))
 
     monkeypatch.setattr(Launch, "__call__", count)
     return counted
-
-
-class Asked(Kernels):
-    """Takes down the rows of what it is asked."""
-
-    def __init__(self) -> None:
-        super().__init__(META)
-        self.problems: set[tuple[str, int]] = set()
-        self.given: Counter[str] = Counter()
-
-    def launch(self, kernel, dims, *rest):
-        self.problems.add((kernel, dims[0]))
-        self.given[kernel] += dims[-1] == 0  # squares of the input, from the kernel that wrote it
-        return super().launch(kernel, dims, *rest)
-
-    def preprocess(self, frames, resize, patch, out) -> None:
-        assert (patch, out.shape[2]) in ((14, 592), (16, 768))
-        super().preprocess(frames, resize, patch, out)
 
 
 def program(
@@ -111,11 +94,9 @@ def processing_of(side: int) -> Processing:
 @pytest.fixture
 def architecture(monkeypatch):
     def pretend(capability: int) -> None:
-        monkeypatch.setattr(tuning, "capability", lambda device: capability)
-        tuning.choose.cache_clear()
+        monkeypatch.setattr(tiles, "capability", lambda device: capability)
 
-    yield pretend
-    tuning.choose.cache_clear()
+    return pretend
 
 
 # Every model, every architecture; the other pairs of them are slow.
@@ -132,8 +113,7 @@ def test_every_launch_of_a_chunk_is_accepted(
     launches, architecture, name, views, tokens, side, layers, capability
 ):
     architecture(capability)
-    ops = Asked()
-    made = program(name, views, tokens, side, ops)
+    made = program(name, views, tokens, side, Kernels(META))
     made.chunk()
     assert capability in SHARED_MEMORY
     language, head = layers - 1, 10 * layers  # the last language layer leaves its keys and values alone
@@ -149,36 +129,42 @@ def test_every_launch_of_a_chunk_is_accepted(
         "norm_linear": 10 if name == "pi0.5" else 20,
     }
     # pi0's state token and SmolVLA's, and its causal chunk, have masks of their own; its cross layers have not.
-    assert len(key_masks) == {"pi0.5": language + head, "pi0": language, "smolvla": 10 * 8}[name]
+    key_masks = sum(bool(each.arguments.get("KEY_MASK")) for _, each in seen)
+    assert key_masks == {"pi0.5": language + head, "pi0": language, "smolvla": 10 * 8}[name]
     per_image = {224: 256, 512: 64}[side]
     prefix = views * per_image + tokens + (name == "smolvla")
     actions = made.model.config.chunk_size
-    assert ops.problems >= {("gated_mlp", prefix), ("gated_mlp", actions + (name == "pi0"))}
-    assert ("norm_linear", actions) in ops.problems
+    (patches,) = (each.arguments["out"] for kernel, each in seen if kernel == "preprocess")
+    assert patches.shape[2] == {224: 592, 512: 768}[side]
+    rows = {(kernel, each.arguments.get("M")) for kernel, each in seen}
+    assert rows >= {("gated_mlp", prefix), ("gated_mlp", actions + (name == "pi0")), ("norm_linear", actions)}
     # The first layer of the language model has to look for itself. pi0 puts its state before the actions.
-    assert ops.given["qkv_rope"] == language + head - (10 if name == "pi0" else 0)
-    assert ops.given["gated_mlp"] == language + head
-    assert ops.given["norm_linear"] == (0 if name == "pi0" else 10)
+    given = Counter(kernel for kernel, each in seen if each.arguments.get("given") is not None)
+    assert given == Counter(
+        qkv_rope=language + head - (10 if name == "pi0" else 0),
+        gated_mlp=language + head,
+        norm_linear=0 if name == "pi0" else 10,
+    )
 
 
 @pytest.mark.parametrize("kernel", ["splitk_linear", "qkv_rope", "packed_attention"])
-def test_tuning_is_offered_no_tile_that_leaves_programs_without_work(kernel: str) -> None:
-    """What is left out would leave some; a problem that no tile of the table fits is not split."""
-    seen = {False: 0, True: 0}
-    heads = (each for each in problems() if each.kernel == kernel and each.where.startswith("head"))
+def test_no_tile_leaves_programs_without_work(kernel: str) -> None:
+    """What each architecture takes for the head's problems has work for all."""
+    heads = [each for each in problems() if each.kernel == kernel and each.where.startswith("head")]
+    for problem, capability, split in itertools.product(heads, ARCHITECTURES, (1, 2, 3, 4, 8)):
+        tile = replace(default(kernel, dims(problem), torch.bfloat16, capability), split=split)
+        spare = idle(launch(problem, "meta", tile=tile))
+        assert has_work(kernel, dims(problem), tile) == (spare == 0), (problem.name, tile)
     for problem, capability in itertools.product(heads, ARCHITECTURES):
-        offered = candidates(kernel, dims(problem), torch.bfloat16, capability)
-        regimes = TILES[kernel][capability]
-        for tile in {*regimes["few"], *regimes.get("narrow", ())}:
-            if tile.cooperative:
-                continue  # as many programs as blocks of keys
-            spare = idle(launch(problem, "meta", tile=tile))
-            assert has_work(kernel, dims(problem), tile) == (spare == 0), (problem.name, tile)
-            assert not (spare and tile in offered)
-            seen[spare == 0] += 1
-    assert min(seen.values()) > 0 or kernel != "packed_attention"
-    short = (50, 16, 0, 1, 64) if kernel == "packed_attention" else (50, 720, 32)
-    assert {tile.split for tile in candidates(kernel, short, torch.bfloat16, 90)} == {1}
+        tile = default(kernel, dims(problem), torch.bfloat16, capability)
+        assert idle(launch(problem, "meta", tile=tile)) == 0, (problem.name, tile)
+
+
+def test_a_short_problem_is_split_less() -> None:
+    """As far as there is work; 513 keys without own ones are 17 blocks of 32, of which 8 programs would take three."""
+    for keys, parts in ((16, 1), (513, 6), (968, 8)):
+        assert default("packed_attention", (400, keys, 0, 1, 256), torch.bfloat16, 90).split == parts, keys
+    assert default("splitk_linear", (50, 720, 32), torch.bfloat16, 90).split == 1
 
 
 @pytest.mark.parametrize(("name", "layers", "tokens"), [("pi0.5", 18, 200), ("smolvla", 16, 48)])
@@ -188,7 +174,7 @@ def test_fp8_of_vision_and_language(launches, architecture, name, layers, tokens
     not here: as a module of its own it asks for the device, and this one is not a GPU."""
     architecture(90)
     side = 512 if name == "smolvla" else 224
-    made = program(name, 2, tokens, side, Asked(), fp8=("vision", "language"))
+    made = program(name, 2, tokens, side, Kernels(META), fp8=("vision", "language"))
     made.chunk()
     language, vision, head = layers - 1, len(made.model.vision.layers), 10 * layers
     assert launches == {

@@ -15,7 +15,6 @@ from sinew.engine.cuda import engine as cuda_engine
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.fused.launches import Kernels
-from sinew.engine.cuda.kernels import choices
 from sinew.engine.cuda.kernels.lang import interpreted
 from sinew.engine.cuda.kernels.launch import Launch
 from sinew.engine.cuda.kernels.norm_linear import norm_linear_kernel
@@ -69,6 +68,20 @@ def one_view(case: Case, tokens: int = 3):
 # ----------------------------------------------------------------------------- interpreted
 
 
+@pytest.fixture
+def launched(monkeypatch) -> Counter[str]:
+    """How often each kernel is launched."""
+    counts: Counter[str] = Counter()
+    launch = Launch.__call__
+
+    def counting(self):
+        counts[self.kernel.fn.__name__.removesuffix("_kernel")] += 1
+        launch(self)
+
+    monkeypatch.setattr(Launch, "__call__", counting)
+    return counts
+
+
 @in_the_interpreter
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -80,40 +93,28 @@ def one_view(case: Case, tokens: int = 3):
     ],
     ids=["smolvla", "pi0", "pi05", "pi05, norms apart"],
 )
-def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, name, options):
+def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, launched, name, options):
     """Every launch of a chunk, from raw frames, with the arguments, strides and masks that the engine gives it."""
-    asked: set[str] = set()
-
-    class Noted(Kernels):
-        def launch(self, kernel, *rest):
-            asked.add(kernel)
-            return super().launch(kernel, *rest)
-
-    monkeypatch.setattr(cuda_engine, "References", lambda: Noted(CPU))
+    monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
     case = small(open_case(name))
     engine = case.engine(prompt_buckets=(4,), **options)
     assert case.gap(engine, one_view(case), steps=1) <= BOUND
-    wanted = {"norm_linear", "gated_mlp", "qkv_rope", "splitk_linear", "packed_attention"}
-    assert asked == wanted | ({"row_norm"} if "scaled_norms" in options else set())
+    products = {"norm_linear", "gated_mlp", "qkv_rope", "splitk_linear", "packed_attention"}
+    assert launched.keys() == products | {"row_norm", "activate", "preprocess"}
+    # Beside the tower's own: those of the head, which time modulates.
+    assert (launched["row_norm"] > 2 * len(case.model.vision.layers) + 1) == ("scaled_norms" in options)
 
 
 @in_the_interpreter
 @pytest.mark.parametrize("name", [pytest.param("pen", marks=pytest.mark.slow), "pi05-2cam"])
-def test_row_wise_kernels_around_fp8(open_case, monkeypatch, name):
+def test_row_wise_kernels_around_fp8(open_case, monkeypatch, launched, name):
     """All components in e4m3: conversions, norms, activations and rotations by the kernels, against their references.
     The interpreter's sums differ in their last bits, which moves some values to the next number of e4m3."""
-    launched: Counter[str] = Counter()
-    launch = Launch.__call__
-
-    def counting(self):
-        launched[self.kernel.fn.__name__.removesuffix("_kernel")] += 1
-        launch(self)
-
     case = small(open_case(name))
     engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
     wanted, _ = run_one(engine, one_view(case), case.noise, 1)
+    launched.clear()
     monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
-    monkeypatch.setattr(Launch, "__call__", counting)
     engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
     got, _ = run_one(engine, one_view(case), case.noise, 1)
     assert relative_l2(torch.from_numpy(got), torch.from_numpy(wanted)) <= 1e-2
@@ -127,26 +128,6 @@ def test_row_wise_kernels_around_fp8(open_case, monkeypatch, name):
     assert launched["packed_attention"] == layers
     assert launched["splitk_linear"] == 1  # the way in of a step
     assert launched.keys().isdisjoint({"gated_mlp", "qkv_rope"})
-
-
-@in_the_interpreter
-@pytest.mark.parametrize("way", ["torch", "library"])
-def test_what_was_measured_to_be_faster_is_used(open_case, monkeypatch, way):
-    """A choice for a library's products replaces the kernel, one problem at a time."""
-    monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
-    case = small(open_case("pen"))
-    seen = []
-
-    def choose(kernel, dims, dtype, device, default):
-        seen.append((kernel, dims, default))
-        return way if kernel != "norm_linear" else default, "as this test says"
-
-    monkeypatch.setattr(choices, "choose", choose)
-    monkeypatch.setattr("sinew.engine.cuda.kernels.gated_mlp.prepare", None)  # would not be callable
-    engine = case.engine(prompt_buckets=(4,))
-    assert case.gap(engine, one_view(case), steps=1) <= BOUND
-    assert {default for _, _, default in seen} == {"triton"}
-    assert len({kernel for kernel, _, _ in seen}) == 5
 
 
 # ----------------------------------------------------------------------------- on a GPU

@@ -1,4 +1,4 @@
-"""FP8: conversion at its edges, the layer, the choice between two products, calibration, and what it costs a chunk.
+"""FP8: conversion at its edges, the layer and its product, calibration, and what it costs a chunk.
 
 The kernels' own checks and wrong variants are in test_kernels.py, what the compiler makes of them in
 test_kernel_launches.py.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from sinew.core import SinewError
 from sinew.engine.clone import clone_model
 from sinew.engine.cuda.fp8 import linear as fp8
 from sinew.engine.cuda.fp8 import scales as calibration
-from sinew.engine.cuda.kernels import choices, tuning
+from sinew.engine.cuda.kernels.fp8_product import fp8_product
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3, fp8_quantize, reference
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.engine import PlannedEngine
@@ -41,19 +40,6 @@ PRINT = "0123456789abcdef" * 4
 #   pi0.5   4.0e-3 3.4e-3 3.8e-3 4.1e-3, bf16 1.0e-3
 # The random pi0 fixture multiplies any error: 1 % of noise on its vision weights moves the chunk by 5.7 %.
 BOUNDS = {"smolvla-2cam": 6e-3, "pi0-2cam": 0.2, "pi05-2cam": 8e-3}
-
-
-def takes_a_scale_per_row() -> bool:
-    """Whether torch's product does on this device: on a CPU, 2.11 does not and 2.13 does."""
-    data, scale = torch.zeros(16, 16, device=DEVICE).to(E4M3), torch.ones(16, 1, device=DEVICE)
-    try:
-        torch._scaled_mm(data, data.T, scale, scale.T, out_dtype=torch.bfloat16)
-    except RuntimeError:
-        return False
-    return True
-
-
-ROWWISE = takes_a_scale_per_row()
 
 
 def relative(a, b) -> float:
@@ -183,86 +169,24 @@ def test_the_layer_stands_in_for_a_linear_layer(bias: bool, dtype: torch.dtype) 
 
 @needs_triton
 @pytest.mark.parametrize("scale", [None, 0.02])
-def test_both_products_are_the_reference(scale: float | None) -> None:
+def test_the_product_is_the_reference(scale: float | None) -> None:
     torch.manual_seed(0)
     x, bias = torch.randn(9, 64, device=DEVICE).bfloat16(), torch.randn(32, device=DEVICE).bfloat16()
     weight = fp8.quantize_weight(torch.randn(32, 64, device=DEVICE).bfloat16())
     x_scale = None if scale is None else torch.tensor(scale, device=DEVICE)
     wanted = fp8.reference(x, weight, x_scale, bias).float()
-    for with_ in (fp8.with_triton, *([fp8.with_scaled_mm] if ROWWISE else [])):
-        for out in (None, torch.empty(9, 32, dtype=torch.bfloat16, device=DEVICE)):
-            got = with_(*fp8_quantize(x, x_scale=x_scale), weight, bias, out)
-            assert got.dtype == torch.bfloat16
-            assert out is None or got is out
-            assert relative(got.float().cpu(), wanted.cpu()) < 2**-6  # the interpreter cuts bfloat16 off
-    with pytest.raises(ValueError, match="expected bfloat16 products"):
-        fp8.with_scaled_mm(*reference(x), replace(weight, dtype=torch.float32))
-
-
-# ----------------------------------------------------------------------------- the choice
+    data, scales = fp8_quantize(x, x_scale=x_scale)
+    for out in (None, torch.empty(9, 32, dtype=torch.bfloat16, device=DEVICE)):
+        got = fp8_product(data, scales, weight.data, weight.scale, bias=bias, out=out, dtype=weight.dtype)
+        assert got.dtype == torch.bfloat16
+        assert out is None or got is out
+        assert relative(got.float().cpu(), wanted.cpu()) < 2**-6  # the interpreter cuts bfloat16 off
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    choices.choose.cache_clear()
-    tuning.choose.cache_clear()
-    yield tmp_path
-    choices.choose.cache_clear()
-    tuning.choose.cache_clear()
-
-
-@pytest.fixture
-def gpu(cache, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device that choosing takes for a GPU: what is tested is the choice and its file, not the timing."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return torch.device("cuda:0")
-
-
-DIMS = (9, 32, 64)
-
-
-def pick(device: torch.device, times: dict[str, float]) -> dict:
-    def way(name: str):
-        def run() -> float:
-            if times[name] < 0:
-                raise RuntimeError("no such product")
-            return times[name]
-
-        return run
-
-    return choices.pick("fp8_product", DIMS, E4M3, device, {n: way(n) for n in times}, lambda call: call())
-
-
-def test_the_faster_product_is_kept_with_its_reason(gpu: torch.device) -> None:
-    assert choices.choose("fp8_product", DIMS, E4M3, gpu, "triton") == (
-        "triton",
-        "default: not measured on this device",
-    )
-    pick(gpu, {"triton": 0.5, "scaled_mm": 0.25})
-    choices.choose.cache_clear()  # as in another process
-    way, reason = choices.choose("fp8_product", DIMS, E4M3, gpu, "triton")
-    assert (way, reason) == ("scaled_mm", "measured: scaled_mm 0.2500 ms, triton 0.5000 ms")
-    assert choices.choose("fp8_product", (10, 32, 64), E4M3, gpu, "triton")[0] == "triton"
-    entry = pick(gpu, {"triton": 0.5, "scaled_mm": -1})
-    assert (entry["way"], entry["failed"]) == ("triton", {"scaled_mm": "RuntimeError: no such product"})
-    assert "scaled_mm does not run" in choices.choose("fp8_product", DIMS, E4M3, gpu, "triton")[1]
-    with pytest.raises(RuntimeError, match="nothing runs on cuda:0"):
-        pick(gpu, {"triton": -1})
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"KEY": 3}', '{"KEY": {"way": "x", "ms": {}, "reason": ""}}'])
-def test_a_broken_file_of_choices_is_reported_and_not_used(gpu: torch.device, text: str, caplog) -> None:
-    path = choices.cache_file(gpu)
-    path.parent.mkdir(parents=True)
-    path.write_text(text.replace("KEY", choices.key("fp8_product", DIMS, E4M3)))
-    assert (
-        choices.choose("fp8_product", DIMS, E4M3, gpu, "triton")[1] == "default: not measured on this device"
-    )
-    assert "measured choices" in caplog.text
+    return tmp_path
 
 
 # ----------------------------------------------------------------------------- calibration

@@ -17,18 +17,17 @@ from benchmarks.gpu import ahead
 ROOT = Path(__file__).resolve().parents[3]
 HERE = {"python": "3.12", "triton": "3.6.0", "triton_key": "k", "cache": "/tmp/tc"}
 
-# Compiles the row norms of a tiny ladder with every tile, packs them; then, in the folder that was unpacked, again.
+# Compiles the row norms of a tiny ladder, packs them; then, in the folder that was unpacked, again.
 COMPILE = """
 import json, sys
 from pathlib import Path
 from benchmarks.gpu import ahead
-from sinew.engine.cuda.tune.ahead import compile_all
 
 with ahead.pretending(90):
     found = ahead.of_model("smolvla", tiny=True)
 some = {key: each for key, each in found.items() if each.kernel.__name__ == "row_norm_kernel"}
 names = sorted({each.kernel.__name__ for each in found.values()})
-print(json.dumps([len(some), compile_all(some, 90), names]))
+print(json.dumps([len(some), ahead.compile_all(some, 90), names]))
 if len(sys.argv) > 1:
     ahead.pack(Path(sys.argv[1]), ahead.facts())
 """

@@ -1,5 +1,4 @@
-"""What ``make gpu`` measures, as far as it goes without a GPU: models, rooflines and sections at small widths. Tuning
-is in test_tune.py and test_tune_verb.py."""
+"""What ``make gpu`` measures, as far as it goes without a GPU: models, rooflines and sections at small widths."""
 
 from __future__ import annotations
 

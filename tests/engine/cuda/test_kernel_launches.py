@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,13 +16,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.shapes import arguments, cost, launch, problems
-from sinew.engine.cuda.kernels import KERNELS, Workspace, tuning
+from sinew.engine.cuda.kernels import KERNELS, Workspace
 from sinew.engine.cuda.kernels.lang import MissingTriton, triton
 from sinew.engine.cuda.kernels.launch import Tile
-from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, architecture, candidates
+from sinew.engine.cuda.kernels.tiles import (
+    ARCHITECTURES,
+    SHARED_MEMORY,
+    TILES,
+    architecture,
+    default,
+    tile_for,
+)
 from tests.engine.cuda.kernel_checks import CHECKS, DEVICE, loaded, needs_triton
 from tests.engine.cuda.kernel_compile import (
-    AT_ONCE,
     IN_CI,
     IN_PARTS,
     LARGEST,
@@ -137,73 +142,15 @@ def test_architectures() -> None:
         architecture(75)
 
 
-def test_without_a_gpu_tiles_are_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuning.choose.cache_clear()
-    tile, reason = tuning.choose("gated_mlp", (50, 4096, 1024), torch.bfloat16, CPU)
-    assert (tile, reason) == (
-        candidates("gated_mlp", (50, 4096, 1024), torch.bfloat16, 80)[0],
-        "default: no GPU",
-    )
+def test_without_a_gpu_tiles_are_those_of_the_oldest_architecture() -> None:
+    problem = "splitk_linear", (50, 1024, 4096), torch.bfloat16
+    assert tile_for(*problem, CPU) == default(*problem, min(ARCHITECTURES)) != default(*problem, 90)
 
 
-@pytest.fixture
-def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A device that tuning takes for a GPU: what is tested is the choice and its file, not the timing."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_gpu_takes_the_tile_of_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = "splitk_linear", (50, 1024, 4096), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200/x")
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    tuning.choose.cache_clear()
-    yield torch.device("cuda:0")
-    tuning.choose.cache_clear()
-
-
-def test_tuning_keeps_the_fastest_tile_on_disk(gpu: torch.device) -> None:
-    problem = next(p for p in problems() if p.name == "pi0.5 head gate up")
-    dims, tried = (50, 4096, 1024), candidates("gated_mlp", (50, 4096, 1024), torch.bfloat16, 90)
-    times = {tile: 3.0 - index if index < 2 else 2.0 + index for index, tile in enumerate(tried)}
-
-    def prepare(tile):
-        return launch(problem, "meta", tile=tile)
-
-    entry = tuning.tune("gated_mlp", dims, torch.bfloat16, gpu, prepare, lambda made: times[made.tile])
-    assert (entry["ms"], entry["default_ms"]) == (2.0, 3.0)
-    tuning.choose.cache_clear()  # as in another process
-    assert tuning.choose("gated_mlp", dims, torch.bfloat16, gpu)[0] == tried[1]
-    assert tuning.tile_for("gated_mlp", (50, 4096, 512), torch.bfloat16, gpu) == tried[0]
-    assert tuning.cache_file(gpu).name == "nvidia-h200-x.json"
-
-
-def test_a_tile_that_does_not_fit_is_left_out(gpu: torch.device) -> None:
-    class OutOfResources(Exception):  # noqa: N818 - Triton's name
-        pass
-
-    def measure(made):
-        if made.tile == candidates("row_norm", (50, 1024), torch.bfloat16, 90)[0]:
-            raise OutOfResources("shared memory")
-        return float(made.tile.warps)
-
-    problem = next(p for p in problems() if p.kernel == "row_norm")
-    entry = tuning.tune(
-        "row_norm", (50, 1024), torch.bfloat16, gpu, lambda tile: launch(problem, "meta", tile=tile), measure
-    )
-    assert entry["tile"]["warps"] == 2
-
-
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"KEY": 3}', '{"KEY": {"tile": {"m": 1}, "ms": 1, "default_ms": 1}}']
-)
-def test_a_broken_cache_is_reported_and_not_used(gpu: torch.device, text: str, caplog) -> None:
-    dims = (50, 4096, 1024)
-    path = tuning.cache_file(gpu)
-    path.parent.mkdir(parents=True)
-    path.write_text(text.replace("KEY", tuning.key("gated_mlp", dims, torch.bfloat16)))
-    tile, reason = tuning.choose("gated_mlp", dims, torch.bfloat16, gpu)
-    assert reason == "default: not tuned on this device"
-    assert tile == candidates("gated_mlp", (50, 4096, 1024), torch.bfloat16, 90)[0]
-    assert "tuned tiles" in caplog.text
+    assert tile_for(*problem, torch.device("cuda:0")) == default(*problem, 90)
 
 
 def test_the_first_measurements_need_torch_and_triton_alone() -> None:
@@ -335,19 +282,16 @@ def test_a_mask_of_keys_leaves_registers_for_the_largest_tile(compiled: dict) ->
     report = compiled[f"{LARGEST[0]}, largest", 90]
     assert (report["spilled"], report["tensor_core"]) == (0, "wgmma.mma_async")
     assert report["shared"] <= SHARED_MEMORY[90]
-    assert LARGEST[1] in candidates("packed_attention", (7744, 968, 0, 1, 256), torch.bfloat16, 90)
 
 
 @pytest.mark.kernels
 @needs_triton
 @pytest.mark.parametrize("capability", ARCHITECTURES)
-@pytest.mark.parametrize("name", [*AT_ONCE, *IN_PARTS])
-def test_programs_that_wait_for_each_other_and_depths_in_parts_compile(
-    compiled: dict, name: str, capability: int
-) -> None:
-    report = compiled[f"{name}, other tile", capability]
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_depths_in_parts_compile(compiled: dict, name: str, capability: int) -> None:
+    report = compiled[f"{name}, in parts", capability]
     assert report["tile"]["split"] > 1
-    assert (report["tile"]["cooperative"], report["spilled"]) == (name in AT_ONCE, 0)
+    assert report["spilled"] == 0
     assert report["registers"] * 32 * report["tile"]["warps"] <= 1 << 16  # what a multiprocessor has
     assert report["shared"] <= SHARED_MEMORY[capability]
 

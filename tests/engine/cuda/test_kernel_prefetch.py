@@ -111,5 +111,5 @@ def test_what_does_not_lie_for_it_is_not_asked_for() -> None:
 
 def test_tiles_have_a_thread_per_row_of_the_weight() -> None:
     regimes = [row for name in KERNELS for row in (*TILES[name].values(), FLOAT32.get(name, {}))]
-    tiles = [tile for row in regimes for listed in row.values() for tile in listed]
+    tiles = [tile for row in regimes for tile in row.values()]
     assert all(tile.n <= tile.warps * 32 for tile in tiles)

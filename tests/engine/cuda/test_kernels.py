@@ -26,7 +26,6 @@ from sinew.layers.rope import Rotation
 from sinew.processing.image import prepare_frame
 from sinew.steps.image.letterbox import Letterbox
 from tests.engine.cuda.kernel_checks import (
-    AT_ONCE,
     CHECKS,
     DEVICE,
     DTYPES,
@@ -124,15 +123,6 @@ MUTANTS = [
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {"key_mask": True}),
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {}),
     ("packed_attention", "numerator * rise[:, None]", "numerator", {"loud": 4.0}),
-    ("packed_attention", "numerator * rise[:, None]", "numerator", {"loud": 4.0, "tile": AT_ONCE}),
-    ("packed_attention", "is_own = keys >= P", "is_own = keys > P", {"tile": AT_ONCE}),
-    ("packed_attention", "own_v + head * D + (keys - P)", "own_v + head * D + keys", {"tile": AT_ONCE}),
-    ("packed_attention", "key_ok = keys < P + S", "key_ok = keys < P + S + 1", {"tile": AT_ONCE}),
-    ("packed_attention", 'MASKED, float("-inf"))[None, :])', "MASKED, MASKED)[None, :])", {"tile": AT_ONCE}),
-    ("packed_attention", "ROUND - SPLIT + 1", "ROUND - SPLIT", {"tile": AT_ONCE}),
-    ("packed_attention", "tl.static_range(SPLIT)", "tl.static_range(SPLIT - 1)", {"tile": AT_ONCE}),
-    ("packed_attention", "joined = first_row + mine", "joined = mine", {"M": 9, "tile": AT_ONCE}),
-    ("packed_attention", "mine = split * SHARE", "mine = 0 * SHARE", {"tile": AT_ONCE}),
     ("row_norm", "added *= tl.load(gate", "added += tl.load(gate", {}),
     ("row_norm", "h = rounded.to(tl.float32)", "h = h * 1.0", {}),
     (

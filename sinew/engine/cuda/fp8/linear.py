@@ -1,9 +1,7 @@
 """Linear layers in FP8: weights and activations in e4m3, half of bfloat16's bytes and twice its rate.
 
 Weights have one scale per output channel and are converted once. Activations have one scale from calibration
-(``fp8_calibration.py``), or one per row, found while they are converted. The product is the kernel of
-``fp8_product.py`` or ``torch._scaled_mm`` (cuBLASLt), whichever ``sinew tune`` measured to be faster on this device;
-``choices.py`` keeps that with its reason.
+(``scales.py``), or one per row, found while they are converted. The product is the kernel of ``fp8_product.py``.
 
 The tensors of a device without FP8 arithmetic (compute capability below 8.9) are refused. On a CPU the reference
 computes, which is what the layers mean: conversion to e4m3 and back, and a product in float32.
@@ -11,19 +9,16 @@ computes, which is what the layers mean: conversion to e4m3 and back, and a prod
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sinew.engine.cuda.kernels import choices, fp8_product, fp8_quantize, tuning
+from sinew.engine.cuda.kernels import fp8_product, fp8_quantize, tiles
 from sinew.engine.cuda.kernels.fp8_product import DIVISOR
-from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 
 NEEDS = 89  # compute capability * 10
-WAYS = ("triton", "scaled_mm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,7 @@ def supported(device: torch.device) -> tuple[bool, str]:
     """Return whether a device computes in FP8 (a CPU emulates it), and why."""
     if device.type != "cuda":
         return True, "emulated by the reference"
-    capability = tuning.capability(device)
+    capability = tiles.capability(device)
     reason = f"compute capability {capability / 10}, FP8 needs {NEEDS / 10}"
     return capability >= NEEDS, reason
 
@@ -109,14 +104,13 @@ def multiply(
 ) -> Tensor:
     """data: e4m3 [M, K], scales: float32 [M], as the kernels leave them -> [M, N] in ``weight.dtype``, or ``out``.
 
-    Our kernel or cuBLASLt, as measured; on a CPU the reference. launching: pdl and prefetch, of our kernel.
+    On a CPU the reference. launching: pdl and prefetch.
     """
     if data.device.type == "cpu":
         y = fp8_product.reference(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
         return y if out is None else out.copy_(y)
-    dims = (len(data), *weight.data.shape)
-    way, _ = choices.choose("fp8_product", dims, E4M3, data.device, WAYS[0])
-    return WITH[way](data, scales, weight, bias, out, **launching)
+    made: dict[str, Any] = {"bias": bias, "out": out, "dtype": weight.dtype, **launching}
+    return fp8_product.fp8_product(data, scales, weight.data, weight.scale, **made)
 
 
 def reference(
@@ -125,47 +119,6 @@ def reference(
     """Define :func:`fp8_linear` by dequantisation: x and weight to e4m3 and back, product in float32."""
     data, scales = fp8_quantize.reference(x, x_scale=x_scale)
     return fp8_product.reference(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
-
-
-def with_triton(
-    data: Tensor,
-    scales: Tensor,
-    weight: Fp8Weight,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    **launching: Any,
-) -> Tensor:
-    made: dict[str, Any] = {"bias": bias, "out": out, "dtype": weight.dtype, **launching}
-    return fp8_product.fp8_product(data, scales, weight.data, weight.scale, **made)
-
-
-def with_scaled_mm(
-    data: Tensor,
-    scales: Tensor,
-    weight: Fp8Weight,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    **_: bool,
-) -> Tensor:
-    """torch's product with a scale per row and per column: bfloat16 alone, and N a multiple of 16.
-
-    It is a private function of torch, so its absence is an error that tuning records and not a crash.
-    """
-    if weight.dtype != torch.bfloat16:
-        raise ValueError(f"weight: expected bfloat16 products, got {weight.dtype}")
-    y = torch._scaled_mm(  # noqa: SLF001 - the only way to cuBLASLt's FP8 products
-        data,
-        weight.data.T,
-        scales[:, None],
-        weight.scale[None],
-        bias=None if bias is None else bias.to(torch.bfloat16),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
-    return y if out is None else out.copy_(y)
-
-
-WITH: dict[str, Callable[..., Tensor]] = {"triton": with_triton, "scaled_mm": with_scaled_mm}
 
 
 class Fp8Linear(nn.Module):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sinew import machine, scratch
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 from sinew.engine.cuda.fp8.linear import Fp8Linear, unfit
-from sinew.engine.cuda.kernels import tuning
 from sinew.engine.cuda.kernels.fp8_quantize import LARGEST, SMALLEST
 from sinew.layers.linear import not_linear
 from sinew.layers.norm import AdaRMSNorm
@@ -148,13 +147,17 @@ def calibrate(
 def path_of(fingerprint: str) -> Path:
     if not re.fullmatch(r"[0-9a-f]{8,128}", fingerprint):
         raise SinewError(f"fp8 calibration: expected a hexadecimal fingerprint, got {fingerprint!r}")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "sinew" / "fp8" / f"{fingerprint[:32]}.json"
+    return machine.cache_folder("fp8") / f"{fingerprint[:32]}.json"
 
 
 def store(calibration: Fp8Calibration) -> Path:
     path = path_of(calibration.fingerprint)
-    tuning.write_json(path, {"version": VERSION, "headroom": HEADROOM, **asdict(calibration)})
+    document = {"version": VERSION, "headroom": HEADROOM, **asdict(calibration)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with scratch.beside(path) as made:  # another process reads the old file or the new one
+        written = made / path.name
+        written.write_text(json.dumps(document, indent=1, sort_keys=True), encoding="utf-8")
+        written.replace(path)
     return path
 
 

@@ -64,16 +64,8 @@ class Ops(ABC):
         """x: [M, K], weight: [(H + 2 Hkv) D, K], cos and sin: float32 [M, D / 2] -> q [M, H, D], k, v [M, Hkv, D]."""
 
     @abstractmethod
-    def splitk_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        gate: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """residual + gate * (x W^T + bias): [M, N]."""
+    def splitk_linear(self, x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+        """residual + gate * (x W^T + bias): [M, N]. rest: any of bias [N], gate [N] and residual [M, N]."""
 
     def stream_linear(
         self,
@@ -118,16 +110,8 @@ class References(Ops):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return qkv_rope.reference(x, weight, cos, sin, heads, **norm)
 
-    def splitk_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        gate: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        return splitk_linear.reference(x, weight, bias=bias, gate=gate, residual=residual)
+    def splitk_linear(self, x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+        return splitk_linear.reference(x, weight, **rest)
 
     def stream_linear(
         self,
@@ -175,15 +159,8 @@ class PlainOps(References):
         turned = Rotation(cos[:, None], sin[:, None])(turning)
         return turned[:, :H], turned[:, H:].contiguous(), v.contiguous()
 
-    def splitk_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        gate: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+    def splitk_linear(self, x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+        bias, gate, residual = (rest.get(name) for name in ("bias", "gate", "residual"))
         y = _linear(x, weight, bias=bias)
         if gate is not None:
             y = (y * gate).to(x.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from sinew.engine.cuda.kernels import (
@@ -43,51 +44,25 @@ class Kernel:
     uses_tensor_cores: bool = True
     capability: int = 80
 
+    @classmethod
+    def of(cls, module: ModuleType, **facts: Any) -> Kernel:
+        """Return the kernel of a file, which is called as the file is."""
+        name = module.__name__.rpartition(".")[2]
+        found = (getattr(module, each) for each in (f"{name}_kernel", name, "reference", "prepare"))
+        return cls(*found, **facts)
+
 
 KERNELS: dict[str, Kernel] = {
-    "norm_linear": Kernel(
-        norm_linear.norm_linear_kernel, norm_linear.norm_linear, norm_linear.reference, norm_linear.prepare
-    ),
-    "gated_mlp": Kernel(
-        gated_mlp.gated_mlp_kernel, gated_mlp.gated_mlp, gated_mlp.reference, gated_mlp.prepare
-    ),
-    "qkv_rope": Kernel(qkv_rope.qkv_rope_kernel, qkv_rope.qkv_rope, qkv_rope.reference, qkv_rope.prepare),
-    "splitk_linear": Kernel(
-        splitk_linear.splitk_linear_kernel,
-        splitk_linear.splitk_linear,
-        splitk_linear.reference,
-        splitk_linear.prepare,
-    ),
-    "packed_attention": Kernel(
-        packed_attention.packed_attention_kernel,
-        packed_attention.packed_attention,
-        packed_attention.reference,
-        packed_attention.prepare,
-    ),
+    "norm_linear": Kernel.of(norm_linear),
+    "gated_mlp": Kernel.of(gated_mlp),
+    "qkv_rope": Kernel.of(qkv_rope),
+    "splitk_linear": Kernel.of(splitk_linear),
+    "packed_attention": Kernel.of(packed_attention),
     # Capability 80 holds for these two unless they write e4m3, which their ``prepare`` checks.
-    "row_norm": Kernel(
-        row_norm.row_norm_kernel, row_norm.row_norm, row_norm.reference, row_norm.prepare, False
-    ),
-    "activate": Kernel(
-        activate.activate_kernel, activate.activate, activate.reference, activate.prepare, False
-    ),
-    "rope": Kernel(rope.rope_kernel, rope.rope, rope.reference, rope.prepare, False),
-    "preprocess": Kernel(
-        preprocess.preprocess_kernel, preprocess.preprocess, preprocess.reference, preprocess.prepare, False
-    ),
-    "fp8_quantize": Kernel(
-        fp8_quantize.fp8_quantize_kernel,
-        fp8_quantize.fp8_quantize,
-        fp8_quantize.reference,
-        fp8_quantize.prepare,
-        False,
-        89,
-    ),
-    "fp8_product": Kernel(
-        fp8_product.fp8_product_kernel,
-        fp8_product.fp8_product,
-        fp8_product.reference,
-        fp8_product.prepare,
-        capability=89,
-    ),
+    "row_norm": Kernel.of(row_norm, uses_tensor_cores=False),
+    "activate": Kernel.of(activate, uses_tensor_cores=False),
+    "rope": Kernel.of(rope, uses_tensor_cores=False),
+    "preprocess": Kernel.of(preprocess, uses_tensor_cores=False),
+    "fp8_quantize": Kernel.of(fp8_quantize, uses_tensor_cores=False, capability=89),
+    "fp8_product": Kernel.of(fp8_product, capability=89),
 }

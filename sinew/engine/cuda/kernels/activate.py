@@ -26,7 +26,7 @@ from sinew.engine.cuda.kernels.fp8_quantize import (
 from sinew.engine.cuda.kernels.gated_mlp import ACTIVATIONS, Activation
 from sinew.engine.cuda.kernels.lang import check, kernel, tl, wait_for_input
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.tuning import tile_for
+from sinew.engine.cuda.kernels.tiles import tile_for
 
 PER_WARP = 1024  # columns of a whole row that a warp holds: 32 floats a thread, twice that when gated
 MOST_WARPS = 16
@@ -102,7 +102,7 @@ def prepare(
     if bias is not None:
         check("bias", bias, (width,))
     check_output("out", out, scales, x_scale)
-    tile = tile or tile_for("activate", problem(M, N, gated, out.dtype), x.dtype, x.device)
+    tile = tile or tile_for("activate", (M, N), x.dtype, x.device)
     if out.dtype == E4M3 and x_scale is None:
         check_row("x", width)
         block = 1 << (N - 1).bit_length()
@@ -125,11 +125,6 @@ def prepare(
         "PDL": pdl,
     }
     return Launch(activate_kernel, (M * -(-N // block),), arguments, tile, pdl)
-
-
-def problem(M: int, N: int, gated: bool, out: torch.dtype) -> tuple[int, ...]:
-    """Return the key under which a pass is tuned."""
-    return M, N, int(gated), out.itemsize
 
 
 def activate(

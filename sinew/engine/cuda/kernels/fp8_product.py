@@ -26,7 +26,7 @@ from sinew.engine.cuda.kernels.lang import (
     wait_for_previous,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.tuning import tile_for
+from sinew.engine.cuda.kernels.tiles import tile_for
 
 DIVISOR = 16  # of the depth: rows of 16 bytes, as wide copies and cuBLASLt want them
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.tuning import capability, tile_for
+from sinew.engine.cuda.kernels.tiles import capability, tile_for
 
 E4M3 = torch.float8_e4m3fn
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)

@@ -23,8 +23,8 @@ from sinew.engine.cuda.kernels.lang import (
     wait_for_previous,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.norm_linear import given_squares, problem, product, statistics
-from sinew.engine.cuda.kernels.tuning import tile_for
+from sinew.engine.cuda.kernels.norm_linear import given_squares, product, statistics
+from sinew.engine.cuda.kernels.tiles import tile_for
 
 Activation = Literal["gelu_tanh", "silu"]
 ACTIVATIONS = ("gelu_tanh", "silu")
@@ -132,7 +132,7 @@ def prepare(
         check("bias", bias, (2 * N,))
     if scale is not None:
         check("scale", scale, (K,))
-    tile = tile or tile_for("gated_mlp", problem(M, N, K, squares=squares), weight.dtype, x.device)
+    tile = tile or tile_for("gated_mlp", (M, N, K), weight.dtype, x.device)
     arguments = {
         "x": x,
         "weight": weight,

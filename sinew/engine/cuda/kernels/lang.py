@@ -6,7 +6,6 @@ without it: the PyTorch references then still work, a launch raises :class:`Miss
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -39,13 +38,6 @@ def kernel(function: Callable[..., Any]) -> Any:
 def interpreted(kernel: Any) -> bool:
     """Return True if launches run in Triton's interpreter (``TRITON_INTERPRET=1`` when the file was imported)."""
     return triton is not None and not isinstance(kernel, triton.runtime.JITFunction)
-
-
-def source_of(kernel: Any) -> str:
-    """The text of a kernel's file: part of the key under which its tuned tiles are kept."""
-    module = inspect.getmodule(getattr(kernel, "fn", kernel))
-    assert module is not None
-    return inspect.getsource(module)
 
 
 @kernel

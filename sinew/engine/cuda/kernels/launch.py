@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +19,14 @@ TYPES = {
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-INTERPRETED = {"UPCAST": True, "PDL": False, "PATIENCE": 4}  # the interpreter runs one kernel at a time
-PHASES = (1, 2)  # and its programs one after another: those that wait for each other run in two launches
+INTERPRETED = {"UPCAST": True, "PDL": False}  # the interpreter runs one kernel at a time
 ALIGNMENT = 16  # bytes of a pointer, and of an integer that counts elements, that allow wide copies
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One configuration of a kernel. ``m``, ``n``, ``k``: rows, columns and depth of a program's block; what
-    they count is said in each kernel. ``split``: programs that share one output block. ``cooperative``: these wait
-    for each other, so all programs of a launch have to run at once."""
+    they count is said in each kernel. ``split``: programs that share one output block."""
 
     m: int = 1
     n: int = 64
@@ -39,7 +34,6 @@ class Tile:
     split: int = 1
     warps: int = 4
     stages: int = 3
-    cooperative: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +51,9 @@ class Launch:
         a graph is captured."""
         if triton is None:
             raise MissingTriton
-        if (found := _found.get()) is not None:
-            made = self.specialised()
-            found.setdefault(made.key(), made)
-            return
         arguments = dict(self.arguments)
         if interpreted(self.kernel):
             arguments |= {name: on for name, on in INTERPRETED.items() if name in arguments}
-            for phase in PHASES if "PHASE" in arguments else (None,):
-                by_phase = {} if phase is None else {"PHASE": phase}
-                self.kernel[self.grid](**(arguments | by_phase), **self.options())
-            return
         self.kernel[self.grid](**arguments, **self.options())
 
     def options(self) -> dict[str, Any]:
@@ -77,10 +63,6 @@ class Launch:
             "num_stages": self.tile.stages,
             "enable_fp_fusion": True,
         }
-        if self.tile.cooperative:
-            # Its edge to the kernel before is a plain one: that graphs keep a dependent one of a cooperative launch is
-            # not known. The kernel after may still be let in early: by then all programs of this one have begun.
-            return options | {"launch_cooperative_grid": True}
         return options | {"launch_pdl": True} if self.pdl else options
 
     def compile(self, capability: int) -> Any:
@@ -135,21 +117,6 @@ class Specialised:
         attributes = {at: [["tt.divisibility", ALIGNMENT]] if yes else [] for at, yes in self.aligned.items()}
         source = ASTSource(self.kernel, self.signature, constexprs=self.values, attrs=attributes)
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
-
-
-_found: ContextVar[dict[str, Specialised] | None] = ContextVar("found", default=None)
-
-
-@contextmanager
-def collecting() -> Iterator[dict[str, Specialised]]:
-    """Within the context, launches of this thread are taken down, each kind once, and not run: what they would have
-    written holds anything."""
-    found: dict[str, Specialised] = {}
-    token = _found.set(found)
-    try:
-        yield found
-    finally:
-        _found.reset(token)
 
 
 def _is_int(value: Any) -> bool:

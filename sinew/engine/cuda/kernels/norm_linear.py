@@ -31,7 +31,7 @@ from sinew.engine.cuda.kernels.lang import (
     wait_for_previous,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.tuning import tile_for
+from sinew.engine.cuda.kernels.tiles import tile_for
 
 LEAST_COLUMNS = 32  # of given squares that are read at once
 
@@ -135,7 +135,7 @@ def prepare(
         check("bias", bias, (N,))
     if scale is not None:
         check("scale", scale, (K,))
-    tile = tile or tile_for("norm_linear", problem(M, N, K, squares=squares), weight.dtype, x.device)
+    tile = tile or tile_for("norm_linear", (M, N, K), weight.dtype, x.device)
     arguments = {
         "x": x,
         "weight": weight,
@@ -162,11 +162,6 @@ def prepare(
     return Launch(norm_linear_kernel, grid, arguments, tile, pdl)
 
 
-def problem(*dims: int, squares: Tensor | None) -> tuple[int, ...]:
-    """Return the key under which a product is tuned; with squares given it is another kernel, marked by a 0."""
-    return dims if squares is None else (*dims, 0)
-
-
 def statistics(M: int, eps: float | None, scale: Tensor | None, squares: Tensor | None) -> dict[str, Any]:
     """The kernel's arguments of given squares."""
     if squares is None:
@@ -189,7 +184,7 @@ def norm_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None, **optio
     """x: [M, K], weight: [N, K] -> [M, N] in weight's dtype; :func:`product` says what the options do.
 
     weight has x's dtype, or float32: then x is widened. ``out``: written in place, rows may be strided.
-    ``tile``: instead of the tuned one. ``pdl``: programmatic dependent launch; ``prefetch`` beside it: a program
+    ``tile``: instead of the table's. ``pdl``: programmatic dependent launch; ``prefetch`` beside it: a program
     asks for its part of the weight before it waits for x.
     """
     out = weight.new_empty(len(x), len(weight)) if out is None else out

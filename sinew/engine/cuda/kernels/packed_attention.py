@@ -4,20 +4,11 @@ All query heads of one key/value head are packed into the rows of a tile (50 que
 each key is read once for all of them. The keys may be split between ``tile.split`` programs per row block; the
 last one to arrive joins the parts in their order, as in :mod:`.splitk_linear`.
 
-A cooperative tile is another kernel for the same: each program has one block of ``tile.n`` keys, prefix and own behind
-each other, waits until all programs of its row block have written their parts, and joins its share of the rows. All of
-them have to run at once, so there may be no more than the device has multiprocessors, and the launch is a cooperative
-one, which a device refuses where they cannot. A counter per row block says how many have arrived. In a launch the
-programs add ROUND to it together, the last one what the others leave of it, so that it is a multiple of ROUND exactly
-when all have come, and nobody has to reset it: neither a second launch nor a replayed graph meets an old count.
-
 A mask whose rows are one row in memory (``expand``) is read as that: a byte per key instead of one per query and key,
 which leaves registers for larger tiles.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -34,14 +25,10 @@ from sinew.engine.cuda.kernels.lang import (
     wait_for_input,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.tiles import LARGEST_SPLIT
-from sinew.engine.cuda.kernels.tuning import multiprocessors, tile_for
+from sinew.engine.cuda.kernels.tiles import tile_for
 from sinew.engine.cuda.kernels.workspace import Workspace
 
 KeyValue = tuple[Tensor, Tensor]
-# Looks at a counter, each a round trip to L2, before a program gives up and writes NaN: under a cooperative launch the
-# others are microseconds away, and whatever may be wrong with that, a device must not hang.
-PATIENCE = 1 << 20
 
 
 @kernel
@@ -190,110 +177,6 @@ def packed_attention_kernel(
         tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
 
 
-@kernel
-def cooperative_attention_kernel(
-    q,  # these as above
-    k,
-    v,
-    own_k,
-    own_v,
-    mask,
-    out,
-    parts,
-    turns,  # int32 [tiles], multiples of ROUND before and after
-    M,
-    scale,
-    q_row,
-    kv_row,
-    own_row,
-    mask_row,
-    out_row,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    MASKED: tl.constexpr,
-    KEY_MASK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SHARE: tl.constexpr,  # rows that a program joins: a power of two, so no share is cut by the end of the block
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROUND: tl.constexpr,  # what the programs of a row block add to its counter in all
-    PATIENCE: tl.constexpr,  # looks at the counter before a program gives up
-    PHASE: tl.constexpr,  # 0: all of it; 1: up to the arrival; 2: from the wait on
-    UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    split = tl.program_id(1)
-    tiles = tl.num_programs(0)
-    head = tile % KV
-    first_row = (tile // KV) * BLOCK_M
-    inside = tl.arange(0, D)
-    peaks = parts + SPLIT * tiles * (BLOCK_M * D)
-    totals = peaks + SPLIT * tiles * BLOCK_M
-    count = 1
-    wait_for_input(PDL)
-    if PHASE != 2:
-        rows = tl.arange(0, BLOCK_M)
-        packed = first_row + rows  # query * GROUP + head in group
-        queries = packed // GROUP
-        row_ok = queries < M
-        at = queries * q_row + (head * GROUP + packed % GROUP) * D
-        query = tl.load(q + at[:, None] + inside[None, :], mask=row_ok[:, None], other=0.0)
-        keys = split * BLOCK_N + tl.arange(0, BLOCK_N)
-        key_ok = keys < P + S
-        k_at, v_at = k + head * D + keys * kv_row, v + head * D + keys * kv_row
-        if own_k is not None:
-            is_own = keys >= P
-            k_at = tl.where(is_own, own_k + head * D + (keys - P) * own_row, k_at)
-            v_at = tl.where(is_own, own_v + head * D + (keys - P) * own_row, v_at)
-        k_tile = tl.load(k_at[None, :] + inside[:, None], mask=key_ok[None, :], other=0.0)  # [D, BLOCK_N]
-        if KEY_MASK:
-            sees = tl.load(mask + keys, mask=key_ok, other=0)[None, :]
-        else:
-            ok = row_ok[:, None] & key_ok[None, :]
-            sees = tl.load(mask + ((queries * mask_row)[:, None] + keys[None, :]), mask=ok, other=0)
-        v_tile = tl.load(v_at[:, None] + inside[None, :], mask=key_ok[:, None], other=0.0)  # [BLOCK_N, D]
-        scores = dot(query, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), UPCAST) * scale
-        # The score of a key that may not be seen, and of none.
-        scores = tl.where(sees != 0, scores, tl.where(key_ok, MASKED, float("-inf"))[None, :])
-        peak = tl.max(scores, axis=1)  # finite: each program has a key
-        weights = tl.exp2(scores - peak[:, None])
-        acc = dot(weights.to(v_tile.dtype), v_tile, tl.zeros((BLOCK_M, D), tl.float32), UPCAST)
-        own = (split * tiles + tile) * BLOCK_M + rows
-        tl.store(parts + (own * D)[:, None] + inside[None, :], acc)
-        tl.store(peaks + own, peak)
-        tl.store(totals + own, tl.sum(weights, axis=1))
-        tl.debug_barrier()  # every thread's part is written before one thread says so
-        amount = tl.where(split == SPLIT - 1, ROUND - SPLIT + 1, 1)
-        count = tl.atomic_add(turns + tile, amount, sem="acq_rel", scope="gpu") + amount
-    if PHASE != 1:
-        looks = 0
-        while (count % ROUND != 0) & (looks < PATIENCE):
-            count = tl.atomic_add(turns + tile, 0, sem="acquire", scope="gpu")
-            looks += 1
-        tl.debug_barrier()  # no thread reads a part before the one that looked has seen all of them
-        if split * SHARE < BLOCK_M:
-            mine = split * SHARE + tl.arange(0, SHARE)
-            numerator = tl.zeros((SHARE, D), tl.float32)
-            highest = tl.full((SHARE,), -3.0e38, tl.float32)
-            denominator = tl.zeros((SHARE,), tl.float32)
-            for s in tl.static_range(SPLIT):  # unrolled: all parts are on their way at once
-                numerator, highest, denominator = join_part(
-                    numerator, highest, denominator, parts, peaks, totals, s * tiles + tile, mine, inside, BLOCK_M, D
-                )  # fmt: skip
-            result = tl.where(count % ROUND != 0, float("nan"), numerator / denominator[:, None])
-            joined = first_row + mine
-            to = (
-                out
-                + (joined // GROUP * out_row + (head * GROUP + joined % GROUP) * D)[:, None]
-                + inside[None, :]
-            )
-            tl.store(to, result.to(out.dtype.element_ty), mask=(joined // GROUP < M)[:, None])
-
-
 def prepare(
     q: Tensor,
     kv: KeyValue,
@@ -324,7 +207,7 @@ def prepare(
             raise ValueError(f"{name}: expected one distance between rows, got {a.stride(0)}, {b.stride(0)}")
     tile = tile or tile_for("packed_attention", (M * H // KV, P, S, KV, D), q.dtype, q.device)
     tiles = -(-M * (H // KV) // tile.m) * KV
-    if tile.split > 1 or tile.cooperative:
+    if tile.split > 1:
         workspace.require(tile.split * tiles * tile.m * (D + 2), tiles)
     arguments = {
         "q": q,
@@ -356,19 +239,7 @@ def prepare(
         "UPCAST": False,
         "PDL": pdl,
     }
-    grid = tiles, tile.split
-    if not tile.cooperative:
-        return Launch(packed_attention_kernel, grid, arguments, tile, pdl)
-    blocks, most = -(-(P + S) // tile.n), multiprocessors(q.device)
-    if tile.split != blocks or blocks > LARGEST_SPLIT:
-        raise ValueError(f"tile: expected split {blocks}, at most {LARGEST_SPLIT}, got {tile.split}")
-    if most is not None and math.prod(grid) > most:
-        raise ValueError(f"tile: expected at most {most} programs at once, got {math.prod(grid)}")
-    share = 1 << (-(-tile.m // tile.split) - 1).bit_length()
-    del arguments["arrivals"]
-    counting = {"turns": workspace.turns, "ROUND": LARGEST_SPLIT, "PATIENCE": PATIENCE, "PHASE": 0}
-    arguments |= {"SHARE": share, **counting}
-    return Launch(cooperative_attention_kernel, grid, arguments, tile, pdl)
+    return Launch(packed_attention_kernel, (tiles, tile.split), arguments, tile, pdl)
 
 
 def packed_attention(

@@ -24,9 +24,9 @@ from sinew.engine.cuda.kernels.lang import (
     wait_for_previous,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.norm_linear import given_squares, problem, product, statistics
+from sinew.engine.cuda.kernels.norm_linear import given_squares, product, statistics
 from sinew.engine.cuda.kernels.rope import write_turned
-from sinew.engine.cuda.kernels.tuning import tile_for
+from sinew.engine.cuda.kernels.tiles import tile_for
 from sinew.engine.cuda.kernels.workspace import Workspace
 
 
@@ -177,8 +177,7 @@ def prepare(
         check("bias", bias, (len(weight),))
     if scale is not None:
         check("scale", scale, (K,))
-    dims = problem(M, len(weight), K, D, squares=squares)
-    tile = tile or tile_for("qkv_rope", dims, weight.dtype, x.device)
+    tile = tile or tile_for("qkv_rope", (M, len(weight), K, D), weight.dtype, x.device)
     tiles = -(-M // tile.m) * (H + 2 * KV) * -(-(D // 2) // tile.n)
     if tile.split == 1:
         workspace = None

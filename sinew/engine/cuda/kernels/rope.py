@@ -11,7 +11,7 @@ from torch import Tensor
 from sinew.engine.cuda.kernels.fp8_quantize import FLOATING
 from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.tuning import tile_for
+from sinew.engine.cuda.kernels.tiles import tile_for
 
 
 @kernel

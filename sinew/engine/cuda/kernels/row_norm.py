@@ -23,7 +23,7 @@ from sinew.engine.cuda.kernels.fp8_quantize import (
 )
 from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.tuning import tile_for
+from sinew.engine.cuda.kernels.tiles import tile_for
 
 Kind = Literal["rms", "layer"]
 KINDS = ("rms", "layer")
@@ -131,9 +131,8 @@ def prepare(
         same_dtype("squares", squares, torch.float32)
     check_row("stream", C)
     check_output("normed", normed, scales, x_scale)
-    dims = problem(M, C, kind, branch, normed.dtype)
     parts = 1 if squares is None else squares.shape[1]
-    tile = tile or tile_for("row_norm", dims, stream.dtype, stream.device)
+    tile = tile or tile_for("row_norm", (M, C), stream.dtype, stream.device)
     arguments = {
         "x": stream,
         "branch": branch,
@@ -160,11 +159,6 @@ def prepare(
         "PDL": pdl,
     }
     return Launch(row_norm_kernel, (M,), arguments, tile, pdl)
-
-
-def problem(M: int, C: int, kind: Kind, branch: Tensor | None, out: torch.dtype) -> tuple[int, ...]:
-    """Return the key under which a pass is tuned."""
-    return M, C, KINDS.index(kind), int(branch is not None), out.itemsize
 
 
 def row_norm(

@@ -28,7 +28,7 @@ from sinew.engine.cuda.kernels.lang import (
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.norm_linear import product
-from sinew.engine.cuda.kernels.tuning import tile_for
+from sinew.engine.cuda.kernels.tiles import tile_for
 from sinew.engine.cuda.kernels.workspace import Workspace
 
 

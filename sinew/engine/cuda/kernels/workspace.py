@@ -12,14 +12,13 @@ class Workspace:
     """Partial sums and counters per output block, for the kernels that split their depth or their keys.
 
     Allocated once by whoever owns the stream. ``arrivals`` are zero between launches: the last program of a block
-    resets its own. ``turns`` belong to programs that wait for each other and are multiples of ``LARGEST_SPLIT`` between
-    launches. Launches that may run at the same time need a workspace each; those of one stream do not, with dependent
-    launch neither (:func:`.lang.wait_for_previous`).
+    resets its own. Launches that may run at the same time need a workspace each; those of one stream do not, with
+    dependent launch neither (:func:`.lang.wait_for_previous`).
     """
 
     def __init__(self, floats: int, blocks: int, device: torch.device | str):
         self.parts: Tensor = torch.empty(floats, dtype=torch.float32, device=device)
-        self.arrivals, self.turns = (torch.zeros(blocks, dtype=torch.int32, device=device) for _ in "ab")
+        self.arrivals: Tensor = torch.zeros(blocks, dtype=torch.int32, device=device)
 
     def require(self, floats: int, blocks: int) -> None:
         """Raise ValueError where a launch needs more than was allocated."""

@@ -1,4 +1,4 @@
-"""What ``sinew bench`` says beside its times: the roofline of this machine, and the calibrated prediction.
+"""How near an engine comes to the roofline of this machine, and to the calibrated prediction: for ``sinew bench``.
 
 Both need the machine's measured peaks, which ``sinew perf calibrate`` stores for a processor and a number of
 threads. Without them, or for a dtype or device that was not measured, there is a reason instead. ONNX Runtime is
@@ -12,10 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from sinew import machine
+from sinew.core import SinewError
 
 if TYPE_CHECKING:
     from sinew.engine.example import Shapes
@@ -28,8 +26,6 @@ SIDE, RUNS = 2048, 5  # of the product that is the peak
 def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> dict[str, Any]:
     """Per stage: milliseconds at the measured peaks, and predicted with the band. ``described``: the report's
     ``policy``. ``reason`` says why there is nothing."""
-    from sinew.core import SinewError
-
     if policy.device != "cpu":
         return {"reason": f"no measured peaks for {policy.device}"}
     if policy.facts.one_graph:
@@ -118,29 +114,3 @@ def _gflops(product: Callable[[], object]) -> float:
         product()
         seconds.append(time.perf_counter() - begin)
     return 2e-9 * SIDE**3 / min(seconds)
-
-
-def print_roofline(record: dict[str, Any], stages: dict[str, Any], console: Console) -> None:
-    """``stages``: the report's own, for the medians."""
-    if "reason" in record:
-        console.print(f"roofline: {record['reason']}", highlight=False, soft_wrap=True)
-        return
-    table = Table(title="against the roofline of this machine's measured peaks, milliseconds")
-    table.add_column("stage")
-    peak = record["sgemm_gflops"]
-    for name in ("p50", "roofline", "achieved", "GFLOP/s", "of sgemm", "predicted", "band"):
-        table.add_column(name, justify="right")
-    for stage, row in record["stages_ms"].items():
-        p50 = stages[stage]["p50"]
-        ideal = row.get("roofline")
-        table.add_row(
-            stage,
-            f"{p50:.2f}",
-            "-" if ideal is None else f"{ideal:.2f}",
-            "-" if ideal is None else f"{100 * ideal / p50:.0f} %",
-            f"{1e3 * row['gflop'] / p50:.1f}",
-            f"{100 * 1e3 * row['gflop'] / p50 / peak:.0f} %" if peak else "-",
-            f"{row['predicted']:.2f}" if "predicted" in row else "-",
-            f"{row['low']:.2f} to {row['high']:.2f}" if "low" in row else "-",
-        )
-    console.print(table)

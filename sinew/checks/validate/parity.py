@@ -27,7 +27,7 @@ LIKE = {"int8-rows": "int8", "fp8": "int8"} | {upcast_text(half): half for half 
 
 
 @dataclass
-class Stage:
+class StageParity:
     """error: relative L2, the worst of all observations, and the median. at: the observation of the worst."""
 
     name: str
@@ -53,7 +53,7 @@ class Stage:
 class Parity:
     """What a comparison found. ``indices``: the tables whose row numbers were compared, with the unequal ones named."""
 
-    stages: dict[str, Stage]
+    stages: dict[str, StageParity]
     observations: int = 0
     indices: dict[str, bool] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Parity:
 def compare(policy: Policy, reference: Policy, observations: Iterable[Observation]) -> Parity:
     """Return how far ``policy`` is from ``reference``, which computes in eager float32."""
     bounds = bounds_of(policy)
-    found = Parity({name: Stage(name, bounds[name]) for name in STAGES})
+    found = Parity({name: StageParity(name, bounds[name]) for name in STAGES})
     steps = reference.spec.solver_steps
     for observation in observations:
         found.observations += 1

@@ -135,7 +135,7 @@ def drive(address: str, scenes: list[Any], rounds: int, console: Console) -> Non
             for number, (prompt, frames) in enumerate(scenes * rounds, start=1):
                 chunk = _ask(client, metadata, prompt, frames)
                 sizes = " and ".join(f"{frame.shape[1]}x{frame.shape[0]}" for frame in frames)
-                console.print(f"request {number}   {prompt!r}, photographs of {sizes}", soft_wrap=True)
+                console.print(f"request {number}   {prompt!r}, photographs of {sizes}")
                 timings.add_row(str(number), *_cells(chunk))
     except ClientError as error:
         raise SinewError(str(error)) from error
@@ -146,7 +146,6 @@ def drive(address: str, scenes: list[Any], rounds: int, console: Console) -> Non
         f"{server['dtype']} on {server['device']}, {server['threads']} threads, {machine.cpu_model()};"
         f" {len(frames)} views, {len(chunk.timing.step_ms)} solver steps."
         " Random weights: the actions mean nothing.",
-        soft_wrap=True,
     )
 
 

@@ -1,12 +1,8 @@
-"""How long calls take on a GPU: as one graph, so that neither Python nor the driver is in the number.
-
-Needs torch alone: the first measurements of a GPU session use it too.
-"""
+"""How long calls take on a GPU: as one graph, so that neither Python nor the driver is in the number."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +11,11 @@ import torch
 from sinew.engine.cuda.graphs import no_collection
 
 Call = Callable[[], Any]
-Measure = Callable[[Sequence[Call]], float]  # milliseconds per call, of calls that run one behind the other
 LEAST = 20  # calls of a graph, so that the 5 to 8 us of a replay are spread over as many, whatever is timed
 SHORT_MS, LEAST_SHORT = (
     0.02,
     200,
 )  # calls below 20 us: a replay over 20 of them would be a tenth of a 3 us kernel
-REPLAYS = 20
 WARM_UPS = 3
 
 
@@ -46,10 +40,7 @@ def _graph_ms(calls: Sequence[Call], least: int, replays: int) -> dict[str, floa
     stream.synchronize()
     calls = repeated(calls, least)
     graph = torch.cuda.CUDAGraph()
-    with (
-        no_collection(first=False),
-        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
-    ):
+    with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for call in calls:
             call()
     times = []
@@ -62,27 +53,3 @@ def _graph_ms(calls: Sequence[Call], least: int, replays: int) -> dict[str, floa
         times.append(start.elapsed_time(end) / len(calls))
     times = times[WARM_UPS:]
     return {"p50": statistics.median(times), "min": min(times), "max": max(times)}
-
-
-def on(device: torch.device) -> Measure:
-    """A tuner's measure on ``device``."""
-
-    def measure(calls: Sequence[Call]) -> float:
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()  # kernels that split their work share a workspace: one stream at a time
-            return graph_ms(calls, REPLAYS)["p50"]
-
-    return measure
-
-
-def wall_ms(call: Call, seconds: float = 2.0, most: int = 300) -> float:
-    """Median wall-clock milliseconds of a call that waits for what it started, over ``seconds`` or ``most`` calls."""
-    for _ in range(WARM_UPS):
-        call()
-    times: list[float] = []
-    until = time.perf_counter() + seconds
-    while len(times) < WARM_UPS or (len(times) < most and time.perf_counter() < until):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)

@@ -1,0 +1,103 @@
+"""The tables of ``sinew inspect``: a configuration, tensors, what the plan's rewrites save, what stages cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from sinew.cli import terminal
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
+
+LONG = 200  # characters of a value that is shown whole
+
+
+def config_table(config: dict[str, Any]) -> Table:
+    table = Table("config", "", box=None, pad_edge=False)
+    for key, value in config.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {v}" for k, v in value.items())
+        table.add_row(escape(key), escape(shown(value)))
+    return table
+
+
+def shown(value: Any) -> str:
+    """Return a value of a configuration; of a long text, such as a tokenizer, its size."""
+    text = str(value)
+    return text if not isinstance(value, str) or len(text) <= LONG else f"a text of {len(text)} characters"
+
+
+def tensor_table(bundle: Bundle, all_tensors: bool) -> Table:
+    if all_tensors:
+        table = Table("tensor", "shape", "type", "bytes", box=None, pad_edge=False)
+        for t in bundle.infos.values():
+            table.add_row(escape(t.name), "x".join(map(str, t.shape)), t.type.name, str(t.nbytes))
+        return table
+    columns = ("module", "tensors", "parameters", "MB", "stored as", "weight error")
+    table = Table(*columns, box=None, pad_edge=False)
+    found = bundle.manifest.quantization
+    errors = {} if found is None else found.weight_error
+    groups: dict[str, list] = defaultdict(list)
+    for t in bundle.infos.values():
+        groups[t.name.split(".")[0]].append(t)
+    groups["total"] = list(bundle.infos.values())
+    for component, members in groups.items():
+        parameters = sum(bundle.parameters(t) for t in members)
+        types = "+".join(sorted({t.type.name for t in members}))
+        megabytes = f"{sum(t.nbytes for t in members) / 1e6:.1f}"
+        shown = f"{errors[component]:.1e}" if component in errors else ""
+        table.add_row(escape(component), str(len(members)), f"{parameters:,}", megabytes, types, shown)
+    return table
+
+
+def show_plan(record: dict[str, Any]) -> None:
+    console, shapes = terminal.console(), record["shapes"]
+    columns = ("rewrite", "status", ">GFLOP", ">MB moved", ">MB weights")
+    table = terminal.table(None, *columns, box=None, pad_edge=False)
+    table.add_column("why, and where", overflow="fold")
+    for row in record["rewrites"]:
+        numbers = [row.get(f"{key}_saved") for key in ("flops", "bytes", "weights")]
+        cells = [
+            "" if n is None else f"{-n / unit:+.{digits}f}"
+            for n, unit, digits in zip(numbers, (1e9, 1e6, 1e6), (3, 1, 1), strict=True)
+        ]
+        where = ", ".join(row["where"])
+        table.add_row(row["name"], row["status"], *cells, row["reason"] + (f" [{where}]" if where else ""))
+    table.add_section()
+    for name in ("eager", "planned"):
+        total = record[name]
+        cells = [
+            f"{total['flops'] / 1e9:.3f}",
+            f"{total['bytes'] / 1e6:.1f}",
+            f"{total['weights'] / 1e6:.1f}",
+        ]
+        table.add_row(name, "", *cells, f"{total['mapped'] / 1e6:.1f} MB of the weights stay in the file")
+    console.print(
+        f"{record['architecture']} in {record['dtype']} ({record['dtype_reason']}), per observation:"
+        f" {shapes['views']} views of {shapes['height']}x{shapes['width']}, {shapes['tokens']} prompt tokens,"
+        f" {shapes['steps']} solver steps",
+    )
+    console.print(table)
+    left_out = ", ".join(record["left_out_on_cpu"])
+    console.print(
+        f"Under PyTorch on a CPU, the engine leaves out {left_out or 'none of these'} (docs/plan.md).",
+    )
+
+
+def show_cost(record: dict[str, Any]) -> None:
+    """Print the table of :func:`cost_record`."""
+    console = terminal.console(markup=False)
+    table = Table("stage", "parameters", "MB", "runs", "GFLOP a chunk", box=None, pad_edge=False)
+    for name, stage in record["stages"].items():
+        megabytes, flops = f"{stage['bytes'] / 1e6:.1f}", f"{stage['flops'] / 1e9:.3f}"
+        table.add_row(name, f"{stage['parameters']:,}", megabytes, str(stage["runs"]), flops)
+    table.add_row("total", "", "", "", f"{record['flops'] / 1e9:.3f}")
+    console.print(table)
+    console.print(
+        f"of {record['views']} views, {record['prompt_tokens']} tokens of prompt and {record['solver_steps']} solver"
+        " steps on the eager engine, as `sinew perf` counts them",
+    )

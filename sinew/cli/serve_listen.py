@@ -1,0 +1,144 @@
+"""Where a server of ``sinew serve`` or ``sinew fleet`` listens, to whom, and what it tells of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter, validators
+
+from sinew.auth import api_key_of
+from sinew.cli import terminal
+from sinew.cli.options import Flag, Texts
+from sinew.core import SinewError
+from sinew.serve.process import connections_within, raise_descriptor_limit, tell_of_crashes
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires import parse, servers
+
+if TYPE_CHECKING:
+    from sinew.serve.wire import Listener
+
+logger = logging.getLogger(__name__)
+
+TOLD_S = 60.0  # between two lines that tell of an access log that cannot be written
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Listening:
+    """Where a server listens, and to whom.
+
+    Args:
+        wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), http (8000), groot (5555),
+            lerobot (8080); native and openpi if absent. Port 0 picks a free one.
+        host: address to listen on; anything but loopback is open to every machine that can reach it.
+        deadline_ms: refuse requests that would begin later than this after their arrival.
+        api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.
+        tls_cert: PEM file; encrypts openpi, http and lerobot.
+        tls_key: PEM file.
+        allow_host: a name of this server beside the machine's own, for the browsers that open its page; repeatable.
+        access_log: file for one JSON line per request, or - for standard error.
+        verbose: log more.
+    """
+
+    wire: Texts = ()
+    host: str = "127.0.0.1"
+    deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
+    api_key_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    allow_host: Texts = ()
+    access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
+    verbose: Flag = False
+
+    def prepared(
+        self, dashboard: Literal["auto", "on", "off"] = "auto", **bounds: Any
+    ) -> tuple[dict[str, int], Listen, str]:
+        """Return the ports by wire, how they are listened on, and the key that is wanted. bounds: of :class:`Listen`.
+
+        Raises the process's limit of descriptors, and :class:`SinewError` for files that are unusable: before anything
+        is loaded.
+        """
+        raise_descriptor_limit()
+        tell_of_crashes()
+        ports = parse(self.wire)
+        most = connections_within(bounds.pop("max_connections", Listen().max_connections), servers(ports))
+        listen = Listen(
+            host=self.host, max_connections=most, tls_cert=self.tls_cert, tls_key=self.tls_key,
+            hosts=self.allow_host, **bounds,
+        )  # fmt: skip
+        listen.tls()
+        key = api_key_of(self.api_key_file)
+        # Elsewhere anybody who reaches the port would see the robot's cameras.
+        shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(key)))
+        return ports, replace(listen, dashboard=shown), key
+
+
+LISTENING = Listening()
+
+
+def warn_of_exposure(host: str, wires: Sequence[Listener], key: bool, tls: bool) -> None:
+    if not key:
+        logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
+    plain = [wire.name for wire in wires if not tls or wire.address.startswith("tcp://")]
+    if plain:
+        logger.warning("frames, actions and keys travel unencrypted on %s", ", ".join(plain))
+
+
+def set_up_logs(verbose: bool) -> None:
+    terminal.log(
+        logging.DEBUG if verbose else logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for name in ("aiohttp.access", "grpc._cython.cygrpc", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+class _Lossy(logging.Handler):
+    """Tells of lines that could not be written, a full disk's as a rule, once in ``TOLD_S``: by itself logging prints a
+    traceback for each."""
+
+    lost, told = 0, float("-inf")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        self.lost += 1
+        if (now := time.monotonic()) - self.told >= TOLD_S:
+            self.told = now
+            logger.warning("--access-log: %d lines could not be written: %s", self.lost, sys.exc_info()[1])
+
+
+class _AccessFile(_Lossy, logging.FileHandler): ...
+
+
+class _AccessStream(_Lossy, logging.StreamHandler): ...
+
+
+@contextlib.contextmanager
+def access_logging(path: str | None) -> Iterator[None]:
+    """Write the access log to ``path`` (- is standard error, None is nowhere) inside, and leave its logger as it was:
+    loggers belong to the process, which may do other things after this."""
+    access = logging.getLogger("sinew.access")
+    before = access.propagate, access.disabled, access.level
+    handler: logging.Handler = logging.NullHandler()
+    if path is not None:
+        try:
+            handler = _AccessStream() if path == "-" else _AccessFile(path)
+        except OSError as error:
+            raise SinewError(f"--access-log {path}: {error.strerror}") from error
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access.addHandler(handler)
+    access.propagate, access.disabled = False, path is None
+    access.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        access.removeHandler(handler)
+        with contextlib.suppress(OSError):  # the disk is full still; it was told
+            handler.close()
+        access.propagate, access.disabled = before[:2]
+        access.setLevel(before[2])

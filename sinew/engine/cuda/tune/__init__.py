@@ -1,1 +1,0 @@
-"""Tiles and launch forms of the kernels: defaults, timing and stored choices."""

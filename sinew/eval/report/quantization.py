@@ -1,0 +1,220 @@
+"""What fewer bits cost a bundle: it is written, its chunks are held against the reference's, its gate is played."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinew import scratch
+from sinew.bundle import Bundle, write_bundle
+from sinew.bundle.schema import COMPONENTS, Quantization, Success
+from sinew.bundle.writer import rewrite
+from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
+from sinew.core import SinewError, Timing
+from sinew.engine.backend import BACKENDS
+from sinew.engine.choose import choose
+from sinew.engine.engine import Watch
+from sinew.engine.onnx.cache import cache_folder
+from sinew.engine.onnx.opening import usable_bits, variant
+from sinew.eval.observations import generated
+from sinew.eval.report.gate import read_gate
+from sinew.eval.report.gating import gate_of, play_gate
+from sinew.policy import Policy
+from sinew.processing import ModelInputs
+
+Input = tuple[ModelInputs, np.ndarray]  # of one observation, with the solver's noise
+Trial = tuple[float, dict[str, float]]  # error of the chunk; component -> milliseconds of its stage, at best
+Measure = Callable[[Bundle, dict[str, str], Path], Trial]
+
+
+def quantized(
+    opened: Bundle, chosen: dict[str, Any], count: int, out: Path, engine: str | None
+) -> tuple[Quantization, str]:
+    """Write a bundle in the precisions ``chosen`` of its components, and measure its error over ``count`` observations
+    with an engine; None: with that which the precisions want. Return the record in its header, and in words what was
+    stored. Raises :class:`SinewError`."""
+    kinds = set(chosen.values())
+    if engine is not None and not kinds <= {*(follows := BACKENDS[engine].follows), "fp32"}:
+        recipe = ",".join(f"{part}={kind}" for part, kind in chosen.items())
+        raise SinewError(f"--engine {engine}: expected {', '.join(sorted(follows))} and fp32, got {recipe}")
+    if "fp8" in kinds:
+        return _in_fp8(opened, chosen, count, out)
+    make = _in_lowbit if engine == "cpu" or {"q8_0", "q4_0"} & kinds else _in_int8
+    return make(opened, chosen, count, out)
+
+
+def lacking(opened: Bundle, chosen: dict[str, Any]) -> list[str]:
+    """Return the components that are chosen below fp32 and have nothing that could be stored so."""
+    nothing = dict.fromkeys(COMPONENTS, "fp32")
+    parts = [part for part, kind in chosen.items() if kind != "fp32"]
+    return [part for part in parts if not plan_formats(opened, nothing | {part: "int8"})]
+
+
+def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization, str, bool]:
+    """Play the gate of the new bundle's task with the engine that follows its recipe, and write the outcome into its
+    header. Return the record with it, the verdict in words, and whether it passes (or there was nothing to play)."""
+    gate, why = gate_of(out)
+    if gate is None or not episodes:
+        return record, f"not played: {why if episodes else '--episodes 0'}", True
+    quantised = Bundle(out)
+    try:
+        choice = choose(quantised)
+    except SinewError as error:
+        return record, f"not played: {error}; `sinew validate {out}` plays it where that engine runs", True
+    found = play_gate(read_gate(gate), out, choice, episodes)
+    counts = {name: found[name] for name in ("env", "episodes", "wins", "recorded_wins")}
+    record = replace(record, success=Success(**counts))
+    graphs = cache_name(out)
+    write(quantised, record, out)
+    if graphs.exists():  # another header is another fingerprint; the graphs stay
+        graphs.rename(cache_name(out))
+    delta = 100 * (found["wins"] - found["recorded_wins"]) / found["episodes"]
+    return record, f"success {delta:+.1f} points: {found['text']}", found["passed"]
+
+
+def cache_name(out: Path) -> Path:
+    """Return the folder in which the graphs of a bundle are looked for."""
+    return cache_folder(out, variant(usable_bits(Bundle(out))))
+
+
+def trials(opened: Bundle, count: int) -> Measure:
+    """Return a function that measures a recipe on the same observations each time."""
+    reference = Policy(opened, "cpu", engine="eager")
+    inputs = list(islice(observed(reference)[1], count))
+
+    def trial(bundle: Bundle, recipe: dict[str, str], scratch: Path) -> Trial:
+        whole = dict.fromkeys(COMPONENTS, "fp32") | recipe
+        manifest = bundle.manifest
+        write_bundle(scratch, lambda: manifest, lowbit_sources(bundle, plan_formats(bundle, whole)))
+        rounded = Policy(Bundle(scratch), "cpu", engine="cpu")
+        timings: list[Timing] = []
+        error = float(np.median(measure(reference, rounded.engine, inputs, timings)))
+        stages = {"vision": "vision_ms", "language": "prefix_ms", "head": "head_ms"}
+        return error, {part: min(getattr(each, name) for each in timings) for part, name in stages.items()}
+
+    return trial
+
+
+def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
+    from sinew.engine.onnx.providers import runtime
+    from sinew.engine.onnx.quantize import weight_bits
+
+    bits, why = weight_bits()
+    record = _measured(opened, chosen, count, out, "onnx", bits, f"onnxruntime {runtime().__version__}")
+    return record, f"graphs of {bits} bits per output channel: {why}"
+
+
+def _in_lowbit(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
+    from sinew.engine.cpu.kernels.library import extension
+
+    record = _measured(opened, chosen, count, out, "cpu", 8, f"cpu, {extension().kernels} kernels")
+    return record, f"computed on as they are stored ({extension().kernels} kernels: {extension().reason})"
+
+
+def _measured(
+    opened: Bundle, chosen: dict[str, Any], count: int, out: Path, engine: str, bits: Any, by: str
+) -> Quantization:
+    """Write the bundle, and return its record with the error of ``engine`` on what was written.
+
+    Graphs are exported from the stored weights, as on any other machine, and go with the bundle.
+    """
+    with scratch.beside(out) as folder:
+        unmeasured = folder / out.name
+        stored = _store(opened, chosen, _record(chosen, bits, [0.0], "", ""), unmeasured)
+        reference = Policy(opened, "cpu", engine="eager")
+        rounded = Policy(Bundle(unmeasured), "cpu", engine=engine)
+        origin, stream = observed(reference)
+        errors = measure(reference, rounded.engine, islice(stream, count))
+        record = replace(_record(chosen, bits, errors, origin, by), weight_error=stored.weight_error)
+        write(Bundle(unmeasured), record, out)
+        if BACKENDS[engine].runs_graphs:
+            graphs = cache_name(out)
+            shutil.rmtree(graphs, ignore_errors=True)  # of the same bundle, made before
+            cache_name(unmeasured).rename(graphs)
+    return record
+
+
+def _store(opened: Bundle, chosen: dict[str, Any], record: Quantization, out: Path) -> Quantization:
+    """Write the bundle with low-bit weights; return the record with their error."""
+    formats = plan_formats(opened, chosen)
+    with scratch.beside(out) as folder:
+        stored = folder / out.name
+        manifest = replace(opened.manifest, quantization=record)
+        write_bundle(stored, lambda: manifest, lowbit_sources(opened, formats))
+        errors = {name: float(f"{error:.4g}") for name, error in weight_errors(opened, stored).items()}
+        record = replace(record, weight_error=errors)
+        write(Bundle(stored), record, out)
+    return record
+
+
+def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
+    import torch
+
+    from sinew.engine.cuda.calibrate import calibrate
+    from sinew.engine.cuda.engine import CudaEngine
+    from sinew.engine.cuda.fused.fuse import ON_CUDA
+    from sinew.engine.cuda.options import CudaOptions
+    from sinew.engine.plan.plan import Plan
+
+    reference = Policy(opened, "cpu", engine="eager")
+    model = reference.engine.model
+    origin, stream = observed(reference)
+    made, _ = calibrate(opened, model, islice(stream, count), origin)
+    options = CudaOptions(fp8=tuple(name for name, kind in chosen.items() if kind == "fp8"))
+    scales = {name: float(f"{scale:.6g}") for name, scale in made.scales.items()}
+    scales = {name: scale for name, scale in scales.items() if model.component_of(name) in options.fp8}
+    if still := set(options.fp8) - {model.component_of(name) for name in scales}:
+        raise SinewError(
+            f"fp8: {', '.join(sorted(still))}: expected linear layers that a request runs, got none"
+        )
+    processing, plan = opened.manifest.processing, Plan.of(model, rewrites=ON_CUDA)
+    engine = CudaEngine(plan, torch.device("cpu"), processing=processing, options=options, scales=scales)
+    errors = measure(reference, engine, islice(stream, count))
+    record = _record(
+        chosen, 8, errors, origin, f"the kernels' references in float32, torch {torch.__version__}"
+    )
+    record = replace(record, scales=scales)
+    write(opened, record, out)
+    return record, f"8 bits, e4m3; inputs of {len(scales)} layers have scales of as many observations before"
+
+
+def _record(recipe: dict[str, Any], bits: Any, errors: list[float], origin: str, engine: str) -> Quantization:
+    median, largest = (float(f"{value:.4g}") for value in (np.median(errors), np.max(errors)))
+    return Quantization(recipe, bits, median, largest, len(errors), origin, engine)
+
+
+def observed(reference: Policy) -> tuple[str, Iterator[Input]]:
+    """Where observations come from, and they without end. The reference plays the episodes."""
+    origin, stream = generated(reference)
+    processor = reference.processor
+    return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
+
+
+def measure(
+    reference: Policy, engine: Any, observations: Iterable[Input], timings: list[Timing] | None = None
+) -> list[float]:
+    """Return the relative L2 of the chunk (model units, the action's own columns) per observation. timings: gets the
+    times of ``engine``, too."""
+    steps, width = reference.spec.solver_steps, reference.spec.action.dim
+    errors = []
+    for inputs, noise in observations:
+        (wanted,) = reference.engine.run(inputs.batched(), noise[None], steps)
+        watch = Watch()
+        (got,) = engine.run(inputs.batched(), noise[None], steps, watch=watch)
+        if timings is not None:
+            timings.append(watch.timing())
+        wanted, got = wanted[:, :width], got[:, :width]
+        size = float(np.linalg.norm(wanted)) or 1.0  # a chunk of zeros: a sentence that is none
+        errors.append(float(np.linalg.norm(got - wanted)) / size)
+    return errors
+
+
+def write(bundle: Bundle, record: Quantization, out: Path) -> None:
+    """The bundle's tensors, byte for byte, under a header with the recipe."""
+    rewrite(bundle, replace(bundle.manifest, quantization=record), out)

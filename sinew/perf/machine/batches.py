@@ -1,0 +1,30 @@
+"""How long this machine takes for batches of a policy, predicted from its calibration."""
+
+from __future__ import annotations
+
+from sinew import machine
+from sinew.perf.fleet import batched
+from sinew.perf.machine import fit as calibration
+from sinew.perf.program import PublishedProgram
+
+
+def sizes(most: int) -> list[int]:
+    """1, 2, 4 ... and the largest."""
+    return sorted({*(1 << k for k in range(most.bit_length()) if 1 << k <= most), most})
+
+
+def predicted(source: str, threads: int, engine: str, max_batch: int) -> tuple[dict[int, float], float] | str:
+    """Return the seconds of each size and the calibration's band, or what is missing for them."""
+    fitted = calibration.load(machine.cpu_model(), threads, engine=engine)
+    if fitted is None:
+        option = "" if engine == "eager" else f" --engine {engine}"
+        return (
+            f"not calibrated for {threads} threads: sinew perf calibrate {source} --threads {threads}{option}"
+        )
+    program = PublishedProgram.load(source, dtypes="fp32", engine="eager" if engine == "eager" else "plan")
+    stages = program.components("unfused")
+    found = {
+        size: sum(fitted.predict(batched(stage, size)).seconds for stage in stages)
+        for size in sizes(max_batch)
+    }
+    return found, fitted.band
