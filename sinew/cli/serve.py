@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,7 +21,7 @@ from sinew import hints
 from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
-from sinew.cli.serve_policy import Change, changer, loader, parse_policies, replayer
+from sinew.cli.serve_policy import Change, changer, loader, parse_policies, preparation, replayer
 from sinew.core import SinewError, VectorSpec
 from sinew.serve.process import (
     GRACE_S,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.records.background_writer import BackgroundWriter
     from sinew.serve.fleet.remote import RemotePolicy
+    from sinew.serve.prepare import Preparation
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
     from sinew.serve.wire import Listener
@@ -109,6 +111,7 @@ def serve(
     rerun: str | None = None,
     access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     dashboard: Literal["auto", "on", "off"] = "auto",
+    prepare: bool = True,
     verbose: Annotated[bool, Parameter(negative="")] = False,
     bounds: Bounds = Bounds(),
 ) -> int:
@@ -139,6 +142,9 @@ def serve(
             rerun+http://HOST:9876/proxy (unencrypted). Needs the extra `rerun`.
         access_log: file for one JSON line per request, or - for standard error.
         dashboard: a page at / of the openpi and http ports; auto: on loopback, or where a key is wanted.
+        prepare: where an engine may be faster than the one that auto could start at once, export it in the background,
+            prove and measure it, and let it take over between two chunks if it is (docs/engines.md); --no-prepare stays
+            with what starts at once.
         verbose: log more.
     """
     set_up_logs(verbose)
@@ -165,7 +171,7 @@ def serve(
         # Elsewhere anybody who reaches the port would see the robot's cameras.
         shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(api_key)))
         listen = replaced(listen, dashboard=shown)
-        options = runs.keywords() | cameras.keywords()
+        options = runs.keywords() | cameras.keywords() | {"prepared": prepare}
         make = (
             loader(bundle, options, threads)
             if replay is None
@@ -199,6 +205,9 @@ def serve(
                     change,
                     more,
                     context,
+                    partial(preparation, bundle, options, threads)
+                    if prepare and bundle is not None and replay is None and not context
+                    else None,
                 )
             for recorder in recorders.values():
                 recorder.close()
@@ -237,6 +246,7 @@ def _load_and_run(
     change: Change | None,
     more: dict[str, str],
     contexts: Sequence[str],
+    faster: Callable[[int | None], Preparation | None] | None = None,
 ) -> bool:
     """Returns False when a thread is still inside the model."""
     supervisor = Supervisor(bounds.stuck_s)
@@ -267,6 +277,11 @@ def _load_and_run(
             from sinew.serve.contexts import add
 
             add(service, contexts, device_lock, begun)
+        work = None if faster is None or service.swapper is None else faster(service.swapper.budget)
+        if work is not None:
+            from sinew.serve.prepare import Preparer
+
+            service.preparing = Preparer(service, work)
         ready = ready_text(policy, tuple(process.wires), more)
         del policy, deployment  # the service has them, until they are exchanged
         with hints.read_by("client"):

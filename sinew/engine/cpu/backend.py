@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sinew.engine import prepared
 from sinew.engine.backend import BACKENDS, LOWBIT, Backend, EngineOptions, installed, recipe
 from sinew.extras import install
 
@@ -50,6 +51,9 @@ class Cpu(Backend):
 
         if lacking := lacks_graphs(bundle):
             return False, lacking
+        found = prepared.kept(bundle.path, other.name)
+        if found is not None and found.against == self.name:  # the very bundle was measured
+            return found.taken, found.why
         if not installed("onnx"):
             return False, f"engine onnx was not measured beside it: {install('onnx')}"
         from sinew.engine.cpu.probe import measure
