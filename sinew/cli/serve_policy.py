@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
@@ -72,6 +73,7 @@ def preparation(
     where it was found before. budget: bytes that it and its successor may take together."""
     from sinew.engine import prepared
     from sinew.engine.choose import candidates, choose
+    from sinew.engine.onnx.borrowed import shipped
     from sinew.engine.onnx.cache import sweep
     from sinew.policy import open_bundle
     from sinew.serve.prepare import Preparation
@@ -85,6 +87,10 @@ def preparation(
         kept = prepared.kept(opened.path, candidate.engine)
         if kept is not None and not kept.taken and kept.against == choice.engine:
             logger.info("%s (found before; `sinew prepare %s --again` tries once more)", kept.why, bundle)
+            continue
+        if shipped(opened.path) is None and not os.access(opened.path.parent, os.W_OK):
+            words = "engine %s may be faster than %s, and is not prepared: %s cannot be written"
+            logger.info(words, candidate.engine, choice.engine, opened.path.parent)
             continue
         command = [sys.executable, "-m", "sinew", "prepare", str(found), "--background"]
         command += ["--device", choice.options.device]

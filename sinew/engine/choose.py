@@ -107,8 +107,8 @@ def choose(
             elif backend.plays_shipped(bundle):
                 reason = "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
                 passed_over.clear()
-            elif (found := findings.kept(bundle.path, name)) is not None and found.taken:
-                reason += f"; {found.why}"
+            elif (finding := findings.kept(bundle.path, name)) is not None and finding.taken:
+                reason += f"; {finding.why}"
             if _worth_saying(passed_over):
                 reason += f"; {'; '.join(_worth_saying(passed_over))}"
             return _choice(backend, bundle, reason, device_reason, dtype_reason, options, ignore_recipe)

@@ -148,8 +148,8 @@ class Preparer:
             raise SinewError(last.strip().removeprefix("error: ")[:500])
         try:
             seconds = {str(name): float(took) for name, took in record["seconds"].items()}
-            texts = (str(record[name]) for name in ("engine", "against"))
-            finding = Finding(*texts, record["taken"] is True, str(record["why"]), seconds)
+            engine, against = str(record["engine"]), str(record["against"])
+            finding = Finding(engine, against, record["taken"] is True, str(record["why"]), seconds)
             return finding, Need(int(record["need"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise SinewError(f"expected what was found, got {record.get('text', record)!s:.300}") from None
