@@ -229,7 +229,8 @@ def _measure(bundle: Bundle, form: Path, choice: EngineChoice, engine: str) -> d
 def fastest(policies: Mapping[str, Policy]) -> dict[str, float]:
     """Return the processor seconds of a chunk of each, the shortest of :data:`ROUNDS` in turn."""
     observation = next(iter(policies.values())).dummy_observation()
-    repeats, best = {}, dict.fromkeys(policies, math.inf)
+    repeats: dict[str, int] = {}
+    best = dict.fromkeys(policies, math.inf)
     for index in range(ROUNDS + 1):
         for name, policy in policies.items():
             if not index:

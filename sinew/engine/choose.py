@@ -132,8 +132,11 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
         word = None if choice.dtype_reason.partition(";")[0] != ASKED else choice.options.dtype
         dtype, storage, why = choose_precision(bundle, word, choice.options.device, backend)
         options = replace(choice.options, dtype=dtype, storage=storage)
-        if not _refused(backend, bundle, options, False) and backend.preparable(bundle):
-            found.append(_choice(backend, bundle, "prepared", choice.device_reason, why, options, False))
+        if _refused(backend, bundle, options, False) or not backend.preparable(bundle):
+            continue
+        made = _choice(backend, bundle, "prepared", choice.device_reason, why, options, False)
+        if made.recipe == choice.recipe:  # else what computes now widens what this one would round
+            found.append(made)
     return found
 
 

@@ -49,11 +49,14 @@ class Cpu(Backend):
             return False, problem
         from sinew.engine.onnx.backend import lacks_graphs
 
+        found = prepared.kept(bundle.path, other.name)
+        measured_here = found is not None and found.against == self.name  # the very bundle
+        if found is not None and measured_here and not found.taken:
+            return False, found.why
         if lacking := lacks_graphs(bundle):
             return False, lacking
-        found = prepared.kept(bundle.path, other.name)
-        if found is not None and found.against == self.name:  # the very bundle was measured
-            return found.taken, found.why
+        if found is not None and measured_here:
+            return True, found.why
         if not installed("onnx"):
             return False, f"engine onnx was not measured beside it: {install('onnx')}"
         from sinew.engine.cpu.probe import measure
