@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "sinew.prepare/1"
 MARGIN = 1.05  # times as fast, at least: an exchange that gains less is not worth it
+LAST = 19  # of priorities
 ROUNDS = 5  # in turn, behind one that warms up
 SHORTEST_S = 0.05  # of a measurement; shorter chunks are computed several times
 ROOM = (
@@ -316,9 +317,11 @@ def _kept_as(words: str) -> Iterator[None]:
 def _step_back() -> None:
     """Let every other process go first, be the first that the system ends where memory is short, and end with whoever
     holds the other end of standard input."""
-    os.nice(19)
-    with contextlib.suppress(OSError):  # Linux alone has it
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    os.nice(LAST)
+    # Linux alone has these. In a session of its own a process is weighed as the session is, whatever its own priority.
+    for name, value in (("autogroup", LAST), ("oom_score_adj", 1000)):
+        with contextlib.suppress(OSError):
+            Path("/proc/self", name).write_text(str(value))
     logging.getLogger().addHandler(logging.NullHandler())
     progress.listen(_report)
 

@@ -42,7 +42,8 @@ from tests.serve.test_server import START_S, ServerProcess, serving
 from tests.serve.test_swap import exchanging
 
 CASE = "smolvla-2cam"
-WORK_S = 240.0  # an export beside other tests
+WORK_S = 600.0  # an export of the lowest priority beside other tests, where nobody may raise it
+pytestmark = pytest.mark.timeout(900)
 PEN = ASSETS / "pen.gguf"
 ONE = ("--wire", "native:0", "--threads", 1)
 
@@ -92,6 +93,24 @@ def children(server: ServerProcess) -> list[int]:
             if int(each.read_text().rpartition(")")[2].split()[1]) == server.process.pid:
                 found.append(int(each.parent.name))
     return found
+
+
+def hurry(server: ServerProcess) -> int:
+    """Return the process that prepares, once it has stepped back, and let it go as fast as the tests beside it, where
+    that is allowed."""
+
+    def stepped() -> int | None:
+        found = [each for each in children(server) if os.getpriority(os.PRIO_PROCESS, each) == 19]
+        return found[0] if found else None
+
+    child = until(stepped)
+    group = Path(f"/proc/{child}/autogroup")
+    if group.exists():
+        until(lambda: group.read_text().endswith("nice 19\n"), START_S)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, child, 0)
+        group.write_text("0")
+    return child
 
 
 def names(folder: Path) -> set[str]:
@@ -156,6 +175,7 @@ def test_a_server_changes_to_the_faster_engine_between_two_chunks(pen: Path, tmp
         address = next(word for word in server.line.split() if word.startswith("tcp:"))
         client = stack.enter_context(Client(address, timeout=START_S))
         assert client.metadata()["server"]["engine"] == "plan"
+        hurry(server)
         with asking(address, observation) as answers, asking(address, observation) as others:
             found = settled(client)
             count = len(answers)
@@ -198,9 +218,8 @@ def test_a_bundle_is_exported_beside_its_server(golden_bundle: Path, tmp_path: P
     with serving(tmp_path, golden_bundle, *ONE) as server, Client(server.address, timeout=START_S) as client:
         assert client.metadata()["server"]["engine"] == "plan"
         with asking(server.address, case.observation()) as answers:
+            child = hurry(server)
             partial = exporting(golden_bundle.parent)
-            (child,) = children(server)
-            assert os.getpriority(os.PRIO_PROCESS, child) == 19
             assert Path(f"/proc/{child}/oom_score_adj").read_text().strip() == "1000"
             # Another process waits for the first, and finds what it found.
             second = processes.Process(
@@ -237,8 +256,8 @@ def test_a_bundle_is_exported_beside_its_server(golden_bundle: Path, tmp_path: P
 def test_nothing_is_left_of_an_export_that_ends(victim: str, golden_bundle: Path, tmp_path: Path) -> None:
     home, observation = golden_bundle.parent, grey(golden_bundle)
     with serving(tmp_path, golden_bundle, *ONE) as server, Client(server.address, timeout=START_S) as client:
+        child = hurry(server)
         exporting(home)
-        (child,) = children(server)
         if victim == "child":
             os.kill(child, signal.SIGKILL)
             found = settled(client)
@@ -280,6 +299,7 @@ def test_a_disk_that_is_full(golden_bundle: Path, tmp_path: Path) -> None:
         serving(tmp_path, golden_bundle, *ONE, command=("-c", FULL)) as server,
         Client(server.address, timeout=START_S) as client,
     ):
+        hurry(server)
         found = settled(client)
         assert found["state"] == "failed"
         assert (
@@ -295,6 +315,7 @@ def test_memory_that_is_short(pen: Path, tmp_path: Path) -> None:
         serving(tmp_path, pen, *ONE, "--memory-gib", 0.05) as server,
         Client(server.address, timeout=START_S) as client,
     ):
+        hurry(server)
         found = settled(client)
         assert found["state"] == "failed"
         assert (
@@ -369,6 +390,7 @@ def test_what_robots_asked_for_stays(pen: Path, tmp_path: Path) -> None:
         chunk = client.infer(observation)
         guided = {**observation, "previous": chunk.actions[4:], "delay": 2, "rtc": "guided"}
         client.infer(guided)
+        hurry(server)
         found = settled(client)
         assert found["state"] == "refused"
         words = "engine onnx is not taken: plan continues chunks by rtc guided, as was asked of this server"
@@ -499,7 +521,8 @@ def test_a_policy_that_was_exchanged_meanwhile_stays(tmp_path: Path, pen: Path) 
         "need": 1,
     }
     wait = tmp_path / "go"
-    program = f"import os, time\nwhile not os.path.exists({str(wait)!r}): time.sleep(0.01)\nprint({json.dumps(found)!r})"
+    program = f"import os, time\nwhile not os.path.exists({str(wait)!r}): time.sleep(0.01)\n"
+    program += f"print({json.dumps(found)!r})"
     with exchanging(tmp_path) as at:
         work = Preparation(str(pen), "onnx", "plan", [sys.executable, "-c", program], pen, lambda: None)
         preparer = Preparer(at.service, work)
