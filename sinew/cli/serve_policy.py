@@ -92,7 +92,9 @@ def preparation(
             words = "engine %s may be faster than %s, and is not prepared: %s cannot be written"
             logger.info(words, candidate.engine, choice.engine, opened.path.parent)
             continue
-        command = [sys.executable, "-m", "sinew", "prepare", str(found), "--background"]
+        # As this process was started: what lies in the current folder is imported by `python -m sinew` alone.
+        alike = [] if sys.path[:1] and sys.path[0] in ("", str(Path.cwd())) else ["-P"]
+        command = [sys.executable, *alike, "-m", "sinew", "prepare", str(found), "--background"]
         command += ["--device", choice.options.device]
         if options["dtype"] is not None:
             command += ["--dtype", str(options["dtype"])]

@@ -23,9 +23,10 @@ import numpy as np
 import pytest
 from sinew_client import Client
 
-from sinew import load
+from sinew import load, machine
 from sinew.bundle import Bundle
 from sinew.cli import main
+from sinew.cli.serve_policy import preparation
 from sinew.engine import prepared, proofs
 from sinew.engine.backend import BACKENDS, EngineOptions
 from sinew.engine.choose import candidates, choose
@@ -509,6 +510,43 @@ def test_whatever_the_process_says(program: str, words: str, tmp_path: Path, pen
     assert found["state"] in ("failed", "refused")
     assert words in found["text"]
     assert bool(swept) == ("SystemExit" in program or "kill" in program)
+
+
+def test_a_folder_that_cannot_be_written(golden_bundle: Path, monkeypatch, caplog) -> None:
+    """A process is not begun for it: a container's models lie in such a folder, at each of its starts."""
+    options = {"engine": "auto", "device": "cpu", "dtype": None, "providers": (), "ignore_recipe": False}
+    work = preparation(golden_bundle, options, 1, 1 << 30)
+    assert work is not None
+    words = ["prepare", str(golden_bundle), "--background", "--device", "cpu", "--memory-gib", "1.000000"]
+    assert list(work.command[-len(words) :]) == words
+    for no in ({"engine": "plan"}, {"engine": "onnx"}, {"dtype": "bf16"}, {"providers": ("cpu",)}):
+        assert preparation(golden_bundle, {**options, **no}, 1, None) is None
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with caplog.at_level("INFO"):
+        assert preparation(golden_bundle, options, 1, None) is None
+    assert f"is not prepared: {golden_bundle.parent} cannot be written" in caplog.text
+
+
+def test_memory_that_went_meanwhile(tmp_path: Path, pen: Path, monkeypatch) -> None:
+    found = {
+        "engine": "onnx",
+        "against": "plan",
+        "taken": True,
+        "why": "it is faster",
+        "seconds": {},
+        "need": 1 << 20,
+    }
+    monkeypatch.setattr(machine, "memory", lambda: (1 << 30, 1 << 19))
+    with exchanging(tmp_path) as at:
+        command = [sys.executable, "-c", f"print({json.dumps(found)!r})"]
+        preparer = Preparer(at.service, Preparation(str(pen), "onnx", "plan", command, pen, lambda: None))
+        preparer.start()
+        assert preparer.join(START_S)
+        assert (
+            "memory: expected 1 MiB of weights that are free beside it, got 0 MiB"
+            in preparer.describe()["text"]
+        )
+        assert at.service.scheduler is at.scheduler
 
 
 def test_a_policy_that_was_exchanged_meanwhile_stays(tmp_path: Path, pen: Path) -> None:
