@@ -1,6 +1,6 @@
 """The default engine becomes the fastest one while a server serves: made, proved, measured, exchanged, and kept.
 
-The policies are the embedded ``pen``, whose graphs come with the package, and a golden case that has to be exported.
+The policies are the embedded ``act``, whose graphs come with the package, and a golden case that has to be exported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.serve.test_swap import exchanging
 CASE = "smolvla-2cam"
 WORK_S = 600.0  # an export of the lowest priority beside other tests, where nobody may raise it
 pytestmark = pytest.mark.timeout(900)
-PEN = ASSETS / "pen.gguf"
+ACT = ASSETS / "act.gguf"
 ONE = ("--wire", "native:0", "--threads", 1)
 
 
@@ -57,9 +57,9 @@ def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pen(tmp_path: Path) -> Path:
+def act(tmp_path: Path) -> Path:
     (tmp_path / "robot").mkdir()
-    return Path(shutil.copy(PEN, tmp_path / "robot" / "pen.gguf"))
+    return Path(shutil.copy(ACT, tmp_path / "robot" / "act.gguf"))
 
 
 @pytest.fixture
@@ -167,11 +167,11 @@ def exchanged_once(answers: list[Any], before: np.ndarray, after: np.ndarray) ->
 # ----------------------------------------------------------------------------- the exchange
 
 
-def test_a_server_changes_to_the_faster_engine_between_two_chunks(pen: Path, tmp_path: Path) -> None:
-    observation = grey(pen)
-    plan, onnx = (load(pen, engine=name, threads=1).infer(observation).actions for name in ("plan", "onnx"))
+def test_a_server_changes_to_the_faster_engine_between_two_chunks(act: Path, tmp_path: Path) -> None:
+    observation = grey(act)
+    plan, onnx = (load(act, engine=name, threads=1).infer(observation).actions for name in ("plan", "onnx"))
     np.testing.assert_allclose(plan, onnx, atol=1e-3 * np.abs(plan).max())
-    arguments = (pen, "--wire", "http:0", *ONE, "--record", tmp_path / "records")
+    arguments = (act, "--wire", "http:0", *ONE, "--record", tmp_path / "records")
     with serving(tmp_path, *arguments) as server, contextlib.ExitStack() as stack:
         address = next(word for word in server.line.split() if word.startswith("tcp:"))
         client = stack.enter_context(Client(address, timeout=START_S))
@@ -198,18 +198,22 @@ def test_a_server_changes_to_the_faster_engine_between_two_chunks(pen: Path, tmp
     assert "engine onnx took over from plan: processor ms of a chunk, measured on this machine: plan " in log
     assert "Traceback" not in log
     engines = [record.server["engine"] for record in read_records(tmp_path / "records")]
-    assert set(engines) == {"plan", "onnx"}
-    assert engines == sorted(engines, reverse=True)
+    given = [*answers, *others]
+    for name, chunk in (
+        ("plan", plan),
+        ("onnx", onnx),
+    ):  # the last of one may end beside the first of the other
+        assert engines.count(name) == sum(np.array_equal(each, chunk) for each in given) > 0
     # The next start begins with it, and prepares nothing.
-    with serving(tmp_path, pen, *ONE) as server, Client(server.address, timeout=START_S) as client:
+    with serving(tmp_path, act, *ONE) as server, Client(server.address, timeout=START_S) as client:
         about = client.metadata()["server"]
         assert about["engine"] == "onnx"
         assert "measured on this machine: plan " in about["engine_reason"]
         assert "prepare" not in client.health()
         np.testing.assert_array_equal(client.infer(observation).actions, onnx)
     # What was found is the servers': a program, and a server that is told so, have what they had.
-    assert choose(Bundle(pen), device="cpu").engine == "plan"
-    with serving(tmp_path, pen, *ONE, "--no-prepare") as server, Client(server.address) as client:
+    assert choose(Bundle(act), device="cpu").engine == "plan"
+    with serving(tmp_path, act, *ONE, "--no-prepare") as server, Client(server.address) as client:
         assert client.metadata(timeout=START_S)["server"]["engine"] == "plan"
         assert "prepare" not in client.health()
 
@@ -311,36 +315,36 @@ def test_a_disk_that_is_full(golden_bundle: Path, tmp_path: Path) -> None:
     assert prepared.kept(golden_bundle, "onnx") is None  # tomorrow there may be room
 
 
-def test_memory_that_is_short(pen: Path, tmp_path: Path) -> None:
+def test_memory_that_is_short(act: Path, tmp_path: Path) -> None:
     with (
-        serving(tmp_path, pen, *ONE, "--memory-gib", 0.05) as server,
+        serving(tmp_path, act, *ONE, "--memory-gib", 0.05) as server,
         Client(server.address, timeout=START_S) as client,
     ):
         hurry(server)
         found = settled(client)
         assert found["state"] == "failed"
         assert (
-            "memory: expected 0.08 GiB, for both forms stand while they are exchanged, got 0.05 GiB"
+            "memory: expected 0.09 GiB, for both forms stand while they are exchanged, got 0.05 GiB"
             in found["text"]
         )
         assert client.metadata()["server"]["engine"] == "plan"
         assert "was not prepared: memory: expected" in server.log.read_text()
 
 
-def test_a_cache_that_cannot_be_written(pen: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written(act: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file in the place of the folder")
-    with serving(tmp_path, pen, *ONE) as server, Client(server.address, timeout=START_S) as client:
+    with serving(tmp_path, act, *ONE) as server, Client(server.address, timeout=START_S) as client:
         found = settled(client)
         assert found["state"] == "failed"
         assert "prepared: expected to keep there what is found, got Not a directory" in found["text"]
-        assert client.infer(grey(pen)).actions.shape[0] > 0
-    assert names(pen.parent) == {"pen.gguf"}
+        assert client.infer(grey(act)).actions.shape[0] > 0
+    assert names(act.parent) == {"act.gguf"}
 
 
 # ----------------------------------------------------------------------------- what is not taken
 
 
-def test_an_engine_that_is_slower_is_not_taken(pen: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_an_engine_that_is_slower_is_not_taken(act: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     """The measurement is the real one; the engine really takes longer."""
     solve = OnnxEngine.solve
 
@@ -352,42 +356,42 @@ def test_an_engine_that_is_slower_is_not_taken(pen: Path, tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(OnnxEngine, "solve", slow)
-        assert main(["prepare", str(pen), "--json"]) == 0
+        assert main(["prepare", str(act), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["taken"], told["prepared"], told["against"]) == (False, True, "plan")
     assert told["seconds"]["onnx"] > 0.1 > told["seconds"]["plan"] > 0
     assert told["why"].startswith(
         "engine onnx is not taken: it is not 5% faster (processor ms of a chunk, measured on"
     )
-    with serving(tmp_path, pen, *ONE) as server, Client(server.address, timeout=START_S) as client:
+    with serving(tmp_path, act, *ONE) as server, Client(server.address, timeout=START_S) as client:
         assert client.metadata()["server"]["engine"] == "plan"
         assert "engine onnx is not taken: it is not 5% faster" in client.metadata()["server"]["engine_reason"]
         assert "prepare" not in client.health()
         assert children(server) == []
         assert "(found before; `sinew prepare" in server.log.read_text()
-    assert main(["prepare", str(pen), "--json"]) == 0  # found before: nothing is measured
+    assert main(["prepare", str(act), "--json"]) == 0  # found before: nothing is measured
     again = json.loads(capsys.readouterr().out)
     assert (again["prepared"], again["seconds"]) == (True, told["seconds"])
-    assert main(["prepare", str(pen), "--again", "--json"]) == 0
+    assert main(["prepare", str(act), "--again", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["taken"] is True
 
 
-def test_an_engine_that_computes_something_else_is_not_taken(pen: Path, monkeypatch, capsys) -> None:
+def test_an_engine_that_computes_something_else_is_not_taken(act: Path, monkeypatch, capsys) -> None:
     solve = OnnxEngine.solve
     monkeypatch.setattr(
         OnnxEngine, "solve", lambda *given, **options: solve(*given, **options) * np.float32(1.01)
     )
-    assert main(["prepare", str(pen), "--json"]) == 0
+    assert main(["prepare", str(act), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["taken"], told["seconds"]) == (False, {})
     assert "engine onnx is not taken: it differs: actions " in told["why"]
-    assert choose(Bundle(pen), device="cpu", prepared=True).engine == "plan"
+    assert choose(Bundle(act), device="cpu", prepared=True).engine == "plan"
 
 
-def test_what_robots_asked_for_stays(pen: Path, tmp_path: Path) -> None:
+def test_what_robots_asked_for_stays(golden_bundle: Path, tmp_path: Path) -> None:
     """Graphs follow no Jacobian; a robot that was guided with one shall not be refused behind the exchange."""
-    observation = grey(pen)
-    with serving(tmp_path, pen, *ONE) as server, Client(server.address, timeout=START_S) as client:
+    observation = grey(golden_bundle)
+    with serving(tmp_path, golden_bundle, *ONE) as server, Client(server.address, timeout=START_S) as client:
         chunk = client.infer(observation)
         guided = {**observation, "previous": chunk.actions[4:], "delay": 2, "rtc": "guided"}
         client.infer(guided)
@@ -398,17 +402,17 @@ def test_what_robots_asked_for_stays(pen: Path, tmp_path: Path) -> None:
         assert words in found["text"]
         assert client.metadata()["server"]["engine"] == "plan"
         client.infer(guided)
-    with serving(tmp_path, pen, *ONE) as server, Client(server.address, timeout=START_S) as client:
+    with serving(tmp_path, golden_bundle, *ONE) as server, Client(server.address, timeout=START_S) as client:
         assert words in client.metadata()["server"]["engine_reason"]
         client.infer(guided)
 
 
-def test_what_a_finding_holds_for(pen: Path, monkeypatch) -> None:
+def test_what_a_finding_holds_for(act: Path, monkeypatch) -> None:
     found = prepared.Finding("onnx", "plan", True, "it is faster", {"onnx": 1.0, "plan": 2.0})
-    path = found.keep(pen)
-    assert prepared.kept(pen, "onnx") == found
-    assert choose(Bundle(pen), device="cpu", prepared=True).engine_reason.startswith(
-        "the fastest that is proved for smolvla on cpu; it is faster"
+    path = found.keep(act)
+    assert prepared.kept(act, "onnx") == found
+    assert choose(Bundle(act), device="cpu", prepared=True).engine_reason.startswith(
+        "the fastest that is proved for act on cpu; it is faster"
     )
     kept = json.loads(path.read_text())
     for other in (
@@ -421,21 +425,20 @@ def test_what_a_finding_holds_for(pen: Path, monkeypatch) -> None:
         {"engine": "plan"},
     ):
         path.write_text(json.dumps({**kept, **other}))
-        assert prepared.kept(pen, "onnx") is None, other
+        assert prepared.kept(act, "onnx") is None, other
     for text in ("", "[]", "{}", "\0", "null"):
         path.write_text(text)
-        assert prepared.kept(pen, "onnx") is None
+        assert prepared.kept(act, "onnx") is None
     path.write_text(json.dumps(kept))
-    pen.write_bytes(pen.read_bytes()[:-1] + b"x")  # other weights
-    assert prepared.kept(pen, "onnx") is None
+    act.write_bytes(act.read_bytes()[:-1] + b"x")  # other weights
+    assert prepared.kept(act, "onnx") is None
 
 
-@pytest.mark.parametrize("name", ["pen", "blocks", "act"])
-def test_what_can_be_prepared(name: str) -> None:
-    bundle = Bundle(ASSETS / f"{name}.gguf")
-    assert [each.engine for each in candidates(bundle, choose(bundle, device="cpu"))] == ["onnx"]
-    assert candidates(bundle, choose(bundle, "onnx", device="cpu")) == []
-    assert candidates(bundle, choose(bundle, dtype="bf16", device="cpu")) == []  # the graphs are fp32
+def test_what_can_be_prepared(golden_bundle: Path) -> None:
+    for bundle in (Bundle(ACT), Bundle(golden_bundle)):
+        assert [each.engine for each in candidates(bundle, choose(bundle, device="cpu"))] == ["onnx"]
+        assert candidates(bundle, choose(bundle, "onnx", device="cpu")) == []
+        assert candidates(bundle, choose(bundle, dtype="bf16", device="cpu")) == []  # the graphs are fp32
 
 
 def test_what_cannot_be_prepared(monkeypatch) -> None:
@@ -446,7 +449,7 @@ def test_what_cannot_be_prepared(monkeypatch) -> None:
         bundle = Bundle(ASSETS / f"{name}.gguf")
         assert candidates(bundle, choose(bundle, device="cpu")) == []
     monkeypatch.setattr(type(BACKENDS["onnx"]), "packages", ("no_such_runtime",))
-    bundle = Bundle(PEN)
+    bundle = Bundle(ACT)
     assert candidates(bundle, choose(bundle, device="cpu")) == []
 
 
@@ -474,7 +477,7 @@ def test_what_is_prepared_under_a_recipe(tmp_path: Path) -> None:
 def test_every_family_of_the_table_gets_the_faster_engine(architecture: str) -> None:
     """By the tests' own proofs alone: plan at once, and onnx once there are graphs."""
     manifest = SimpleNamespace(architecture=architecture, quantization=None)
-    bundle = SimpleNamespace(path=PEN, manifest=manifest, lowbit={})
+    bundle = SimpleNamespace(path=ACT, manifest=manifest, lowbit={})
     for engine in ("plan", "onnx"):
         ternary = engine == "onnx" and "onnx" not in columns(architecture)
         assert bool(BACKENDS[engine].unproved(bundle, EngineOptions("cpu", "fp32"))) == ternary
@@ -498,11 +501,11 @@ def columns(architecture: str) -> set[str]:
         ("print('[1]'); print('{' * 100000); print('{\"engine\": \"onnx\"}')", "expected what was found"),
     ],
 )
-def test_whatever_the_process_says(program: str, words: str, tmp_path: Path, pen: Path) -> None:
+def test_whatever_the_process_says(program: str, words: str, tmp_path: Path, act: Path) -> None:
     swept: list[int] = []
     with desk(()) as at:
         command = [sys.executable, "-c", program]
-        work = Preparation(str(pen), "onnx", "plan", command, pen, lambda: swept.append(1))
+        work = Preparation(str(act), "onnx", "plan", command, act, lambda: swept.append(1))
         preparer = Preparer(at.service, work)
         preparer.start()
         assert preparer.join(START_S)
@@ -527,7 +530,7 @@ def test_a_folder_that_cannot_be_written(golden_bundle: Path, monkeypatch, caplo
     assert f"is not prepared: {golden_bundle.parent} cannot be written" in caplog.text
 
 
-def test_memory_that_went_meanwhile(tmp_path: Path, pen: Path, monkeypatch) -> None:
+def test_memory_that_went_meanwhile(tmp_path: Path, act: Path, monkeypatch) -> None:
     found = {
         "engine": "onnx",
         "against": "plan",
@@ -539,7 +542,7 @@ def test_memory_that_went_meanwhile(tmp_path: Path, pen: Path, monkeypatch) -> N
     monkeypatch.setattr(machine, "memory", lambda: (1 << 30, 1 << 19))
     with exchanging(tmp_path) as at:
         command = [sys.executable, "-c", f"print({json.dumps(found)!r})"]
-        preparer = Preparer(at.service, Preparation(str(pen), "onnx", "plan", command, pen, lambda: None))
+        preparer = Preparer(at.service, Preparation(str(act), "onnx", "plan", command, act, lambda: None))
         preparer.start()
         assert preparer.join(START_S)
         assert (
@@ -549,7 +552,7 @@ def test_memory_that_went_meanwhile(tmp_path: Path, pen: Path, monkeypatch) -> N
         assert at.service.scheduler is at.scheduler
 
 
-def test_a_policy_that_was_exchanged_meanwhile_stays(tmp_path: Path, pen: Path) -> None:
+def test_a_policy_that_was_exchanged_meanwhile_stays(tmp_path: Path, act: Path) -> None:
     found = {
         "engine": "onnx",
         "against": "plan",
@@ -562,7 +565,7 @@ def test_a_policy_that_was_exchanged_meanwhile_stays(tmp_path: Path, pen: Path) 
     program = f"import os, time\nwhile not os.path.exists({str(wait)!r}): time.sleep(0.01)\n"
     program += f"print({json.dumps(found)!r})"
     with exchanging(tmp_path) as at:
-        work = Preparation(str(pen), "onnx", "plan", [sys.executable, "-c", program], pen, lambda: None)
+        work = Preparation(str(act), "onnx", "plan", [sys.executable, "-c", program], act, lambda: None)
         preparer = Preparer(at.service, work)
         preparer.start()
         at.swap("other")
@@ -573,13 +576,13 @@ def test_a_policy_that_was_exchanged_meanwhile_stays(tmp_path: Path, pen: Path) 
         assert at.service.about()["name"] == "other"
 
 
-def test_a_process_that_hears_no_signal_is_ended_all_the_same(pen: Path) -> None:
+def test_a_process_that_hears_no_signal_is_ended_all_the_same(act: Path) -> None:
     program = (
         'import signal, time; signal.signal(15, signal.SIG_IGN); print(\'{"progress": "on"}\', flush=True)'
     )
     program += "; time.sleep(600)"
     with desk(()) as at:
-        work = Preparation(str(pen), "onnx", "plan", [sys.executable, "-c", program], pen, lambda: None)
+        work = Preparation(str(act), "onnx", "plan", [sys.executable, "-c", program], act, lambda: None)
         preparer = Preparer(at.service, work)
         preparer.start()
         until(lambda: preparer.describe()["text"].endswith(": on"), START_S)

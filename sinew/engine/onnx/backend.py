@@ -59,7 +59,9 @@ class Onnx(Backend):
             return False  # it was trained to continue rows, or has a time per row, which graphs have not
         if not lacks_graphs(bundle):
             return False
-        return shipped(bundle.path) is not None or all(map(installed, MAKERS))
+        if shipped(bundle.path) is not None:  # whose robots are guided on every page of the documentation
+            return bundle.manifest.spec.solver.kind != "euler"
+        return all(map(installed, MAKERS))
 
     def plays_shipped(self, bundle: Bundle) -> bool:
         """An embedded policy whose graphs came with this package, where torch is not installed: with torch other
