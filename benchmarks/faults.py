@@ -169,7 +169,7 @@ class Place:
         with (self.work / "server.log").open("a") as log:
             self.server = subprocess.Popen(
                 [sys.executable, "-m", "sinew", "serve", str(self.bundle), "--wire", f"native:{self.port}",
-                 "--wire", f"http:{self.web}", "--threads", "1", *map(str, options)],
+                 "--wire", f"http:{self.web}", "--threads", "1", "--no-prepare", *map(str, options)],
                 stdout=subprocess.PIPE, stderr=log, text=True, cwd=self.work, env=environment(self.work),
             )  # fmt: skip
         if wait:

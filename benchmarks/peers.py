@@ -304,7 +304,8 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
         wires = ["--wire", f"native:{ports[SERVERS[2]]}", "--wire", f"lerobot:{ports[SERVERS[1]]}"]
         with (out / "sinew.log").open("w") as log:
             running["sinew"] = subprocess.Popen(
-                [sys.executable, "-m", "sinew", "serve", str(out / "policy.gguf"), *wires, "--threads", threads],
+                [sys.executable, "-m", "sinew", "serve", str(out / "policy.gguf"), *wires, "--threads", threads,
+                 "--no-prepare"],
                 stdout=log, stderr=log, env=environment(), cwd=out,
             )  # fmt: skip
         address = f"127.0.0.1:{ports[SERVERS[1]]}"

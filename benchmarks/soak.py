@@ -495,7 +495,7 @@ def main() -> int:
         key, log = Path(folder) / "key", Path(folder) / "log"
         key.write_text(KEY)
         wires = ("--wire", "native:0", "--wire", "http:0", "--engine", "plan", "--threads", 1)
-        with serving(log, BUNDLE, *wires, "--api-key-file", key) as (addresses, process):
+        with serving(log, BUNDLE, *wires, "--no-prepare", "--api-key-file", key) as (addresses, process):
             soak = Soak(given, addresses.split(), process, Path(folder))
             rounds = {name: soak.run(name, 60 * lasts) for name, lasts in minutes.items() if lasts}
             with Client(addresses.split()[0], timeout=30, api_key=KEY) as client:

@@ -59,7 +59,7 @@ def elsewhere(process: int) -> None:
 @contextlib.contextmanager
 def serving(*arguments: object) -> Iterator[tuple[str, int]]:
     """``sinew serve`` until the end of the block; its last address and its process id."""
-    command = [sys.executable, "-m", "sinew", "serve", *map(str, arguments)]
+    command = [sys.executable, "-m", "sinew", "serve", "--no-prepare", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     elsewhere(process.pid)
     assert process.stdout is not None

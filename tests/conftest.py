@@ -28,6 +28,10 @@ from tests.proofs import Recorder
 # Triton compiles or interprets from its first import on, and torch imports it where it is installed.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Servers of tests stay with the engine that they start with, and leave the machine to the others. What prepares another
+# has tests of its own (tests/serve/test_prepare.py).
+os.environ["SINEW_SERVE_PREPARE"] = "0"
+
 os.environ.pop(
     "COLUMNS", None
 )  # of the terminal that the suite runs in: texts are compared at their own width

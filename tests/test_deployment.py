@@ -42,7 +42,7 @@ def exposed() -> str:
     metrics = Metrics(
         lambda: {"waiting": 0, "running": False},
         lambda: True,
-        {"server": {"engine": "plan"}, "policy": {"name": "blocks"}},
+        lambda: {"server": {"engine": "plan"}, "policy": {"name": "blocks"}},
     )
     metrics.request("http", ActionChunk(np.zeros((2, 3), np.float32), Timing()), 0.1, missed=False)
     metrics.request("http", BusyError("full"), 0.1, missed=True)

@@ -40,6 +40,7 @@ VERBS = {
     "bench": "Time a bundle, stage by stage.",
     "eval": "Run a policy in closed loop and count successes.",
     "perf": "Predict latency, rates and memory on any machine.",
+    "prepare": "Make, prove and measure the faster form of a bundle.",
     "validate": "Prove that an engine computes a bundle as the reference does.",
     "pull": "Fetch a policy of the hub, for later.",
     "push": "Upload a bundle to the hub, with a card.",

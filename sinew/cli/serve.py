@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,7 +18,15 @@ from sinew import hints
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.cli.serve_listen import LISTENING, Listening, access_logging, set_up_logs, warn_of_exposure
-from sinew.cli.serve_policy import Change, changer, loader, parse_adapters, parse_policies, replayer
+from sinew.cli.serve_policy import (
+    Change,
+    changer,
+    loader,
+    parse_adapters,
+    parse_policies,
+    preparation,
+    replayer,
+)
 from sinew.core import SinewError, VectorSpec
 from sinew.serve.process import (
     GRACE_S,
@@ -34,6 +43,7 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.records.background_writer import BackgroundWriter
     from sinew.serve.fleet.remote import RemotePolicy
+    from sinew.serve.prepare import Preparation
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
     from sinew.serve.wire import Listener
@@ -94,6 +104,7 @@ def serve(
     record: Path | None = None,
     rerun: str | None = None,
     dashboard: Literal["auto", "on", "off"] = "auto",
+    prepare: bool = True,
     bounds: Bounds = Bounds(),
 ) -> int:
     """Serve a bundle to robot clients over one or more wires, until SIGINT or SIGTERM.
@@ -117,6 +128,9 @@ def serve(
         rerun: requests and replies for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
             rerun+http://HOST:9876/proxy (unencrypted). Needs the extra `rerun`.
         dashboard: a page at / of the openpi and http ports; auto: on loopback, or where a key is wanted.
+        prepare: where an engine may be faster than the one that auto could start at once, export it in the background,
+            prove and measure it, and let it take over between two chunks if it is (docs/engines.md); --no-prepare stays
+            with what starts at once.
     """
     set_up_logs(on.verbose)
     with access_logging(on.access_log):
@@ -131,7 +145,7 @@ def serve(
             from sinew.records.rerun_log import target_of
 
             viewer = target_of(rerun)
-        options = runs.keywords() | cameras.keywords()
+        options = runs.keywords() | cameras.keywords() | {"prepared": prepare}
         adapters = parse_adapters(adapter)
         if adapters and replay is not None:
             raise SinewError("--adapter: a recording is replayed alone")
@@ -168,6 +182,9 @@ def serve(
                     change,
                     more,
                     context,
+                    partial(preparation, bundle, options, threads)
+                    if prepare and bundle is not None and replay is None and not context and not adapters
+                    else None,
                 )
             for recorder in recorders.values():
                 recorder.close()
@@ -206,6 +223,7 @@ def _load_and_run(
     change: Change | None,
     more: dict[str, str],
     contexts: Sequence[str],
+    faster: Callable[[int | None], Preparation | None] | None = None,
 ) -> bool:
     """Returns False when a thread is still inside the model."""
     supervisor = Supervisor(bounds.stuck_s)
@@ -236,6 +254,11 @@ def _load_and_run(
             from sinew.serve.contexts import add
 
             add(service, contexts, device_lock, begun)
+        work = None if faster is None or service.swapper is None else faster(service.swapper.budget)
+        if work is not None:
+            from sinew.serve.prepare import Preparer
+
+            service.preparing = Preparer(service, work)
         ready = ready_text(policy, tuple(process.wires), more)
         del policy, deployment  # the service has them, until they are exchanged
         with hints.read_by("client"):

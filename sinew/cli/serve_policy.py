@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -13,6 +15,7 @@ from weakref import WeakSet
 from sinew import machine
 from sinew.cli.options import RUNS, Cameras, Runs
 from sinew.core import SinewError
+from sinew.engine.backend import AUTO
 from sinew.serve.supervise import Supervisor
 from sinew.sources import resolve
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from sinew.serve.deploy import ServingLimits
     from sinew.serve.device_lock import DeviceLock
     from sinew.serve.policies import Deployment
+    from sinew.serve.prepare import Preparation
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
     from sinew.serve.service import Service
@@ -28,7 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CHOSEN = ("engine", "device", "dtype", "providers", "ignore_recipe")  # what decides how a bundle is run
+# what decides how a bundle is run
+CHOSEN = ("engine", "device", "dtype", "providers", "ignore_recipe", "prepared")
 # Makes what loads, exchanges and unloads policies.
 Change = Callable[["Service", Supervisor, "DeviceLock", "WeakSet[Scheduler]"], "Swapper"]
 RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
@@ -52,7 +57,7 @@ def loader(
     opened = open_bundle(found)
     rename_cameras(opened.manifest.spec, options["rename"])
     beside = open_adapters(opened, adapters)
-    choose(opened, threads=threads, adapters=beside, **{name: options[name] for name in CHOSEN})
+    choose(opened, threads=threads, adapters=beside, **chosen(options))
 
     def load() -> Policy:
         import sinew
@@ -61,6 +66,51 @@ def loader(
         return sinew.load(found, threads=threads, adapters=adapters, **options)
 
     return load
+
+
+def chosen(options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of ``sinew.load``'s options that :func:`sinew.engine.choose.choose` takes."""
+    return {name: options[name] for name in CHOSEN if name in options}
+
+
+def preparation(
+    bundle: Path, options: dict[str, Any], threads: int | None, budget: int | None
+) -> Preparation | None:
+    """Return what ``sinew prepare`` could make faster of a policy that runs here; None for nothing, which the log says
+    where it was found before. budget: bytes that it and its successor may take together."""
+    from sinew.engine import prepared
+    from sinew.engine.choose import candidates, choose
+    from sinew.engine.onnx.borrowed import shipped
+    from sinew.engine.onnx.cache import sweep
+    from sinew.policy import open_bundle
+    from sinew.serve.prepare import Preparation
+
+    found = resolve(bundle)
+    if found.is_dir() or options["engine"] not in (None, AUTO):
+        return None
+    opened = open_bundle(found)
+    choice = choose(opened, threads=threads, **chosen(options))
+    for candidate in candidates(opened, choice):
+        kept = prepared.kept(opened.path, candidate.engine)
+        if kept is not None and not kept.taken and kept.against == choice.engine:
+            logger.info("%s (found before; `sinew prepare %s --again` tries once more)", kept.why, bundle)
+            continue
+        if shipped(opened.path) is None and not os.access(opened.path.parent, os.W_OK):
+            words = "engine %s may be faster than %s, and is not prepared: %s cannot be written"
+            logger.info(words, candidate.engine, choice.engine, opened.path.parent)
+            continue
+        # As this process was started: what lies in the current folder is imported by `python -m sinew` alone.
+        alike = [] if sys.path[:1] and sys.path[0] in ("", str(Path.cwd())) else ["-P"]
+        command = [sys.executable, *alike, "-m", "sinew", "prepare", str(found), "--background"]
+        command += ["--device", choice.options.device]
+        if options["dtype"] is not None:
+            command += ["--dtype", str(options["dtype"])]
+        if budget is not None:
+            command += ["--memory-gib", f"{max(budget, 1) / 2**30:.6f}"]
+        return Preparation(
+            str(bundle), candidate.engine, choice.engine, command, opened.path, lambda: sweep(opened.path)
+        )
+    return None
 
 
 def replayer(
@@ -140,7 +190,7 @@ def memory_need(source: str, options: dict[str, Any], threads: int | None, batch
     from sinew.serve.swap import Need
 
     found = resolve(source)
-    choice = choose(open_bundle(found), threads=threads, **{name: options[name] for name in CHOSEN})
+    choice = choose(open_bundle(found), threads=threads, **chosen(options))
     try:
         from sinew.perf.memory import fits
     except ModuleNotFoundError:

@@ -65,6 +65,9 @@ class ServerSeen:
             self.about = record
         elif event == "health":
             self.health = record
+            if "engine" in record and self.about.get("server"):  # which may have been exchanged
+                now = {name: record[name] for name in ("engine", "engine_reason") if name in record}
+                self.about = {**self.about, "server": {**self.about["server"], **now}}
         elif event == "answers":
             try:
                 self._answer(record)

@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinew.core import SinewError
+from sinew.core import RTC, SinewError
 from sinew.engine import proofs
 from sinew.extras import install
 
@@ -63,6 +63,7 @@ class Backend:
     weights that stay in half precision in float32. copies_none: weights stay in the file's map also where memory would
     do for copies. runs_graphs: it needs the graphs of an export, and nothing else.
     reference: it is what the others are compared with. adapts: it computes adapters beside a bundle's weights.
+    guides: the values of an observation's ``rtc`` that it follows.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Backend:
     copies_none = False
     runs_graphs = False
     reference = False
+    guides: tuple[str, ...] = RTC
     adapts = False
 
     @property
@@ -123,9 +125,14 @@ class Backend:
             return "fp32", "the reference precision; half-precision linear layers are slow on most CPUs"
         return "native", "as stored in the bundle"
 
-    def slow_start(self, bundle: Bundle) -> str:
-        """Return why a user who did not ask for this engine would be kept waiting, "" if not."""
+    def slow_start(self, bundle: Bundle, prepared: bool = False) -> str:
+        """Return why a user who did not ask for this engine would be kept waiting or lose something, "" if not.
+        prepared: he takes what ``sinew prepare`` found to be faster, also where it can do less than the others."""
         return ""
+
+    def preparable(self, bundle: Bundle) -> bool:
+        """Return True where ``sinew prepare`` could make what keeps this engine from starting at once."""
+        return False
 
     def plays_shipped(self, bundle: Bundle) -> bool:
         """Return True where what this engine needs of the bundle came with this package, and others lack theirs."""

@@ -11,6 +11,7 @@ from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError, dtype_word, upcast_text
+from sinew.engine import prepared as findings
 from sinew.engine.backend import AUTO, BACKENDS, Backend, EngineOptions, followers, installed, recipe
 from sinew.engine.storage import half_storage
 from sinew.hints import option
@@ -54,10 +55,12 @@ def choose(
     providers: Sequence[str] = (),
     ignore_recipe: bool = False,
     adapters: Mapping[str, Bundle] = MappingProxyType({}),
+    prepared: bool = False,
 ) -> EngineChoice:
     """Return the fastest engine that is installed, fits the device, follows the bundle's recipe and is proved for it.
 
-    engine and device: "auto" or None leave it open. adapters: of the bundle, which the engine has to compute. Raises
+    engine and device: "auto" or None leave it open. adapters: of the bundle, which the engine has to compute. prepared:
+    take what ``sinew prepare`` found to be faster also where it can do less (:meth:`Backend.slow_start`). Raises
     :class:`SinewError` for what was asked for and cannot be: nothing else is taken in its place.
     """
     if bundle.manifest.base is not None:
@@ -98,7 +101,7 @@ def choose(
         problem = (
             _refused(backend, bundle, options, ignore_recipe)
             or backend.unproved(bundle, options)
-            or backend.slow_start(bundle)
+            or backend.slow_start(bundle, prepared)
         )
         follows = bool(recipe(bundle)) and not ignore_recipe
         if not problem and follows:
@@ -114,6 +117,8 @@ def choose(
             elif backend.plays_shipped(bundle):
                 reason = "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
                 passed_over.clear()
+            elif (finding := findings.kept(bundle.path, name)) is not None and finding.taken:
+                reason += f"; {finding.why}"
             if adapters:
                 reason += f", of those that compute adapters ({', '.join(adapters)})"
             if _worth_saying(passed_over):
@@ -124,6 +129,27 @@ def choose(
         f"{bundle.path}: no engine can run this bundle on {where}: "
         + "; ".join(dict.fromkeys(problem for _, problem in passed_over))
     )
+
+
+def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
+    """Return what ``sinew prepare`` could make of a bundle that ``choice`` runs, in the order of speed: engines that
+    run it with the same recipe on the same device, and only have to be made, proved and measured first."""
+    found: list[EngineChoice] = []
+    if choice.options.graphs or choice.ignored or choice.options.kind != "cpu":
+        return found
+    kinds = recipe(bundle).values()
+    for name, backend in BACKENDS.items():
+        if name == choice.engine or not backend.follows.issuperset(kinds):
+            continue
+        word = None if choice.dtype_reason.partition(";")[0] != ASKED else choice.options.dtype
+        dtype, storage, why = choose_precision(bundle, word, choice.options.device, backend)
+        options = replace(choice.options, dtype=dtype, storage=storage)
+        if _refused(backend, bundle, options, False) or not backend.preparable(bundle):
+            continue
+        made = _choice(backend, bundle, "prepared", choice.device_reason, why, options, False)
+        if made.recipe == choice.recipe:  # else what computes now widens what this one would round
+            found.append(made)
+    return found
 
 
 def choose_device(device: str | None, backend: Backend | None = None) -> tuple[str, str]:

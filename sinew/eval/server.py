@@ -16,11 +16,21 @@ STOP_SECONDS = 30
 
 @contextmanager
 def serving(bundle: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """Yields the server's address once it is warm; stops it afterwards. Its log goes to ``log``.
+    """Yields the server's address once it is warm; stops it afterwards. Its log goes to ``log``. It keeps its engine.
 
     Raises :class:`SinewError` when it does not start, or does not end cleanly.
     """
-    command = [sys.executable, "-m", "sinew", "serve", str(bundle), "--wire", "native:0", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "sinew",
+        "serve",
+        str(bundle),
+        "--wire",
+        "native:0",
+        "--no-prepare",
+        *arguments,
+    ]
     with (
         log.open("w") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server,

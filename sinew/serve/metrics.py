@@ -40,22 +40,19 @@ class Metrics:
     """Counters and histograms in one registry, with the process's own. Thread-safe.
 
     stats: the scheduler's counters. healthy: False while requests cannot be answered. metadata: what the server says of
-    itself and its policy.
+    itself and its policy at present.
     """
 
     def __init__(
         self,
         stats: Callable[[], Mapping[str, int | bool]],
         healthy: Callable[[], bool] = lambda: True,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Callable[[], Mapping[str, Any]] | None = None,
     ):
         self._registry = own = CollectorRegistry()
         ProcessCollector(registry=own)
-        server, policy = ((metadata or {}).get(part, {}) for part in ("server", "policy"))
-        Info("sinew", "What runs here", registry=own).info(
-            {name: str(server.get(name, "")) for name in ABOUT}
-            | {"policy": str(policy.get("name", "")), "architecture": str(policy.get("architecture", ""))}
-        )
+        self._metadata = metadata or dict
+        self._about = Info("sinew", "What runs here", registry=own)
         self._requests = Counter(
             "sinew_requests",
             "By wire and outcome: ok, or the error's code",
@@ -149,4 +146,10 @@ class Metrics:
     def exposition(self) -> bytes:
         """Return all of it in Prometheus' text format, ``CONTENT_TYPE``."""
         self.count()
+        metadata = self._metadata()  # of the policy that stands: it may have been exchanged
+        server, policy = (metadata.get(part, {}) for part in ("server", "policy"))
+        self._about.info(
+            {name: str(server.get(name, "")) for name in ABOUT}
+            | {"policy": str(policy.get("name", "")), "architecture": str(policy.get("architecture", ""))}
+        )
         return generate_latest(self._registry)

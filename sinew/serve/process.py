@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # how long stopping waits for the running stage
 END_S = 15.0  # from the first signal to the end of the process, whatever hangs
+PREPARED_S = 5.0  # how long stopping waits for the process that makes a faster form to leave nothing behind
 TEND_S = 0.5  # between two looks at the health of the server
 HOPELESS = 70  # exit code of a server that ends itself so that another is started in its place
 DESCRIPTORS = 8192  # files and sockets that a server wants to have open at once, if the system lets it
@@ -47,6 +48,9 @@ class Process:
         for wire in self.wires:
             wire.start(service)
         on_ready()
+        preparing = service.preparing  # a faster form of what serves
+        if preparing is not None:
+            preparing.start()
         while not self._stop.wait(TEND_S):
             service.tend()
             if (reason := service.supervisor.hopeless()) is not None:
@@ -56,6 +60,8 @@ class Process:
                 break
         logger.info("stopping: cancelling the running request and refusing the others")
         service.stopping()
+        if preparing is not None:
+            preparing.stop()
         schedulers = service.policies.schedulers
         finished = True
         for scheduler in schedulers:
@@ -65,6 +71,8 @@ class Process:
         if not finished:
             for scheduler in schedulers:
                 scheduler.give_up()
+        if preparing is not None and not preparing.join(PREPARED_S):
+            finished = False  # a policy is being loaded on that thread
         self.close()
         return finished
 

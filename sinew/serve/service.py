@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
+from sinew.processing.continuation import kind_of
 from sinew.rate_limited_log import RateLimitedLog
 from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
@@ -29,6 +30,7 @@ from sinew.serve.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 access = logging.getLogger("sinew.access")
 
+STREAMED = "stream"  # of ``Service.uses``
 MAX_SESSION = 128  # characters of a session's name, which is remembered for a while
 
 
@@ -69,7 +71,11 @@ class Service:
         self.policies = Policies(first)
         self.deadline_ms = deadline_ms
         self.swapper: Any = None  # loads, exchanges and unloads policies (serve/swap.py); None: nothing does
-        self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), first.metadata)
+        self.preparing: Any = (
+            None  # makes a faster form of the first policy (serve/prepare.py); None: nothing does
+        )
+        self.uses: set[str] = set()  # what robots asked for beyond plain chunks: values of ``rtc``, STREAMED
+        self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), self.about)
         self._listeners: tuple[Listener, ...] = ()
         self._quiet: dict[str, RateLimitedLog] = {}
         self._api_key = api_key
@@ -110,6 +116,8 @@ class Service:
         outcome = _safe(request, outcome)
         seconds = self._account(request, outcome)
         if (seen := request.observation) is not None and request.deployment is not None:
+            if seen.previous is not None and isinstance(outcome, ActionChunk):
+                self.uses.add(kind_of(seen, request.deployment.spec))
             for record in self._records.values():
                 about = request.deployment.metadata.get("server", {})
                 record.put(request.wire, request.session, seen, outcome, about)
@@ -189,11 +197,18 @@ class Service:
             "status": "stopping" if self._stopping else "unhealthy" if problems else "ok",
             "problems": problems,
             "uptime_s": round(time.monotonic() - self._started, 3),
+            **self._engine(),
             **self.policies.stats(),
             **({"policies": self.policies.describe()} if self.policies.several else {}),
             **({"adapters": list(adapters)} if (adapters := self.policies.get().adapters) else {}),
             **{name: record.stats() for name, record in self._records.items()},
         }
+
+    def _engine(self) -> dict[str, Any]:
+        """Return what computes the first policy at present and why, and what becomes of a faster form of it."""
+        server = self.policies.get().metadata.get("server", {})
+        found = {name: server[name] for name in ("engine", "engine_reason") if name in server}
+        return found if self.preparing is None else {**found, "prepare": self.preparing.describe()}
 
     def problems(self) -> list[str]:
         """Why this server cannot answer requests, a sentence each; empty while it can."""

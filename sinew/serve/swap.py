@@ -64,30 +64,43 @@ class Swapper:
         self._forms = Forms()
         self._changing = threading.Lock()
 
-    def load(self, name: str, source: str, accept: Sequence[str] = ()) -> dict[str, Any]:
+    def load(
+        self,
+        name: str,
+        source: str,
+        accept: Sequence[str] = (),
+        *,
+        need: Need | None = None,
+        check: Callable[[Deployment], None] = lambda _: None,
+    ) -> dict[str, Any]:
         """Give a name's requests to ``source``, and return when what stood there before has answered its last and its
         streams have ended, which begin anew with their next samples.
 
         accept: what may be another than that of the policy whose place it takes (:func:`form`); robots are told.
+        need: what it takes, where that is known; the same policy stands there now. check: raises RequestError for what
+        was opened and shall not stand.
         Raises BusyError during another change, RequestError for a name that cannot be one, for a policy beyond the
         budget or of another form than the one whose place it takes, and what opening it raises; what stands goes on.
         """
         check_name(name)
         with _only(self._changing):
             begun = time.perf_counter()
-            need = self._need(source)
+            if need is None:
+                need = self._need(source)
+            else:
+                self._needs.setdefault(name, need)
             self._check_budget(need)
             found = self._open(source)
             loaded = time.perf_counter()
             changed: tuple[str, ...] = ()
-            if name in self._service.policies.names:
-                try:
-                    changed = self._forms.check(
-                        name, self._service.policies.get(name).spec, found.spec, accept
-                    )
-                except RequestError:
-                    found.scheduler.drain()
-                    raise
+            try:
+                check(found)
+                if name in self._service.policies.names:
+                    standing = self._service.policies.get(name).spec
+                    changed = self._forms.check(name, standing, found.spec, accept)
+            except RequestError:
+                found.scheduler.drain()
+                raise
             found = replace(found, changed=changed)
             self._forms.put(name, found.spec)
             self._drain(self._service.policies.put(name, found))
@@ -104,6 +117,12 @@ class Swapper:
             logger.warning("the policy %s is of another form, as was asked for: %s", name, "; ".join(changed))
         logger.info("the policy %s is %s: %s", name, source, took)
         return took
+
+    @property
+    def budget(self) -> int | None:
+        """Return the bytes that the first policy may take beside the others, its successor included; None: no limit."""
+        others = sum(each.total for name, each in self._needs.items() if name != DEFAULT)
+        return None if self._budget is None else self._budget - others
 
     def unload(self, name: str) -> dict[str, Any]:
         """Take a policy out, and return when it has answered its last request; later ones are refused.
@@ -136,7 +155,8 @@ class Swapper:
     def _check_budget(self, need: Need) -> None:
         if self._budget is None:
             return
-        self._needs.setdefault(DEFAULT, self._need(self._first))
+        if DEFAULT not in self._needs:  # to compute it takes seconds
+            self._needs[DEFAULT] = self._need(self._first)
         free = self._budget - sum(each.total for each in self._needs.values())
         if need.total > free:
             beside = ", ".join(f"{name} {_mib(each.total)}" for name, each in self._needs.items())

@@ -17,6 +17,12 @@ from sinew.cli import GROUPS, VERBS, build_app, main, settings
 from sinew.core import SinewError
 
 
+@pytest.fixture(autouse=True)
+def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the suite gives its servers (tests/conftest.py) is not there."""
+    monkeypatch.delenv("SINEW_SERVE_PREPARE")
+
+
 def commands() -> Iterator[tuple[str, ...]]:
     app = build_app()
     for verb in VERBS:

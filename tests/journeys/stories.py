@@ -183,6 +183,7 @@ def commands(walk: Walk) -> None:
     assert walk.type("sinew validate policy.gguf").result["passed"]
     walk.type("sinew perf run policy.gguf --hardware h200")
     walk.type("sinew quantize policy.gguf --recipe vision=int8,language=int8 --out small.gguf")
+    assert walk.type("sinew prepare policy.gguf").result["engine"] == "onnx"
     walk.type("sinew export policy.gguf --onnx robot/")
     with walk.serving("sinew serve policy.gguf", adds="--record records/"):
         walk.type("sinew client tcp://127.0.0.1:5555")
@@ -290,6 +291,7 @@ def deployment(walk: Walk) -> None:
 
 def engines(walk: Walk) -> None:
     arm_policy(walk)
+    assert walk.type("sinew prepare policy.gguf", says=("proved: ",)).result["seconds"]
     walk.type("sinew export policy.gguf --onnx robot/")
     with walk.serving("sinew serve robot/"):
         walk.run(f"sinew client {NATIVE} --requests 3")

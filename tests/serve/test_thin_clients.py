@@ -200,6 +200,22 @@ def test_answers_that_are_none(record: dict[str, Any]) -> None:
         seen.hear("answers", record)
 
 
+def test_the_engine_that_took_over_is_shown() -> None:
+    seen = ServerSeen("here")
+    seen.hear(
+        "about",
+        {"policy": {}, "server": {"engine": "plan", "engine_reason": "it starts at once", "dtype": "fp32"}},
+    )
+    seen.hear("health", {"engine": "onnx", "engine_reason": "measured on this machine"})
+    assert seen.about["server"] == {
+        "engine": "onnx",
+        "engine_reason": "measured on this machine",
+        "dtype": "fp32",
+    }
+    seen.hear("health", {"status": "ok"})  # of an older server
+    assert seen.about["server"]["engine"] == "onnx"
+
+
 def test_bars() -> None:
     assert spark([0, 1, 2, 3, 4, 5, 6, 7]) == BARS
     assert spark([3, 3]) == BARS[0] * 2

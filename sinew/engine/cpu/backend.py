@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sinew.engine import prepared
 from sinew.engine.backend import BACKENDS, LOWBIT, Backend, EngineOptions, installed, recipe
 from sinew.extras import install
 
@@ -48,8 +49,14 @@ class Cpu(Backend):
             return False, problem
         from sinew.engine.onnx.backend import lacks_graphs
 
+        found = prepared.kept(bundle.path, other.name)
+        measured_here = found is not None and found.against == self.name  # the very bundle
+        if found is not None and measured_here and not found.taken:
+            return False, found.why
         if lacking := lacks_graphs(bundle):
             return False, lacking
+        if found is not None and measured_here:
+            return True, found.why
         if not installed("onnx"):
             return False, f"engine onnx was not measured beside it: {install('onnx')}"
         from sinew.engine.cpu.probe import measure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sinew.engine import prepared as findings
 from sinew.engine.backend import Backend, EngineOptions, installed, recipe
 from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder
@@ -12,6 +13,7 @@ from sinew.hints import option
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
+MAKERS = ("torch", "onnx", "onnxscript")  # what an export needs
 WORTH = "it was 1.1 to 4.6 times as fast as plan where both were measured (docs/engines.md)"
 
 
@@ -21,6 +23,7 @@ class Onnx(Backend):
     follows = frozenset({"int8", "int8-rows"})
     stores_half = False
     runs_graphs = True
+    guides = ("no-jacobian", "ramp")  # the graphs have neither a Jacobian nor a time per row
 
     def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
         if options.kind != "cpu" or options.dtype != "fp32":
@@ -36,14 +39,32 @@ class Onnx(Backend):
     def device(self) -> tuple[str, str]:
         return "cpu", f"other hardware of ONNX Runtime's is chosen as {option('providers', ['openvino'])}"
 
-    def slow_start(self, bundle: Bundle) -> str:
+    def slow_start(self, bundle: Bundle, prepared: bool = False) -> str:
         if recipe(bundle) or self.plays_shipped(bundle):  # a recipe is obeyed, whatever that takes
             return ""
+        if bundle.manifest.config.get("lm_head"):
+            return f"engine onnx says no words, for which this bundle keeps a head; {option('engine', 'onnx')} plays it"
+        found = findings.kept(bundle.path, self.name)
+        if found is not None and not found.taken:
+            return found.why
         lacking = lacks_graphs(bundle)
         if lacking and shipped(bundle.path) is not None:
+            if prepared and found is not None:
+                return ""
             asked = option("engine", "onnx")
             return f"engine onnx has graphs of this package, which take no guidance; {asked} plays them"
         return lacking and f"{lacking}; {WORTH}"
+
+    def preparable(self, bundle: Bundle) -> bool:
+        """Its graphs are exported, or come with the package: those are proved and measured alone."""
+        config = bundle.manifest.config
+        if bundle.manifest.spec.committed_rows or config.get("rolling") or config.get("lm_head"):
+            return False  # it was trained to continue rows, has a time per row, or says words, which graphs do not
+        if not lacks_graphs(bundle):
+            return False
+        if shipped(bundle.path) is not None:  # whose robots are guided on every page of the documentation
+            return bundle.manifest.spec.solver.kind != "euler"
+        return all(map(installed, MAKERS))
 
     def plays_shipped(self, bundle: Bundle) -> bool:
         """An embedded policy whose graphs came with this package, where torch is not installed: with torch other
@@ -57,7 +78,10 @@ def lacks_graphs(bundle: Bundle) -> str:
 
     if (cache_folder(bundle.path, variant(usable_bits(bundle))) / "graphs.json").exists():
         return ""
-    return f"engine onnx has no graphs of this bundle yet; {option('engine', 'onnx')} exports them, once"
+    return (
+        f"engine onnx has no graphs of this bundle yet; {option('engine', 'onnx')} exports them, once, and"
+        " `sinew prepare` proves and measures them first, as `sinew serve` does by itself"
+    )
 
 
 BACKEND = Onnx()

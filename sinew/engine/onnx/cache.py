@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,11 @@ def publish(partial: Path, folder: Path) -> None:
 
 def cache_folder(bundle: Path, variant: str = "") -> Path:
     return bundle.with_name(f"{bundle.stem}.onnx-{fingerprint(bundle)[:16]}{variant}")
+
+
+def sweep(bundle: Path) -> None:
+    """Remove what exports of a bundle left beside it whose processes are gone."""
+    scratch.sweep(bundle.parent, re.compile(re.escape(f".{bundle.stem}.onnx-") + r".*\.[0-9a-f]{16}\.sinew"))
 
 
 def cached_graphs(bundle: Path, export: Callable[[Path], object], variant: str = "") -> Path:

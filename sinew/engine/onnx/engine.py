@@ -17,6 +17,7 @@ from sinew import machine
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import BundleError, ObservationError, SinewError
 from sinew.engine.engine import Engine, Facts, Trace, Watch
+from sinew.engine.onnx.backend import BACKEND
 from sinew.engine.onnx.borrowed import weights
 from sinew.engine.onnx.graphs import CONTEXT, NEWEST, ONE_SCALE, PROMPT, STAGES, GraphSet, renewed, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
@@ -151,7 +152,7 @@ class OnnxEngine(Engine):
             precision=dict.fromkeys(COMPONENTS, "fp32") | recipe,
             recipe=recipe,
             weights_nbytes=held,  # ONNX Runtime keeps copies in the layouts of its kernels
-            guides=("no-jacobian", "ramp"),  # the graphs have neither a Jacobian nor a time per row
+            guides=BACKEND.guides,
             unbatched=self._unbatched(),
             # where the prefix has one scale for all of its tokens, tokens of padding would move it
             exact_lengths="read" in self.by_member,

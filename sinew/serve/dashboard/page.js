@@ -87,8 +87,7 @@ function say(text, kind) {
 const HEARD = {
   about(about) {
     state.about = about;
-    const { policy, server } = about;
-    $("policy-line").textContent = `${policy.name} (${policy.architecture}), engine ${server.engine}, ${server.dtype} on ${server.device}`;
+    const { policy } = about;
     document.title = `${policy.name} · Sinew`;
     if (!about.as_seen) $("cameras-note").textContent = "As they came: this server does not know the policy's resize.";
     card(about);
@@ -103,6 +102,7 @@ const HEARD = {
     const counts = `${health.served} served, ${health.waiting} waiting, ${health.superseded} superseded, ${health.busy} busy, ${health.late} late`;
     if (health.status === "ok") say(`running for ${Math.round(health.uptime_s)} s: ${counts}${memory}`, "good");
     else say(`${health.status}: ${health.problems.join("; ")}`, "bad");
+    if (state.about) engine(state.about, health);
     if (health.host) host(health.host);
     wiring(health.wiring || []);
   },
@@ -321,10 +321,21 @@ function wiring(robots) {
   $("wiring").replaceChildren(...lines.map((line) => element("li", line)));
 }
 
+// What computes, which a faster form may take over from while the page is open.
+function engine(about, { engine, engine_reason, prepare }) {
+  const { server } = about;
+  const faster = prepare ? `${prepare.state}: ${prepare.text}` : "";
+  if (!engine || (server.engine === engine && server.engine_reason === engine_reason && (server.faster || "") === faster)) return;
+  Object.assign(server, { engine, engine_reason, faster });
+  card(about);
+}
+
 function card({ server, policy, deadline_ms: deadline }) {
+  $("policy-line").textContent = `${policy.name} (${policy.architecture}), engine ${server.engine}, ${server.dtype} on ${server.device}`;
   const rows = [
     ["bundle", `${policy.name} (${policy.architecture})`],
     ["engine", `${server.engine}: ${server.engine_reason}`],
+    ...(server.faster ? [["faster form", server.faster]] : []),
     ["device", `${server.device}: ${server.device_reason}`],
     ["precision", `${server.dtype}: ${server.dtype_reason}`],
     ["recipe", server.ignored_recipe ? `IGNORED: ${server.ignored_recipe}` : "followed, or there is none"],

@@ -20,7 +20,7 @@ import numpy as np
 from sinew_client.protocol import CONDITION_KEYS
 from sinew_client.schema import PredictResponse
 
-from sinew.core import ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
+from sinew.core import RTC, ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
 from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.protobuf import packed
@@ -29,7 +29,7 @@ from sinew.serve.policies import Deployment
 from sinew.serve.request import SupersededError
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
-from sinew.serve.service import Service, printable
+from sinew.serve.service import STREAMED, Service, printable
 from sinew.stream import Loops, Session, StreamSettings, Window
 from sinew.stream.session import StateSample
 
@@ -268,6 +268,7 @@ class Streams:
         if self._service.policies.get(request.policy) is not deployment:  # exchanged since it was looked at
             self._end(robot)
             raise SupersededError(EXCHANGED)
+        self._service.uses |= {STREAMED, *({settings.guidance} & {*RTC})}
         self._changes.info("a stream of %s begins: %s", asker.address, session.label)
         return robot
 

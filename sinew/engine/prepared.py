@@ -1,0 +1,99 @@
+"""What was found when a faster form of a bundle was made, proved and measured on this machine (``sinew prepare``).
+
+One JSON file per bundle (by fingerprint) and engine in ``$XDG_CACHE_HOME/sinew/prepared`` (``~/.cache`` by default). A
+finding of other versions, of other hardware or beside another engine is none: it is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from sinew import __version__, machine
+from sinew.engine.fingerprint import fingerprint
+
+LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")  # what makes, runs and measures the forms
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """engine: that was prepared. against: what runs the bundle without it. taken: it is faster here, and proved. why:
+    in a sentence. seconds: processor time of a chunk by engine, as measured; empty where it did not come to that.
+    """
+
+    engine: str
+    against: str
+    taken: bool
+    why: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def keep(self, bundle: Path) -> Path:
+        """Write it down for the next start. Raises OSError."""
+        path = _path(bundle, self.engine)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        try:
+            partial.write_text(
+                json.dumps({**asdict(self), **_conditions()}, indent=2) + "\n", encoding="utf-8"
+            )
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        return path
+
+
+def folder() -> Path:
+    """Return the directory of the findings."""
+    return machine.cache_folder("prepared")
+
+
+def lock_of(bundle: Path, engine: str) -> Path:
+    """Return the file that is held by the process that prepares a bundle for an engine."""
+    return _path(bundle, engine).with_suffix(".lock")
+
+
+def kept(bundle: Path, engine: str) -> Finding | None:
+    """Return what was found of an engine for a bundle, by these versions on this hardware; None: nothing."""
+    try:
+        record = json.loads(_path(bundle, engine).read_text(encoding="utf-8"))
+        if any(record[name] != wanted for name, wanted in _conditions().items()):
+            return None
+        seconds = {str(name): float(took) for name, took in record["seconds"].items()}
+        if not all(0 < took < math.inf for took in seconds.values()) or record["engine"] != engine:
+            return None
+        return Finding(
+            engine, str(record["against"]), record["taken"] is True, str(record["why"])[:1000], seconds
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def forget(bundle: Path, engine: str) -> None:
+    """Remove what was found, so that the next start tries again."""
+    with contextlib.suppress(OSError):
+        _path(bundle, engine).unlink()
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _conditions() -> dict[str, Any]:
+    return {"sinew": __version__, "libraries": _versions(), "hardware": machine.cpu_model()}
+
+
+def _path(bundle: Path, engine: str) -> Path:
+    return folder() / f"{fingerprint(bundle)[:16]}-{engine}.json"

@@ -1,0 +1,264 @@
+"""A faster form of the policy that serves is made in a process of its own, and takes its place between two chunks.
+
+The process (``sinew prepare --background``) exports, proves and measures; this one follows it, and exchanges the policy
+as ``PUT /v1/policies`` does (``swap.py``) where it is faster. Requests never wait for any of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinew import machine
+from sinew.core import RTC, BusyError, RequestError, SinewError
+from sinew.engine.prepared import Finding
+from sinew.serve.policies import DEFAULT, Deployment
+from sinew.serve.service import STREAMED, Service
+from sinew.serve.swap import Need
+
+logger = logging.getLogger(__name__)
+
+END_S = 3.0  # from the signal that ends the process to the one that nothing outlasts
+RETRY_S = 1.0  # while another change of the policies is under way
+MOST_LINE = 1 << 16  # characters of a line that is read
+# Before torch is imported, which asks once.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What can be prepared. source: of the policy that stands. engine: that may be faster than ``against``. command:
+    makes it. bundle: whose findings are kept. sweep: removes what a process left that was killed."""
+
+    source: str
+    engine: str
+    against: str
+    command: Sequence[str]
+    bundle: Path
+    sweep: Callable[[], None]
+
+
+class Preparer:
+    """Prepares once, on a thread of its own, from :meth:`start` to :meth:`join`.
+
+    service: whose first policy is exchanged, by its swapper.
+    """
+
+    def __init__(self, service: Service, work: Preparation):
+        self._service, self._work = service, work
+        self._standing = service.policies.get()
+        self._state = ("waiting", "")
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._run, name="sinew-prepare", daemon=True)
+
+    def describe(self) -> dict[str, str]:
+        """Return what becomes of it, ready for JSON: ``state`` is waiting, preparing, exchanging, taken, refused or
+        failed; ``text`` says what goes on or why."""
+        state, text = self._state
+        return {"engine": self._work.engine, "state": state, "text": text}
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the process, which removes what it began. Returns at once; see :meth:`join`."""
+        with self._lock:
+            self._stopping.set()
+            child = self._child
+        if child is not None:
+            _signal(child, signal.SIGTERM)
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the end, and end what hears no signal; False if it takes longer: a policy is being loaded."""
+        if self._thread.ident is None:
+            return True
+        self._thread.join(min(timeout, END_S))
+        if self._thread.is_alive() and self._stopping.is_set() and self._child is not None:
+            _signal(self._child, signal.SIGKILL)
+        self._thread.join(max(0.0, timeout - END_S))
+        return not self._thread.is_alive()
+
+    # ------------------------------------------------------------------------- on the thread
+
+    def _run(self) -> None:
+        work = self._work
+        try:
+            self._say(
+                "preparing", f"engine {work.engine} may be faster than {work.against}", logging.INFO,
+                "it is exported, proved and measured in the background, and takes over if it is;"
+                " --no-prepare does without",
+            )  # fmt: skip
+            found = self._follow()
+            if found is None or self._stopping.is_set():
+                return
+            finding, need = found
+            if not finding.taken:
+                self._say("refused", finding.why, logging.INFO)
+                return
+            self._exchange(finding, need)
+        except Exception as error:  # noqa: BLE001 - the server answers as before
+            words = str(error) if isinstance(error, SinewError) else f"{type(error).__name__}: {error}"
+            self._say("failed", f"engine {work.engine} was not prepared: {words}", logging.WARNING)
+
+    def _follow(self) -> tuple[Finding, Need] | None:
+        """Run the process and return what it found; None where it was ended with the server. Raises SinewError."""
+        with tempfile.TemporaryFile() as errors:
+            with self._lock:
+                if self._stopping.is_set():
+                    return None
+                self._child = child = subprocess.Popen(
+                    self._work.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                    env={**os.environ, **ONE_THREAD}, start_new_session=True,
+                )  # fmt: skip
+            try:
+                record = self._read(child)
+                status = child.wait()
+            finally:
+                self._end(child)
+            if self._stopping.is_set():
+                return None
+            errors.seek(0, os.SEEK_END)
+            errors.seek(max(0, errors.tell() - MOST_LINE))
+            said = errors.read().decode(errors="replace").strip().splitlines()
+        if status < 0 or status > 128:
+            number = -status if status < 0 else status - 128
+            why = (
+                f"engine {self._work.engine} is not taken: the process that prepared it was ended by signal"
+                f" {number} ({_name(number)}){', as the system does where memory is short' if number == 9 else ''};"
+                f" `sinew prepare {self._work.source} --again` tries once more"
+            )
+            finding = Finding(self._work.engine, self._work.against, False, why)
+            self._keep(finding)
+            return finding, Need(0)
+        if status or record is None:
+            last = next((line for line in reversed(said) if line.strip()), f"it ended with status {status}")
+            raise SinewError(last.strip().removeprefix("error: ")[:500])
+        try:
+            seconds = {str(name): float(took) for name, took in record["seconds"].items()}
+            engine, against = str(record["engine"]), str(record["against"])
+            finding = Finding(engine, against, record["taken"] is True, str(record["why"]), seconds)
+            return finding, Need(int(record["need"]))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise SinewError(f"expected what was found, got {record.get('text', record)!s:.300}") from None
+
+    def _read(self, child: subprocess.Popen[str]) -> dict[str, Any] | None:
+        """Tell of the progress, and return the last record that is none."""
+        found: dict[str, Any] | None = None
+        assert child.stdout is not None
+        while line := child.stdout.readline(MOST_LINE):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # what a library prints
+            if not isinstance(record, dict):
+                continue
+            if "progress" in record:
+                self._say(
+                    "preparing",
+                    f"preparing engine {self._work.engine}: {record['progress']!s:.300}",
+                    logging.INFO,
+                )
+            else:
+                found = record
+        return found
+
+    def _end(self, child: subprocess.Popen[str]) -> None:
+        """Leave no process and no file behind, whatever happened."""
+        if child.poll() is None:
+            _signal(child, signal.SIGTERM)
+            try:
+                child.wait(END_S)
+            except subprocess.TimeoutExpired:
+                _signal(child, signal.SIGKILL)
+                child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        if child.returncode:
+            self._work.sweep()
+
+    def _exchange(self, finding: Finding, need: Need) -> None:
+        work, service = self._work, self._service
+        if need.total > (free := machine.memory()[1]):
+            raise SinewError(f"memory: expected {need} that are free beside it, got {free / 2**20:.0f} MiB")
+        self._say("exchanging", f"engine {work.engine} takes over from {work.against}", logging.INFO)
+        while not self._stopping.is_set():
+            if service.policies.get() is not self._standing:
+                self._say("refused", "the policy was exchanged meanwhile for another", logging.INFO)
+                return
+            try:
+                took = service.swapper.load(
+                    DEFAULT, work.source, need=need if need.total else None, check=self._check
+                )
+            except BusyError:
+                self._stopping.wait(RETRY_S)
+                continue
+            except RequestError as error:
+                self._say("refused", str(error), logging.INFO)
+                return
+            self._standing = service.policies.get()
+            self._say(
+                "taken", f"engine {work.engine} took over from {work.against}", logging.INFO,
+                f"{finding.why}; loaded in {took['load_s']:.1f} s beside it",
+            )  # fmt: skip
+            return
+
+    def _check(self, found: Deployment) -> None:
+        """Raise RequestError for a form that robots of this server would miss something of; it is kept, as the next
+        start would give them the same."""
+        if self._stopping.is_set():
+            raise RequestError("the server stops")
+        now, then = (each.scheduler.policy for each in (self._standing, found))
+        if (engine := then.engine_name) != self._work.engine:  # type: ignore[attr-defined]
+            reason = found.metadata["server"]["engine_reason"]
+            raise RequestError(f"expected engine {self._work.engine}, got {engine}: {reason}")
+        before, after = now.facts, then.facts  # type: ignore[attr-defined]
+        uses = self._service.uses
+        lost = [
+            f"continues chunks by rtc {kind}" for kind in RTC if kind in uses and kind not in after.guides
+        ]
+        if STREAMED in uses and before.head_reads_state and not after.head_reads_state:
+            lost.append("streams with the newest state")
+        if self._standing.scheduler.batcher is not None and after.unbatched and not before.unbatched:
+            lost.append("computes several requests at once")
+        if lost:
+            why = (
+                f"engine {self._work.engine} is not taken: {self._work.against} {' and '.join(lost)}, as was asked of"
+                f" this server, and it does not; `sinew prepare {self._work.source} --again` forgets that"
+            )
+            self._keep(Finding(self._work.engine, self._work.against, False, why))
+            raise RequestError(why)
+
+    def _keep(self, finding: Finding) -> None:
+        with contextlib.suppress(OSError):  # a folder that is not for writing: the next start tries again
+            finding.keep(self._work.bundle)
+
+    def _say(self, state: str, text: str, level: int, more: str = "") -> None:
+        self._state = state, f"{text}: {more}" if more else text
+        logger.log(level, "%s", self._state[1])
+
+
+def _signal(child: subprocess.Popen[str], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(number)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
