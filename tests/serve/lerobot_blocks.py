@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class BlocksConfig(RobotConfig):
     seed: int = 5000
     most: int = MOST
     ends: bool = True  # with the episode
+    look_s: float = 0.0  # that a look takes, as one of a camera does
 
 
 class Blocks(Robot):
@@ -51,7 +53,7 @@ class Blocks(Robot):
     def __init__(self, config: BlocksConfig):
         super().__init__(config)
         self.cameras: dict[str, Any] = {}
-        self.most, self.ends = config.most, config.ends
+        self.most, self.ends, self.look_s = config.most, config.ends, config.look_s
         self.env = gymnasium.make("sinew/Blocks-v0", max_episode_steps=10 * self.most)
         options = {"color": config.color, "side": config.side, "phrasing": 0}
         self.seen, _ = self.env.reset(seed=config.seed, options=options)
@@ -67,6 +69,7 @@ class Blocks(Robot):
         return dict.fromkeys(JOINTS, float)
 
     def get_observation(self) -> dict[str, Any]:
+        time.sleep(self.look_s)
         return {**dict(zip(JOINTS, map(float, self.seen["state"]), strict=True)), **self.seen["images"]}
 
     def send_action(self, action: dict[str, float]) -> dict[str, float]:

@@ -191,6 +191,7 @@ def test_a_person_corrects_the_policy(release: str, plugin: Path, tmp_path: Path
             tmp_path,
             f"--policy.address={server.address}",
             "--teleop.type=blocks_leader",
+            "--robot.look_s=0.03",  # in which LeRobot's engine infers from what it was shown before
             *typed,
             *data_set(tmp_path / "data"),
         ) as running,
