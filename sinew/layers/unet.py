@@ -68,6 +68,7 @@ class Conv1d(nn.Conv1d):
         x = x.to(self.weight.dtype)
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return super().forward(x)
+        assert not isinstance(self.padding, str)
         (kernel,), (stride,), (padding,) = self.kernel_size, self.stride, self.padding
         rows = (x.shape[2] + 2 * padding - kernel) // stride + 1
         if x.shape[0] * rows > FEW_ROWS and self.weight.numel() < MANY_NUMBERS:
