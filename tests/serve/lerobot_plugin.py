@@ -6,9 +6,10 @@ the first is also saved, and made again from its folder; of one with a ``spec``,
 OPTIONS...`` makes a policy from each, begun with LeRobot's settings ``rtc`` where it has them, shows it a frame, which
 its ``batch`` changes, or one for each of its ``steps``, and prints the shape of the last action or why there is none.
 ``resets OPTIONS...`` begins an episode of Blocks-v0 with each JSON object and prints what came of it. ``episodes
-ADDRESS`` prints how many rows LeRobot's rtc engine gets around resets. ``guidance CASES...`` solves a toy head with
-LeRobot's real-time chunking and by what the plugin asks a server for. ``dataset FOLDER`` opens a data set with
-LeRobot's class and prints its frames. ``lerobot-eval FLAGS`` is that command, by its entry point; so are its others.
+ADDRESS`` prints how many rows LeRobot's rtc engine gets around resets, ``ahead ADDRESS`` the rows of two episodes.
+``guidance CASES...`` solves a toy head with LeRobot's real-time chunking and by what the plugin asks a server for.
+``dataset FOLDER`` opens a data set with LeRobot's class and prints its frames. ``lerobot-eval FLAGS`` is that command,
+by its entry point; so are its others.
 """
 
 from __future__ import annotations
@@ -173,6 +174,20 @@ def episodes(address: str) -> None:
     print(json.dumps({"rows": found[:7], "last": found[-1], "waited": time.monotonic() - began}))
 
 
+def ahead(address: str) -> None:
+    register_third_party_plugins()
+    given = {"handover": "aligned", "motion": "absolute", "address": address}
+    policy = get_policy_class("sinew")(make_policy_config("sinew", **given))
+    found = []
+    for step in range(80):
+        if step in (0, 40):
+            policy.reset()
+        found.append(policy.select_action(batch(step=step))[0].tolist())
+        time.sleep(0.02)
+    policy.reset()
+    print(json.dumps(found))
+
+
 def guidance(*options: str) -> None:
     """Print of each case: the largest difference to LeRobot's, and of LeRobot's to what nobody guides."""
     from lerobot.configs.types import RTCAttentionSchedule
@@ -258,7 +273,7 @@ def dataset(folder: str) -> None:
 if __name__ == "__main__":
     print(f"lerobot {lerobot.__version__}", file=sys.stderr)
     program = sys.argv[1]
-    if program in ("factory", "refusals", "resets", "dataset", "guidance", "episodes"):
+    if program in ("factory", "refusals", "resets", "dataset", "guidance", "episodes", "ahead"):
         globals()[program](*sys.argv[2:])
     else:
         (point,) = entry_points(group="console_scripts", name=program)

@@ -288,6 +288,36 @@ def test_lerobots_rtc_engine_gets_nothing_of_before_a_reset(release: str, plugin
 
 
 @newest_release
+def test_chunks_are_asked_for_while_the_robot_moves(release: str, plugin: Path) -> None:
+    """Each row belongs to its step, so a chunk that comes late is entered late; of an episode nothing gets into the
+    next. The state is the number of the step, and so the server knows which one it was shown."""
+    with Puppet(delay=0.1, metadata={"policy": SPEC}) as server:
+        done = lerobot(release, plugin, "ahead", f"tcp://127.0.0.1:{server.port}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    # By number of the answer; of a reset, which this server answers like everything else, nothing was shown.
+    shown = [round(asked.raw_state[0]) if len(asked.raw_state) else None for asked in server.asked]
+    entered, before, held = [], -1, False
+    assert len(rows) == 80
+    for step, (row, same) in enumerate(rows):
+        assert row == same
+        if step in (0, 40):
+            before, held = -1, False
+        if row == before:
+            held = True  # nothing has come in time, and what passes meanwhile is not left out
+            continue
+        number, index = divmod(round(row), 100)
+        assert shown[number] is not None
+        assert shown[number] >= (40 if step >= 40 else 0)
+        assert index <= step - shown[number] if held else index == step - shown[number]
+        if before >= 0 and round(before) // 100 != number:
+            entered.append(index)
+        before = row
+    assert len(entered) >= 4
+    assert any(index > 0 for index in entered), entered
+
+
+@newest_release
 def test_a_server_continues_chunks_as_lerobots_own_policies_do(release: str, plugin: Path) -> None:
     """A toy head of twelve rows through LeRobot's processor, and through what the plugin asks a server for."""
     shortest = {"execution_horizon": 6, "used": 1, "delay": 2}
