@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def ahead(address: str) -> None:
 
 
 def guidance(*options: str) -> None:
-    """Print of each case: the largest difference to LeRobot's, and of LeRobot's to what nobody guides."""
+    """Print the largest difference to LeRobot's of each case, LeRobot's to what nobody guides, and how it is asked."""
     from lerobot.configs.types import RTCAttentionSchedule
     from lerobot.policies.rtc.modeling_rtc import RTCProcessor
     from lerobot_policy_sinew.rtc import Continued
@@ -220,7 +221,7 @@ def guidance(*options: str) -> None:
     found = []
     for text in options:
         case = json.loads(text)
-        used, delay = case.pop("used"), case.pop("delay")
+        used, delay, committed = case.pop("used"), case.pop("delay"), case.pop("committed", 0)
         schedule = RTCAttentionSchedule(case.pop("schedule"))
         settings = RTCConfig(prefix_attention_schedule=schedule, **case)
         left = chunk[0, used:][: settings.execution_horizon]
@@ -230,7 +231,7 @@ def guidance(*options: str) -> None:
             time = 1.0 - step / steps
             guided = processor.denoise_step(theirs, left, delay, time, lambda x, time=time: velocity(x, time))
             theirs, alone = theirs - guided / steps, alone - velocity(alone, time) / steps
-        continued = Continued(settings, spec, {})
+        continued = Continued(settings, replace(spec, committed_rows=committed), {})
         state = np.zeros(width, np.float32)
         continued.answered(chunk[0].numpy(), state, continued.episode)
         padded = torch.zeros(settings.execution_horizon, width)  # as its engine hands them over
@@ -244,7 +245,8 @@ def guidance(*options: str) -> None:
             ours = solve(
                 velocity, torch.from_numpy(begun), FLOW.steps(steps), FLOW.times(steps), None, guided
             )
-        found.append([float((ours - theirs).abs().max()), float((theirs - alone).abs().max())])
+        differences = [float((one - other).abs().max()) for one, other in ((ours, theirs), (theirs, alone))]
+        found.append([*differences, fields.get("rtc", "")])
     print(json.dumps(found))
 
 

@@ -241,6 +241,7 @@ def test_what_lerobots_rollout_may_not_ask_for(release: str, plugin: Path) -> No
             {**plain, "handover": "auto", "motion": "offsets"},
             {**plain, "compile_model": True},
             {**sure, "handover": "auto", "batch": {"frames": 2, "states": 2, "tasks": 2}},
+            {"bundle": str(BLOCKS.with_name("act.gguf")), "engine": "eager", "rtc": {}},
             # And what they take: unguided, without guidance; a policy that is told what it does.
             {**puppet(SPEC, unguided="expected a velocity, got single"), "rtc": {"enabled": False}},
             {**plain, "handover": "auto", "motion": "absolute", "steps": 30},
@@ -272,7 +273,10 @@ def test_what_lerobots_rollout_may_not_ask_for(release: str, plugin: Path) -> No
         "ValueError: use_torch_compile: expected false",
         "ValueError: observation.state: expected one robot with policy.handover",
     ]
-    assert found[14:] == 3 * [[1, 2]]
+    assert found[14].startswith(
+        "ValueError: inference.rtc.enabled: expected false, got true: the policy act cannot"
+    )
+    assert found[15:] == 3 * [[1, 2]]
 
 
 @newest_release
@@ -337,13 +341,16 @@ def test_a_server_continues_chunks_as_lerobots_own_policies_do(release: str, plu
             "delay": 300,
         },  # LeRobot's largest delay ever
         {"schedule": "LINEAR", "execution_horizon": 8, "used": 12, "delay": 3},  # the queue was empty
+        {"schedule": "LINEAR", **shortest, "committed": 1},  # of a policy that was trained for less
+        {"schedule": "LINEAR", **shortest, "committed": 2},
     ]
     done = lerobot(release, plugin, "guidance", *map(json.dumps, cases))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    for case, (difference, guided) in zip(cases, found, strict=True):
+    assert found.pop()[2] == "trained"  # which is no guidance of LeRobot's
+    for case, (difference, guided, kind) in zip(cases[:-1], found, strict=True):
         assert difference < 1e-6, case
-        assert guided > 0.1 or case["used"] == 12
+        assert (guided > 0.1, kind) == ((True, "no-jacobian") if case["used"] != 12 else (False, ""))
 
 
 def test_type_parameters_are_written_as_python_3_11_has_them() -> None:

@@ -6,6 +6,7 @@ The server does what LeRobot's own policies do with them: guidance without the J
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from sinew_client import PolicySpec
 from sinew_client.control.defaults import stated
 from sinew_client.control.motion import Relative, parse_motion
 from sinew_client.types import Moment
+
+logger = logging.getLogger(__name__)
 
 LONGEST = 300  # characters of what a server says, in messages
 AGAIN_S = 0.01  # between two looks for a newer observation, as LeRobot's engine sleeps
@@ -84,7 +87,7 @@ class Continued:
             refuse_unguided(spec, about, self._kind, "inference.rtc.enabled: expected false, got true")
         self._settings, self._spec = settings, spec
         self._motion = parse_motion(stated(spec.to_dict()))
-        self._lock = threading.Lock()
+        self._lock, self._told = threading.Lock(), False
         self.begin()
 
     def begin(self) -> None:
@@ -125,14 +128,34 @@ class Continued:
             if self._targets is None or kept.start == kept.stop:
                 return {}
             rows = self._motion.rows(self._targets[kept], state)
-        found = {"previous": rows, "delay": min(int(delay or 0), len(rows)), "rtc": self._kind}
-        if self._kind != "trained":
+        found = {
+            "previous": rows,
+            "delay": min(int(delay or 0), len(rows)),
+            "rtc": self._kind_for(delay, len(rows)),
+        }
+        if found["rtc"] != "trained":
             found |= {
                 "horizon": max(0, self._spec.chunk_size - int(self._settings.execution_horizon)),
                 "schedule": self._settings.prefix_attention_schedule.value.lower(),
                 "beta": float(self._settings.max_guidance_weight),
             }
         return found
+
+    def _kind_for(self, delay: int | None, left: int) -> str:
+        """Return the guidance of one request: a policy that was trained to continue fewer rows than are under way is
+        guided as LeRobot guides others."""
+        most = self._spec.committed_rows
+        if self._kind != "trained" or min(int(delay or 0), left) <= most:
+            return self._kind
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "sinew: %s rows pass until an answer comes, and %s was trained to continue %d: guided instead",
+                delay,
+                self._spec.name[:LONGEST],
+                most,
+            )
+        return "no-jacobian"
 
     def answered(self, chunk: np.ndarray, state: np.ndarray, episode: int) -> bool:
         """Keep a chunk [H, A] for an observation of ``state``; return False for one of an episode before."""
