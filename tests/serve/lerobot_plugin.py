@@ -4,7 +4,8 @@
 its commands do, lets it act on the observations in FILE.npz, and writes its actions, or why there is no such policy;
 the first is also saved, and made again from its folder; of one with a ``spec``, how many rows it executes. ``refusals
 OPTIONS...`` makes a policy from each, begun with LeRobot's settings ``rtc`` where it has them, shows it a frame, which
-its ``batch`` changes, or one for each of its ``steps``, and prints the shape of the last action or why there is none.
+its ``batch`` changes, or one for each of its ``steps``, and prints the shape of the last action, or the ``row`` itself,
+or why there is none.
 ``resets OPTIONS...`` begins an episode of Blocks-v0 with each JSON object and prints what came of it. ``episodes
 ADDRESS`` prints how many rows LeRobot's rtc engine gets around resets, ``ahead ADDRESS`` the rows of two episodes.
 ``guidance CASES...`` solves a toy head with LeRobot's real-time chunking and by what the plugin asks a server for.
@@ -101,7 +102,7 @@ def refusals(*options: str) -> None:
     for text in options:
         given = json.loads(text)
         changes, folder, steps = given.pop("batch", {}), given.pop("folder", None), given.pop("steps", 1)
-        rtc = given.pop("rtc", None)
+        rtc, whole = given.pop("rtc", None), given.pop("row", False)
         try:
             if folder is None:
                 policy = get_policy_class("sinew")(make_policy_config("sinew", **given))
@@ -112,7 +113,7 @@ def refusals(*options: str) -> None:
                 policy.init_rtc_processor()
             policy.reset()
             rows = [policy.select_action(batch(**changes, step=step)) for step in range(steps)]
-            found.append(list(rows[-1].shape))
+            found.append(rows[-1][0].tolist() if whole else list(rows[-1].shape))
         except Exception as error:  # noqa: BLE001 - its type is what is asked
             found.append(f"{type(error).__name__}: {error}")
     print(json.dumps(found))

@@ -226,6 +226,7 @@ def test_what_lerobots_rollout_may_not_ask_for(release: str, plugin: Path) -> No
             return {"address": f"tcp://127.0.0.1:{found.port}"}
 
         plain, sure = puppet(SPEC), puppet(moves)
+        relative = {**SPEC, "motion": {"kind": "relative", "action": [0, 1], "state": [0, 1]}}
         wanted: list[dict[str, Any]] = [
             {**puppet({**SPEC, "history": 2}), "rtc": {}},
             {**puppet(SPEC, unguided="expected a velocity, got single"), "rtc": {}},
@@ -246,6 +247,9 @@ def test_what_lerobots_rollout_may_not_ask_for(release: str, plugin: Path) -> No
             {**puppet(SPEC, unguided="expected a velocity, got single"), "rtc": {"enabled": False}},
             {**plain, "handover": "auto", "motion": "absolute", "steps": 30},
             {**sure, "handover": "auto", "steps": 3},
+            {**puppet(relative), "handover": "auto", "motion": "absolute"},
+            # Relative to the state of its frame, which is its step: a robot of LeRobot's takes goals.
+            {**puppet(relative), "n_action_steps": 2, "steps": 4, "row": True},
         ]
         done = lerobot(release, plugin, "refusals", *map(json.dumps, wanted))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -276,7 +280,9 @@ def test_what_lerobots_rollout_may_not_ask_for(release: str, plugin: Path) -> No
     assert found[14].startswith(
         "ValueError: inference.rtc.enabled: expected false, got true: the policy act cannot"
     )
-    assert found[15:] == 3 * [[1, 2]]
+    assert found[15:18] == 3 * [[1, 2]]
+    assert found[18].endswith("says that its actions are relative, got absolute")
+    assert found[19] == [100 + 1 + 2] * 2
 
 
 @newest_release

@@ -65,13 +65,19 @@ class Ahead:
         self._backend, self._spec, self._timeout = backend, spec, timeout
         self._session, self._seed, self.asked = session, seed, 0
         policy, given = spec.to_dict(), {"kind": motion} if motion else None
-        if not (given or stated(policy)):
+        says = stated(policy)
+        if given and says and says != given:
+            raise ValueError(
+                f"policy.motion: expected nothing, as the policy {spec.name[:LONGEST]} says that its actions are"
+                f" {says['kind']}, got {motion}"
+            )
+        if not (given or says):
             raise ValueError(
                 "policy.motion: expected absolute, for goal positions as LeRobot's arms take them, got nothing, and the"
                 f" policy {spec.name[:LONGEST]} does not say what its actions are measured from, so nobody knows how a"
                 " robot is held that waits for a chunk"
             )
-        self._still = parse_motion(given or stated(policy)).still(spec.action.dim)
+        self._still = parse_motion(given or says).still(spec.action.dim)
         chosen = choose(handover, given, policy)
         played = parse_handover(chosen.handover)
         if played.method == "rtc":
