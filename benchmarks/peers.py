@@ -1,6 +1,7 @@
-"""One SmolVLA checkpoint behind LeRobot's own policy server and behind `sinew serve`: chunk latency, load, memory.
+"""One checkpoint in LeRobot and in Sinew: SmolVLA behind both servers, ACT and Diffusion Policy in one process each.
 
     python -m benchmarks.peers OUT --peer PYTHON [--rounds 5] [--requests 2] [--threads 2] [--tiny]
+    python -m benchmarks.peers OUT --peer PYTHON --inside diffusion [--lerobot FOLDER] [--rounds 12] [--threads 1]
 
 PYTHON belongs to an environment with lerobot[smolvla] (0.4.4 here; ``python -m benchmarks.peers --how`` says how one is
 made). The checkpoint is random, at full size, in float32 (no policy was trained, so the actions mean nothing; every
@@ -10,6 +11,12 @@ is asked a second time over its own wire. Rounds are paired: one server after th
 latencies stands the server's processor time, which other work disturbs less. After them, for the agreement of actions,
 LeRobot's server is given the noise that Sinew is sent, and a second time the position rows of transformers 5.5 as well:
 4.57 puts every patch but the first into the row before its own.
+
+``--inside``: no server. LeRobot (0.6.1 in FOLDER, where `make clients` puts it) writes a policy with random weights at
+its published size. Its policy between its own pipelines, and Sinew's engines, are a process each and answer the same
+raw frames in turn, in random order. Of each: processor seconds of a chunk (time.process_time, which other work disturbs
+less than the clock), the same as a part of LeRobot's in the same round (median, 95 % of it), VmHWM, and how far its
+actions lie from LeRobot's for the same noise.
 
 Load is from the start of the process to the first chunk, with files in the page cache; peak is VmHWM of the server.
 The last line is JSON.
@@ -32,6 +39,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paired import median_interval
+
 ROOT = Path(__file__).resolve().parents[1]
 HOW = """make clients    # .venv-clients: lerobot 0.4.4, beside the environment's torch
 python3.11 -m venv .venv-peers
@@ -43,6 +52,18 @@ SERVERS = ("lerobot", "sinew, LeRobot's wire", "sinew, its own wire")
 NAMES, CAMERAS = [f"joint{number}.pos" for number in range(6)], ("camera1", "camera2")
 PROMPT = "pick up the red cube"
 START_S = 600.0
+# What LeRobot is told to make, beside its defaults: the sizes of published.json.
+INSIDE: dict[str, dict[str, Any]] = {
+    "act": {"cameras": ("top", "wrist"), "frame": (480, 640), "state": 14, "action": 14},
+    "diffusion": {
+        "cameras": ("top",), "frame": (96, 96), "state": 4, "action": 2, "noise": (16, 2), "moments": 2,
+        "config": {
+            "horizon": 16, "n_action_steps": 8, "crop_shape": (84, 84), "use_group_norm": True,
+            "use_separate_rgb_encoder_per_camera": False, "noise_scheduler_type": "DDIM", "num_inference_steps": 10,
+        },
+    },
+}  # fmt: skip
+ENGINES = ("eager", "plan", "onnx", "int8")  # int8: linear layers of the head, on engine cpu
 
 
 # ----------------------------------------------------------------------------- in the peer's environment
@@ -172,7 +193,180 @@ def client(threads: int) -> None:
         )
 
 
+def write_policy(family: str, out: Path) -> None:
+    """Write LeRobot's policy of a family at its published size, with weights as it begins a training."""
+    imported()
+    import torch
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.factory import get_policy_class, make_policy_config, make_pre_post_processors
+
+    about = INSIDE[family]
+    torch.manual_seed(0)
+    frame, images = (3, *about["frame"]), [f"observation.images.{camera}" for camera in about["cameras"]]
+    config = make_policy_config(
+        family, device="cpu", push_to_hub=False, pretrained_backbone_weights=None, **about.get("config", {})
+    )
+    config.input_features = {key: PolicyFeature(FeatureType.VISUAL, frame) for key in images}
+    config.input_features["observation.state"] = PolicyFeature(FeatureType.STATE, (about["state"],))
+    config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (about["action"],))}
+    statistics: dict[str, tuple[int, ...]] = dict.fromkeys(images, (3, 1, 1))
+    statistics |= {"observation.state": (about["state"],), "action": (about["action"],)}
+    moments = {"mean": 0.1, "std": 0.5, "min": -1.0, "max": 1.5}
+    stats = {
+        key: {each: torch.full(shape, value) for each, value in moments.items()}
+        for key, shape in statistics.items()
+    }
+    policy = get_policy_class(family)(config)
+    policy.save_pretrained(out)
+    for pipeline in make_pre_post_processors(config, dataset_stats=stats):
+        pipeline.save_pretrained(out)
+
+
+def answers_of_lerobot(family: str, out: Path) -> Any:
+    """Return LeRobot's policy between its pipelines as a function of moments and noise."""
+    imported()
+    import torch
+    from lerobot.configs.policies import PreTrainedConfig
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+    from lerobot.policies.utils import prepare_observation_for_inference
+
+    folder = str(out / "lerobot")
+    config = PreTrainedConfig.from_pretrained(folder)
+    policy = get_policy_class(family).from_pretrained(folder, config=config).eval()
+    before, after = make_pre_post_processors(config, pretrained_path=folder)
+
+    def infer(moments: list[dict[str, Any]], noise: np.ndarray | None) -> np.ndarray:
+        seen = []
+        with torch.inference_mode():
+            for moment in moments:
+                raw = {f"observation.images.{camera}": frame for camera, frame in moment["images"].items()}
+                raw["observation.state"] = moment["state"]
+                seen.append(before(prepare_observation_for_inference(raw, torch.device("cpu"), "", "")))
+            batch, more = seen[0], {}
+            if len(seen) > 1:
+                batch = {
+                    key: torch.stack([each[key] for each in seen], 1)
+                    for key in batch
+                    if key.startswith("observation.")
+                }
+            if noise is not None:
+                more["noise"] = torch.from_numpy(noise)[None]
+            return np.asarray(after(policy.predict_action_chunk(batch, **more))[0])
+
+    return infer
+
+
+def inside(name: str, family: str, out: Path, threads: int) -> None:
+    """Answer lines: as many chunks as one says, of observations that its seed draws."""
+    about = INSIDE[family]
+    if name == "lerobot":
+        import torch
+
+        torch.set_num_threads(threads)
+        infer = answers_of_lerobot(family, out)
+    else:
+        import sinew
+
+        file, engine = ("int8.gguf", "cpu") if name == "int8" else ("policy.gguf", name)
+        policy = sinew.load(out / file, "cpu", "fp32", engine, threads=threads)
+
+        def infer(moments: list[dict[str, Any]], noise: np.ndarray | None) -> np.ndarray:
+            *earlier, newest = moments
+            before = [sinew.core.Moment(**moment) for moment in earlier]
+            return policy.infer({**newest, "earlier": before, "noise": noise}).actions
+
+    for line in sys.stdin:
+        told = json.loads(line)
+        drawn, spent, taken, chunk = np.random.default_rng(told["seed"]), [], [], None
+        for _ in range(told["requests"]):
+            moments = [
+                {
+                    "images": {
+                        camera: drawn.integers(0, 256, (*about["frame"], 3), dtype=np.uint8)
+                        for camera in about["cameras"]
+                    },
+                    "state": drawn.uniform(-1, 1, about["state"]).astype(np.float32),
+                }
+                for _ in range(about.get("moments", 1))
+            ]
+            noise = drawn.standard_normal(about["noise"], dtype=np.float32) if "noise" in about else None
+            begun, cpu = time.perf_counter(), time.process_time()
+            chunk = infer(moments, noise)
+            spent.append(time.process_time() - cpu)
+            taken.append(1e3 * (time.perf_counter() - begun))
+        print(json.dumps({"cpu_s": spent, "ms": taken, "actions": np.asarray(chunk).tolist()}), flush=True)
+
+
 # ----------------------------------------------------------------------------- here
+
+
+def prepare_inside(family: str, out: Path, peer: Path, lerobot: Path) -> list[str]:
+    """Write LeRobot's policy and the bundles of it; return the engines that run them."""
+    part = [str(peer), "-m", "benchmarks.peers", "--part", "write", family, str(out / "lerobot")]
+    subprocess.run(part, check=True, env=environment(lerobot))
+    sinew = [sys.executable, "-m", "sinew"]
+    bundle, low = str(out / "policy.gguf"), str(out / "int8.gguf")
+    quantize = ["quantize", bundle, "--recipe", "head=int8", "--engine", "cpu", "--observations", "1"]
+    for words in (
+        ["convert", str(out / "lerobot"), bundle, "--force"],
+        ["bench", bundle, "--engine", "onnx", "--runs", "1"],  # exports its graphs
+        [*quantize, "--out", low],
+    ):
+        done = subprocess.run(
+            [*sinew, *words], check=False, env=environment(), capture_output=True, text=True
+        )
+        if done.returncode:
+            print(done.stderr or done.stdout, file=sys.stderr)
+            if words[0] != "quantize":
+                raise SystemExit(" ".join(words))
+            return list(ENGINES[:-1])  # which names what has no linear layer
+    return list(ENGINES)
+
+
+def compare_inside(family: str, out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Ask LeRobot's policy and Sinew's engines in turn, and return what was seen."""
+    lerobot = arguments.lerobot.resolve()
+    names = ["lerobot", *prepare_inside(family, out, peer, lerobot)]
+    rng, threads = np.random.default_rng(1), str(arguments.threads)
+    limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    talkers, last = {}, {}
+    spent: dict[str, list[float]] = {name: [] for name in names}
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    try:
+        for name in names:
+            python, paths = (peer, (lerobot,)) if name == "lerobot" else (Path(sys.executable), ())
+            words = ["inside", name, family, str(out), threads]
+            talkers[name] = Talker(python, out, words, environment(*paths, **limits))
+            last[name] = talkers[name].tell(name, 1, seed=0)  # warms up, and is compared
+        for number in range(arguments.rounds):
+            for name in map(str, rng.permutation(names)):
+                found = talkers[name].tell(name, arguments.requests, seed=number)
+                spent[name].append(float(np.median(found["cpu_s"])))
+                taken[name].append(float(np.median(found["ms"])))
+            print(
+                number,
+                {name: round(each[-1], 3) for name, each in spent.items()},
+                file=sys.stderr,
+                flush=True,
+            )
+        peaks = {name: peak_mib(talker.process) for name, talker in talkers.items()}
+    finally:
+        for talker in talkers.values():
+            talker.close()
+    reference, theirs = np.array(spent["lerobot"]), np.array(last["lerobot"]["actions"])
+    return {
+        "cpu_s": {name: round(float(np.median(each)), 3) for name, each in spent.items()},
+        "of_lerobot": {
+            name: [round(each, 2) for each in median_interval(list(np.array(spent[name]) / reference))]
+            for name in names[1:]
+        },
+        "p50_ms": {name: round(float(np.median(each))) for name, each in taken.items()},
+        "peak_mib": peaks,
+        "largest_action": round(float(np.abs(theirs).max()), 3),
+        "largest_difference": {
+            name: float(f"{np.abs(np.array(last[name]['actions']) - theirs).max():.2g}") for name in names[1:]
+        },
+    }
 
 
 def prepare(out: Path, peer: Path, tiny: bool) -> float:
@@ -230,34 +424,34 @@ def _edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def environment(**more: str) -> dict[str, str]:
-    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "packages/sinew-client/src")])}
+def environment(*paths: Path, **more: str) -> dict[str, str]:
+    own = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "packages/sinew-client/src", *paths)))}
     return {**os.environ, **own, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **more}
 
 
 class Talker:
-    """The client's process."""
+    """A process that answers lines: the client, or what is compared without a server."""
 
-    def __init__(self, peer: Path, out: Path):
-        self._process = subprocess.Popen(
-            [peer, "-m", "benchmarks.peers", "--part", "client", "1"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=out,
+    def __init__(self, python: Path, out: Path, part: list[str], environment: dict[str, str]):
+        self.process = subprocess.Popen(
+            [python, "-m", "benchmarks.peers", "--part", *part],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=out,
         )  # fmt: skip
 
     def tell(self, name: str, requests: int, **more: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"name": name, "requests": requests, **more}) + "\n")
-        self._process.stdin.flush()
-        while line := self._process.stdout.readline():
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"name": name, "requests": requests, **more}) + "\n")
+        self.process.stdin.flush()
+        while line := self.process.stdout.readline():
             if line.startswith("{"):  # LeRobot prints
                 found: dict[str, Any] = json.loads(line)
                 return found
-        raise SystemExit("the client has died")
+        raise SystemExit(f"{name}: its process has died")
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 def free_port() -> int:
@@ -285,7 +479,7 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
     threads, hooks = str(arguments.threads), out / "hooks"
     shutil.rmtree(hooks, ignore_errors=True)
     hooks.mkdir()
-    talker, load = Talker(peer, out), {}
+    talker, load = Talker(peer, out, ["client", "1"], environment()), {}
     talker.tell("nobody", 0)  # its imports are done
     ports = {name: free_port() for name in SERVERS}
     running: dict[str, subprocess.Popen[Any]] = {}
@@ -356,6 +550,16 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
     }
 
 
+def about(arguments: argparse.Namespace, load: float) -> dict[str, Any]:
+    """Return what a number depends on beside the programs."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+    return {
+        "threads": arguments.threads, "rounds": arguments.rounds, "requests": arguments.requests, "dtype": "float32",
+        "machine": model or platform.machine(), "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -367,6 +571,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2, help="of each server in a round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="small widths: does it run?")
+    parser.add_argument("--inside", choices=INSIDE, help="compare this family without servers")
+    parser.add_argument("--lerobot", type=Path, default=ROOT / ".venv-clients" / "lerobot-0.6.1")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
@@ -375,6 +581,10 @@ def main() -> None:
             serve_lerobot(int(words[0]), int(words[1]), Path(words[2]))
         elif which == "client":
             client(int(words[0]))
+        elif which == "write":
+            write_policy(words[0], Path(words[1]))
+        elif which == "inside":
+            inside(words[0], words[1], Path(words[2]), int(words[3]))
         else:
             add_processor(Path(words[0]))
         return
@@ -384,13 +594,17 @@ def main() -> None:
     out, peer = arguments.out.resolve(), arguments.peer.absolute()
     out.mkdir(parents=True, exist_ok=True)
     begun = os.getloadavg()[0]
+    if arguments.inside:
+        found = compare_inside(arguments.inside, out, peer, arguments) | about(arguments, begun)
+        print(json.dumps(found))
+        return
     converted = prepare(out, peer, arguments.tiny)
     found = compare(out, peer, arguments) | {
         "convert_s": round(converted, 1),
-        "threads": arguments.threads, "rounds": arguments.rounds, "requests": arguments.requests, "dtype": "float32",
-        "views": len(CAMERAS), "steps": 10, "machine": platform.processor() or platform.machine(),
-        "load": [round(begun, 1), round(os.getloadavg()[0], 1)],
-    }  # fmt: skip
+        "views": len(CAMERAS),
+        "steps": 10,
+        **about(arguments, begun),
+    }
     for name in SERVERS:
         print(f"{name:24} p50 {found['p50_ms'][name]} ms", found["times_as_fast"].get(name, ""))
     print(json.dumps(found))

@@ -21,6 +21,9 @@ from sinew.layers.sizes import check_sizes
 NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
 LAST_GROUPS = 8  # of the last norm, whatever the others have
 MAX_STAGES = 8
+# A convolution in float32 on a CPU is one product where it has so few rows, or its weight so many numbers: PyTorch's
+# convolution brings the weight into another order in each call, which takes longer than to multiply by it.
+FEW_ROWS, MANY_NUMBERS = 8, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,20 @@ class UNetConfig:
 
 
 class Conv1d(nn.Conv1d):
-    """A convolution over rows in the precision of its weight."""
+    """A convolution over rows in the precision of its weight. A recorded program has it as one operator."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
+    def forward(self, x: Tensor) -> Tensor:  # [B, C, H] -> [B, C', H']
+        x = x.to(self.weight.dtype)
+        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+            return super().forward(x)
+        assert not isinstance(self.padding, str)
+        (kernel,), (stride,), (padding,) = self.kernel_size, self.stride, self.padding
+        rows = (x.shape[2] + 2 * padding - kernel) // stride + 1
+        if x.shape[0] * rows > FEW_ROWS and self.weight.numel() < MANY_NUMBERS:
+            return super().forward(x)
+        windows = F.pad(x, (padding, padding)).unfold(2, kernel, stride)  # [B, C, H', kernel]
+        y = F.linear(windows.transpose(1, 2).flatten(2), self.weight.flatten(1), self.bias)
+        return y.transpose(1, 2)
 
 
 class Upsample(nn.ConvTranspose1d):

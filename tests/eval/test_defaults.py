@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ def test_everybody_has_the_same_defaults() -> None:
         ({"kind": "absolute"}, OFFSETS, "aligned", {"kind": "absolute"}, "--motion says"),
         ({"kind": "relative", "action": [0], "state": [0]}, None, "aligned",
          {"kind": "relative", "action": [0], "state": [0]}, "relative targets"),
+        (None, asdict(MotionSpec("relative", (0,), (1,))), "aligned",
+         {"kind": "relative", "action": [0], "state": [1]}, "the policy says that actions are relative"),
         (OFFSETS, None, "freeze", OFFSETS, "--motion says"),
         (AS_IS, {"kind": "absolute"}, "freeze", AS_IS, "nothing says"),
     ],
@@ -62,6 +64,7 @@ def test_the_hand_over_follows_from_what_actions_are(
     found = choose(motion=motion, policy={"motion": policy})
     assert (found.handover, found.motion) == (expected, followed)
     assert because in str(found)
+    Settings(20.0, motion=found.motion).controller(1)
 
 
 def test_what_is_asked_for_is_done_and_follows_what_the_policy_states() -> None:

@@ -42,7 +42,7 @@ def documented(program: str) -> list[str]:
 
 def robot_line(release: str, bundle: Path, folder: Path) -> str:
     """Return the page's line that drives an arm, for a simulated gantry that is put into ``folder``."""
-    (line,) = documented("lerobot-record" if release.startswith("0.4.") else "lerobot-rollout")
+    line = documented("lerobot-record" if release.startswith("0.4.") else "lerobot-rollout")[0]
     words = shlex.split(line.replace(ARM_TASK, TASK))
     words = [word for word in words if not word.startswith(("--robot.", "--policy.bundle="))]
     (folder / "robots").mkdir()

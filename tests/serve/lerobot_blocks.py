@@ -1,9 +1,11 @@
-"""The blocks task as a robot of LeRobot's, for ``lerobot-rollout`` and, before 0.5, ``lerobot-record``.
+"""The blocks task as a robot of LeRobot's, for ``lerobot-rollout`` and, before 0.5, ``lerobot-record``, and a leader.
 
 Copied into a package ``robots``, it is found with ``--robot.discover_packages_path=robots``. Its joints are the
 gantry's numbers; every command is one control step of the simulation, whatever the clock says. At an episode's end
 the program is interrupted, as a user would do it, and the file that ``ROBOT_LOG`` names says how many commands came
-and whether the block lies in its bin.
+and whether the block lies in its bin. The file that ``ROBOT_JOURNAL`` names gets a line for each command, with the
+state that it was sent at and how bright its frames were, and for each row that the leader gave: a row that no policy
+says, and that counts them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,18 @@ from typing import Any
 import gymnasium
 import numpy as np
 from lerobot.robots import Robot, RobotConfig
+from lerobot.teleoperators import Teleoperator, TeleoperatorConfig
 
 import sinew.sim  # noqa: F401 - registers the tasks
 
 JOINTS = ("x.pos", "y.pos", "z.pos", "gripper.pos")
 MOST = 120  # commands of an episode
+
+
+def journal(**entry: Any) -> None:
+    if path := os.environ.get("ROBOT_JOURNAL"):
+        with Path(path).open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 @RobotConfig.register_subclass("blocks")
@@ -31,6 +41,9 @@ class BlocksConfig(RobotConfig):
     color: str = "red"
     side: str = "left"
     seed: int = 5000
+    most: int = MOST
+    ends: bool = True  # with the episode
+    look_s: float = 0.0  # that a look takes, as one of a camera does
 
 
 class Blocks(Robot):
@@ -40,7 +53,8 @@ class Blocks(Robot):
     def __init__(self, config: BlocksConfig):
         super().__init__(config)
         self.cameras: dict[str, Any] = {}
-        self.env = gymnasium.make("sinew/Blocks-v0", max_episode_steps=10 * MOST)
+        self.most, self.ends, self.look_s = config.most, config.ends, config.look_s
+        self.env = gymnasium.make("sinew/Blocks-v0", max_episode_steps=10 * self.most)
         options = {"color": config.color, "side": config.side, "phrasing": 0}
         self.seen, _ = self.env.reset(seed=config.seed, options=options)
         self.commands, self.success = 0, False
@@ -55,21 +69,62 @@ class Blocks(Robot):
         return dict.fromkeys(JOINTS, float)
 
     def get_observation(self) -> dict[str, Any]:
+        time.sleep(self.look_s)
         return {**dict(zip(JOINTS, map(float, self.seen["state"]), strict=True)), **self.seen["images"]}
 
     def send_action(self, action: dict[str, float]) -> dict[str, float]:
-        if not self.success and self.commands < MOST:
-            command = np.array([action[name] for name in JOINTS], np.float32)
-            self.seen, _, self.success, _, _ = self.env.step(command)
-            self.commands += 1
-            if self.success or self.commands == MOST:
-                log = {"commands": self.commands, "success": bool(self.success)}
-                Path(os.environ["ROBOT_LOG"]).write_text(json.dumps(log))
-                os.kill(os.getpid(), signal.SIGINT)
+        if (self.success and self.ends) or self.commands >= self.most:
+            return action
+        command = np.array([action[name] for name in JOINTS], np.float32)
+        bright = {camera: float(frame.mean()) / 255 for camera, frame in self.seen["images"].items()}
+        journal(kind="command", row=command.tolist(), state=self.seen["state"].tolist(), bright=bright)
+        self.seen, _, self.success, _, _ = self.env.step(command)
+        self.commands += 1
+        if (self.success and self.ends) or self.commands == self.most:
+            log = {"commands": self.commands, "success": bool(self.success)}
+            if path := os.environ.get("ROBOT_LOG"):
+                Path(path).write_text(json.dumps(log))
+            os.kill(os.getpid(), signal.SIGINT)
         return action
 
     def disconnect(self) -> None:
         self.env.close()
+
+    is_connected = True
+    is_calibrated = True
+
+    def connect(self, calibrate: bool = True) -> None: ...
+    def calibrate(self) -> None: ...
+    def configure(self) -> None: ...
+
+
+@TeleoperatorConfig.register_subclass("blocks_leader")
+@dataclass
+class BlocksLeaderConfig(TeleoperatorConfig):
+    pass
+
+
+class BlocksLeader(Teleoperator):
+    config_class = BlocksLeaderConfig
+    name = "blocks_leader"
+    given = 0
+
+    @property
+    def action_features(self) -> dict:
+        return dict.fromkeys(JOINTS, float)
+
+    @property
+    def feedback_features(self) -> dict:
+        return {}
+
+    def get_action(self) -> dict[str, float]:
+        self.given += 1
+        row = np.float32([0.5, -0.5, self.given / 1024, 1.0])
+        journal(kind="leader", row=row.tolist())
+        return dict(zip(JOINTS, map(float, row), strict=True))
+
+    def send_feedback(self, feedback: dict[str, float]) -> None: ...
+    def disconnect(self) -> None: ...
 
     is_connected = True
     is_calibrated = True

@@ -3,10 +3,14 @@
 ``python lerobot_plugin.py factory FILE.npz OPTIONS...`` makes a policy from each JSON object with LeRobot's factory, as
 its commands do, lets it act on the observations in FILE.npz, and writes its actions, or why there is no such policy;
 the first is also saved, and made again from its folder; of one with a ``spec``, how many rows it executes. ``refusals
-OPTIONS...`` makes a policy from each, shows it a frame, which its ``batch`` changes, or one for each of its ``steps``,
-and prints the shape of the last action or why there is none. ``resets OPTIONS...`` begins an episode of Blocks-v0 with
-each JSON object and prints what came of it. ``lerobot-eval FLAGS`` is that command, by its entry point; so are
-LeRobot's others.
+OPTIONS...`` makes a policy from each, begun with LeRobot's settings ``rtc`` where it has them, shows it a frame, which
+its ``batch`` changes, or one for each of its ``steps``, and prints the shape of the last action, or the ``row`` itself,
+or why there is none.
+``resets OPTIONS...`` begins an episode of Blocks-v0 with each JSON object and prints what came of it. ``episodes
+ADDRESS`` prints how many rows LeRobot's rtc engine gets around resets, ``ahead ADDRESS`` the rows of two episodes.
+``guidance CASES...`` solves a toy head with LeRobot's real-time chunking and by what the plugin asks a server for.
+``dataset FOLDER`` opens a data set with LeRobot's class and prints its frames. ``lerobot-eval FLAGS`` is that command,
+by its entry point; so are its others.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import threading
+import time
 import warnings
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -38,6 +45,7 @@ from lerobot.policies.factory import (  # noqa: E402
     make_policy_config,
     make_pre_post_processors,
 )
+from lerobot.policies.rtc.configuration_rtc import RTCConfig  # noqa: E402
 from lerobot.utils.import_utils import register_third_party_plugins  # noqa: E402
 from sinew_client import PolicySpec  # noqa: E402
 
@@ -94,14 +102,18 @@ def refusals(*options: str) -> None:
     for text in options:
         given = json.loads(text)
         changes, folder, steps = given.pop("batch", {}), given.pop("folder", None), given.pop("steps", 1)
+        rtc, whole = given.pop("rtc", None), given.pop("row", False)
         try:
             if folder is None:
                 policy = get_policy_class("sinew")(make_policy_config("sinew", **given))
             else:
                 policy = get_policy_class("sinew").from_pretrained(folder)
+            if rtc is not None:
+                policy.config.rtc_config = RTCConfig(**rtc)
+                policy.init_rtc_processor()
             policy.reset()
             rows = [policy.select_action(batch(**changes, step=step)) for step in range(steps)]
-            found.append(list(rows[-1].shape))
+            found.append(rows[-1][0].tolist() if whole else list(rows[-1].shape))
         except Exception as error:  # noqa: BLE001 - its type is what is asked
             found.append(f"{type(error).__name__}: {error}")
     print(json.dumps(found))
@@ -135,10 +147,136 @@ def resets(*options: str) -> None:
     print(json.dumps(found))
 
 
+def episodes(address: str) -> None:
+    register_third_party_plugins()
+    policy = get_policy_class("sinew")(make_policy_config("sinew", address=address))
+    policy.config.rtc_config = RTCConfig()
+    policy.init_rtc_processor()
+    asked = {"inference_delay": 2, "prev_chunk_left_over": None}
+    found = []
+
+    def ask(step: int) -> None:
+        found.append(policy.predict_action_chunk(batch(step=step), **asked).shape[1])
+
+    policy.reset()
+    for step in (1, 1, 2, 2):  # what may be of before, twice; what is of now, twice
+        ask(step)
+    policy.reset()
+    for step in (2, 3):
+        ask(step)
+    thread = threading.Thread(target=ask, args=(4,))
+    thread.start()
+    time.sleep(0.2)
+    policy.reset()  # while that answer is awaited
+    thread.join()
+    policy.reset()
+    began = time.monotonic()
+    while found[-1] == 0:  # a robot that shows the same for ever
+        ask(5)
+    print(json.dumps({"rows": found[:7], "last": found[-1], "waited": time.monotonic() - began}))
+
+
+def ahead(address: str) -> None:
+    register_third_party_plugins()
+    given = {"handover": "aligned", "motion": "absolute", "address": address}
+    policy = get_policy_class("sinew")(make_policy_config("sinew", **given))
+    found = []
+    for step in range(80):
+        if step in (0, 40):
+            policy.reset()
+        found.append(policy.select_action(batch(step=step))[0].tolist())
+        time.sleep(0.02)
+    policy.reset()
+    print(json.dumps(found))
+
+
+def guidance(*options: str) -> None:
+    """Print the largest difference to LeRobot's of each case, LeRobot's to what nobody guides, and how it is asked."""
+    from lerobot.configs.types import RTCAttentionSchedule
+    from lerobot.policies.rtc.modeling_rtc import RTCProcessor
+    from lerobot_policy_sinew.rtc import Continued
+
+    from sinew.core import Observation
+    from sinew.guidance import guide
+    from sinew.processing.continuation import continuation
+    from sinew.solvers import FLOW, solve
+
+    rows, width, steps = 12, 3, 10
+    about = {"action": {"dim": width}, "state": {"dim": width}, "motion": {"kind": "absolute"}, "cameras": []}
+    spec = PolicySpec.from_dict(
+        {"architecture": "toy", "name": "toy", "chunk_size": rows, "noise_dim": width, "solver_steps": steps}
+        | {"max_prompt_tokens": 1, **about}
+    )
+
+    class Same:
+        width = 3
+        normalize = staticmethod(lambda actions: np.asarray(actions, np.float32))
+
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(rows * width, rows * width, generator=generator) / 6
+    noise, chunk = torch.randn(2, 1, rows, width, generator=generator)
+
+    def velocity(x: torch.Tensor, time: float) -> torch.Tensor:
+        return torch.tanh(x.reshape(1, -1) @ weight + time).reshape(x.shape)
+
+    found = []
+    for text in options:
+        case = json.loads(text)
+        used, delay, committed = case.pop("used"), case.pop("delay"), case.pop("committed", 0)
+        schedule = RTCAttentionSchedule(case.pop("schedule"))
+        settings = RTCConfig(prefix_attention_schedule=schedule, **case)
+        left = chunk[0, used:][: settings.execution_horizon]
+        theirs, alone = noise.clone(), noise.clone()
+        processor = RTCProcessor(settings)
+        for step in range(steps):
+            time = 1.0 - step / steps
+            guided = processor.denoise_step(theirs, left, delay, time, lambda x, time=time: velocity(x, time))
+            theirs, alone = theirs - guided / steps, alone - velocity(alone, time) / steps
+        continued = Continued(settings, replace(spec, committed_rows=committed), {})
+        state = np.zeros(width, np.float32)
+        continued.answered(chunk[0].numpy(), state, continued.episode)
+        padded = torch.zeros(settings.execution_horizon, width)  # as its engine hands them over
+        padded[: len(left)] = left
+        fields = continued.fields(padded.numpy(), delay, state)
+        asked = continuation(Observation({}, state, **fields), spec, Same, (), state, width)
+        if asked is None:
+            ours = alone
+        else:
+            guided, begun = guide([asked], FLOW, noise.numpy(), torch.from_numpy)
+            ours = solve(
+                velocity, torch.from_numpy(begun), FLOW.steps(steps), FLOW.times(steps), None, guided
+            )
+        differences = [float((one - other).abs().max()) for one, other in ((ours, theirs), (theirs, alone))]
+        found.append([*differences, fields.get("rtc", "")])
+    print(json.dumps(found))
+
+
+def dataset(folder: str) -> None:
+    from lerobot.datasets import LeRobotDataset
+
+    found = LeRobotDataset("sinew/rollout_test", root=folder)
+    frames = []
+    for index in range(len(found)):
+        frame = found[index]
+        cameras = [key for key in frame if key.startswith("observation.images.")]
+        frames.append(
+            {
+                "action": frame["action"].tolist(),
+                "state": frame["observation.state"].tolist(),
+                "episode": int(frame["episode_index"]),
+                "task": frame["task"],
+                "intervention": bool(frame["intervention"]) if "intervention" in frame else None,
+                "bright": {key.rpartition(".")[2]: float(frame[key].mean()) for key in cameras},
+                "shapes": [list(frame[key].shape) for key in cameras],
+            }
+        )
+    print(json.dumps({"episodes": found.num_episodes, "fps": found.fps, "frames": frames}))
+
+
 if __name__ == "__main__":
     print(f"lerobot {lerobot.__version__}", file=sys.stderr)
     program = sys.argv[1]
-    if program in ("factory", "refusals", "resets"):
+    if program in ("factory", "refusals", "resets", "dataset", "guidance", "episodes", "ahead"):
         globals()[program](*sys.argv[2:])
     else:
         (point,) = entry_points(group="console_scripts", name=program)

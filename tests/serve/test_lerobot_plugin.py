@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,32 +28,9 @@ from tests.serve.lerobot_releases import (
 from tests.serve.lerobot_syntax import lowered
 from tests.serve.test_server import serving
 
-PLUGIN = ROOT / "packages" / "lerobot_policy_sinew"
 SCRIPT = Path(__file__).with_name("lerobot_plugin.py")
 BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
 PROMPT, ROWS, STEPS, SEED = "put the red block into the left bin", 3, 9, 11
-
-
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plugin as pip installs it, which is how LeRobot finds it, in a folder of its own."""
-    folder = tmp_path_factory.mktemp("plugin")
-    command = [
-        "pip",
-        "--disable-pip-version-check",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-    ]
-    found = subprocess.run(
-        [sys.executable, "-m", *command, "--target", folder, PLUGIN], capture_output=True, text=True
-    )
-    if found.returncode and "hatchling" in found.stderr:
-        pytest.skip("hatchling is not installed here, and the plugin is not built")
-    assert found.returncode == 0, found.stderr
-    return folder
 
 
 def lerobot(
@@ -237,6 +213,150 @@ def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, t
     # Of two moments, an episode's first stands for the one before it: of control steps, and not of requests.
     assert [tuple(asked.raw_state[::2]) for asked in two.asked] == [(0, 0), (2, 3), (5, 6)]
     assert [list(asked.camera_names) for asked in two.asked] == 3 * [["front", "front"]]
+
+
+@newest_release
+def test_what_lerobots_rollout_may_not_ask_for(release: str, plugin: Path) -> None:
+    """Settings that do not go together, and those that the policy, or what runs it, does not take."""
+    moves = {**SPEC, "motion": {"kind": "absolute"}}
+    with contextlib.ExitStack() as stack:
+
+        def puppet(policy: dict[str, Any], **server: Any) -> dict[str, str]:
+            found = stack.enter_context(Puppet(delay=0, metadata={"policy": policy, "server": server}))
+            return {"address": f"tcp://127.0.0.1:{found.port}"}
+
+        plain, sure = puppet(SPEC), puppet(moves)
+        relative = {**SPEC, "motion": {"kind": "relative", "action": [0, 1], "state": [0, 1]}}
+        wanted: list[dict[str, Any]] = [
+            {**puppet({**SPEC, "history": 2}), "rtc": {}},
+            {**puppet(SPEC, unguided="expected a velocity, got single"), "rtc": {}},
+            {**puppet(SPEC, engine="onnx", guidance=["guided"]), "rtc": {}},
+            {**plain, "rtc": {"debug": True}},
+            {**sure, "handover": "auto", "rtc": {}},
+            {**plain, "handover": "auto"},
+            {**puppet(moves, unguided="expected a velocity, got single"), "handover": "rtc"},
+            {**sure, "handover": "sideways"},
+            {**sure, "handover": "auto", "replan": "never"},
+            {**plain, "replan": "4"},
+            {**sure, "handover": "auto", "n_action_steps": 4},
+            {**plain, "handover": "auto", "motion": "offsets"},
+            {**plain, "compile_model": True},
+            {**sure, "handover": "auto", "batch": {"frames": 2, "states": 2, "tasks": 2}},
+            {"bundle": str(BLOCKS.with_name("act.gguf")), "engine": "eager", "rtc": {}},
+            # And what they take: unguided, without guidance; a policy that is told what it does.
+            {**puppet(SPEC, unguided="expected a velocity, got single"), "rtc": {"enabled": False}},
+            {**plain, "handover": "auto", "motion": "absolute", "steps": 30},
+            {**sure, "handover": "auto", "steps": 3},
+            {**puppet(relative), "handover": "auto", "motion": "absolute"},
+            # Relative to the state of its frame, which is its step: a robot of LeRobot's takes goals.
+            {**puppet(relative), "n_action_steps": 2, "steps": 4, "row": True},
+        ]
+        done = lerobot(release, plugin, "refusals", *map(json.dumps, wanted))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    cannot, why = "the policy puppet cannot continue a running chunk", "expected a velocity, got single"
+    refused = f"ValueError: inference.rtc.enabled: expected false, got true: {cannot}"
+    assert found[:3] + found[6:7] == [
+        (
+            "ValueError: inference.type: expected sync, got rtc: the policy puppet reads 2 moments, one of each control"
+            " step, and LeRobot's rtc engine shows it those of its requests"
+        ),
+        f"{refused}: {why}",
+        f"{refused}: engine onnx has no guidance no-jacobian",
+        f"ValueError: policy.handover: expected one without rtc, got rtc: {cannot}: {why}",
+    ]
+    assert [each.partition(", got ")[0].partition(", for goal")[0] for each in found[3:6] + found[7:14]] == [
+        "ValueError: inference.rtc.debug: expected false",
+        "ValueError: policy.handover: expected none beside --inference.type=rtc, which plays chunks itself",
+        "ValueError: policy.motion: expected absolute",
+        "ValueError: handover: expected one of freeze, naive, aligned, ensemble, aggregate, rtc",
+        "ValueError: policy.replan: expected STEPS, full, queue:FRACTION or disagreement:LIMIT,STEPS",
+        "ValueError: policy.replan: expected none without policy.handover",
+        "ValueError: policy.n_action_steps: expected 0 beside policy.handover",
+        "ValueError: policy.motion: expected absolute or nothing",
+        "ValueError: use_torch_compile: expected false",
+        "ValueError: observation.state: expected one robot with policy.handover",
+    ]
+    assert found[14].startswith(
+        "ValueError: inference.rtc.enabled: expected false, got true: the policy act cannot"
+    )
+    assert found[15:18] == 3 * [[1, 2]]
+    assert found[18].endswith("says that its actions are relative, got absolute")
+    assert found[19] == [100 + 1 + 2] * 2
+
+
+@newest_release
+def test_lerobots_rtc_engine_gets_nothing_of_before_a_reset(release: str, plugin: Path) -> None:
+    """An observation that may be of before, an answer that is, and a robot that shows the same for ever."""
+    with Puppet(delay=0.6, metadata={"policy": SPEC}) as server:
+        done = lerobot(release, plugin, "episodes", f"tcp://127.0.0.1:{server.port}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["rows"] == [0, 0, 20, 20, 0, 20, 0]
+    assert found["last"] == 20
+    assert found["waited"] >= 1
+
+
+@newest_release
+def test_chunks_are_asked_for_while_the_robot_moves(release: str, plugin: Path) -> None:
+    """Each row belongs to its step, so a chunk that comes late is entered late; of an episode nothing gets into the
+    next. The state is the number of the step, and so the server knows which one it was shown."""
+    with Puppet(delay=0.1, metadata={"policy": SPEC}) as server:
+        done = lerobot(release, plugin, "ahead", f"tcp://127.0.0.1:{server.port}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    # By number of the answer; of a reset, which this server answers like everything else, nothing was shown.
+    shown = [round(asked.raw_state[0]) if len(asked.raw_state) else None for asked in server.asked]
+    entered, before, held = [], -1, False
+    assert len(rows) == 80
+    for step, (row, same) in enumerate(rows):
+        assert row == same
+        if step in (0, 40):
+            before, held = -1, False
+        if row == before:
+            held = True  # nothing has come in time, and what passes meanwhile is not left out
+            continue
+        number, index = divmod(round(row), 100)
+        assert shown[number] is not None
+        assert shown[number] >= (40 if step >= 40 else 0)
+        assert index <= step - shown[number] if held else index == step - shown[number]
+        if before >= 0 and round(before) // 100 != number:
+            entered.append(index)
+        before = row
+    assert len(entered) >= 4
+    assert any(index > 0 for index in entered), entered
+
+
+@newest_release
+def test_a_server_continues_chunks_as_lerobots_own_policies_do(release: str, plugin: Path) -> None:
+    """A toy head of twelve rows through LeRobot's processor, and through what the plugin asks a server for."""
+    shortest = {"execution_horizon": 6, "used": 1, "delay": 2}
+    cases: list[dict[str, Any]] = [
+        *({"schedule": name, **shortest} for name in ("LINEAR", "EXP", "ONES", "ZEROS")),
+        {
+            "schedule": "LINEAR",
+            "execution_horizon": 8,
+            "used": 7,
+            "delay": 3,
+        },  # five rows are left, and three zeros
+        {"schedule": "EXP", "execution_horizon": 30, "used": 4, "delay": 0, "max_guidance_weight": 3.0},
+        {
+            "schedule": "ZEROS",
+            "execution_horizon": 6,
+            "used": 9,
+            "delay": 300,
+        },  # LeRobot's largest delay ever
+        {"schedule": "LINEAR", "execution_horizon": 8, "used": 12, "delay": 3},  # the queue was empty
+        {"schedule": "LINEAR", **shortest, "committed": 1},  # of a policy that was trained for less
+        {"schedule": "LINEAR", **shortest, "committed": 2},
+    ]
+    done = lerobot(release, plugin, "guidance", *map(json.dumps, cases))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop()[2] == "trained"  # which is no guidance of LeRobot's
+    for case, (difference, guided, kind) in zip(cases[:-1], found, strict=True):
+        assert difference < 1e-6, case
+        assert (guided > 0.1, kind) == ((True, "no-jacobian") if case["used"] != 12 else (False, ""))
 
 
 def test_type_parameters_are_written_as_python_3_11_has_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import time
 from collections import deque
 from typing import Any
 
@@ -15,11 +16,14 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_IMAGES, OBS_STATE
 from sinew_client import Policy, PolicySpec, connect
 from sinew_client.control import parse_rule
-from sinew_client.control.defaults import REPLAN
+from sinew_client.control.defaults import REPLAN, stated
+from sinew_client.control.motion import Relative, parse_motion
 from sinew_client.history import History
 from sinew_client.types import Moment
 
+from lerobot_policy_sinew.ahead import Ahead
 from lerobot_policy_sinew.configuration_sinew import SinewConfig
+from lerobot_policy_sinew.rtc import AGAIN_S, Continued, said
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,8 @@ class SinewPolicy(PreTrainedPolicy):
 
     def __init__(self, config: SinewConfig, dataset_stats=None, dataset_meta=None):
         super().__init__(config)
+        if config.compile_model:
+            raise ValueError("use_torch_compile: expected false, got true: the policy computes elsewhere")
         self.backend = opened(config)
         spec = self.backend.spec
         dim, name = spec.action.dim, spec.name[:LONGEST_NAME]
@@ -63,7 +69,23 @@ class SinewPolicy(PreTrainedPolicy):
         strange = [camera for camera in config.cameras.values() if camera not in known]
         if strange:
             raise ValueError(f"policy.cameras: expected cameras of {name}: {known}, got {strange[0]!r}")
-        self._rows = rows_executed(config, spec)
+        self._motion = parse_motion(stated(spec.to_dict()))
+        self._ahead: Ahead | None = None
+        self._rows = 0
+        if config.handover:
+            self._ahead = Ahead(
+                self.backend,
+                spec,
+                config.handover,
+                config.replan,
+                config.motion,
+                config.timeout,
+                self._session(0),
+                config.seed,
+            )
+        else:
+            self._rows = rows_executed(config, spec)
+        self._rtc: Continued | None = None
         self._queue: deque = deque()
         self._history, self._steps = History.of(spec.to_dict()), 0
         self._asked = 0
@@ -87,23 +109,69 @@ class SinewPolicy(PreTrainedPolicy):
         return policy.eval()
 
     def reset(self) -> None:
-        """Begin new episodes."""
+        """Begin new episodes: of what was seen, asked or answered before, nothing counts any more."""
+        if self._rtc is not None:
+            self._rtc.begin()
+        if self._ahead is not None:
+            self._ahead.begin()
         self._queue.clear()
         self._history.clear()
         for index in range(self._sessions):
             self.backend.reset(self._session(index))
         self._sessions = 0
 
+    def supports_rtc(self) -> bool:
+        """Return True: a policy that cannot is refused by :meth:`init_rtc_processor`, which says why."""
+        return True
+
+    def init_rtc_processor(self) -> None:
+        """Take what LeRobot's rtc engine is set to, ``config.rtc_config``, before it starts. Raises ValueError."""
+        if self._ahead is not None:
+            raise ValueError(
+                "policy.handover: expected none beside --inference.type=rtc, which plays chunks itself"
+            )
+        self._rtc = Continued(getattr(self.config, "rtc_config"), self.backend.spec, said(self.backend))  # noqa: B009
+
     @torch.no_grad()
-    def predict_action_chunk(self, batch: dict[str, Any], noise: torch.Tensor | None = None) -> torch.Tensor:
+    def predict_action_chunk(
+        self,
+        batch: dict[str, Any],
+        noise: torch.Tensor | None = None,
+        *,
+        inference_delay: int | None = None,
+        prev_chunk_left_over: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the chunks for a batch of observations, float32 [B, H, action_dim] in world units.
 
         batch: ``observation.images.CAMERA`` float in [0, 1] or uint8 [B, 3, height, width], ``observation.state``
         [B, D], ``task``: instructions. noise: float [B, H, noise_dim]. A policy that reads several moments is given
-        this one for those before it, which :meth:`select_action` keeps. Raises ValueError for observations that do
-        not go together, and for a chunk of another form than the policy says of itself.
+        this one for those before it, which :meth:`select_action` keeps. inference_delay, prev_chunk_left_over [R,
+        action_dim]: of LeRobot's rtc engine, for which a chunk of no rows stands where there is none to play, as of an
+        observation or an answer from before the last reset. Raises ValueError for observations that do not go together,
+        and for a chunk of another form than the policy says of itself.
         """
-        return self._chunks(batch, self._seen(batch), (), noise)
+        rtc = self._rtc
+        episode = rtc.episode if rtc is not None else 0  # before the look: a reset may come at any time
+        seen = self._seen(batch)
+        if rtc is None:
+            if prev_chunk_left_over is not None:
+                raise ValueError(
+                    "prev_chunk_left_over: expected --inference.type=rtc, of whose settings nobody told"
+                )
+            return self._chunks(batch, seen, (), noise)
+        if len(seen.state) != 1:
+            raise ValueError(
+                f"{OBS_STATE}: expected one robot with --inference.type=rtc, got {len(seen.state)}"
+            )
+        nothing = torch.zeros(1, 0, self._form[1], device=batch[OBS_STATE].device)
+        if not rtc.fresh(seen, episode):
+            rtc.skipped()
+            time.sleep(AGAIN_S)
+            return nothing
+        left = None if prev_chunk_left_over is None else prev_chunk_left_over.detach().cpu().numpy()
+        more = rtc.fields(left, inference_delay, seen.state[0])
+        chunks = self._chunks(batch, seen, (), noise, more)
+        return chunks if rtc.answered(chunks[0].cpu().numpy(), seen.state[0], episode) else nothing
 
     def _seen(self, batch: dict[str, Any]) -> Moment:
         """Return the frames, uint8 [B, height, width, 3], and states [B, D] of a batch. Raises ValueError."""
@@ -126,8 +194,12 @@ class SinewPolicy(PreTrainedPolicy):
         seen: Moment,
         earlier: tuple[Moment, ...],
         noise: torch.Tensor | None,
+        more: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        """Return the chunks for what was seen now and at the control steps before, oldest first."""
+        """Return the chunks for what was seen now and at the control steps before, oldest first, as a robot takes them.
+
+        more: what else goes with each observation.
+        """
         count = len(seen.state)
         tasks = batch.get("task") or ""
         tasks = [tasks] * count if isinstance(tasks, str) else list(tasks)
@@ -146,6 +218,7 @@ class SinewPolicy(PreTrainedPolicy):
                 "earlier": before,
                 "prompt": tasks[index],
                 "session": self._session(index),
+                **(more or {}),
             }
             if noise is not None:
                 observation["noise"] = noise[index].detach().cpu().numpy()
@@ -158,6 +231,8 @@ class SinewPolicy(PreTrainedPolicy):
                     f"actions: expected {list(self._form)} as the policy {self._called} says of itself,"
                     f" got {list(chunk.shape)}"
                 )
+            if isinstance(self._motion, Relative):  # a robot of LeRobot's takes goals
+                chunk = self._motion.targets(chunk, newest.state)
             chunks.append(chunk)
         return torch.from_numpy(np.stack(chunks)).to(batch[OBS_STATE].device)
 
@@ -165,8 +240,11 @@ class SinewPolicy(PreTrainedPolicy):
     def select_action(self, batch: dict[str, Any], noise: torch.Tensor | None = None) -> torch.Tensor:
         """Return the next row of the running chunks, [B, action_dim]; ask for new ones when they are used up.
 
-        LeRobot calls this at every control step: what a policy of several moments has seen is kept here.
+        LeRobot calls this at every control step: what a policy of several moments has seen is kept here. With
+        ``policy.handover`` Sinew's own loop says which row is next (:class:`~lerobot_policy_sinew.ahead.Ahead`).
         """
+        if self._ahead is not None:
+            return self._next(self._ahead, batch, noise)
         asks, self._steps = not self._queue, self._steps + 1
         if asks or self._history.moments > 1:
             seen = self._seen(batch)
@@ -175,6 +253,18 @@ class SinewPolicy(PreTrainedPolicy):
             chunks = self._chunks(batch, seen, self._history.before(self._steps), noise)
             self._queue.extend(chunks[:, : self._rows].unbind(1))
         return self._queue.popleft()
+
+    def _next(self, ahead: Ahead, batch: dict[str, Any], noise: torch.Tensor | None) -> torch.Tensor:
+        """Return the row of Sinew's loop, [1, action_dim], for the one robot that it plays."""
+        if noise is not None:
+            raise ValueError("noise: expected none with policy.handover, whose chunks nobody waits for")
+        seen, task = self._seen(batch), batch.get("task") or ""
+        tasks = [task] if isinstance(task, str) else list(task)
+        if len(seen.state) != 1 or len(tasks) != 1:
+            raise ValueError(f"{OBS_STATE}: expected one robot with policy.handover, got {len(seen.state)}")
+        self._sessions = 1
+        row = ahead.step({name: frames[0] for name, frames in seen.images.items()}, seen.state[0], tasks[0])
+        return torch.from_numpy(row)[None].to(batch[OBS_STATE].device)
 
     def forward(self, batch):
         raise NotImplementedError("a policy of type sinew is served, not trained")
