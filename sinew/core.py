@@ -38,6 +38,7 @@ __all__ = [
     "DTYPES",
     "MAX_HISTORY",
     "MAX_HISTORY_STEPS",
+    "MAX_SAID",
     "MAX_SIDE",
     "PROMPT_TABLE",
     "RTC",
@@ -87,6 +88,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 # The words of flags, recipes and reports -> torch's names of the types.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
+MAX_SAID = 256  # tokens of one text of a language head; each is a row of every pass behind it
 MAX_SIDE = 8192  # pixels of a frame's height or width that is taken from elsewhere
 PROMPT_TABLE = (
     "embed_tokens"  # the name, in a model, of a language model's table of tokens, of which only rows are read

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from sinew_client.policy import Limit, OpenPolicy, asking
@@ -37,9 +37,6 @@ from sinew.processing import (
 )
 from sinew.processing.continuation import kind_of
 from sinew.sources import EXPORTED, resolve
-
-if TYPE_CHECKING:
-    from sinew.solvers import Guidance
 
 
 def load(
@@ -326,7 +323,7 @@ class Policy(OpenPolicy):
         together, ``cancel``, a changed file of weights.
         """
         first = members[0]
-        guidance: Guidance | None = None
+        guidance: Any = None
         processor = self.processors[first.adapter]
         if len(members) > 1:
             if self.unbatched:

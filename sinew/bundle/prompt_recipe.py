@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from sinew.core import MAX_SAID
 from sinew.steps.base import MAX_SIZE
 from sinew.steps.prompt.base import MAX_TEXT, HeldTokens, PromptStep
 from sinew.steps.prompt.instruction import Instruction
 
 MOST = 4  # times that an instruction, or a state, may stand in a prompt
-MAX_SAID = 256  # tokens of one text of a language head; each is a row of every pass behind it
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from sinew.core import SinewError
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.engine.choose import EngineChoice
-    from sinew.engine.prepared import Finding
+    from sinew.engine.prepared import EngineFinding
     from sinew.policy import Policy
 
 SCHEMA = "sinew.prepare/1"
@@ -110,23 +110,25 @@ def prepare(
     return _tell(finding, finding.why, need=need)
 
 
-def _prepare(bundle: Bundle, choice: EngineChoice, candidate: EngineChoice, observations: int) -> Finding:
+def _prepare(
+    bundle: Bundle, choice: EngineChoice, candidate: EngineChoice, observations: int
+) -> EngineFinding:
     """Return what was found. The form is where it will be looked for, if it is taken, and nowhere else."""
-    from sinew.engine.prepared import Finding
+    from sinew.engine.prepared import EngineFinding
 
     name, against = candidate.engine, choice.engine
     try:
         with _form(bundle) as (form, publish):
             problem, proof = _prove(bundle, form, name, observations)
             if problem:
-                return Finding(name, against, False, f"engine {name} is not taken: {problem}")
+                return EngineFinding(name, against, False, f"engine {name} is not taken: {problem}")
             seconds = _measure(bundle, form, choice, name)
             times = ", ".join(f"{each} {1e3 * took:.3g}" for each, took in seconds.items())
             words = f"processor ms of a chunk, measured on this machine: {times}"
             if seconds[against] < MARGIN * seconds[name]:
                 why = f"engine {name} is not taken: it is not {MARGIN - 1:.0%} faster ({words}); {proof}"
-                return Finding(name, against, False, why, seconds)
-            finding = Finding(name, against, True, f"{words}; {proof}", seconds)
+                return EngineFinding(name, against, False, why, seconds)
+            finding = EngineFinding(name, against, True, f"{words}; {proof}", seconds)
             _keep(
                 finding, bundle.path
             )  # first: without its form it counts for nothing, and a form counts by itself
@@ -139,7 +141,7 @@ def _prepare(bundle: Bundle, choice: EngineChoice, candidate: EngineChoice, obse
         raise _NotNowError(f"{words}, got {error.strerror or error}") from None
     except Exception as error:  # noqa: BLE001, whatever it is, it would come again, after minutes
         words = str(error) if isinstance(error, SinewError) else f"{type(error).__name__}: {error}"
-        return Finding(name, against, False, f"engine {name} is not taken: {words[:500]}")
+        return EngineFinding(name, against, False, f"engine {name} is not taken: {words[:500]}")
 
 
 @contextlib.contextmanager
@@ -247,7 +249,7 @@ def fastest(policies: Mapping[str, Policy]) -> dict[str, float]:
     return best
 
 
-def _keep(finding: Finding, bundle: Path) -> None:
+def _keep(finding: EngineFinding, bundle: Path) -> None:
     with _kept_as("expected to keep what was found"):
         finding.keep(bundle)
 
@@ -340,7 +342,7 @@ def _report(text: str, _total: int | None) -> Iterator[Callable[[str], None]]:
     yield lambda _: None
 
 
-def _tell(finding: Finding | None, text: str, kept: Finding | None = None, need: int = 0) -> int:
+def _tell(finding: EngineFinding | None, text: str, kept: EngineFinding | None = None, need: int = 0) -> int:
     from dataclasses import asdict
 
     terminal.console(markup=False).print(text, soft_wrap=True)

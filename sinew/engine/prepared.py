@@ -24,7 +24,7 @@ LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")  # what make
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class EngineFinding:
     """engine: that was prepared. against: what runs the bundle without it. taken: it is faster here, and proved. why:
     in a sentence. seconds: processor time of a chunk by engine, as measured; empty where it did not come to that.
     """
@@ -60,7 +60,7 @@ def lock_of(bundle: Path, engine: str) -> Path:
     return _path(bundle, engine).with_suffix(".lock")
 
 
-def kept(bundle: Path, engine: str) -> Finding | None:
+def kept(bundle: Path, engine: str) -> EngineFinding | None:
     """Return what was found of an engine for a bundle, by these versions on this hardware; None: nothing."""
     try:
         record = json.loads(_path(bundle, engine).read_text(encoding="utf-8"))
@@ -69,7 +69,7 @@ def kept(bundle: Path, engine: str) -> Finding | None:
         seconds = {str(name): float(took) for name, took in record["seconds"].items()}
         if not all(0 < took < math.inf for took in seconds.values()) or record["engine"] != engine:
             return None
-        return Finding(
+        return EngineFinding(
             engine, str(record["against"]), record["taken"] is True, str(record["why"])[:1000], seconds
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sinew.bundle.prompt_recipe import MAX_SAID
 from sinew.bundle.rules import MAX_SOLVER_STEPS
 from sinew.bundle.schema import Manifest
-from sinew.core import BundleError, Moment, Observation, ObservationError, SinewError, did_you_mean
+from sinew.core import MAX_SAID, BundleError, Moment, Observation, ObservationError, SinewError, did_you_mean
 from sinew.hints import option
 from sinew.processing.arrays import numbers
 from sinew.processing.conditioning import advantage_of, scale_of
@@ -418,9 +417,8 @@ class Processor:
         return scale_of(observation, self.recipe.prompt, advantage_of(observation, self.recipe.prompt))
 
     def _unconditional(self, observation: Observation, normalized: np.ndarray) -> np.ndarray:
-        """Return the prompt without an advantage. normalized: the states of all moments, the newest last."""
-        newest = normalized[len(normalized) - self.state_normalizer.width :]
-        return self.prompter.encode(observation.prompt or self.spec.default_prompt, newest)
+        """Return the prompt without an advantage. normalized: the states that were sent, the newest last."""
+        return self.prompter.encode(observation.prompt or self.spec.default_prompt, normalized[-1])
 
     def _tokens(self, observation: Observation, state: np.ndarray) -> np.ndarray:
         if not isinstance(observation.prompt, str):

@@ -21,7 +21,7 @@ from typing import Any
 
 from sinew import machine
 from sinew.core import RTC, BusyError, RequestError, SinewError
-from sinew.engine.prepared import Finding
+from sinew.engine.prepared import EngineFinding
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.service import STREAMED, Service
 from sinew.serve.swap import Need
@@ -113,7 +113,7 @@ class Preparer:
             words = str(error) if isinstance(error, SinewError) else f"{type(error).__name__}: {error}"
             self._say("failed", f"engine {work.engine} was not prepared: {words}", logging.WARNING)
 
-    def _follow(self) -> tuple[Finding, Need] | None:
+    def _follow(self) -> tuple[EngineFinding, Need] | None:
         """Run the process and return what it found; None where it was ended with the server. Raises SinewError."""
         with tempfile.TemporaryFile() as errors:
             with self._lock:
@@ -140,7 +140,7 @@ class Preparer:
                 f" {number} ({_name(number)}){', as the system does where memory is short' if number == 9 else ''};"
                 f" `sinew prepare {self._work.source} --again` tries once more"
             )
-            finding = Finding(self._work.engine, self._work.against, False, why)
+            finding = EngineFinding(self._work.engine, self._work.against, False, why)
             self._keep(finding)
             return finding, Need(0)
         if status or record is None:
@@ -149,7 +149,7 @@ class Preparer:
         try:
             seconds = {str(name): float(took) for name, took in record["seconds"].items()}
             engine, against = str(record["engine"]), str(record["against"])
-            finding = Finding(engine, against, record["taken"] is True, str(record["why"]), seconds)
+            finding = EngineFinding(engine, against, record["taken"] is True, str(record["why"]), seconds)
             return finding, Need(int(record["need"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise SinewError(f"expected what was found, got {record.get('text', record)!s:.300}") from None
@@ -191,7 +191,7 @@ class Preparer:
         if child.returncode:
             self._work.sweep()
 
-    def _exchange(self, finding: Finding, need: Need) -> None:
+    def _exchange(self, finding: EngineFinding, need: Need) -> None:
         work, service = self._work, self._service
         if need.total > (free := machine.memory()[1]):
             raise SinewError(f"memory: expected {need} that are free beside it, got {free / 2**20:.0f} MiB")
@@ -240,10 +240,10 @@ class Preparer:
                 f"engine {self._work.engine} is not taken: {self._work.against} {' and '.join(lost)}, as was asked of"
                 f" this server, and it does not; `sinew prepare {self._work.source} --again` forgets that"
             )
-            self._keep(Finding(self._work.engine, self._work.against, False, why))
+            self._keep(EngineFinding(self._work.engine, self._work.against, False, why))
             raise RequestError(why)
 
-    def _keep(self, finding: Finding) -> None:
+    def _keep(self, finding: EngineFinding) -> None:
         with contextlib.suppress(OSError):  # a folder that is not for writing: the next start tries again
             finding.keep(self._work.bundle)
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sinew_client.control.windows import MAX_DELAY
 
-from sinew.bundle.prompt_recipe import MAX_SAID
-from sinew.core import RTC, Observation, ObservationError, SinewError
+from sinew.core import MAX_SAID, RTC, Observation, ObservationError, SinewError
 from sinew.stream.text import SILENT, Speech, StreamedText
 from sinew.stream.windows import Chunks, Rolling, Window
 

@@ -29,7 +29,6 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions
 from sinew.convert.tensors import computed, constant, rounded
 from sinew.core import ConvertError
-from sinew.models import model_class
 from sinew.vlacpp import write_bitvla, write_evo1, write_prismatic
 from sinew.vlacpp.read import read
 from sinew.vlacpp.read_lerobot import LEAVES, PARTS, STATISTICS, WHOLE, bundle_name
@@ -258,9 +257,7 @@ def _compare(ours: Manifest, found: Conversion, path: Path) -> None:
     processing = replace(found.processing, compat=ours.processing.compat)
     # A bundle of a day when a record had fewer fields leaves out what now has a default. So would msgspec: of a
     # dataclass that it decoded it encodes what was there, and asdict all.
-    config: Any = from_builtins(
-        ours.config, model_class(ours.architecture).config_type, f"{path}: sinew.config"
-    )
+    config: Any = from_builtins(ours.config, type(found.config), f"{path}: sinew.config")
     for where, wanted, got in (
         ("config", config, found.config),
         ("spec", ours.spec, found.spec),

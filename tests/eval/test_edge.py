@@ -24,7 +24,8 @@ EDGE = str(ASSETS / "blocks-edge.safetensors")
 class Late:
     """A policy whose chunks say: stay, open."""
 
-    chunk_size, committed_rows, motion, history = 32, 0, None, 1
+    chunk_size, committed_rows, motion = 32, 0, None
+    served: Mapping[str, Any] = {}  # what it says of itself: one moment
 
     def start(self, env: Any) -> None:
         """Do nothing."""

@@ -408,7 +408,7 @@ def test_what_robots_asked_for_stays(golden_bundle: Path, tmp_path: Path) -> Non
 
 
 def test_what_a_finding_holds_for(act: Path, monkeypatch) -> None:
-    found = prepared.Finding("onnx", "plan", True, "it is faster", {"onnx": 1.0, "plan": 2.0})
+    found = prepared.EngineFinding("onnx", "plan", True, "it is faster", {"onnx": 1.0, "plan": 2.0})
     path = found.keep(act)
     assert prepared.kept(act, "onnx") == found
     assert choose(Bundle(act), device="cpu", prepared=True).engine_reason.startswith(
@@ -460,7 +460,7 @@ def test_what_is_prepared_under_a_recipe(tmp_path: Path) -> None:
     (graphs,) = tmp_path.glob("small.onnx-*")
     words = "measured here"
     for taken, engine in ((True, "onnx"), (False, "cpu")):
-        prepared.Finding("onnx", "cpu", taken, words).keep(bundle.path)
+        prepared.EngineFinding("onnx", "cpu", taken, words).keep(bundle.path)
         choice = choose(bundle, device="cpu", threads=1)
         assert choice.engine == engine
         assert choice.engine_reason == f"it follows the bundle's recipe; {words}"

@@ -16,6 +16,7 @@ from sinew_client import Policy, PolicySpec, RequestTimeout
 from sinew_client.control import Loop, Settings, choose, parse_handover, parse_rule
 from sinew_client.control.defaults import REPLAN, stated
 from sinew_client.control.motion import parse_motion
+from sinew_client.history import History
 
 from lerobot_policy_sinew.rtc import LONGEST, refuse_unguided, said
 
@@ -112,7 +113,7 @@ class Ahead:
             lambda: self._ask,
             self._settings,
             self._spec.action.dim,
-            history=self._spec.history,
+            history=History.of(self._spec.to_dict()),
         )
         self._last: np.ndarray | None = None
         self._held: float | None = None  # since when
