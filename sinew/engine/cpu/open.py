@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from torch import nn
 
@@ -20,6 +21,8 @@ from sinew.layers.stores.lowbit import lay_out, lies_in_panels
 
 log = logging.getLogger(__name__)
 
+PORTION = 32 << 20  # bytes of weights that may be there twice while they are laid out
+
 
 def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     """Return the engine of the rewritten model over low-bit weights as they are stored."""
@@ -28,7 +31,7 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     storage = Storage(lowbit=True, half=bool(options.storage), tables=True)
     model = load_model(bundle, where, options.dtype, storage)
     if kernels.panels:
-        lay_out_codes(model)
+        lay_out_codes(model, lambda: bundle.release(model.parameters()))
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, set(ON_CPU) - {"sigmoid-gelu"})
     recipe = stored_recipe(bundle, model)
     engine = PlannedEngine(compile_floats(plan) if kernels.compiled else plan, where, recipe)
@@ -37,12 +40,13 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     return engine
 
 
-def lay_out_codes(model: nn.Module) -> int:
+def lay_out_codes(model: nn.Module, copied: Callable[[], object] = lambda: None) -> int:
     """Lay out the int8 weights of a model's linear layers as :class:`Panels`, and return how many bytes they are.
 
-    Each is copied out of the bundle's map, whose pages may then go; a weight that does not divide stays as it is.
+    Each is copied out of the bundle's map. copied: called whenever PORTION bytes more have been, so that their pages go
+    before all are there twice. A weight that does not divide stays as it is.
     """
-    done = 0
+    done = since = 0
     for layer in model.modules():
         if not isinstance(layer, Linear):
             continue
@@ -51,5 +55,9 @@ def lay_out_codes(model: nn.Module) -> int:
             continue
         layer.weight = nn.Parameter(lay_out(layer.weight), requires_grad=False)
         layer.store = Panels(store.name, store.width, store.scales)
-        done += layer.weight.nbytes
+        done, since = done + layer.weight.nbytes, since + layer.weight.nbytes
+        if since >= PORTION:
+            copied()
+            since = 0
+    copied()
     return done

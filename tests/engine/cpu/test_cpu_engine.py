@@ -18,8 +18,9 @@ from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
 from sinew.core import BundleError, SinewError
 from sinew.engine.cpu.kernels.library import extension
+from sinew.layers.linear import Linear
 from sinew.layers.stores import lowbit
-from sinew.layers.stores.codes import codes_of
+from sinew.layers.stores.codes import Codes, Panels, codes_of
 from sinew.layers.stores.rows import Rows
 from sinew.perf.memory import fits
 from sinew.policy import load
@@ -123,6 +124,32 @@ def test_compiled_and_plain_pytorch_give_the_same_actions(case, tmp_path) -> Non
     finally:
         lowbit.install(extension().multiply_all)
     np.testing.assert_array_equal(compiled, plain)
+
+
+def test_weights_are_laid_out_once(case, tmp_path, monkeypatch) -> None:
+    """Where kernels multiply panels, int8 lies so, out of the file's map; the actions have the same bits."""
+    if not extension().panels:
+        pytest.skip(f"{extension().kernels} kernels multiply no panels")
+    path, g = case
+    small = stored(path, RECIPES["int8"], tmp_path / "small.gguf")
+    laid = load(small, engine="cpu")
+    monkeypatch.setattr("sinew.engine.cpu.open.lay_out_codes", lambda *_: 0)
+    plain = load(small, engine="cpu")
+    np.testing.assert_array_equal(chunk(laid, g), chunk(plain, g))
+    held = dict(laid.engine.model.named_modules())
+    region = np.frombuffer(laid.bundle.file.map, np.uint8)
+    inside = range(region.ctypes.data, region.ctypes.data + region.size)
+    count = 0
+    for name, module in plain.engine.model.named_modules():
+        if not isinstance(codes_of(module), Codes) or not isinstance(module, Linear):
+            continue
+        other, rows, width = held[name], *module.weight.shape
+        assert isinstance(other.store, Panels) == lowbit.lies_in_panels(rows, width)
+        assert (other.weight.data_ptr() in inside) != isinstance(other.store, Panels)
+        assert other.weight.nbytes == module.weight.nbytes
+        assert torch.equal(other.store.widened(other), module.store.widened(module))
+        count += isinstance(other.store, Panels)
+    assert count > 5
 
 
 def test_eager_reads_widened_weights(case, tmp_path) -> None:

@@ -95,6 +95,41 @@ def test_every_kernel_equals_the_reference_in_every_bit(
         assert torch.equal(multiply(*arguments).nan_to_num(nan=1e30), wanted.nan_to_num(nan=1e30)), kernels
 
 
+@given(
+    rows=st.integers(1, 40),
+    groups=st.integers(1, 40),
+    panels=st.integers(1, 6),
+    kind=st.sampled_from(["plain", "extreme", "ties", "odd rows"]),
+    seed=st.integers(0, 2**31),
+)
+@settings(deadline=None, max_examples=100)
+def test_weights_that_were_laid_out_give_the_same_bits(all_kernels, rows, groups, panels, kind, seed) -> None:
+    """On every instruction set that multiplies them so; the others say that it makes no sense."""
+    x, weight, scale, bias, name, smallest = problem("int8", rows, 8 * groups, 16 * panels, kind, seed)
+    wanted = lowbit.reference(x, weight, scale, bias, name, smallest).nan_to_num(nan=1e30)
+    laid = lowbit.lay_out(weight)
+    assert torch.equal(lowbit.laid_back(laid), weight)
+    assert torch.equal(
+        lowbit.reference(x, laid, scale, bias, lowbit.PANELS, smallest).nan_to_num(nan=1e30), wanted
+    )
+    for multiply in all_kernels.values():
+        library, index = multiply.args
+        if library.lowbit_takes_panels(index):
+            made = multiply(x, laid, scale, bias, lowbit.PANELS, smallest)
+            assert torch.equal(made.nan_to_num(nan=1e30), wanted)
+        else:
+            with pytest.raises(RuntimeError, match="make no sense"):
+                multiply(x, laid, scale, bias, lowbit.PANELS, smallest)
+
+
+def test_what_does_not_divide_into_panels_is_refused(all_kernels) -> None:
+    for k, channels in ((20, 16), (24, 17)):
+        x, weight, scale, bias, *_ = problem("int8", 3, k, channels, "plain", 2)
+        for multiply in all_kernels.values():
+            with pytest.raises(ValueError, match="do not fit"):
+                multiply(x, weight, scale, bias, lowbit.PANELS, lowbit.TINY)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_long_sums_neither_saturate_nor_wrap(all_kernels, name) -> None:
     for seed in (0, 1):
