@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.layers.linear import Embedding, Linear, hold, not_linear
 from sinew.layers.stores import half, rows
-from sinew.engine.cpu.kernels.library import extension
-from sinew.layers.stores.codes import Codes, Panels, Ternary, apart, codes, together
+from sinew.layers.stores.codes import Codes, Ternary, apart, codes, together
 from sinew.layers.stores.half import HALF
 from sinew.layers.stores.low_rank import Factored, LowRank
-from sinew.layers.stores.lowbit import TINY, lay_out, reference
+from sinew.layers.stores.lowbit import TINY, reference
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
 from sinew.layers.stores.store import Store, Tensors
 
-ROWS, WIDTH = 16, 64
+ROWS, WIDTH = 12, 64
 IDS = torch.tensor([[3, 0], [11, 3]])
 CPU = torch.device("cpu")
 
@@ -70,13 +69,6 @@ def coded(name: str) -> Case:
     return Case(codes(name, WIDTH, scales), held, torch.float32, name, name)
 
 
-def panels() -> Case:
-    """Those of int8, laid out."""
-    held = packed("int8")
-    laid = Tensors(lay_out(held.weight), held.scale)
-    return Case(Panels("int8", WIDTH, ROWS), laid, torch.float32, "int8", "int8")
-
-
 def adapted(case: Case) -> Case:
     """The weight of ``case`` with factors of an adapter beside it."""
     random, rank = torch.Generator().manual_seed(5), 3
@@ -103,7 +95,6 @@ CASES = {
         for dtype, word in zip(half.DTYPES, ("bf16", "fp16"), strict=True)
     },
     **{name: coded(name) for name in FORMATS},
-    "int8 in panels": panels(),
     "rows of bfloat16": given(BFLOAT16, torch.float32),
     "rows of float32": given(FLOAT32, torch.bfloat16),
     **{f"rows of {name}": given(coded(name), torch.float32) for name in FORMATS},
@@ -118,8 +109,6 @@ CASES = {
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
     """Blocks are small, so that there are several."""
-    if isinstance(CASES[request.param].store, Panels) and extension().compiled and not extension().panels:
-        pytest.skip(f"{extension().kernels} kernels do not multiply panels, and no engine makes them here")
     monkeypatch.setattr(half, "BLOCK", 5 * WIDTH)
     monkeypatch.setattr(half, "ROWS", 2)
     monkeypatch.setattr(rows, "BLOCK", 5)

@@ -195,9 +195,9 @@ def guidance(*options: str) -> None:
     from lerobot.configs.types import RTCAttentionSchedule
     from lerobot.policies.rtc.modeling_rtc import RTCProcessor
     from lerobot_policy_sinew.rtc import Continued
-    from sinew.guidance import guide
 
     from sinew.core import Observation
+    from sinew.engine.guidance import guide
     from sinew.processing.continuation import continuation
     from sinew.solvers import FLOW, solve
 

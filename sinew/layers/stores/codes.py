@@ -79,7 +79,7 @@ class Panels(Codes):
         return PANELS
 
     def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:
-        return super().take(Tensors(laid_back(held.weight), held.scale), ids)
+        return self.widened(held)[torch.as_tensor(ids, device=held.weight.device)]
 
     def widened(self, held: Held) -> Tensor:
         return super().widened(Tensors(laid_back(held.weight), held.scale))
