@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from sinew.engine.cpu.kernels import build
 from sinew.engine.cpu.kernels import library as compiled
 from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.stores import lowbit
+from sinew.layers.stores.codes import Codes, Panels, apart
+from sinew.layers.stores.store import Tensors
 
 EXACT = Path(__file__).with_name("exact.cpp")
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
@@ -120,6 +123,17 @@ def test_weights_that_were_laid_out_give_the_same_bits(all_kernels, rows, groups
         else:
             with pytest.raises(RuntimeError, match="make no sense"):
                 multiply(x, laid, scale, bias, lowbit.PANELS, smallest)
+
+
+def test_panels_stand_for_what_they_were_laid_out_from() -> None:
+    _, weight, scale, *_ = problem("int8", 5, 64, 32, "plain", 1)
+    plain, panels = Codes("int8", 64, len(scale)), Panels("int8", 64, len(scale))
+    held, laid = Tensors(weight, scale), Tensors(lowbit.lay_out(weight), scale)
+    assert torch.equal(panels.widened(laid), plain.widened(held))
+    for ids in ((3, 31), torch.tensor([[0, 5], [5, 2]])):
+        assert torch.equal(panels.take(laid, ids), plain.take(held, ids))
+    assert (panels.kind, panels.size(laid)) == (plain.kind, plain.size(held))
+    assert apart([SimpleNamespace(store=plain), SimpleNamespace(store=panels)]) == "several formats"
 
 
 def test_what_does_not_divide_into_panels_is_refused(all_kernels) -> None:
