@@ -513,6 +513,8 @@ def test_requests_leave_streams_a_share_and_have_the_rest(
         assert ran[0] <= before + 2  # the one that ran, and one
         for passed in (10.0, 10.0):  # the request takes its time, and streams have theirs again
             before = ran[0] = ran[0] + passed
+            with device_lock._changed:  # who sleeps for so many seconds sees that this clock went on
+                device_lock._changed.notify_all()
             until(lambda: loop.tick(loop.pace.next()) or ran[0] > before, "a run")  # noqa: B023
             for _ in range(20):
                 loop.tick(loop.pace.next())
