@@ -60,6 +60,7 @@ UNCONSTRAINED = {"client"}  # its ranges are wide for old robots
 EXEMPT = {
     "python3 -m pip install -q --no-index --no-deps --target /tmp/site build/gpu/whl/*.whl": "takes no index",
     "pip download": "is a mention",
+    "pip install 'sinew-vla[rerun]'": "is a message that is quoted, beside the line that works until then",
 }
 WORDS = re.compile(
     r"\b(?:pip|uv)3?[\"']?(?:\[@\][^ ]*)? +(?:-\S+ +)*(?:install|download|wheel|sync|pip|add|lock|tool)\b"
