@@ -190,7 +190,7 @@ def commands(walk: Walk) -> None:
         walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 3")
         drove(
             walk.type(
-                "sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm",
+                "sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm --hz 30",
                 adds="--prompt 'stack the cups' --seconds 3",
             )
         )
