@@ -34,7 +34,7 @@ _STATED = ("control_hz", "n_action_steps", "embodiment", "motion")
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """What an adapter belongs to: the base's name, for messages, and the hashes of its weights
+    """Says what an adapter belongs to: the base's name, for messages, and the hashes of its weights
     (:func:`weights_hash`) and of its tokenizer's text."""
 
     name: str

@@ -16,7 +16,7 @@ MOST = 4  # times that an instruction, or a state, may stand in a prompt
 
 @dataclass(frozen=True)
 class TextRecipe:
-    """What a language head is asked with, where the bundle keeps one: which words it was trained to go on from.
+    """States what a language head is asked with, where the bundle keeps one: which words it was trained to go on from.
 
     subtask: writes the prompt behind which it says a subtask; () where it does not. action: what is written behind the
     subtask before the head of actions reads it all. question: writes the prompt behind which it answers, with the

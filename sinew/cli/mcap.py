@@ -16,7 +16,7 @@ from sinew.cli import terminal
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Named:
-    """What a recording does not say of itself.
+    """Tells what a recording does not say of itself.
 
     Attributes:
         bundle: of the policy; gives the joints their names, and the rate.

@@ -44,7 +44,7 @@ Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 
 class _NotNowError(SinewError):
-    """What keeps a form from being made at present, and says nothing of the form."""
+    """Says what keeps a form from being made at present, which is no finding about the form."""
 
 
 def prepare(

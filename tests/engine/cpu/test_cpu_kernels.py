@@ -335,19 +335,21 @@ static inline __m512i rounded_to_whole(__m512 v) {
     _mm256_storeu_si256((__m256i*)(whole + i), _mm256_cvtps_epi32(_mm256_loadu_ps(lanes + i)));
   return _mm512_loadu_si512(whole);
 }
-static inline int top_of(__m512i v) {
-  int lanes[16], top;
-  _mm512_storeu_si512(lanes, v);
-  top = lanes[0];
+template <class T>
+static inline T top_of(const T* lanes) {
+  T top = lanes[0];
   for (int i = 1; i < 16; ++i) top = lanes[i] > top ? lanes[i] : top;
   return top;
 }
+static inline int top_of(__m512i v) {
+  int lanes[16];
+  _mm512_storeu_si512(lanes, v);
+  return top_of(lanes);
+}
 static inline float top_of(__m512 v) {
-  float lanes[16], top;
+  float lanes[16];
   _mm512_storeu_ps(lanes, v);
-  top = lanes[0];
-  for (int i = 1; i < 16; ++i) top = lanes[i] > top ? lanes[i] : top;
-  return top;
+  return top_of(lanes);
 }
 static inline float sum_of(__m512 v) {
   float lanes[16], sum = 0;

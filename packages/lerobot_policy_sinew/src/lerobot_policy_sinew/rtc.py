@@ -66,7 +66,7 @@ def left_over(given: np.ndarray, chunk: np.ndarray | None) -> slice:
 
 
 class Continued:
-    """What is kept between two requests of LeRobot's engine. Its thread and the loop's call it at once.
+    """Keeps what stands between two requests of LeRobot's engine. Its thread and the loop's call it at once.
 
     settings: LeRobot's ``RTCConfig``. Raises ValueError for a policy that cannot be played so.
     """
