@@ -61,8 +61,8 @@ def prepare(
     """Make the faster form of a bundle, prove it against eager fp32, measure it; `--engine auto` takes it if it wins.
 
     `sinew serve` does this by itself, beside its clients, unless it is told `--no-prepare`. Times are processor seconds
-    of a chunk with one thread, in turn with the engine that runs the bundle now. What was found is kept until versions
-    of Sinew or its libraries, or the hardware, change (docs/engines.md).
+    of a chunk with one thread, or of the clock on a GPU, in turn with the engine that runs the bundle now. What was
+    found is kept until versions of Sinew or its libraries, or the hardware, change (docs/engines.md).
 
     Args:
         bundle: a bundle with weights, a checkpoint or training run, or a name of the hub.
@@ -103,7 +103,7 @@ def prepare(
                     return _tell(known, f"{known.why} (found before; --again tries once more)")
                 if not BACKENDS[known.engine].slow_start(opened, True):  # another process made it meanwhile
                     return _tell(known, known.why, need=need)
-            _check_room(opened, need, memory_gib)
+            _check_room(opened, candidate, need, memory_gib)
             finding = _prepare(opened, choice, candidate, observations)
             if not finding.taken:
                 _keep(finding, opened.path)
@@ -116,19 +116,22 @@ def _prepare(
     """Return what was found. The form is where it will be looked for, if it is taken, and nowhere else."""
     from sinew.engine.prepared import EngineFinding
 
-    name, against = candidate.engine, choice.engine
+    name, against, device = candidate.engine, choice.engine, candidate.options.device
     try:
-        with _form(bundle) as (form, publish):
-            problem, proof = _prove(bundle, form, name, observations)
+        with _form(bundle, candidate) as (form, publish):
+            problem, proof = _prove(bundle, form, candidate, observations)
             if problem:
-                return EngineFinding(name, against, False, f"engine {name} is not taken: {problem}")
-            seconds = _measure(bundle, form, choice, name)
+                return EngineFinding(
+                    name, against, False, f"engine {name} is not taken: {problem}", device=device
+                )
+            seconds = _measure(bundle, form, choice, candidate)
             times = ", ".join(f"{each} {1e3 * took:.3g}" for each, took in seconds.items())
-            words = f"processor ms of a chunk, measured on this machine: {times}"
+            unit = "processor ms" if candidate.options.kind == "cpu" else "ms"
+            words = f"{unit} of a chunk, measured on this machine: {times}"
             if seconds[against] < MARGIN * seconds[name]:
                 why = f"engine {name} is not taken: it is not {MARGIN - 1:.0%} faster ({words}); {proof}"
-                return EngineFinding(name, against, False, why, seconds)
-            finding = EngineFinding(name, against, True, f"{words}; {proof}", seconds)
+                return EngineFinding(name, against, False, why, seconds, device)
+            finding = EngineFinding(name, against, True, f"{words}; {proof}", seconds, device)
             _keep(
                 finding, bundle.path
             )  # first: without its form it counts for nothing, and a form counts by itself
@@ -141,19 +144,23 @@ def _prepare(
         raise _NotNowError(f"{words}, got {error.strerror or error}") from None
     except Exception as error:  # noqa: BLE001, whatever it is, it would come again, after minutes
         words = str(error) if isinstance(error, SinewError) else f"{type(error).__name__}: {error}"
-        return EngineFinding(name, against, False, f"engine {name} is not taken: {words[:500]}")
+        return EngineFinding(
+            name, against, False, f"engine {name} is not taken: {words[:500]}", device=device
+        )
 
 
 @contextlib.contextmanager
-def _form(bundle: Bundle) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yield what an engine of graphs opens, in a folder that is removed unless it is published, and what does that."""
+def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """Yield what the engine opens, and what publishes it: the graphs of an export lie in a folder that is removed
+    unless that is called; other engines open the bundle."""
     from sinew.cli.export import write_folder
+    from sinew.engine.backend import BACKENDS
     from sinew.engine.onnx.borrowed import shipped
     from sinew.engine.onnx.cache import cache_folder, publish
     from sinew.engine.onnx.opening import usable_bits, variant
     from sinew.sources import EXPORTED
 
-    if shipped(bundle.path) is not None:
+    if not BACKENDS[candidate.engine].runs_graphs or shipped(bundle.path) is not None:
         yield bundle.path, lambda: None
         return
     folder = cache_folder(bundle.path, variant(usable_bits(bundle)))
@@ -170,14 +177,14 @@ def _form(bundle: Bundle) -> Iterator[tuple[Path, Callable[[], None]]]:
         yield partial, put
 
 
-def _prove(bundle: Bundle, form: Path, engine: str, observations: int) -> tuple[str, str]:
+def _prove(bundle: Bundle, form: Path, candidate: EngineChoice, observations: int) -> tuple[str, str]:
     """Return what is wrong with the form, "" if nothing is, and its proof in words; keeps the record."""
     from sinew.cli.validate import compared
     from sinew.engine import proofs
     from sinew.engine.fingerprint import fingerprint
     from sinew.policy import Policy
 
-    policy = _open(form, engine)
+    policy, engine = _open(form, candidate), candidate.engine
     reference = Policy(bundle, "cpu", "fp32", "eager", threads=1, ignore_recipe=True)
     try:
         parity = compared(policy, reference, observations)
@@ -211,26 +218,28 @@ def _prove(bundle: Bundle, form: Path, engine: str, observations: int) -> tuple[
     return f"it differs: {', '.join([said, *parity['faults'], *unequal])}", ""
 
 
-def _measure(bundle: Bundle, form: Path, choice: EngineChoice, engine: str) -> dict[str, float]:
-    """Return the processor seconds of a chunk by engine: the shortest of rounds in turn, all with one thread, because a
-    busy machine changes them least."""
+def _measure(bundle: Bundle, form: Path, choice: EngineChoice, candidate: EngineChoice) -> dict[str, float]:
+    """Return the seconds of a chunk by engine: the shortest of rounds in turn. On a CPU they are the processor's, all
+    with one thread, because a busy machine changes them least."""
     from sinew.policy import Policy
 
-    options = choice.options
+    options, engine = choice.options, candidate.engine
     with progress.task(f"measuring engines {choice.engine} and {engine} in turn"):
         policies = {
             choice.engine: Policy(bundle, options.device, options.dtype, choice.engine, threads=1),
-            engine: _open(form, engine),
+            engine: _open(form, candidate),
         }
         try:
-            return fastest(policies)
+            return fastest(policies, time.process_time if options.kind == "cpu" else time.perf_counter)
         finally:
             for policy in policies.values():
                 policy.close()
 
 
-def fastest(policies: Mapping[str, Policy]) -> dict[str, float]:
-    """Return the processor seconds of a chunk of each, the shortest of :data:`ROUNDS` in turn."""
+def fastest(
+    policies: Mapping[str, Policy], clock: Callable[[], float] = time.process_time
+) -> dict[str, float]:
+    """Return the seconds of a chunk of each, the shortest of :data:`ROUNDS` in turn."""
     observation = next(iter(policies.values())).dummy_observation()
     repeats: dict[str, int] = {}
     best = dict.fromkeys(policies, math.inf)
@@ -238,10 +247,10 @@ def fastest(policies: Mapping[str, Policy]) -> dict[str, float]:
         for name, policy in policies.items():
             if not index:
                 policy.infer(observation)  # the very first allocates
-            count, begun = repeats.get(name, 1), time.process_time()
+            count, begun = repeats.get(name, 1), clock()
             for _ in range(count):
                 policy.infer(observation)
-            took = (time.process_time() - begun) / count
+            took = (clock() - begun) / count
             if index:
                 best[name] = min(best[name], took)
             else:
@@ -254,13 +263,15 @@ def _keep(finding: EngineFinding, bundle: Path) -> None:
         finding.keep(bundle)
 
 
-def _open(form: Path, engine: str) -> Policy:
+def _open(form: Path, candidate: EngineChoice) -> Policy:
     from sinew.policy import Policy, open_bundle
 
-    return Policy(open_bundle(form), "cpu", None, engine, threads=1)
+    options = candidate.options
+    dtype = None if options.graphs or options.kind == "cpu" else options.dtype
+    return Policy(open_bundle(form), options.device, dtype, candidate.engine, threads=1)
 
 
-def _check_room(bundle: Bundle, need: int, memory_gib: float | None) -> None:
+def _check_room(bundle: Bundle, candidate: EngineChoice, need: int, memory_gib: float | None) -> None:
     """Raise :class:`SinewError` where memory or disk are short. need: bytes of the policy that serves."""
     wide = sum(4 * math.prod(info.shape) for info in bundle.infos.values())
     if memory_gib is not None and 2 * need > memory_gib * 2**30:
@@ -271,6 +282,14 @@ def _check_room(bundle: Bundle, need: int, memory_gib: float | None) -> None:
     wanted, free = ROOM * wide + RUNTIME_BYTES + need, machine.memory()[1]
     if wanted > free:
         raise SinewError(f"memory: expected {_gib(wanted)} that are free, got {_gib(free)}")
+    if candidate.options.kind == "cuda":
+        import torch
+
+        there = torch.cuda.mem_get_info(torch.device(candidate.options.device))[0]
+        if ROOM * wide > there:
+            where = candidate.options.device
+            raise SinewError(f"memory of {where}: expected {_gib(ROOM * wide)} free, got {_gib(there)}")
+        return
     try:
         left = shutil.disk_usage(bundle.path.parent).free
     except OSError:

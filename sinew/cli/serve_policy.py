@@ -79,6 +79,7 @@ def preparation(
     """Return what ``sinew prepare`` could make faster of a policy that runs here; None for nothing, which the log says
     where it was found before. budget: bytes that it and its successor may take together."""
     from sinew.engine import prepared
+    from sinew.engine.backend import BACKENDS
     from sinew.engine.choose import candidates, choose
     from sinew.engine.onnx.borrowed import shipped
     from sinew.engine.onnx.cache import sweep
@@ -95,7 +96,8 @@ def preparation(
         if kept is not None and not kept.taken and kept.against == choice.engine:
             logger.info("%s (found before; `sinew prepare %s --again` tries once more)", kept.why, bundle)
             continue
-        if shipped(opened.path) is None and not os.access(opened.path.parent, os.W_OK):
+        exports = BACKENDS[candidate.engine].runs_graphs and shipped(opened.path) is None
+        if exports and not os.access(opened.path.parent, os.W_OK):
             words = "engine %s may be faster than %s, and is not prepared: %s cannot be written"
             logger.info(words, candidate.engine, choice.engine, opened.path.parent)
             continue
@@ -108,8 +110,9 @@ def preparation(
         if budget is not None:
             command += ["--memory-gib", f"{max(budget, 1) / 2**30:.6f}"]
         return Preparation(
-            str(bundle), candidate.engine, choice.engine, command, opened.path, lambda: sweep(opened.path)
-        )
+            str(bundle), candidate.engine, choice.engine, command, opened.path, lambda: sweep(opened.path),
+            choice.options.device,
+        )  # fmt: skip
     return None
 
 

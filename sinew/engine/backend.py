@@ -130,8 +130,9 @@ class Backend:
         prepared: he takes what ``sinew prepare`` found to be faster, also where it can do less than the others."""
         return ""
 
-    def preparable(self, bundle: Bundle) -> bool:
-        """Return True where ``sinew prepare`` could make what keeps this engine from starting at once."""
+    def preparable(self, bundle: Bundle, kind: str) -> bool:
+        """Return True where ``sinew prepare`` could make what keeps this engine from starting at once on a kind of
+        device."""
         return False
 
     def plays_shipped(self, bundle: Bundle) -> bool:

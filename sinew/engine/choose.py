@@ -135,7 +135,7 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
     """Return what ``sinew prepare`` could make of a bundle that ``choice`` runs, in the order of speed: engines that
     run it with the same recipe on the same device, and only have to be made, proved and measured first."""
     found: list[EngineChoice] = []
-    if choice.options.graphs or choice.ignored or choice.options.kind != "cpu":
+    if choice.options.graphs or choice.ignored:
         return found
     kinds = recipe(bundle).values()
     for name, backend in BACKENDS.items():
@@ -144,7 +144,7 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
         word = None if choice.dtype_reason.partition(";")[0] != ASKED else choice.options.dtype
         dtype, storage, why = choose_precision(bundle, word, choice.options.device, backend)
         options = replace(choice.options, dtype=dtype, storage=storage)
-        if _refused(backend, bundle, options, False) or not backend.preparable(bundle):
+        if _refused(backend, bundle, options, False) or not backend.preparable(bundle, choice.options.kind):
             continue
         made = _choice(backend, bundle, "prepared", choice.device_reason, why, options, False)
         if made.recipe == choice.recipe:  # else what computes now widens what this one would round

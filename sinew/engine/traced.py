@@ -33,7 +33,7 @@ def _key(entry: Any) -> str:
 
 
 @contextmanager
-def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[None]:
+def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
     """Note in ``found`` the indices by which each table of embeddings is read, by its module."""
 
     def note(name: str):  # type: ignore[no-untyped-def]
@@ -45,7 +45,7 @@ def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[No
     tables = [(name, module) for name, module in model.named_modules() if isinstance(module, Embedding)]
     handles = [module.register_forward_pre_hook(note(name)) for name, module in tables]
     try:
-        yield
+        yield found
     finally:
         for handle in handles:
             handle.remove()

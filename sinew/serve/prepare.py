@@ -38,7 +38,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """What can be prepared. source: of the policy that stands. engine: that may be faster than ``against``. command:
-    makes it. bundle: whose findings are kept. sweep: removes what a process left that was killed."""
+    makes it. bundle: whose findings are kept. sweep: removes what a process left that was killed. device: where."""
 
     source: str
     engine: str
@@ -46,6 +46,7 @@ class Preparation:
     command: Sequence[str]
     bundle: Path
     sweep: Callable[[], None]
+    device: str = "cpu"
 
 
 class Preparer:
@@ -140,7 +141,7 @@ class Preparer:
                 f" {number} ({_name(number)}){', as the system does where memory is short' if number == 9 else ''};"
                 f" `sinew prepare {self._work.source} --again` tries once more"
             )
-            finding = EngineFinding(self._work.engine, self._work.against, False, why)
+            finding = EngineFinding(self._work.engine, self._work.against, False, why, device=self._work.device)
             self._keep(finding)
             return finding, Need(0)
         if status or record is None:
@@ -149,7 +150,9 @@ class Preparer:
         try:
             seconds = {str(name): float(took) for name, took in record["seconds"].items()}
             engine, against = str(record["engine"]), str(record["against"])
-            finding = EngineFinding(engine, against, record["taken"] is True, str(record["why"]), seconds)
+            finding = EngineFinding(
+                engine, against, record["taken"] is True, str(record["why"]), seconds, self._work.device
+            )
             return finding, Need(int(record["need"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise SinewError(f"expected what was found, got {record.get('text', record)!s:.300}") from None
@@ -240,7 +243,7 @@ class Preparer:
                 f"engine {self._work.engine} is not taken: {self._work.against} {' and '.join(lost)}, as was asked of"
                 f" this server, and it does not; `sinew prepare {self._work.source} --again` forgets that"
             )
-            self._keep(EngineFinding(self._work.engine, self._work.against, False, why))
+            self._keep(EngineFinding(self._work.engine, self._work.against, False, why, device=self._work.device))
             raise RequestError(why)
 
     def _keep(self, finding: EngineFinding) -> None:
