@@ -74,9 +74,23 @@ def kept(bundle: Path, engine: str) -> EngineFinding | None:
         if not all(0 < took < math.inf for took in seconds.values()) or record["engine"] != engine:
             return None
         return EngineFinding(
-            engine, str(record["against"]), record["taken"] is True, str(record["why"])[:1000], seconds, device
+            engine,
+            str(record["against"]),
+            record["taken"] is True,
+            str(record["why"])[:1000],
+            seconds,
+            device,
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, AssertionError, RuntimeError):
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ImportError,
+        AssertionError,
+        RuntimeError,
+    ):
         return None
 
 

@@ -141,7 +141,9 @@ class Preparer:
                 f" {number} ({_name(number)}){', as the system does where memory is short' if number == 9 else ''};"
                 f" `sinew prepare {self._work.source} --again` tries once more"
             )
-            finding = EngineFinding(self._work.engine, self._work.against, False, why, device=self._work.device)
+            finding = EngineFinding(
+                self._work.engine, self._work.against, False, why, device=self._work.device
+            )
             self._keep(finding)
             return finding, Need(0)
         if status or record is None:
@@ -243,7 +245,9 @@ class Preparer:
                 f"engine {self._work.engine} is not taken: {self._work.against} {' and '.join(lost)}, as was asked of"
                 f" this server, and it does not; `sinew prepare {self._work.source} --again` forgets that"
             )
-            self._keep(EngineFinding(self._work.engine, self._work.against, False, why, device=self._work.device))
+            self._keep(
+                EngineFinding(self._work.engine, self._work.against, False, why, device=self._work.device)
+            )
             raise RequestError(why)
 
     def _keep(self, finding: EngineFinding) -> None:

@@ -80,7 +80,7 @@ class CudaEngine(Engine):
             shape, dtype = (shape[0], self.units.dim), self.units.dtype
         self._chunk = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
         if on_gpu:
-            torch.cuda.synchronize(device)  # weights came on another stream
+            torch.cuda.current_stream(device).synchronize()  # on which weights came
         held = [*self.model.parameters(), *self.model.buffers()]
         self.facts = Facts(
             device=str(device),
@@ -95,7 +95,6 @@ class CudaEngine(Engine):
             one_graph=not isinstance(self.model, Speaker),
             chooses_tokens=self.model.chooses_tokens,
             notes=(describe(device),),
-            details={"dependent_launch": options.pdl},
         )
 
     @property
@@ -253,9 +252,7 @@ class CudaEngine(Engine):
 
         start = program.staging.device["noise"][None]
         program.x.copy_(
-            solve(
-                act, start, program.steps, program.time_embeddings, lambda: watch.lap("step"), guidance
-            )
+            solve(act, start, program.steps, program.time_embeddings, lambda: watch.lap("step"), guidance)
         )
         program.finish()
         self._chunk.copy_(program.actions, non_blocking=True)
@@ -298,4 +295,4 @@ def _ops(device: torch.device, options: CudaOptions) -> Ops:
     if not options.kernels:
         return PlainOps()
     on_gpu = device.type == "cuda"
-    return Kernels(device, options.pdl, options.prefetch) if on_gpu else References()
+    return Kernels(device) if on_gpu else References()

@@ -99,9 +99,11 @@ def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, launched, n
     engine = case.engine(prompt_buckets=(4,), **options)
     assert case.gap(engine, one_view(case), steps=1) <= BOUND
     products = {"norm_linear", "gated_mlp", "qkv_rope", "splitk_linear", "packed_attention"}
-    assert launched.keys() == products | {"row_norm", "activate", "preprocess"}
-    # Beside the tower's own: those of the head, which time modulates.
-    assert (launched["row_norm"] > 2 * len(case.model.vision.layers) + 1) == ("scaled_norms" in options)
+    joins = {"join"} if launched["join"] else set()  # where heads are wide
+    assert launched.keys() - joins == products | {"row_norm", "activate", "preprocess"}
+    # Beside the tower's own: of what no product wrote, and those of the head, which time modulates.
+    own = 2 * len(case.model.vision.layers) + 1 + (3 if name == "pi0-2cam" else 1)
+    assert (launched["row_norm"] > own) == ("scaled_norms" in options)
 
 
 @in_the_interpreter
@@ -164,7 +166,8 @@ def rotating(case: Case, count: int):
 @pytest.mark.parametrize("name", ["blocks", "pi0-2cam", "pi05-2cam"])
 def test_a_gpu_computes_what_eager_does(on_gpu, name, options):
     """Relative L2 of the chunk against float32 eager with the same noise. The fixtures' random weights leave
-    eager itself at 1.8e-2 in bfloat16 for pi0 (test_plan.py): its bound is 1.5 times eager's own there."""
+    eager itself at 1.8e-2 in bfloat16 for pi0 (test_plan.py): its bound is twice eager's own there, as roundings of the
+    same size may add up."""
     case, engine = on_gpu(name, **options)
     half = EagerEngine(load_model(case.policy.bundle, engine.device, "bfloat16"), engine.device)
     for inputs, noise in rotating(case, 3):
@@ -173,7 +176,7 @@ def test_a_gpu_computes_what_eager_does(on_gpu, name, options):
         exact = torch.from_numpy(case.eager(pixels))
         own = relative_l2(torch.from_numpy(run_one(half, pixels, noise, 10)[0]), exact)
         got = torch.from_numpy(run_one(engine, inputs, noise, 10)[0])
-        assert relative_l2(got, exact) <= max(1e-2, 1.5 * own)
+        assert relative_l2(got, exact) <= max(1e-2, 2 * own)
 
 
 @pytest.mark.gpu

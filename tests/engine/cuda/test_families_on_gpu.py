@@ -26,7 +26,8 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 
 ENGINES = ("eager", "plan", "cuda")
-HALF = 1e-2  # relative L2 that bfloat16 may always have; beyond it, 1.5 times what eager itself has in bfloat16
+# Relative L2 that bfloat16 may always have. Beyond it, twice what eager has: roundings of the same size may add up.
+HALF = 1e-2
 
 
 @cache
@@ -61,12 +62,19 @@ def test_a_gpu_gives_the_references_actions(case: str, case_bundle: Callable[[st
                 continue
             off = distance(found, wanted)
             own = off if (engine, dtype) == ("eager", "bf16") else own
-            row = {"case": case, "engine": engine, "dtype": dtype, "l2": off, "same": same, "ms": round(took, 2)}
+            row = {
+                "case": case,
+                "engine": engine,
+                "dtype": dtype,
+                "l2": off,
+                "same": same,
+                "ms": round(took, 2),
+            }
             print(json.dumps(row))
             if dtype == "fp32" and (why := exact.refusal(found)):
                 problems.append(f"{engine} {dtype}: relative L2 {off:.2e}: {why}")
             told = policy.facts.chooses_tokens  # rounding may make it say another word, and any other action
-            if dtype == "bf16" and engine != "eager" and not told and off > max(HALF, 1.5 * own):
+            if dtype == "bf16" and engine != "eager" and not told and off > max(HALF, 2 * own):
                 problems.append(f"{engine} {dtype}: relative L2 {off:.2e}, eager's {own:.2e}")
             if not same:
                 problems.append(f"{engine} {dtype}: another answer to the same observation")
