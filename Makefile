@@ -34,7 +34,7 @@ CLIENTS := .venv-clients
 LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all lint format bench gpu env clients \
+.PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all lint format bench gpu gpu-carry env clients \
 	lerobot journeys roles installs fresh lock graphs docs clean
 
 help: ## show this list
@@ -99,6 +99,9 @@ mutate: $(READY) ## do tests notice small faults? MODULE=part/of/a/path SAMPLE=2
 # That machine has no network and its own torch: no environment is made, a checkout is enough (docs/gpu.md).
 gpu: ## on a machine with an NVIDIA GPU: correctness, kernels, the ladder of engines; ten minutes
 	PYTHONPATH=. $(PYTHON_GPU) -m benchmarks.gpu $(GPU_ARGS)
+
+gpu-carry: ## pack what a borrowed machine needs for `make gpu`, 60 MiB at most
+	PYTHONPATH=. $(PYTHON_GPU) -m benchmarks.gpu.carry
 
 env: $(READY) ## create the whole environment only; TORCH_INDEX=... takes torch from an index of CPU builds
 

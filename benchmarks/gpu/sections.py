@@ -26,6 +26,7 @@ from benchmarks.gpu.models import MODELS, TARGETS, cases
 from benchmarks.gpu.repeats import repeats
 from benchmarks.gpu.roofline import work
 from benchmarks.gpu.session import NotHere, Row, Session, shrunk, still_there
+from benchmarks.gpu.sweep import sweep
 from benchmarks.gpu.timeline import timeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,6 +193,7 @@ SECTIONS: dict[
     "tests": (tests, 110),
     **{f"grid {name}": (partial(grid, name), 60 if name == "pi0.5" else 40) for name in MODELS},
     "inductor smolvla": (partial(fused_by_inductor, "smolvla"), 150),
+    **{f"tiles {name}": (partial(sweep, name), 150) for name in MODELS},
     "bounds": (bounds, 40),
     **{f"inductor {name}": (partial(fused_by_inductor, name), 300) for name in MODELS if name != "smolvla"},
 }

@@ -24,19 +24,23 @@ from benchmarks.gpu.models import (
 from benchmarks.gpu.roofline import H200, bound, work
 from benchmarks.gpu.rungs import (
     Eager,
+    Engine,
     distance,
     end_to_end,
     percentiles,
+    plan_of,
     stages,
 )
+from benchmarks.gpu.rungs import cuda_engine as rungs_engine
 from benchmarks.gpu.sections import SECTIONS, measured
-from benchmarks.gpu.session import NotHere, Session, still_there
+from benchmarks.gpu.session import NotHere, Session, shrunk, still_there
 from benchmarks.gpu.table import _rungs
 from sinew.core import Timing
 from sinew.engine.cuda import engine as cuda_engine
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.kernels import row_norm
 from sinew.engine.cuda.kernels.launch import Launch
+from sinew.engine.cuda.kernels.workspace import Workspace
 from sinew.perf.program import preset
 from tests.engine.cuda.kernel_checks import needs_triton
 
@@ -300,3 +304,29 @@ def test_kernel_checks_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {row["kernel"]: row["error"] for row in rows}
     assert errors == {"row_norm": "", "fp8_quantize": "", "norm_linear": "AssertionError: relative L2 0.5"}
     assert len(list(kernel_checks.all_checks())) == 3
+
+
+@needs_triton
+def test_problems_are_taken_down_and_prepared_with_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each candidate computes what the table's tile does; times are a GPU's matter."""
+    from benchmarks.gpu import sweep
+
+    monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
+    base = random_model("smolvla", CPU, tiny=True)
+    recipe, plan = processing("smolvla", base.config), plan_of(base)
+    case = shrunk(TARGETS["smolvla"], True)
+    made = Engine(rungs_engine(plan, recipe, CPU, graph=False))
+    with torch.inference_mode(), sweep.taken_down() as found:
+        made.run(samples(case, base.config, 1, (24, 32))[0])
+    kinds = {problem.kernel for problem in found.values()}
+    assert kinds == set(sweep.SWEPT)
+    room = Workspace(1 << 22, 1 << 12, CPU)
+    for problem in found.values():
+        tried = [sweep.own_tile(problem), *sweep.candidates(problem)[:2]]
+        results = []
+        for tile in tried:
+            for launch in problem.launches(tile, None, room):
+                launch()
+            results.append(problem.result.float().clone())
+        assert problem.runs > 0
+        assert all(torch.allclose(one, results[0], rtol=3e-2, atol=3e-2) for one in results), problem.kernel

@@ -14,7 +14,7 @@ A tile whose programs share an output block is split so far only that each of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -151,7 +151,7 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
     """
     wide = dtype == torch.float32 and kernel in FLOAT32
     regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
-    tile = regimes[_regime(kernel, dims, regimes)]
+    tile = regimes[regime(kernel, dims, regimes)]
     if kernel == "splitk_linear" and not wide and architecture(capability) == 90:
         tile = replace(tile, split=max(1, min(tile.split, round(dims[2] / DEPTH))))
     while tile.split > 1 and not has_work(kernel, dims, tile):
@@ -159,7 +159,8 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
     return tile
 
 
-def _regime(kernel: str, dims: Sequence[int], regimes: Mapping[str, Tile]) -> Regime:
+def regime(kernel: str, dims: Sequence[int], regimes: Collection[str]) -> Regime:
+    """Return which of these regimes a problem is in."""
     packed = kernel == "packed_attention"
     few = FEW_ROWS * 8 if packed else FEW_ROWS  # attention packs the heads of a group into its rows: 8 x 64
     if few < dims[0] <= SOME_ROWS and "some" in regimes:
