@@ -640,6 +640,10 @@ def wires(walk: Walk) -> None:
         instead=("0.0.0.0", LOOPBACK),
     ):
         walk.run(f"SINEW_API_KEY=$(cat key.txt) sinew client {NATIVE} --requests 3")
+    walk.leaves(
+        "sinew serve policy.gguf --wire vla-eval --max-batch auto --rename agentview=image --rename wrist=image2",
+        "the cameras of a policy for LIBERO; tests/serve/test_vla_eval_wire.py plays with vla-eval's own orchestrator",
+    )
 
 
 def wiring(walk: Walk) -> None:
