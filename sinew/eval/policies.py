@@ -187,6 +187,8 @@ def identity(target: str) -> dict[str, Any]:
             "dtype": server["dtype"],
             "hardware": server["hardware"],
             "motion": policy.get("motion"),
+            "name": policy["name"],
+            "architecture": policy["architecture"],
         }
     path = Path(target)
     if not path.exists():

@@ -168,6 +168,8 @@ def readme(walk: Walk) -> None:
 def commands(walk: Walk) -> None:
     walk.leaves("sinew demo", "`make demo` is this line")
     walk.leaves("sinew eval blocks --episodes 100", "the README's")
+    walk.run("sinew eval blocks --episodes 2 --out runs/blocks")
+    walk.type("sinew leaderboard runs/")
     adapter_files(walk)
     walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
     assert walk.type("sinew inspect policy.gguf", says=("camera1", "6 values")).result["architecture"]
@@ -318,6 +320,15 @@ def evaluation(walk: Walk) -> None:
     for name in ("A.gguf", "B.gguf"):
         walk.copy(ASSETS / "blocks.gguf", name)
     walk.type("sinew eval A.gguf --compare B.gguf --compare dtype=bf16", adds="--episodes 10")
+    walk.type("sinew eval A.gguf --compare B.gguf --out runs/a-and-b --films 2", adds="--episodes 4")
+    walk.type("sinew eval --repeat runs/a-and-b/report.html", says=("equal: every command of every episode",))
+    walk.type(
+        "sinew eval B.gguf --compare A.gguf --repeat report.json",
+        instead=("report.json", "runs/a-and-b/report.json"),
+        says=("equal: every command of every episode",),
+    )
+    walk.copy(walk.folder / "runs" / "a-and-b" / "report.html", "more/report.html")
+    walk.type("sinew leaderboard runs/ more/report.html --out board.html", says=("SmolVLM2",))
     walk.type("sinew eval A.gguf --sweep replan=1,2,4,8,16,full --out runs/replan", adds="--episodes 5")
     assert (walk.folder / "runs" / "replan" / "success_replan.png").exists()
     walk.type("sinew eval A.gguf --gate sinew/eval/gates/blocks.json", adds="--episodes 20")
