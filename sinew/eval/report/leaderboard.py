@@ -24,14 +24,16 @@ TOLD = ("replan", "latency", "handover", "solver_steps", "engine", "device", "st
 
 @dataclass(frozen=True)
 class Standing:
-    """One variant of one report. wins: seed -> whether it succeeded there. tasks: task -> seed -> the same.
+    """One variant of one report.
 
-    chunk: actions of a chunk. step_ms: milliseconds of inference for each executed action; inference_ms: of a chunk,
-    p50. seconds: of the robot's own time to success, mean of the successes. peak_bytes: the most memory of a process
-    that played, simulator included. size_bytes: of the bundle.
+    file: of the bundle, or a server's address. wins: seed -> whether it succeeded there. tasks: task -> what a report
+    says of it. chunk: actions of a chunk. step_ms: milliseconds of inference for each executed action; inference_ms: of
+    a chunk, p50. seconds: of the robot's own time to success, mean of the successes. peak_bytes: the most memory of a
+    process that played, simulator included. size_bytes: of the bundle.
     """
 
     name: str
+    file: str
     path: str
     policy: str
     variant: Mapping[str, Any]
@@ -112,6 +114,7 @@ def _standings(path: Path, record: Mapping[str, Any]) -> Iterator[Standing]:
         step = latency["p50"] / per_chunk if latency and per_chunk else None
         yield Standing(
             name=str(bundle.get("name") or target),
+            file=target,
             path=str(path),
             policy=str(entry["policy"]["id"]),
             variant=entry["variant"],
@@ -175,8 +178,8 @@ def _board(task: Mapping[str, Any], found: Sequence[Standing]) -> dict[str, Any]
 
 
 def _labels(ranked: Sequence[Standing]) -> list[str]:
-    """Return a name for each row: the policy's, and in what it differs from the others of that name; its report where
-    nothing else tells two apart."""
+    """Return a name for each row, of its own: the policy's, and in what it differs from the others of that name; its
+    report, and at last a number, where nothing else tells two apart."""
     found = []
     for each in ranked:
         same = [other for other in ranked if other.name == each.name]
@@ -188,12 +191,18 @@ def _labels(ranked: Sequence[Standing]) -> list[str]:
         ]
         if len({other.dtype for other in same}) > 1:
             told.append(each.dtype)
+        if len({other.file for other in same}) > 1:
+            told.append(each.file)
         if len({other.policy for other in same}) > 1:
             told.append(each.policy[:8])
         found.append(", ".join([each.name, *told]))
-    return [
+    found = [
         f"{label} ({each.path})" if found.count(label) > 1 else label
         for label, each in zip(found, ranked, strict=True)
+    ]
+    return [
+        f"{label} #{found[:index].count(label) + 1}" if found.count(label) > 1 else label
+        for index, label in enumerate(found)
     ]
 
 
