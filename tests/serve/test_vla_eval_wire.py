@@ -25,6 +25,7 @@ import sinew.sim  # noqa: F401 - registers the tasks
 from benchmarks.wire_clients import VlaEval
 from sinew.core import ActionChunk, KeyMap, ObservationError, RequestError, SinewError, VectorSpec
 from sinew.policy import load
+from sinew.serve.service import key_of
 from sinew.serve.transport.sockets import Dialect
 from sinew.serve.wires import vla_eval
 from tests.hostile.decoders import image, mutate, targets
@@ -148,7 +149,8 @@ def by_hand(policy: Any, count: int) -> dict[int, tuple[bool, int]]:
         task = json.dumps({"name": "blocks", "suite": "sinew", "episode_idx": episode}, sort_keys=True)
         steps, chunks, done, info = 0, 0, False, {}
         while not done:
-            told = hashlib.sha256(hashlib.sha256(task.encode()).digest() + chunks.to_bytes(8, "big")).digest()
+            drawn = bytes(8) + hashlib.sha256(task.encode()).digest() + chunks.to_bytes(8, "big")
+            told = hashlib.sha256(drawn).digest()
             seed = int.from_bytes(told[:8], "big") >> 1
             observation = {
                 "images": seen["images"],
@@ -283,8 +285,8 @@ def test_rows_of_a_chunk_are_handed_out_one_by_one_until_the_episode_ends() -> N
 
 
 def test_noise_is_that_of_the_episode_and_the_chunk_wherever_it_is_played() -> None:
-    def seeds(task: Any) -> list[int | None]:
-        talk = vla_eval.Conversation(SPEC, {})
+    def seeds(task: Any, **query: str) -> list[int | None]:
+        talk = vla_eval.Conversation(SPEC, {}, query)
         talk.read(message("episode_start", {"task": task}))
         found = []
         for _ in range(2):
@@ -298,6 +300,31 @@ def test_noise_is_that_of_the_episode_and_the_chunk_wherever_it_is_played() -> N
         len({*first, *seeds({"name": "a", "episode_idx": 1}), *seeds({"name": "b", "episode_idx": 0})}) == 6
     )
     assert seeds({"name": "a"}) == [None, None]  # nothing tells its episodes apart
+    assert not {*first} & {*seeds({"name": "a", "episode_idx": 0}, noise="1")}
+
+
+def test_the_address_says_rows_and_noise() -> None:
+    """An unmodified client takes an address and nothing else."""
+    with desk(("vla-eval",)) as at:
+        address = getattr(at, "vla-eval")
+        for query, rows in (("", 1), ("?rows=2", 2), ("?rows=3&noise=7", 3)):
+            with websockets.connect(address + "/" + query) as client:
+                client.send(message("hello", {}))
+                assert unpacked(client.recv(WAIT_S))["payload"]["rows"] == rows
+        for query, told in (
+            ("?rows=0", "rows: expected a whole number from 1 to 3, got '0'"),
+            ("?rows=4", "rows: expected a whole number from 1 to 3, got '4'"),
+            ("?rows=two", "rows: expected a whole number from 1 to 3, got 'two'"),
+            ("?noise=-1", "noise: expected a whole number from 0"),
+            ("?noise=" + "9" * 5000, "noise: expected a whole number from 0"),
+            ("?row=2", "address: expected ?rows= and &noise=, got 'row'"),
+        ):
+            request = urllib.request.Request(address.replace("ws", "http", 1) + "/anything" + query)
+            request.add_header("Upgrade", "websocket")
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(request, timeout=WAIT_S)
+            assert caught.value.code == 400
+            assert told in caught.value.read().decode()
 
 
 def test_an_error_is_a_message_and_the_connection_goes_on() -> None:
@@ -486,8 +513,23 @@ def test_the_program_that_serve_prints_runs_as_it_is() -> None:
 
 
 def test_a_dialect_is_made_for_each_connection() -> None:
-    made = vla_eval.connect(SPEC, {})
+    made = vla_eval.connect(SPEC, {}, {})
     assert isinstance(made, Dialect)
     assert made.connect is None
     with pytest.raises(RequestError):
         made.read(message("action", {}))
+
+
+@pytest.mark.parametrize(
+    ("header", "key"),
+    [
+        ("Basic OmEta2V5", "a-key"),  # as websockets makes it of ws://:a-key@host
+        ("basic dXNlcjphOmtleQ==", "a:key"),
+        ("Basic ", ""),
+        ("Basic !", ""),
+        ("Basic //79", ""),  # no text
+        ("Basic YS1rZXk=", ""),  # no password
+    ],
+)
+def test_the_password_of_an_address_is_a_key(header: str, key: str) -> None:
+    assert key_of(header) == key

@@ -24,7 +24,8 @@ class Dialect:
         where its clients wait for none; None: there is none to ask.
     binary: its clients send binary frames, not text. explains: an error is a text frame before the end of the
         connection. ping_s: between pings, which clients answer; None where they may be busy with their robot instead.
-    connect: makes the dialect of one connection, given what ``greet`` is, where its messages follow from each other.
+    connect: makes the dialect of one connection, where its messages follow from each other, given what ``greet`` is and
+        the query of its address. Raises RequestError for a query that it does not take.
     error: makes the answer that says what is wrong, after which the connection goes on; None, or where it makes None:
         the connection ends. waits: a client that sends more than may wait is not read from meanwhile, instead of being
         refused. beside: routes on the same port that belong to the protocol.
@@ -40,7 +41,7 @@ class Dialect:
     binary: bool = True
     explains: bool = True
     ping_s: float | None = PING_S
-    connect: Callable[[PolicySpec, Mapping[str, Any]], Dialect] | None = None
+    connect: Callable[[PolicySpec, Mapping[str, Any], Mapping[str, str]], Dialect] | None = None
     error: Callable[[SinewError], bytes | None] | None = None
     waits: bool = False
     beside: Routes | None = None

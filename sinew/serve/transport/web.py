@@ -232,6 +232,8 @@ class WebServer:
             with service.reading(name, client):
                 service.authorize(_key(request))
                 deployment = service.policies.get(policy)
+                if dialect.connect is not None:
+                    dialect = dialect.connect(deployment.spec, service.about(policy), dict(request.query))
         except SinewError as error:
             return web.Response(status=error_answer(error)[0], text=f"{error}\n")
         socket = web.WebSocketResponse(
@@ -254,8 +256,6 @@ class WebServer:
         if service.wants_key:
             connection.prove()
         connection.answered(connection.waiting)
-        if dialect.connect is not None:
-            dialect = dialect.connect(deployment.spec, service.about(policy))
         messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
         # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
         worker = asyncio.create_task(self._answer(socket, dialect, connection, messages, client, policy))

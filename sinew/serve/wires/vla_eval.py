@@ -41,6 +41,7 @@ PROTOCOL = 1  # its ``protocol_version``
 KINDS = ("hello", "observation", "action", "episode_start", "episode_end", "error")
 # What its benchmarks call things -> what a bundle without a key map for this wire calls them.
 SPELLINGS = {"task_description": PROMPT_KEYS[0], "states": "state"}
+MAX_NOISE = (1 << 63) - 1
 MAX_WARNED = 64  # different warnings of one connection that reach the log
 
 logger = logging.getLogger(__name__)
@@ -82,11 +83,17 @@ class Picture:
 class Conversation:
     """One connection: its episode, and the rows of the chunk that are still to be executed.
 
-    rows: of a chunk, that are executed before another is computed. about: of the service.
+    rows: of a chunk, that are executed before another is computed. about: of the service. query: of the address, where
+    a client that takes nothing else says ``rows`` and ``noise``, a number that enters every seed. Raises RequestError.
     """
 
-    def __init__(self, spec: PolicySpec, about: Mapping[str, Any]):
-        self.rows = spec.n_action_steps or parse_rule(REPLAN).horizon(spec.chunk_size)
+    def __init__(self, spec: PolicySpec, about: Mapping[str, Any], query: Mapping[str, str] | None = None):
+        asked = dict(query or {})
+        usual = spec.n_action_steps or parse_rule(REPLAN).horizon(spec.chunk_size)
+        self.rows = _count("rows", asked.pop("rows", str(usual)), 1, spec.chunk_size)
+        self._noise = _count("noise", asked.pop("noise", "0"), 0, MAX_NOISE)
+        if asked:
+            raise RequestError(f"address: expected ?rows= and &noise=, got {next(iter(asked))[:40]!r}")
         self._spec, self._about = spec, about
         self._seq: int | None = None  # of the message that is being answered; None where it was none
         self._left: deque[np.ndarray] = deque()
@@ -179,11 +186,12 @@ class Conversation:
             self._task = hashlib.sha256(text.encode(errors="replace")).digest()
 
     def _seed(self) -> int | None:
-        """Return 63 bits of the task, the number of the episode and that of the chunk: an episode has the same noise
-        in every run and in every shard."""
+        """Return 63 bits of the task, the number of the episode, that of the chunk and ``noise``: an episode has the
+        same noise in every run and in every shard."""
         if self._task is None:
             return None
-        digest = hashlib.sha256(self._task + self._chunks.to_bytes(8, "big")).digest()
+        drawn = self._noise.to_bytes(8, "big") + self._task + self._chunks.to_bytes(8, "big")
+        digest = hashlib.sha256(drawn).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
     def _hello(self, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,9 +307,15 @@ class ControlPlane:
         return []
 
 
-def connect(spec: PolicySpec, about: Mapping[str, Any]) -> Dialect:
-    """Return the dialect of one connection."""
-    return Conversation(spec, about).dialect()
+def connect(spec: PolicySpec, about: Mapping[str, Any], query: Mapping[str, str]) -> Dialect:
+    """Return the dialect of one connection. Raises RequestError for a query that it does not take."""
+    return Conversation(spec, about, query).dialect()
+
+
+def _count(name: str, text: str, low: int, high: int) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 20 and low <= int(text) <= high):
+        raise RequestError(f"{name}: expected a whole number from {low} to {high}, got {text[:40]!r}")
+    return int(text)
 
 
 def guide(spec: PolicySpec, address: str) -> list[str]:
