@@ -20,6 +20,7 @@ import gymnasium
 import msgpack
 import numpy as np
 import pytest
+from sinew_client.history import History
 
 import sinew.sim  # noqa: F401 - registers the tasks
 from benchmarks.wire_clients import VlaEval
@@ -28,7 +29,9 @@ from sinew.policy import load
 from sinew.serve.service import key_of
 from sinew.serve.transport.sockets import Dialect
 from sinew.serve.wires import vla_eval
+from tests.golden import Golden
 from tests.hostile.decoders import image, mutate, targets
+from tests.models.stages import observation as case_observation
 from tests.serve.puppet import FRAME, SPEC, WAIT_S, desk
 from tests.serve.vla_eval_package import environment, installed, recorded
 
@@ -414,6 +417,80 @@ def test_a_key_map_of_the_bundle_says_which_camera_and_state_is_which() -> None:
     seen = read(payload, replace(SPEC, keys=(keys,)))
     np.testing.assert_array_equal(seen.images["front"], PICTURE)
     assert (seen.state.tolist(), seen.prompt) == ([1.0, 2.0], "go")
+
+
+@pytest.mark.parametrize(("moments", "stride"), [(2, 1), (3, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize("padding", ["repeat", "mask"])
+def test_a_policy_of_several_moments_reads_what_a_robot_would_have_kept(
+    moments: int, stride: int, padding: Any
+) -> None:
+    """Against the history that a robot of ours keeps, at every step of two episodes, however many rows are executed."""
+    spec = replace(SPEC, history=moments, history_stride=stride, history_padding=padding)
+    for rows in ("1", "3"):
+        talk = vla_eval.Conversation(spec, {}, {"rows": rows})
+        kept = History(moments, stride, padding)
+        for episode in range(2):
+            talk.read(message("episode_start", {"task": {}}))
+            kept.clear()
+            for step in range(12):
+                state, frame = (
+                    np.array([episode, step], np.float64),
+                    np.full_like(PICTURE, 12 * episode + step),
+                )
+                kept.see(step, {"front": frame}, state)
+                sent = {**GO, "states": state, "images": {"front": frame}}
+                found = talk.read(message("observation", sent))
+                assert (found.endpoint == "infer") == (step % int(rows) == 0)
+                if found.endpoint != "infer":
+                    continue
+                talk.answer(ActionChunk(np.zeros((3, 2), np.float32)), 0.0, None)
+                seen, before = talk.observation(found, spec), kept.before(step)
+                np.testing.assert_array_equal(seen.state, state)
+                assert [each.state.tolist() for each in seen.earlier] == [
+                    each.state.tolist() for each in before
+                ]
+                for ours, theirs in zip(seen.earlier, before, strict=True):
+                    np.testing.assert_array_equal(ours.images["front"], theirs.images["front"])
+
+
+def test_a_policy_of_two_moments_is_told_both_over_the_socket(golden: Any, case_bundle: Any) -> None:
+    """Diffusion Policy, which reads two: its second answer is that of both observations."""
+    given = case_observation("diffusion-ddim", Golden(golden / "diffusion-ddim"))
+    policy = load(case_bundle("diffusion-ddim"), engine="eager", threads=1)
+    (before,) = given.earlier
+    task = {"task": {"name": "a", "episode_idx": 0}}
+    drawn = vla_eval.Conversation(policy.spec, {})
+    drawn.read(message("episode_start", task))
+    drawn._chunks = 1  # the second chunk's
+    both = replace(given, noise=None, seed=drawn._seed())
+    keys = [each.name for each in policy.spec.cameras]
+    with (
+        desk(("vla-eval",), policy=policy) as at,
+        websockets.connect(getattr(at, "vla-eval") + "/?rows=1", max_size=None) as client,
+    ):
+        client.send(message("episode_start", task))
+        found = []
+        for seen in (before, given):
+            images = {key: np.asarray(seen.images[key]) for key in keys}
+            client.send(message("observation", {"images": images, "states": np.asarray(seen.state)}))
+            found.append(unpacked(client.recv(WAIT_S))["payload"])
+    assert not any("warnings" in each for each in found)
+    np.testing.assert_allclose(found[1]["actions"], policy.infer(both).actions[0], rtol=0, atol=1e-6)
+    alone = policy.infer(replace(both, earlier=())).actions[0]
+    assert np.abs(found[1]["actions"] - alone).max() > 1e-3
+
+
+def test_what_a_connection_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = message("observation", GO)
+    monkeypatch.setattr(vla_eval, "MAX_SEEN", 2 * len(sent))
+    talk = vla_eval.Conversation(replace(SPEC, history=4), {})
+    talk.read(sent)
+    talk.read(sent)
+    with pytest.raises(RequestError, match="observations: expected at most"):
+        talk.read(sent)
+    lone = vla_eval.Conversation(SPEC, {})
+    for _ in range(9):
+        lone.read(sent)  # one moment is no memory
 
 
 def test_a_policy_without_a_state_asks_for_none() -> None:

@@ -26,7 +26,15 @@ from sinew_client.control import parse_rule
 from sinew_client.control.defaults import REPLAN
 
 from sinew import __version__
-from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.core import (
+    ActionChunk,
+    Moment,
+    Observation,
+    ObservationError,
+    PolicySpec,
+    RequestError,
+    SinewError,
+)
 from sinew.processing.given import PROMPT_KEYS
 from sinew.serve.decode.array import array, unpack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
@@ -42,6 +50,7 @@ KINDS = ("hello", "observation", "action", "episode_start", "episode_end", "erro
 # What its benchmarks call things -> what a bundle without a key map for this wire calls them.
 SPELLINGS = {"task_description": PROMPT_KEYS[0], "states": "state"}
 MAX_NOISE = (1 << 63) - 1
+MAX_SEEN = 1 << 28  # bytes of messages that one connection keeps for a policy of several moments
 MAX_WARNED = 64  # different warnings of one connection that reach the log
 
 logger = logging.getLogger(__name__)
@@ -51,12 +60,14 @@ logger = logging.getLogger(__name__)
 class VlaEvalMessage:
     """endpoint: infer, reset, or answered, where ``reply`` is all that there is to say (None: nothing).
 
-    content: of an observation. seed: of its noise; None leaves it to the policy.
+    content: of an observation. earlier: of those that a policy of several moments reads before it, oldest first. seed:
+    of its noise; None leaves it to the policy.
     """
 
     endpoint: str
     session: str = ""
     content: Mapping[str, Any] | None = None
+    earlier: tuple[Mapping[str, Any], ...] = ()
     seed: int | None = None
     reply: bytes | None = None
     deadline_ms: float | None = None
@@ -81,7 +92,9 @@ class Picture:
 
 
 class Conversation:
-    """One connection: its episode, and the rows of the chunk that are still to be executed.
+    """One connection: its episode, the rows of the chunk that are still to be executed, and for a policy of several
+    moments what was seen at each step as far back as it reads: such a client sends every step and keeps none, and its
+    episode ends with its connection.
 
     rows: of a chunk, that are executed before another is computed. about: of the service. query: of the address, where
     a client that takes nothing else says ``rows`` and ``noise``, a number that enters every seed. Raises RequestError.
@@ -95,6 +108,9 @@ class Conversation:
         if asked:
             raise RequestError(f"address: expected ?rows= and &noise=, got {next(iter(asked))[:40]!r}")
         self._spec, self._about = spec, about
+        self._seen: deque[tuple[Mapping[str, Any], int]] = deque(  # with the bytes of the message
+            maxlen=(spec.history - 1) * spec.history_stride + 1
+        )
         self._seq: int | None = None  # of the message that is being answered; None where it was none
         self._left: deque[np.ndarray] = deque()
         self._session = ""
@@ -133,9 +149,10 @@ class Conversation:
             return VlaEvalMessage("reset", self._session)
         if kind == "episode_end":
             self._left.clear()
+            self._seen.clear()
             return VlaEvalMessage("answered")
         if kind == "observation":
-            return self._observed(content)
+            return self._observed(content, len(payload))
         if kind == "error":
             logger.warning("%s: a client says: %.200r", NAME, content.get("error"))
             return VlaEvalMessage("answered")
@@ -166,15 +183,30 @@ class Conversation:
             return None
         return self._message("error", {"error": f"{error} [{error.code}]"})
 
-    def _observed(self, content: Mapping[str, Any]) -> VlaEvalMessage:
+    def _observed(self, content: Mapping[str, Any], size: int) -> VlaEvalMessage:
+        self._seen.append((content, size))
+        if self._spec.history > 1 and sum(size for _, size in self._seen) > MAX_SEEN:
+            self._seen.clear()
+            raise RequestError(
+                f"observations: expected at most {MAX_SEEN} bytes of those that are read at once"
+            )
         if self._left:
             row = self._left.popleft()
             return VlaEvalMessage("answered", reply=self._message("action", {"actions": row}))
-        return VlaEvalMessage("infer", self._session, content, self._seed())
+        return VlaEvalMessage("infer", self._session, content, self._earlier(), self._seed())
+
+    def _earlier(self) -> tuple[Mapping[str, Any], ...]:
+        """Return what was seen at the steps before this one that the policy reads, as
+        :meth:`sinew_client.history.History.before` does."""
+        spec, newest = self._spec, len(self._seen) - 1
+        steps = [newest - k * spec.history_stride for k in range(spec.history - 1, 0, -1)]
+        repeat = spec.history_padding == "repeat"
+        return tuple(self._seen[max(step, 0)][0] for step in steps if step >= 0 or repeat)
 
     def _begin(self, content: Mapping[str, Any]) -> None:
         """Take over the name of an episode, which its recording has, and what its noise is drawn from."""
         self._left.clear()
+        self._seen.clear()
         self._chunks, self._task = 0, None
         recording = content.get("recording") or {}
         self._session = ""
@@ -241,10 +273,28 @@ def observation(message: VlaEvalMessage, spec: PolicySpec, budget: PixelBudget |
     Benchmarks send what they have: cameras and vectors that the policy does not read stay undecoded. What it does read
     has to be there.
     """
+    assert message.content is not None
     budget = budget or PixelBudget()
     files = budget.again()  # the pixels of files are counted when they are decoded, and again as frames
+    made: dict[int, Observation] = {}  # one that stands for several moments is decoded once
+    for content in (*message.earlier, message.content):
+        if id(content) not in made:
+            made[id(content)] = _moment(content, spec, budget, files)
+    seen = [made[id(content)] for content in message.earlier]
+    return replace(
+        made[id(message.content)],
+        earlier=tuple(Moment(each.images, each.state) for each in seen),
+        session=message.session,
+        seed=message.seed,
+    )
+
+
+def _moment(
+    content: Mapping[str, Any], spec: PolicySpec, budget: PixelBudget, files: PixelBudget
+) -> Observation:
+    """Return what was seen at one step. files: counts the pixels of files."""
     maps = field_names.key_maps(spec, NAME)
-    flat = field_names.flatten(_pictures(message.content))
+    flat = field_names.flatten(_pictures(content))
     if not maps:
         for key, own in SPELLINGS.items():
             if key in flat:
@@ -260,9 +310,7 @@ def observation(message: VlaEvalMessage, spec: PolicySpec, budget: PixelBudget |
     if not spec.state.dim and not maps:
         found["state"] = np.zeros(0)
     try:
-        return field_names.read_observation(
-            found, spec, NAME, budget, session=message.session, seed=message.seed
-        )
+        return field_names.read_observation(found, spec, NAME, budget)
     except ObservationError as error:
         left = [key for key in flat if key not in found]
         if error.got.startswith(("keys ", "nothing")) and left:
