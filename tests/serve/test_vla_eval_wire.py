@@ -32,7 +32,7 @@ from sinew.serve.wires import vla_eval
 from tests.golden import Golden
 from tests.hostile.decoders import image, mutate, targets
 from tests.models.stages import observation as case_observation
-from tests.serve.puppet import FRAME, SPEC, WAIT_S, desk
+from tests.serve.puppet import FRAME, SPEC, WAIT_S, desk, until
 from tests.serve.vla_eval_package import environment, installed, recorded
 
 websockets = pytest.importorskip("websockets.sync.client", reason="the client side needs websockets")
@@ -376,6 +376,26 @@ def test_what_is_no_message_ends_the_connection_with_a_reason(sent: bytes, told:
             client.recv(WAIT_S)
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 1011
+
+
+def test_a_flood_behind_what_is_no_message_holds_no_connection() -> None:
+    """The reader waits for the queue, whose worker has ended: the client that stays is let go."""
+    with desk(("vla-eval",)) as at:
+        wire = at.opened["vla-eval"]
+        stranger = websockets.connect(getattr(at, "vla-eval"), max_size=None).__enter__()
+        stranger.send(message("observation", {**GO, "task_description": "wait"}))
+        until(lambda: at.scheduler.stats()["running"])
+        stranger.send(b"\xc1")
+        for seq in range(20):
+            stranger.send(message("observation", GO, seq))
+        assert len(wire._open) == 1
+        at.puppet.release.set()
+        until(lambda: not wire._open, "the end of its connection")
+        with contextlib.suppress(Exception):
+            stranger.close()
+        with websockets.connect(getattr(at, "vla-eval")) as client:
+            client.send(message("observation", GO))
+            assert unpacked(client.recv(WAIT_S))["payload"]["actions"].tolist() == [0.25, 0.25]
 
 
 def test_another_version_of_the_protocol_is_refused_by_name() -> None:
