@@ -217,8 +217,14 @@ def test_another_laboratory_plays_the_same_episodes(
     shutil.copy(run / name, tmp_path)
     shutil.copy(PEN, tmp_path / "theirs.gguf")
     target = [tmp_path / "theirs.gguf"] if name == "report.json" else []
-    code, result, said = again(capsys, *target, "--repeat", tmp_path / name, "--workers", 1)
+    code, result, said = again(
+        capsys, *target, "--repeat", tmp_path / name, "--workers", 1, "--out", tmp_path / "out"
+    )
     assert code == 0, said
+    shown = " ".join(Elements((tmp_path / "out" / "report.html").read_text()).texts)
+    assert f"Played again: {tmp_path / name}" in shown
+    assert "equal: every command of every episode" in shown
+    assert repeat.read(tmp_path / "out" / "report.html").seeds == (5000, 5001, 5002)  # a link of a chain
     assert "equal: every command of every episode" in said
     assert result["repeat"]["passed"]
     for each in result["repeat"]["variants"]:

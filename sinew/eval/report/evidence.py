@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sinew.eval.report import page
+from sinew.eval.report import page, repeat
 from sinew.eval.report.report import conditions, tables
 from sinew.eval.runner import Episode
 
@@ -48,6 +48,11 @@ def _parts(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
     for verdict in record.get("gate", {}).get("verdicts", []):
         kind = "good" if verdict["passed"] else "bad"
         yield f'<p class="{kind}">gate, {page.text(verdict["label"])}: {page.text(verdict["text"])}</p>'
+    if "repeat" in record:
+        found = record["repeat"]
+        yield f"<h2>Played again: {page.text(found['record'])}</h2>"
+        yield page.table(repeat.COLUMNS, repeat.rows(found))
+        yield "".join(f"<p>{page.text(said)}</p>" for said in repeat.sentences(found))
     yield from _films(record, films)
     yield from _trials(record)
     yield from _how(record)
