@@ -511,6 +511,7 @@ def test_what_a_connection_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     lone = vla_eval.Conversation(SPEC, {})
     for _ in range(9):
         lone.read(sent)  # one moment is no memory
+    assert not lone._seen
 
 
 def test_a_policy_without_a_state_asks_for_none() -> None:

@@ -184,12 +184,13 @@ class Conversation:
         return self._message("error", {"error": f"{error} [{error.code}]"})
 
     def _observed(self, content: Mapping[str, Any], size: int) -> VlaEvalMessage:
-        self._seen.append((content, size))
-        if self._spec.history > 1 and sum(size for _, size in self._seen) > MAX_SEEN:
-            self._seen.clear()
-            raise RequestError(
-                f"observations: expected at most {MAX_SEEN} bytes of those that are read at once"
-            )
+        if self._spec.history > 1:  # else nothing of a message outlives its answer
+            self._seen.append((content, size))
+            if sum(size for _, size in self._seen) > MAX_SEEN:
+                self._seen.clear()
+                raise RequestError(
+                    f"observations: expected at most {MAX_SEEN} bytes that are read at once, got more"
+                )
         if self._left:
             row = self._left.popleft()
             return VlaEvalMessage("answered", reply=self._message("action", {"actions": row}))
