@@ -39,6 +39,7 @@ VERBS = {
     "stream": "Drive a robot with a stream: no chunk is ever waited for.",
     "bench": "Time a bundle, stage by stage.",
     "eval": "Run a policy in closed loop and count successes.",
+    "leaderboard": "Rank evaluations, with intervals and paired differences.",
     "perf": "Predict latency, rates and memory on any machine.",
     "prepare": "Make, prove and measure the faster form of a bundle.",
     "validate": "Prove that an engine computes a bundle as the reference does.",

@@ -37,6 +37,7 @@ from sinew.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
+    from sinew.eval.report.films import Film
 
 ENV, EPISODES, SEED = "sinew/Blocks-v0", 100, 5000
 
@@ -66,6 +67,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     gate: Path | None = None,
     record_gate: Path | None = None,
     out: Path | None = None,
+    films: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 0,
+    repeat: Path | None = None,
     rerun: str | None = None,
     workers: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     realtime: Annotated[bool, Parameter(negative="")] = False,
@@ -107,7 +110,11 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
         gate: a gate file; its protocol is run, and success is held against its record.
         record_gate: write the first variant as a gate file.
-        out: folder for the log of episodes, report and figures; a run into the same folder continues.
+        out: folder for the log of episodes, report, page and figures; a run into the same folder continues.
+        films: of so many failures and successes, on the page; needs --out.
+        repeat: report.json or report.html of another run: play its episodes again, with its bundles, and say what is
+            equal and what differs; a target and --compare say where its bundles are. Exit status 1 where an outcome is
+            another one.
         rerun: every step for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
             rerun+http://HOST:9876/proxy. One worker plays. Needs the extra `rerun`.
         workers: processes that play; the number of cores if absent, 1 in real time.
@@ -119,6 +126,23 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     """
     if setup is not None:
         return _set_up(setup)
+    if films and out is None:
+        raise SinewError("--films: expected --out, the folder of the page that shows them")
+    if repeat is not None:
+        fixed = {
+            "env": env, "suite": suite, "episodes": episodes, "seed": seed, "replan": replan, "latency": latency,
+            "handover": handover, "edge-adapter": edge_adapter, "stream": stream, "motion": motion, "future": future,
+            "solver-steps": solver_steps, "sweep": sweep, "gate": gate, "record-gate": record_gate, "rerun": rerun,
+            "realtime": realtime, "noise": noise, "adapter": adapter, "env-options": env_options,
+            "reset-options": reset_options, "engine": runs.engine != "auto", "dtype": runs.dtype,
+            "rename": cameras.rename,
+        }  # fmt: skip
+        if given_too := [
+            name for name, value in fixed.items() if value or (value == 0 and value is not False)
+        ]:
+            raise SinewError(f"--{given_too[0]}: expected nothing that changes what --repeat plays")
+        policies = [*([target] if target is not None else []), *(compare or [])]
+        return _repeat(repeat, policies, interpreter, workers, out, films)
     if target is None:
         raise SinewError("expected a bundle file, the address of a server (tcp://host:port), or expert")
     recording = None if rerun is None else _recording(rerun, workers, realtime, stream)
@@ -188,7 +212,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     failed = held is not None and not _judge(held, report)
     broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
     report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
-    _write(report, out, record_gate)
+    _write(report, out, record_gate, (task, variants) if films else None, films, elsewhere)
 
     console = terminal.console()
     for part in _terminal(report):
@@ -196,6 +220,40 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     terminal.emit({name: value for name, value in report.items() if name != "episodes"})
     broke = status.ended(report["failed"])
     return status.EXIT_ERROR if failed else broke
+
+
+def _repeat(
+    path: Path,
+    policies: Sequence[str],
+    interpreter: Path | None,
+    workers: int | None,
+    out: Path | None,
+    films: int,
+) -> int:
+    """Play a recorded run again, and print what is equal and what differs."""
+    from sinew.eval.report import repeat
+
+    recorded = repeat.read(path)
+    task = recorded.task
+    elsewhere = _elsewhere(task, interpreter, out)
+    asked = recorded.found(policies)
+    control_hz = _control_hz(task, asked, elsewhere)
+    said: set[str] = set()
+    variants = [settled(variant, task, said) for variant in asked]
+    workers = workers or (1 if task.realtime else machine.cores().physical)
+    report = _run(task, control_hz, variants, recorded.seeds, workers, out, elsewhere)
+    found = repeat.compare(recorded, report, report["episodes"])
+    report["repeat"] = found
+    _write(report, out, None, (task, variants) if films else None, films, elsewhere)
+    console = terminal.console()
+    table = terminal.table(None, *repeat.COLUMNS)
+    for row in repeat.rows(found):
+        table.add_row(*row)
+    console.print(table)
+    for text in repeat.sentences(found):
+        console.print(text, markup=False)
+    terminal.emit({name: value for name, value in report.items() if name != "episodes"})
+    return 0 if found["passed"] else status.EXIT_ERROR
 
 
 def _protocol(
@@ -290,7 +348,7 @@ def _run(
     task: Task,
     control_hz: float,
     variants: Sequence[Variant],
-    seeds: range,
+    seeds: Sequence[int],
     workers: int,
     out: Path | None,
     elsewhere: Foreign | None,
@@ -353,7 +411,16 @@ def _judge(gate: Gate, report: dict[str, Any]) -> bool:
     return report["gate"]["passed"]
 
 
-def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -> None:
+def _write(
+    report: dict[str, Any],
+    out: Path | None,
+    record_gate: Path | None,
+    filmed: tuple[Task, Sequence[Variant]] | None = None,
+    films: int = 0,
+    elsewhere: Foreign | None = None,
+) -> None:
+    """filmed: what is played once more for ``films``."""
+    from sinew.eval.report import evidence
     from sinew.eval.report.gate import record
     from sinew.eval.report.plots import write_plots
     from sinew.eval.report.report import markdown
@@ -361,13 +428,34 @@ def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -
 
     shown = {name: value for name, value in report.items() if name != "episodes"}
     if out is not None:
-        (out / "report.json").write_text(json.dumps(shown, indent=2) + "\n")
+        whole = {**shown, "outcomes": evidence.outcomes(report["episodes"])}
+        (out / "report.json").write_text(json.dumps(whole, indent=2) + "\n")
+        (out / evidence.PAGE).write_text(evidence.write_page(whole, _films(report, filmed, films, elsewhere)))
         by_suite = table.markdown(shown) if suites.find(shown["task"]["env"]) else ""
         (out / "report.md").write_text(markdown(shown) + by_suite)
         for path in write_plots(shown, out):
             terminal.say(f"wrote {path}")
     if record_gate is not None:
         record(shown).write(record_gate)
+
+
+def _films(
+    report: dict[str, Any],
+    filmed: tuple[Task, Sequence[Variant]] | None,
+    films: int,
+    elsewhere: Foreign | None,
+) -> list[Film]:
+    if filmed is None:
+        return []
+    task, variants = filmed
+    if elsewhere is not None or task.realtime or any(variant.stream for variant in variants):
+        terminal.say(
+            "no films: expected chunks in simulated time, of an environment that is played in this interpreter"
+        )
+        return []
+    from sinew.eval.report.films import shoot
+
+    return shoot(task, variants, report["episodes"], films)
 
 
 def _terminal(report: dict[str, Any]) -> list[Any]:

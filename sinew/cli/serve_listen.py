@@ -35,8 +35,8 @@ class Listening:
     """Where a server listens, and to whom.
 
     Args:
-        wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), http (8000), groot (5555),
-            lerobot (8080); native and openpi if absent. Port 0 picks a free one.
+        wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), vla-eval (8000), http (8000),
+            groot (5555), lerobot (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
         deadline_ms: refuse requests that would begin later than this after their arrival.
         api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.

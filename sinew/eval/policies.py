@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sinew.policy import Policy as LoadedPolicy
 
 EXPERT = "expert"
+MODEL_SERVER = "vla-eval://"  # sinew.eval.model_server
 
 
 class EvalPolicy(Protocol):
@@ -112,6 +113,10 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
     """The policy that a variant names; raises :class:`SinewError` for one that cannot be opened."""
     if variant.target == EXPERT:
         return EpisodePolicy(open_expert(env_id))
+    if variant.target.startswith(MODEL_SERVER):
+        from sinew.eval.model_server import ModelServer
+
+        return ModelServer(variant.target)
     if "://" in variant.target:
         return ServerPolicy(variant.target, variant.solver_steps)
     from sinew.bundle.rename import parse_renames
@@ -174,6 +179,13 @@ def identity(target: str) -> dict[str, Any]:
     """
     if target == EXPERT:
         return {"kind": "expert", "id": EXPERT}
+    if target.startswith(MODEL_SERVER):
+        from sinew.eval.model_server import said
+
+        hello = said(target)
+        name = str(hello.get("model_server", ""))[:100]
+        text = f"{name} {str(hello.get('harness_version', ''))[:40]}"
+        return {"kind": "server", "id": text, "dtype": "", "motion": None, "name": name, "architecture": ""}
     if "://" in target:
         from sinew_client import Client
 
@@ -187,6 +199,8 @@ def identity(target: str) -> dict[str, Any]:
             "dtype": server["dtype"],
             "hardware": server["hardware"],
             "motion": policy.get("motion"),
+            "name": policy["name"],
+            "architecture": policy["architecture"],
         }
     path = Path(target)
     if not path.exists():

@@ -469,7 +469,10 @@ def test_it_may_be_an_older_python() -> None:
 
 def content(episodes: list[Any]) -> list[dict[str, Any]]:
     """Without what the clock says."""
-    return [{k: v for k, v in e.to_dict().items() if k not in ("latency_ms", "wall_s")} for e in episodes]
+    return [
+        {k: v for k, v in e.to_dict().items() if k not in ("latency_ms", "wall_s", "peak_bytes")}
+        for e in episodes
+    ]
 
 
 @pytest.mark.skipif(not PEN.exists(), reason="no trained policy at sinew/assets/pen.gguf")

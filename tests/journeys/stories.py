@@ -168,6 +168,8 @@ def readme(walk: Walk) -> None:
 def commands(walk: Walk) -> None:
     walk.leaves("sinew demo", "`make demo` is this line")
     walk.leaves("sinew eval blocks --episodes 100", "the README's")
+    walk.run("sinew eval blocks --episodes 2 --out runs/blocks")
+    walk.type("sinew leaderboard runs/")
     adapter_files(walk)
     walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
     assert walk.type("sinew inspect policy.gguf", says=("camera1", "6 values")).result["architecture"]
@@ -318,6 +320,15 @@ def evaluation(walk: Walk) -> None:
     for name in ("A.gguf", "B.gguf"):
         walk.copy(ASSETS / "blocks.gguf", name)
     walk.type("sinew eval A.gguf --compare B.gguf --compare dtype=bf16", adds="--episodes 10")
+    walk.type("sinew eval A.gguf --compare B.gguf --out runs/a-and-b --films 2", adds="--episodes 4")
+    walk.type("sinew eval --repeat runs/a-and-b/report.html", says=("equal: every command of every episode",))
+    walk.type(
+        "sinew eval B.gguf --compare A.gguf --repeat report.json",
+        instead=("report.json", "runs/a-and-b/report.json"),
+        says=("equal: every command of every episode",),
+    )
+    walk.copy(walk.folder / "runs" / "a-and-b" / "report.html", "more/report.html")
+    walk.type("sinew leaderboard runs/ more/report.html --out board.html", says=("SmolVLM2",))
     walk.type("sinew eval A.gguf --sweep replan=1,2,4,8,16,full --out runs/replan", adds="--episodes 5")
     assert (walk.folder / "runs" / "replan" / "success_replan.png").exists()
     walk.type("sinew eval A.gguf --gate sinew/eval/gates/blocks.json", adds="--episodes 20")
@@ -640,6 +651,10 @@ def wires(walk: Walk) -> None:
         instead=("0.0.0.0", LOOPBACK),
     ):
         walk.run(f"SINEW_API_KEY=$(cat key.txt) sinew client {NATIVE} --requests 3")
+    walk.leaves(
+        "sinew serve policy.gguf --wire vla-eval --max-batch auto --rename agentview=image --rename wrist=image2",
+        "the cameras of a policy for LIBERO; tests/serve/test_vla_eval_wire.py plays with vla-eval's own orchestrator",
+    )
 
 
 def wiring(walk: Walk) -> None:
