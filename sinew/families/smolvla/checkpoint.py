@@ -13,8 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from sinew.families.smolvla.layout import TINY, StorageRecipe, Widths, tensors
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint
+from sinew.convert.names import upstream_name
+from sinew.convert.options import ConvertOptions
+from sinew.families.smolvla.convert import HEAD, PREFIXES, SCHEMA, TABLE, model_config
+from sinew.families.smolvla.layout import TINY, StorageRecipe, Widths, storage
+from sinew.models import build_on_meta
 from sinew.presets.noise import Progress, write_tensors
+from sinew.presets.plan import Init, TensorPlan
 from sinew.presets.tokenizer import tokenizer_config, tokenizer_json
 
 HUB_NAME = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
@@ -85,6 +91,28 @@ def write_checkpoint(
 def write_demo(path: Path, tiny: bool, progress: Progress) -> RandomCheckpoint:
     """Write what ``sinew demo --full-size`` converts, or a million parameters of it."""
     return write_checkpoint(path, widths=TINY if tiny else Widths(), progress=progress)
+
+
+def tensors(w: Widths, recipe: StorageRecipe = "float32") -> list[TensorPlan]:
+    """Return every tensor of ``model.safetensors``, in the order in which safetensors stores them: our model's under
+    upstream's names, and the language head, which no action reads."""
+    record = policy_config(w, recipe, _features(1, 1, 1))
+    checkpoint = LeRobotCheckpoint(Path(), ConvertOptions(), SCHEMA, record)
+    model = build_on_meta("smolvla", model_config(checkpoint, vlm_config(w), {}))
+    shapes = {upstream_name(name, PREFIXES): tuple(t.shape) for name, t in model.state_dict().items()}
+    shapes[HEAD] = shapes[TABLE]
+    plans = [TensorPlan(name, shape, _init(name), storage(name, w, recipe)) for name, shape in shapes.items()]
+    # The wider type first, then by name: what the safetensors library writes.
+    return sorted(plans, key=lambda plan: (plan.storage != "F32", plan.name))
+
+
+def _init(name: str) -> Init:
+    module, _, part = name.rpartition(".")
+    if part == "bias":
+        return "bias"
+    if "norm" in module.rpartition(".")[2]:
+        return "norm"
+    return "embedding" if module.endswith(("embed_tokens", "position_embedding")) else "matrix"
 
 
 _LEGACY_BUFFERS = {
