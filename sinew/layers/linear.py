@@ -60,6 +60,12 @@ class Linear(nn.Linear):
         """Return the dtype of the result."""
         return self.store.dtype(self)
 
+    def reset_parameters(self) -> None:
+        # Weights of a bundle are assigned. On meta tensors torch fills memory that is not there in its Python
+        # decompositions: a sixth of the time that opening a small policy takes.
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
         return self.store.product(self, x, self.bias)
 
@@ -95,8 +101,8 @@ class Embedding(nn.Embedding):
         return self.store.product(self, h)
 
     def reset_parameters(self) -> None:
-        # On meta tensors the normal distribution goes through torch._refs, which imports all of torch._dynamo
-        # (seconds, 130 MB) to fill memory that is not there: weights of a bundle are assigned.
+        # As above; and the normal distribution goes through torch._refs, which imports all of torch._dynamo (seconds,
+        # 130 MB).
         if not self.weight.is_meta:
             super().reset_parameters()
 
