@@ -200,8 +200,12 @@ class Structure:
     def table(self) -> dict[str, str]:
         """Return what is counted -> how much, for people."""
         engines, steps = self.engines(), self.steps()
+        core = self.arrows(self.core)
+        folders = {path.name for path in self.package.iterdir() if path.is_dir()}
+        between = sum(folders.issuperset(arrow) for arrow in core)
+        arrows = f"{len(self.arrows(self.files))}, of the core {len(core)}, {between} of them between folders"
         return {
-            "arrows between rooms": f"{len(self.arrows(self.files))}, of the core {len(self.arrows(self.core))}",
+            "arrows between rooms": arrows,
             "folders that import each other": str(len(self.mutual())),
             "folders in circles": str(len(self.circles())),
             "class names used twice": ", ".join(sorted(self.shared_names())) or "none",

@@ -32,7 +32,6 @@ ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
 
 KEY_ARCHITECTURE = "general.architecture"
 KEY_NAME = "general.name"
-KEY_ALIGNMENT = "general.alignment"
 KEY_VERSION = "sinew.format_version"
 KEY_QUANTIZATION = "sinew.quantization"  # may be absent, and so may
 KEY_SEEN = "sinew.seen"

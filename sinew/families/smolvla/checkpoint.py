@@ -44,15 +44,10 @@ def write_checkpoint(
     cameras: int = 2,
     state_dim: int = 6,
     action_dim: int = 6,
-    legacy: bool = False,
     widths: Widths | None = None,
     progress: Progress | None = None,
 ) -> RandomCheckpoint:
-    """Write ``path/checkpoint`` and ``path/vlm``; the same arguments always give the same bytes.
-
-    legacy: the layout before LeRobot had processor files, with the statistics as buffers among the weights
-    and no tokenizer in the checkpoint.
-    """
+    """Write ``path/checkpoint`` and ``path/vlm``; the same arguments always give the same bytes."""
     w = widths or Widths()
     for name, value, limit in (
         ("state_dim", state_dim, w.max_state_dim),
@@ -70,21 +65,10 @@ def write_checkpoint(
 
     features = _features(cameras, state_dim, action_dim)
     _write_json(policy / "config.json", policy_config(w, dtype, features))
-    stats = _statistics(state_dim, action_dim)
-    fixed: dict[str, np.ndarray] = {}
-    if legacy:
-        fixed = {
-            f"{module}.buffer_{feature.replace('.', '_')}.{kind}": values
-            for module, wanted in _LEGACY_BUFFERS.items()
-            for (feature, kind), values in stats.items()
-            if feature == wanted
-        }
-    else:
-        _write_tokenizer(policy / "tokenizer", tokenizer, "TokenizersBackend")
-        _write_processors(policy, w, features, stats)
+    _write_tokenizer(policy / "tokenizer", tokenizer, "TokenizersBackend")
+    _write_processors(policy, w, features, _statistics(state_dim, action_dim))
     plans = tensors(w, dtype)
-    metadata = None if legacy else {"format": "pt"}  # LeRobot 0.6 says so, older versions said nothing
-    nbytes = write_tensors(policy / "model.safetensors", plans, fixed, metadata, progress)
+    nbytes = write_tensors(policy / "model.safetensors", plans, {}, {"format": "pt"}, progress)
     return RandomCheckpoint(policy, vlm, sum(plan.elements for plan in plans), nbytes)
 
 
@@ -113,13 +97,6 @@ def _init(name: str) -> Init:
     if "norm" in module.rpartition(".")[2]:
         return "norm"
     return "embedding" if module.endswith(("embed_tokens", "position_embedding")) else "matrix"
-
-
-_LEGACY_BUFFERS = {
-    "normalize_inputs": "observation.state",
-    "normalize_targets": "action",
-    "unnormalize_outputs": "action",
-}
 
 
 # ----------------------------------------------------------------------------- configuration
