@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import weakref
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,7 +19,7 @@ _KINDS = (
 )
 
 
-def open_regular(path: Path | str) -> BinaryIO:
+def open_regular(path: Path | str) -> FileIO:
     """Open a regular file for reading, unbuffered; links to one are followed.
 
     Raises OSError for anything else: a FIFO would wait for a writer, and a device has no end.

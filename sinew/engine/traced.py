@@ -24,12 +24,15 @@ def as_array(tensor: Tensor) -> np.ndarray:
 def named_arrays(context: Context) -> dict[str, np.ndarray]:
     """Return the tensors of a context by their path in it."""
     leaves, _ = pytree.tree_flatten_with_path(context)
-    return {".".join(map(_key, path)): as_array(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
+    return {".".join(map(place, path)): as_array(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _key(entry: Any) -> str:
-    """Return the field's name, index or key of one step of a path into a tree."""
-    return str(next(getattr(entry, name) for name in ("name", "idx", "key") if hasattr(entry, name)))
+def place(entry: Any) -> str:
+    """Return the field's name, index or key of one step of a path into a context."""
+    for attribute in ("name", "idx", "key"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    raise TypeError(f"context: expected named tuples, tuples, lists and dicts, got a {type(entry).__name__}")
 
 
 @contextmanager

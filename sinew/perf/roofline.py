@@ -64,14 +64,3 @@ def timing(component: Component, machine: Hardware) -> StageTiming:
 def seconds(components: Iterable[Component], machine: Hardware) -> float:
     """End to end: one component after the other."""
     return sum(timing(component, machine).seconds for component in components)
-
-
-def weight_bytes(components: Iterable[Component]) -> int:
-    """Return the bytes of the products' weights, each counted once per component that reads it."""
-    return sum(
-        operator.count * tensor.bytes
-        for component in components
-        for operator in component.operators
-        for tensor in operator.tensors
-        if tensor.kind == "weight"
-    )

@@ -29,7 +29,7 @@ from sinew.perf.paper.published import (
 from sinew.perf.paper.study import GEMMA, PAYLOAD, PI0, Study
 from sinew.perf.program import PublishedProgram
 from sinew.perf.request import TracedRequest
-from sinew.perf.roofline import seconds, time_of, timing, weight_bytes
+from sinew.perf.roofline import seconds, time_of, timing
 from sinew.perf.streams import loops
 from tests.engine.test_guidance import BLOCKS
 
@@ -197,6 +197,12 @@ def test_formats_without_a_rate_use_the_next_wider():
     assert load_hardware("b100").peak_flops("fp8") == 3500e12
     with pytest.raises(SinewError, match="no peak for fp32"):
         Hardware("m", "m", {"bf16": 1.0}, 1.0, 1, "test").peak_flops("fp32")
+
+
+def weight_bytes(components: list[Component]) -> int:
+    """Return the bytes of the products' weights, each counted once per component that reads it."""
+    operators = [operator for component in components for operator in component.operators]
+    return sum(each.count * t.bytes for each in operators for t in each.tensors if t.kind == "weight")
 
 
 def test_weights_of_layers():

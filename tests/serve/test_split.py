@@ -61,7 +61,7 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                 SplitPolicy(policy, client)
             with pytest.raises(ClientError, match="answers with actions"):
                 client.context({"images": observation.images, "state": observation.state, "prompt": "go"})
-            monkeypatch.setattr("sinew.stream.split.digest", lambda _path: "another file")
+            monkeypatch.setattr("sinew.stream.split.fingerprint", lambda _path: "another file")
             with (
                 Client(f"{at.native}/context.int8", timeout=WAIT_S) as theirs,
                 pytest.raises(SinewError, match="split: expected the server's bundle"),
