@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import sinew
-from sinew import progress
+from sinew import extras, progress
 from sinew.bundle import Bundle
 from sinew.cli import main, terminal
 from sinew.cli.infer import parse_vector
@@ -269,9 +270,29 @@ def test_a_missing_package_names_our_distribution(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("sinew.checks.installation", absent)
     assert main(["doctor"]) == 1
-    assert "needs mujoco: pip install 'sinew-vla[sim]'" in flat(capsys)
-    assert "pip install 'sinew-vla[plots]'" in str(MissingPackageError("a figure", "matplotlib"))
-    assert install("gguf") == "pip install --force-reinstall sinew-vla"
+    assert f"needs mujoco: {install('mujoco')}" in flat(capsys)
+    assert install("matplotlib") in str(MissingPackageError("a figure", "matplotlib"))
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ('{"url": "file:///home/a%20b/sinew", "dir_info": {"editable": true}}', "/home/a b/sinew"),
+        ('{"url": "file:///tmp/sinew.whl", "archive_info": {}}', "sinew-vla"),  # which may be gone
+        (None, "sinew-vla"),
+        ("no JSON", "sinew-vla"),
+        ("[]", "sinew-vla"),
+    ],
+)
+def test_the_command_names_what_pip_was_given(monkeypatch: pytest.MonkeyPatch, record, named) -> None:
+    """A checkout's folder where it was installed from one: the name is on no index yet."""
+    monkeypatch.setattr(extras, "distribution", lambda name: SimpleNamespace(read_text=lambda file: record))
+    extras.source.cache_clear()
+    try:
+        assert install("mujoco") == f"pip install '{named}[sim]'"
+        assert install("gguf") == f"pip install --force-reinstall '{named}'"
+    finally:
+        extras.source.cache_clear()
 
 
 def test_extras_exist() -> None:

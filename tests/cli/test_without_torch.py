@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sinew.cli import VERBS
+from sinew.extras import install
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 # Commands in processes that are forked from one that has the verbs, and no torch.
@@ -89,7 +90,7 @@ def test_what_needs_torch_says_how_to_get_it(runs, command: tuple[object, ...]) 
     assert code == 1, streams
     said = " ".join("".join(streams).split())
     assert "Traceback" not in said
-    assert "pip install 'sinew-vla[torch]'" in said
+    assert install("torch") in said
     assert "pip install sinew" not in said
 
 

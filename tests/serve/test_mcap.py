@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 
 from sinew.cli import main
 from sinew.core import VectorSpec
-from sinew.extras import MissingPackageError
+from sinew.extras import MissingPackageError, install
 from sinew.records.mcap_file import write_mcap
 from sinew.records.recorder import read_records
 from tests.serve.test_replay import FRAMES, chunk_of, record
@@ -85,6 +86,6 @@ def test_the_verb(records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_without_the_package(records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcap.writer", None)
-    with pytest.raises(MissingPackageError, match=r"MCAP needs mcap: pip install 'sinew-vla\[mcap\]'"):
+    with pytest.raises(MissingPackageError, match=re.escape(f"MCAP needs mcap: {install('mcap')}")):
         write_mcap(read_records(records), tmp_path / "out.mcap")
     assert not (tmp_path / "out.mcap").exists()
