@@ -233,13 +233,13 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert {name for name, count in counted.items() if count > 1} == SHARED_NAMES
 
 
-# `cli` has the engines' names as choices of flags, `perf` a model of its own for some of them.
+# `perf` has a model of its own for some of them.
 ASKS_AN_ENGINE = re.compile(r'[!=]= "(?:eager|plan|onnx)"|(?:get|has)attr\([^,]*engine')
 
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in FILES if room_of(path) not in ("engine", "cli", "perf")],
+    [path for path in FILES if room_of(path) not in ("engine", "perf")],
     ids=lambda path: str(path.name),
 )
 def test_nobody_asks_an_engine_which_one_it_is(path: Path) -> None:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 from rich.progress import track
-from sinew_client import ActionChunk, Client, ClientError
+from sinew_client import Client, ClientError
 from sinew_client.control import is_journal
 
 from sinew import __version__, machine
 from sinew.auth import key_from_environment
 from sinew.cli import terminal
-from sinew.cli.bench import PROMPT, make_observation, parse_size
+from sinew.cli.options import image_size_of
 from sinew.cli.replay import print_replay, replay_journal
 from sinew.core import PolicySpec, SinewError
-from sinew.eval.report.stats import summarize
+from sinew.eval.report.stats import latencies
+from sinew.perf.machine.bench import PROMPT, make_observation
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import read_records
 
@@ -68,7 +68,7 @@ def client(
         replay: folder of records, or a journal of `sinew run --record`, whose decisions are repeated without a server.
     """
     key = key_from_environment() if api_key is None else api_key
-    size = parse_size(image_size) if image_size else None
+    size = image_size_of(image_size)
     records = read_records(replay) if replay is not None and not is_journal(replay) else ()
     command = ["sinew", *("..." if key and key in word else word for word in sys.argv[1:])]
     try:
@@ -118,28 +118,6 @@ def client(
     print_report(result)
     terminal.emit(result)
     return 0
-
-
-def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
-    """Statistics in milliseconds of each row of the table.
-
-    ``overhead`` is the round trip without ``server total``: client, transport, and what the sockets hold.
-    ``beside the policy`` also counts what the server adds: decoding, the hand-over between threads, encoding.
-    """
-    rows = {
-        "round trip": [chunk.round_trip_ms for chunk in chunks],
-        "server total": [chunk.timing.server_ms for chunk in chunks],
-        "queue": [chunk.timing.queue_ms for chunk in chunks],
-        "preprocess": [chunk.timing.preprocess_ms for chunk in chunks],
-        "vision": [chunk.timing.vision_ms for chunk in chunks],
-        "prefix": [chunk.timing.prefix_ms for chunk in chunks],
-        "head": [chunk.timing.head_ms for chunk in chunks],
-        "postprocess": [chunk.timing.postprocess_ms for chunk in chunks],
-        "policy total": [chunk.timing.total_ms for chunk in chunks],
-        "overhead": [chunk.round_trip_ms - chunk.timing.server_ms for chunk in chunks],
-        "beside the policy": [chunk.round_trip_ms - chunk.timing.total_ms for chunk in chunks],
-    }
-    return {name: summarize(samples, (50, 90, 95, 99)) for name, samples in rows.items()}
 
 
 def print_report(result: dict[str, Any]) -> None:

@@ -19,26 +19,24 @@ from cyclopts import Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
-from sinew_client.policy import is_address
 
 from sinew import figures, machine
 from sinew.cli import status, terminal
-from sinew.cli.eval_variants import settled, variant_of
-from sinew.cli.eval_variants import variants as variants_of
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
 from sinew.core import SinewError
 from sinew.eval import suites
-from sinew.eval.policies import EXPERT
 from sinew.eval.report import stats
-from sinew.eval.report.gate import Gate, read_gate
+from sinew.eval.report.gate import read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
+from sinew.eval.variants import control_hz, default_env, settled
+from sinew.eval.variants import variants as variants_of
 from sinew.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
 
-ENV, EPISODES, SEED = "sinew/Blocks-v0", 100, 5000
+EPISODES, SEED = 100, 5000
 
 
 def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
@@ -127,7 +125,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     env = suites.named(suite) if suite is not None else env
     held = read_gate(gate) if gate is not None else None
     task = Task(
-        env=env or default_env(target, cameras),
+        env=env or default_env(target, cameras.rename, cameras.allow_missing_cameras),
         env_options=json_object("--env-options", env_options),
         reset_options=json_object("--reset-options", reset_options),
         adapter=adapter or "",
@@ -145,7 +143,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         flags = {
             "env": env, "env_options": env_options, "reset_options": reset_options, "adapter": adapter, "noise": noise,
         }  # fmt: skip
-        task, given = _protocol(held, task, given, flags)
+        task, given = held.held(task, given, flags)
     usual = (SEED, EPISODES) if held is None else (held.first_seed, held.episodes)
     first, count = (own if flag is None else flag for flag, own in zip((seed, episodes), usual, strict=True))
     if edge_adapter is not None and held is not None:
@@ -158,8 +156,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         interval = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
     except ValueError as error:
         raise SinewError(f"--replan: {error}") from None
-    base = variant_of(
-        target, runs, cameras, replan=interval, latency=Latency(given["latency"] or "0"),
+    base = runs.variant(
+        target, cameras, replan=interval, latency=Latency(given["latency"] or "0"),
         handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=stream or "",
         edge_adapter=edge_adapter or "",
     )  # fmt: skip
@@ -171,7 +169,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         figures.check()
     asked = variants_of(base, sweep or [], compare or [])
     elsewhere = _elsewhere(task, interpreter, out)
-    control_hz = _control_hz(task, asked, elsewhere)
+    rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
     said: set[str] = set()
     variants = [settled(variant, task, said) for variant in asked]
     if elsewhere is not None and runs.engine != "auto":
@@ -184,8 +182,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             "--rerun: this environment asks a server; start `sinew serve --rerun` and give its address"
         )
     workers = workers or (1 if realtime or recording else machine.cores().physical)
-    report = _run(task, control_hz, variants, seeds, workers, out, elsewhere, recording)
-    failed = held is not None and not _judge(held, report)
+    report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording)
+    failed = held is not None and not held.judge_report(report)
     broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
     report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
     _write(report, out, record_gate)
@@ -196,25 +194,6 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     terminal.emit({name: value for name, value in report.items() if name != "episodes"})
     broke = status.ended(report["failed"])
     return status.EXIT_ERROR if failed else broke
-
-
-def _protocol(
-    gate: Gate, task: Task, given: dict[str, Any], flags: dict[str, Any]
-) -> tuple[Task, dict[str, Any]]:
-    """Task and variant of a gate. The task is its own; how the policy is run may be what is tested. flags: of the task,
-    as they were given."""
-    for name, flag in flags.items():
-        if flag is not None and getattr(task, name) != gate.protocol[name]:
-            raise SinewError(
-                f"--{name.replace('_', '-')}: the gate's is {gate.protocol[name]!r}, got {flag!r}"
-            )
-    if task.realtime:
-        raise SinewError("a gate is judged with simulated latency, not in real time")
-    if task.motion is not None:
-        raise SinewError("--motion: a gate is judged with rows as they come")
-    return replaced(task, motion=dict(AS_IS), **{name: gate.protocol[name] for name in flags}), {
-        name: gate.protocol[name] if value is None else value for name, value in given.items()
-    }
 
 
 def _set_up(simulator: str) -> int:
@@ -258,32 +237,6 @@ def _recording(text: str, workers: int | None, realtime: bool, stream: str | Non
 
 
 # ----------------------------------------------------------------------------- running
-
-
-def default_env(target: str, cameras: Cameras) -> str:
-    """The task to play where none was asked for."""
-    if target == EXPERT or is_address(target):
-        return ENV
-    try:
-        from sinew.eval.fitting import task_of
-    except ModuleNotFoundError:  # said when the environment is made
-        return ENV
-    found = task_of(target, cameras.rename, cameras.allow_missing_cameras)
-    terminal.console(stderr=True).print(
-        f"env {found}: none was given" + " and the policy fits it" * (found != ENV)
-    )
-    return found
-
-
-def _control_hz(task: Task, variants: Sequence[Variant], elsewhere: Foreign | None) -> float:
-    """Return the environment's rate, after a look whether the policies take what it shows: before any is loaded."""
-    if elsewhere is not None:
-        return elsewhere.control_hz(task)
-    try:
-        from sinew.eval.fitting import check_variants
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("evaluation", error.name or "mujoco") from None
-    return check_variants(task, variants)
 
 
 def _run(
@@ -342,15 +295,6 @@ def _run(
             entry["reactions_ms"] = found
             errors.print(f"{entry['label']}: reactions in ms {json.dumps(found)}", markup=False)
     return {**report, "episodes": results}
-
-
-def _judge(gate: Gate, report: dict[str, Any]) -> bool:
-    verdicts = []
-    for entry, episodes in zip(report["variants"], report["episodes"], strict=True):
-        passed, text = gate.judge(episodes)
-        verdicts.append({"label": entry["label"], "passed": passed, "text": text})
-    report["gate"] = {"passed": all(v["passed"] for v in verdicts), "verdicts": verdicts}
-    return report["gate"]["passed"]
 
 
 def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -> None:

@@ -11,7 +11,8 @@ from cyclopts import App, Parameter, validators
 from sinew import hints
 from sinew.cli import status
 from sinew.cli.serve import ready_text, say
-from sinew.cli.serve_listen import LISTENING, Listening, access_logging, set_up_logs, warn_of_exposure
+from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
+from sinew.serve.access_log import access_logging
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import Supervisor
 from sinew.serve.wires import open_wires

@@ -26,9 +26,7 @@ from sinew.cli.perf_stream import stream
 from sinew.perf.request import AS_THE_POLICY
 
 if TYPE_CHECKING:
-    from sinew.perf.hardware import Hardware
     from sinew.perf.paper.published import Row
-    from sinew.perf.roofline import StageTiming
 
 perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
 for command in (scenario, fit, calibrate, predict, fleet, stream):
@@ -69,13 +67,13 @@ def run(
     from sinew.perf import plots
     from sinew.perf.memory import memory_report, missing
     from sinew.perf.program import PublishedProgram
-    from sinew.perf.roofline import timing
+    from sinew.perf.roofline import components_record, timing
 
     with progress.task(f"tracing {source}"):
         program = PublishedProgram.load(source, request, dtypes=dtypes(dtype), engine=engine)
         parts = program.components(traffic)
     timings = {machine.name: [timing(part, machine) for part in parts] for machine in machines}
-    records = [_record(machine, timings[machine.name]) for machine in machines]
+    records = [components_record(machine, timings[machine.name]) for machine in machines]
     console = terminal.console()
     console.print(_component_table(source, records))
     gib = memory_report(program).weights_nbytes / 2**30
@@ -233,28 +231,6 @@ def _corrections_table(changed: Sequence[dict[str, Any]]) -> Table:
     for entry in changed:
         table.add_row(str(entry["name"]), *(f"{entry[name]:.2f}" for name in names), str(entry["why"]))
     return table
-
-
-def _record(machine: Hardware, rows: Sequence[StageTiming]) -> dict[str, Any]:
-    total = sum(row.seconds for row in rows)
-    parts = [
-        {
-            "component": row.name,
-            "ms": 1e3 * row.seconds,
-            "bound": row.bound,
-            "gflop": row.flops / 1e9,
-            "gbyte": row.nbytes / 1e9,
-            "tflops": row.flops / row.seconds / 1e12 if row.seconds else 0.0,  # a stage without products
-        }
-        for row in rows
-    ]
-    return {
-        "machine": machine.name,
-        "title": machine.title,
-        "ms": 1e3 * total,
-        "hz": 1 / total,
-        "components": parts,
-    }
 
 
 def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:

@@ -41,20 +41,19 @@ def fleet(
         measure: load the policy and time its batches.
     """
     from sinew.perf import fleet as model
-    from sinew.perf.machine.batches import predicted as predict
+    from sinew.perf.machine.batches import predicted, sizes
 
     count = threads or machine.recommended_threads()[0]
     tables: dict[str, dict[int, float]] = {}
     band = None
-    predicted = predict(source, count, engine, max_batch)
-    if isinstance(predicted, str):
+    try:
+        tables["predicted"], band = predicted(source, count, engine, max_batch)
+    except SinewError as error:
         if not measure:
-            raise SinewError(predicted)
-        terminal.console(stderr=True).print(predicted)
-    else:
-        tables["predicted"], band = predicted
+            raise
+        terminal.say(str(error))
     if measure:
-        tables["measured"] = _measured(source, threads, engine, max_batch)
+        tables["measured"] = model.measured(source, threads, engine, sizes(max_batch))
     rows: list[dict[str, Any]] = []
     for origin, times in tables.items():
         for batch in (1, max_batch):
@@ -107,16 +106,3 @@ def fleet(
     }
     terminal.emit(record)
     return 0
-
-
-def _measured(source: str, threads: int | None, engine: str, max_batch: int) -> dict[int, float]:
-    """Return the seconds of batches of this policy's own observation, timed here."""
-    from sinew.perf.machine.batches import sizes
-    from sinew.policy import load
-    from sinew.serve.batching import time_batches
-
-    policy = load(source, engine=engine, threads=threads)
-    policy.warm_up()
-    if policy.unbatched:
-        raise SinewError(policy.unbatched)
-    return time_batches(policy, sizes(max_batch))

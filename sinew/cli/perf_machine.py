@@ -54,7 +54,7 @@ def fit(
         search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).
     """
     from sinew.perf.hardware import load_hardware
-    from sinew.perf.memory import fits
+    from sinew.perf.memory import DEVICES, fits
 
     board = load_hardware(hardware or "orin-nano")
     memory_gib = board.memory_gib if memory_gib is None else memory_gib
@@ -71,7 +71,7 @@ def fit(
         request,
         dtypes=dtype,
         engine=engine,
-        device=device or ("cpu" if engine == "cpu" else "cuda"),
+        device=device or DEVICES.get(engine, "cuda"),
         embodiments=embodiments,
         search=search,
     )
@@ -181,17 +181,8 @@ def predict(
     from sinew.perf.program import PublishedProgram
 
     count = threads or machine.recommended_threads()[0]
-    fitted = calibration.load(machine.cpu_model(), count, directory, engine)
-    if fitted is None:
-        command = f"sinew perf calibrate {source} --threads {count}"
-        command += "" if engine == "eager" else f" --engine {engine}"
-        raise SinewError(f"not calibrated for {count} threads: {command}")
-    program = PublishedProgram.load(
-        source,
-        request,
-        dtypes=dtype,
-        engine="eager" if engine == "eager" else "plan",
-    )
+    fitted = calibration.calibrated(source, count, engine, directory)
+    program = PublishedProgram.load(source, request, dtypes=dtype, engine=calibration.program_of(engine))
     title = f"{program.name}, {dtype}, {engine}, {count} threads, band {fitted.band:.0%}: milliseconds"
     table = terminal.table(title, "stage", ">predicted", ">low", ">high", ">roofline")
     stages = {}

@@ -71,13 +71,14 @@ def quantize(
                 f"recipe: {part}: expected linear layers or token tables, got none in {opened.manifest.architecture}"
             )
         chosen[part] = "fp32"
+    console = terminal.console(markup=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     if search:
-        from sinew.cli.quantize_search import search as search_recipe
+        from sinew.eval.report.recipe_search import search as search_recipe
 
         trial = quantization.trials(opened, observations)
-        chosen, found["search"] = search_recipe(opened, budget, target_ms, out, trial)
+        chosen, found["search"] = search_recipe(opened, budget, target_ms, out, trial, console.print)
         engine = "cpu"
         if set(chosen.values()) == {"fp32"}:
             asked = f"--budget {budget}" if budget else f"--target-ms {target_ms:g}"
@@ -86,7 +87,6 @@ def quantize(
     with progress.task(f"measuring {bundle.name} in {asked}"):
         record, why = quantization.quantized(opened, chosen, observations, out, engine)
     record, verdict, passed = quantization.gated(record, out, episodes)
-    console = terminal.console(markup=False)
     console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
     for part in absent:
         console.print(f"         {part}: no linear layers or token tables in {opened.manifest.architecture}")

@@ -37,19 +37,10 @@ def open_connection(target: str, runs: Runs, split: str | None = None) -> Connec
             raise SinewError(
                 f"--split: expected the bundle here, whose head runs here, got the server {target}"
             )
-        if runs != RUNS:
-            raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
-        served = _served(target)
+        served = ask_server(target, runs)
         opener = Servers(target.split(","), key_from_environment(), max_rows=_most_rows(served["policy"]))
         return served["policy"], served["server"], opener
-    from sinew.policy import load
-    from sinew.serve.safety import Safety
-
-    with progress.task(f"loading {target}"):
-        local = load(target, **runs.keywords())
-    log.info("%s", running(local))
-    policy = local.spec.to_dict()
-    policy["action"]["limits"] = Safety(local.processor).limits()
+    local, policy = load_here(target, runs)
     if split is not None:
         about = local.describe() | {
             "unguided": "a policy in two places does not continue chunks",
@@ -152,7 +143,7 @@ def open_assist(
 ) -> Assist:
     """Return what opens connections to ``near`` with the policy at ``address`` beside it."""
     try:
-        far = _served(address)["policy"]
+        far = ask_server(address)["policy"]
     except ClientError as error:  # the robot can do without, and asks again later
         log.warning("--assist %s: %s", address, error)
     else:
@@ -165,7 +156,25 @@ def open_assist(
     return Assist(near, servers, rule, settings.hz, deadline, settings.parse_motion())
 
 
-def _served(target: str) -> dict[str, Any]:
+def load_here(target: str, runs: Runs, **options: Any) -> tuple[Policy, dict[str, Any]]:
+    """Return a policy that computes here, and what it says about itself, its limits with it. options: further ones of
+    ``sinew.load``."""
+    from sinew.policy import load
+    from sinew.serve.safety import Safety
+
+    with progress.task(f"loading {target}"):
+        local = load(target, **runs.keywords(), **options)
+    log.info("%s", running(local))
+    policy = local.spec.to_dict()
+    policy["action"]["limits"] = Safety(local.processor).limits()
+    return local, policy
+
+
+def ask_server(target: str, runs: Runs = RUNS) -> dict[str, Any]:
+    """Return what a server says about itself and its policy. Raises :class:`SinewError` for flags of what runs a
+    policy, which are the server's own."""
+    if runs != RUNS:
+        raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
     with Client(target.split(","), timeout=10.0, api_key=key_from_environment()) as client:
         return client.metadata()
 

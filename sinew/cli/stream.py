@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
-from sinew_client import Client, ClientError
+from sinew_client import ClientError
 from sinew_client.control import Loop, Planner, Settings, Stream, StreamController, StreamReport
 from sinew_client.control.defaults import stated
 from sinew_client.control.planner import open_planner
@@ -22,16 +22,13 @@ from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.streams import StreamLink
 
-from sinew import progress
 from sinew.auth import key_from_environment
 from sinew.cli import status, terminal
-from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs, json_object
+from sinew.cli.run_connection import ask_server, load_here
 from sinew.cli.run_robot import ROBOT, RobotFlags, drive, episodes_of, episodes_row, refusal
 from sinew.cli.stream_view import StreamView, report_table
 from sinew.core import SinewError
-
-log = logging.getLogger(__name__)
 
 SCHEMA = "sinew.stream/1"
 
@@ -135,11 +132,7 @@ def _most_nodes(policy: dict[str, Any], rate: float) -> int:
 def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Return what the policy says about itself, and what opens a stream to it."""
     if is_address(target):
-        if runs != RUNS:
-            raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
-        addresses = target.split(",")
-        with Client(addresses, timeout=10.0, api_key=key_from_environment()) as client:
-            served = client.metadata()
+        addresses, served = target.split(","), ask_server(target, runs)
         if reason := served["server"].get("unstreamed"):
             raise SinewError(f"stream: {target}: {reason}")
 
@@ -154,23 +147,10 @@ def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable
             )
 
         return served["policy"], remote
-    from sinew.policy import load
-    from sinew.serve.safety import Safety
     from sinew.stream import LocalLink, Session, StreamSettings
 
-    with progress.task(f"loading {target}"):
-        local = load(target, **runs.keywords())
-        unguided = f"engine {local.engine_name} knows no --rtc {rtc}"
-        reason = local.facts.unshared or (unguided if rtc not in ("none", *local.facts.guides) else "")
-        if reason and runs.engine == "auto":
-            log.info("engine plan: %s", reason)
-            local = load(target, **{**runs.keywords(), "engine": "plan"})
-        elif local.facts.unshared:
-            raise SinewError(f"stream: {reason}")
-        local.warm_up()
-    log.info("%s", running(local))
-    policy = local.spec.to_dict()
-    policy["action"]["limits"] = Safety(local.processor).limits()
+    local, policy = load_here(target, runs, stream=rtc)
+    local.warm_up()
 
     def here(rate: float, _session: str, options: dict[str, Any], prompt: str, _most: int) -> LocalLink:
         settings = StreamSettings(

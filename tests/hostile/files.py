@@ -273,7 +273,7 @@ class Exports:
     """Folders of ``sinew export``: their record, tables, header and graphs."""
 
     def __init__(self, work: Path):
-        from sinew.cli.export import write_folder
+        from sinew.engine.onnx.opening import write_folder
 
         self.folder = work / "exported"
         self.folder.mkdir()

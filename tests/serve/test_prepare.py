@@ -26,13 +26,12 @@ from sinew_client import Client
 from sinew import load, machine
 from sinew.bundle import Bundle
 from sinew.cli import main
-from sinew.cli.serve_policy import preparation
 from sinew.engine import prepared, proofs
 from sinew.engine.backend import BACKENDS, EngineOptions
 from sinew.engine.choose import candidates, choose
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.records.recorder import read_records
-from sinew.serve.prepare import Preparation, Preparer
+from sinew.serve.prepare import Preparation, Preparer, preparation
 from sinew.sources import ASSETS
 from tests import processes
 from tests.engine.test_choose import needs_kernels, stored_in_int8

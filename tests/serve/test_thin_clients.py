@@ -15,8 +15,10 @@ from sinew_client import Client, ClientError, InvalidObservation, RequestTimeout
 from sinew_client.aio import AsyncClient
 
 from sinew.cli import main
-from sinew.cli.top_view import BARS, ServerSeen, spark
+from sinew.cli.terminal import BARS, spark
+from sinew.cli.top_view import view
 from sinew.core import SinewError
+from sinew.serve.feed import ServerSeen
 from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, chunk_of, record
 from tests.serve.test_server import free_port, serving
 
@@ -197,7 +199,7 @@ def test_answers_that_are_none(record: dict[str, Any]) -> None:
     seen = ServerSeen("here")
     seen.hear("about", {"policy": {}, "server": {}})
     with pytest.raises(SinewError, match="expected answers of a Sinew server"):
-        seen.hear("answers", record)
+        seen.hear("answers", record, view)
 
 
 def test_the_engine_that_took_over_is_shown() -> None:

@@ -11,6 +11,8 @@ from sinew.hints import option
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
+UNSHARED = "expected engine eager, plan, cpu or onnx, whose stages share no memory, got cuda"
+
 
 class Cuda(Backend):
     name, opens = "cuda", "sinew.engine.cuda.open:open_cuda"
@@ -21,6 +23,9 @@ class Cuda(Backend):
         if options.kind == "cpu":
             return "engine cuda runs its kernels' references on a CPU, which is for tests of them"
         return proofs.lacking(bundle.path, self.name, options.device)
+
+    def unshared(self, bundle: Bundle, options: EngineOptions) -> str:
+        return UNSHARED
 
     def device(self) -> tuple[str, str]:
         return (

@@ -16,6 +16,7 @@ import torch
 
 from sinew.bundle.schema import Processing
 from sinew.core import SinewError
+from sinew.engine.cuda.backend import UNSHARED
 from sinew.engine.cuda.device import describe, require
 from sinew.engine.cuda.frames import fits
 from sinew.engine.cuda.fused.fuse import fuse
@@ -86,7 +87,7 @@ class CudaEngine(Engine):
             recipe=recipe,
             weights_nbytes=sum(tensor.nbytes for tensor in held),
             unbatched="expected engine eager, plan, cpu or onnx, which compute several at once, got cuda",
-            unshared="expected engine eager, plan, cpu or onnx, whose stages share no memory, got cuda",
+            unshared=UNSHARED,
             takes_frames=fits(processing.image, self.model),
             world_units=self.units is not None,
             one_graph=not isinstance(self.model, Speaker),
