@@ -1,6 +1,6 @@
 """``sinew bench``: where the milliseconds of a bundle go on this machine.
 
-Load, warm-up and steady state are timed apart; the last line of standard output is one JSON object.
+Load, warm-up and steady state are timed apart.
 """
 
 from __future__ import annotations

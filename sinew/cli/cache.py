@@ -1,4 +1,4 @@
-"""``sinew list``, ``sinew show`` and ``sinew rm``: the checkpoints that verbs have converted on first use."""
+"""``sinew cache``: the checkpoints that verbs have converted on first use."""
 
 from __future__ import annotations
 

@@ -42,8 +42,6 @@ def convert(
 ) -> int:
     """Turn an upstream checkpoint into one bundle file, streaming the weights.
 
-    Example: sinew convert my_smolvla/ my_smolvla.gguf --vlm SmolVLM2-500M-Video-Instruct/
-
     Args:
         source: checkpoint directory or training folder of LeRobot, openpi checkpoint, hub name (ORG/NAME, with the
             hub extra), or a vla.cpp GGUF file.

@@ -1,4 +1,4 @@
-"""``sinew dataset``: a LeRobot data set of episodes that are played here, or of what a server recorded."""
+"""``sinew recording dataset``: a LeRobot data set of episodes that are played here, or of what a server recorded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``sinew eval``: closed-loop success of a policy, with intervals, sweeps, comparisons and a gate.
-
-The last line of standard output is one JSON object.
-"""
+"""``sinew eval``: closed-loop success of a policy, with intervals, sweeps, comparisons and a gate."""
 
 from __future__ import annotations
 

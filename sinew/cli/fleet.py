@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter, validators
+from cyclopts import Parameter, validators
 
 from sinew import hints
 from sinew.cli import status
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-fleet = App(name="fleet", help="Serve policies on replicas of a Ray cluster.", version_flags=[])
 
-
-@fleet.command
 def up(
     config: Path,
     /,

@@ -1,4 +1,4 @@
-"""``sinew pull`` and ``sinew push``: bundles from and to the Hugging Face hub."""
+"""``sinew hub pull`` and ``sinew hub push``: bundles from and to the Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sinew mcap`` and ``sinew rrd``: a recording for people, in Foxglove, PlotJuggler or Rerun."""
+"""``sinew recording mcap`` and ``sinew recording rrd``: a recording for people, in Foxglove, PlotJuggler or Rerun."""
 
 from __future__ import annotations
 

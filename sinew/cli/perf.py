@@ -1,7 +1,4 @@
-"""``sinew perf``: what is possible, before and after you buy the hardware.
-
-Each command prints tables and ends with one JSON object on the last line of standard output.
-"""
+"""``sinew perf``: what is possible, before and after you buy the hardware."""
 
 from __future__ import annotations
 
@@ -13,27 +10,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, Parameter, validators
+from cyclopts import Parameter, validators
 from rich.table import Table
 
 from sinew import figures, progress
 from sinew.cli import terminal
-from sinew.cli.perf_fleet import fleet
-from sinew.cli.perf_machine import calibrate, fit, predict
 from sinew.cli.perf_options import Asked, Rate, dtypes
-from sinew.cli.perf_scenario import scenario
-from sinew.cli.perf_stream import stream
 from sinew.perf.request import AS_THE_POLICY
 
 if TYPE_CHECKING:
     from sinew.perf.paper.published import Row
 
-perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
-for command in (scenario, fit, calibrate, predict, fleet, stream):
-    perf.command(command)
 
-
-@perf.command
 def run(
     source: str,
     /,
@@ -98,7 +86,6 @@ def run(
     return 0
 
 
-@perf.command
 def paper(
     *,
     correct: Annotated[list[str] | None, Parameter(negative="")] = None,
@@ -149,7 +136,6 @@ def paper(
     return int(not names and any(row.status == "differs" for row in rows))
 
 
-@perf.command
 def need(
     *,
     rate: Rate,
@@ -179,7 +165,6 @@ def need(
     return 0 if found else 1
 
 
-@perf.command
 def machines(*, data: Path | None = None, links: Path | None = None) -> int:
     """The machines and networks that are known, with their sources.
 

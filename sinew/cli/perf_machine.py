@@ -1,7 +1,4 @@
-"""``sinew perf fit`` and ``sinew perf calibrate``: what a policy needs of a machine, and what this one does.
-
-The last line of standard output is one JSON object.
-"""
+"""``sinew perf fit`` and ``sinew perf calibrate``: what a policy needs of a machine, and what this one does."""
 
 from __future__ import annotations
 

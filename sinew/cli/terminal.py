@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -166,7 +165,7 @@ def _is_file(token: str) -> bool:
 
 
 def emit(record: dict[str, Any]) -> None:
-    """Write a result as JSON where ``--json`` asks for it, and as the last line where standard output is no terminal.
+    """Write a result as JSON where ``--json`` asks for it.
 
     Its text has been printed with :func:`console`, which is quiet where JSON alone was asked for.
     """
@@ -175,7 +174,7 @@ def emit(record: dict[str, Any]) -> None:
             output.file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise SinewError(f"--json {output.file}: {error.strerror}") from None
-    if output.json or (output.file is None and not sys.stdout.isatty()):
+    if output.json:
         print(json.dumps(record), flush=True)
 
 

@@ -78,7 +78,16 @@ def preparation(
             continue
         # As this process was started: what lies in the current folder is imported by `python -m sinew` alone.
         alike = [] if sys.path[:1] and sys.path[0] in ("", str(Path.cwd())) else ["-P"]
-        command = [sys.executable, *alike, "-m", "sinew", "prepare", str(opened.path), "--background"]
+        command = [
+            sys.executable,
+            *alike,
+            "-m",
+            "sinew",
+            "prepare",
+            str(opened.path),
+            "--background",
+            "--json",
+        ]
         command += ["--device", choice.options.device]
         if options["dtype"] is not None:
             command += ["--dtype", str(options["dtype"])]

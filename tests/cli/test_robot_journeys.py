@@ -350,7 +350,17 @@ def plan(instruction, observation):
 def test_a_robot_of_the_current_folder_moves(folder: Path) -> None:
     more = ("--prompt", "put the red block into the left bin", "--hz", "20", "--deadline", "60")
     done = sinew(
-        folder, "run", "blocks", "--robot", "my_robot:Both", "--cameras", "front=top", "--seconds", "5", *more
+        folder,
+        "run",
+        "blocks",
+        "--robot",
+        "my_robot:Both",
+        "--cameras",
+        "front=top",
+        "--seconds",
+        "5",
+        *more,
+        "--json",
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -421,7 +431,7 @@ def test_environments_and_planners_of_the_current_folder_are_found(folder: Path)
     )
     assert done.returncode == 0, done.stderr
     more = ("--robot", "dry", "--prompt", "go", "--seconds", "3", "--planner", "my_robot:plan")
-    done = sinew(folder, "stream", "blocks", *more)
+    done = sinew(folder, "stream", "blocks", *more, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["planner"]["failed"] == 0
 

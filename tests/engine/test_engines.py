@@ -171,7 +171,7 @@ def test_serve_without_torch(folder, g):
 
 
 def test_bench_without_torch(folder):
-    done = run_without_torch("bench", folder, "--runs", 2, "--threads", 1)
+    done = run_without_torch("bench", folder, "--runs", 2, "--threads", 1, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["policy"]["engine"], result["threads"]) == ("onnx", 1)

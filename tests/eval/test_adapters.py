@@ -51,11 +51,10 @@ PLAIN = {"size": 64, "plain": True}  # Meta-World drawn in 13 ms instead of hund
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any], str]:
-    """Run the verb in this process; the exit code, the JSON of the last line and standard error in one line."""
-    code = main(["eval", *map(str, arguments)])
+    """Run the verb in this process; the exit code, its JSON and standard error in one line."""
+    code = main(["eval", *map(str, arguments), "--json"])
     said = capsys.readouterr()
-    lines = said.out.splitlines()
-    return code, json.loads(lines[-1]) if lines else {}, " ".join(said.err.split())
+    return code, json.loads(said.out) if said.out else {}, " ".join(said.err.split())
 
 
 # ----------------------------------------------------------------------------- orientations, grippers, frames

@@ -281,7 +281,7 @@ def dashboard(walk: Walk) -> None:
     walk.leaves("sinew serve policy.gguf --rerun rerun+http://127.0.0.1:9876/proxy", viewer)
     walk.leaves("sinew serve policy.gguf --rerun run.rrd", viewer)
     walk.leaves("sinew eval blocks --episodes 3 --rerun run.rrd", viewer)
-    walk.leaves("sinew rrd records/ run.rrd --bundle policy.gguf", viewer)
+    walk.leaves("sinew recording rrd records/ run.rrd --bundle policy.gguf", viewer)
 
 
 def deployment(walk: Walk) -> None:
@@ -321,11 +321,12 @@ def evaluation(walk: Walk) -> None:
     walk.type("sinew eval A.gguf --sweep replan=1,2,4,8,16,full --out runs/replan", adds="--episodes 5")
     assert (walk.folder / "runs" / "replan" / "success_replan.png").exists()
     walk.type("sinew eval A.gguf --gate sinew/eval/gates/blocks.json", adds="--episodes 20")
-    walk.type("sinew dataset blocks build/episodes --episodes 20 --successes", instead=("20", "3"))
+    walk.type("sinew recording dataset blocks build/episodes --episodes 20 --successes", instead=("20", "3"))
     walk.type(
-        "sinew dataset expert build/demonstrations --env sinew/Blocks-v0 --episodes 50", instead=("50", "3")
+        "sinew recording dataset expert build/demonstrations --env sinew/Blocks-v0 --episodes 50",
+        instead=("50", "3"),
     )
-    walk.type("sinew dataset records/ build/recorded --hz 10 --bundle policy.gguf")
+    walk.type("sinew recording dataset records/ build/recorded --hz 10 --bundle policy.gguf")
 
 
 def fleet(walk: Walk) -> None:
@@ -533,7 +534,7 @@ def tutorial_lerobot(walk: Walk) -> None:
     with walk.serving("sinew serve outputs/train/pick-cube --record records/"):
         walk.run(f"sinew client {NATIVE} --requests 5")
         walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 2")
-    walk.type("sinew mcap records/ run.mcap --bundle outputs/train/pick-cube --hz 30")
+    walk.type("sinew recording mcap records/ run.mcap --bundle outputs/train/pick-cube --hz 30")
     with walk.server("sinew serve outputs/train/pick-cube"):
         walk.type("sinew client tcp://127.0.0.1:5555 --replay records/")
     walk.type("sinew bench outputs/train/pick-cube")
@@ -542,9 +543,9 @@ def tutorial_lerobot(walk: Walk) -> None:
     with fake_hub({}, home=walk.folder / "hub") as hub:
         walk.environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
         walk.type(
-            "sinew push small.gguf my-lab/pick-cube --report build/small/report.json --license apache-2.0"
+            "sinew hub push small.gguf my-lab/pick-cube --report build/small/report.json --license apache-2.0"
         )
-        walk.type("sinew pull my-lab/pick-cube --out policy.gguf")
+        walk.type("sinew hub pull my-lab/pick-cube --out policy.gguf")
     assert (walk.folder / "policy.gguf").read_bytes() == (walk.folder / "small.gguf").read_bytes()
 
 
@@ -603,7 +604,9 @@ def tutorial_quantise(walk: Walk) -> None:
     walk.type("sinew eval build/blocks-int8.gguf --gate sinew/eval/gates/blocks.json")
     walk.type("sinew quantize blocks --search --budget 2MB --out build/blocks-2mb.gguf")
     assert (walk.folder / "build" / "blocks-2mb.gguf").stat().st_size <= 2_000_000
-    walk.type("sinew dataset build/blocks-int8.gguf build/episodes --episodes 20", instead=("20", "3"))
+    walk.type(
+        "sinew recording dataset build/blocks-int8.gguf build/episodes --episodes 20", instead=("20", "3")
+    )
 
 
 def plugin(walk: Walk) -> None:

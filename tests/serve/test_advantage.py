@@ -297,7 +297,7 @@ def test_the_verbs_take_both(
     infer = ["infer", str(bundle), *images, "--state", "0,0,0,0,0,0", "--prompt", "go", "--seed", "1"]
     told = []
     for options in ((), guided):
-        assert main([*infer, "--engine", "eager", *options]) == 0
+        assert main([*infer, "--engine", "eager", *options, "--json"]) == 0
         told.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["actions"])
     assert told[0] != told[1]
     assert main([*infer, "--advantage", "best"]) == 1

@@ -519,7 +519,16 @@ def test_a_folder_that_cannot_be_written(golden_bundle: Path, monkeypatch, caplo
     options = {"engine": "auto", "device": "cpu", "dtype": None, "providers": (), "ignore_recipe": False}
     work = preparation(golden_bundle, options, 1, 1 << 30)
     assert work is not None
-    words = ["prepare", str(golden_bundle), "--background", "--device", "cpu", "--memory-gib", "1.000000"]
+    words = [
+        "prepare",
+        str(golden_bundle),
+        "--background",
+        "--json",
+        "--device",
+        "cpu",
+        "--memory-gib",
+        "1.000000",
+    ]
     assert list(work.command[-len(words) :]) == words
     for no in ({"engine": "plan"}, {"engine": "onnx"}, {"dtype": "bf16"}, {"providers": ("cpu",)}):
         assert preparation(golden_bundle, {**options, **no}, 1, None) is None
