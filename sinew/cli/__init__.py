@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cyclopts import App, CycloptsError, Group
+from cyclopts import App, CycloptsError, Group, Parameter
 from rich.console import Console
 from rich.markup import escape
 
@@ -36,6 +36,8 @@ def build_app(config: Path | None = None) -> App:
             " (SINEW_CONFIG): `host` under `[serve]`. Exit status: 0 as asked; docs/commands.md lists the others."
         ),
         version=__version__,
+        group_parameters=Group("Options", sort_key=0),
+        default_parameter=Parameter(show_default=_default),
         result_action="return_value",
         suppress_keyboard_interrupt=False,
         config=settings.sources(config, VERBS),
@@ -53,6 +55,11 @@ def build_app(config: Path | None = None) -> App:
             for number, (word, each) in enumerate(verb.commands.items()):
                 _add(inner, (name, word), each, {"name": word, "sort_key": number, "version_flags": []})
     return app
+
+
+def _default(value: Any) -> str | None:
+    """Return a default as the help shows it; what is absent or off is not worth a word."""
+    return None if value in ((), [], "", None) or value is False else str(value)
 
 
 def _add(app: App, words: tuple[str, ...], verb: Verb, options: dict[str, Any]) -> None:

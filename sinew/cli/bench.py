@@ -8,14 +8,13 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter, validators
 
 from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import RUNS, Runs, image_size_of
+from sinew.cli.options import RUNS, Count, CountIfAny, Runs, image_size_of
 from sinew.eval.report.stats import stage_statistics
 from sinew.perf.machine.bench import PHASES, PROMPT, make_observation, measure
 
@@ -26,9 +25,9 @@ def bench(
     bundle: Path,
     /,
     *,
-    runs: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 20,
+    runs: Count = 20,
     load: Runs = RUNS,
-    threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    threads: CountIfAny = None,
     image_size: str | None = None,
     prompt: str = PROMPT,
     solver_steps: int | None = None,

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from sinew.cli import terminal
+from sinew.cli.options import Flag
 from sinew.core import SinewError
 from sinew.sources import cache
 
@@ -39,7 +40,7 @@ def list_entries() -> int:
     return 0
 
 
-def show(entry: str, /, *, verify: Annotated[bool, Parameter(negative="")] = False) -> int:
+def show(entry: str, /, *, verify: Flag = False) -> int:
     """Print what the cache knows of a converted checkpoint. Exit code 1: it is damaged.
 
     Args:

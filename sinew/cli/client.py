@@ -15,9 +15,9 @@ from sinew_client import Client, ClientError
 from sinew_client.control import is_journal
 
 from sinew import __version__, machine
-from sinew.auth import key_from_environment
+from sinew.auth import api_key_of
 from sinew.cli import terminal
-from sinew.cli.options import image_size_of
+from sinew.cli.options import Count, PositiveIfAny, Whole, image_size_of
 from sinew.cli.replay import print_replay, replay_journal
 from sinew.core import PolicySpec, SinewError
 from sinew.eval.report.stats import latencies
@@ -32,8 +32,8 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 def client(
     address: str = "tcp://127.0.0.1:5555",
     *,
-    requests: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 50,
-    warmup: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 3,
+    requests: Count = 50,
+    warmup: Whole = 3,
     image_size: str | None = None,
     prompt: str = PROMPT,
     solver_steps: int | None = None,
@@ -41,8 +41,8 @@ def client(
     guidance_scale: float | None = None,
     jpeg_quality: Annotated[int | None, Parameter(validator=validators.Number(gte=1, lte=95))] = None,
     timeout: float = 60.0,
-    deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
-    api_key: str | None = None,
+    deadline_ms: PositiveIfAny = None,
+    api_key_file: Path | None = None,
     replay: Path | None = None,
 ) -> int:
     """Send observations that fit the server's policy, and print a latency table.
@@ -63,13 +63,13 @@ def client(
         jpeg_quality: compress frames, 1 to 95; raw pixels if absent.
         timeout: seconds to wait for each answer.
         deadline_ms: the server refuses a request that would begin later than this after its arrival.
-        api_key: where the server wants one; SINEW_API_KEY in the environment if absent.
+        api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
         replay: folder of records, or a journal of `sinew run --record`, whose decisions are repeated without a server.
     """
-    key = key_from_environment() if api_key is None else api_key
+    key = api_key_of(api_key_file)
     size = image_size_of(image_size)
     records = read_records(replay) if replay is not None and not is_journal(replay) else ()
-    command = ["sinew", *("..." if key and key in word else word for word in sys.argv[1:])]
+    command = ["sinew", *sys.argv[1:]]
     try:
         if replay is not None and is_journal(replay):
             result = replay_journal(replay)

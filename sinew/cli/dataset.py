@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter, validators
 from sinew_client.control.defaults import REPLAN
 
 from sinew.cli import terminal
-from sinew.cli.options import CAMERAS, RUNS, Cameras, Flag, Runs
+from sinew.cli.options import CAMERAS, RUNS, Cameras, Count, Flag, PositiveIfAny, Runs, Whole
 from sinew.core import SinewError
 from sinew.extras import MissingPackageError
 
@@ -20,11 +19,11 @@ def dataset(
     /,
     *,
     env: str | None = None,
-    episodes: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 10,
-    seed: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 5000,
+    episodes: Count = 10,
+    seed: Whole = 5000,
     replan: str = REPLAN,
     successes: Flag = False,
-    hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    hz: PositiveIfAny = None,
     bundle: Path | None = None,
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,

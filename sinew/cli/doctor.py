@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import RUNS, Runs
+from sinew.cli.options import RUNS, Flag, Runs, Texts
 from sinew.core import SinewError
 from sinew.engine.backend import AUTO, BACKENDS
 
@@ -27,10 +27,10 @@ def doctor(
     bundle: Path | None = None,
     /,
     *,
-    verify: Annotated[bool, Parameter(negative="")] = False,
+    verify: Flag = False,
     observe: str | None = None,
     robot_options: str | None = None,
-    cameras: Annotated[list[str] | None, Parameter(negative="")] = None,
+    rename: Texts = (),
     seconds: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=600))] = 3.0,
     learn: Path | None = None,
     out: Path | None = None,
@@ -44,7 +44,7 @@ def doctor(
         observe: look at this robot (as of `sinew run --robot`), which is not commanded, or at a folder of `sinew serve
             --record`, and say what is wired otherwise than in the training data; nothing else is checked then.
         robot_options: of --observe, as of `sinew run`.
-        cameras: of --observe, POLICY=ROBOT, as of `sinew run`; repeatable.
+        rename: of --observe, NEW=CAMERA, as of `sinew run`; repeatable.
         seconds: of --observe.
         learn: a folder of `sinew serve --record`, of the right robot: write the bundle once more to --out with what its
             cameras and joints look like, which --observe compares with.
@@ -62,7 +62,7 @@ def doctor(
                 "--observe, --learn: expected one of them, without --verify and flags of engines"
             )
         if observe is not None:
-            return wiring.observe(bundle, observe, robot_options, cameras, seconds)
+            return wiring.observe(bundle, observe, robot_options, rename, seconds)
         if out is None:
             raise SinewError("--learn: expected --out, the bundle to write")
         assert learn is not None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter, validators
+from typing import TYPE_CHECKING
 
 from sinew import hints
 from sinew.cli import status
-from sinew.cli.serve import ready_text, say
+from sinew.cli.options import Count, Flag
+from sinew.cli.serve import say
 from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
 from sinew.serve.access_log import access_logging
+from sinew.serve.greeting import ready_text
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import Supervisor
 from sinew.serve.wires import open_wires
@@ -28,9 +28,9 @@ def up(
     config: Path,
     /,
     *,
-    attach: Annotated[bool, Parameter(negative="")] = False,
+    attach: Flag = False,
     on: Listening = LISTENING,
-    queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64,
+    queue: Count = 64,
 ) -> int:
     """Start the replicas of a configuration and answer robots with them, until SIGINT or SIGTERM.
 

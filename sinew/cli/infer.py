@@ -14,12 +14,14 @@ from rich.markup import escape
 
 from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
+from sinew.cli.options import CAMERAS, RUNS, Cameras, Flag, Runs
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.serve.replay import Replay
+
+ROWS = 10  # of a chunk that are printed
 
 
 def infer(
@@ -31,7 +33,7 @@ def infer(
     prompt: str = "",
     seed: int | None = None,
     solver_steps: int | None = None,
-    subtask: Annotated[bool, Parameter(negative="")] = False,
+    subtask: Flag = False,
     question: str = "",
     advantage: str | None = None,
     guidance_scale: float | None = None,
@@ -136,8 +138,8 @@ def chunk_to_dict(chunk: ActionChunk) -> dict[str, object]:
     }
 
 
-def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> None:
-    """The chunk as a table, a row per action; ``rows`` cuts a long one short."""
+def print_chunk(chunk: ActionChunk, policy: Policy) -> None:
+    """Print the chunk as a table of its first :data:`ROWS` actions, and what took how long."""
     spec = policy.spec
     names = spec.action.labels or tuple(map(str, range(spec.action.dim)))
     table = terminal.table(
@@ -145,11 +147,11 @@ def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> 
     )
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    shown = chunk.actions if rows is None else chunk.actions[:rows]
+    shown = chunk.actions[:ROWS]
     for step, action in enumerate(shown):
         table.add_row(str(step), *(f"{value:.4f}" for value in action))
     if len(shown) < len(chunk.actions):
-        table.caption = f"the first {len(shown)} of {len(chunk.actions)}"
+        table.caption = f"the first {len(shown)} of {len(chunk.actions)}; --json has all"
     console = terminal.console()
     # A robot with many joints needs more columns than a terminal: let the lines run over, never cut digits.
     if len(chunk.actions):

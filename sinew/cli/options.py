@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 
 from sinew.core import ObservationError, SinewError
 from sinew.engine.backend import AUTO, BACKENDS
@@ -21,9 +21,15 @@ else:
 Providers = Annotated[tuple[str, ...], Parameter(name="--provider", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
 Texts = Annotated[tuple[str, ...], Parameter(negative="")]
+Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+CountIfAny = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
+Whole = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+Positive = Annotated[float, Parameter(validator=validators.Number(gt=0))]
+PositiveIfAny = Annotated[float | None, Parameter(validator=validators.Number(gt=0))]
+NotNegative = Annotated[float, Parameter(validator=validators.Number(gte=0))]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Engine")
 @dataclass(frozen=True)
 class Runs:
     """What runs a bundle.
@@ -69,7 +75,7 @@ class Runs:
         )
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Cameras")
 @dataclass(frozen=True)
 class Cameras:
     """How the cameras of observations are named.

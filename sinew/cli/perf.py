@@ -15,7 +15,8 @@ from rich.table import Table
 
 from sinew import figures, progress
 from sinew.cli import terminal
-from sinew.cli.perf_options import Asked, Rate, dtypes
+from sinew.cli.options import Positive
+from sinew.cli.perf_options import Asked, dtypes
 from sinew.perf.request import AS_THE_POLICY
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def paper(
 
 def need(
     *,
-    rate: Rate,
+    rate: Positive,
     model: str = "pi0.5",
     request: Asked = AS_THE_POLICY,
     efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,

@@ -8,7 +8,7 @@ from cyclopts import Parameter, validators
 
 from sinew import machine
 from sinew.cli import terminal
-from sinew.cli.perf_options import Positive, Rate
+from sinew.cli.options import CountIfAny, Flag, NotNegative, Positive
 from sinew.core import SinewError
 
 
@@ -16,14 +16,14 @@ def fleet(
     source: str,
     /,
     *,
-    hz: Rate = 10.0,
-    deadline_ms: Rate = 100.0,
+    hz: Positive = 10.0,
+    deadline_ms: Positive = 100.0,
     max_batch: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=64))] = 8,
-    overhead_ms: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 2.0,
+    overhead_ms: NotNegative = 2.0,
     share: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.99,
-    threads: Positive = None,
+    threads: CountIfAny = None,
     engine: Literal["eager", "plan"] = "plan",
-    measure: Annotated[bool, Parameter(negative="")] = False,
+    measure: Flag = False,
 ) -> int:
     """How many robots one machine answers in time, one request after another and in batches.
 

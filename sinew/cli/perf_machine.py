@@ -11,7 +11,8 @@ from rich.console import Console
 
 from sinew import machine
 from sinew.cli import terminal
-from sinew.cli.perf_options import Asked, Positive
+from sinew.cli.options import Count, CountIfAny, Flag, PositiveIfAny
+from sinew.cli.perf_options import Asked
 from sinew.core import SinewError
 from sinew.perf.request import AS_THE_POLICY
 
@@ -25,14 +26,14 @@ def fit(
     /,
     *,
     hardware: str = "",
-    memory_gib: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    memory_gib: PositiveIfAny = None,
     system_gib: Annotated[float | None, Parameter(validator=validators.Number(gte=0))] = None,
     request: Asked = AS_THE_POLICY,
     dtype: str | None = None,
     engine: Literal["eager", "plan", "cpu", "cuda"] = "eager",
     device: Literal["cpu", "cuda"] | None = None,
-    alone: Annotated[bool, Parameter(negative="")] = False,
-    embodiments: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
+    alone: Flag = False,
+    embodiments: Count = 1,
     search: bool = True,
 ) -> int:
     """Does a policy fit a board's memory, and how much can be asked of it there? Exit code 1 if it does not.
@@ -123,10 +124,10 @@ def calibrate(
     source: str,
     /,
     *,
-    threads: Positive = None,
+    threads: CountIfAny = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     engine: Literal["eager", "plan", "onnx"] = "eager",
-    runs: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 3,
+    runs: Count = 3,
     directory: Path | None = None,
 ) -> int:
     """Measure this machine and a policy's stages on it; later predictions and `sinew bench` use what is found.
@@ -159,7 +160,7 @@ def predict(
     source: str,
     /,
     *,
-    threads: Positive = None,
+    threads: CountIfAny = None,
     request: Asked = AS_THE_POLICY,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     engine: Literal["eager", "plan", "onnx"] = "eager",

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from sinew.cli import terminal
-from sinew.cli.perf_options import Delay, Positive, Rate, dtypes
+from sinew.cli.options import CountIfAny, NotNegative, Positive
+from sinew.cli.perf_options import dtypes
 
 
 def scenario(
@@ -19,12 +20,12 @@ def scenario(
     device: str = "agx-orin",
     network: Annotated[list[str] | None, Parameter(negative="")] = None,
     codec: Literal["raw", "jpeg", "float32"] = "raw",
-    control_hz: Rate = 50.0,
-    replan: Positive = None,
-    cap_hz: Rate = 5.0,
+    control_hz: Positive = 50.0,
+    replan: CountIfAny = None,
+    cap_hz: Positive = 5.0,
     dtype: str | None = None,
-    camera_ms: Delay = 0.0,
-    actuation_ms: Delay = 0.0,
+    camera_ms: NotNegative = 0.0,
+    actuation_ms: NotNegative = 0.0,
     data: Path | None = None,
     links: Path | None = None,
     plot: Path | None = None,

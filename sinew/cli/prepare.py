@@ -8,16 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter, validators
 
 from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import Flag
+from sinew.cli.options import Count, Flag, PositiveIfAny
 
 SCHEMA = "sinew.prepare/1"
-Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 
 def prepare(
@@ -27,7 +23,7 @@ def prepare(
     device: str = "auto",
     dtype: str | None = None,
     observations: Count = 4,
-    memory_gib: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    memory_gib: PositiveIfAny = None,
     again: Flag = False,
     background: Flag = False,
 ) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from cyclopts import Parameter, validators
+from typing import Any, Literal
 
 from sinew import progress
 from sinew.cli import terminal
+from sinew.cli.options import Count, Flag, PositiveIfAny, Whole
 from sinew.core import SinewError
 
 DEFAULT = "vision=int8,language=int8,head=fp32"
@@ -21,12 +20,12 @@ def quantize(
     *,
     recipe: str = DEFAULT,
     out: Path,
-    observations: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 32,
+    observations: Count = 32,
     engine: Literal["cpu", "onnx"] | None = None,
-    search: Annotated[bool, Parameter(negative="")] = False,
+    search: Flag = False,
     budget: str = "",
-    target_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
-    episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 20,
+    target_ms: PositiveIfAny = None,
+    episodes: Whole = 20,
 ) -> int:
     """Store components in fewer bits and measure what it costs. The cpu engine computes on the stored weights.
 

@@ -8,37 +8,47 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 
 from sinew import hints
 from sinew.cli import terminal
-from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, pairs
+from sinew.cli.options import (
+    CAMERAS,
+    RUNS,
+    Cameras,
+    Count,
+    CountIfAny,
+    NotNegative,
+    Positive,
+    PositiveIfAny,
+    Runs,
+    Texts,
+    pairs,
+)
 from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
-from sinew.core import SinewError, VectorSpec
+from sinew.core import SinewError
 from sinew.perf.policy_memory import memory_need
 from sinew.serve.access_log import access_logging
+from sinew.serve.greeting import ready_text
 from sinew.serve.launch import ServerLaunch, changer, loader, recorders
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import STUCK_S
-from sinew.serve.transport.listen import ARRIVAL_S, reachable
+from sinew.serve.transport.listen import ARRIVAL_S
 from sinew.serve.wires import open_wires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from sinew.policy import Policy
-    from sinew.serve.fleet.remote import RemotePolicy
     from sinew.serve.prepare import Preparation
     from sinew.serve.replay import Replay
-    from sinew.serve.wire import Listener
 
 logger = logging.getLogger(__name__)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Limits")
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What clients may make the server hold and do.
@@ -61,18 +71,18 @@ class Bounds:
         allow_origin: of web pages that may send requests, as browsers write it (https://host:port); repeatable.
     """
 
-    queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64
-    max_batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1
-    memory_gib: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
-    max_connections: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 256
-    arrival_s: Annotated[float, Parameter(validator=validators.Number(gt=0))] = ARRIVAL_S
-    max_megapixels: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
-    stuck_s: Annotated[float, Parameter(validator=validators.Number(gte=0))] = STUCK_S
+    queue: Count = 64
+    max_batch: Count | Literal["auto"] = 1
+    memory_gib: PositiveIfAny = None
+    max_connections: Count = 256
+    arrival_s: Positive = ARRIVAL_S
+    max_megapixels: PositiveIfAny = None
+    stuck_s: NotNegative = STUCK_S
     action_limits: Literal["refuse", "clamp", "off"] = "refuse"
-    action_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 10.0
-    state_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0
-    max_age: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
-    allow_origin: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    action_margin: Positive = 10.0
+    state_margin: Positive = 20.0
+    max_age: PositiveIfAny = None
+    allow_origin: Texts = ()
 
 
 def serve(
@@ -81,13 +91,13 @@ def serve(
     *,
     replay: Path | None = None,
     replay_latency: Literal["recorded", "none"] = "recorded",
-    policy: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    policy: Texts = (),
+    adapter: Texts = (),
     context: Annotated[tuple[Literal["fp32", "bf16", "int8"], ...], Parameter(negative="")] = (),
     on: Listening = LISTENING,
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
-    threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    threads: CountIfAny = None,
     record: Path | None = None,
     rerun: str | None = None,
     dashboard: Literal["auto", "on", "off"] = "auto",
@@ -225,42 +235,6 @@ def named_policies(texts: Sequence[str]) -> dict[str, str]:
         if name == DEFAULT:
             raise SinewError(f"--policy: {name} is another policy's name")
     return found
-
-
-def ready_text(
-    policy: Policy | Replay | RemotePolicy,
-    wires: Sequence[Listener],
-    more: Mapping[str, str] = MappingProxyType({}),
-) -> str:
-    """The addresses, what the bundle expects, and for each wire a program that asks for one chunk."""
-    spec, about = policy.spec, policy.describe()
-    sizes = "other sizes are resized" if spec.resizes_frames else "exactly this size"
-    cameras = [
-        f"{camera.name}: uint8 [{camera.height}, {camera.width}, 3] RGB, {sizes}" for camera in spec.cameras
-    ]
-    lines = [
-        f"ready on {' '.join(reachable(wire.address) for wire in wires)}",
-        f"  policy   {spec.name} ({spec.architecture}), {about['dtype']} on {about['device']}",
-        f"  engine   {about['engine']}: {about['engine_reason']}",
-        *(f"  {'cameras' if index == 0 else '':7}  {camera}" for index, camera in enumerate(cameras)),
-        f"  state    {_vector(spec.state)}",
-        f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
-        *(f"  also     {name}: {source}; asked at HOST:PORT/{name}" for name, source in more.items()),
-        *(
-            f'  adapter  {name}: {each["policy"]}; asked with "adapter": "{name}"'
-            for name, each in about.get("adapters", {}).items()
-        ),
-    ]
-    pages = [page for wire in wires if (page := wire.dashboard)]
-    lines += [f"  page     {reachable(page)} shows what it does" for page in pages]
-    for wire in wires:
-        program = [f"    {line}" for line in wire.guide(spec)]
-        lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]
-    return "\n".join(lines)
-
-
-def _vector(spec: VectorSpec) -> str:
-    return f"{spec.dim} numbers" + (f": {', '.join(spec.labels)}" if spec.labels else "")
 
 
 def say(text: str) -> None:

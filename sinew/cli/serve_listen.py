@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 
 from sinew.auth import api_key_of
 from sinew.cli import terminal
-from sinew.cli.options import Flag, Texts
+from sinew.cli.options import Flag, PositiveIfAny, Texts
 from sinew.serve.process import connections_within, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import parse, servers
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Network")
 @dataclass(frozen=True)
 class Listening:
     """Where a server listens, and to whom.
@@ -43,7 +43,7 @@ class Listening:
 
     wire: Texts = ()
     host: str = "127.0.0.1"
-    deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
+    deadline_ms: PositiveIfAny = None
     api_key_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None

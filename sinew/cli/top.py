@@ -5,13 +5,12 @@ from __future__ import annotations
 import http.client
 import time
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter, validators
 from rich.live import Live
 
 from sinew.auth import api_key_of
 from sinew.cli import terminal
+from sinew.cli.options import CountIfAny, PositiveIfAny
 from sinew.cli.top_view import view
 from sinew.core import SinewError
 from sinew.eval.report.stats import summarize
@@ -26,8 +25,8 @@ def top(
     /,
     *,
     api_key_file: Path | None = None,
-    seconds: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
-    answers: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    seconds: PositiveIfAny = None,
+    answers: CountIfAny = None,
 ) -> int:
     """Show what a server does: latency by stage, deadlines, sessions, the last chunk, and why each choice was made.
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter, validators
+from typing import TYPE_CHECKING, Any
 
 from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.infer import running
-from sinew.cli.options import RUNS, Runs
+from sinew.cli.options import RUNS, Count, Runs, Whole
 from sinew.core import SinewError
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
 
 USUAL = 8  # observations: an outlier of rounding was seen in one of eight
-Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 
 def validate(
@@ -30,7 +27,7 @@ def validate(
     observations: Count = USUAL,
     records: Path | None = None,
     gate: Path | None = None,
-    episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 20,
+    episodes: Whole = 20,
     out: Path | None = None,
 ) -> int:
     """Prove that an engine computes a bundle as the reference does, and that it still succeeds at its task.
@@ -48,6 +45,7 @@ def validate(
         episodes: of the gate; 0 plays none.
         out: folder for report.md and report.json.
     """
+    from sinew.checks.validate.report import write
     from sinew.engine import proofs
     from sinew.eval.report.gate import read_gate
     from sinew.eval.report.gating import gate_of, play_gate
@@ -109,17 +107,3 @@ def show(found: dict[str, Any], policy: Policy) -> None:
     few = f"; what fewer than {USUAL} show may be no sign of the next one" if seen < USUAL else ""
     verdict = "passes" if found["passed"] else "[bold red]FAILS[/]"
     console.print(f"{verdict} over {seen} observation{'s' * (seen != 1)}{few}")
-
-
-def write(found: dict[str, Any], out: Path) -> None:
-    """Write report.md and report.json."""
-    import json
-
-    from sinew.checks.validate.report import markdown
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.md").write_text(markdown(found), encoding="utf-8")
-        (out / "report.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SinewError(f"--out {out}: {error.strerror}") from None

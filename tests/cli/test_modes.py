@@ -79,7 +79,7 @@ def drive(
     capsys.readouterr()
     # The machine of a test may be busy for seconds; the robot ends by itself.
     assert (
-        main(["run", target, *robot, "--seconds", "600", "--deadline", "60", *config, *flags, "--json"]) == 0
+        main(["run", target, *robot, "--seconds", "600", "--timeout", "60", *config, *flags, "--json"]) == 0
     )
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     asked = tomllib.loads((MODES / f"{mode}.toml").read_text())["run"]

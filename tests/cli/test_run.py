@@ -29,7 +29,7 @@ from tests import processes
 
 HANGS = 600.0  # seconds after which a program is taken to stand still: a guard, and no bound
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
-PLAIN = ("--hz", "20", "--deadline", "60", "--prompt", "put the red block into the left bin")
+PLAIN = ("--hz", "20", "--timeout", "60", "--prompt", "put the red block into the left bin")
 POLICY: dict[str, Any] = {
     "cameras": [{"name": "front", "height": 4, "width": 6}],
     "state": {"dim": 2},
@@ -66,7 +66,7 @@ def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mujoco")
     options = ("--robot", "gym:sinew/Blocks-v0", "--episodes", "1", "--hz", "200", "--handover", "freeze")
-    assert main(["run", str(BLOCKS), *options, "--replan", "8", "--deadline", "60", "--json"]) == 0
+    assert main(["run", str(BLOCKS), *options, "--replan", "8", "--timeout", "60", "--json"]) == 0
     report = last_json(capsys)
     assert report["episodes"] == 1
     assert report["executed"] > 0

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from sinew.bundle import Bundle, write_bundle
+from sinew.bundle.facts import describe
 from sinew.bundle.quant import FORMATS
 from sinew.bundle.schema import KEY_ARCHITECTURE, Manifest
 from sinew.bundle.writer import rewrite
-from sinew.cli.inspect import describe, show
+from sinew.cli.inspect import show
 from sinew.convert import ConvertOptions, convert, read
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.convert.read.torch_zip import read_torch

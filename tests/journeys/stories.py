@@ -166,6 +166,11 @@ def readme(walk: Walk) -> None:
 
 
 def commands(walk: Walk) -> None:
+    for folder in (".local/share/bash-completion/completions", ".zfunc", ".config/fish/completions"):
+        (walk.folder / folder).mkdir(parents=True)
+    walk.type("sinew completion bash > ~/.local/share/bash-completion/completions/sinew")
+    walk.type("sinew completion zsh > ~/.zfunc/_sinew")
+    walk.type("sinew completion fish > ~/.config/fish/completions/sinew.fish")
     walk.leaves("sinew demo", "`make demo` is this line")
     walk.leaves("sinew eval blocks --episodes 100", "the README's")
     adapter_files(walk)
@@ -660,7 +665,7 @@ def wiring(walk: Walk) -> None:
     right = walk.type("sinew doctor policy.gguf --observe records/")
     assert right.result["ok"], right
     swapped = walk.type(
-        "sinew doctor blocks --observe blocks --cameras front=wrist --cameras wrist=front", status=1
+        "sinew doctor blocks --observe blocks --rename front=wrist --rename wrist=front", status=1
     )
     assert [check["kind"] for check in swapped.result["checks"]][:2] == ["swapped", "swapped"], swapped
     walk.run("sinew doctor policy.gguf --learn records/ --out policy-seen.gguf")

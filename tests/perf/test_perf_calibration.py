@@ -366,12 +366,12 @@ def test_what_an_engine_cannot_be_asked_is_named(quick: Path) -> None:
 # ------------------------------------------------- the command line
 
 
-def test_fit_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> None:
-    assert (
-        perf_machine.fit(str(golden.BUNDLE), memory_gib=0.3, system_gib=0.01, device="cpu", search=False) == 0
-    )
-    *report, last = capsys.readouterr().out.splitlines()
-    document = json.loads(last)
+def test_fit_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    board = ["--memory-gib", "0.3", "--system-gib", "0.01", "--device", "cpu"]
+    out = tmp_path / "out.json"
+    assert main(["perf", "fit", str(golden.BUNDLE), *board, "--no-search", "--json", str(out)]) == 0
+    report = capsys.readouterr().out
+    document = json.loads(out.read_text())
     assert document["fits"]
     assert document["total"] == document["memory"] - document["system"] - document["headroom"]
     for word in ("weights, vision", "keys and values of the prefix", "fits with"):

@@ -27,7 +27,6 @@ from PIL import Image
 from sinew_client import Client
 
 from sinew.bundle import Bundle
-from sinew.cli.serve import ready_text
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.policy import load
 from sinew.processing import Processor
@@ -35,6 +34,7 @@ from sinew.serve.dashboard import feed as feeds
 from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import KEPT, VIEWERS, Answer, Feed
 from sinew.serve.dashboard.news import News
+from sinew.serve.greeting import ready_text
 from sinew.serve.request import Request
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
