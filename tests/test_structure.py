@@ -116,7 +116,7 @@ WALLS = {
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
     "serve/dashboard": {"serve/wires/__init__.py"},
-    "serve/fleet": {"cli/fleet.py", "cli/serve.py"},
+    "serve/fleet": {"cli/fleet.py"},
 }
 
 
@@ -210,7 +210,7 @@ def test_folders_are_in_no_circle() -> None:
 
 
 # Arrows from a room to another that it imports. The number only falls: who needs one more cuts one first.
-MOST_ARROWS = 168
+MOST_ARROWS = 165
 
 
 def test_rooms_import_few_others() -> None:

@@ -14,14 +14,14 @@ from rich.progress import track
 from sinew_client import Client, ClientError
 from sinew_client.control import is_journal
 
-from sinew import __version__, machine
+from sinew import __version__
 from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import Count, PositiveIfAny, Whole, image_size_of
 from sinew.cli.replay import print_replay, replay_journal
 from sinew.core import PolicySpec, SinewError
 from sinew.eval.report.stats import latencies
-from sinew.perf.machine.bench import PROMPT, make_observation
+from sinew.perf.machine.bench import PROMPT, hardware, make_observation
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import read_records
 
@@ -102,7 +102,7 @@ def client(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
         "sinew": __version__,
-        "client_hardware": machine.cpu_model(),
+        "client_hardware": hardware()["cpu"],
         "address": address,
         "server": metadata["server"],
         "policy": {key: metadata["policy"][key] for key in ("architecture", "name", "chunk_size")},

@@ -17,16 +17,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
 
-from sinew import figures, machine
 from sinew.cli import status, terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
 from sinew.core import SinewError
 from sinew.eval import suites
-from sinew.eval.report import stats
+from sinew.eval.report import plots, stats
 from sinew.eval.report.gate import read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
-from sinew.eval.variants import control_hz, default_env, settled
+from sinew.eval.variants import control_hz, default_env, settled, usual_workers
 from sinew.eval.variants import variants as variants_of
 from sinew.extras import MissingPackageError
 
@@ -163,7 +162,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
         )
     if out is not None:
-        figures.check()
+        plots.check()
     asked = variants_of(base, sweep or [], compare or [])
     elsewhere = _elsewhere(task, interpreter, out)
     rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
@@ -178,7 +177,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         raise SinewError(
             "--rerun: this environment asks a server; start `sinew serve --rerun` and give its address"
         )
-    workers = workers or (1 if realtime or recording else machine.cores().physical)
+    workers = workers or usual_workers(alone=realtime or recording is not None)
     report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording)
     failed = held is not None and not held.judge_report(report)
     broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
@@ -296,7 +295,6 @@ def _run(
 
 def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -> None:
     from sinew.eval.report.gate import record
-    from sinew.eval.report.plots import write_plots
     from sinew.eval.report.report import markdown
     from sinew.eval.suites import table
 
@@ -305,7 +303,7 @@ def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -
         (out / "report.json").write_text(json.dumps(shown, indent=2) + "\n")
         by_suite = table.markdown(shown) if suites.find(shown["task"]["env"]) else ""
         (out / "report.md").write_text(markdown(shown) + by_suite)
-        for path in write_plots(shown, out):
+        for path in plots.write_plots(shown, out):
             terminal.say(f"wrote {path}")
     if record_gate is not None:
         record(shown).write(record_gate)

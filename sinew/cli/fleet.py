@@ -12,9 +12,9 @@ from sinew.cli.options import Count, Flag
 from sinew.cli.serve import say
 from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
 from sinew.serve.access_log import access_logging
-from sinew.serve.greeting import ready_text
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import Supervisor
+from sinew.serve.transport.greeting import ready_text
 from sinew.serve.wires import open_wires
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float 
         service.policies.put(name, other)
     replicas.bind(service)
     more = {name: replicas.config.policies[name].source for name, _ in others}
-    text = ready_text(replicas.first, tuple(process.wires), more)
+    text = ready_text(replicas.first.spec, replicas.first.describe(), tuple(process.wires), more)
     with process.signals(), hints.read_by("client"):  # Ray has taken the signals
         process.run(service, lambda: say(text))
     return internal(service)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter, validators
 from rich.table import Table
 
-from sinew import figures, progress
+from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import Positive
 from sinew.cli.perf_options import Asked, dtypes
@@ -51,9 +51,10 @@ def run(
     from sinew.perf.hardware import load_machines
 
     machines = load_machines(hardware or ("thor", "rtx4090", "h200"), data)  # before torch
-    if plot is not None:
-        figures.check()
     from sinew.perf import plots
+
+    if plot is not None:
+        plots.check()
     from sinew.perf.memory import memory_report, missing
     from sinew.perf.program import PublishedProgram
     from sinew.perf.roofline import components_record, timing

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
 
-from sinew import machine
 from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, Flag, NotNegative, Positive
 from sinew.core import SinewError
@@ -42,8 +41,9 @@ def fleet(
     """
     from sinew.perf import fleet as model
     from sinew.perf.machine.batches import predicted, sizes
+    from sinew.perf.machine.fit import threads_of
 
-    count = threads or machine.recommended_threads()[0]
+    count = threads_of(threads)
     tables: dict[str, dict[int, float]] = {}
     band = None
     try:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter, validators
 from rich.console import Console
 
-from sinew import machine
 from sinew.cli import terminal
 from sinew.cli.options import Count, CountIfAny, Flag, PositiveIfAny
 from sinew.cli.perf_options import Asked
@@ -178,7 +177,7 @@ def predict(
     from sinew.perf.machine import fit as calibration
     from sinew.perf.program import PublishedProgram
 
-    count = threads or machine.recommended_threads()[0]
+    count = calibration.threads_of(threads)
     fitted = calibration.calibrated(source, count, engine, directory)
     program = PublishedProgram.load(source, request, dtypes=dtype, engine=calibration.program_of(engine))
     title = f"{program.name}, {dtype}, {engine}, {count} threads, band {fitted.band:.0%}: milliseconds"
@@ -197,7 +196,7 @@ def predict(
 
 
 def print_calibration(found: Calibration, console: Console) -> None:
-    from sinew.perf.machine.calibrate import errors_by_stage
+    from sinew.perf.machine.calibrate import disturbed, errors_by_stage
 
     speeds = found.speeds
     peaks = ", ".join(f"{dtype} {value / 1e9:.1f} GFLOP/s" for dtype, value in speeds.peak_flops.items())
@@ -210,11 +209,7 @@ def print_calibration(found: Calibration, console: Console) -> None:
         f"largest error of {len(found.samples)} samples: {errors}; band of predictions {found.band:.0%}",
     ):
         console.print(line)
-    cores = machine.cores().physical
-    if speeds.load > cores:
-        busy = (
-            f"load average {speeds.load} on {cores} cores: others were computing; calibrate again when idle"
-        )
+    if busy := disturbed(found):
         console.print(f"[yellow]{busy}[/]")
 
 

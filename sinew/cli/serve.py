@@ -31,10 +31,10 @@ from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_ex
 from sinew.core import SinewError
 from sinew.perf.policy_memory import memory_need
 from sinew.serve.access_log import access_logging
-from sinew.serve.greeting import ready_text
 from sinew.serve.launch import ServerLaunch, changer, loader, recorders
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import STUCK_S
+from sinew.serve.transport.greeting import ready_text
 from sinew.serve.transport.listen import ARRIVAL_S
 from sinew.serve.wires import open_wires
 
@@ -181,7 +181,10 @@ def serve(
             launch = replace(launch, recorders=recorders(record, viewer))
             with process.signals():
                 finished = launch.run(
-                    process, lambda found: partial(say, ready_text(found, tuple(process.wires), more))
+                    process,
+                    lambda found: partial(
+                        say, ready_text(found.spec, found.describe(), tuple(process.wires), more)
+                    ),
                 )
         finally:
             process.close()

@@ -24,21 +24,21 @@ FLEET = {"up": Verb("Start the replicas of a configuration, and answer.", "fleet
 PERF = {
     "run": Verb(
         "Latency by component on one or more machines.",
-        "perf run smolvla --hardware thor --hardware h200",
+        "perf run policy.gguf --hardware thor --hardware h200",
         "perf:run",
     ),
     "fit": Verb(
         "Does it fit a board's memory?", "perf fit policy.gguf --hardware orin-nano", "perf_machine:fit"
     ),
-    "need": Verb("Which machine reaches a rate?", "perf need --rate 10 --model pi0.5", "perf:need"),
+    "need": Verb("Which machine reaches a rate?", "perf need --rate 10 --model policy.gguf", "perf:need"),
     "scenario": Verb(
         "Where to run it: on the robot, on a server, split.",
-        "perf scenario pi0 --server h200 --device agx-orin --network wifi7",
+        "perf scenario policy.gguf --server h200 --device agx-orin --network wifi7",
         "perf_scenario:scenario",
     ),
     "stream": Verb(
         "How fast the loops of a stream turn.",
-        "perf stream pi0 --camera-hz 30 --hz 480",
+        "perf stream policy.gguf --camera-hz 30 --hz 480",
         "perf_stream:stream",
     ),
     "fleet": Verb(
@@ -97,7 +97,7 @@ SECTIONS: dict[str, dict[str, Verb]] = {
     "Policy": {
         "convert": Verb(
             "Turn an upstream checkpoint into one bundle file.",
-            "convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/",
+            "convert outputs/train/pick-cube policy.gguf --control-hz 30",
         ),
         "inspect": Verb("Print what a bundle holds.", "inspect policy.gguf --tensors"),
         "infer": Verb(

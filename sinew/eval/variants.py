@@ -10,7 +10,7 @@ from sinew_client.control import choose
 from sinew_client.control.defaults import AUTO
 from sinew_client.policy import is_address
 
-from sinew import progress
+from sinew import machine, progress
 from sinew.core import SinewError
 from sinew.eval.policies import EXPERT, chosen, stated_motion
 from sinew.eval.settings import Task, Variant
@@ -41,6 +41,11 @@ def control_hz(task: Task, variants: Sequence[Variant]) -> float:
     except ModuleNotFoundError as error:
         raise MissingPackageError("evaluation", error.name or "mujoco") from None
     return check_variants(task, variants)
+
+
+def usual_workers(alone: bool = False) -> int:
+    """Return how many processes play where nothing is said: one per core. alone: one, whom nothing may disturb."""
+    return 1 if alone else machine.cores().physical
 
 
 def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] = ()) -> list[Variant]:

@@ -259,6 +259,11 @@ def calibrated(
     return found
 
 
+def threads_of(asked: int | None) -> int:
+    """Return the threads that are meant: those of this process's cores where none are asked for."""
+    return asked or machine.recommended_threads()[0]
+
+
 def program_of(engine: str) -> Literal["eager", "plan"]:
     """Return the program that an engine runs: that of ``plan`` for all but the reference."""
     return "eager" if engine == "eager" else "plan"

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sinew.core import VectorSpec
+from sinew.core import PolicySpec, VectorSpec
 from sinew.serve.transport.listen import reachable
 
 if TYPE_CHECKING:
-    from sinew.policy import Policy
-    from sinew.serve.fleet.remote import RemotePolicy
-    from sinew.serve.replay import Replay
     from sinew.serve.wire import Listener
 
 
 def ready_text(
-    policy: Policy | Replay | RemotePolicy,
+    spec: PolicySpec,
+    about: Mapping[str, Any],
     wires: Sequence[Listener],
     more: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return the addresses, what the bundle expects, and for each wire a program that asks for one chunk."""
-    spec, about = policy.spec, policy.describe()
+    """Return the addresses, what the bundle expects, and for each wire a program that asks for one chunk.
+
+    about: what the policy describes of its engine. more: name -> source of further policies.
+    """
     sizes = "other sizes are resized" if spec.resizes_frames else "exactly this size"
     cameras = [
         f"{camera.name}: uint8 [{camera.height}, {camera.width}, 3] RGB, {sizes}" for camera in spec.cameras
