@@ -24,8 +24,9 @@ from sinew.core import SinewError, did_you_mean
 from sinew.extras import MissingPackageError
 
 
-def build_app(config: Path | None = None) -> App:
-    """Return the program. config: a file with flags of verbs."""
+def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:
+    """Return the program. config: a file with flags of verbs. asked: the words of a command line, whose verb's help
+    then says all of its docstring and not the summary alone, for which no module has to be imported."""
     app = App(
         name="sinew",
         help="Real-time inference for vision-language-action policies.",
@@ -48,12 +49,14 @@ def build_app(config: Path | None = None) -> App:
         for place, (name, verb) in enumerate(section.items()):
             options: dict[str, Any] = {"name": name, "group": group, "sort_key": place, "version_flags": []}
             if not verb.commands:
-                _add(app, (name,), verb, options)
+                _add(app, (name,), verb, asked, options)
                 continue
             inner = App(name=name, help=verb.summary, version_flags=[], group=group, sort_key=place)
             app.command(inner)
             for number, (word, each) in enumerate(verb.commands.items()):
-                _add(inner, (name, word), each, {"name": word, "sort_key": number, "version_flags": []})
+                _add(
+                    inner, (name, word), each, asked, {"name": word, "sort_key": number, "version_flags": []}
+                )
     return app
 
 
@@ -62,9 +65,10 @@ def _default(value: Any) -> str | None:
     return None if value in ((), [], "", None) or value is False else str(value)
 
 
-def _add(app: App, words: tuple[str, ...], verb: Verb, options: dict[str, Any]) -> None:
-    example = f"Example: `sinew {verb.example}`"
-    app.command(function_of(words, verb), help=verb.summary, help_epilogue=example, **options)
+def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], options: dict[str, Any]) -> None:
+    if tuple(asked[: len(words)]) != words:
+        options["help"] = verb.summary
+    app.command(function_of(words, verb), help_epilogue=f"Example: `sinew {verb.example}`", **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = settings.take_config(tokens)
         with hints.read_by("command line"):
-            result = build_app(config)(
+            result = build_app(config, tokens)(
                 tokens, exit_on_error=False, console=terminal.console(), error_console=errors
             )
         return result if isinstance(result, int) else 0

@@ -41,7 +41,7 @@ def list_entries() -> int:
 
 
 def show(entry: str, /, *, verify: Flag = False) -> int:
-    """Print what the cache knows of a converted checkpoint. Exit code 1: it is damaged.
+    """Print what the cache knows of a converted checkpoint. Exit status 1: it is damaged.
 
     Args:
         entry: its key, the policy's name, or the beginning of either.

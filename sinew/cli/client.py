@@ -49,7 +49,7 @@ def client(
 
     Frames are noise and the state is zero: their content does not change the work. With --replay, send what
     `sinew serve --record` wrote, and compare the actions with the recorded ones: every bit where the server computes as
-    it did then, else within a tolerance that is said (docs/wires.md). The exit code is 1 if any is beyond it.
+    it did then, else within a tolerance that is said (docs/wires.md). The exit status is 1 if any is beyond it.
 
     Args:
         address: of the server.

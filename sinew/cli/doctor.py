@@ -1,6 +1,6 @@
 """``sinew doctor``: is this installation able to run a policy, and how well?
 
-Every check says why it passed or what to do. Exit code 1 if one failed; warnings do not fail.
+Every check says why it passed or what to do. Exit status 1 if one failed; warnings do not fail.
 """
 
 from __future__ import annotations

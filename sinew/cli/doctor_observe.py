@@ -25,7 +25,7 @@ MARKS = {
 
 
 def observe(policy: Path, robot: str, options: str | None, rename: tuple[str, ...], seconds: float) -> int:
-    """Look at a robot, or at a folder of records, and print what looks wrong. Exit code 1 if something does."""
+    """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does."""
     from sinew.checks.wiring import CANNOT_TELL
     from sinew.checks.wiring import observe as looking
     from sinew.policy import open_bundle

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 from cyclopts import Parameter
 from rich.markup import escape
 
 from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Flag, Runs
-from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec
+from sinew.core import ActionChunk, Observation
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -58,6 +56,7 @@ def infer(
     from sinew.bundle.rename import rename_cameras
     from sinew.policy import Policy, open_bundle
     from sinew.processing import Processor
+    from sinew.processing.files import parse_vector, read_images
 
     options = cameras.keywords()
     opened = open_bundle(bundle)
@@ -86,46 +85,6 @@ def infer(
         terminal.console(markup=False).print(f"prompt {spec.default_prompt!r}, the bundle's own")
     terminal.emit(record)
     return 0
-
-
-def read_images(arguments: Sequence[str], spec: PolicySpec) -> dict[str, np.ndarray]:
-    """``CAMERA=FILE`` arguments to camera name -> uint8 [height, width, 3]."""
-    images = {}
-    for argument in arguments:
-        camera, separator, name = argument.partition("=")
-        if not separator:
-            if len(spec.cameras) != 1:
-                cameras = ", ".join(slot.name for slot in spec.cameras)
-                raise ObservationError("--image", f"CAMERA=FILE with a camera of {cameras}", repr(argument))
-            camera, name = spec.cameras[0].name, argument
-        if camera in images:
-            raise ObservationError("--image", "each camera once", f"{camera!r} twice")
-        images[camera] = read_image(Path(name), f"images.{camera}")
-    return images
-
-
-def read_image(path: Path, field: str) -> np.ndarray:
-    """Decode one file to uint8 RGB [height, width, 3], turned upright as its EXIF data says."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as picture:
-            return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
-    except FileNotFoundError:
-        raise ObservationError(field, "an image file", f"{path}, which does not exist") from None
-    except (UnidentifiedImageError, OSError) as error:
-        raise ObservationError(field, "an image file", f"{path}, which does not decode: {error}") from None
-
-
-def parse_vector(field: str, text: str) -> np.ndarray:
-    # Brackets are what copying a list from Python or JSON brings along.
-    parts = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
-    for part in parts:
-        try:
-            float(part)
-        except ValueError:
-            raise ObservationError(field, "numbers separated by commas, as 0,-45,60", repr(part)) from None
-    return np.array([float(part) for part in parts], dtype=np.float32)
 
 
 def chunk_to_dict(chunk: ActionChunk) -> dict[str, object]:

@@ -146,7 +146,7 @@ def need(
     efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
     data: Path | None = None,
 ) -> int:
-    """Which machine, precision and number of solver steps reach a rate, and fit its memory. Exit code 1 if none does.
+    """Which machine, precision and number of solver steps reach a rate, and fit its memory. Exit status 1 if none does.
 
     Args:
         rate: chunks per second.

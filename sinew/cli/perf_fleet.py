@@ -75,11 +75,11 @@ def fleet(
                 }
             )
     console = terminal.console()
-    sizes = sorted(set().union(*tables.values()))
-    columns = ("times", *(f">{size}" for size in sizes))
+    timed = sorted(set().union(*tables.values()))
+    columns = ("times", *(f">{size}" for size in timed))
     costs = terminal.table(f"{source}, {engine}, {count} threads: milliseconds of a batch", *columns)
     for origin, times in tables.items():
-        costs.add_row(origin, *(f"{1e3 * times[n]:.1f}" if n in times else "" for n in sizes))
+        costs.add_row(origin, *(f"{1e3 * times[n]:.1f}" if n in times else "" for n in timed))
     console.print(costs)
     title = f"robots at {hz:g} Hz of whose moments {share:.0%} are answered within {deadline_ms:g} ms"
     table = terminal.table(title, "times", ">max batch", ">robots", ">p99, ms", ">mean batch")

@@ -35,7 +35,7 @@ def fit(
     embodiments: Count = 1,
     search: bool = True,
 ) -> int:
-    """Does a policy fit a board's memory, and how much can be asked of it there? Exit code 1 if it does not.
+    """Does a policy fit a board's memory, and how much can be asked of it there? Exit status 1 if it does not.
 
     Args:
         source: as of `sinew infer`, or a family's preset, at their published size.

@@ -32,8 +32,8 @@ def scenario(
 ) -> int:
     """Where to run a policy: on the robot, on a server, split; in step or asynchronously; as two systems.
 
-    A place whose memory does not hold what would run there is refused, as `sinew perf fit` does. Exit code 1 if nothing
-    fits anywhere.
+    A place whose memory does not hold what would run there is refused, as `sinew perf fit` does. Exit status 1 if
+    nothing fits anywhere.
 
     Args:
         source: as of `sinew infer`, or a family's preset.

@@ -27,7 +27,7 @@ def stream(
     actuation_ms: NotNegative = 0.0,
     data: Path | None = None,
 ) -> int:
-    """How fast the loops of a stream turn on one machine. Exit code 1 if none of the machines reaches the rate.
+    """How fast the loops of a stream turn on one machine. Exit status 1 if none of the machines reaches the rate.
 
     A machine whose memory the policy does not fit is refused, as `sinew perf fit` does. Prefixes and head runs either
     take turns or run at once, as on two streams of a GPU: then what one computes hides what the other moves.

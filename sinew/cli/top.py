@@ -31,7 +31,7 @@ def top(
     """Show what a server does: latency by stage, deadlines, sessions, the last chunk, and why each choice was made.
 
     Ends with Ctrl-C; a server that restarts is found again. With --json or in a pipe the last view is all that is
-    printed, so give --seconds or --answers. Exit code 1: nothing was heard of the server.
+    printed, so give --seconds or --answers. Exit status 1: nothing was heard of the server.
 
     Args:
         address: of an openpi or http port, http://HOST:PORT; its dashboard must be on.

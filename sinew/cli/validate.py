@@ -34,7 +34,7 @@ def validate(
 
     Every stage of the engine is compared with eager fp32 on the same observations and noise; indices have to be equal.
     Where the bundle has a task, episodes are played and held against the gate's record. A pass is kept: `--engine auto`
-    takes an engine on a GPU, or for an architecture that is not tested with it, only with one. Exit code 1: it fails.
+    takes an engine on a GPU, or for an architecture that is not tested with it, only with one. Exit status 1: it fails.
 
     Args:
         bundle: a bundle with weights, a checkpoint or training run, or a name of the hub.

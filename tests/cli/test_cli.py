@@ -96,7 +96,7 @@ COMMANDS = {" ".join(words): (words, verb) for words, verb in commands()}
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_verb(here, command: str) -> None:
-    """It says how the verb is called, and ends with an example of it that the program understands."""
+    """It says how the verb is called and all that its function says of it, and ends with an example."""
     words, verb = COMMANDS[command]
     result = here(*words, "--help")
     assert result.returncode == 0, result.stderr
@@ -105,6 +105,10 @@ def test_help_of_every_verb(here, command: str) -> None:
     assert verb.example.split()[: len(words)] == list(words)
     shown = " ".join(result.stdout.split())
     assert shown.endswith(f"Example: sinew {verb.example}")
+    module, _, name = function_of(words, verb).partition(":")
+    said = docstring_parser.parse(inspect.getdoc(getattr(importlib.import_module(module), name)) or "")
+    for text in (said.short_description, said.long_description):
+        assert " ".join((text or "").replace("`", "").split()) in shown
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -20,10 +20,10 @@ import sinew
 from sinew import progress
 from sinew.bundle import Bundle
 from sinew.cli import main, terminal
-from sinew.cli.infer import parse_vector
 from sinew.core import ObservationError, SinewError
 from sinew.extras import EXTRAS, MissingPackageError, install
 from sinew.perf.hardware import load_machines
+from sinew.processing.files import parse_vector
 from sinew.serve.transport.listen import AddressError, Listen
 
 ROOT = Path(__file__).resolve().parents[2]
