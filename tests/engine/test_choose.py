@@ -373,7 +373,11 @@ def test_a_stream_gets_an_engine_that_runs_it(rolling_bundle: Path) -> None:
         assert guidance in ("none", *policy.facts.guides)
     for engine, guidance, words in (
         ("cuda", "none", "stream: expected engine eager, plan, cpu or onnx, whose stages share no memory"),
-        ("onnx", "guided", r"stream: expected a guidance of none, no-jacobian, ramp on engine onnx, got guided"),
+        (
+            "onnx",
+            "guided",
+            r"stream: expected a guidance of none, no-jacobian, ramp on engine onnx, got guided",
+        ),
     ):
         with pytest.raises(SinewError, match=words):
             choose(bundle, engine, "cpu", stream=guidance)
