@@ -27,7 +27,7 @@ WALLS = {
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
     "serve/dashboard": {"serve/wires/__init__.py"},
-    "serve/fleet": {"cli/fleet.py", "cli/serve.py"},
+    "serve/fleet": {"cli/fleet.py"},
 }
 # Folders that import each other, and why that stays.
 MUTUAL = {
@@ -38,7 +38,7 @@ MUTUAL = {
 }
 # `cli` has the engines' names as choices of flags, `perf` a model of its own for some of them.
 ASKS_AN_ENGINE = re.compile(r'[!=]= "(?:eager|plan|onnx)"|(?:get|has)attr\([^,]*engine')
-LISTS_ENGINES = ("engine", "cli", "perf")
+LISTS_ENGINES = ("engine", "perf")
 # Where steps are used by their names: what reads and writes other projects' forms of them.
 SPEAKS_OF_STEPS = ("families", "vlacpp", "convert", "steps")
 

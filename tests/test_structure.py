@@ -105,7 +105,7 @@ ENGINES = {
             "checks/__init__.py",
             "eval/report/quantization.py",
         ),
-        *("cli/export.py", "cli/prepare.py", "cli/quantize.py", "cli/serve_policy.py"),
+        *("cli/export.py", "cli/quantize.py", "eval/preparing.py", "serve/prepare.py"),
     },
 }
 
@@ -172,7 +172,7 @@ def test_folders_are_in_no_circle() -> None:
 
 # Arrows from a room to another that it imports, of all and of those of the core. The numbers only fall: who needs one
 # more cuts one first.
-MOST_ARROWS, MOST_CORE_ARROWS = 168, 144
+MOST_ARROWS, MOST_CORE_ARROWS = 165, 144
 
 
 def test_rooms_import_few_others() -> None:

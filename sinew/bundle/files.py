@@ -10,6 +10,8 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
+
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),

@@ -143,6 +143,7 @@ def chosen(variant: Variant) -> EngineChoice:
     """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
     from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.engine.choose import choose
+    from sinew.eval.sources import StreamCosts
     from sinew.policy import open_bundle
 
     opened = open_bundle(variant.target)
@@ -154,6 +155,7 @@ def chosen(variant: Variant) -> EngineChoice:
         variant.dtype,
         threads=_threads(variant),
         ignore_recipe=variant.ignore_recipe,
+        stream=StreamCosts.parse(variant.stream).guidance if variant.stream else None,
     )
 
 

@@ -42,10 +42,9 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[st
     """Runs a verb: ``said(*words)`` returns its status, its JSON and what it printed beside."""
 
     def run(*words: str) -> tuple[int, dict[str, Any], str]:
-        status = main(list(words))
+        status = main([*words, "--json"])
         out, err = capsys.readouterr()
-        lines = [line for line in out.splitlines() if line.startswith("{")]
-        return status, json.loads(lines[-1]) if lines else {}, " ".join(err.split())
+        return status, json.loads(out) if out else {}, " ".join(err.split())
 
     return run
 
@@ -66,7 +65,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 def test_every_episode_gets_its_own_instruction_and_succeeds(said: Any, tmp_path: Path) -> None:
     journal = tmp_path / "run.jsonl"
-    own = ("--handover", "freeze", "--replan", "8", "--deadline", "60", "--record", str(journal))
+    own = ("--handover", "freeze", "--replan", "8", "--timeout", "60", "--record", str(journal))
     status, report, text = said("run", "blocks", *GYM, "--episodes", "10", "--hz", "200", *own)
     assert status == 0
     assert report["episodes"] == 10
@@ -91,7 +90,7 @@ def test_every_episode_gets_its_own_instruction_and_succeeds(said: Any, tmp_path
 def test_a_prompt_that_was_given_is_that_of_all_episodes(said: Any, tmp_path: Path) -> None:
     journal = tmp_path / "run.jsonl"
     given = "put the green cube into the right bin"
-    more = ("--prompt", given, "--record", str(journal), "--deadline", "60")
+    more = ("--prompt", given, "--record", str(journal), "--timeout", "60")
     status, report, text = said("run", "blocks", *GYM, "--episodes", "3", "--hz", "400", *more)
     assert (status, report["prompt"], report["episodes"]) == (0, given, 3)
     assert f"prompt '{given}' in every episode, as --prompt says; the environment's own:" in text
@@ -220,7 +219,7 @@ def test_a_run_whose_requests_fail_says_so(said: Any, monkeypatch: pytest.Monkey
         return infer(policy, *more)
 
     monkeypatch.setattr(Policy, "infer", sometimes)
-    status, report, text = said("run", "blocks", *DRY, "--replan", "4", "--deadline", "60", "--seconds", "6")
+    status, report, text = said("run", "blocks", *DRY, "--replan", "4", "--timeout", "60", "--seconds", "6")
     assert status == EXIT_FAULTS
     assert report["faults"]["kinds"] == {"TypeError": report["failed_requests"]}
     assert report["executed"] > 0
@@ -348,9 +347,19 @@ def plan(instruction, observation):
 
 
 def test_a_robot_of_the_current_folder_moves(folder: Path) -> None:
-    more = ("--prompt", "put the red block into the left bin", "--hz", "20", "--deadline", "60")
+    more = ("--prompt", "put the red block into the left bin", "--hz", "20", "--timeout", "60")
     done = sinew(
-        folder, "run", "blocks", "--robot", "my_robot:Both", "--cameras", "front=top", "--seconds", "5", *more
+        folder,
+        "run",
+        "blocks",
+        "--robot",
+        "my_robot:Both",
+        "--rename",
+        "top=front",
+        "--seconds",
+        "5",
+        *more,
+        "--json",
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -366,7 +375,7 @@ def test_a_robot_with_other_cameras_is_refused_before_it_moves(folder: Path, ver
     error = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(error) == 1
     assert "images.top: expected one of the cameras ['front', 'wrist']" in error[0]
-    assert error[0].endswith("the robot top, wrist; say which is which: --cameras front=top")
+    assert error[0].endswith("the robot top, wrist; say which is which: --rename top=front")
     assert "Traceback" not in done.stderr
     assert "(rename" not in done.stderr
 
@@ -421,7 +430,7 @@ def test_environments_and_planners_of_the_current_folder_are_found(folder: Path)
     )
     assert done.returncode == 0, done.stderr
     more = ("--robot", "dry", "--prompt", "go", "--seconds", "3", "--planner", "my_robot:plan")
-    done = sinew(folder, "stream", "blocks", *more)
+    done = sinew(folder, "stream", "blocks", *more, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["planner"]["failed"] == 0
 
@@ -448,5 +457,5 @@ def test_a_robot_names_a_camera_that_it_has_not() -> None:
     from sinew_client.control.robots import Renamed
 
     robot = Renamed(Forty(), {"front": "top"})
-    with pytest.raises(ClientError, match="--cameras: the robot has front, wrist, and no top"):
+    with pytest.raises(ClientError, match="--rename: the robot has front, wrist, and no top"):
         robot.observe()

@@ -43,10 +43,10 @@ needs_pen = pytest.mark.skipif(not PEN.exists(), reason="no trained policy at si
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
-    """Run the verb in this process; returns the exit code and the JSON of the last line."""
-    code = main(["eval", *map(str, arguments)])
-    lines = capsys.readouterr().out.splitlines()
-    return code, json.loads(lines[-1]) if lines else {}
+    """Run the verb in this process; returns the exit code and its JSON."""
+    code = main(["eval", *map(str, arguments), "--json"])
+    said = capsys.readouterr().out
+    return code, json.loads(said) if said else {}
 
 
 # ----------------------------------------------------------------------------- statistics

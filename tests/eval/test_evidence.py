@@ -67,7 +67,7 @@ def record_of(folder: Path) -> dict[str, Any]:
 def again(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any], str]:
     """Return the exit status of a repetition, its result and everything that it said."""
     capsys.readouterr()
-    code = main(["eval", *map(str, arguments)])
+    code = main(["eval", *map(str, arguments), "--json"])
     found = capsys.readouterr()
     lines = found.out.splitlines()
     return code, json.loads(lines[-1]) if code != 1 or "repeat" in found.out else {}, found.out + found.err
@@ -361,7 +361,7 @@ def test_a_board_ranks_and_pairs_what_reports_say(
 ) -> None:
     """Against formulas and the report itself; JSON and page say the same."""
     capsys.readouterr()
-    assert main(["leaderboard", str(run), "--out", str(tmp_path / "board.html")]) == 0
+    assert main(["leaderboard", str(run), "--out", str(tmp_path / "board.html"), "--json"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(page.record_in((tmp_path / "board.html").read_text()) or "") == record
     (board,) = record["boards"]

@@ -166,6 +166,11 @@ def readme(walk: Walk) -> None:
 
 
 def commands(walk: Walk) -> None:
+    for folder in (".local/share/bash-completion/completions", ".zfunc", ".config/fish/completions"):
+        (walk.folder / folder).mkdir(parents=True)
+    walk.type("sinew completion bash > ~/.local/share/bash-completion/completions/sinew")
+    walk.type("sinew completion zsh > ~/.zfunc/_sinew")
+    walk.type("sinew completion fish > ~/.config/fish/completions/sinew.fish")
     walk.leaves("sinew demo", "`make demo` is this line")
     walk.leaves("sinew eval blocks --episodes 100", "the README's")
     walk.run("sinew eval blocks --episodes 2 --out runs/blocks")
@@ -283,7 +288,7 @@ def dashboard(walk: Walk) -> None:
     walk.leaves("sinew serve policy.gguf --rerun rerun+http://127.0.0.1:9876/proxy", viewer)
     walk.leaves("sinew serve policy.gguf --rerun run.rrd", viewer)
     walk.leaves("sinew eval blocks --episodes 3 --rerun run.rrd", viewer)
-    walk.leaves("sinew rrd records/ run.rrd --bundle policy.gguf", viewer)
+    walk.leaves("sinew recording rrd records/ run.rrd --bundle policy.gguf", viewer)
 
 
 def deployment(walk: Walk) -> None:
@@ -332,11 +337,12 @@ def evaluation(walk: Walk) -> None:
     walk.type("sinew eval A.gguf --sweep replan=1,2,4,8,16,full --out runs/replan", adds="--episodes 5")
     assert (walk.folder / "runs" / "replan" / "success_replan.png").exists()
     walk.type("sinew eval A.gguf --gate sinew/eval/gates/blocks.json", adds="--episodes 20")
-    walk.type("sinew dataset blocks build/episodes --episodes 20 --successes", instead=("20", "3"))
+    walk.type("sinew recording dataset blocks build/episodes --episodes 20 --successes", instead=("20", "3"))
     walk.type(
-        "sinew dataset expert build/demonstrations --env sinew/Blocks-v0 --episodes 50", instead=("50", "3")
+        "sinew recording dataset expert build/demonstrations --env sinew/Blocks-v0 --episodes 50",
+        instead=("50", "3"),
     )
-    walk.type("sinew dataset records/ build/recorded --hz 10 --bundle policy.gguf")
+    walk.type("sinew recording dataset records/ build/recorded --hz 10 --bundle policy.gguf")
 
 
 def fleet(walk: Walk) -> None:
@@ -544,7 +550,7 @@ def tutorial_lerobot(walk: Walk) -> None:
     with walk.serving("sinew serve outputs/train/pick-cube --record records/"):
         walk.run(f"sinew client {NATIVE} --requests 5")
         walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 2")
-    walk.type("sinew mcap records/ run.mcap --bundle outputs/train/pick-cube --hz 30")
+    walk.type("sinew recording mcap records/ run.mcap --bundle outputs/train/pick-cube --hz 30")
     with walk.server("sinew serve outputs/train/pick-cube"):
         walk.type("sinew client tcp://127.0.0.1:5555 --replay records/")
     walk.type("sinew bench outputs/train/pick-cube")
@@ -553,9 +559,9 @@ def tutorial_lerobot(walk: Walk) -> None:
     with fake_hub({}, home=walk.folder / "hub") as hub:
         walk.environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
         walk.type(
-            "sinew push small.gguf my-lab/pick-cube --report build/small/report.json --license apache-2.0"
+            "sinew hub push small.gguf my-lab/pick-cube --report build/small/report.json --license apache-2.0"
         )
-        walk.type("sinew pull my-lab/pick-cube --out policy.gguf")
+        walk.type("sinew hub pull my-lab/pick-cube --out policy.gguf")
     assert (walk.folder / "policy.gguf").read_bytes() == (walk.folder / "small.gguf").read_bytes()
 
 
@@ -614,7 +620,9 @@ def tutorial_quantise(walk: Walk) -> None:
     walk.type("sinew eval build/blocks-int8.gguf --gate sinew/eval/gates/blocks.json")
     walk.type("sinew quantize blocks --search --budget 2MB --out build/blocks-2mb.gguf")
     assert (walk.folder / "build" / "blocks-2mb.gguf").stat().st_size <= 2_000_000
-    walk.type("sinew dataset build/blocks-int8.gguf build/episodes --episodes 20", instead=("20", "3"))
+    walk.type(
+        "sinew recording dataset build/blocks-int8.gguf build/episodes --episodes 20", instead=("20", "3")
+    )
 
 
 def plugin(walk: Walk) -> None:
@@ -672,7 +680,7 @@ def wiring(walk: Walk) -> None:
     right = walk.type("sinew doctor policy.gguf --observe records/")
     assert right.result["ok"], right
     swapped = walk.type(
-        "sinew doctor blocks --observe blocks --cameras front=wrist --cameras wrist=front", status=1
+        "sinew doctor blocks --observe blocks --rename front=wrist --rename wrist=front", status=1
     )
     assert [check["kind"] for check in swapped.result["checks"]][:2] == ["swapped", "swapped"], swapped
     walk.run("sinew doctor policy.gguf --learn records/ --out policy-seen.gguf")

@@ -37,9 +37,9 @@ MACHINE = Hardware("m", "m", {"bf16": 100.0, "fp32": 10.0}, 10.0, 8, "test")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:
-    code = main(["perf", *map(str, arguments)])
-    lines = capsys.readouterr().out.splitlines()
-    return code, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+    code = main(["perf", *map(str, arguments), "--json"])
+    said = capsys.readouterr().out
+    return code, json.loads(said) if said else {}
 
 
 # ----------------------------------------------------------------------------- the paper
@@ -410,9 +410,10 @@ def test_perf_run_warns_where_fit_refuses(capsys, tmp_path):
     boards = tmp_path / "boards.toml"
     boards.write_text("[small]\npeak = { bf16 = 1e12, fp32 = 1e12 }\nbandwidth = 1e10\nmemory_gib = 0.5\n")
     options = ("--hardware", "small", "--hardware", "orin-nano", "--data", boards)
-    assert main(["perf", "run", str(bundle), *map(str, options)]) == 0
-    *shown, last = capsys.readouterr().out.splitlines()
-    assert {m["machine"]: m["fits"] for m in json.loads(last)["machines"]} == {
+    out = tmp_path / "out.json"
+    assert main(["perf", "run", str(bundle), *map(str, options), "--json", str(out)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert {m["machine"]: m["fits"] for m in json.loads(out.read_text())["machines"]} == {
         "small": False,
         "orin-nano": True,
     }

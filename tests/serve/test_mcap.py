@@ -1,4 +1,4 @@
-"""`sinew mcap`: recordings as MCAP files, read back with the library of their makers."""
+"""`sinew recording mcap`: recordings as MCAP files, read back with the library of their makers."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def test_a_recording_is_read_back(records: Path, tmp_path: Path) -> None:
 def test_the_verb(records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mcap")
     out = tmp_path / "out.mcap"
-    assert main(["mcap", str(records), str(out), "--json"]) == 0
+    assert main(["recording", "mcap", str(records), str(out), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["messages"]["/action"] == 2  # no rate: the first rows
     assert said["bytes"] == out.stat().st_size
-    assert main(["mcap", str(records), str(out)]) == 1
+    assert main(["recording", "mcap", str(records), str(out)]) == 1
     assert "out.mcap: File exists" in capsys.readouterr().err.replace("\n", "")
     assert len(read(out)["/request"]) == 4  # as it was
     (records / "00000009.npz").write_bytes(b"no record")
-    assert main(["mcap", str(records), str(tmp_path / "other.mcap")]) == 1
+    assert main(["recording", "mcap", str(records), str(tmp_path / "other.mcap")]) == 1
     assert "not a record" in capsys.readouterr().err.replace("\n", "")
     assert not (tmp_path / "other.mcap").exists()
 

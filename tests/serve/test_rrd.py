@@ -87,7 +87,7 @@ def test_records_from_elsewhere(
         np.savez(path, **arrays, meta=np.array(json.dumps(meta)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert main(["rrd", str(records), str(tmp_path / "out.rrd")]) == bool(said)
+        assert main(["recording", "rrd", str(records), str(tmp_path / "out.rrd")]) == bool(said)
     told = " ".join(capsys.readouterr().err.split())
     assert said in told
     assert "fault of this program" not in told
@@ -110,7 +110,7 @@ def test_a_recording_is_read_back(records: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("rerun")
 def test_the_verb(records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rrd", str(records), str(tmp_path / "out.rrd"), "--hz", "20", "--json"]) == 0
+    assert main(["recording", "rrd", str(records), str(tmp_path / "out.rrd"), "--hz", "20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["entries"]["prompt"] == 4
     with pytest.raises(SinewError, match="is there already"):
         write_rrd([], tmp_path / "out.rrd")

@@ -12,6 +12,8 @@ from sinew.hints import option
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
+UNSHARED = "expected engine eager, plan, cpu or onnx, whose stages share no memory, got cuda"
+
 
 class Cuda(Backend):
     name, opens = "cuda", "sinew.engine.cuda.open:open_cuda"
@@ -31,6 +33,9 @@ class Cuda(Backend):
     def preparable(self, bundle: Bundle, kind: str) -> bool:
         """Its kernels are compiled, proved and measured on the GPU that is here."""
         return kind == "cuda"
+
+    def unshared(self, bundle: Bundle, options: EngineOptions) -> str:
+        return UNSHARED
 
     def device(self) -> tuple[str, str]:
         return (

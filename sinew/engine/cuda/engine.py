@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinew.bundle.schema import Processing
 from sinew.core import SinewError
-from sinew.engine.cuda.backend import BACKEND
+from sinew.engine.cuda.backend import BACKEND, UNSHARED
 from sinew.engine.cuda.device import describe, require
 from sinew.engine.cuda.frames import fits
 from sinew.engine.cuda.fused.fuse import fuse
@@ -89,7 +89,7 @@ class CudaEngine(Engine):
             weights_nbytes=sum(tensor.nbytes for tensor in held),
             guides=BACKEND.guides,
             unbatched="expected engine eager, plan, cpu or onnx, which compute several at once, got cuda",
-            unshared="expected engine eager, plan, cpu or onnx, whose stages share no memory, got cuda",
+            unshared=UNSHARED,
             takes_frames=fits(processing.image, self.model),
             world_units=self.units is not None,
             one_graph=not isinstance(self.model, Speaker),

@@ -36,6 +36,11 @@ class Onnx(Backend):
             return "engine onnx runs the bundle's graphs, which follow its recipe; engine plan can ignore it"
         return ""
 
+    def unshared(self, bundle: Bundle, options: EngineOptions) -> str:
+        if bundle.manifest.config.get("rolling"):
+            return "expected engine eager or plan for a head with a time per row, got onnx"
+        return ""
+
     def device(self) -> tuple[str, str]:
         return "cpu", f"other hardware of ONNX Runtime's is chosen as {option('providers', ['openvino'])}"
 
