@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+import tempfile
 from copy import deepcopy
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -67,10 +68,12 @@ def record_of(folder: Path) -> dict[str, Any]:
 def again(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any], str]:
     """Return the exit status of a repetition, its result and everything that it said."""
     capsys.readouterr()
-    code = main(["eval", *map(str, arguments), "--json"])
-    found = capsys.readouterr()
-    lines = found.out.splitlines()
-    return code, json.loads(lines[-1]) if code != 1 or "repeat" in found.out else {}, found.out + found.err
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "result.json"
+        code = main(["eval", *map(str, arguments), "--json", str(record)])
+        found = capsys.readouterr()
+        result = json.loads(record.read_text()) if record.exists() else {}
+    return code, result, found.out + found.err
 
 
 # ----------------------------------------------------------------------------- the page
