@@ -4,7 +4,8 @@ A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``t
 before as ``earlier/<0, 1 ...>/images/<camera>`` and ``earlier/<0, 1 ...>/state``, oldest first; ``actions`` or nothing;
 and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, which words were asked for and the ``text``
 that was said, the error if there was one, whether the answer was a ``context``, which is not kept, and ``server``,
-what decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it without pickle.
+what decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it
+without pickle.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an
 @dataclass(frozen=True, slots=True)
 class Record:
     """observation: with the seed that drew the noise, so that it gives the same actions again.
-    actions: None where the reply was the error in ``error`` ([code] message), or words alone, or a context. server: what decided its
-    bits; empty in files of before 2026-11-23."""
+    actions: None where the reply was the error in ``error`` ([code] message), or words alone, or a context. server:
+    what decided its bits; empty in files of before 2026-11-23."""
 
     path: Path
     wire: str
