@@ -214,7 +214,10 @@ def test_convolutions_are_counted_both_ways(groups: int) -> None:
     x = torch.zeros(3, 4, 10)
     for layer, products in (
         (torch.nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=groups), 3 * 6 * 5 * (4 // groups) * 3),
-        (torch.nn.ConvTranspose1d(4, 6, 4, stride=2, padding=1, groups=groups), 3 * 4 * 10 * (6 // groups) * 4),
+        (
+            torch.nn.ConvTranspose1d(4, 6, 4, stride=2, padding=1, groups=groups),
+            3 * 4 * 10 * (6 // groups) * 4,
+        ),
     ):
         seen: list[int] = []
 
