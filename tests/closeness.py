@@ -184,9 +184,11 @@ class Rounding:
         return ""
 
 
-def rounding(function: Callable[..., Array], *arguments: Any, derivatives: bool = False) -> Rounding:
-    """Compute a function and what rounding does to its result; derivatives: as of :func:`runs`."""
-    plainly, noisily = runs(derivatives=derivatives)
+def rounding(
+    function: Callable[..., Array], *arguments: Any, samples: int = SAMPLES, derivatives: bool = False
+) -> Rounding:
+    """Compute a function and what rounding does to its result; samples, derivatives: as of :func:`runs`."""
+    plainly, noisily = runs(samples, derivatives)
     found = plainly(function, *arguments)
     return Rounding(found, [run(function, *arguments) for run in noisily])
 

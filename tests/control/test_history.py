@@ -57,6 +57,9 @@ def test_of_one_step_the_last_counts_and_frames_are_copies() -> None:
     frame[:], state[:] = 9, 9
     assert states(history.before(5)) == [7]
     assert len(history._kept) == 1
+    history = History(3)
+    seen(history, 1, 2, 3, 3, 3)
+    assert states(history.before(4)) == [2, 3]  # what is seen anew pushes nothing out
 
 
 def test_one_moment_keeps_nothing() -> None:
