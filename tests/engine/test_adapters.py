@@ -308,6 +308,18 @@ def test_robots_of_another_form(adapters: Make, tmp_path: Path) -> None:
         open_adapter(tmp_path / "stated.gguf", both)
 
 
+def test_an_adapter_that_asks_of_the_model_what_it_cannot_do(
+    policy: Policy, adapters: Make, tmp_path: Path
+) -> None:
+    arm = adapters(CASE).files["arm"]
+    spec = Bundle(arm).manifest.spec
+    longer = written(arm, tmp_path / "longer.gguf", spec=replace(spec, chunk_size=spec.chunk_size + 1))
+    with pytest.raises(
+        BundleError, match="sinew.spec or sinew.processing disagrees with sinew.config about sizes"
+    ):
+        with_adapter(policy.engine.model, Bundle(longer))
+
+
 def test_cameras_that_are_renamed(adapters: Make, golden: Path) -> None:
     found = adapters(CASE)
     given = seen(CASE, golden, "arm")
