@@ -76,6 +76,12 @@ BERT = {"type": "BertProcessing", "sep": ["[CLS]", 1], "cls": ["[CLS]", 1]}
             several(replaced({"String": "q"}, 8), replaced({"String": "z"}, 9)),
             "got 72",
         ),
+        (
+            "normalizer",
+            several(*[{"type": "Lowercase"}] * 7),  # which makes one of one
+            several({"type": "Lowercase"}, replaced({"String": "aaaa"}, 1), replaced({"String": "q"}, 65)),
+            "got 65",
+        ),
         ("normalizer", nested(32), nested(33), "normalizers are nested more than 32 deep"),
         ("post_processor", template(256), template(257), "one text and at most 256 tokens, got 1 and 257"),
         ("post_processor", template(2, 128), template(2, 129), "got 1 and 258"),
@@ -97,6 +103,67 @@ def test_bounds(part: str, taken: dict[str, Any], refused: dict[str, Any], why: 
     assert open_tokenizer(written(**{part: taken})).encode("pick").ids
     with pytest.raises(BundleError, match=f"^the tokenizer cannot be read: .*{why}"):
         open_tokenizer(written(**{part: refused}))
+
+
+@pytest.mark.parametrize(
+    ("part", "refused", "why"),
+    [
+        ("normalizer", replaced({"String": ""}, 99), "got 100"),
+        (
+            "post_processor",
+            template(2) | {"special_tokens": {"a": {"ids": []}, "b": {"ids": [1] * 200}}},
+            "400",
+        ),
+        ("post_processor", template(257) | {"special_tokens": {"[CLS]": {}}}, "got 1 and 257"),
+        (
+            "post_processor",
+            several(*[BERT] * 64, template(1) | {"single": template(1)["single"][:1]}, members="processors"),
+            "got 0 and 257",
+        ),
+    ],
+)
+def test_bounds_of_what_its_library_would_refuse_too(part: str, refused: dict[str, Any], why: str) -> None:
+    """They are looked at first: the library may take long, or all memory, to come to that."""
+    with pytest.raises(BundleError, match=why):
+        open_tokenizer(written(**{part: refused}))
+
+
+class Failing:
+    """A tokenizer that raises what it is given."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def encode(self, *_: Any, **__: Any) -> None:
+        raise self.error
+
+    decode = encode
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("x" * 300 + "\nsecond line"), "x" * 200),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_a_reason_is_one_line(error: Exception, why: str) -> None:
+    failing: Any = Failing(error)
+    for ask in (lambda: encode(failing, "pick", False), lambda: decode(failing, [1])):
+        with pytest.raises(ValueError, match="^") as caught:
+            ask()
+        assert str(caught.value) == why
+
+
+def test_who_interrupts_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing: Any = Failing(KeyboardInterrupt())
+    for ask in (lambda: encode(failing, "pick", False), lambda: decode(failing, [1])):
+        with pytest.raises(KeyboardInterrupt):
+            ask()
+    monkeypatch.setattr("sinew.steps.tokenizer.json", failing)
+    failing.loads = failing.encode
+    with pytest.raises(KeyboardInterrupt):
+        open_tokenizer("{}")
 
 
 def test_the_text_may_stand_once() -> None:

@@ -75,6 +75,15 @@ def test_a_step_that_is_given_no_numbers_leaves_all_as_it_is():
     assert np.array_equal(apply_steps(x, (Affine((0, 1)),)), x)
 
 
+def test_a_gripper_by_its_lever_and_by_its_side():
+    """By the law of cosines; and a value on the border is below it."""
+    lever = LinearToAngle((0,), arm=4.0, horn=5.0)
+    angles = lever.forward(np.array([[3.0], [0.0], [100.0]]), None)
+    np.testing.assert_allclose(angles, [[np.arcsin(0.6)], [np.pi / 2], [np.pi / 2]], rtol=1e-15)
+    sides = Threshold((0,)).forward(np.float32([[-0.5], [0.0], [0.5], [1.0]]), None)
+    assert sides.tolist() == [[1.0], [1.0], [-1.0], [-1.0]]
+
+
 def test_statistics_of_each_step():
     stats = {"min": (0.0, 0.0, 10.0, 10.0), "max": (1.0, 2.0, 11.0, 12.0)}
     normalizer = Normalizer(Normalization("min_max", stats, convention="gr00t", rows=2), 2, "action")
