@@ -23,11 +23,14 @@ from sinew.cli.perf_machine import calibrate, fit, predict
 from sinew.cli.perf_options import Asked, Rate, dtypes
 from sinew.cli.perf_scenario import scenario
 from sinew.cli.perf_stream import stream
+from sinew.core import SinewError
 from sinew.perf.request import AS_THE_POLICY
 
 if TYPE_CHECKING:
     from sinew.perf.hardware import Hardware
     from sinew.perf.paper.published import Row
+    from sinew.perf.paper.study import Study
+    from sinew.perf.paper.takeaways import Takeaway
     from sinew.perf.roofline import StageTiming
 
 perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
@@ -102,27 +105,58 @@ def run(
 
 @perf.command
 def paper(
+    which: Literal["vla-perf", "realtime-vla"] = "vla-perf",
+    /,
     *,
     correct: Annotated[list[str] | None, Parameter(negative="")] = None,
     table: Path | None = None,
     plot: Path | None = None,
 ) -> int:
-    """VLA-Perf's printed numbers against ours, one by one; then what correcting its defects changes.
+    """A paper's printed numbers against ours, one by one.
+
+    VLA-Perf's are followed by its 15 takeaways, judged, and what correcting its defects changes.
 
     Args:
+        which: VLA-Perf (arXiv 2602.18397), or the lower bound of Running VLAs at Real-time Speed (arXiv 2510.26742).
         correct: compute with this correction, repeatable; "all" is the preset that other commands use. Rows that move
             are then no fault. Names: decimal-bandwidth, one-qkv, flash-attention, activations-in-memory, state-token.
         table: write all rows as CSV.
-        plot: a folder for figures.json, the data behind figures 5 to 9, and for drawings like figures 5, 8 and 9.
+        plot: a folder for figures.json, the data behind figures 5 to 9, and for drawings like them.
     """
-    from sinew.perf import plots
+    from sinew.perf.paper.published import compare_realtime
+
+    if which == "vla-perf":
+        return _vla_perf(correct or [], table, plot)
+    if correct or plot is not None:
+        raise SinewError("--correct and --plot: expected the paper vla-perf, got realtime-vla")
+    rows = compare_realtime()
+    terminal.console().print(_printed_table(rows, "Running VLAs at Real-time Speed (arXiv 2510.26742)"))
+    if table is not None:
+        write_csv(table, [_row_record(row) for row in rows])
+    statuses = dict(Counter(row.status for row in rows))
+    terminal.emit(
+        {
+            "schema": "sinew.perf.paper.realtime/1",
+            "statuses": statuses,
+            "rows": [_row_record(row) for row in rows],
+        }
+    )
+    return int("differs" in statuses)
+
+
+def _vla_perf(correct: Sequence[str], table: Path | None, plot: Path | None) -> int:
     from sinew.perf.paper.defects import defects
     from sinew.perf.paper.published import CORRECTIONS, compare, corrected_study, corrections
+    from sinew.perf.paper.takeaways import takeaways
 
-    names = list(CORRECTIONS) if correct == ["all"] else correct or []
+    names = list(CORRECTIONS) if correct == ["all"] else list(correct)
     console, study = terminal.console(), corrected_study(names)
-    rows, changed, others = compare(study), corrections(), defects()
-    console.print(_printed_table(rows, names))
+    if plot is not None:
+        figures.check()
+    rows, judged, changed, others = compare(study), takeaways(), corrections(), defects()
+    with_what = f"with {', '.join(names)}" if names else "as published"
+    console.print(_printed_table(rows, f"VLA-Perf (arXiv 2602.18397), {with_what}"))
+    console.print(_takeaways_table(judged))
     console.print(_corrections_table(changed))
     columns = ("defect", "quantity", ">as published", ">put right", "why")
     shown = terminal.table("its other defects, one by one", *columns)
@@ -131,24 +165,37 @@ def paper(
         shown.add_row(defect.name, defect.quantity, *values, defect.why)
     console.print(shown)
     if table is not None:
-        write_csv(table, [asdict(row) for row in rows])
+        write_csv(table, [_row_record(row) for row in rows])
     if plot is not None:
-        plot.mkdir(parents=True, exist_ok=True)
-        figures = study.figures()
-        plots.sizes(figures["figure 5"], plot / "latency_over_size.png")
-        bars = [(str(row["where"]), row["parts_ms"]) for row in (*figures["figure 8"], *figures["figure 9"])]
-        plots.placements(bars, plot / "placements.png", "where to run pi0, as VLA-Perf computes it")
-        (plot / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        _draw_paper(study, plot)
     record = {
         "schema": "sinew.perf.paper.study/1",
         "numbers": len(rows),
         "corrected": names,
         "statuses": dict(Counter(row.status for row in rows)),
+        "takeaways": [asdict(takeaway) for takeaway in judged],
         "corrections": changed,
         "defects": [asdict(defect) for defect in others],
     }
     terminal.emit(record)
     return int(not names and any(row.status == "differs" for row in rows))
+
+
+def _draw_paper(study: Study, folder: Path) -> None:
+    from sinew.perf import plots
+    from sinew.perf.paper.study import DOF
+
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = study.figures()
+    plots.sizes(drawn["figure 5"], folder / "latency_over_size.png")
+    plots.denoising(drawn["figure 6"], folder / "latency_over_steps.png")
+    plots.decoders(drawn["figure 7"], folder / "decoders.png", DOF)
+    for name, file, title in (
+        ("figure 8", "placements.png", "where to run pi0, as VLA-Perf computes it"),
+        ("figure 9", "split.png", "pi0 in two places, as VLA-Perf computes it"),
+    ):
+        plots.placements([(str(row["where"]), row["parts_ms"]) for row in drawn[name]], folder / file, title)
+    (folder / "figures.json").write_text(json.dumps(drawn, indent=1) + "\n", encoding="utf-8")
 
 
 @perf.command
@@ -192,12 +239,13 @@ def machines(*, data: Path | None = None, links: Path | None = None) -> int:
     from sinew.perf.hardware import hardware, networks
 
     console = terminal.console()
-    table = terminal.table("machines", "name", "", ">bf16, TFLOP/s", ">GB/s", ">GiB", "source")
+    formats = ("fp32", "bf16", "int8", "fp8")
+    peaks = [f">{name}" for name in formats]
+    table = terminal.table("machines, TFLOP/s", "name", "", *peaks, ">GB/s", ">GiB", "source")
     for entry in hardware(data).values():
-        peak = f"{entry.peak_flops('bf16') / 1e12:g}" if "bf16" in entry.peak else "-"
-        table.add_row(
-            entry.name, entry.title, peak, f"{entry.bandwidth / 1e9:g}", f"{entry.memory_gib:g}", entry.source
-        )
+        rates = [f"{entry.peak[name] / 1e12:g}" if name in entry.peak else "-" for name in formats]
+        sizes = (f"{entry.bandwidth / 1e9:g}", f"{entry.memory_gib:g}")
+        table.add_row(entry.name, entry.title, *rates, *sizes, entry.source)
     console.print(table)
     table = terminal.table("networks", "name", ">up, Mbit/s", ">down", ">one way, ms", "source")
     for link in networks(links).values():
@@ -215,14 +263,25 @@ def machines(*, data: Path | None = None, links: Path | None = None) -> int:
 # ----------------------------------------------------------------------------- helpers
 
 
-def _printed_table(rows: Sequence[Row], names: Sequence[str]) -> Table:
-    with_what = f"with {', '.join(names)}" if names else "as published"
-    title = f"VLA-Perf (arXiv 2602.18397), {with_what}"
+def _printed_table(rows: Sequence[Row], title: str) -> Table:
     table = terminal.table(title, "where", "quantity", ">printed", ">ours", "status")
     for row in rows:
-        ours = "does not fit" if row.ours is None else f"{row.ours:.4f}"
         style = "red" if row.status == "differs" else None
-        table.add_row(row.where, row.quantity, row.printed, ours, row.status, style=style)
+        table.add_row(row.where, row.quantity, row.printed, row.shown, row.status, style=style)
+    return table
+
+
+def _row_record(row: Row) -> dict[str, Any]:
+    return asdict(row) | {"ours": row.shown if row.ours is None else row.ours}
+
+
+def _takeaways_table(judged: Sequence[Takeaway]) -> Table:
+    studies = list(judged[0].verdicts)
+    table = terminal.table("its 15 takeaways", ">", "claim", *studies)
+    for takeaway in judged:
+        verdicts = takeaway.verdicts.values()
+        shown = [f"{'holds' if each.holds else 'DOES NOT HOLD'}: {each.numbers}" for each in verdicts]
+        table.add_row(str(takeaway.number), takeaway.claim, *shown, end_section=True)
     return table
 
 
@@ -271,7 +330,7 @@ def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
