@@ -19,10 +19,11 @@ from rich.table import Table
 from sinew import figures, progress
 from sinew.cli import terminal
 from sinew.cli.perf_fleet import fleet
-from sinew.cli.perf_machine import calibrate, fit, predict
-from sinew.cli.perf_options import Asked, Rate, dtypes
+from sinew.cli.perf_machine import calibrate, fit, predict, sync
+from sinew.cli.perf_options import Asked, Delay, Rate, dtypes
 from sinew.cli.perf_scenario import scenario
 from sinew.cli.perf_stream import stream
+from sinew.cli.perf_tiers import tiers
 from sinew.core import SinewError
 from sinew.perf.request import AS_THE_POLICY
 
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from sinew.perf.paper.published import Row
     from sinew.perf.paper.study import Study
     from sinew.perf.paper.takeaways import Takeaway
-    from sinew.perf.roofline import StageTiming
+    from sinew.perf.roofline import MatrixProduct, StageTiming
 
 perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
-for command in (scenario, fit, calibrate, predict, fleet, stream):
+for command in (scenario, fit, calibrate, predict, fleet, stream, sync, tiers):
     perf.command(command)
 
 
@@ -46,8 +47,10 @@ def run(
     hardware: Annotated[list[str] | None, Parameter(negative="")] = None,
     request: Asked = AS_THE_POLICY,
     dtype: str | None = None,
-    traffic: Literal["fused", "unfused"] = "fused",
+    traffic: Literal["fused", "unfused", "weights"] = "fused",
     engine: Literal["eager", "plan"] = "plan",
+    operators: Annotated[bool, Parameter(negative="")] = False,
+    sync_us: Delay = 0.0,
     data: Path | None = None,
     table: Path | None = None,
     plot: Path | None = None,
@@ -55,11 +58,15 @@ def run(
     """Latency by component on one or more machines, from the traced program.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, at their published size.
+        source: as of `sinew infer`, or a family's preset at its published size, or FILE.json in the form of a family's
+            published.json: a model of any widths. pi0-l, pi0-xl and pi0-xxl are VLA-Perf's.
         hardware: names of machines (`sinew perf machines`), repeatable or with commas; thor, rtx4090, h200 if absent.
         dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or COMPONENT=..., comma-separated: vision=fp8,language=fp8.
-        traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves.
+        traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves; weights
+            moves nothing but weights, the least that any program can.
         engine: eager, or with the rewrites of the plan.
+        operators: also every product with how often it runs, its shape and its bound.
+        sync_us: microseconds between two products, as `sinew perf sync` measures them: added for each.
         data: a file with more machines, as sinew/perf/data/hardware.toml.
         table: write the table as CSV.
         plot: write the roofline with each component as a point.
@@ -72,14 +79,20 @@ def run(
     from sinew.perf import plots
     from sinew.perf.memory import memory_report, missing
     from sinew.perf.program import PublishedProgram
-    from sinew.perf.roofline import timing
+    from sinew.perf.roofline import products, timing
 
     with progress.task(f"tracing {source}"):
         program = PublishedProgram.load(source, request, dtypes=dtypes(dtype), engine=engine)
         parts = program.components(traffic)
     timings = {machine.name: [timing(part, machine) for part in parts] for machine in machines}
-    records = [_record(machine, timings[machine.name]) for machine in machines]
+    launches = sum(part.launches for part in parts)
+    records = [_record(machine, timings[machine.name], launches, sync_us) for machine in machines]
     console = terminal.console()
+    if operators:
+        shown = [product for part in parts for product in products(part)]
+        for machine, record in zip(machines, records, strict=True):
+            record["operators"] = [asdict(each) | {"ms": 1e3 * each.seconds(machine)} for each in shown]
+            console.print(_operators_table(machine, shown))
     console.print(_component_table(source, records))
     gib = memory_report(program).weights_nbytes / 2**30
     console.print(
@@ -294,13 +307,16 @@ def _corrections_table(changed: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _record(machine: Hardware, rows: Sequence[StageTiming]) -> dict[str, Any]:
-    total = sum(row.seconds for row in rows)
+def _record(machine: Hardware, rows: Sequence[StageTiming], launches: int, sync_us: float) -> dict[str, Any]:
+    computed = sum(row.seconds for row in rows)
+    total = computed + launches * sync_us / 1e6
     parts = [
         {
             "component": row.name,
             "ms": 1e3 * row.seconds,
+            "share": row.seconds / computed if computed else 0.0,
             "bound": row.bound,
+            "intensity": row.intensity if row.nbytes else 0.0,
             "gflop": row.flops / 1e9,
             "gbyte": row.nbytes / 1e9,
             "tflops": row.flops / row.seconds / 1e12 if row.seconds else 0.0,  # a stage without products
@@ -312,20 +328,34 @@ def _record(machine: Hardware, rows: Sequence[StageTiming]) -> dict[str, Any]:
         "title": machine.title,
         "ms": 1e3 * total,
         "hz": 1 / total,
+        "products": launches,
+        "sync_ms": 1e3 * (total - computed),
         "components": parts,
     }
 
 
 def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:
-    columns = ("machine", "component", ">ms", "bound", ">GFLOP", ">GB through memory", ">TFLOP/s at best")
-    table = terminal.table(f"{source}: roofline", *columns)
+    columns = (">ms", ">share", "bound", ">FLOP/byte", ">GFLOP", ">GB moved", ">TFLOP/s at best")
+    table = terminal.table(f"{source}: roofline", "machine", "component", *columns)
     for record in records:
         for part in record["components"]:
+            bound = (f"{part['ms']:.2f}", f"{part['share']:.1%}", part["bound"], f"{part['intensity']:.1f}")
             numbers = (f"{part['gflop']:.1f}", f"{part['gbyte']:.2f}", f"{part['tflops']:.1f}")
-            table.add_row(record["title"], part["component"], f"{part['ms']:.2f}", part["bound"], *numbers)
-        table.add_row(
-            "", "end to end", f"{record['ms']:.2f}", f"{record['hz']:.1f} Hz", end_section=True, style="bold"
-        )
+            table.add_row(record["title"], part["component"], *bound, *numbers)
+        if record["sync_ms"]:
+            table.add_row("", f"between {record['products']:,} products", f"{record['sync_ms']:.2f}")
+        rate = f"{record['hz']:.1f} Hz"
+        table.add_row("", "end to end", f"{record['ms']:.2f}", "", rate, end_section=True, style="bold")
+    return table
+
+
+def _operators_table(machine: Hardware, shown: Sequence[MatrixProduct]) -> Table:
+    columns = (">times", "shape", ">MFLOP", ">MB moved", "bound", ">ms in all")
+    table = terminal.table(f"products on {machine.title}", "stage", "product", *columns)
+    for each in shown:
+        size = (f"{each.flops / 1e6:.1f}", f"{each.nbytes / 1e6:.2f}", each.bound(machine))
+        ms = f"{1e3 * each.seconds(machine):.3f}"
+        table.add_row(each.stage, each.name, f"{each.times}", each.shape, *size, ms)
     return table
 
 

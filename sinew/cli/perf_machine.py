@@ -207,6 +207,43 @@ def predict(
     return 0
 
 
+def sync(
+    *,
+    products: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1 << 16))] = 1378,
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: Positive = None,
+) -> int:
+    """What lies between two kernels here: for `sinew perf run --sync-us`.
+
+    Args:
+        products: sums in a chain; `sinew perf run` says how many matrix products a policy has. 1378 is what Running
+            VLAs at Real-time Speed (arXiv 2510.26742) counts, whose table 3 stands beside.
+        device: where they run.
+        threads: of a CPU.
+    """
+    from sinew.perf.machine.sync import BASELINE, SHAPE, measure
+    from sinew.perf.paper.published import printed
+
+    found = measure(products, device, threads)
+    title = f"{products} sums of {SHAPE[0]} x {SHAPE[1]} numbers on this machine's {device}"
+    table = terminal.table(title, "setting", ">ms", ">us each beyond one call")
+    for setting in found:
+        table.add_row(setting.name, f"{setting.ms:.2f}", f"{setting.us_each:.3f}")
+    table.add_section()
+    theirs = {quantity: number for where, quantity, number, _ in printed("realtime.tsv") if where == "T3"}
+    for quantity, number in theirs.items():
+        if quantity.endswith("overhead ms"):
+            name = quantity.removesuffix(" overhead ms")
+            each = 1e3 * float(number) / 1378
+            table.add_row(f"printed, RTX 4090: {name}", theirs[f"{name} ms"], f"{each:.3f}")
+    terminal.console().print(table)
+    chosen = min((each for each in found if each.name != BASELINE), key=lambda each: each.us_each)
+    terminal.console().print(f"sinew perf run SOURCE --sync-us {chosen.us_each:.3f}  # {chosen.name}")
+    record = {"products": products, "device": device, "settings": [asdict(each) for each in found]}
+    terminal.emit({"schema": "sinew.perf.sync/1", **record})
+    return 0
+
+
 def print_calibration(found: Calibration, console: Console) -> None:
     from sinew.perf.machine.calibrate import errors_by_stage
 

@@ -61,6 +61,44 @@ def timing(component: Component, machine: Hardware) -> StageTiming:
     return StageTiming(component.name, n * total, n * compute, n * memory, n * flops, n * nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixProduct:
+    """A matrix product of a component, with equal ones: ``times`` for one observation, FLOP and bytes through memory of
+    each. ``shape``: as of :class:`sinew.perf.operators.Operator`."""
+
+    stage: str
+    name: str
+    times: int
+    shape: str
+    flops: int
+    nbytes: int
+    dtype: str
+
+    def bound(self, machine: Hardware) -> str:
+        return "compute" if self.flops / machine.peak_flops(self.dtype) > self._moving(machine) else "memory"
+
+    def seconds(self, machine: Hardware) -> float:
+        """All of them, one after another."""
+        return self.times * max(self.flops / machine.peak_flops(self.dtype), self._moving(machine))
+
+    def _moving(self, machine: Hardware) -> float:
+        return self.nbytes / machine.bandwidth
+
+
+def products(component: Component) -> list[MatrixProduct]:
+    """Return the matrix products of a component, equal ones together, in the order in which they first run."""
+    found: dict[tuple[str, str, int, int, str], int] = {}
+    for each in component.operators:
+        if each.flops:
+            nbytes = _bytes(each, Residency.HBM) // each.kernels
+            key = (each.name, each.shape, each.flops // each.kernels, nbytes, each.compute_dtype)
+            found[key] = found.get(key, 0) + component.repeats * each.count * each.kernels
+    return [
+        MatrixProduct(component.name, name, times, shape, flops, nbytes, dtype)
+        for (name, shape, flops, nbytes, dtype), times in found.items()
+    ]
+
+
 def seconds(components: Iterable[Component], machine: Hardware) -> float:
     """End to end: one component after the other."""
     return sum(timing(component, machine).seconds for component in components)

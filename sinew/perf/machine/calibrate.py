@@ -16,7 +16,7 @@ from sinew.perf.machine import fit as calibration
 from sinew.perf.machine.fit import Calibration, Sample, work
 from sinew.perf.machine.measure import DTYPES, MeasuredSizes, StageTime, measure_speeds, measure_stages
 from sinew.perf.machine.measure_engine import measure_engine, requests_of
-from sinew.perf.program import PRESETS, PublishedProgram, of_model, preset
+from sinew.perf.program import PublishedProgram, is_sizes_alone, of_model, preset
 from sinew.perf.trace import STAGES
 
 Report = Callable[[str], None]
@@ -87,7 +87,7 @@ def engine_samples(
     """Stages of a bundle under another engine, beside the operators of the planned program that it runs."""
     from sinew.policy import load
 
-    if str(source) in PRESETS:
+    if is_sizes_alone(source):
         raise SinewError(f"source: expected a bundle for engine {engine}, got the preset {source}")
     policy = load(source, "cpu", dtype, engine, threads=threads, allow_missing_cameras=True)  # views vary
     asked = requests_of(policy) if requests is None else requests
@@ -129,7 +129,7 @@ def default_requests(program: PublishedProgram) -> list[MeasuredSizes]:
 
 def loaded(source: str | Path, dtype: str) -> tuple[Model, PublishedProgram]:
     """The model on the CPU with its weights, or random ones for a preset, and its program."""
-    if str(source) in PRESETS:
+    if is_sizes_alone(source):
         program = preset(str(source)).cast(dtype)
         model = random_weights(on_meta(program.model))
     else:

@@ -21,7 +21,7 @@ PARTS = ("vision", "language", "head")
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class PrintedProduct:
     """``times`` products of N x K by K x M. heads: above 0 for attention, each of them two products of that size."""
 
     part: str
@@ -57,33 +57,33 @@ class Product:
         return max(self.compute_s, self.memory_s)
 
 
-def products(views: int) -> list[Product]:
+def products(views: int) -> list[PrintedProduct]:
     """Table 2 for a number of views, its chunk of 63 and no prompt."""
     n, keys, heads = PATCHES * views, PATCHES * views + ROWS, 8 * ROWS
     steps, layers = STEPS, 18 * STEPS
     return [
-        Product("vision", 1, n, 588, 1152),
-        Product("vision", 27, n, 1152, 3456),
-        Product("vision", 27, n, 72, n, heads=16),
-        Product("vision", 27, n, 1152, 1152),
-        Product("vision", 27, n, 1152, 4304),
-        Product("vision", 27, n, 4304, 1152),
-        Product("language", 1, n, 1152, 2048),
-        Product("language", 18, n, 2048, 2560),
-        Product("language", 17, n, 256, n, heads=8),
-        Product("language", 17, n, 2048, 2048),
-        Product("language", 17, n, 2048, 32768),
-        Product("language", 17, n, 16384, 2048),
-        Product("head", 1, 1, 32, 1024),
-        Product("head", steps, ROWS - 1, 32, 1024),
-        Product("head", steps, ROWS - 1, 1024, 1024),
-        Product("head", layers, ROWS, 1024, 2560),
-        Product("head", layers, heads, 256, keys),
-        Product("head", layers, heads, keys, 256),
-        Product("head", layers, ROWS, 2048, 1024),
-        Product("head", layers, ROWS, 1024, 8192),
-        Product("head", layers, ROWS, 4096, 1024),
-        Product("head", steps, ROWS - 1, 1024, 32),
+        PrintedProduct("vision", 1, n, 588, 1152),
+        PrintedProduct("vision", 27, n, 1152, 3456),
+        PrintedProduct("vision", 27, n, 72, n, heads=16),
+        PrintedProduct("vision", 27, n, 1152, 1152),
+        PrintedProduct("vision", 27, n, 1152, 4304),
+        PrintedProduct("vision", 27, n, 4304, 1152),
+        PrintedProduct("language", 1, n, 1152, 2048),
+        PrintedProduct("language", 18, n, 2048, 2560),
+        PrintedProduct("language", 17, n, 256, n, heads=8),
+        PrintedProduct("language", 17, n, 2048, 2048),
+        PrintedProduct("language", 17, n, 2048, 32768),
+        PrintedProduct("language", 17, n, 16384, 2048),
+        PrintedProduct("head", 1, 1, 32, 1024),
+        PrintedProduct("head", steps, ROWS - 1, 32, 1024),
+        PrintedProduct("head", steps, ROWS - 1, 1024, 1024),
+        PrintedProduct("head", layers, ROWS, 1024, 2560),
+        PrintedProduct("head", layers, heads, 256, keys),
+        PrintedProduct("head", layers, heads, keys, 256),
+        PrintedProduct("head", layers, ROWS, 2048, 1024),
+        PrintedProduct("head", layers, ROWS, 1024, 8192),
+        PrintedProduct("head", layers, ROWS, 4096, 1024),
+        PrintedProduct("head", steps, ROWS - 1, 1024, 32),
     ]
 
 

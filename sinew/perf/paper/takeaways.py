@@ -20,7 +20,7 @@ SERVERS = ("a100", "h100", "b100")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TakeawayVerdict:
     """holds: whether the numbers bear the claim out. numbers: those that decide."""
 
     holds: bool
@@ -33,7 +33,7 @@ class Takeaway:
 
     number: int
     claim: str
-    verdicts: dict[str, Verdict]
+    verdicts: dict[str, TakeawayVerdict]
 
 
 def studies() -> dict[str, Study]:
@@ -58,13 +58,13 @@ def takeaways() -> list[Takeaway]:
 # ----------------------------------------------------------------------------- one by one
 
 
-def _cameras(study: Study) -> Verdict:
+def _cameras(study: Study) -> TakeawayVerdict:
     rates = {title: 1 / study.e2e(name) for name, title in MACHINES}
     holds = min(rates[dict(MACHINES)[name]] for name in SERVERS) >= CAMERA[1] and rates["Thor"] < CAMERA[0]
-    return Verdict(holds, _listed(rates, "Hz"))
+    return TakeawayVerdict(holds, _listed(rates, "Hz"))
 
 
-def _bounds(study: Study) -> Verdict:
+def _bounds(study: Study) -> TakeawayVerdict:
     words = {what: value for _, what, value in study.table4() if what.endswith("bound")}
     expected = {
         f"{title} {part} bound": "Memory" if part == "action" or title == "Thor" else "Compute"
@@ -74,10 +74,10 @@ def _bounds(study: Study) -> Verdict:
     other = [
         f"{what.removesuffix(' bound')}: {words[what]}" for what in expected if words[what] != expected[what]
     ]
-    return Verdict(not other, "; ".join(other) or f"{len(words)} of {len(words)} as said")
+    return TakeawayVerdict(not other, "; ".join(other) or f"{len(words)} of {len(words)} as said")
 
 
-def _linear(study: Study) -> Verdict:
+def _linear(study: Study) -> TakeawayVerdict:
     """Slope of latency over parameters, both logarithmic, between neighbouring sizes of a part."""
     slopes = []
     rows = study.figures()["figure 5"]
@@ -87,12 +87,12 @@ def _linear(study: Study) -> Verdict:
             points = sorted((math.log(size), math.log(ms)) for size, ms in own)
             (x0, y0), (x1, y1) = points[0], points[-1]
             slopes.append((y1 - y0) / (x1 - x0))
-    return Verdict(
+    return TakeawayVerdict(
         min(slopes) >= 0.8 and max(slopes) <= 1.2, f"slopes {min(slopes):.2f} to {max(slopes):.2f}"
     )
 
 
-def _larger(study: Study) -> Verdict:
+def _larger(study: Study) -> TakeawayVerdict:
     rates = {what: value for _, what, value in study.table5() if what.endswith("B100 Hz")}
     base = SCALED[0].parameters
     shown = [
@@ -100,13 +100,13 @@ def _larger(study: Study) -> Verdict:
         for family in SCALED[1:]
     ]
     big = [rates[f"{f.name} B100 Hz"] for f in SCALED if f.parameters > 10 * base]
-    return Verdict(all(rate is not None and rate >= ACCEPTABLE for rate in big), ", ".join(shown))
+    return TakeawayVerdict(all(rate is not None and rate >= ACCEPTABLE for rate in big), ", ".join(shown))
 
 
-def _context(study: Study) -> Verdict:
+def _context(study: Study) -> TakeawayVerdict:
     far = {title: _steps_at(study, name) for name, title in MACHINES if name in ("thor", "rtx4090", "b100")}
     holds = far["B100"] >= 1000 and all(50 <= far[name] <= 200 for name in ("Thor", "RTX4090"))
-    return Verdict(holds, "10 Hz up to " + _listed(far, "observations", digits=0))
+    return TakeawayVerdict(holds, "10 Hz up to " + _listed(far, "observations", digits=0))
 
 
 def _steps_at(study: Study, machine: str) -> int:
@@ -120,23 +120,23 @@ def _steps_at(study: Study, machine: str) -> int:
     return low
 
 
-def _steps(study: Study) -> Verdict:
+def _steps(study: Study) -> TakeawayVerdict:
     found = {what: value for _, what, value in study.section45()}
     steps, chunk = found["steps 10->50 E2E x"], found["chunk 50->250 E2E +%"]
-    return Verdict(
+    return TakeawayVerdict(
         steps >= 1.5 and chunk < 20, f"5 times the steps {steps:.2f} x, 5 times the chunk +{chunk:.0f} %"
     )
 
 
-def _diffusion(study: Study) -> Verdict:
+def _diffusion(study: Study) -> TakeawayVerdict:
     ratios = {
         f"chunk {n}": study.decoding("autoregressive", n) / study.decoding("diffusion", n)
         for n in (5, 10, 50)
     }
-    return Verdict(all(1 <= math.log10(each) < 3 for each in ratios.values()), _listed(ratios, "x"))
+    return TakeawayVerdict(all(1 <= math.log10(each) < 3 for each in ratios.values()), _listed(ratios, "x"))
 
 
-def _few_tokens(study: Study) -> Verdict:
+def _few_tokens(study: Study) -> TakeawayVerdict:
     def ms(kind: str, chunk: int, dof: int) -> float:
         return 1e3 * study.decoding(kind, chunk, dof)
 
@@ -149,10 +149,10 @@ def _few_tokens(study: Study) -> Verdict:
     shown = (
         f"7 numbers: {_listed(one, 'ms', digits=2)}; parallel up to chunk 10: {'yes' if at_once else 'no'}"
     )
-    return Verdict(few and many and at_once, shown)
+    return TakeawayVerdict(few and many and at_once, shown)
 
 
-def _server(study: Study) -> Verdict:
+def _server(study: Study) -> TakeawayVerdict:
     device = study.e2e("thor")
     places = [row for row in study.figures()["figure 8"][1:] if row["ms"] < 1e3 * device]
     all_of_them = len(study.figures()["figure 8"]) - 1
@@ -164,10 +164,10 @@ def _server(study: Study) -> Verdict:
         study.over("b100", ["ethernet-10g", "slow-cloud"]) > device,
     ]
     shown = f"{len(places)} of {all_of_them} routes beat {1e3 * device:.1f} ms; its five examples: {sum(named)} of 5"
-    return Verdict(len(places) > all_of_them / 2 and all(named), shown)
+    return TakeawayVerdict(len(places) > all_of_them / 2 and all(named), shown)
 
 
-def _split(study: Study) -> Verdict:
+def _split(study: Study) -> TakeawayVerdict:
     device = study.e2e("thor")
     slower_than_device = [study.collaboration(link) > device for link in EDGE]
     slower_than_server = [study.collaboration(link) > study.over("b100", [link]) for link in EDGE]
@@ -175,30 +175,30 @@ def _split(study: Study) -> Verdict:
         f"slower than the device over {sum(slower_than_device)} of {len(EDGE)} links, "
         f"than the server over {sum(slower_than_server)}"
     )
-    return Verdict(all(slower_than_server) and sum(slower_than_device) > len(EDGE) / 2, shown)
+    return TakeawayVerdict(all(slower_than_server) and sum(slower_than_device) > len(EDGE) / 2, shown)
 
 
-def _asynchronous(study: Study) -> Verdict:
+def _asynchronous(study: Study) -> TakeawayVerdict:
     gains = {
         study.links[link].title: study.asynchronous([link]) * study.over("b100", [link])
         for link in ("ethernet-10g", "wifi7", "5g", "4g")
     }
     first, *wireless = gains.values()
-    return Verdict(min(wireless) > 2 > first, _listed(gains, "x", digits=2))
+    return TakeawayVerdict(min(wireless) > 2 > first, _listed(gains, "x", digits=2))
 
 
-def _dual(study: Study) -> Verdict:
+def _dual(study: Study) -> TakeawayVerdict:
     gains = {what.removesuffix(" cap5 x"): v for _, what, v in study.table9() if what.endswith("cap5 x")}
     holds = min(gains.values()) > 1 and max(gains.values()) / min(gains.values()) > 1.5
-    return Verdict(holds, _listed(gains, "x", digits=2))
+    return TakeawayVerdict(holds, _listed(gains, "x", digits=2))
 
 
-def _device(study: Study) -> Verdict:
+def _device(study: Study) -> TakeawayVerdict:
     rate = 1 / study.e2e("thor")
-    return Verdict(ACCEPTABLE <= rate < HIGH, f"Thor {rate:.1f} Hz")
+    return TakeawayVerdict(ACCEPTABLE <= rate < HIGH, f"Thor {rate:.1f} Hz")
 
 
-def _edge(study: Study) -> Verdict:
+def _edge(study: Study) -> TakeawayVerdict:
     rates = {
         f"{study.machines[machine].title}, {study.links[link].title}": 1 / study.over(machine, [link])
         for machine, link in (
@@ -208,22 +208,22 @@ def _edge(study: Study) -> Verdict:
     }
     wired, *wireless, fast, wifi, cellular = rates.values()
     holds = min(wireless) >= ACCEPTABLE and wired < HIGH <= min(fast, wifi) and cellular < HIGH
-    return Verdict(holds, _listed(rates, "Hz"))
+    return TakeawayVerdict(holds, _listed(rates, "Hz"))
 
 
-def _cloud(study: Study) -> Verdict:
+def _cloud(study: Study) -> TakeawayVerdict:
     good = ("ethernet-10g", "fast-cloud")
     rates = {"in step": 1 / study.over("b100", good), "asynchronously": study.asynchronous(good)}
     slow = 1 / min(study.over("b100", [link, cloud]) for link in EDGE for cloud in CLOUD)
     holds = ACCEPTABLE <= rates["in step"] < HIGH <= rates["asynchronously"] and slow < HIGH
-    return Verdict(holds, _listed(rates, "Hz"))
+    return TakeawayVerdict(holds, _listed(rates, "Hz"))
 
 
 def _listed(values: dict[str, float], unit: str, digits: int = 1) -> str:
     return ", ".join(f"{name} {value:.{digits}f}" for name, value in values.items()) + f" {unit}"
 
 
-CLAIMS: Sequence[tuple[str, Callable[[Study], Verdict]]] = (
+CLAIMS: Sequence[tuple[str, Callable[[Study], TakeawayVerdict]]] = (
     ("datacentre GPUs reach the rate of cameras for pi0, edge GPUs do not", _cameras),
     ("the action part is memory-bound everywhere, vision and VLM compute-bound but on Thor", _bounds),
     ("latency of each part grows about linearly with its size", _linear),
