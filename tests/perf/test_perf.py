@@ -470,7 +470,7 @@ def test_perf_run(capsys, tmp_path):
     assert (tmp_path / "roof.png").stat().st_size > 10_000
 
 
-FLOAT32 = ("63x32x1024", "63x1024x1024", "63x1024x32")  # the ends of the head, here
+FLOAT32 = ("1x32x1024", "63x32x1024", "63x1024x1024", "63x1024x32")  # the ends of the head, here
 LEAST = ("--hardware", "rtx4090-boosted", "--chunk", 63, "--prompt-tokens", 0, "--traffic", "weights")
 
 
@@ -496,10 +496,8 @@ def test_the_lower_bound_of_the_traced_program(capsys, views, printed_ms):
         (17, f"{256 * views}x16384x2048"), (1, f"{256 * views}x1152x2048"),
     }  # fmt: skip
     for each in ours.keys() & theirs.keys():
-        if each[1] == "1x32x1024":  # a bias is nearly a part of so small a matrix
-            continue
-        wide = 2 if each[1] in FLOAT32 else 1
-        assert ours[each] == pytest.approx(wide * theirs[each], rel=1e-9), each
+        wide, biases = (2, 0.05) if each[1] in FLOAT32 else (1, 1e-9)
+        assert ours[each] == pytest.approx(wide * theirs[each], rel=biases), each
     # The rest of the expert has one row less: the state's keys and values are made once, in the prefix.
     one_less = {(times, shape.replace("64x", "63x", 1)) for times, shape in theirs if shape.startswith("64x")}
     assert one_less <= ours.keys()
