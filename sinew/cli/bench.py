@@ -45,6 +45,7 @@ def bench(
     image_size: str | None = None,
     prompt: str = PROMPT,
     solver_steps: int | None = None,
+    fit_steps: str | None = None,
     deadline_ms: float | None = None,
 ) -> int:
     """Time a bundle, stage by stage.
@@ -56,11 +57,14 @@ def bench(
         image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
         prompt: the instruction.
         solver_steps: instead of the bundle's own number.
+        fit_steps: numbers of solver steps with commas, as 1,2,5,10: also fits a line to the inference's median over
+            them, which tells the prefix from a step where an engine runs both as one.
         deadline_ms: count the inferences that take longer.
     """
     size = parse_size(image_size) if image_size else None
+    counts = parse_steps(fit_steps) if fit_steps else ()
     options = load.keywords() | {"threads": threads}
-    result = measure(bundle, runs, options, size, prompt, solver_steps)
+    result = measure(bundle, runs, options, size, prompt, solver_steps, counts)
     if deadline_ms is not None:
         totals = np.array(result["samples_ms"]["total"])
         misses = int((totals > deadline_ms).sum())
@@ -78,9 +82,10 @@ def measure(
     size: tuple[int, int] | None,
     prompt: str,
     solver_steps: int | None,
+    fit_steps: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Load, warm up and run; returns everything that the report and the JSON line show. ``options``: of
-    ``sinew.load``."""
+    ``sinew.load``. ``fit_steps``: numbers of solver steps that a line is fitted to, none if empty."""
     from sinew.engine.backend import BACKENDS
     from sinew.engine.choose import choose
     from sinew.policy import Policy, open_bundle
@@ -117,6 +122,7 @@ def measure(
             progress.advance(task)
         seconds = clock() - warm
         apart = stages_apart(policy, observation, runs)
+        fitted = line_over_steps(policy, observation, fit_steps, runs) if fit_steps else None
 
     rate = runs / seconds
     described = describe(policy, observation)
@@ -143,6 +149,7 @@ def measure(
         },
         "samples_ms": {"total": [round(value, 3) for value in totals]},
         "roofline": roofline_record(policy, policy.threads, described),
+        **({} if fitted is None else {"fit": fitted}),
     }
 
 
@@ -176,6 +183,37 @@ def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list
         policy.engine.run(prepared.inputs.batched(), prepared.noise[None], prepared.steps, watch=watch)
         found.append(watch.timing())
     return found[1:]  # the first records them
+
+
+def line_over_steps(
+    policy: Policy, observation: dict[str, Any], counts: Sequence[int], runs: int
+) -> dict[str, Any]:
+    """Return inference(T) = prefix + T * step in milliseconds, by least squares over the medians of ``runs`` each,
+    taken in turns so that a busy machine meets them alike. residual_ms: the largest distance from the line.
+
+    The way in which the authors of vla.cpp tell pi0's phases apart (appendix D).
+    """
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for count in counts:  # some engines make a program for each number
+        policy.infer({**observation, "seed": 0, "solver_steps": count})
+    for run in range(runs):
+        for count, found in times.items():
+            begin = time.perf_counter()
+            policy.infer({**observation, "seed": run, "solver_steps": count})
+            found.append((time.perf_counter() - begin) * 1e3)
+    medians = np.array([float(np.median(found)) for found in times.values()])
+    across = np.stack([np.ones(len(counts)), np.array(counts, float)], axis=1)
+    (prefix, step), *_ = np.linalg.lstsq(across, medians, rcond=None)
+    steps = observation["solver_steps"] or policy.spec.solver_steps
+    whole = prefix + steps * step
+    return {
+        "steps": list(counts),
+        "median_ms": [round(float(value), 4) for value in medians],
+        "prefix_ms": float(prefix),
+        "step_ms": float(step),
+        "residual_ms": float(np.abs(across @ np.array([prefix, step]) - medians).max()),
+        "prefix_share": float(prefix / whole) if whole > 0 else 0.0,
+    }
 
 
 def stage_statistics(
@@ -274,6 +312,13 @@ def print_report(result: dict[str, Any]) -> None:
             f" before load {_mib(memory['after_import']['peak'])})"
         ),
     ]
+    if "fit" in result:
+        fit = result["fit"]
+        lines.append(
+            f"inference(T) = {fit['prefix_ms']:.2f} ms + T * {fit['step_ms']:.3f} ms over T ="
+            f" {', '.join(map(str, fit['steps']))}, at most {fit['residual_ms']:.2f} ms beside it;"
+            f" {fit['prefix_share']:.0%} are no step"
+        )
     if "deadline" in result:
         deadline = result["deadline"]
         lines.append(
@@ -326,3 +371,11 @@ def parse_size(text: str) -> tuple[int, int]:
     if not (height.isdigit() and width.isdigit() and int(height) and int(width)):
         raise ObservationError("--image-size", "HEIGHTxWIDTH, as 480x640", repr(text))
     return int(height), int(width)
+
+
+def parse_steps(text: str) -> tuple[int, ...]:
+    """``"1,2,5"`` to numbers of solver steps, each once. A line needs two."""
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and 1 <= int(part) <= 1000 for part in parts) or len(set(parts)) < 2:
+        raise ObservationError("--fit-steps", "two numbers or more of 1 to 1000, as 1,2,5,10", repr(text))
+    return tuple(dict.fromkeys(int(part) for part in parts))
