@@ -44,6 +44,7 @@ def export(bundle: Path, /, *, onnx: Path | None = None, vlacpp: Path | None = N
 
 
 def _export_onnx(opened: Bundle, onnx: Path) -> int:
+    from sinew.checks.validate.exported import write_reference
     from sinew.engine.onnx.cache import publish
 
     if onnx.exists():
@@ -51,6 +52,7 @@ def _export_onnx(opened: Bundle, onnx: Path) -> int:
     onnx.parent.mkdir(parents=True, exist_ok=True)
     with scratch.beside(onnx) as partial:
         write_folder(opened, partial, onnx)
+        write_reference(opened, partial)
         publish(partial, onnx)
     size = sum(path.stat().st_size for path in onnx.iterdir())
     console = terminal.console(markup=False)

@@ -136,7 +136,8 @@ def calibrate(
 
     Args:
         source: as of `sinew infer`, or a family's preset, with random weights.
-        threads: for compute; chosen from the cores of this process if absent.
+        threads: for compute; if absent, those with which the engine computes this bundle, as `sinew bench` does; of
+            sizes alone one per core.
         dtype: compute type.
         engine: whose stages to measure; for others than eager the source is a bundle.
         runs: of each stage; their median counts.
@@ -199,9 +200,11 @@ def predict(
         found = fitted.predict(real)
         row = {"predicted": found.seconds, "low": found.low, "high": found.high}
         row["roofline"] = calibration.roofline_seconds(ideal, fitted.speeds)
-        stages[real.name] = {name: 1e3 * seconds for name, seconds in row.items()}
-        table.add_row(real.name, *(f"{milliseconds:.1f}" for milliseconds in stages[real.name].values()))
+        stages[real.name] = {name: None if s is None else 1e3 * s for name, s in row.items()}
+        table.add_row(real.name, *("-" if ms is None else f"{ms:.1f}" for ms in stages[real.name].values()))
     terminal.console().print(table)
+    if fitted.band >= 1:
+        terminal.console().print(f"[yellow]{too_wide(fitted)}[/]")
     record = {"source": source, "engine": engine, "threads": count, "band": fitted.band, "stages_ms": stages}
     terminal.emit(record)
     return 0
@@ -258,12 +261,19 @@ def print_calibration(found: Calibration, console: Console) -> None:
         f"largest error of {len(found.samples)} samples: {errors}; band of predictions {found.band:.0%}",
     ):
         console.print(line)
+    if found.band >= 1:
+        console.print(f"[yellow]{too_wide(found)}[/]")
     cores = machine.cores().physical
     if speeds.load > cores:
         busy = (
             f"load average {speeds.load} on {cores} cores: others were computing; calibrate again when idle"
         )
         console.print(f"[yellow]{busy}[/]")
+
+
+def too_wide(found: Calibration) -> str:
+    """Return what a band says that bounds nothing from above."""
+    return f"a band of {found.band:.0%} bounds no time from above: calibrate again when nothing else computes"
 
 
 def _mib(count: int) -> str:

@@ -35,7 +35,8 @@ def calibrate(
 ) -> tuple[Calibration, Path]:
     """Measure ``source`` (a bundle, or a preset with random weights) on the CPU; fit, store, and say where.
 
-    engine: other engines than eager run a bundle as it is, so they need one. requests: what to measure;
+    engine: other engines than eager run a bundle as it is, so they need one. threads: :func:`threads_of` if absent.
+    requests: what to measure;
     :func:`default_requests` or :func:`sinew.perf.machine.measure_engine.requests_of` if absent.
     Samples of other policies in an earlier calibration of this processor, number of threads and engine stay in the fit.
     """
@@ -44,9 +45,9 @@ def calibrate(
     if dtype not in DTYPES:
         raise SinewError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or machine.recommended_threads()[0])
     say = report or (lambda _: None)
     try:
+        torch.set_num_threads(threads or threads_of(source, engine, dtype))
         say(f"measuring the machine with {torch.get_num_threads()} threads")
         speeds = measure_speeds(dict.fromkeys(("fp32", dtype)))
         if engine == "eager":
@@ -63,6 +64,18 @@ def calibrate(
         return fitted, calibration.save(fitted, directory)
     finally:
         torch.set_num_threads(before)
+
+
+def threads_of(source: str | Path, engine: str, dtype: str) -> int:
+    """Return the number of threads with which an engine computes a bundle where nobody says one: what ``sinew bench``
+    measures, and looks a calibration up for. Of sizes alone one per core."""
+    if is_sizes_alone(source):
+        return machine.recommended_threads()[0]
+    from sinew.policy import load
+
+    policy = load(source, "cpu", dtype, engine)
+    policy.warm_up()  # which settles them
+    return policy.threads
 
 
 def measure_samples(

@@ -1,0 +1,55 @@
+"""Prove a folder of graphs where its weights are not: it carries what eager float32 made of one observation.
+
+``sinew export`` writes the chunk, ``sinew doctor FOLDER`` computes it again, on whatever machine and provider it is.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+from sinew_client.given import opened
+
+from sinew.bundle import Bundle
+from sinew.checks.validate.observations import random_observations
+from sinew.checks.validate.parity import bounds_of, distance, spread_of
+from sinew.core import BundleError, SinewError
+from sinew.npy import load_npy
+from sinew.policy import Policy
+
+REFERENCE = "reference.npy"  # float32 [chunk, actions], in the robot's units
+MOST = 64 << 20  # bytes
+
+
+def write_reference(bundle: Bundle, folder: Path) -> None:
+    """Write what eager float32 makes of the first random observation, unquantised, beside the graphs."""
+    policy = Policy(bundle, "cpu", "fp32", "eager", ignore_recipe=True)
+    data = io.BytesIO()
+    np.save(data, policy.infer(next(random_observations(policy))).actions.astype(np.float32))
+    (folder / REFERENCE).write_bytes(data.getvalue())
+
+
+def against_reference(policy: Policy, folder: Path) -> tuple[float, float] | None:
+    """Return (relative L2 of the chunk over the spread of the statistics, its bound), or None where there is no
+    reference. Raises :class:`SinewError` for a file that is none of this policy."""
+    path = folder / REFERENCE
+    if not path.exists():
+        return None
+    try:
+        with opened(path) as file:
+            data = file.read(MOST + 1)
+    except OSError as error:
+        raise BundleError(f"{path}: {error}") from None
+    if len(data) > MOST:
+        raise BundleError(f"{path}: expected at most {MOST} bytes, got more")
+    try:
+        wanted = load_npy(REFERENCE, memoryview(data))
+    except SinewError as error:
+        raise BundleError(f"{path}: {error}") from None
+    got = policy.infer(next(random_observations(policy))).actions
+    if wanted.dtype != np.float32 or wanted.shape != got.shape or not np.isfinite(wanted).all():
+        expected = f"finite float32 {list(got.shape)}"
+        raise BundleError(f"{path}: expected {expected}, got {wanted.dtype} {list(wanted.shape)}")
+    spread = spread_of(policy)
+    return distance(got / spread, wanted / spread), bounds_of(policy)["actions"]
