@@ -268,7 +268,7 @@ def default_env(target: str, cameras: Cameras) -> str:
         from sinew.eval.fitting import task_of
     except ModuleNotFoundError:  # said when the environment is made
         return ENV
-    found = task_of(target, cameras.rename, cameras.allow_missing_cameras)
+    found = task_of(target, cameras.rename, **cameras.allowed)
     terminal.console(stderr=True).print(
         f"env {found}: none was given" + " and the policy fits it" * (found != ENV)
     )

@@ -29,7 +29,7 @@ def variant_of(target: str, runs: Runs, cameras: Cameras, **more: Any) -> Varian
         engine=None if runs.engine == "auto" else runs.engine,
         ignore_recipe=runs.ignore_recipe,
         rename=cameras.rename,
-        allow_missing_cameras=cameras.allow_missing_cameras,
+        **cameras.allowed,
         **more,
     )
 
@@ -62,8 +62,10 @@ def settled(variant: Variant, task: Task | None = None, said: set[str] | None = 
     if "://" in variant.target:
         device = None if variant.device == "auto" else variant.device
         flags = (variant.dtype, variant.engine, device, variant.ignore_recipe, variant.rename)
-        if any(flags) or variant.allow_missing_cameras:
-            raise SinewError("engine, dtype, device and cameras belong to the server; start it with them")
+        if any(flags) or variant.allow_missing_cameras or variant.allow_empty_prompt:
+            raise SinewError(
+                "engine, dtype, device, cameras and empty prompts belong to the server; start it with them"
+            )
     variant = _handed_over(variant, task, set() if said is None else said)
     if "://" in variant.target or variant.target == EXPERT:
         return replaced(variant, device="cpu")

@@ -223,7 +223,7 @@ def episodes_row(machine: Any) -> list[tuple[str, str]]:
 
 # ----------------------------------------------------------------------------- what does not fit
 
-_PYTHON = re.compile(r" \((?:rename [^)]*|allow_missing_cameras[^)]*)\)")  # hints for who calls sinew.load
+_PYTHON = re.compile(r" \((?:rename [^)]*|allow_[^)]*)\)")  # hints for who calls sinew.load
 
 
 def refusal(text: str, machine: Any, policy: dict[str, Any]) -> str:

@@ -26,9 +26,10 @@ TASKS = {
 }  # embedded, and who plays them
 
 
-def task_of(target: str, rename: Sequence[str] = (), allow_missing_cameras: bool = False) -> str:
-    """Return the embedded task whose observations the policy of a bundle takes, and the first one if it takes none."""
-    processor = _processor(target, tuple(rename), allow_missing_cameras)
+def task_of(target: str, rename: Sequence[str] = (), **allowed: bool) -> str:
+    """Return the embedded task whose observations the policy of a bundle takes, and the first one if it takes none.
+    allowed: as of :class:`sinew.processing.Processor`."""
+    processor = _processor(target, tuple(rename), **allowed)
     for task in TASKS:
         with suppress(SinewError):
             check_observation(Task(task), [processor])
@@ -41,10 +42,10 @@ def check_variants(task: Task, variants: Sequence[Variant]) -> float:
 
     A server checks what it is sent. Raises :class:`SinewError` with the field that a policy does not take.
     """
-    targets = {(v.target, v.rename, v.allow_missing_cameras) for v in variants}
+    targets = {(v.target, v.rename, v.allow_missing_cameras, v.allow_empty_prompt) for v in variants}
     processors = [
-        _processor(target, rename, missing)
-        for target, rename, missing in sorted(targets)
+        _processor(target, rename, allow_missing_cameras=missing, allow_empty_prompt=empty)
+        for target, rename, missing, empty in sorted(targets)
         if target != EXPERT and "://" not in target
     ]
     try:
@@ -88,10 +89,10 @@ def _plays(spec: PolicySpec, env: str) -> bool:
     return (spec.cameras, spec.state.dim, spec.action.dim) == (own.cameras, own.state.dim, own.action.dim)
 
 
-def _processor(target: str, rename: tuple[str, ...], allow_missing_cameras: bool) -> Processor:
+def _processor(target: str, rename: tuple[str, ...], **allowed: bool) -> Processor:
     manifest = open_bundle(target).manifest
     spec = rename_cameras(manifest.spec, parse_renames(rename))
-    return Processor(replace(manifest, spec=spec), allow_missing_cameras)
+    return Processor(replace(manifest, spec=spec), **allowed)
 
 
 def check_observation(task: Task, processors: Sequence[Processor]) -> float:
@@ -109,7 +110,7 @@ def check_observation(task: Task, processors: Sequence[Processor]) -> float:
         env.close()
 
 
-_PYTHON = re.compile(r" \((?:rename [^)]*|allow_missing_cameras[^)]*)\)")  # hints for who calls sinew.load
+_PYTHON = re.compile(r" \((?:rename [^)]*|allow_[^)]*)\)")  # hints for who calls sinew.load
 
 
 def _check(
