@@ -26,6 +26,7 @@ from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
 from sinew.engine.engine import Engine, Watch
 from sinew.processing import (
+    Allowed,
     BatchKey,
     ModelInputs,
     Prepared,
@@ -129,7 +130,10 @@ class Policy(OpenPolicy):
             prepared=prepared,
         )
         self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
-        allowed = {"allow_missing_cameras": allow_missing_cameras, "allow_empty_prompt": allow_empty_prompt}
+        allowed: Allowed = {
+            "allow_missing_cameras": allow_missing_cameras,
+            "allow_empty_prompt": allow_empty_prompt,
+        }
         self.processor = Processor(self.manifest, **allowed)
         self.processors = {"": self.processor} | {
             name: Processor(fitted(each, self.manifest), beside=self.processor, adapter=name, **allowed)

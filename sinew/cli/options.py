@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from sinew.core import SinewError
+
+if TYPE_CHECKING:
+    from sinew.processing import Allowed
 
 Engine = Literal["auto", "eager", "plan", "cpu", "onnx", "cuda"]
 Providers = Annotated[tuple[str, ...], Parameter(name="--provider", negative="")]
@@ -72,7 +75,7 @@ class Cameras:
         }
 
     @property
-    def allowed(self) -> dict[str, bool]:
+    def allowed(self) -> Allowed:
         """Return the arguments of :class:`sinew.processing.Processor`."""
         return {
             "allow_missing_cameras": self.allow_missing_cameras,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Unpack
 
 import gymnasium
 import numpy as np
@@ -16,7 +17,7 @@ from sinew.eval.adapters import Direct, EnvAdapter, make_env
 from sinew.eval.policies import EXPERT
 from sinew.eval.settings import Task, Variant
 from sinew.policy import open_bundle
-from sinew.processing import Processor
+from sinew.processing import Allowed, Processor
 
 TASKS = {
     "sinew/Blocks-v0": "blocks",
@@ -26,7 +27,7 @@ TASKS = {
 }  # embedded, and who plays them
 
 
-def task_of(target: str, rename: Sequence[str] = (), **allowed: bool) -> str:
+def task_of(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed]) -> str:
     """Return the embedded task whose observations the policy of a bundle takes, and the first one if it takes none.
     allowed: as of :class:`sinew.processing.Processor`."""
     processor = _processor(target, tuple(rename), **allowed)
@@ -89,7 +90,7 @@ def _plays(spec: PolicySpec, env: str) -> bool:
     return (spec.cameras, spec.state.dim, spec.action.dim) == (own.cameras, own.state.dim, own.action.dim)
 
 
-def _processor(target: str, rename: tuple[str, ...], **allowed: bool) -> Processor:
+def _processor(target: str, rename: tuple[str, ...], **allowed: Unpack[Allowed]) -> Processor:
     manifest = open_bundle(target).manifest
     spec = rename_cameras(manifest.spec, parse_renames(rename))
     return Processor(replace(manifest, spec=spec), **allowed)

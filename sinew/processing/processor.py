@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
@@ -96,6 +97,13 @@ class Prepared:
     adapter: str = ""
     unconditional: np.ndarray | None = None
     scale: float = 1.0
+
+
+class Allowed(TypedDict, total=False):
+    """What observations may lack, by the words of :class:`Processor`."""
+
+    allow_missing_cameras: bool
+    allow_empty_prompt: bool
 
 
 class Processor:

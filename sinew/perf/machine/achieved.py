@@ -57,9 +57,11 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         if program is None:
             return {"reason": f"{policy.bundle.path} has no weights whose shapes could be counted"}
         fused, unfused = program.components("fused"), program.components("unfused")
-        stages = {}
+        stages: dict[str, dict[str, float | None]] = {}
         for ideal, real in zip(fused, unfused, strict=True):
-            stage = {"gflop": 1e-9 * ideal.repeats * sum(r.count * r.flops for r in calibration.work(ideal))}
+            stage: dict[str, float | None] = {
+                "gflop": 1e-9 * ideal.repeats * sum(r.count * r.flops for r in calibration.work(ideal))
+            }
             stages[ideal.name] = stage
             if fitted is None:
                 continue

@@ -33,7 +33,7 @@ class PrintedProduct:
 
     @property
     def name(self) -> str:
-        sizes = (self.rows, self.depth, self.columns)
+        sizes: tuple[int, ...] = (self.rows, self.depth, self.columns)
         if self.heads:
             sizes = (self.heads, self.rows, self.columns, self.depth)
         called = "attention " if self.heads else ""

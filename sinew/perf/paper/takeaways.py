@@ -8,7 +8,7 @@ uncompressed pictures.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sinew.perf.paper.defects import DEFECTS, sent
@@ -219,7 +219,7 @@ def _cloud(study: Study) -> TakeawayVerdict:
     return TakeawayVerdict(holds, _listed(rates, "Hz"))
 
 
-def _listed(values: dict[str, float], unit: str, digits: int = 1) -> str:
+def _listed(values: Mapping[str, float], unit: str, digits: int = 1) -> str:
     return ", ".join(f"{name} {value:.{digits}f}" for name, value in values.items()) + f" {unit}"
 
 
