@@ -20,7 +20,7 @@ from sinew import figures, progress
 from sinew.cli import terminal
 from sinew.cli.perf_fleet import fleet
 from sinew.cli.perf_machine import calibrate, fit, predict, sync
-from sinew.cli.perf_options import Asked, Delay, Rate, dtypes
+from sinew.cli.perf_options import Asked, Delay, dtypes
 from sinew.cli.perf_scenario import scenario
 from sinew.cli.perf_stream import stream
 from sinew.cli.perf_tiers import tiers
@@ -68,7 +68,7 @@ def run(
         operators: also every product with how often it runs, its shape and its bound.
         sync_us: microseconds between two products, as `sinew perf sync` measures them: added for each.
         data: a file with more machines, as sinew/perf/data/hardware.toml.
-        table: write the table as CSV.
+        table: write the table as CSV, or as LaTeX (.tex).
         plot: write the roofline with each component as a point.
     """
     from sinew.perf.hardware import load_machines
@@ -111,7 +111,7 @@ def run(
             machines, timings, plot, formats, f"{source}, {' and '.join(sorted(formats))}, {traffic} traffic"
         )
     if table is not None:
-        write_csv(table, [{"machine": r["machine"], **c} for r in records for c in r["components"]])
+        write_table(table, [{"machine": r["machine"], **c} for r in records for c in r["components"]])
     terminal.emit({"schema": "sinew.perf/1", "source": source, "traffic": traffic, "machines": records})
     return 0
 
@@ -133,7 +133,7 @@ def paper(
         which: VLA-Perf (arXiv 2602.18397), or the lower bound of Running VLAs at Real-time Speed (arXiv 2510.26742).
         correct: compute with this correction, repeatable; "all" is the preset that other commands use. Rows that move
             are then no fault. Names: decimal-bandwidth, one-qkv, flash-attention, activations-in-memory, state-token.
-        table: write all rows as CSV.
+        table: write all rows as CSV, or as LaTeX (.tex).
         plot: a folder for figures.json, the data behind figures 5 to 9, and for drawings like them.
     """
     from sinew.perf.paper.published import compare_realtime
@@ -145,7 +145,7 @@ def paper(
     rows = compare_realtime()
     terminal.console().print(_printed_table(rows, "Running VLAs at Real-time Speed (arXiv 2510.26742)"))
     if table is not None:
-        write_csv(table, [_row_record(row) for row in rows])
+        write_table(table, [_row_record(row) for row in rows])
     statuses = dict(Counter(row.status for row in rows))
     terminal.emit(
         {
@@ -178,7 +178,7 @@ def _vla_perf(correct: Sequence[str], table: Path | None, plot: Path | None) -> 
         shown.add_row(defect.name, defect.quantity, *values, defect.why)
     console.print(shown)
     if table is not None:
-        write_csv(table, [_row_record(row) for row in rows])
+        write_table(table, [_row_record(row) for row in rows])
     if plot is not None:
         _draw_paper(study, plot)
     record = {
@@ -214,7 +214,10 @@ def _draw_paper(study: Study, folder: Path) -> None:
 @perf.command
 def need(
     *,
-    rate: Rate,
+    rate: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    task: Literal["tabletop", "manipulation", "reactive", "whole-body", "drone"] | None = None,
+    control_hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    replan: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
     model: str = "pi0.5",
     request: Asked = AS_THE_POLICY,
     efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
@@ -223,21 +226,32 @@ def need(
     """Which machine, precision and number of solver steps reach a rate, and fit its memory. Exit code 1 if none does.
 
     Args:
-        rate: chunks per second.
+        rate: chunks per second; or it follows from a task or a control rate.
+        task: a class of tasks with its usual control rates and latencies.
+        control_hz: control steps per second.
+        replan: of them between two inferences: actions of each chunk that are executed.
         model: as of `sinew infer`, or a family's preset.
         efficiency: share of the roofline that software reaches; well-tuned engines reach 0.6 to 0.85.
         data: a file with more machines.
     """
     from sinew.perf.hardware import hardware
-    from sinew.perf.needs import needs
+    from sinew.perf.needs import budget, needs
 
-    found = [asdict(row) for row in needs(model, hardware(data), rate, efficiency, request)]
+    if (rate is None) == (task is None and control_hz is None):
+        raise SinewError("expected either --rate, or --task or --control-hz with --replan")
+    asked = None if rate is not None else budget(control_hz or 0.0, replan, task or "")
+    wanted = rate if asked is None else asked.rate
+    assert wanted is not None
+    if asked is not None:
+        terminal.console().print(asked.why)
+    found = [asdict(row) for row in needs(model, hardware(data), wanted, efficiency, request)]
     columns = ("machine", "precision", ">solver steps at most", ">rate with them, Hz")
-    table = terminal.table(f"{model} at {rate:g} Hz with {efficiency:.0%} of the roofline", *columns)
+    table = terminal.table(f"{model} at {wanted:g} Hz with {efficiency:.0%} of the roofline", *columns)
     for row in found:
         table.add_row(row["title"], row["precision"], str(row["steps"]), f"{row['hz']:.1f}")
-    terminal.console().print(table if found else f"nothing in the table reaches {rate:g} Hz")
-    terminal.emit({"schema": "sinew.perf.need/1", "rate": rate, "model": model, "found": found})
+    terminal.console().print(table if found else f"nothing in the table reaches {wanted:g} Hz")
+    record = {"rate": wanted, "budget_ms": 1e3 / wanted, "model": model, "found": found}
+    terminal.emit({"schema": "sinew.perf.need/1", **record})
     return 0 if found else 1
 
 
@@ -359,8 +373,31 @@ def _operators_table(machine: Hardware, shown: Sequence[MatrixProduct]) -> Table
     return table
 
 
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows as CSV, or as LaTeX's tabular where the file's name ends in .tex."""
+    if path.suffix == ".tex":
+        lines = [[_latex(cell) for cell in cells] for cells in (rows[0], *(row.values() for row in rows))]
+        head, *body = [" & ".join(cells) + r" \\" for cells in lines]
+        columns = "l" * len(rows[0])
+        text = [
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\hline",
+            head,
+            r"\hline",
+            *body,
+            r"\hline",
+            r"\end{tabular}",
+        ]
+        path.write_text("\n".join(text) + "\n", encoding="utf-8")
+        return
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def _latex(cell: object) -> str:
+    text = f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    special |= {letter: f"\\{letter}" for letter in "&%$#_{}"}
+    return "".join(special.get(letter, letter) for letter in text).replace("\u2713", r"$\checkmark$")

@@ -12,10 +12,11 @@ import pytest
 
 import sinew
 from sinew.cli import main
+from sinew.cli.perf import write_table
 from sinew.core import CameraSpec, PolicySpec, SinewError, VectorSpec
 from sinew.perf import events, scenarios
 from sinew.perf.hardware import Hardware, Network, hardware, load_hardware, load_network, networks
-from sinew.perf.needs import needs, reach
+from sinew.perf.needs import TASKS, budget, needs, reach
 from sinew.perf.operators import Component, Operator, Residency, Tensor
 from sinew.perf.paper import layers, realtime
 from sinew.perf.paper.defects import defects
@@ -451,6 +452,24 @@ def test_perf_paper(capsys, tmp_path):
     assert set(json.loads((tmp_path / "figures.json").read_text())) == {f"figure {n}" for n in range(5, 10)}
 
 
+def test_tables_are_written_for_latex_too(tmp_path, capsys):
+    """Each row a line, and every character that LaTeX reads as something else escaped."""
+    path = tmp_path / "rows.tex"
+    assert main(["perf", "paper", "realtime-vla", "--table", str(path)]) == 0
+    begin, rule, head, _, *body, _, end = path.read_text(encoding="utf-8").splitlines()
+    assert (begin, rule, end) == (r"\begin{tabular}{lllll}", r"\hline", r"\end{tabular}")
+    assert head == r"where & quantity & printed & ours & status \\"
+    assert len(body) == 130
+    assert r"5.2 & room that is left 2 view \% & 30 & 24.69 & at most \\" in body
+    assert all(line.count(" & ") == 4 for line in body)
+    write_table(path, [{"a_b": "1 & 2 {x} \\ ~ ^ # $", "c": 1.25}])
+    assert (
+        r"1 \& 2 \{x\} \textbackslash{} \textasciitilde{} \textasciicircum{} \# \$ & 1.25 \\"
+        in path.read_text()
+    )
+    capsys.readouterr()
+
+
 def test_perf_paper_corrected(capsys):
     code, result = run(capsys, "paper", "--correct", "all")
     assert (code, result["corrected"]) == (0, list(CORRECTIONS))
@@ -626,6 +645,32 @@ def test_perf_scenario(capsys):
     dual = next(row for row in slow["rows"] if row["where"] == "dual, server")
     assert dual["latency_ms"] > 50  # two base latencies of 25 ms: System 1's bytes travel, too
     assert dual["sync_hz"] < 20
+
+
+@pytest.mark.parametrize(
+    ("task", "most_ms"),
+    [("tabletop", 100), ("manipulation", 33), ("reactive", 20), ("whole-body", 5), ("drone", 10)],
+)
+def test_a_class_of_tasks_has_its_budget(task, most_ms):
+    """The survey's five; and chunks of 50 at 30 Hz, executed whole, leave 1.66 s for an inference."""
+    assert budget(0, 1, task).ms == most_ms
+    assert budget(0, 50, task).rate == pytest.approx(TASKS[task].high_hz / 50)
+    assert budget(30, 1).ms == pytest.approx(33.3, abs=0.1)
+    assert budget(30, 50).ms == pytest.approx(1666.7, abs=0.1)
+    for wrong in ((0, 1, ""), (30, 1, task), (30, 0, ""), (0, 1, "zebra")):
+        with pytest.raises(SinewError, match="expected"):
+            budget(*wrong)
+
+
+def test_perf_need_follows_from_a_task(capsys):
+    code, result = run(capsys, "need", "--task", "manipulation", "--replan", 50, "--model", "smolvla")
+    assert (code, result["budget_ms"]) == (0, pytest.approx(1666.7, abs=0.1))
+    assert result["found"] == run(capsys, "need", "--rate", 0.6, "--model", "smolvla")[1]["found"]
+    for arguments in ((), ("--rate", 3, "--task", "drone")):
+        assert main(["perf", "need", *map(str, arguments)]) == 1
+        assert "expected either --rate, or --task or --control-hz" in " ".join(
+            capsys.readouterr().err.split()
+        )
 
 
 def test_perf_need(capsys):
