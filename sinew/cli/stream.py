@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, validators
 from sinew_client import Client, ClientError
 from sinew_client.control import Loop, Planner, Settings, Stream, StreamController, StreamReport
-from sinew_client.control.defaults import stated
+from sinew_client.control.defaults import stated, usual_guidance
 from sinew_client.control.planner import open_planner
 from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.settings import LARGEST_CHUNK
@@ -42,7 +42,7 @@ def stream(
     *,
     on: RobotFlags = ROBOT,
     camera_hz: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 30.0,
-    rtc: Literal["guided", "no-jacobian", "ramp", "none"] = "none",
+    rtc: Literal["auto", "guided", "no-jacobian", "ramp", "none"] = "auto",
     interpolation: Literal["linear", "hold"] = "linear",
     fusion: str = "latest_only",
     planner: str | None = None,
@@ -60,8 +60,8 @@ def stream(
         target: address of a server (tcp://host:port), several with commas in between (the next one where one is gone),
             or what is loaded here: a bundle, a checkpoint, a name of the hub.
         camera_hz: frames per second.
-        rtc: how whole chunks continue what runs: guided, no-jacobian or ramp. none, the default, lets a newer window
-            replace the old one at once; docs/control.md says why. Heads with a time per row need none.
+        rtc: how whole chunks continue what runs: guided, no-jacobian or ramp. none lets a newer window replace the old
+            one at once. auto: what won most episodes for a policy of this kind; the choice is printed with its reason.
         interpolation: between the rows of whole chunks, where hz is not the policy's own rate.
         fusion: of overlapping windows: latest_only, average, weighted_average, conservative, mix:WEIGHT or ramp:ROWS.
         planner: module:name of a callable (instruction, observation) that returns another instruction, or None.
@@ -74,7 +74,10 @@ def stream(
         try:
             open_robot = on.opener()  # before anything is loaded
             plan = None if planner is None else open_planner(planner)
-            policy, open_link = _policy(target, runs, rtc)
+            policy, open_link = _policy(target, runs, "none" if rtc == "auto" else rtc)
+            if rtc == "auto":
+                rtc, why = usual_guidance(policy)
+                log.info("--rtc %s: %s", rtc, why)
             robot = on.opened(stack, open_robot, policy)
             if on.seconds is None and on.episodes is None and not sys.stdout.isatty():
                 raise SinewError("--seconds: expected a number where there is no terminal to stop at")
