@@ -74,14 +74,15 @@ def stream(
         try:
             open_robot = on.opener()  # before anything is loaded
             plan = None if planner is None else open_planner(planner)
-            policy, open_link = _policy(target, runs, "none" if rtc == "auto" else rtc)
+            guidance: str = "none" if rtc == "auto" else rtc
+            policy, open_link = _policy(target, runs, guidance)
             if rtc == "auto":
-                rtc, why = usual_guidance(policy)
-                log.info("--rtc %s: %s", rtc, why)
+                guidance, why = usual_guidance(policy)
+                log.info("--rtc %s: %s", guidance, why)
             robot = on.opened(stack, open_robot, policy)
             if on.seconds is None and on.episodes is None and not sys.stdout.isatty():
                 raise SinewError("--seconds: expected a number where there is no terminal to stop at")
-            options = {"rtc": rtc, "interpolation": interpolation, "text_tokens": text_tokens}
+            options = {"rtc": guidance, "interpolation": interpolation, "text_tokens": text_tokens}
             said = (
                 json_object("--motion", on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
             )
