@@ -61,7 +61,7 @@ def stream(
             or what is loaded here: a bundle, a checkpoint, a name of the hub.
         camera_hz: frames per second.
         rtc: how whole chunks continue what runs: guided, no-jacobian or ramp. none lets a newer window replace the old
-            one at once. auto: what won most episodes for a policy of this kind; the choice is printed with its reason.
+            one at once. auto prints what it takes for this policy, and why: at present none.
         interpolation: between the rows of whole chunks, where hz is not the policy's own rate.
         fusion: of overlapping windows: latest_only, average, weighted_average, conservative, mix:WEIGHT or ramp:ROWS.
         planner: module:name of a callable (instruction, observation) that returns another instruction, or None.
