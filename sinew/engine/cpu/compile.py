@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sinew.engine.cpu.fuse import FusedDecoderLayer, FusedViTLayer, decoder_apart, vit_apart
 from sinew.engine.cpu.kernels.float_kernels import attend, gelu_, silu_times_
 from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.rewrite import RewriteOutcome, Status, become, foreign, left_out, spans
-from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
+from sinew.layers.decoder import DecoderAttention, DecoderLayer, GatedMLP, KeyValue
 from sinew.layers.stores.codes import Ternary, apart, codes_of, together
-from sinew.layers.vit import ViTAttention, ViTMLP
+from sinew.layers.vit import ViTAttention, ViTLayer, ViTMLP
 
 
 class CompiledViTAttention(ViTAttention):
@@ -112,6 +113,8 @@ COMPILED: tuple[tuple[str, type[nn.Module], Callable[[Any], str | None], type[nn
     ("round once in", ViTAttention, _attention_apart, SharedViTAttention),
     ("round once in", DecoderAttention, _attention_apart, SharedAttention),
     ("round once in", GatedMLP, _gated_apart, SharedMLP),
+    ("two calls for", DecoderLayer, decoder_apart, FusedDecoderLayer),
+    ("two calls for", ViTLayer, vit_apart, FusedViTLayer),
 )
 
 
@@ -130,6 +133,8 @@ def compile_floats(plan: Plan) -> Plan:
                 left[name] = why
                 continue
             become(module, into)
+            if isinstance(module, (FusedDecoderLayer, FusedViTLayer)):
+                module.fuse()
             done.append(name)
         reason = "compiled for this CPU" if done or left else "the model has none"
         status: Status = "applied" if done else "not applicable"

@@ -139,6 +139,11 @@ MultiplyAll = Callable[
 _on_cpu: list[MultiplyAll] = [reference_all]  # the one in use
 
 
+def installed() -> MultiplyAll:
+    """Return what operators compute with on CPUs."""
+    return _on_cpu[0]
+
+
 def install(multiply_all: MultiplyAll) -> None:
     """Let the operators compute with ``multiply_all`` on CPUs; it has to equal :func:`reference_all` in every bit."""
     _on_cpu[:] = [multiply_all]

@@ -83,6 +83,34 @@ void silu_times(float* gate, const float* up, int64_t count) {
   }
 }
 
+inline float row_sum(const float* x, int64_t k, float less, bool squares) {
+  Floats sums[4] = {};  // several, for each waits for the last
+  const auto term = [&](Floats v) {
+    v = v - less;
+    return squares ? v * v : v;
+  };
+  int64_t i = 0;
+  for (; i + 4 * LANES <= k; i += 4 * LANES)
+    for (int s = 0; s < 4; ++s) sums[s] += term(load(x + i + s * LANES));
+  for (; i + LANES <= k; i += LANES) sums[0] += term(load(x + i));
+  const Floats all_of = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  float total = 0;
+  for (int s = 0; s < LANES; ++s) total += all_of[s];
+  for (; i < k; ++i) total += squares ? (x[i] - less) * (x[i] - less) : x[i] - less;
+  return total;
+}
+
+// See Norm. `out` may not be x.
+void norm(const float* x, int64_t k, const Norm& of, float* __restrict out) {
+  const float mean = of.centred ? row_sum(x, k, 0.0f, false) / k : 0.0f;
+  const float scale = 1.0f / __builtin_sqrtf(row_sum(x, k, mean, true) / k + of.eps);
+  for (int64_t i = 0; i < k; ++i) out[i] = (x[i] - mean) * scale;
+  if (of.weight != nullptr)
+    for (int64_t i = 0; i < k; ++i) out[i] *= of.weight[i];
+  if (of.bias != nullptr)
+    for (int64_t i = 0; i < k; ++i) out[i] += of.bias[i];
+}
+
 // [R][COLUMNS] sums of a[r * stride + i] * b[i][COLUMNS] over i < n, added to what is there if `more`.
 template <int R>
 inline void tile(const float* a, int64_t stride, const float* b, int64_t n, float* out, int64_t out_stride, bool more) {
@@ -184,7 +212,7 @@ void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t 
   }
 }
 
-const FloatKernels FLOATS = {TILES * TILE, attend, attend, gelu, silu_times};
+const FloatKernels FLOATS = {TILES * TILE, attend, attend, gelu, silu_times, norm};
 
 }  // namespace
 }  // namespace lowbit

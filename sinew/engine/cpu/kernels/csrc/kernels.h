@@ -18,7 +18,7 @@ namespace lowbit {
 constexpr int CHANNELS = 16;  // of a panel
 constexpr int MAX_ROWS = 12;  // of a tile, over all kernels
 
-// The numbers are part of the interface (sinew/engine/cpu/library.py).
+// The numbers are part of the interface (sinew/engine/cpu/kernels/library.py).
 enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, INT8_PANELS = 4, FORMATS = 5 };
 
 // How far sums of products may go in 16 bits before they are widened; kernels without such sums ignore it.
@@ -95,6 +95,14 @@ struct Attention {
   float scale;
 };
 
+// A norm of a row: (x - mean) / sqrt(variance + eps) where it is centred (LayerNorm), else x / sqrt(mean of squares + eps)
+// (RMSNorm); times weight [k] and plus bias [k], where they are not null.
+struct Norm {
+  int centred;
+  float eps;
+  const float *weight, *bias;
+};
+
 // What stands between products (floats.h).
 struct FloatKernels {
   int rows;  // that attention takes together
@@ -103,6 +111,7 @@ struct FloatKernels {
   void (*attend_rounded)(const Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
   void (*gelu)(float* x, int64_t count);
   void (*silu_times)(float* gate, const float* up, int64_t count);
+  void (*norm)(const float* x, int64_t k, const Norm& norm, float* out);
 };
 
 // Floats from one row of scores to the next: never a multiple of 4 KiB, where rows would share the same lines of a cache.
