@@ -1,4 +1,4 @@
-"""Transformer layers whose two halves around the attention are one compiled call each (``kernels/layer_kernels.py``)."""
+"""Transformer layers whose halves around the attention are one compiled call each (``kernels/layer_kernels.py``)."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def number_of(order: str) -> int:
 
 
 def check_codes(weight: Tensor, scale: Tensor | None, bias: Tensor | None, order: str, k: int) -> None:
-    """Raise ValueError unless weights uint8 [channels, bytes], their scales and their bias are those of rows of k in this
-    order."""
+    """Raise ValueError unless weights uint8 [channels, bytes], their scales and their bias are those of rows of k in
+    this order."""
     stored = FORMATS["int8" if order == lowbit.PANELS else order]
     channels, count = len(weight), 0 if scale is None else scale.numel()
     fits = (
