@@ -86,8 +86,8 @@ def bundle_name(name: str, architecture: str) -> str:
 
 
 # vla.cpp's engine of pi0 divides image features by the root of the hidden size (src/models/pi0.cpp, line 498, commit
-# b18873d) and, unlike its pi0.5, never multiplies them again. Their converter writes the projector as trained, for which
-# that is wrong; a file that says this key holds it times the root, so that the engine acts as trained.
+# b18873d) and, unlike its pi0.5, never multiplies them again. Their converter writes the projector as trained, for
+# which that is wrong; a file that says this key holds it times the root, so that the engine acts as trained.
 PROJECTOR = ("mm.proj.weight", "mm.proj.bias")
 PROJECTOR_FACTOR = "projector_factor"
 

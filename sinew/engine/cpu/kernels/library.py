@@ -40,6 +40,7 @@ class Extension:
     panels: bool = False  # multiplies int8 weights that lie as lowbit.PANELS
     multiply: Callable[..., Tensor] = lowbit.reference
     multiply_all: Callable[..., list[Tensor]] = lowbit.reference_all
+    lay_out: lowbit.LayOut = lowbit.lay_out_into
     floats: FloatKernels = float_kernels.REFERENCES
     layers: LayerKernels = layer_kernels.REFERENCES
 
@@ -79,15 +80,18 @@ def _load(asked: str) -> Extension:
     multiply_all = partial(_multiply_all, library, index)
     panels = bool(library.lowbit_takes_panels(index))
     floats, layers = FloatKernels.compiled(library, index), LayerKernels.compiled(library, index)
+    lay_out = partial(_lay_out, library, index)
     if wrong := (
-        differs(multiply, panels)
+        differs(multiply, lay_out if panels else None)
         or float_kernels.differs(floats)
         or layer_kernels.differs(layers, floats, multiply_all)
     ):
         return Extension(
             "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
-    return Extension(names[index], built.reason, names, panels, multiply, multiply_all, floats, layers)
+    return Extension(
+        names[index], built.reason, names, panels, multiply, multiply_all, lay_out, floats, layers
+    )
 
 
 def load(path: str) -> Any:
@@ -101,6 +105,7 @@ def load(path: str) -> Any:
         *(pointer, integer, integer, ctypes.c_float),  # x, rows, k, smallest
         *(pointer, ctypes.c_int, ctypes.c_int),  # layers, how many, threads
     ]
+    library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
     library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 6, ctypes.c_float, ctypes.c_int]
     library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
     library.lowbit_silu_times.argtypes = [ctypes.c_int, pointer, pointer, integer, ctypes.c_int]
@@ -142,7 +147,7 @@ def _multiply_all(
     """As :func:`sinew.layers.stores.lowbit.reference_all`. Raises ValueError for tensors that do not fit each other."""
     rows, k = x.shape
     if x.dtype != torch.float32:
-        raise ValueError(f"{name}: x {x.dtype} {list(x.shape)} does not fit float32 products")
+        raise ValueError(f"{name}: x {x.dtype} {list(x.shape)} and float32 products do not fit")
     layers, results = [], []
     for weight, scale, bias in zip(weights, scales, biases, strict=True):
         check_codes(weight, scale, bias, name, k)
@@ -161,11 +166,23 @@ def _multiply_all(
     return results
 
 
-def differs(multiply: Callable[..., Tensor], panels: bool) -> str:
+def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None:
+    """As :func:`sinew.layers.stores.lowbit.lay_out_into`. Raises ValueError for tensors that do not fit each other."""
+    fits = all(t.dtype == torch.uint8 and t.is_contiguous() for t in (weight, panels))
+    if not fits or weight.shape != panels.shape or not lowbit.lies_in_panels(*weight.shape):
+        raise ValueError(f"panels: weight {list(weight.shape)} and panels {list(panels.shape)} do not fit")
+    status = library.lowbit_lay_out(
+        kernels, weight.data_ptr(), panels.data_ptr(), *weight.shape, torch.get_num_threads()
+    )
+    if status:
+        raise RuntimeError(f"panels: {STATUS.get(status, status)}")
+
+
+def differs(multiply: Callable[..., Tensor], lay_out: lowbit.LayOut | None) -> str:
     """Return the name of a format in which ``multiply`` differs from the reference; empty if there is none.
 
-    panels: int8 is multiplied as :data:`sinew.layers.stores.lowbit.PANELS`, too. A miscompiled library, or one made
-    for another machine, shows here and not in a robot's actions.
+    lay_out: where int8 is multiplied as :data:`sinew.layers.stores.lowbit.PANELS`, too, what lays it out. A
+    miscompiled library, or one made for another machine, shows here and not in a robot's actions.
     """
     random = torch.Generator().manual_seed(0)
     for name, stored in FORMATS.items():
@@ -182,11 +199,12 @@ def differs(multiply: Callable[..., Tensor], panels: bool) -> str:
         arguments = (x, weight, scale, None, name, lowbit.TINY)
         if not torch.equal(multiply(*arguments), lowbit.reference(*arguments)):
             return name
-        if name == "int8" and panels:
+        if name == "int8" and lay_out is not None:
             rows, scales = weight[:32].contiguous(), None if scale is None else scale[:32].contiguous()
             wanted = lowbit.reference(x, rows, scales, None, name, lowbit.TINY)
-            if not torch.equal(
-                multiply(x, lowbit.lay_out(rows), scales, None, lowbit.PANELS, lowbit.TINY), wanted
-            ):
+            laid = torch.empty_like(rows)
+            lay_out(rows, laid)
+            given = (x, laid, scales, None, lowbit.PANELS, lowbit.TINY)
+            if not torch.equal(laid, lowbit.lay_out(rows)) or not torch.equal(multiply(*given), wanted):
                 return lowbit.PANELS
     return ""

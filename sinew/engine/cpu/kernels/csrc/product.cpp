@@ -238,4 +238,21 @@ PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows
   return 0;
 }
 
+// Rows of int8 [channels, k] -> INT8_PANELS. Returns 1 for sizes that do not divide, and kernels that do not take them.
+PUBLIC int lowbit_lay_out(int kernels, const uint8_t* rows, uint8_t* panels, int64_t channels, int64_t k, int threads) {
+  using namespace lowbit;
+  const Set* chosen = set_here(kernels);
+  if (chosen == nullptr || !chosen->products->takes_panels() || channels < 0 || channels % CHANNELS != 0 || k < 1 ||
+      k > (1 << 16) || k % 8 != 0 || threads < 1)
+    return 1;
+  const float none = 0;
+  const Weights weights = {rows, &none, 1, channels, k, INT8};
+  Pool::get().run(threads, static_cast<int>(channels / CHANNELS), [&](int panel) {
+    float scales[CHANNELS];
+    int32_t bases[CHANNELS];
+    chosen->products->expand(weights, static_cast<int64_t>(panel) * CHANNELS, panels + panel * CHANNELS * k, scales, bases);
+  });
+  return 0;
+}
+
 }  // extern "C"
