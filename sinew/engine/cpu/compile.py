@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sinew.engine.cpu.fuse import FusedDecoderLayer, FusedViTLayer, decoder_apart, vit_apart
@@ -26,9 +25,7 @@ class CompiledViTAttention(ViTAttention):
 
 class CompiledAttention(DecoderAttention):
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
-        if own is not None:
-            kv = torch.cat([kv[0], own[0]], dim=1), torch.cat([kv[1], own[1]], dim=1)
-        return attend(q, *kv, mask, _rounded(self))
+        return attend(q, *kv, mask, _rounded(self), *(own or (None, None)))
 
 
 class CompiledViTMLP(ViTMLP):

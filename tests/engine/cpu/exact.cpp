@@ -14,8 +14,9 @@ extern "C" const char* lowbit_kernels(int index);
 extern "C" int lowbit_takes_panels(int index);
 extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
                                const int64_t* layers, int count, int threads);
-extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const uint8_t* mask, float* out,
-                             const int64_t* sizes, float scale, int threads);
+extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const float* own_k,
+                             const float* own_v, const uint8_t* mask, float* out, const int64_t* sizes, float scale,
+                             int threads);
 extern "C" int lowbit_gelu(int kernels, float* x, int64_t count, int threads);
 extern "C" int lowbit_silu_times(int kernels, float* gate, const float* up, int64_t count, int threads);
 
@@ -179,13 +180,23 @@ static bool check_between(int kernels) {
   std::vector<float> out(batch * queries * heads * size);
   const float scale = 1 / std::sqrt(float(size));
   const int64_t q_row = heads * size, k_row = key_heads * size;
-  int64_t sizes[13] = {batch,           queries, keys,         heads, key_heads,    size,
-                             queries * q_row, q_row,   keys * k_row, k_row, keys * k_row, k_row, 0};
+  const int64_t before = below(int(keys) + 1);  // the others lie in tensors of their own, which end with them, too
+  const auto parted = [&](const std::vector<float>& whole, bool own) {
+    std::vector<float> made;
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t i = own ? before : 0; i < (own ? keys : before); ++i)
+        for (int64_t d = 0; d < key_heads * size; ++d) made.push_back(whole[(b * keys + i) * key_heads * size + d]);
+    return made;
+  };
+  const std::vector<float> first_k = parted(k, false), first_v = parted(v, false), own_k = parted(k, true), own_v = parted(v, true);
+  int64_t sizes[18] = {batch,           queries, keys,         heads, key_heads,    size,
+                             queries * q_row, q_row,   before * k_row, k_row, before * k_row, k_row, 0,
+                             before, (keys - before) * k_row, k_row, (keys - before) * k_row, k_row};
   std::vector<float> rounded(out.size());
   const uint8_t* seen = masked ? mask.data() : nullptr;
-  if (lowbit_attend(kernels, q.data(), k.data(), v.data(), seen, out.data(), sizes, scale, threads) != 0) return false;
+  if (lowbit_attend(kernels, q.data(), first_k.data(), first_v.data(), own_k.data(), own_v.data(), seen, out.data(), sizes, scale, threads) != 0) return false;
   sizes[12] = 1;
-  if (lowbit_attend(kernels, q.data(), k.data(), v.data(), seen, rounded.data(), sizes, scale, threads) != 0) return false;
+  if (lowbit_attend(kernels, q.data(), first_k.data(), first_v.data(), own_k.data(), own_v.data(), seen, rounded.data(), sizes, scale, threads) != 0) return false;
   for (int64_t b = 0; b < batch; ++b)
     for (int64_t i = 0; i < queries; ++i)
       for (int64_t h = 0; h < heads; ++h) {

@@ -106,7 +106,7 @@ def load(path: str) -> Any:
         *(pointer, ctypes.c_int, ctypes.c_int),  # layers, how many, threads
     ]
     library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
-    library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 6, ctypes.c_float, ctypes.c_int]
+    library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 8, ctypes.c_float, ctypes.c_int]
     library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
     library.lowbit_silu_times.argtypes = [ctypes.c_int, pointer, pointer, integer, ctypes.c_int]
     return library

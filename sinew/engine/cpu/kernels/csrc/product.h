@@ -1,4 +1,4 @@
-// Products of layers that read the same rows: what the C interface and fused layers (layer.cpp) ask of product.cpp.
+// What the C interface and fused layers (layer.cpp) ask of product.cpp and floats.cpp.
 #pragma once
 #include "kernels.h"
 
@@ -36,5 +36,8 @@ bool fits(const Call& call, int threads);
 
 // y of all layers. May throw std::bad_alloc.
 void multiply(const Call& call, int threads);
+
+// a.out. Returns 0, 1 for arguments that make no sense, 2 when memory is short.
+int attend(const Set& set, const Attention& a, bool rounded, int threads);
 
 }  // namespace lowbit
