@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sinew.engine.cpu.fuse import FusedDecoderLayer, FusedViTLayer, decoder_apart, vit_apart
+from sinew.engine.cpu.fuse import FusedDecoderLayer, FusedViTLayer, decoder_apart, rounds_attention, vit_apart
 from sinew.engine.cpu.kernels.float_kernels import attend, gelu_, silu_times_
 from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.rewrite import RewriteOutcome, Status, become, foreign, left_out, spans
 from sinew.layers.decoder import DecoderAttention, DecoderLayer, GatedMLP, KeyValue
-from sinew.layers.stores.codes import Ternary, apart, codes_of, together
+from sinew.layers.stores.codes import apart, together
 from sinew.layers.vit import ViTAttention, ViTLayer, ViTMLP
 
 
@@ -20,12 +20,12 @@ class CompiledViTAttention(ViTAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = (-1, self.head_dim)
         q, k, v = (part.unflatten(-1, heads) for part in (q, k, v))
-        return attend(q, k, v, None, _rounded(self))
+        return attend(q, k, v, None, rounds_attention(self))
 
 
 class CompiledAttention(DecoderAttention):
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
-        return attend(q, *kv, mask, _rounded(self), *(own or (None, None)))
+        return attend(q, *kv, mask, rounds_attention(self), *(own or (None, None)))
 
 
 class CompiledViTMLP(ViTMLP):
@@ -66,14 +66,6 @@ class SharedMLP(CompiledMLP):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = together((self.gate_proj, self.up_proj), x)
         return gate, up
-
-
-def _rounded(attention: nn.Module) -> bool:
-    """Return True where queries, keys and values are sums of products of rounded numbers: 16 bits are finer than those.
-    BitNet's own arithmetic (ternary) keeps attention in floats."""
-    layers = (getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj"))
-    stores = [codes_of(layer) for layer in layers]
-    return all(store is not None and not isinstance(store, Ternary) for store in stores)
 
 
 def _always(_: Any) -> str | None:

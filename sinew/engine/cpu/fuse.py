@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinew.engine.cpu.kernels.layer_kernels import Finish, NormOf, Projection, finish, project, usable
+from sinew.engine.cpu.kernels.layer_kernels import Finish, NormOf, Projection, encode, finish, project, usable
 from sinew.engine.plan.rewrite import exactly, loaded_class
 from sinew.layers.decoder import DecoderAttention, DecoderLayer, GatedMLP
 from sinew.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
 from sinew.layers.rope import Rotation
-from sinew.layers.stores.codes import apart
+from sinew.layers.stores.codes import Ternary, apart, codes_of
 from sinew.layers.vit import LayerScale, ViTAttention, ViTLayer, ViTMLP
 
 GATED = {"silu": "silu_times", "gelu_tanh": "gelu_tanh_times"}
@@ -53,6 +53,7 @@ class FusedDecoderLayer(DecoderLayer):
 class FusedViTLayer(ViTLayer):
     before: Projection
     behind: Finish
+    rounded: bool
 
     def fuse(self) -> None:
         """Find what the two halves compute with."""
@@ -62,11 +63,20 @@ class FusedViTLayer(ViTLayer):
         )
         gates = [s.weight if isinstance(s, LayerScale) else None for s in (self.scale1, self.scale2)]
         self.behind = Finish(attn.o_proj, _norm_of(self.norm2), [mlp.fc1], "gelu_tanh", mlp.fc2, *gates)
+        self.rounded = rounds_attention(attn)
 
     def forward(self, x: Tensor, rotate: Rotation | None = None) -> Tensor:
         if not usable(x):
             return super().forward(x, rotate)
-        return finish(self.behind, x, self.attn.attend(*project(self.before, x, rotate)))
+        return encode(self.before, self.behind, x, rotate, self.rounded)
+
+
+def rounds_attention(attention: nn.Module) -> bool:
+    """Return True where queries, keys and values are sums of products of rounded numbers: 16 bits are finer than those.
+    BitNet's own arithmetic (ternary) keeps attention in floats."""
+    layers = (getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj"))
+    stores = [codes_of(layer) for layer in layers]
+    return all(store is not None and not isinstance(store, Ternary) for store in stores)
 
 
 def _norm_of(norm: Any) -> NormOf:

@@ -181,6 +181,33 @@ def test_what_stands_behind_an_attention(
         assert torch.equal(each.layers.finish(behind, x, attended), wanted), name
 
 
+@given(
+    batch=st.integers(1, 2),
+    rows=st.sampled_from([1, 7, 30, 506]),
+    heads=st.integers(1, 3),
+    turned=st.booleans(),
+    gates=st.booleans(),
+    rounded=st.booleans(),
+    kind=KINDS,
+    seed=st.integers(0, 2**31),
+)
+@settings(deadline=None, max_examples=30)
+def test_a_whole_layer(all_kernels, batch, rows, heads, turned, gates, rounded, kind, seed) -> None:
+    random, head = torch.Generator().manual_seed(seed), 32
+    width = heads * head
+    norms = [norm_of(width, seed % 2 == 0, seed % 3, random) for _ in range(2)]
+    q, k, v, out, down = (layer(kind, width, width, True, random) for _ in range(5))
+    before = Projection(norms[0], [q, k, v], 2 * turned, head)
+    up = [layer(kind, width, width, True, random)]
+    scales = torch.randn(2, width, generator=random).unbind() if gates else (None, None)
+    behind = Finish(out, norms[1], up, "gelu_tanh", down, *scales)
+    x = torch.randn(batch, rows, width, generator=random)
+    rotate = Rotation.at(torch.arange(rows)[None], head, 10_000.0) if turned else None
+    for name, each in all_kernels.items():
+        (wanted,) = part_by_part(each, "encode", before, behind, x, rotate, rounded)
+        assert torch.equal(each.layers.encode(before, behind, x, rotate, rounded), wanted), name
+
+
 def test_weights_in_panels_and_threads_do_not_change_a_bit(all_kernels) -> None:
     random = torch.Generator().manual_seed(3)
     norm = norm_of(64, True, 2, random)
@@ -251,3 +278,7 @@ def test_tensors_that_do_not_fit_are_refused(all_kernels) -> None:
     wrong = layer("int8", 48, 32, False, random)  # the perceptron's result has another width than the stream
     with pytest.raises(RuntimeError, match="finish: arguments that make no sense"):
         each.finish(Finish(layers[0], norm, layers[1:2], "gelu_tanh", wrong), x, x)
+    with pytest.raises(ValueError, match=r"layer: expected \[B, L, 32\], got \[5, 32\]"):
+        each.encode(before, behind, x[0])
+    with pytest.raises(RuntimeError, match="layer: arguments that make no sense"):  # one layer, not three
+        each.encode(before, behind, x)

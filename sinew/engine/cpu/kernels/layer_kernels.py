@@ -1,9 +1,10 @@
-"""The two halves of a transformer layer around its attention, one compiled call each.
+"""The two halves of a transformer layer around its attention, one compiled call each, and both with it.
 
     project: norm(x) times each of several layers; heads of the first ones are turned
     finish:  h = x + gate * (attended W_o), then h + gate * down(action(up(norm(h))))
+    encode:  project, attention in which every row sees every row, finish
 
-Layers may have any format of codes. Each half is what its parts give one by one, in every bit: the norm and the
+Layers may have any format of codes. Each is what its parts give one by one, in every bit: the norm and the
 activation of this library, the product of ``lowbit.py``, PyTorch's rotation and sums; the references here are those
 parts, and ``tests/engine/cpu/test_layer_kernels.py`` holds the calls to them. A call saves what lies between the parts:
 about 25 us each of PyTorch and Python, tensors that are written and read once, and what one thread does while others
@@ -240,6 +241,17 @@ def finish_reference(half: Finish, x: Tensor, attended: Tensor) -> Tensor:
     return h + (branch if half.down_gate is None else branch * half.down_gate)
 
 
+def encode_reference(
+    before: Projection, behind: Finish, x: Tensor, rotate: Rotation | None = None, rounded: bool = False
+) -> Tensor:
+    """Return the output [B, L, width] of a layer whose rows all see each other; part by part.
+
+    The layers of ``before`` are queries, keys and values; rounded: attention may be, as :func:`.attend_reference` says.
+    """
+    q, k, v = (part.unflatten(-1, (-1, before.head)) for part in _on_cpu[0].project(before, x, rotate))
+    return _on_cpu[0].finish(behind, x, float_kernels.attend(q, k, v, None, rounded))
+
+
 @dataclass(frozen=True)
 class LayerKernels:
     """The implementations in use."""
@@ -247,6 +259,7 @@ class LayerKernels:
     norm: Callable[[NormOf, Tensor], Tensor] = norm_reference
     project: Callable[..., list[Tensor]] = project_reference
     finish: Callable[[Finish, Tensor, Tensor], Tensor] = finish_reference
+    encode: Callable[..., Tensor] = encode_reference
 
     @classmethod
     def compiled(cls, library: Any, kernels: int) -> LayerKernels:
@@ -256,6 +269,7 @@ class LayerKernels:
             partial(_compiled_norm, library, kernels),
             partial(_compiled_project, library, kernels),
             partial(_compiled_finish, library, kernels),
+            partial(_compiled_encode, library, kernels),
         )
 
 
@@ -267,6 +281,10 @@ def declare(library: Any) -> None:
         *(ctypes.c_float, pointer, pointer, pointer, integer),
     ]
     library.lowbit_project.argtypes = [integer, pointer, pointer, long, *[pointer] * 3, long, integer]
+    library.lowbit_encode.argtypes = [
+        *(integer, pointer, pointer, pointer, long, long),
+        *(pointer, pointer, pointer, long, integer, integer),
+    ]
     library.lowbit_finish.argtypes = [integer, pointer, pointer, pointer, long, pointer, integer]
 
 
@@ -297,6 +315,28 @@ def _compiled_norm(library: Any, kernels: int, norm: NormOf, x: Tensor) -> Tenso
     return out
 
 
+def _tables(
+    half: Projection, rotate: Rotation | None, rows: int, period: int
+) -> tuple[tuple[int | None, int | None, int], Any]:
+    """Return the addresses of cosines and sines, after how many rows they begin anew, and what holds them."""
+    if rotate is None:
+        return (None, None, 0), None
+    cosines, sines = rotate.cos.contiguous(), rotate.sin.contiguous()
+    there = cosines.numel() // max(half.head // 2, 1)
+    fits = (
+        cosines.dtype == sines.dtype == torch.float32
+        and cosines.shape == sines.shape
+        and cosines.shape[-1] * 2 == half.head
+        and there in (rows, period)
+    )
+    if not fits:
+        raise ValueError(
+            f"projection: expected a rotation of {rows} or {period} rows of heads of {half.head},"
+            f" got {list(cosines.shape)}"
+        )
+    return (cosines.data_ptr(), sines.data_ptr(), there), (cosines, sines)
+
+
 def _compiled_project(
     library: Any, kernels: int, half: Projection, x: Tensor, rotate: Rotation | None = None
 ) -> list[Tensor]:
@@ -305,22 +345,7 @@ def _compiled_project(
     shape = x.shape[:-1]
     rows = x.numel() // given.product.k
     made = [torch.empty(*shape, len(layer.weight)) for layer in half.layers]
-    tables: tuple[Any, ...] = (None, None, 0)
-    if rotate is not None:
-        cosines, sines = rotate.cos.contiguous(), rotate.sin.contiguous()
-        period = cosines.numel() // (half.head // 2)
-        fits = (
-            cosines.dtype == sines.dtype == torch.float32
-            and cosines.shape == sines.shape
-            and cosines.shape[-1] * 2 == half.head
-            and period in (rows, x.shape[-2])
-        )
-        if not fits:
-            raise ValueError(
-                f"projection: expected a rotation of {rows} or {x.shape[-2]} rows of heads of {half.head},"
-                f" got {list(cosines.shape)}"
-            )
-        tables = cosines.data_ptr(), sines.data_ptr(), period
+    tables, _held = _tables(half, rotate, rows, x.shape[-2])
     addresses = (ctypes.c_void_p * len(made))(*[y.data_ptr() for y in made])
     status = library.lowbit_project(
         *(kernels, ctypes.addressof(given), x.data_ptr(), rows, ctypes.addressof(addresses), *tables),
@@ -343,6 +368,32 @@ def _compiled_finish(library: Any, kernels: int, half: Finish, x: Tensor, attend
         *(out.data_ptr(), torch.get_num_threads()),
     )
     _checked(status, "finish")
+    return out
+
+
+def _compiled_encode(
+    library: Any,
+    kernels: int,
+    before: Projection,
+    behind: Finish,
+    x: Tensor,
+    rotate: Rotation | None = None,
+    rounded: bool = False,
+) -> Tensor:
+    given, _ = _given(before, tuple(layer.weight for layer in before.layers))
+    weights = (behind.output.weight, *(layer.weight for layer in behind.up), behind.down.weight)
+    rest, _ = _given(behind, weights)
+    x = _dense(x, given.product.k, "layer")
+    if x.ndim != 3 or rest.up.k != given.product.k:
+        raise ValueError(f"layer: expected [B, L, {rest.up.k}], got {list(x.shape)}")
+    batch, rows, _ = x.shape
+    tables, _held = _tables(before, rotate, batch * rows, rows)
+    out = torch.empty_like(x)
+    status = library.lowbit_encode(
+        *(kernels, ctypes.addressof(given), ctypes.addressof(rest), x.data_ptr(), batch, rows),
+        *(out.data_ptr(), *tables, rounded, torch.get_num_threads()),
+    )
+    _checked(status, "layer")
     return out
 
 
@@ -409,3 +460,10 @@ def project(half: Projection, x: Tensor, rotate: Rotation | None = None) -> list
 def finish(half: Finish, x: Tensor, attended: Tensor) -> Tensor:
     """Return :func:`finish_reference`."""
     return _on_cpu[0].finish(half, x, attended)
+
+
+def encode(
+    before: Projection, behind: Finish, x: Tensor, rotate: Rotation | None = None, rounded: bool = False
+) -> Tensor:
+    """Return :func:`encode_reference`."""
+    return _on_cpu[0].encode(before, behind, x, rotate, rounded)

@@ -1,5 +1,7 @@
 // The two halves of a transformer layer, one call each (sinew/engine/cpu/kernels/layer_kernels.py): what stands between their
 // products neither leaves the cores nor waits for a caller.
+#include <cmath>
+
 #include "buffer.h"
 #include "pool.h"
 #include "product.h"
@@ -77,37 +79,12 @@ void turn(float* row, int64_t channels, int head, const float* cosines, const fl
   }
 }
 
-}  // namespace
-}  // namespace lowbit
-
-extern "C" {
-
-// A norm of each row: x [rows, k] -> out.
-PUBLIC int lowbit_norm(int kernels, const float* x, int64_t rows, int64_t k, int centred, float eps, const float* weight,
-                       const float* bias, float* out, int threads) {
-  using namespace lowbit;
-  const Set* chosen = set_here(kernels);
-  if (chosen == nullptr || rows < 0 || k < 1 || threads < 1) return 1;
-  const Norm norm = {centred, eps, weight, bias};
-  const int64_t part = (1 << 14) / k + 1;
-  Pool::get().run(threads, static_cast<int>((rows + part - 1) / part), [&](int task) {
-    for (int64_t i = task * part; i < rows && i < (task + 1) * part; ++i) chosen->floats->norm(x + i * k, k, norm, out + i * k);
-  });
-  return 0;
-}
-
-// What stands before an attention: x [rows, k], normed, times each layer -> y [rows, channels] of each, heads of the first
-// ones turned by the row's cosines and sines [period, head / 2], which begin anew after `period` rows; none where there are
-// no cosines. Returns 0, 1 for
-// arguments that make no sense, 2 when memory is short.
-PUBLIC int lowbit_project(int kernels, const void* projection, const float* x, int64_t rows, float* const* y,
-                          const float* cosines, const float* sines, int64_t period, int threads) {
-  using namespace lowbit;
-  const GivenProjection& given = *static_cast<const GivenProjection*>(projection);
+int project(const Set* set, const GivenProjection& given, const float* x, int64_t rows, float* const* y,
+            const float* cosines, const float* sines, int64_t period, int threads) {
   const int turned = cosines == nullptr ? 0 : given.turned;
   if (given.product.count < 1 || given.product.count > MOST_LAYERS || turned < 0 || turned > given.product.count || rows < 1)
     return 1;
-  Product product(set_here(kernels), given.product);
+  Product product(set, given.product);
   product.normed(given.norm);
   product.call.x = x;
   product.call.rows = rows;
@@ -137,18 +114,13 @@ PUBLIC int lowbit_project(int kernels, const void* projection, const float* x, i
   return 0;
 }
 
-// What stands behind an attention: h = x + attended W_o, out = h + down(action(up(norm(h)))), each branch times its gate
-// [channels] where it has one. x and out [rows, width], attended [rows, k]. Returns as lowbit_project.
-PUBLIC int lowbit_finish(int kernels, const void* finish, const float* x, const float* attended, int64_t rows, float* out,
-                         int threads) {
-  using namespace lowbit;
+int finish(const Set* set, const GivenFinish& given, const float* x, const float* attended, int64_t rows, float* out,
+           int threads) {
   thread_local Buffer buffer;
-  const GivenFinish& given = *static_cast<const GivenFinish*>(finish);
   const bool gated = given.action == GELU_TIMES || given.action == SILU_TIMES;
   if (given.output.count != 1 || given.down.count != 1 || given.up.count != (gated ? 2 : 1) || rows < 1 ||
       (given.action != GELU && !gated))
     return 1;
-  const Set* set = set_here(kernels);
   Product output(set, given.output), up(set, given.up), down(set, given.down);
   const int64_t width = output.channels(), inner = up.channels();
   if (up.call.k != width || down.call.k != inner || down.channels() != width ||
@@ -184,6 +156,79 @@ PUBLIC int lowbit_finish(int kernels, const void* finish, const float* x, const 
     return 2;
   }
   return 0;
+}
+
+}  // namespace
+}  // namespace lowbit
+
+extern "C" {
+
+// A norm of each row: x [rows, k] -> out.
+PUBLIC int lowbit_norm(int kernels, const float* x, int64_t rows, int64_t k, int centred, float eps, const float* weight,
+                       const float* bias, float* out, int threads) {
+  using namespace lowbit;
+  const Set* chosen = set_here(kernels);
+  if (chosen == nullptr || rows < 0 || k < 1 || threads < 1) return 1;
+  const Norm norm = {centred, eps, weight, bias};
+  const int64_t part = (1 << 14) / k + 1;
+  Pool::get().run(threads, static_cast<int>((rows + part - 1) / part), [&](int task) {
+    for (int64_t i = task * part; i < rows && i < (task + 1) * part; ++i) chosen->floats->norm(x + i * k, k, norm, out + i * k);
+  });
+  return 0;
+}
+
+// What stands before an attention: x [rows, k], normed, times each layer -> y [rows, channels] of each, heads of the first
+// ones turned by the row's cosines and sines [period, head / 2], which begin anew after `period` rows; none where there are
+// no cosines. Returns 0, 1 for arguments that make no sense, 2 when memory is short.
+PUBLIC int lowbit_project(int kernels, const void* projection, const float* x, int64_t rows, float* const* y,
+                          const float* cosines, const float* sines, int64_t period, int threads) {
+  using namespace lowbit;
+  return project(set_here(kernels), *static_cast<const GivenProjection*>(projection), x, rows, y, cosines, sines, period,
+                 threads);
+}
+
+// What stands behind an attention: h = x + attended W_o, out = h + down(action(up(norm(h)))), each branch times its gate
+// [channels] where it has one. x and out [rows, width], attended [rows, k]. Returns as lowbit_project.
+PUBLIC int lowbit_finish(int kernels, const void* finishing, const float* x, const float* attended, int64_t rows, float* out,
+                         int threads) {
+  using namespace lowbit;
+  return finish(set_here(kernels), *static_cast<const GivenFinish*>(finishing), x, attended, rows, out, threads);
+}
+
+// A whole layer whose rows all see each other: x [batch, rows, width] -> out; queries, keys and values are the projection's
+// three layers, of as many heads each, `head` channels a head. cosines, sines and period as lowbit_project has them; rounded
+// as lowbit_attend. What lies between the halves is in memory that a thread keeps. Returns as lowbit_project.
+PUBLIC int lowbit_encode(int kernels, const void* projection, const void* finishing, const float* x, int64_t batch,
+                         int64_t rows, float* out, const float* cosines, const float* sines, int64_t period, int rounded,
+                         int threads) {
+  using namespace lowbit;
+  thread_local Buffer buffer;
+  const Set* set = set_here(kernels);
+  const GivenProjection& before = *static_cast<const GivenProjection*>(projection);
+  const GivenFinish& behind = *static_cast<const GivenFinish*>(finishing);
+  if (set == nullptr || batch < 1 || rows < 1 || before.product.count != 3 || before.head < 1) return 1;
+  const int64_t width = behind.output.k, size = batch * rows * width;
+  for (int i = 0; i < 3; ++i)
+    if (before.product.layers[i].channels != width) return 1;
+  if (width % before.head != 0) return 1;
+  float* memory;
+  try {
+    memory = static_cast<float*>(buffer.get(4 * size * sizeof(float)));
+  } catch (const std::exception&) {
+    return 2;
+  }
+  float* const y[3] = {memory, memory + size, memory + 2 * size};
+  float* attended = memory + 3 * size;
+  if (const int status = project(set, before, x, batch * rows, y, cosines, sines, period, threads)) return status;
+  Attention a = {};
+  a.q = y[0], a.k = y[1], a.v = y[2], a.out = attended;
+  a.batch = batch, a.queries = a.keys = a.before = rows, a.size = before.head;
+  a.heads = a.key_heads = width / before.head;
+  a.q_batch = a.k_batch = a.v_batch = rows * width;
+  a.q_row = a.k_row = a.v_row = width;
+  a.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(before.head)));
+  if (const int status = attend(*set, a, rounded != 0, threads)) return status;
+  return finish(set, behind, x, attended, batch * rows, out, threads);
 }
 
 }  // extern "C"
