@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
 from collections.abc import Callable, Iterable
 
 import torch
@@ -52,10 +50,9 @@ def lay_out_codes(
 ) -> int:
     """Lay out the int8 weights of a model's linear layers as :class:`Panels`, and return how many bytes they are.
 
-    Each is copied out of the bundle's map into one block of memory, of large pages where the system has them: a hundred
-    thousand small ones take longer to be given than their bytes to be written. lay_out: what writes a weight's panels.
-    copied: called with the tensors that stay in the map whenever PORTION bytes more have been copied, so that the pages
-    of the others go before all are there twice. A weight that does not divide stays as it is.
+    Each is copied out of the bundle's map. lay_out: what writes a weight's panels. copied: called with the tensors that
+    stay in the map whenever PORTION bytes more have been copied, so that the pages of the others go before all are
+    there twice. A weight that does not divide stays as it is.
     """
     found = []
     for layer in model.modules():
@@ -67,11 +64,11 @@ def lay_out_codes(
     weights = {id(layer.weight) for layer, _ in found}
     mapped = {id(layer.weight): layer.weight for layer, _ in found}
     kept = [tensor for tensor in model.parameters() if id(tensor) not in weights]
-    memory = block(sum(layer.weight.nbytes for layer, _ in found))
     done = since = 0
     for layer, store in found:
-        weight = mapped.pop(id(layer.weight))
-        panels = memory[done : done + weight.nbytes].view(weight.shape)
+        weight = layer.weight
+        mapped.pop(id(weight), None)  # two layers may share it
+        panels = torch.empty_like(weight)
         lay_out(weight, panels)
         layer.weight = nn.Parameter(panels, requires_grad=False)
         layer.store = Panels(store.name, store.width, store.scales)
@@ -81,13 +78,3 @@ def lay_out_codes(
             since = 0
     copied(kept)
     return done
-
-
-def block(size: int) -> Tensor:
-    """Return uninitialised memory, uint8 [size], in large pages where the system gives them when it is asked."""
-    if not hasattr(mmap, "MADV_HUGEPAGE") or not size:
-        return torch.empty(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

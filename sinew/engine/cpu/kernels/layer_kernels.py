@@ -416,8 +416,10 @@ def differs(kernels: LayerKernels, floats: FloatKernels, multiply_all: lowbit.Mu
         return made
 
     def times(x: Tensor, *layers: Any) -> list[Tensor]:
-        tensors = ([getattr(layer, name) for layer in layers] for name in ("weight", "scale", "bias"))
-        made = multiply_all(x.view(-1, x.shape[-1]), *tensors, "int8", lowbit.TINY)
+        weights, scales, biases = (
+            [getattr(layer, name) for layer in layers] for name in ("weight", "scale", "bias")
+        )
+        made = multiply_all(x.view(-1, x.shape[-1]), weights, scales, biases, "int8", lowbit.TINY)
         return [each.view(1, rows, -1) for each in made]
 
     x = torch.randn(1, rows, width, generator=random)
