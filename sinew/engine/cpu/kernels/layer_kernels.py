@@ -61,24 +61,24 @@ def check_codes(weight: Tensor, scale: Tensor | None, bias: Tensor | None, order
         )
 
 
-class _Layer(ctypes.Structure):
+class _GivenLayer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "scale", "bias")),
         *((name, ctypes.c_int64) for name in ("channels", "scales")),
     ]
 
 
-class _Product(ctypes.Structure):
+class _GivenProduct(ctypes.Structure):
     _fields_ = [
         ("format", ctypes.c_int32),
         ("count", ctypes.c_int32),
         ("k", ctypes.c_int64),
         ("smallest", ctypes.c_float),
-        ("layers", ctypes.POINTER(_Layer)),
+        ("layers", ctypes.POINTER(_GivenLayer)),
     ]
 
 
-class _Norm(ctypes.Structure):
+class _GivenNorm(ctypes.Structure):
     _fields_ = [
         ("there", ctypes.c_int32),
         ("centred", ctypes.c_int32),
@@ -88,16 +88,21 @@ class _Norm(ctypes.Structure):
     ]
 
 
-class _Projection(ctypes.Structure):
-    _fields_ = [("norm", _Norm), ("product", _Product), ("turned", ctypes.c_int32), ("head", ctypes.c_int32)]
-
-
-class _Finish(ctypes.Structure):
+class _GivenProjection(ctypes.Structure):
     _fields_ = [
-        ("output", _Product),
-        ("norm", _Norm),
-        ("up", _Product),
-        ("down", _Product),
+        ("norm", _GivenNorm),
+        ("product", _GivenProduct),
+        ("turned", ctypes.c_int32),
+        ("head", ctypes.c_int32),
+    ]
+
+
+class _GivenFinish(ctypes.Structure):
+    _fields_ = [
+        ("output", _GivenProduct),
+        ("norm", _GivenNorm),
+        ("up", _GivenProduct),
+        ("down", _GivenProduct),
         ("action", ctypes.c_int32),
         ("output_gate", ctypes.c_void_p),
         ("down_gate", ctypes.c_void_p),
@@ -124,11 +129,11 @@ class Projection:
     head: int = 0
     _given: Any = field(default=None, repr=False)
 
-    def fill(self) -> tuple[_Projection, list[Any]]:
+    def fill(self) -> tuple[_GivenProjection, list[Any]]:
         """Return the C struct and what has to live as long as it."""
         held: list[Any] = []
         product = _product(self.layers, held)
-        made = _Projection(_norm(self.norm, product.k, held), product, self.turned, self.head)
+        made = _GivenProjection(_norm(self.norm, product.k, held), product, self.turned, self.head)
         return made, held
 
 
@@ -146,11 +151,11 @@ class Finish:
     down_gate: Tensor | None = None
     _given: Any = field(default=None, repr=False)
 
-    def fill(self) -> tuple[_Finish, list[Any]]:
+    def fill(self) -> tuple[_GivenFinish, list[Any]]:
         """Return the C struct and what has to live as long as it."""
         held: list[Any] = []
         up = _product(self.up, held)
-        made = _Finish(
+        made = _GivenFinish(
             _product([self.output], held),
             _norm(self.norm, up.k, held),
             up,
@@ -175,19 +180,19 @@ def _gate(gate: Tensor | None, layer: Linear, held: list[Any]) -> int | None:
     return _address(None if gate is None else gate.contiguous(), held)
 
 
-def _norm(norm: NormOf | None, width: int, held: list[Any]) -> _Norm:
+def _norm(norm: NormOf | None, width: int, held: list[Any]) -> _GivenNorm:
     if norm is None:
-        return _Norm()
+        return _GivenNorm()
     if any(
         t is not None and (t.shape != (width,) or t.dtype != torch.float32) for t in (norm.weight, norm.bias)
     ):
         given = [None if t is None else list(t.shape) for t in (norm.weight, norm.bias)]
         raise ValueError(f"norm: expected float32 weight and bias of [{width}], got {given}")
-    return _Norm(1, norm.centred, norm.eps, _address(norm.weight, held), _address(norm.bias, held))
+    return _GivenNorm(1, norm.centred, norm.eps, _address(norm.weight, held), _address(norm.bias, held))
 
 
-def _product(layers: Sequence[Linear], held: list[Any]) -> _Product:
-    made = (_Layer * len(layers))()
+def _product(layers: Sequence[Linear], held: list[Any]) -> _GivenProduct:
+    made = (_GivenLayer * len(layers))()
     store = layers[0].store
     assert isinstance(store, Codes)
     for at, layer in zip(made, layers, strict=True):
@@ -196,7 +201,7 @@ def _product(layers: Sequence[Linear], held: list[Any]) -> _Product:
         at.weight, at.scale, at.bias = (_address(t, held) for t in (layer.weight, layer.scale, bias))
         at.channels, at.scales = len(layer.weight), 0 if layer.scale is None else layer.scale.numel()
     held.append(made)
-    return _Product(number_of(store.order), len(layers), store.width, store.smallest, made)
+    return _GivenProduct(number_of(store.order), len(layers), store.width, store.smallest, made)
 
 
 def _given(half: Projection | Finish, weights: tuple[Any, ...]) -> tuple[Any, list[Any]]:
