@@ -103,9 +103,9 @@ def _of_episodes(
 
     from sinew.cli.eval import default_env
     from sinew.cli.eval_variants import settled, variant_of
-    from sinew.eval.campaign import EpisodePlayer
     from sinew.eval.dataset.episodes import RecordedEpisode
     from sinew.eval.dataset.writer import DatasetWriter
+    from sinew.eval.player import EpisodePlayer
     from sinew.eval.settings import Task, parse_replan
     from sinew.sources import resolve
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -23,7 +24,7 @@ from sinew_client.policy import is_address
 
 from sinew import figures, machine
 from sinew.cli import status, terminal
-from sinew.cli.eval_variants import settled, variant_of
+from sinew.cli.eval_variants import in_lockstep, settled, variant_of
 from sinew.cli.eval_variants import variants as variants_of
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
 from sinew.core import SinewError
@@ -67,7 +68,11 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     record_gate: Path | None = None,
     out: Path | None = None,
     rerun: str | None = None,
-    workers: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    workers: Annotated[
+        int | None, Parameter(name=("--shards", "--workers"), validator=validators.Number(gte=1))
+    ] = None,
+    join: Path | None = None,
+    batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1,
     realtime: Annotated[bool, Parameter(negative="")] = False,
     noise: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
     adapter: str | None = None,
@@ -110,7 +115,12 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         out: folder for the log of episodes, report and figures; a run into the same folder continues.
         rerun: every step for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
             rerun+http://HOST:9876/proxy. One worker plays. Needs the extra `rerun`.
-        workers: processes that play; the number of cores if absent, 1 in real time.
+        workers: processes that play, of a queue of episodes: one that is killed loses nothing, and the same command
+            goes on where it was; the number of cores if absent, 1 in real time.
+        join: instead of a target: the --out folder of a run of several shards that plays now, there or on another
+            machine; helps it with --shards processes.
+        batch: episodes that each shard plays in lockstep, so that one inference answers what they ask at the same
+            moment: a number, or `auto` for what is fastest here; one after the other if absent.
         realtime: pace the environment by the clock and use measured latency.
         noise: a number that enters every noise seed; 0 if absent.
         adapter: for environments of other makers: a .json mapping or module:Class.
@@ -119,6 +129,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     """
     if setup is not None:
         return _set_up(setup)
+    if join is not None:
+        return _join(join, target, workers or machine.cores().physical)
     if target is None:
         raise SinewError("expected a bundle file, the address of a server (tcp://host:port), or expert")
     recording = None if rerun is None else _recording(rerun, workers, realtime, stream)
@@ -161,7 +173,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     base = variant_of(
         target, runs, cameras, replan=interval, latency=Latency(given["latency"] or "0"),
         handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=stream or "",
-        edge_adapter=edge_adapter or "",
+        edge_adapter=edge_adapter or "", batch=1 if batch == "auto" else batch,
     )  # fmt: skip
     if runs.provider:
         raise SinewError(
@@ -174,9 +186,15 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     control_hz = _control_hz(task, asked, elsewhere)
     said: set[str] = set()
     variants = [settled(variant, task, said) for variant in asked]
+    if batch == "auto":
+        variants = [in_lockstep(variant, task, out) for variant in variants]
     if elsewhere is not None and runs.engine != "auto":
         raise SinewError(
             "--engine: this environment asks a server; start `sinew serve --engine` and give its address"
+        )
+    if any(variant.batch > 1 for variant in variants) and (elsewhere or recording or realtime):
+        raise SinewError(
+            "--batch: expected simulated time in this interpreter, without --rerun and --realtime"
         )
     seeds = range(first, first + count)
     if recording is not None and elsewhere is not None:
@@ -215,6 +233,17 @@ def _protocol(
     return replaced(task, motion=dict(AS_IS), **{name: gate.protocol[name] for name in flags}), {
         name: gate.protocol[name] if value is None else value for name, value in given.items()
     }
+
+
+def _join(folder: Path, target: str | None, shards: int) -> int:
+    from sinew.eval import farm
+
+    if target is not None:
+        raise SinewError(f"--join: expected no target, as the run has one, got {target}")
+    played = farm.join(folder, shards)
+    terminal.console().print(f"played here  {played} episodes", markup=False)
+    terminal.emit({"joined": str(folder), "episodes": played})
+    return 0
 
 
 def _set_up(simulator: str) -> int:
@@ -304,18 +333,34 @@ def _run(
     except ModuleNotFoundError as error:
         raise MissingPackageError("evaluation", error.name or "mujoco") from None
     errors = terminal.console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TextColumn("{task.fields[rate]}"), TimeRemainingColumn()),
+    )
+    fresh, begun = 0, 0.0  # episodes that were played now, since when
     wins: dict[Variant, list[bool]] = {variant: [] for variant in variants}
     bars: dict[Variant, TaskID] = {}
     with terminal.bars(*columns) as progress:
-        bars = {v: progress.add_task(v.label(variants), total=len(seeds)) for v in variants}
+        bars = {v: progress.add_task(v.label(variants), total=len(seeds), rate="") for v in variants}
+
+        def begin(todo: int) -> None:
+            nonlocal fresh, begun
+            if fresh:
+                terminal.say(f"{fresh} of {fresh + todo} episodes were played before")
+            fresh, begun = 0, time.monotonic()
+            for bar in bars.values():  # what the log had says nothing of how fast this goes
+                progress.reset(bar, completed=int(progress.tasks[bar].completed))
 
         def show(variant: Variant, episode: Episode) -> None:
+            nonlocal fresh
+            fresh += 1
+            rate = fresh / max(time.monotonic() - begun, 1e-3)
             wins[variant].append(episode.success)
             won, count = sum(wins[variant]), len(wins[variant])
             low, high = stats.wilson(won, count)
             text = f"{variant.label(variants)}: {won}/{count} [{100 * low:.0f}, {100 * high:.0f}] %"
-            progress.update(bars[variant], completed=count, description=text.replace("[", r"\["))
+            shown = {"description": text.replace("[", r"\["), "rate": f"{rate:.1f}/s" if begun else ""}
+            progress.update(bars[variant], completed=count, **shown)
             if not errors.is_terminal and count == len(seeds):
                 errors.print(text, markup=False)
 
@@ -332,6 +377,7 @@ def _run(
             workers=workers,
             out=out,
             on_episode=show,
+            on_todo=begin,
             elsewhere=elsewhere,
             player=player,
         )

@@ -84,3 +84,25 @@ def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant
         terminal.say(text)
         said.add(text)
     return replaced(variant, handover=choice.handover)
+
+
+def in_lockstep(variant: Variant, task: Task, out: Path | None) -> Variant:
+    """Return the variant with the batch that is fastest here, and print why; with that of the log where a run goes on,
+    whose episodes were played so."""
+    from sinew.eval.campaign import batch_played
+    from sinew.eval.policies import InProcess, open_policy
+    from sinew.serve.batching import Batcher
+
+    if out is not None and (before := batch_played(task, variant, out)) is not None:
+        terminal.say(f"{variant.show('target')}: batches of {before}, as in {out}")
+        return replaced(variant, batch=before)
+    replaced(variant, batch=2)  # refuses what has no batches
+    policy = open_policy(variant, task.env)
+    assert isinstance(policy, InProcess)
+    try:
+        found = Batcher(None)
+        found.calibrate(policy.policy)
+    finally:
+        policy.close()
+    terminal.say(f"{variant.show('target')}: batches of {found.limit}: {found.reason}")
+    return replaced(variant, batch=found.limit)
