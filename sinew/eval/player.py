@@ -69,7 +69,7 @@ class EpisodePlayer:
         self._opened: tuple[Any, ...] = ()
 
     def play(self, variant: Variant, seed: int) -> Episode:
-        policy, conduct = self._ready(variant), self.conduct(variant)
+        policy, conduct = self.ready(variant), self.conduct(variant)
         if variant.stream:
             if not isinstance(policy, InProcess):
                 raise SinewError(
@@ -83,12 +83,16 @@ class EpisodePlayer:
         """Play episodes of one of :func:`groups`, in the order of ``seeds``."""
         if variant.batch == 1:
             return [self.play(variant, seed) for seed in seeds]
-        policy, conduct = self._ready(variant), self.conduct(variant)
-        while 1 + len(self._beside) < min(variant.batch, len(seeds)):
+        policy, conduct = self.ready(variant), self.conduct(variant)
+        seats = [Seat(*each) for each in self.beside(min(variant.batch, len(seeds)), policy)]
+        return play_together(seats, policy, conduct, seeds)
+
+    def beside(self, count: int, policy: EvalPolicy) -> list[tuple[gymnasium.Env, EnvAdapter]]:
+        """Return so many environments with their adapters, fitted to a policy; makes those that are missing."""
+        while 1 + len(self._beside) < count:
             self._beside.append(self._make())
             self._fit(self._beside[-1][1], policy)
-        seats = [Seat(env, adapter) for env, adapter in [(self.env, self.adapter), *self._beside]]
-        return play_together(seats[: variant.batch], policy, conduct, seeds)
+        return [(self.env, self.adapter), *self._beside][:count]
 
     def conduct(self, variant: Variant) -> Conduct:
         """Return how the episodes of a variant are played."""
@@ -104,7 +108,8 @@ class EpisodePlayer:
             variant.edge_adapter,
         )
 
-    def _ready(self, variant: Variant) -> Any:
+    def ready(self, variant: Variant) -> Any:
+        """Return the policy of a variant, open."""
         what = (variant.target, variant.device, variant.dtype, variant.solver_steps, variant.engine)
         what = (*what, variant.batch > 1)
         if what != self._opened:
