@@ -9,7 +9,7 @@ from sinew import machine
 if TYPE_CHECKING:
     from sinew_client.policy import connect
 
-    from sinew.eval.evaluate import Evaluation, evaluate
+    from sinew.eval.report.evaluation import Evaluation, evaluate
     from sinew.eval.runner import Episode
     from sinew.policy import Policy, load
 
@@ -33,10 +33,10 @@ def __getattr__(name: str) -> Any:
         from sinew.extras import MissingPackageError
 
         try:
-            from sinew.eval import evaluate
+            from sinew.eval.report import evaluation
         except ModuleNotFoundError as error:
             raise MissingPackageError("sinew.evaluate", error.name or "gymnasium") from None
-        return getattr(evaluate, name)
+        return getattr(evaluation, name)
     if name == "connect":
         from sinew_client.policy import connect
 

@@ -359,8 +359,9 @@ def _run(
             won, count = sum(wins[variant]), len(wins[variant])
             low, high = stats.wilson(won, count)
             text = f"{variant.label(variants)}: {won}/{count} [{100 * low:.0f}, {100 * high:.0f}] %"
-            shown = {"description": text.replace("[", r"\["), "rate": f"{rate:.1f}/s" if begun else ""}
-            progress.update(bars[variant], completed=count, **shown)
+            shown = text.replace("[", r"\[")
+            speed = f"{rate:.1f}/s" if begun else ""
+            progress.update(bars[variant], completed=count, description=shown, rate=speed)
             if not errors.is_terminal and count == len(seeds):
                 errors.print(text, markup=False)
 

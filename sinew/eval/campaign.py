@@ -144,7 +144,7 @@ def _play(
             if queue is None:
                 place = Path(tempfile.gettempdir()) / "sinew-eval"
                 queue = stack.enter_context(scratch.beside(place)) / farm.FOLDER
-            yield from farm.play(queue, farm.Plan.of(task, variants, todo), workers)
+            yield from farm.play(queue, farm.FarmPlan.of(task, variants, todo), workers)
         return
     player = make(task)
     try:

@@ -66,7 +66,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FarmPlan:
     """What is to be played. keys: of the variants (:func:`sinew.eval.player.key`). lease_s: seconds without a sign of
     life until a group is played by somebody else."""
 
@@ -77,7 +77,7 @@ class Plan:
     lease_s: float
 
     @classmethod
-    def of(cls, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]]) -> Plan:
+    def of(cls, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]]) -> FarmPlan:
         """todo: index of a variant, seed."""
         keys = [key(task, variant) for variant in variants]
         jobs = tuple(
@@ -101,7 +101,7 @@ class Plan:
         _put(folder / PLAN, json.dumps(said).encode())
 
     @classmethod
-    def read(cls, folder: Path) -> Plan:
+    def read(cls, folder: Path) -> FarmPlan:
         """Raises :class:`SinewError` for what is no plan, and FileNotFoundError where there is none."""
         path = folder / PLAN
         try:
@@ -126,7 +126,7 @@ class Plan:
             )
 
 
-class Queue:
+class EpisodeQueue:
     """The files of a farm, as one process sees them. worker: its name in leases."""
 
     def __init__(self, folder: Path, worker: str, lease_s: float = LEASE_S):
@@ -307,14 +307,14 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def play(folder: Path, plan: Plan, shards: int) -> Iterator[tuple[int, list[Episode]]]:
+def play(folder: Path, plan: FarmPlan, shards: int) -> Iterator[tuple[int, list[Episode]]]:
     """Play a plan with so many processes, and whoever joins; yield a variant's index and episodes of a group as they
     come.
 
     folder: of the queue, which stays until it is removed. Raises :class:`SinewError` with what a shard could not do,
     and where shards die again and again in one group.
     """
-    queue = Queue(folder, HEAD)
+    queue = EpisodeQueue(folder, HEAD)
     queue.make()
     queue.release(HEAD)  # of an earlier head, whose shards have ended with it
     plan.write(folder)
@@ -372,7 +372,7 @@ class Crew:
     def __init__(self, folder: Path, count: int, name: str, logs: Path):
         self.folder, self.name, self._logs = folder, name, logs
         self.episodes = 0  # by processes that have come to their end
-        self._queue = Queue(folder, name)
+        self._queue = EpisodeQueue(folder, name)
         self._begun = 0
         self._deaths: Counter[str] = Counter()  # by group, "" before the first one
         self._progress = 0  # when something had been played last
@@ -464,10 +464,10 @@ def work(folder: Path, worker: str) -> int:
     plan, and what an episode raises.
     """
     try:
-        plan = Plan.read(folder)
+        plan = FarmPlan.read(folder)
     except FileNotFoundError:
         raise SinewError(f"{folder}: {NOTHING}") from None
-    queue, count, checked = Queue(folder, worker, plan.lease_s), 0, set[int]()
+    queue, count, checked = EpisodeQueue(folder, worker, plan.lease_s), 0, set[int]()
     ended = threading.Event()
     beats = threading.Thread(target=_beat, args=(queue, ended), daemon=True)
     beats.start()
@@ -504,7 +504,7 @@ def work(folder: Path, worker: str) -> int:
     return count
 
 
-def _beat(queue: Queue, ended: threading.Event) -> None:
+def _beat(queue: EpisodeQueue, ended: threading.Event) -> None:
     while not ended.wait(queue.lease_s / BEATS):
         queue.beat()
 

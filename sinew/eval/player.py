@@ -110,8 +110,8 @@ class EpisodePlayer:
 
     def ready(self, variant: Variant) -> Any:
         """Return the policy of a variant, open."""
-        what = (variant.target, variant.device, variant.dtype, variant.solver_steps, variant.engine)
-        what = (*what, variant.batch > 1)
+        opened = (variant.target, variant.device, variant.dtype, variant.solver_steps, variant.engine)
+        what = (*opened, variant.batch > 1)
         if what != self._opened:
             self.close_policy()
             self._policy, self._opened = self._open(variant), what

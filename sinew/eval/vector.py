@@ -22,7 +22,7 @@ TOLD = (
 )  # what adapters ask an environment for, beside its spec
 
 
-class Parts:
+class VectorParts:
     """The parts of a vectorised environment, in lockstep (:class:`sinew.eval.lockstep.Shared`).
 
     With ``AutoresetMode.DISABLED`` an episode that is over is followed by the next one at once. The other modes begin
@@ -85,7 +85,7 @@ class Parts:
             options = {**(options or {}), "reset_mask": mask}
             self._over &= ~mask
         self._fresh = False
-        seen, infos = self.env.reset(seed=given, options=options)
+        seen, infos = self.env.reset(seed=given, options=options)  # type: ignore[arg-type]
         return self._apart(seen), infos
 
     def _apart(self, seen: Any) -> list[Any]:

@@ -184,8 +184,8 @@ def test_another_process_joins_and_its_loss_is_made_up_for(
     monkeypatch.setattr(farm, "LEASE_S", 1.0)
     queue = tmp_path / farm.FOLDER
     queue.mkdir()
-    plan = farm.Plan.of(TASK, [pen()], [(0, seed) for seed in SEEDS])
-    farm.Queue(queue, "test").make()
+    plan = farm.FarmPlan.of(TASK, [pen()], [(0, seed) for seed in SEEDS])
+    farm.EpisodeQueue(queue, "test").make()
     plan.write(queue)
     join = [sys.executable, "-m", "sinew", "eval", "--join", tmp_path, "--shards", 1]
     with processes.Process(join, stdout=subprocess.DEVNULL) as helper:  # before there is a head
@@ -206,12 +206,12 @@ def test_another_process_joins_and_its_loss_is_made_up_for(
 @needs_pen
 def test_a_shard_that_stood_still_counts_once(tmp_path: Path, alone: list[dict[str, Any]]) -> None:
     """SIGSTOP: its lease ages, another one plays the episode, and then it wakes and stores it as well."""
-    queue = farm.Queue(tmp_path, "first", lease_s=0.1)
+    queue = farm.EpisodeQueue(tmp_path, "first", lease_s=0.1)
     queue.make()
-    plan = farm.Plan.of(TASK, [pen()], [(0, SEEDS[0])])
+    plan = farm.FarmPlan.of(TASK, [pen()], [(0, SEEDS[0])])
     (job,) = plan.jobs
     assert queue.claim(job)
-    other = farm.Queue(tmp_path, "second", lease_s=0.1)
+    other = farm.EpisodeQueue(tmp_path, "second", lease_s=0.1)
     assert not other.claim(job)
     other.expire(job)
     time.sleep(0.15)
@@ -251,8 +251,8 @@ def test_another_bundle_under_the_same_name_is_refused(
     bundle = tmp_path / "policy.gguf"
     shutil.copy(PEN, bundle)
     queue = tmp_path / farm.FOLDER
-    farm.Queue(queue, "test").make()
-    farm.Plan.of(TASK, [Variant(str(bundle), 8)], [(0, 1)]).write(queue)
+    farm.EpisodeQueue(queue, "test").make()
+    farm.FarmPlan.of(TASK, [Variant(str(bundle), 8)], [(0, 1)]).write(queue)
     with bundle.open("ab") as file:
         file.write(b"\0")
     assert main(["eval", "--join", str(tmp_path), "--shards", "1"]) == 1
@@ -290,16 +290,16 @@ def test_a_plan_that_is_none(tmp_path: Path) -> None:
     for text in ("", "[]", '{"format": 2}', '{"format": 1, "variants": 3}', "\0" * 100):
         (tmp_path / farm.PLAN).write_text(text)
         with pytest.raises(SinewError, match="plan"):
-            farm.Plan.read(tmp_path)
-    good = farm.Plan.of(TASK, [Variant("expert")], [(0, 1), (0, 2)])
+            farm.FarmPlan.read(tmp_path)
+    good = farm.FarmPlan.of(TASK, [Variant("expert")], [(0, 1), (0, 2)])
     good.write(tmp_path)
-    assert farm.Plan.read(tmp_path) == good
+    assert farm.FarmPlan.read(tmp_path) == good
 
 
 def test_what_is_not_whole_is_played_again(tmp_path: Path) -> None:
     expert = Variant("expert", handover="aligned")
-    plan = farm.Plan.of(TASK, [expert], [(0, seed) for seed in range(3)])
-    queue = farm.Queue(tmp_path / farm.FOLDER, "test")
+    plan = farm.FarmPlan.of(TASK, [expert], [(0, seed) for seed in range(3)])
+    queue = farm.EpisodeQueue(tmp_path / farm.FOLDER, "test")
     queue.make()
     good = campaign.run(TASK, [expert], range(3))[0]
     for job, episode in zip(plan.jobs, good, strict=True):

@@ -23,7 +23,7 @@ from sinew.eval.report import stats
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant
 from sinew.eval.suites.mapping import Mapping as EnvMapping
-from sinew.eval.vector import Parts
+from sinew.eval.vector import VectorParts
 from sinew.sources import resolve
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _vectorised(
         )
     if variant.target == EXPERT:
         raise SinewError("env: expected a single environment, which an expert reads, got a vectorised one")
-    shared = Parts(env)
+    shared = VectorParts(env)
     parts = shared.parts()
     waiting = iter(parts)
 
