@@ -69,7 +69,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     out: Path | None = None,
     rerun: str | None = None,
     workers: Annotated[
-        int | None, Parameter(name=("--shards", "--workers"), validator=validators.Number(gte=1))
+        int | None, Parameter(name=("--workers", "--shards"), validator=validators.Number(gte=1))
     ] = None,
     join: Path | None = None,
     batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1,
@@ -107,8 +107,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             states it if absent, {"kind": "as is"} for rows as they come.
         future: tell the policy the state that the robot will have when the answer arrives; needs --motion.
         solver_steps: instead of the bundle's own number.
-        sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter;
-            repeatable.
+        sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter,
+            batch; repeatable.
         compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
         gate: a gate file; its protocol is run, and success is held against its record.
         record_gate: write the first variant as a gate file.

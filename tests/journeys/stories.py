@@ -321,6 +321,19 @@ def evaluation(walk: Walk) -> None:
     walk.type("sinew eval A.gguf --sweep replan=1,2,4,8,16,full --out runs/replan", adds="--episodes 5")
     assert (walk.folder / "runs" / "replan" / "success_replan.png").exists()
     walk.type("sinew eval A.gguf --gate sinew/eval/gates/blocks.json", adds="--episodes 20")
+    evaluated(
+        walk.type(
+            "sinew eval blocks --episodes 2000 --shards 8 --out runs/blocks",
+            instead=("2000 --shards 8", "20 --shards 2"),
+        ),
+        0.9,
+    )
+    walk.leaves("sinew eval --join runs/blocks --shards 8", "tests/eval/test_farm.py joins a run that plays")
+    lockstep = walk.type(
+        "sinew eval blocks --episodes 2000 --shards 2 --batch auto", instead=("2000", "20"), says=("batches of",)
+    )
+    evaluated(lockstep, 0.9)
+    walk.program(0, after="assert found.success >= 0.9")
     walk.type("sinew dataset blocks build/episodes --episodes 20 --successes", instead=("20", "3"))
     walk.type(
         "sinew dataset expert build/demonstrations --env sinew/Blocks-v0 --episodes 50", instead=("50", "3")
