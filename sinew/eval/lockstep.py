@@ -173,13 +173,18 @@ def play_together(
     """Play an episode for each of ``seeds``, as many at once as there are seats; return them in that order.
 
     A seat whose episode is over takes the next seed at once. shared: the vectorised environment that the seats are
-    parts of. on_episode: called for each that is over, from its seat's thread. Raises what an episode raises.
+    parts of. on_episode: called for each that is over. Raises what an episode raises.
     """
     seats = seats[: len(seeds)]
     meeting, found = Meeting(len(seats)), dict[int, Episode]()
     left = iter(seeds)
 
     def next_seeds(asked: Mapping[int, Any]) -> dict[int, int | None]:
+        for episode in asked.values():
+            if episode is not None:
+                found[episode.seed] = episode
+                if on_episode is not None:
+                    on_episode(episode)
         given = {seat: next(left, None) for seat in asked}
         for seat, seed in given.items():
             if seed is not None:
@@ -188,11 +193,9 @@ def play_together(
 
     def play(seat: int) -> None:
         env, adapter = seats[seat].env, seats[seat].adapter
-        asking = _Asking(policy, meeting, seat)
-        while (seed := meeting.ask(seat, NEXT, None)) is not None:
-            found[seed] = episode = run_episode(env, adapter, asking, conduct, seed)
-            if on_episode is not None:
-                on_episode(episode)
+        asking, episode = _Asking(policy, meeting, seat), None
+        while (seed := meeting.ask(seat, NEXT, episode)) is not None:
+            episode = run_episode(env, adapter, asking, conduct, seed)
 
     def infer(asked: Mapping[int, Any]) -> dict[int, Any]:
         requests = [(observation, seed, _session(seat)) for seat, (observation, seed) in asked.items()]

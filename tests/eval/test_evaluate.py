@@ -231,6 +231,8 @@ def test_an_error_of_an_episode_ends_all_of_them() -> None:
             "workers, out: expected a policy, an environment and an adapter by name",
         ),
         ((PEN, pen), {"env_options": {"image_size": 32}}, "env_options: expected a gymnasium id"),
+        ((PEN, "sinew/Blocks-v0"), {}, "sinew/Blocks-v0 and pen do not fit"),
+        ((PEN, "libero_10"), {}, "`sinew eval --env libero_10` plays suites"),
         ((PEN, "sinew/Pen-v0"), {"episodes": 0}, "episodes: expected a number from 1 on"),
         ((PEN, "sinew/Pen-v0"), {"episodes": [1, 1]}, "or different seeds"),
         ((PEN, Reach), {}, "observation: expected a dict with images, state and prompt|max_episode_steps"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,8 +25,9 @@ from sinew.cli import main
 from sinew.core import SinewError
 from sinew.eval import campaign, farm
 from sinew.eval.player import groups, key
-from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant
+from sinew.policy import Policy
+from sinew.serve.batching import Batcher
 from tests import processes
 from tests.eval.test_eval import PEN, children, content, needs_pen
 
@@ -91,6 +93,77 @@ def test_batches_are_the_same_in_any_number_of_shards(alone: list[dict[str, Any]
     one, two = (content(campaign.run(TASK, [pen(batch=4)], SEEDS, workers=n)[0]) for n in (1, 2))
     assert one == two
     assert [e["success"] for e in one] == [e["success"] for e in alone]
+
+
+@needs_pen
+def test_batches_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose episode is over makes room for the next one before the others are answered."""
+    sizes: list[int] = []
+    run_batch = Policy.run_batch
+
+    def counted(policy: Policy, members: Any, **options: Any) -> Any:
+        sizes.append(len(members))
+        return run_batch(policy, members, **options)
+
+    monkeypatch.setattr(Policy, "run_batch", counted)
+    seeds = range(5008, 5024)  # one block of numbers
+    campaign.run(TASK, [pen(batch=4)], seeds)
+    sizes = sizes[sizes.index(4) :]  # behind the policy's warm-up
+    full = sizes.index(next(size for size in sizes if size < 4))
+    assert set(sizes[:full]) == {4}
+    assert sizes[full:] == sorted(sizes[full:], reverse=True)  # the last ones have nobody beside them
+    assert 4 * full > sum(sizes) / 2
+
+
+@needs_pen
+def test_the_batch_that_is_fastest_is_said_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def calibrate(batcher: Batcher, policy: Policy) -> None:
+        assert not policy.unbatched
+        batcher.limit, batcher.reason = 4, "measured, as it were"
+
+    monkeypatch.setattr(Batcher, "calibrate", calibrate)
+    arguments = [
+        "eval",
+        str(PEN),
+        "--env",
+        TASK.env,
+        "--workers",
+        "1",
+        "--batch",
+        "auto",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main([*arguments, "--episodes", "3"]) == 0
+    assert "pen.gguf: batches of 4: measured, as it were" in capfd.readouterr().err
+    monkeypatch.setattr(Batcher, "calibrate", None)
+    assert main([*arguments, "--episodes", "5"]) == 0
+    said = capfd.readouterr().err
+    assert f"batches of 4, as in {tmp_path}" in " ".join(said.split())
+    assert "3 of 5 episodes were played before" in said
+    assert {json.loads(values["key"])["batch"] for values in lines(tmp_path)} == {4}
+    assert len(outcomes(tmp_path)) == 5
+
+
+@needs_pen
+def test_a_terminal_shows_how_fast_and_how_long(tmp_path: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    with processes.Process(command(tmp_path, "--shards", 2), stdout=subprocess.DEVNULL, stderr=theirs) as run:
+        os.close(theirs)
+        shown = b""
+        try:
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+        except OSError:  # how Linux says that the other end is closed
+            pass
+        assert run.wait(PATIENCE) == 0
+    os.close(ours)
+    text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode(errors="replace")
+    assert re.search(r"pen\.gguf: \d+/\d+ \[\d+, \d+\] %.* \d+/30 \d+\.\d/s \d:\d\d:\d\d", text), text[-2000:]
 
 
 def test_groups_follow_from_seeds_and_variant() -> None:
@@ -357,4 +430,3 @@ def test_a_key_without_batch_is_what_it_was() -> None:
     """Logs of runs before there were batches go on."""
     assert "batch" not in json.loads(key(TASK, Variant("expert")))
     assert Variant.from_dict(pen(batch=4, rename=("a=b",)).to_dict()) == pen(batch=4, rename=("a=b",))
-    assert Episode(1, "", True, 1, 1, 1, 0, 0, [], []).to_dict()["seed"] == 1

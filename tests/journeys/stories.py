@@ -330,7 +330,9 @@ def evaluation(walk: Walk) -> None:
     )
     walk.leaves("sinew eval --join runs/blocks --shards 8", "tests/eval/test_farm.py joins a run that plays")
     lockstep = walk.type(
-        "sinew eval blocks --episodes 2000 --shards 2 --batch auto", instead=("2000", "20"), says=("batches of",)
+        "sinew eval blocks --episodes 2000 --shards 2 --batch auto",
+        instead=("2000", "20"),
+        says=("batches of",),
     )
     evaluated(lockstep, 0.9)
     walk.program(0, after="assert found.success >= 0.9")

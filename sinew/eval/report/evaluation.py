@@ -14,8 +14,9 @@ from sinew_client.control.defaults import HANDOVER, REPLAN
 from sinew_client.policy import Policy, is_address
 
 from sinew.core import SinewError
-from sinew.eval import campaign
+from sinew.eval import campaign, suites
 from sinew.eval.adapters import Direct, EnvAdapter, Mapped, make_env, named_adapter
+from sinew.eval.fitting import check_variants
 from sinew.eval.lockstep import Seat, play_together
 from sinew.eval.player import EpisodePlayer, groups, one_thread
 from sinew.eval.policies import EXPERT, EpisodePolicy, EvalPolicy, chosen
@@ -137,6 +138,10 @@ def evaluate(
     seeds = list(range(seed, seed + episodes)) if isinstance(episodes, int) else list(episodes)
     if not seeds or len(set(seeds)) < len(seeds):
         raise SinewError(f"episodes: expected a number from 1 on, or different seeds, got {episodes!r}")
+    if isinstance(env, str) and suites.find(env) is not None:
+        raise SinewError(
+            f"env: expected an environment of this interpreter; `sinew eval --env {env}` plays suites"
+        )
     named = isinstance(policy, (str, os.PathLike))
     target = _target(policy) if named else type(policy).__name__
     label = env if isinstance(env, str) else _name(env)
@@ -156,10 +161,9 @@ def evaluate(
     if named and isinstance(env, str) and (adapter is None or isinstance(adapter, str)):
         heard = None if on_episode is None else lambda _, episode: on_episode(episode)
         place = None if out is None else Path(out)
+        hz = check_variants(task, [variant])
         played = campaign.run(task, [variant], seeds, workers=workers, out=place, on_episode=heard)[0]
-        made, fitted = make_env(task.env, task.adapter, task.env_options)
-        made.close()
-        return Evaluation(target, label, fitted.control_hz, tuple(played), batch)
+        return Evaluation(target, label, hz, tuple(played), batch)
     if workers != 1 or out is not None:
         raise SinewError(
             "workers, out: expected a policy, an environment and an adapter by name, which other processes can open and"
