@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -256,7 +256,8 @@ class Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # of what was written and nobody reads any more
+                    pipe.close()
 
     def __enter__(self) -> Worker:
         return self
