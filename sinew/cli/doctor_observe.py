@@ -24,21 +24,21 @@ MARKS = {
 }
 
 
-def observe(policy: Path, robot: str, options: str | None, cameras: list[str] | None, seconds: float) -> int:
-    """Look at a robot, or at a folder of records, and print what looks wrong. Exit code 1 if something does."""
+def observe(policy: Path, robot: str, options: str | None, rename: tuple[str, ...], seconds: float) -> int:
+    """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does."""
     from sinew.checks.wiring import CANNOT_TELL
     from sinew.checks.wiring import observe as looking
     from sinew.policy import open_bundle
 
     manifest = open_bundle(policy).manifest
     if records(robot):
-        if options is not None or cameras:
-            raise SinewError("--robot-options, --cameras: expected none with records, which are as they are")
+        if options is not None or rename:
+            raise SinewError("--robot-options, --rename: expected none with records, which are as they are")
         with progress.task(f"reading {robot}"):
             looks, found = looking.recorded(Path(robot), manifest)
         what = f"{looks} records of {robot}"
     else:
-        looks, found = _live(robot, options, cameras, manifest, seconds)
+        looks, found = _live(robot, options, rename, manifest, seconds)
         what = f"{robot}: {looks} looks in {seconds:g} s; it was not commanded"
     wrong = sum(each.level != CANNOT_TELL for each in found)
     _print(found)
@@ -57,12 +57,12 @@ def records(robot: str) -> bool:
 
 
 def _live(
-    robot: str, options: str | None, cameras: list[str] | None, manifest: Manifest, seconds: float
+    robot: str, options: str | None, rename: tuple[str, ...], manifest: Manifest, seconds: float
 ) -> tuple[int, list[Finding]]:
     from sinew.checks.wiring import observe as looking
     from sinew.cli.run_robot import robot_opener
 
-    opener = robot_opener(robot, options, cameras, None)
+    opener = robot_opener(robot, options, rename, None)
     try:
         with (
             looking.closing(opener(manifest.spec.to_dict())[0]) as machine,

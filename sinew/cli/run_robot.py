@@ -8,24 +8,24 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 from sinew_client import ClientError
 from sinew_client.control import Journal, Limits, Loop, Settings
 from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot
 
+from sinew.bundle.rename import parse_renames
 from sinew.cli import terminal
-from sinew.cli.options import json_object
+from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
 from sinew.core import SinewError
 from sinew.eval.report.stats import wilson
 from sinew.signals import handled
 
 Opened = tuple[Any, str, "float | None"]
-Positive = Annotated[float | None, Parameter(validator=validators.Number(gt=0))]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Robot")
 @dataclass(frozen=True)
 class RobotFlags:
     """The robot, and how it is driven.
@@ -35,7 +35,7 @@ class RobotFlags:
             hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first) or
             lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
-        cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
+        rename: NEW=CAMERA, repeatable: the policy's CAMERA is called NEW by your robot, as front=camera1.
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: control rate; the policy's own, or the environment's, if absent.
         motion: JSON object, what actions are measured from; {"kind": "absolute"} ...; as the policy states it if
@@ -52,20 +52,20 @@ class RobotFlags:
 
     robot: str = "dry"
     robot_options: str | None = None
-    cameras: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    rename: Texts = ()
     prompt: str = ""
-    hz: Positive = None
+    hz: PositiveIfAny = None
     motion: str | None = None
     limits: Path | None = None
     stale: float = 0.5
     watchdog: bool = True
-    seconds: Positive = None
-    episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None
+    seconds: PositiveIfAny = None
+    episodes: CountIfAny = None
     record: Path | None = None
 
     def opener(self) -> Callable[[dict[str, Any]], Opened]:
         """Return what opens the robot for a policy (:func:`robot_opener`)."""
-        return robot_opener(self.robot, self.robot_options, self.cameras, self.episodes)
+        return robot_opener(self.robot, self.robot_options, self.rename, self.episodes)
 
     def opened(
         self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Opened], policy: dict[str, Any]
@@ -131,13 +131,13 @@ EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pe
 
 
 def robot_opener(
-    text: str, options: str | None, cameras: Iterable[str] | None, episodes: int | None
+    text: str, options: str | None, rename: Iterable[str], episodes: int | None
 ) -> Callable[[dict[str, Any]], Opened]:
     """Return what opens a robot for a policy: the robot, its own instruction and its own rate.
 
     What can be wrong without a policy is said here, before one is loaded.
     """
-    given, pairs = json_object("--robot-options", options) or {}, _pairs(cameras or ())
+    given, pairs = json_object("--robot-options", options) or {}, _of_policy(rename)
     text = EMBEDDED.get(text, text)
     kind, _, rest = text.partition(":")
     if episodes is not None and kind != "gym":
@@ -159,7 +159,7 @@ def robot_opener(
         return lambda policy: (open_lerobot(rest, given, policy, pairs), "", None)
     if text == "dry":
         if pairs:
-            raise SinewError("--cameras: expected none with --robot dry, which has the policy's own")
+            raise SinewError("--rename: expected none with --robot dry, which has the policy's own")
         return lambda policy: (Dry(policy), "", None)
     if rest:
         find_class(text)
@@ -169,11 +169,13 @@ def robot_opener(
     )
 
 
-def _pairs(texts: Iterable[str]) -> dict[str, str]:
-    for text in texts:
-        if "=" not in text:
-            raise SinewError(f"--cameras: expected POLICY=ROBOT, got {text!r}")
-    return dict(text.split("=", 1) for text in texts)
+def _of_policy(texts: Iterable[str]) -> dict[str, str]:
+    """Return the policy's cameras -> the robot's, of ROBOT=CAMERA."""
+    names = parse_renames(tuple(texts))
+    found = {camera: own for own, camera in names.items()}
+    if len(found) < len(names):
+        raise SinewError(f"--rename: expected each camera once, got {', '.join(texts)}")
+    return found
 
 
 # ----------------------------------------------------------------------------- instruction and episodes
@@ -223,12 +225,12 @@ def episodes_row(machine: Any) -> list[tuple[str, str]]:
 
 # ----------------------------------------------------------------------------- what does not fit
 
-_PYTHON = re.compile(r" \((?:rename [^)]*|allow_missing_cameras[^)]*)\)")  # hints for who calls sinew.load
+_HINT = re.compile(r" \([^()]*(?:maps it|runs without)\)")  # of the policy, which may be a server's
 
 
 def refusal(text: str, machine: Any, policy: dict[str, Any]) -> str:
     """Return why a policy refused what a robot shows, with what to give on this command line."""
-    text = _PYTHON.sub("", text)
+    text = _HINT.sub("", text)
     if "images" not in text:
         return f"the policy refused the robot's first observation: {text}"
     wanted = [camera["name"] for camera in policy["cameras"]]
@@ -236,7 +238,7 @@ def refusal(text: str, machine: Any, policy: dict[str, Any]) -> str:
     free = [name for name in wanted if name not in shown]
     spare = [name for name in shown if name not in wanted]
     example = " ".join(
-        f"--cameras {name}={other}" for name, other in zip(free, spare or ["NAME"], strict=False)
+        f"--rename {other}={name}" for name, other in zip(free, spare or ["NAME"], strict=False)
     )
     hint = f"; say which is which: {example}" if example else ""
     return (

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from sinew.eval.policies import EpisodePolicy, EvalPolicy
-from sinew.eval.runner import Conduct, Episode, run_episode
+from sinew.eval.runner import Conduct, Episode, peak_of, run_episode
 
 if TYPE_CHECKING:
     import gymnasium
@@ -195,7 +195,8 @@ def play_together(
         env, adapter = seats[seat].env, seats[seat].adapter
         asking, episode = _Asking(policy, meeting, seat), None
         while (seed := meeting.ask(seat, NEXT, episode)) is not None:
-            episode = run_episode(env, adapter, asking, conduct, seed)
+            played = run_episode(env, adapter, asking, conduct, seed)
+            episode = replace(played, peak_bytes=peak_of(policy))
 
     def infer(asked: Mapping[int, Any]) -> dict[int, Any]:
         requests = [(observation, seed, _session(seat)) for seat, (observation, seed) in asked.items()]

@@ -33,6 +33,7 @@ from tests.eval.test_eval import PEN, children, content, needs_pen
 
 PATIENCE = 300.0  # seconds until a test that waits gives up
 TASK, SEEDS = Task("sinew/Pen-v0"), range(5000, 5030)
+CLOCKS = ("key", "latency_ms", "wall_s", "peak_bytes")  # what differs between two runs
 
 
 def pen(**more: Any) -> Variant:
@@ -61,11 +62,11 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 
 def outcomes(out: Path) -> dict[int, dict[str, Any]]:
-    """Return the episodes of a log by seed, without what the clock says. Each is there once."""
+    """Return the episodes of a log by seed, without what the clock and the memory say. Each is there once."""
     found: dict[int, dict[str, Any]] = {}
     for values in lines(out):
         assert values["seed"] not in found, f"seed {values['seed']} is there twice"
-        found[values["seed"]] = {k: v for k, v in values.items() if k not in ("key", "latency_ms", "wall_s")}
+        found[values["seed"]] = {k: v for k, v in values.items() if k not in CLOCKS}
     return found
 
 

@@ -174,7 +174,7 @@ def renamed(images: Mapping[str, Any], cameras: Mapping[str, str]) -> dict[str, 
     """Return frames under the policy's names. cameras: camera of the policy -> the robot's. Raises RobotError."""
     for camera in cameras.values():
         if camera not in images:
-            raise RobotError(f"--cameras: the robot has {', '.join(images) or 'none'}, and no {camera}")
+            raise RobotError(f"--rename: the robot has {', '.join(images) or 'none'}, and no {camera}")
     taken = set(cameras.values())
     left = {name: frame for name, frame in images.items() if name not in taken}
     return {**left, **{name: images[camera] for name, camera in cameras.items()}}
