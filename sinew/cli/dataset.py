@@ -54,7 +54,7 @@ def dataset(
         if hz is not None or bundle is not None:
             raise SinewError("--hz, --bundle: belong to records, and the environment has its own rate")
         try:
-            task = Task(env or default_env(source, cameras.rename, cameras.allow_missing_cameras))
+            task = Task(env or default_env(source, cameras.rename, **cameras.allowed))
             (variant,) = variants(runs.variant(source, cameras, replan=parse_replan(replan)))
             counts = of_episodes(settled(variant), task, range(seed, seed + episodes), out, successes)
         except ModuleNotFoundError as error:

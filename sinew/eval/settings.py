@@ -90,6 +90,7 @@ class Variant:
     ignore_recipe: bool = False
     rename: tuple[str, ...] = ()
     allow_missing_cameras: bool = False
+    allow_empty_prompt: bool = False
     stream: str = ""
     edge_adapter: str = ""
     batch: int = 1
@@ -155,13 +156,8 @@ class Variant:
         record = {**asdict(self), "latency": self.latency.text, "rename": list(self.rename)}
         # Logs of episodes that were played before there was a choice stay valid.
         later = (
-            "engine",
-            "ignore_recipe",
-            "rename",
-            "allow_missing_cameras",
-            "stream",
-            "edge_adapter",
-            "batch",
+            *("engine", "ignore_recipe", "rename", "allow_missing_cameras", "allow_empty_prompt"),
+            *("stream", "edge_adapter", "batch"),
         )
         record["batch"] = self.batch if self.batch > 1 else 0
         return {name: value for name, value in record.items() if value or name not in later}
