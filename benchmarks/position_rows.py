@@ -41,14 +41,14 @@ STEPS = (1, 2, 4, 8, 16)
 REFINED = 64  # solver steps of the solution that discretisation error is measured against
 
 
-def naive_rows(rows: int, cols: int, side: int) -> torch.Tensor:
+def naive_rows(rows: int, cols: int, side: int, device: torch.device | None = None) -> torch.Tensor:
     """The rule as upstream evaluates it, in float32: coordinates and boundaries both rounded."""
     boundaries = torch.arange(1 / side, 1.0, 1 / side)
     row, col = (
         torch.bucketize(torch.arange(n, dtype=torch.float32) / n * (1 - 1e-6), boundaries, right=True)
         for n in (rows, cols)
     )
-    return (row[:, None] * side + col).flatten()
+    return (row[:, None] * side + col).flatten().to(device)
 
 
 @contextlib.contextmanager

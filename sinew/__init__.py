@@ -9,12 +9,14 @@ from sinew import machine
 if TYPE_CHECKING:
     from sinew_client.policy import connect
 
+    from sinew.eval.report.evaluation import Evaluation, evaluate
+    from sinew.eval.runner import Episode
     from sinew.policy import Policy, load
 
 machine.limit_spinning()  # here, because torch's OpenMP runtime reads the environment when it is loaded
 
 __version__ = "0.1.0"
-__all__ = ["Policy", "__version__", "connect", "load"]
+__all__ = ["Episode", "Evaluation", "Policy", "__version__", "connect", "evaluate", "load"]
 
 
 def __dir__() -> list[str]:
@@ -27,6 +29,14 @@ def __getattr__(name: str) -> Any:
         from sinew import policy
 
         return getattr(policy, name)
+    if name in ("Episode", "Evaluation", "evaluate"):
+        from sinew.extras import MissingPackageError
+
+        try:
+            from sinew.eval.report import evaluation
+        except ModuleNotFoundError as error:
+            raise MissingPackageError("sinew.evaluate", error.name or "gymnasium") from None
+        return getattr(evaluation, name)
     if name == "connect":
         from sinew_client.policy import connect
 

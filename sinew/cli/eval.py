@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -25,13 +26,14 @@ from sinew.eval.report import plots, stats
 from sinew.eval.report.gate import read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
-from sinew.eval.variants import control_hz, default_env, settled, usual_workers
+from sinew.eval.variants import control_hz, default_env, in_lockstep, settled, usual_workers
 from sinew.eval.variants import variants as variants_of
 from sinew.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
     from sinew.eval.report.films import Film
+    from sinew.policy import Policy
 
 EPISODES, SEED = 100, 5000
 
@@ -64,7 +66,11 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     films: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 0,
     repeat: Path | None = None,
     rerun: str | None = None,
-    workers: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    workers: Annotated[
+        int | None, Parameter(name=("--workers", "--shards"), validator=validators.Number(gte=1))
+    ] = None,
+    join: Path | None = None,
+    batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1,
     realtime: Annotated[bool, Parameter(negative="")] = False,
     noise: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
     adapter: str | None = None,
@@ -99,8 +105,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             states it if absent, {"kind": "as is"} for rows as they come.
         future: tell the policy the state that the robot will have when the answer arrives; needs --motion.
         solver_steps: instead of the bundle's own number.
-        sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter;
-            repeatable.
+        sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter,
+            batch; repeatable.
         compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
         gate: a gate file; its protocol is run, and success is held against its record.
         record_gate: write the first variant as a gate file.
@@ -111,7 +117,12 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             another one.
         rerun: every step for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
             rerun+http://HOST:9876/proxy. One worker plays. Needs the extra `rerun`.
-        workers: processes that play; the number of cores if absent, 1 in real time.
+        workers: processes that play, of a queue of episodes: one that is killed loses nothing, and the same command
+            goes on where it was; the number of cores if absent, 1 in real time.
+        join: instead of a target: the --out folder of a run of several shards that plays now, there or on another
+            machine; helps it with --shards processes.
+        batch: episodes that each shard plays in lockstep, so that one inference answers what they ask at the same
+            moment: a number, or `auto` for what is fastest here; one after the other if absent.
         realtime: pace the environment by the clock and use measured latency.
         noise: a number that enters every noise seed; 0 if absent.
         adapter: for environments of other makers: a .json mapping or module:Class.
@@ -120,6 +131,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     """
     if setup is not None:
         return _set_up(setup)
+    if join is not None:
+        return _join(join, target, workers or usual_workers())
     if films and out is None:
         raise SinewError("--films: expected --out, the folder of the page that shows them")
     if repeat is not None:
@@ -129,7 +142,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             "solver-steps": solver_steps, "sweep": sweep, "gate": gate, "record-gate": record_gate, "rerun": rerun,
             "realtime": realtime, "noise": noise, "adapter": adapter, "env-options": env_options,
             "reset-options": reset_options, "engine": runs.engine != "auto", "dtype": runs.dtype,
-            "rename": cameras.rename,
+            "rename": cameras.rename, "batch": batch != 1,
         }  # fmt: skip
         if given_too := [
             name for name, value in fixed.items() if value or (value == 0 and value is not False)
@@ -179,7 +192,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     base = runs.variant(
         target, cameras, replan=interval, latency=Latency(given["latency"] or "0"),
         handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=stream or "",
-        edge_adapter=edge_adapter or "",
+        edge_adapter=edge_adapter or "", batch=1 if batch == "auto" else batch,
     )  # fmt: skip
     if runs.provider:
         raise SinewError(
@@ -192,9 +205,15 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
     said: set[str] = set()
     variants = [settled(variant, task, said) for variant in asked]
+    if batch == "auto":
+        variants = [in_lockstep(variant, task, out, _fastest_batch) for variant in variants]
     if elsewhere is not None and runs.engine != "auto":
         raise SinewError(
             "--engine: this environment asks a server; start `sinew serve --engine` and give its address"
+        )
+    if any(variant.batch > 1 for variant in variants) and (elsewhere or recording or realtime):
+        raise SinewError(
+            "--batch: expected simulated time in this interpreter, without --rerun and --realtime"
         )
     seeds = range(first, first + count)
     if recording is not None and elsewhere is not None:
@@ -248,6 +267,26 @@ def _repeat(
         console.print(text, markup=False)
     terminal.emit({name: value for name, value in report.items() if name != "episodes"})
     return 0 if found["passed"] else status.EXIT_ERROR
+
+
+def _fastest_batch(policy: Policy) -> tuple[int, str]:
+    """Return the batch that a server would make of this policy's requests here, and why."""
+    from sinew.serve.batching import Batcher
+
+    batcher = Batcher(None)
+    batcher.calibrate(policy)
+    return batcher.limit, batcher.reason
+
+
+def _join(folder: Path, target: str | None, shards: int) -> int:
+    from sinew.eval import farm
+
+    if target is not None:
+        raise SinewError(f"--join: expected no target, as the run has one, got {target}")
+    played = farm.join(folder, shards)
+    terminal.console().print(f"played here  {played} episodes", markup=False)
+    terminal.emit({"joined": str(folder), "episodes": played})
+    return 0
 
 
 def _set_up(simulator: str) -> int:
@@ -311,18 +350,35 @@ def _run(
     except ModuleNotFoundError as error:
         raise MissingPackageError("evaluation", error.name or "mujoco") from None
     errors = terminal.console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TextColumn("{task.fields[rate]}"), TimeRemainingColumn()),
+    )
+    fresh, begun = 0, 0.0  # episodes that were played now, since when
     wins: dict[Variant, list[bool]] = {variant: [] for variant in variants}
     bars: dict[Variant, TaskID] = {}
     with terminal.bars(*columns) as progress:
-        bars = {v: progress.add_task(v.label(variants), total=len(seeds)) for v in variants}
+        bars = {v: progress.add_task(v.label(variants), total=len(seeds), rate="") for v in variants}
+
+        def begin(todo: int) -> None:
+            nonlocal fresh, begun
+            if fresh:
+                terminal.say(f"{fresh} of {fresh + todo} episodes were played before")
+            fresh, begun = 0, time.monotonic()
+            for bar in bars.values():  # what the log had says nothing of how fast this goes
+                progress.reset(bar, completed=int(progress.tasks[bar].completed))
 
         def show(variant: Variant, episode: Episode) -> None:
+            nonlocal fresh
+            fresh += 1
+            rate = fresh / max(time.monotonic() - begun, 1e-3)
             wins[variant].append(episode.success)
             won, count = sum(wins[variant]), len(wins[variant])
             low, high = stats.wilson(won, count)
             text = f"{variant.label(variants)}: {won}/{count} [{100 * low:.0f}, {100 * high:.0f}] %"
-            progress.update(bars[variant], completed=count, description=text.replace("[", r"\["))
+            shown = text.replace("[", r"\[")
+            speed = f"{rate:.1f}/s" if begun else ""
+            progress.update(bars[variant], completed=count, description=shown, rate=speed)
             if not errors.is_terminal and count == len(seeds):
                 errors.print(text, markup=False)
 
@@ -339,6 +395,7 @@ def _run(
             workers=workers,
             out=out,
             on_episode=show,
+            on_todo=begin,
             elsewhere=elsewhere,
             player=player,
         )

@@ -225,7 +225,7 @@ def make_env(
         env = gymnasium.make(env_id, disable_env_checker=True, **{**(env_options or {}), **extra})
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError, ValueError) as error:
         raise SinewError(f"cannot make the environment {env_id}: {error}") from error
-    return env, _adapter(adapter or "direct", env)
+    return env, named_adapter(adapter or "direct", env)
 
 
 def _open_suite(
@@ -243,11 +243,12 @@ def _open_suite(
     except TypeError as error:
         raise SinewError(f"--env-options for {suite.name}: {error}") from error
     if adapter:
-        return env, _adapter(adapter, env)
+        return env, named_adapter(adapter, env)
     return env, Mapped(env, replace(getattr(env, "mapping", module.MAPPING), **changes))
 
 
-def _adapter(name: str, env: gymnasium.Env) -> EnvAdapter:
+def named_adapter(name: str, env: gymnasium.Env) -> EnvAdapter:
+    """Return the adapter that a text names: one of ADAPTERS, a .json file, module:Class. Raises SinewError."""
     if name.endswith(".json"):
         return Mapped(env, read_mapping(Path(name)))
     named = ADAPTERS.get(name, name)
@@ -297,9 +298,18 @@ def _control_hz(env: gymnasium.Env, given: float | None) -> float:
 
 
 def _max_steps(env: gymnasium.Env, given: int | None) -> int:
-    limit = given or getattr(env.unwrapped, "max_steps", None)
-    if not limit and env.spec is not None:
-        limit = env.spec.max_episode_steps
+    limit = given or time_limit(env)
     if not limit:
         raise SinewError("the environment has no max_episode_steps; give max_steps in an adapter")
     return int(limit)
+
+
+def time_limit(env: gymnasium.Env) -> int | None:
+    """Return the control steps of an episode as an environment says them: itself, its id or a wrapper around it."""
+    limit = getattr(env.unwrapped, "max_steps", None)
+    if not limit and env.spec is not None:
+        limit = env.spec.max_episode_steps
+    while not limit and isinstance(env, gymnasium.Wrapper):
+        limit = getattr(env, "_max_episode_steps", None)  # of TimeLimit, which has no other name for it
+        env = env.env
+    return limit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,12 +66,58 @@ class EpisodePolicy:
         else:
             self.policy.reset()
 
+    def begin(self, session: str) -> None:
+        """Say that a new episode begins in ``session``, one of several that are asked about side by side."""
+        self.policy.reset(session)
+
     def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        self.last = self.policy.infer({**observation, "seed": seed, "solver_steps": self.solver_steps})
+        return self._infer(self._request(observation, seed))
+
+    def infer_all(
+        self, requests: Sequence[tuple[Mapping[str, Any], int, str]]
+    ) -> list[tuple[np.ndarray, float] | Exception]:
+        """Answer several requests (observation, seed, session) at once where the policy can, else one by one; an
+        error stands in the place of the request that has it. Milliseconds are those of a request's whole batch."""
+        asked = [{**self._request(seen, seed), "session": session} for seen, seed, session in requests]
+        if self.one_by_one or len(asked) == 1:
+            return [_caught(self._infer, each) for each in asked]
+        policy: Any = self.policy
+        found: list[Any] = [_caught(policy.prepare, each) for each in asked]
+        kinds: dict[Any, list[int]] = {}
+        for index, prepared in enumerate(found):
+            if not isinstance(prepared, Exception):
+                kinds.setdefault(policy.batch_key(prepared), []).append(index)
+        for members in kinds.values():
+            for index, chunk in zip(members, policy.run_batch([found[i] for i in members]), strict=True):
+                found[index] = (
+                    chunk if isinstance(chunk, Exception) else (chunk.actions, chunk.timing.total_ms)
+                )
+        return found
+
+    @property
+    def one_by_one(self) -> str:
+        """Return why several observations are computed one after the other; "" where they are computed at once."""
+        if not hasattr(self.policy, "run_batch"):
+            return f"expected a policy that computes here, got {type(self.policy).__name__}"
+        return str(getattr(self.policy, "unbatched", ""))
+
+    def _request(self, observation: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        return {**observation, "seed": seed, "solver_steps": self.solver_steps}
+
+    def _infer(self, request: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+        self.last = self.policy.infer(request)
         return self.last.actions, self.last.round_trip_ms or self.last.timing.total_ms
 
     def close(self) -> None:
         self.policy.close()
+
+
+def _caught(call: Callable[[Any], Any], what: Any) -> Any:
+    """Return what a call returns, or the error that it raises."""
+    try:
+        return call(what)
+    except SinewError as error:
+        return error
 
 
 class InProcess(EpisodePolicy):

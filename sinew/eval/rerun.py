@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from sinew.eval.campaign import EpisodePlayer
+from sinew.eval.player import EpisodePlayer
 from sinew.eval.policies import EvalPolicy
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant

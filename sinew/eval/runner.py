@@ -153,8 +153,13 @@ def run_episode(
         faults=dict(report.faults["kinds"]),
         reasons=report.held,
         digest=digest_of(robot.actions),
-        peak_bytes=machine.resident_bytes()["peak"] if isinstance(policy, InProcess) else 0,
+        peak_bytes=peak_of(policy),
     )
+
+
+def peak_of(policy: EvalPolicy) -> int:
+    """Return the most memory that this process had, in bytes; 0 where the policy computes in another."""
+    return machine.resident_bytes()["peak"] if isinstance(policy, InProcess) else 0
 
 
 def digest_of(actions: Sequence[Any]) -> str:

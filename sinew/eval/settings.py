@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -76,7 +76,8 @@ class Variant:
     """What a sweep changes. ``replan``: actions per inference (S), 0 the full chunk, or another rule of the robot's
     (``sinew_client.control.parse_rule``). ``handover``: auto takes what the policy's actions ask for. ``stream``:
     PREFIX:HEAD[:GUIDANCE], the milliseconds of the two loops of a stream (sinew.eval.sources), which then takes
-    the place of chunks. ``edge_adapter``: a file, see docs/fleet.md. A sweep writes "none" for either."""
+    the place of chunks. ``edge_adapter``: a file, see docs/fleet.md. A sweep writes "none" for either. ``batch``:
+    episodes that one process plays in lockstep; what they ask at the same moment is one inference."""
 
     target: str  # a bundle file, tcp://host:port, or "expert"
     replan: int | str = REPLAN
@@ -92,6 +93,7 @@ class Variant:
     allow_empty_prompt: bool = False
     stream: str = ""
     edge_adapter: str = ""
+    batch: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.replan, int) and self.replan < 0:
@@ -111,6 +113,14 @@ class Variant:
                 raise SinewError(f"edge_adapter: {error}") from error
             if self.stream:
                 raise SinewError("edge_adapter: expected chunks; a stream has its own head beside the robot")
+        if self.batch < 1:
+            raise SinewError(f"batch: expected 1 or more, got {self.batch}")
+        if self.batch > 1 and (self.stream or self.target == "expert" or "://" in self.target):
+            got = "a stream" if self.stream else self.target
+            raise SinewError(
+                f"batch: expected a policy that is loaded here and asked for chunks, got {got}; a server makes batches"
+                " of what several shards ask (`sinew serve --max-batch auto`)"
+            )
         if self.engine not in (None, AUTO, *BACKENDS):
             raise SinewError(f"engine: expected one of {', '.join((AUTO, *BACKENDS))}, got {self.engine!r}")
 
@@ -147,9 +157,17 @@ class Variant:
         # Logs of episodes that were played before there was a choice stay valid.
         later = (
             *("engine", "ignore_recipe", "rename", "allow_missing_cameras", "allow_empty_prompt"),
-            *("stream", "edge_adapter"),
+            *("stream", "edge_adapter", "batch"),
         )
+        record["batch"] = self.batch if self.batch > 1 else 0
         return {name: value for name, value in record.items() if value or name not in later}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Variant:
+        """Return the variant that ``to_dict`` has written."""
+        return cls(
+            **{**values, "latency": Latency(values["latency"]), "rename": tuple(values.get("rename", ()))}
+        )
 
 
 def parse_replan(text: str) -> int | str:
@@ -186,6 +204,7 @@ _PARSERS: dict[str, Any] = {
     "latency": Latency,
     "handover": str,
     "solver_steps": int,
+    "batch": int,
     "dtype": str,
     "device": str,
     "engine": str,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from sinew_client.control import choose
 from sinew_client.control.defaults import AUTO
@@ -19,6 +19,9 @@ from sinew.eval.settings import sweep as parse_sweep
 from sinew.extras import MissingPackageError
 from sinew.processing import Allowed
 from sinew.sources import resolve
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy
 
 ENV = "sinew/Blocks-v0"  # where nothing says which task a policy fits
 
@@ -101,3 +104,25 @@ def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant
         progress.say(text)
         said.add(text)
     return replaced(variant, handover=choice.handover)
+
+
+def in_lockstep(
+    variant: Variant, task: Task, out: Path | None, fastest: Callable[[Policy], tuple[int, str]]
+) -> Variant:
+    """Return the variant with the batch that is fastest here, and print why; with that of the log where a run goes on,
+    whose episodes were played so. fastest: measures an open policy, and says the batch and why."""
+    from sinew.eval.campaign import batch_played
+    from sinew.eval.policies import InProcess, open_policy
+
+    if out is not None and (before := batch_played(task, variant, out)) is not None:
+        progress.say(f"{variant.show('target')}: batches of {before}, as in {out}")
+        return replaced(variant, batch=before)
+    replaced(variant, batch=2)  # refuses what has no batches
+    policy = open_policy(variant, task.env)
+    assert isinstance(policy, InProcess)
+    try:
+        batch, why = fastest(policy.policy)
+    finally:
+        policy.close()
+    progress.say(f"{variant.show('target')}: batches of {batch}: {why}")
+    return replaced(variant, batch=batch)

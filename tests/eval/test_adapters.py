@@ -487,6 +487,30 @@ def test_the_other_interpreter_plays_the_same_episodes(tmp_path: Path) -> None:
     assert [content(e) for e in here] == [content(e) for e in there]
 
 
+@pytest.mark.skipif(not PEN.exists(), reason="no trained policy at sinew/assets/pen.gguf")
+@pytest.mark.usefixtures("forked_server")
+def test_a_simulator_that_is_killed_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its episode is played again: the same one. What is killed each time is named."""
+    pytest.importorskip("mujoco", reason="the embedded tasks need the sim extra")
+    task, variants = Task("sinew/Pen-v0"), [Variant(str(PEN), 8)]
+    here = campaign.run(task, variants, range(4))
+    kills, play = iter([0, 2, 1]), foreign.Worker.play
+
+    def killed(worker: Any, variant: Variant, seed: int) -> Any:
+        if next(kills, 0):
+            worker._process.kill()
+        return play(worker, variant, seed)
+
+    monkeypatch.setattr(foreign.Worker, "play", killed)
+    elsewhere = foreign.Foreign(Path(sys.executable), tmp_path / "serve.log")
+    there = campaign.run(task, variants, range(4), workers=1, elsewhere=elsewhere)
+    assert content(here[0]) == content(there[0])
+    assert next(kills, None) is None
+    kills = iter([1] * foreign.DEATHS)
+    with pytest.raises(SinewError, match="the simulator's process ended with exit code -9"):
+        campaign.run(task, variants, range(1), workers=1, elsewhere=elsewhere)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -288,7 +288,7 @@ def test_another_bundle_is_not_played_in_its_place(
 @pytest.mark.parametrize(
     "flags",
     [("--episodes", 2), ("--noise", 0), ("--seed", 0), ("--env", "sinew/Pen-v0"), ("--realtime",), ("--dtype", "bf16"),
-     ("--engine", "eager"), ("--sweep", "replan=1,2")],
+     ("--engine", "eager"), ("--sweep", "replan=1,2"), ("--batch", 4), ("--batch", "auto")],
 )  # fmt: skip
 def test_nothing_else_may_change_what_is_played(
     run: Path, flags: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
@@ -296,6 +296,27 @@ def test_nothing_else_may_change_what_is_played(
     code, _, said = again(capsys, "--repeat", run / "report.json", *flags)
     assert code == 1
     assert f"{flags[0]}: expected nothing that changes what --repeat plays" in " ".join(said.split())
+
+
+@needs_pen
+def test_what_was_played_in_lockstep_is_played_so_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In any number of processes; its films are of the same seeds, each played alone."""
+    arguments = [*map(str, (PEN, *QUICK, "--episodes", 6, "--batch", 3, "--out", tmp_path, "--films", 1))]
+    assert main(["eval", *arguments]) == 0
+    record = record_of(tmp_path)
+    (variant,) = record["variants"]
+    assert variant["variant"]["batch"] == 3
+    assert variant["peak_bytes"] > PEN.stat().st_size
+    (episodes,) = record["outcomes"]
+    seeds = films.chosen([[_episode(**each) for each in episodes]], 1)
+    markup = (tmp_path / "report.html").read_text()
+    assert sum(tag == "img" for tag, _ in Elements(markup).found) == len(seeds) > 0
+    code, result, said = again(capsys, "--repeat", tmp_path / "report.html", "--shards", 2)
+    assert code == 0
+    assert result["variants"][0]["variant"]["batch"] == 3
+    assert "equal: every command of every episode" in said
 
 
 def _with(record: dict[str, Any], *path: Any, value: Any) -> str:

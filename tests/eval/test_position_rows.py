@@ -75,7 +75,7 @@ def test_a_shifted_row_would_fail_the_parity_gate(smolvla_bundle, golden, monkey
     g = Golden(golden / "smolvla-2cam")
     right = torch.from_numpy(policy.infer(g.observation()).actions)
 
-    def shifted(rows: int, cols: int, side: int) -> torch.Tensor:
+    def shifted(rows: int, cols: int, side: int, device: torch.device | None = None) -> torch.Tensor:
         axis = torch.tensor(naive(rows, side, torch.float32))
         return (axis[:, None] * side + axis[None, :]).flatten()
 

@@ -408,6 +408,18 @@ def suites(walk: Walk) -> None:
             status=1,
             says=(f"error: {name} is not installed: sinew eval --setup {name}",),
         )
+    benchmarks = "tests/eval/test_vla_eval.py plays a benchmark, and a task of ours with a model server"
+    walk.leaves(
+        "sinew eval policy.gguf --suite vla-eval/libero --interpreter sims/bin/python --env-options"
+        """ '{"params": {"suite": "libero_goal"}}'""",
+        benchmarks,
+    )
+    walk.leaves(
+        "sinew eval policy.gguf --env vla-eval/my_benchmark:Mine --interpreter sims/bin/python --env-options"
+        """ '{"control_hz": 20}'""",
+        benchmarks,
+    )
+    walk.leaves("sinew eval vla-eval://gpu-machine:8000 --env sinew/Blocks-v0", benchmarks)
 
 
 def evaluation(walk: Walk) -> None:
@@ -437,6 +449,21 @@ def evaluation(walk: Walk) -> None:
     walk.type("sinew eval A.gguf --sweep replan=1,2,4,8,16,full --out runs/replan", adds="--episodes 5")
     assert (walk.folder / "runs" / "replan" / "success_replan.png").exists()
     evaluated(walk.type("sinew eval A.gguf --gate sinew/eval/gates/blocks.json", adds="--episodes 20"), 0.8)
+    evaluated(
+        walk.type(
+            "sinew eval blocks --episodes 2000 --shards 8 --out runs/blocks",
+            instead=("2000 --shards 8", "20 --shards 2"),
+        ),
+        0.9,
+    )
+    walk.leaves("sinew eval --join runs/blocks --shards 8", "tests/eval/test_farm.py joins a run that plays")
+    lockstep = walk.type(
+        "sinew eval blocks --episodes 2000 --shards 2 --batch auto",
+        instead=("2000", "20"),
+        says=("batches of",),
+    )
+    evaluated(lockstep, 0.9)
+    walk.program(0, after="assert found.success >= 0.9")
     walk.type("sinew recording dataset blocks build/episodes --episodes 20 --successes", instead=("20", "3"))
     written(walk, "build/episodes", 3)
     walk.type(

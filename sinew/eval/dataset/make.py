@@ -45,8 +45,8 @@ def of_episodes(variant: Variant, task: Task, seeds: range, out: Path, successes
 
     variant: settled (:func:`sinew.eval.variants.settled`). successes: leave out episodes that failed.
     """
-    from sinew.eval.campaign import EpisodePlayer
     from sinew.eval.dataset.episodes import RecordedEpisode
+    from sinew.eval.player import EpisodePlayer
 
     player = EpisodePlayer(task)
     player.env = recorded = RecordedEpisode(player.env, player.adapter)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,6 +34,8 @@ from sinew.eval.settings import Task, Variant
 PACKAGE = Path(__file__).resolve().parents[2]
 VERSIONS = Path(__file__).parent / "simulators"
 STAMP = "sinew-versions"
+DEATHS = 3  # by signals, of a simulator's process in the same episode, until the run gives up
+logger = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------------------- interpreters
 
@@ -164,10 +167,15 @@ def _share(
 ) -> Iterator[tuple[int, Episode]]:
     def play(index: int, seed: int) -> tuple[int, Episode]:
         worker = free.get()
+        variant = replace(variants[index], target=address, dtype=None, device="cpu")
         try:
-            return index, worker.play(
-                replace(variants[index], target=address, dtype=None, device="cpu"), seed
-            )
+            for _ in range(DEATHS - 1):
+                try:
+                    return index, worker.play(variant, seed)
+                except KilledError as error:
+                    logger.warning("seed %d: %s; it is played again", seed, error)
+                    worker.again()
+            return index, worker.play(variant, seed)
         finally:
             free.put(worker)
 
@@ -182,12 +190,25 @@ def _share(
         pool.shutdown(wait=False, cancel_futures=True)  # episodes that still run end with their processes
 
 
+class KilledError(SinewError):
+    """A process was ended by a signal: memory that ran out, somebody's kill."""
+
+
 class Worker:
     """One process of the other interpreter. Its environment has been made when this returns."""
 
     def __init__(self, python: Path, task: Task):
+        self._python, self._task = python, task
+        self._start()
+
+    def again(self) -> None:
+        """Start anew."""
+        self.close()
+        self._start()
+
+    def _start(self) -> None:
         client = Path(sinew_client.__file__).parent
-        command = [str(python), "-I", foreign_worker.__file__, str(PACKAGE), str(client)]
+        command = [str(self._python), "-I", foreign_worker.__file__, str(PACKAGE), str(client)]
         variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         if variables.get("MUJOCO_GL") == "disable":  # as our own tasks, which draw without OpenGL, want it
             del variables["MUJOCO_GL"]
@@ -201,7 +222,7 @@ class Worker:
             env=variables,
         )
         try:
-            self.control_hz = float(self._ask(task.to_dict())["control_hz"])
+            self.control_hz = float(self._ask(self._task.to_dict())["control_hz"])
         except BaseException:
             self.close()
             raise
@@ -222,9 +243,8 @@ class Worker:
             self._process.wait()
             self._errors.seek(0)
             tail = "\n".join(self._errors.read().splitlines()[-15:])
-            raise SinewError(
-                f"the simulator's process ended with exit code {self._process.returncode}:\n{tail}"
-            )
+            kind = KilledError if self._process.returncode < 0 else SinewError
+            raise kind(f"the simulator's process ended with exit code {self._process.returncode}:\n{tail}")
         answer = json.loads(line)
         if "error" in answer:
             raise SinewError(answer["error"])
@@ -236,7 +256,8 @@ class Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # of what was written and nobody reads any more
+                    pipe.close()
 
     def __enter__(self) -> Worker:
         return self

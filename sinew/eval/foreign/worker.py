@@ -56,8 +56,8 @@ def main(sinew, client):
         _adopt("sinew_client", client)
         _adopt("sinew", sinew)
         from sinew.core import SinewError
-        from sinew.eval.campaign import EpisodePlayer
-        from sinew.eval.settings import Latency, Task, Variant
+        from sinew.eval.player import EpisodePlayer
+        from sinew.eval.settings import Task, Variant
     except ModuleNotFoundError as error:
         answer({"error": f"{sys.executable} lacks {error.name}: pip install numpy protobuf gymnasium"})
         return
@@ -70,7 +70,7 @@ def main(sinew, client):
                 player = EpisodePlayer(Task(**request))
                 answer({"control_hz": player.adapter.control_hz})
                 continue
-            variant = Variant(**{**request["variant"], "latency": Latency(request["variant"]["latency"])})
+            variant = Variant.from_dict(request["variant"])
             answer({"episode": player.play(variant, request["seed"]).to_dict()})
         except ModuleNotFoundError as error:
             answer({"error": f"{sys.executable} lacks {error.name}"})

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from sinew.eval.adapters import make_env
-from sinew.eval.campaign import EpisodePlayer, one_thread
+from sinew.eval.player import EpisodePlayer, one_thread
 from sinew.eval.report.animation import compose
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant

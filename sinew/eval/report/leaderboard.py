@@ -19,7 +19,17 @@ REPORT = "report.json"
 MAX_REPORTS = 1000
 FEW = 10  # pairs that a page shows unfolded
 # What a row's name says where rows of one policy differ in it.
-TOLD = ("replan", "latency", "handover", "solver_steps", "engine", "device", "stream", "edge_adapter")
+TOLD = (
+    "replan",
+    "latency",
+    "handover",
+    "solver_steps",
+    "engine",
+    "device",
+    "stream",
+    "edge_adapter",
+    "batch",
+)
 
 
 @dataclass(frozen=True)

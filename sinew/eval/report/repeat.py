@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from sinew.eval.report.page import record_in
 from sinew.eval.report.report import SCHEMA
 from sinew.eval.report.stats import mcnemar
 from sinew.eval.runner import Episode
-from sinew.eval.settings import Latency, Task, Variant
+from sinew.eval.settings import Task, Variant
 from sinew.sources import ASSETS, resolve
 
 MAX_BYTES = 1 << 28  # of a record, a page's films included
@@ -50,8 +50,7 @@ class Recorded:
                 used.update(addresses[:1])
             else:
                 target = EXPERT
-            values = {f.name: getattr(variant, f.name) for f in fields(Variant)}
-            variants.append(Variant(**{**values, "target": target}))
+            variants.append(replace(variant, target=target))
         if left := [name for name in given if name not in used]:
             ids = ", ".join(sorted({entry["policy"]["id"][:16] for entry in self.record["variants"]}))
             got = _id(places[left[0]])
@@ -128,8 +127,7 @@ def _recorded(path: Path, record: Any) -> Recorded:
     variants = []
     for entry in record["variants"]:
         values = _known(path, "variant", entry["variant"], Variant)
-        lists = {"rename": tuple(values.get("rename", ()))}
-        variants.append(Variant(**{**values, **lists, "latency": Latency(str(values.get("latency", "0")))}))
+        variants.append(Variant.from_dict({"latency": "0", **values}))
         entry["policy"]["kind"], entry["policy"]["id"] = (
             str(entry["policy"]["kind"]),
             str(entry["policy"]["id"]),

@@ -284,7 +284,8 @@ def terminal(report: dict[str, Any]) -> list[Any]:
 
 def swept(report: dict[str, Any]) -> list[str]:
     """Fields of the variants that take more than one value, in the order of their first change."""
-    names = report["variants"][0]["variant"]
+    variants = [entry["variant"] for entry in report["variants"]]
+    names = [name for name in variants[0] if all(name in variant for variant in variants)]
     changed = []
     for a, b in itertools.pairwise(report["variants"]):
         changed += [n for n in names if a["variant"][n] != b["variant"][n] and n not in changed]

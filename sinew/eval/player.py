@@ -1,0 +1,171 @@
+"""Plays episodes of one task in this process, one after the other or several in lockstep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinew.core import SinewError
+from sinew.engine.backend import BACKENDS
+from sinew.eval.adapters import EnvAdapter, make_env
+from sinew.eval.lockstep import Seat, play_together
+from sinew.eval.policies import (
+    EXPERT,
+    EpisodePolicy,
+    EvalPolicy,
+    InProcess,
+    ServerPolicy,
+    identity,
+    open_policy,
+)
+from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
+from sinew.eval.settings import Task, Variant
+from sinew.eval.sources import StreamCosts
+
+if TYPE_CHECKING:
+    import gymnasium
+
+TURNS = 4  # episodes of a group for each that is played at once: the last ones of a group have no others beside them
+
+
+def key(task: Task, variant: Variant) -> str:
+    """Everything that determines an episode except its seed: what has been played under the same key need not
+    be played again. The file name of a bundle does not count, its bytes do."""
+    what = {**task.to_dict(), **variant.to_dict(), "target": identity(variant.target)["id"]}
+    if variant.edge_adapter:
+        what["edge_adapter"] = identity(variant.edge_adapter)["id"]
+    return json.dumps(what, sort_keys=True)
+
+
+def groups(variant: Variant, seeds: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return seeds as they are played together, in their order: each alone, or those of a block of numbers in lockstep.
+
+    An answer may depend in its last bits on what else is in its batch. So what is in a batch follows from the variant
+    and the seeds alone, not from which process is free.
+    """
+    if variant.batch == 1:
+        return [(seed,) for seed in seeds]
+    found: dict[int, list[int]] = {}
+    for seed in seeds:
+        found.setdefault(seed // (TURNS * variant.batch), []).append(seed)
+    return [tuple(group) for group in found.values()]
+
+
+class EpisodePlayer:
+    """Plays episodes of one task; keeps its environments and the last policy.
+
+    make: makes an environment and its adapter, what the task names if absent.
+    """
+
+    def __init__(self, task: Task, make: Callable[[], tuple[gymnasium.Env, EnvAdapter]] | None = None):
+        self.task = task
+        self._make = make or (lambda: make_env(task.env, task.adapter, task.env_options))
+        self.env, self.adapter = self._make()
+        self._beside: list[tuple[gymnasium.Env, EnvAdapter]] = []  # further ones, of episodes in lockstep
+        self._policy: Any = None
+        self._fits = False  # adapters are fitted to what the policy says of itself
+        self._opened: tuple[Any, ...] = ()
+
+    def play(self, variant: Variant, seed: int) -> Episode:
+        policy, conduct = self.ready(variant), self.conduct(variant)
+        if variant.stream:
+            if not isinstance(policy, InProcess):
+                raise SinewError(
+                    "stream: expected a bundle; a server streams by its own clock (`sinew stream`)"
+                )
+            costs = StreamCosts.parse(variant.stream)
+            return run_stream_episode(self.env, self.adapter, policy.policy, conduct, seed, costs)
+        return run_episode(self.env, self.adapter, policy, conduct, seed)
+
+    def play_group(self, variant: Variant, seeds: Sequence[int]) -> list[Episode]:
+        """Play episodes of one of :func:`groups`, in the order of ``seeds``."""
+        if variant.batch == 1:
+            return [self.play(variant, seed) for seed in seeds]
+        policy, conduct = self.ready(variant), self.conduct(variant)
+        seats = [Seat(*each) for each in self.beside(min(variant.batch, len(seeds)), policy)]
+        return play_together(seats, policy, conduct, seeds)
+
+    def beside(self, count: int, policy: EvalPolicy) -> list[tuple[gymnasium.Env, EnvAdapter]]:
+        """Return so many environments with their adapters, fitted to a policy; makes those that are missing."""
+        while 1 + len(self._beside) < count:
+            self._beside.append(self._make())
+            self._fit(self._beside[-1][1], policy)
+        return [(self.env, self.adapter), *self._beside][:count]
+
+    def conduct(self, variant: Variant) -> Conduct:
+        """Return how the episodes of a variant are played."""
+        return Conduct(
+            variant.replan,
+            variant.latency,
+            variant.handover,
+            self.task.reset_options,
+            self.task.noise,
+            self.task.realtime,
+            self.task.motion,
+            self.task.future,
+            variant.edge_adapter,
+        )
+
+    def ready(self, variant: Variant) -> Any:
+        """Return the policy of a variant, open."""
+        opened = (variant.target, variant.device, variant.dtype, variant.solver_steps, variant.engine)
+        what = (*opened, variant.batch > 1)
+        if what != self._opened:
+            self.close_policy()
+            self._policy, self._opened = self._open(variant), what
+            for adapter in (self.adapter, *(adapter for _, adapter in self._beside)):
+                self._fit(adapter, self._policy)
+        return self._policy
+
+    def _open(self, variant: Variant) -> EvalPolicy:
+        if variant.target == EXPERT and hasattr(self.env.unwrapped, "expert"):
+            return EpisodePolicy(self.env.unwrapped.expert())
+        policy = open_policy(variant, self.task.env)
+        if variant.batch > 1 and (why := getattr(policy, "one_by_one", "")):
+            policy.close()
+            raise SinewError(f"batch {variant.batch}: {why}")
+        self._fits = isinstance(policy, (InProcess, ServerPolicy))
+        return policy
+
+    def _fit(self, adapter: EnvAdapter, policy: EvalPolicy) -> None:
+        if self._fits and hasattr(adapter, "fit"):
+            adapter.fit(policy.served)
+
+    def close_policy(self) -> None:
+        if self._policy is not None:
+            self._policy.close()
+        self._policy, self._opened, self._fits = None, (), False
+
+    def close(self) -> None:
+        self.close_policy()
+        for env, _ in [(self.env, self.adapter), *self._beside]:
+            env.close()
+
+
+class one_thread:  # noqa: N801 - used as a context
+    """One compute thread inside: as in workers, so that the same episode gives the same bits."""
+
+    def __init__(self, variants: Sequence[Variant]):
+        # A run that computes elsewhere, or without torch, should not import it for this.
+        self.needed = any(
+            "://" not in variant.target
+            and variant.target != EXPERT
+            and (variant.engine is None or BACKENDS[variant.engine].needs_torch)
+            and not Path(variant.target).is_dir()
+            for variant in variants
+        )
+
+    def __enter__(self) -> None:
+        if self.needed:
+            import torch
+
+            self.before = torch.get_num_threads()
+            torch.set_num_threads(1)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.needed:
+            import torch
+
+            torch.set_num_threads(self.before)

@@ -1,0 +1,277 @@
+"""``sinew.evaluate``: own environments, single and vectorised, own policies, typed results; what does not fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
+pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
+
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noqa: E402
+
+import sinew  # noqa: E402
+from sinew.core import ActionChunk, CameraSpec, SinewError, Timing, VectorSpec  # noqa: E402
+from sinew.eval import campaign  # noqa: E402
+from sinew.eval.report import stats  # noqa: E402
+from sinew.eval.settings import Task, Variant  # noqa: E402
+from sinew.sim.experts import expert_spec  # noqa: E402
+from sinew.sim.pen import PenEnv  # noqa: E402
+from tests.eval.test_eval import PEN, content, needs_pen  # noqa: E402
+
+SEEDS = range(5000, 5012)
+SHORT: dict[str, Any] = {"replan": 8, "solver_steps": 2, "episodes": len(SEEDS)}
+
+
+def pen() -> Any:
+    """A pen of one's own: no id, made by hand."""
+    return gymnasium.wrappers.TimeLimit(PenEnv(), 120)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Any]]:
+    variant = Variant(str(PEN), 8, solver_steps=2)
+    return content(campaign.run(Task("sinew/Pen-v0"), [variant], SEEDS)[0])
+
+
+@needs_pen
+def test_names_and_objects_give_the_same(alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    named = sinew.evaluate(PEN, "sinew/Pen-v0", **SHORT, workers=2, out=tmp_path)
+    assert content(list(named.episodes)) == alone
+    assert (tmp_path / campaign.LOG).read_text().count("\n") == len(SEEDS)
+    heard: list[int] = []
+    env = pen()
+    with sinew.load(PEN, threads=1) as policy:
+        given = sinew.evaluate(policy, env, **SHORT, on_episode=lambda episode: heard.append(episode.seed))
+        policy.infer(policy.dummy_observation())  # what was given open stays open
+    env.reset(seed=0)
+    assert content(list(given.episodes)) == alone
+    assert heard == list(SEEDS)
+    assert (named.env, given.env, given.control_hz) == ("sinew/Pen-v0", "PenEnv", 60.0)
+
+
+@needs_pen
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_vectorised_environment_plays_each_seed_as_alone(
+    mode: AutoresetMode, alone: list[dict[str, Any]]
+) -> None:
+    """Whichever way it is reset: the environment's parts meet the same worlds, and the policy the same observations."""
+    env = SyncVectorEnv(
+        [pen] * 5, autoreset_mode=mode
+    )  # twelve episodes: the last ones have idle parts beside them
+    found = sinew.evaluate(PEN, env, **SHORT)
+    assert (found.batch, found.one_by_one) == (5, "")
+    assert [e.seed for e in found.episodes] == list(SEEDS)
+    assert content(list(found.episodes)) == alone
+    few = sinew.evaluate(PEN, env, **{**SHORT, "episodes": SEEDS[3:5]})
+    assert content(list(few.episodes)) == alone[3:5]
+
+
+@needs_pen
+def test_a_vectorised_environment_of_processes(alone: list[dict[str, Any]]) -> None:
+    env = AsyncVectorEnv([pen] * 3, autoreset_mode=AutoresetMode.DISABLED)
+    mapping = {
+        "images": {"now": "images/now", "previous": "images/previous"},
+        "state": ["state"], "prompt": "catch the pen", "max_steps": 120, "control_hz": 60,
+    }  # fmt: skip
+    try:
+        found = sinew.evaluate(PEN, env, adapter=mapping, **SHORT)
+    finally:
+        env.close()
+    single = sinew.evaluate(PEN, pen, adapter=mapping, **SHORT)
+    assert content(list(found.episodes)) == content(list(single.episodes))
+    assert found.successes >= 10
+
+
+@needs_pen
+def test_a_batch_of_environments_that_are_made(alone: list[dict[str, Any]]) -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(pen())
+        return made[-1]
+
+    found = sinew.evaluate(PEN, make, **SHORT, batch=4)
+    assert len(made) == 4
+    assert [e.success for e in found.episodes] == [e["success"] for e in alone]
+
+
+# ----------------------------------------------------------------------------- a policy and an environment of one's own
+
+
+class Reach(gymnasium.Env):
+    """A number that moves by what it is told, and should come near to what it is shown."""
+
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "eye": gymnasium.spaces.Box(0, 255, (4, 4, 3), np.uint8),
+            "pose": gymnasium.spaces.Box(-9, 9, (2,), np.float64),
+        }
+    )
+    metadata = {"render_fps": 10}  # noqa: RUF012 - gymnasium's interface
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.at, self.goal = self.np_random.uniform(-5, 5, 2)
+        return self._seen(), {"task": "left" if self.goal < self.at else "right"}
+
+    def step(self, action: Any) -> Any:
+        self.at += float(action[0])
+        near = abs(self.at - self.goal) < 0.3
+        return self._seen(), 0.0, near, False, {"is_success": near, "task": ""}
+
+    def _seen(self) -> Any:
+        return {"eye": np.zeros((4, 4, 3), np.uint8), "pose": np.array([self.at, self.goal])}
+
+
+class Towards:
+    """Goes towards the goal; keeps what was asked, and in which session."""
+
+    def __init__(self, reach: float = 1.0) -> None:
+        self.spec = replace(expert_spec("towards", VectorSpec(1)), cameras=(CameraSpec("eye", 4, 4),))
+        self.reach, self.sessions = reach, list[str]()
+        self.begun: list[str] = []
+
+    def infer(self, observation: Any, *, timeout: float | None = None) -> ActionChunk:
+        self.sessions.append(observation.get("session", ""))
+        at, goal = observation["state"]
+        rows = np.full((1, 1), np.clip(goal - at, -self.reach, self.reach), np.float32)
+        return ActionChunk(rows, Timing(total_ms=1.0))
+
+    def reset(self, session: str = "") -> None:
+        self.begun.append(session)
+
+    def close(self) -> None:
+        raise AssertionError("it is not ours to close")
+
+
+MAPPING = {
+    "images": {"eye": "eye"},
+    "state": ["pose"],
+    "prompt": "come near",
+    "max_steps": 20,
+    "hold": "zero",
+}
+OWN: dict[str, Any] = {"adapter": MAPPING, "replan": 1, "handover": "naive"}
+
+
+def test_a_policy_of_ones_own() -> None:
+    policy = Towards()
+    found = sinew.evaluate(policy, Reach(), episodes=20, **OWN)
+    assert found.success == 1.0
+    assert found.interval == stats.wilson(20, 20)
+    assert str(found).startswith("Towards on Reach: 20/20 (100.0 %), 95 % interval 83.9 to 100.0 %")
+    assert set(found.by_task()) == {"left", "right"}
+    assert sum(each.successes for each in found.by_task().values()) == 20
+    assert isinstance(found.episodes[0], sinew.Episode)
+    assert isinstance(found, sinew.Evaluation)
+    assert json.loads(json.dumps(found.to_dict()))["wins"] == 20
+    assert found.rows()[3]["seed"] == 5003
+    weak = sinew.evaluate(Towards(0.2), Reach(), episodes=20, **OWN)
+    assert 0 < weak.successes < 20
+    assert len(weak.failed_seeds) == 20 - weak.successes
+    test = found.compare(weak)
+    assert (test.pairs, test.only_first, test.only_second) == (20, 20 - weak.successes, 0)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_sessions_of_a_policy_of_ones_own(mode: AutoresetMode) -> None:
+    """What remembers an episode must know which one asks."""
+    single = sinew.evaluate(Towards(0.5), Reach(), episodes=9, **OWN)
+    policy = Towards(0.5)
+    env = SyncVectorEnv([Reach] * 4, autoreset_mode=mode)
+    found = sinew.evaluate(policy, env, episodes=9, **OWN)
+    assert content(list(found.episodes)) == content(list(single.episodes))
+    assert "expected a policy that computes here, got Towards" in found.one_by_one
+    assert set(policy.sessions) == {f"seat-{k}" for k in range(4)}
+    assert len(policy.begun) == 9
+
+
+def test_an_error_of_an_episode_ends_all_of_them() -> None:
+    class Broken(Towards):
+        def infer(self, observation: Any, *, timeout: float | None = None) -> ActionChunk:
+            if len(self.sessions) == 7:
+                raise SinewError("the cable is out")
+            return super().infer(observation)
+
+    with pytest.raises(SinewError, match="the cable is out"):
+        sinew.evaluate(Broken(0.5), SyncVectorEnv([Reach] * 4), episodes=9, **OWN)
+
+    class Jammed(Reach):
+        def step(self, action: Any) -> Any:
+            raise RuntimeError("jammed")
+
+    with pytest.raises(RuntimeError, match="jammed"):
+        sinew.evaluate(Towards(), SyncVectorEnv([Jammed] * 3), episodes=4, **OWN)
+
+
+# ----------------------------------------------------------------------------- what does not fit
+
+
+@needs_pen
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((3, "sinew/Pen-v0"), {}, "policy: expected a bundle, an address, or a policy with spec"),
+        (("nowhere.gguf", "sinew/Pen-v0"), {}, "no such file"),
+        ((PEN, 3), {}, "env: expected a gymnasium id, an environment or what makes one, got int"),
+        ((PEN, lambda: 3), {}, "env: expected a gymnasium.Env, or what makes one, got int"),
+        (
+            (PEN, pen),
+            {"workers": 2},
+            "workers, out: expected a policy, an environment and an adapter by name",
+        ),
+        ((PEN, pen), {"env_options": {"image_size": 32}}, "env_options: expected a gymnasium id"),
+        ((PEN, "sinew/Blocks-v0"), {}, "sinew/Blocks-v0 and pen do not fit"),
+        ((PEN, "libero_10"), {}, "`sinew eval --env libero_10` plays suites"),
+        ((PEN, "sinew/Pen-v0"), {"episodes": 0}, "episodes: expected a number from 1 on"),
+        ((PEN, "sinew/Pen-v0"), {"episodes": [1, 1]}, "or different seeds"),
+        ((PEN, Reach), {}, "observation: expected a dict with images, state and prompt|max_episode_steps"),
+        ((PEN, pen), {"adapter": {"images": {}, "sate": []}}, "adapter: .*sate"),
+        ((PEN, pen), {"latency": "soon"}, "latency: expected N"),
+        (("expert", pen), {"batch": 4}, "batch: expected a policy that is loaded here"),
+    ],
+)
+def test_mistakes_are_named(arguments: tuple[Any, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SinewError, match=message):
+        sinew.evaluate(*arguments, **{"episodes": 1, **options})
+
+
+@needs_pen
+def test_environments_that_cannot_be_played_at_once() -> None:
+    with pytest.raises(
+        SinewError, match="batch 4: expected an id, what makes environments, or a vectorised one"
+    ):
+        sinew.evaluate(PEN, pen(), episodes=1, batch=4)
+    env = SyncVectorEnv([pen] * 2)
+    with pytest.raises(SinewError, match="batch: expected 2, the vectorised environment's parts, got 4"):
+        sinew.evaluate(PEN, env, episodes=1, batch=4)
+    with pytest.raises(SinewError, match="expected a single environment, which an expert reads"):
+        sinew.evaluate("expert", env, episodes=1)
+    env.metadata = {}
+    with pytest.raises(SinewError, match="autoreset_mode"):
+        sinew.evaluate(PEN, env, episodes=1)
+
+
+def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
+    """Shards are programs of their own: they do not import the script that asked for them."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sinew
+            print(sinew.evaluate("expert", "sinew/Pen-v0", episodes=4, workers=2))
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout == "expert on sinew/Pen-v0: 4/4 (100.0 %), 95 % interval 51.0 to 100.0 %\n"

@@ -1,0 +1,434 @@
+"""The queue of episodes: whatever is killed, and whoever plays, every episode counts once and is the same one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
+pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
+
+from sinew.cli import main
+from sinew.core import SinewError
+from sinew.eval import campaign, farm
+from sinew.eval.player import groups, key
+from sinew.eval.settings import Latency, Task, Variant
+from sinew.policy import Policy
+from sinew.serve.batching import Batcher
+from tests import processes
+from tests.eval.test_eval import PEN, children, content, needs_pen
+
+PATIENCE = 300.0  # seconds until a test that waits gives up
+TASK, SEEDS = Task("sinew/Pen-v0"), range(5000, 5030)
+CLOCKS = ("key", "latency_ms", "wall_s", "peak_bytes")  # what differs between two runs
+
+
+def pen(**more: Any) -> Variant:
+    return Variant(str(PEN), 8, Latency("uniform:0-3"), "aligned", solver_steps=2, **more)
+
+
+def command(out: Path, *more: object) -> list[object]:
+    return [
+        *(sys.executable, "-m", "sinew", "eval", PEN, "--env", TASK.env, "--episodes", len(SEEDS)),
+        *("--replan", 8, "--latency", "uniform:0-3", "--solver-steps", 2, "--out", out, *more),
+    ]
+
+
+def wait_for(what: Callable[[], Any], process: processes.Process | None = None) -> Any:
+    """Return what is true in the end."""
+    end = time.monotonic() + PATIENCE
+    while not (found := what()):
+        assert process is None or process.poll() is None, "the run has ended"
+        assert time.monotonic() < end, "nothing happens"
+        time.sleep(0.02)
+    return found
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / campaign.LOG).read_text().splitlines()]
+
+
+def outcomes(out: Path) -> dict[int, dict[str, Any]]:
+    """Return the episodes of a log by seed, without what the clock and the memory say. Each is there once."""
+    found: dict[int, dict[str, Any]] = {}
+    for values in lines(out):
+        assert values["seed"] not in found, f"seed {values['seed']} is there twice"
+        found[values["seed"]] = {k: v for k, v in values.items() if k not in CLOCKS}
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Any]]:
+    """The episodes as this process plays them, one after the other."""
+    return content(campaign.run(TASK, [pen()], SEEDS)[0])
+
+
+# ----------------------------------------------------------------------------- the same episodes
+
+
+@needs_pen
+@pytest.mark.parametrize("shards", [2, 4])
+def test_shards_play_the_same_episodes(shards: int, alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    found = campaign.run(TASK, [pen()], SEEDS, workers=shards, out=tmp_path)
+    assert content(found[0]) == alone
+    assert sorted(outcomes(tmp_path)) == list(SEEDS)
+    assert not (tmp_path / farm.FOLDER).exists()
+
+
+@needs_pen
+def test_batches_are_the_same_in_any_number_of_shards(alone: list[dict[str, Any]]) -> None:
+    """In batches of any size an answer is within 1e-5 of the one alone; here every episode ends as it does alone."""
+    one, two = (content(campaign.run(TASK, [pen(batch=4)], SEEDS, workers=n)[0]) for n in (1, 2))
+    assert one == two
+    assert [e["success"] for e in one] == [e["success"] for e in alone]
+
+
+@needs_pen
+def test_batches_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose episode is over makes room for the next one before the others are answered."""
+    sizes: list[int] = []
+    run_batch = Policy.run_batch
+
+    def counted(policy: Policy, members: Any, **options: Any) -> Any:
+        sizes.append(len(members))
+        return run_batch(policy, members, **options)
+
+    monkeypatch.setattr(Policy, "run_batch", counted)
+    seeds = range(5008, 5024)  # one block of numbers
+    campaign.run(TASK, [pen(batch=4)], seeds)
+    sizes = sizes[sizes.index(4) :]  # behind the policy's warm-up
+    full = sizes.index(next(size for size in sizes if size < 4))
+    assert set(sizes[:full]) == {4}
+    assert sizes[full:] == sorted(sizes[full:], reverse=True)  # the last ones have nobody beside them
+    assert 4 * full > sum(sizes) / 2
+
+
+@needs_pen
+def test_the_batch_that_is_fastest_is_said_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def calibrate(batcher: Batcher, policy: Policy) -> None:
+        assert not policy.unbatched
+        batcher.limit, batcher.reason = 4, "measured, as it were"
+
+    monkeypatch.setattr(Batcher, "calibrate", calibrate)
+    arguments = [
+        "eval",
+        str(PEN),
+        "--env",
+        TASK.env,
+        "--workers",
+        "1",
+        "--batch",
+        "auto",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main([*arguments, "--episodes", "3"]) == 0
+    assert "pen.gguf: batches of 4: measured, as it were" in capfd.readouterr().err
+    monkeypatch.setattr(Batcher, "calibrate", None)
+    assert main([*arguments, "--episodes", "5"]) == 0
+    said = capfd.readouterr().err
+    assert f"batches of 4, as in {tmp_path}" in " ".join(said.split())
+    assert "3 of 5 episodes were played before" in said
+    assert {json.loads(values["key"])["batch"] for values in lines(tmp_path)} == {4}
+    assert len(outcomes(tmp_path)) == 5
+
+
+@needs_pen
+def test_a_terminal_shows_how_fast_and_how_long(tmp_path: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    with processes.Process(command(tmp_path, "--shards", 2), stdout=subprocess.DEVNULL, stderr=theirs) as run:
+        os.close(theirs)
+        shown = b""
+        try:
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+        except OSError:  # how Linux says that the other end is closed
+            pass
+        assert run.wait(PATIENCE) == 0
+    os.close(ours)
+    text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode(errors="replace")
+    assert re.search(r"pen\.gguf: \d+/\d+ \[\d+, \d+\] %.* \d+/30 \d+\.\d/s \d:\d\d:\d\d", text), text[-2000:]
+
+
+def test_groups_follow_from_seeds_and_variant() -> None:
+    assert groups(pen(), [3, 1]) == [(3,), (1,)]
+    found = groups(pen(batch=2), range(5, 20))
+    assert found == [(5, 6, 7), tuple(range(8, 16)), (16, 17, 18, 19)]
+    assert groups(pen(batch=2), range(8, 12)) == [(8, 9, 10, 11)]
+
+
+# ----------------------------------------------------------------------------- kills
+
+
+@needs_pen
+def test_killed_shards_lose_nothing(tmp_path: Path, alone: list[dict[str, Any]]) -> None:
+    _kill_shards(tmp_path, alone, kills=3)
+
+
+@needs_pen
+def test_killed_heads_lose_nothing(tmp_path: Path, alone: list[dict[str, Any]]) -> None:
+    _kill_heads(tmp_path, alone, kills=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@needs_pen
+@pytest.mark.parametrize("kill", ["shards", "heads"])
+def test_thirty_kills_lose_nothing(kill: str, tmp_path: Path, alone: list[dict[str, Any]]) -> None:
+    (_kill_shards if kill == "shards" else _kill_heads)(tmp_path, alone, kills=15)
+
+
+def _kill_shards(out: Path, alone: list[dict[str, Any]], kills: int) -> None:
+    """Kill a shard at a random moment after something more has been played, so often."""
+    rng = random.Random(0)
+    killed = 0
+    with processes.Process(command(out, "--shards", 3), stdout=subprocess.PIPE) as process:
+        while killed < kills and process.poll() is None:
+            before = len(_played(out))
+            wait_for(lambda before=before: len(_played(out)) > before or process.poll() is not None)
+            time.sleep(rng.uniform(0, 0.3))
+            if shards := [pid for pid in children(process.pid) if _is_shard(pid)]:
+                os.kill(rng.choice(shards), signal.SIGKILL)
+                killed += 1
+        assert process.wait(PATIENCE) == 0
+    assert killed >= min(kills, 3)
+    assert [outcomes(out)[seed] for seed in SEEDS] == alone
+    assert not (out / farm.FOLDER).exists()
+
+
+def _kill_heads(out: Path, alone: list[dict[str, Any]], kills: int) -> None:
+    """Kill the run and some of its shards at random moments; the same command goes on each time."""
+    rng = random.Random(1)
+    for _ in range(kills):
+        with processes.Process(command(out, "--shards", 2), stdout=subprocess.DEVNULL) as process:
+            before = len(_played(out))
+            wait_for(lambda p=process, n=before: len(_played(out)) > n or p.poll() is not None)
+            time.sleep(rng.uniform(0, 0.2))
+            for pid in children(process.pid):
+                if rng.random() < 0.3:
+                    os.kill(pid, signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    with processes.Process(command(out, "--shards", 2), stdout=subprocess.DEVNULL) as process:
+        assert process.wait(PATIENCE) == 0
+    assert [outcomes(out)[seed] for seed in SEEDS] == alone
+    assert not (out / farm.FOLDER).exists()
+
+
+def _played(out: Path) -> set[str]:
+    """Return what has been played: names of groups, and lines of the log of a run that has ended."""
+    folder = out / farm.FOLDER / farm.PLAYED
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    log = out / campaign.LOG
+    count = log.read_bytes().count(b"\n") if log.is_file() else 0
+    return {*names, *map(str, range(count))}
+
+
+def _is_shard(pid: int) -> bool:
+    try:
+        return b"sinew.eval.farm" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+# ----------------------------------------------------------------------------- others who join
+
+
+@needs_pen
+def test_another_process_joins_and_its_loss_is_made_up_for(
+    tmp_path: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever joins is no child of the run, which sees only that its leases age."""
+    monkeypatch.setattr(farm, "LEASE_S", 1.0)
+    queue = tmp_path / farm.FOLDER
+    queue.mkdir()
+    plan = farm.FarmPlan.of(TASK, [pen()], [(0, seed) for seed in SEEDS])
+    farm.EpisodeQueue(queue, "test").make()
+    plan.write(queue)
+    join = [sys.executable, "-m", "sinew", "eval", "--join", tmp_path, "--shards", 1]
+    with processes.Process(join, stdout=subprocess.DEVNULL) as helper:  # before there is a head
+        wait_for(lambda: _leases(queue) and len(_played(tmp_path)) > 2, helper)
+        helper.send_signal(signal.SIGKILL)
+        helper.wait()
+    wait_for(lambda: not list(_shards_of(queue)))
+    played = len(_played(tmp_path))
+    assert played < len(SEEDS)
+
+    with processes.Process(join, stdout=subprocess.PIPE) as helper:
+        found = campaign.run(TASK, [pen()], SEEDS, workers=2, out=tmp_path)
+        assert helper.wait(PATIENCE) == 0
+    assert content(found[0]) == alone
+    assert sorted(outcomes(tmp_path)) == list(SEEDS)
+
+
+@needs_pen
+def test_a_shard_that_stood_still_counts_once(tmp_path: Path, alone: list[dict[str, Any]]) -> None:
+    """SIGSTOP: its lease ages, another one plays the episode, and then it wakes and stores it as well."""
+    queue = farm.EpisodeQueue(tmp_path, "first", lease_s=0.1)
+    queue.make()
+    plan = farm.FarmPlan.of(TASK, [pen()], [(0, SEEDS[0])])
+    (job,) = plan.jobs
+    assert queue.claim(job)
+    other = farm.EpisodeQueue(tmp_path, "second", lease_s=0.1)
+    assert not other.claim(job)
+    other.expire(job)
+    time.sleep(0.15)
+    queue.beat()
+    other.expire(job)  # it lives
+    assert not other.claim(job)
+    time.sleep(0.15)
+    other.expire(job)
+    assert other.claim(job)
+    episode = campaign.run(TASK, [pen()], SEEDS[:1])[0][0]
+    other.store(job, plan.keys[0], [episode])
+    queue.beat()
+    queue.store(job, plan.keys[0], [episode])
+    assert content(queue.read(job, plan.keys[0]) or []) == alone[:1]
+    assert not queue.claim(job)
+    assert not _leases(tmp_path)
+
+
+def _leases(queue: Path) -> list[str]:
+    return [path.name for path in (queue / farm.LEASES).iterdir()]
+
+
+def _shards_of(queue: Path) -> Iterator[int]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(queue).encode() in words:
+            yield int(path.parent.name)
+
+
+@needs_pen
+def test_another_bundle_under_the_same_name_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "policy.gguf"
+    shutil.copy(PEN, bundle)
+    queue = tmp_path / farm.FOLDER
+    farm.EpisodeQueue(queue, "test").make()
+    farm.FarmPlan.of(TASK, [Variant(str(bundle), 8)], [(0, 1)]).write(queue)
+    with bundle.open("ab") as file:
+        file.write(b"\0")
+    assert main(["eval", "--join", str(tmp_path), "--shards", "1"]) == 1
+    assert "expected the bundle that the run was begun with" in capfd.readouterr().err
+
+
+# ----------------------------------------------------------------------------- refusals
+
+
+def test_one_head_for_a_folder(tmp_path: Path) -> None:
+    with farm.sole(tmp_path), pytest.raises(SinewError, match=f"--join {tmp_path}` helps it"):
+        campaign.run(TASK, [Variant("expert")], range(1), out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--join", "nowhere"), "nothing is played here; expected the folder of a running"),
+        (("expert", "--join", "nowhere"), "--join: expected no target"),
+        (("expert", "--batch", "4"), "batch: expected a policy that is loaded here"),
+        (("tcp://127.0.0.1:1", "--batch", "4"), "sinew serve --max-batch auto"),
+        (("pen", "--batch", "4", "--stream", "10:2"), "got a stream"),
+        (("pen", "--batch", "4", "--realtime"), "--batch: expected simulated time"),
+        (("pen", "--batch", "0"), "batch"),
+    ],
+)
+def test_mistakes_are_named(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", *arguments]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_that_is_none(tmp_path: Path) -> None:
+    for text in ("", "[]", '{"format": 2}', '{"format": 1, "variants": 3}', "\0" * 100):
+        (tmp_path / farm.PLAN).write_text(text)
+        with pytest.raises(SinewError, match="plan"):
+            farm.FarmPlan.read(tmp_path)
+    good = farm.FarmPlan.of(TASK, [Variant("expert")], [(0, 1), (0, 2)])
+    good.write(tmp_path)
+    assert farm.FarmPlan.read(tmp_path) == good
+
+
+def test_what_is_not_whole_is_played_again(tmp_path: Path) -> None:
+    expert = Variant("expert", handover="aligned")
+    plan = farm.FarmPlan.of(TASK, [expert], [(0, seed) for seed in range(3)])
+    queue = farm.EpisodeQueue(tmp_path / farm.FOLDER, "test")
+    queue.make()
+    good = campaign.run(TASK, [expert], range(3))[0]
+    for job, episode in zip(plan.jobs, good, strict=True):
+        queue.store(job, plan.keys[0], [episode])
+    torn, empty, _ = (queue.folder / farm.PLAYED / job.name for job in plan.jobs)
+    torn.write_text(torn.read_text()[:100])
+    empty.write_text("")
+    assert queue.read(plan.jobs[0], plan.keys[0]) is None
+    assert not torn.exists()
+    assert set(farm.left_over(queue.folder)) == {(plan.keys[0], 2)}
+    found = campaign.run(TASK, [expert], range(3), workers=2, out=tmp_path)
+    assert content(found[0]) == content(good)
+    assert sorted(outcomes(tmp_path)) == [0, 1, 2]
+
+
+POISON = """
+    import os
+    import gymnasium
+    from sinew.sim.pen import PenEnv
+
+    class Poison(PenEnv):
+        def reset(self, *, seed=None, options=None):
+            if seed == 2:
+                WHAT
+            return super().reset(seed=seed, options=options)
+
+    gymnasium.register("Poison-v0", Poison, max_episode_steps=120)
+"""
+
+
+@needs_pen
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("os.kill(os.getpid(), 9)", "a shard died 2 times at seed 2, with exit code -9"),
+        (
+            "raise RuntimeError('the gripper is gone')",
+            "(?s)a shard ended with an error:.*the gripper is gone",
+        ),
+    ],
+)
+def test_an_episode_that_always_ends_its_process_is_named(
+    what: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "poison.py").write_text(textwrap.dedent(POISON).replace("WHAT", what))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(farm, "DEATHS", 2)
+    task, out = Task("poison:Poison-v0"), tmp_path / "out"
+    with pytest.raises(SinewError, match=message):
+        campaign.run(task, [pen()], range(5), workers=2, out=out)
+    assert 2 not in outcomes(out)
+
+
+def test_a_key_without_batch_is_what_it_was() -> None:
+    """Logs of runs before there were batches go on."""
+    assert "batch" not in json.loads(key(TASK, Variant("expert")))
+    assert Variant.from_dict(pen(batch=4, rename=("a=b",)).to_dict()) == pen(batch=4, rename=("a=b",))
