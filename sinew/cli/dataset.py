@@ -27,6 +27,7 @@ def dataset(
     successes: Flag = False,
     hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     bundle: Path | None = None,
+    corrections: Flag = False,
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
 ) -> int:
@@ -34,7 +35,8 @@ def dataset(
 
     Args:
         source: a policy as of `sinew eval`, or `expert`: it plays episodes, and every control step is a frame. Or the
-            folder that `sinew serve --record` wrote: every request is a frame.
+            folder that `sinew serve --record` wrote: every request is a frame. Or that of `sinew run --frames`: every
+            control step is, and says in LeRobot's `intervention` whether a human drove.
         out: a new folder.
         env: gymnasium id; if absent, the embedded task that the policy fits.
         episodes: to play, one per seed.
@@ -43,14 +45,17 @@ def dataset(
         successes: leave out episodes that failed.
         hz: of records: requests per second; the control rate of --bundle if absent.
         bundle: of records: the policy, which gives the joints their names.
+        corrections: of records: only the steps in which a human drove.
     """
     if Path(source).is_dir() and next(Path(source).glob("*.npz"), None) is not None:
         if env is not None or successes:
             raise SinewError("--env, --successes: belong to episodes that are played, not to records")
-        counts: dict[str, Any] = _of_records(Path(source), out, hz, bundle)
+        counts: dict[str, Any] = _of_records(Path(source), out, hz, bundle, corrections)
     else:
-        if hz is not None or bundle is not None:
-            raise SinewError("--hz, --bundle: belong to records, and the environment has its own rate")
+        if hz is not None or bundle is not None or corrections:
+            raise SinewError(
+                "--hz, --bundle, --corrections: belong to records, and the environment has its own rate"
+            )
         try:
             counts = _of_episodes(
                 source, out, env, range(seed, seed + episodes), replan, successes, cameras, runs
@@ -64,7 +69,9 @@ def dataset(
     return 0
 
 
-def _of_records(records: Path, out: Path, hz: float | None, bundle: Path | None) -> dict[str, Any]:
+def _of_records(
+    records: Path, out: Path, hz: float | None, bundle: Path | None, corrections: bool
+) -> dict[str, Any]:
     from sinew.eval.dataset.records import episodes
     from sinew.eval.dataset.writer import DatasetWriter
     from sinew.policy import open_bundle
@@ -74,8 +81,10 @@ def _of_records(records: Path, out: Path, hz: float | None, bundle: Path | None)
     rate = hz or (None if spec is None else spec.control_hz)
     if rate is None:
         raise SinewError("--hz: expected the rate of the requests; there is no --bundle that states one")
-    found = episodes(read_records(records), rate)
+    found = episodes(read_records(records), rate, corrections)
     first = next(found, None)
+    if first is None and corrections:
+        raise SinewError(f"{records}: no two steps that follow each other in which a human drove")
     if first is None:
         raise SinewError(f"{records}: no two requests of a session follow each other")
     state, action = ((), ()) if spec is None else (spec.state.names, spec.action.names)

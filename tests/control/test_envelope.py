@@ -21,7 +21,7 @@ from sinew_client.control import (
     SimulatedPace,
     parse_filter,
 )
-from sinew_client.control.jerk import Bounds, next_step, stop, stopped
+from sinew_client.control.jerk import StepBounds, next_step, stop, stopped
 from sinew_client.control.motion import slowed
 from sinew_client.control.smoothing import Smoothing
 from sinew_client.control.trajectory import Node, Trajectory
@@ -68,7 +68,7 @@ def test_a_stop_is_the_fastest_that_a_jerk_allows(first: int) -> None:
 
 
 def test_a_stop_that_is_not_safe_is_said() -> None:
-    bounds = Bounds(*(np.array([x]) for x in (-1.0, 1.0, np.inf, np.inf, 0.1)))
+    bounds = StepBounds(*(np.array([x]) for x in (-1.0, 1.0, np.inf, np.inf, 0.1)))
     _, fits = stopped(np.array([[0.0]] * 2), np.array([[0.1], [0.9]]), np.zeros((2, 1)), bounds)
     assert fits.tolist() == [[True], [False]]
 
@@ -166,10 +166,24 @@ def test_what_is_limited_arrives_and_does_not_swing(
 
 
 def test_the_next_step_goes_where_it_is_told_if_it_may() -> None:
-    bounds = Bounds(*(np.full(1, x) for x in (-1.0, 1.0, 0.5, 0.5, 0.5)))
+    bounds = StepBounds(*(np.full(1, x) for x in (-1.0, 1.0, 0.5, 0.5, 0.5)))
     zero = np.zeros(1)
     assert next_step(zero, zero, zero, np.array([0.1]), bounds) == 0.1
     assert 0.0 < next_step(zero, zero, zero, np.array([0.9]), bounds) < 0.9
+
+
+def test_velocity_holds_to_the_bit_where_float32_is_coarser_behind_than_ahead() -> None:
+    """From 0.2 to 0.004 there are many numbers between two roundings of the place that was left."""
+    limits = Limits.parse({"velocity": 4.0, "jerk": 1e6}, 1)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        guard, place = Guard(limits, PERIOD), np.float32(rng.uniform(0.15, 0.25, 1))
+        guard.start(place)
+        for wanted in rng.uniform(-0.3, 0.3, 12):
+            row = guard.check(np.float32([wanted])).row
+            assert row is not None
+            assert abs(float(row[0]) - float(place[0])) <= 4.0 * PERIOD
+            place = row
 
 
 # ----------------------------------------------------------------------------- jumps

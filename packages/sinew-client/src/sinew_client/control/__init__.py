@@ -32,11 +32,11 @@ from sinew_client.control.settings import Settings, SettingsError
 from sinew_client.control.smoothing import Filter, parse_filter
 from sinew_client.control.stream import Stream, StreamReport
 from sinew_client.control.takeover import (
-    Agreement,
     HandedOver,
     Leader,
     LeaderError,
     Onlooker,
+    ShadowAgreement,
     Takeover,
 )
 from sinew_client.control.trajectory import Node, Trajectory
@@ -48,7 +48,6 @@ __all__ = [
     "Absolute",
     "Adapter",
     "AdapterError",
-    "Agreement",
     "Assist",
     "AssistRule",
     "Cadence",
@@ -84,6 +83,7 @@ __all__ = [
     "Servers",
     "Settings",
     "SettingsError",
+    "ShadowAgreement",
     "SimulatedPace",
     "Source",
     "Stopped",

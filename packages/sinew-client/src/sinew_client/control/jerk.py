@@ -18,7 +18,7 @@ _LOOKS = 3
 
 
 @dataclass(frozen=True)
-class Bounds:
+class StepBounds:
     """What holds for each number of a command, float64 [D]: furthest places, largest step, change of it, and of
     that."""
 
@@ -28,9 +28,9 @@ class Bounds:
     push: np.ndarray
     jerk: np.ndarray
 
-    def take(self, mask: np.ndarray) -> Bounds:
+    def take(self, mask: np.ndarray) -> StepBounds:
         """Return the bounds of some of the numbers."""
-        return Bounds(*(getattr(self, name)[mask] for name in ("low", "high", "fastest", "push", "jerk")))
+        return StepBounds(*(getattr(self, name)[mask] for name in ("low", "high", "fastest", "push", "jerk")))
 
 
 def stop(u: np.ndarray, a: np.ndarray, push: np.ndarray, jerk: np.ndarray) -> np.ndarray:
@@ -46,7 +46,9 @@ def stop(u: np.ndarray, a: np.ndarray, push: np.ndarray, jerk: np.ndarray) -> np
     return np.clip(wanted, np.maximum(a - jerk, -push), np.minimum(a + jerk, push))
 
 
-def stopped(at: np.ndarray, u: np.ndarray, a: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarray]:
+def stopped(
+    at: np.ndarray, u: np.ndarray, a: np.ndarray, bounds: StepBounds
+) -> tuple[np.ndarray, np.ndarray]:
     """Return where the fastest stop after steps ``u`` to places ``at`` ends, and whether it stays within ``bounds``.
 
     All [K, D], of K ways to go; the bounds' own [D].
@@ -64,7 +66,9 @@ def stopped(at: np.ndarray, u: np.ndarray, a: np.ndarray, bounds: Bounds) -> tup
     return place, fits & (u == 0.0) & (a == 0.0)
 
 
-def next_step(at: np.ndarray, u: np.ndarray, a: np.ndarray, wanted: np.ndarray, bounds: Bounds) -> np.ndarray:
+def next_step(
+    at: np.ndarray, u: np.ndarray, a: np.ndarray, wanted: np.ndarray, bounds: StepBounds
+) -> np.ndarray:
     """Return the next step towards places ``wanted``, float64 [D], of a robot at ``at`` whose last step was ``u`` and
     differed by ``a`` from the one before.
 
@@ -104,7 +108,7 @@ class JerkLimit:
     Commands are float32, and what they are rounded from is remembered: or each rounding would count as a jerk.
     """
 
-    def __init__(self, bounds: Bounds):
+    def __init__(self, bounds: StepBounds):
         self._bounds = bounds
         self.rest(np.zeros(len(bounds.jerk)))
 
@@ -124,11 +128,10 @@ class JerkLimit:
         step = next_step(self._at, self._u, self._a, wanted, replace(bounds, low=ends[0], high=ends[1]))
         at = np.where(step == wanted - self._at, wanted, self._at + step)
         self._next = at, step, step - self._u
-        sent = at.astype(np.float32)
-        for _ in range(2):  # both this command and the last one may be rounded away from each other
-            went = sent.astype(np.float64) - last
-            sent = np.where(np.abs(went) > bounds.fastest, np.nextafter(sent, last.astype(np.float32)), sent)
-        return sent
+        # The last command was rounded, and so is this one: velocity counts between the two.
+        sent = np.clip(at, last - bounds.fastest, last + bounds.fastest).astype(np.float32)
+        far = np.abs(sent.astype(np.float64) - last) > bounds.fastest
+        return np.where(far, np.nextafter(sent, last.astype(np.float32)), sent)
 
     def sent(self) -> None:
         """Note that the command that :meth:`towards` returned was sent."""

@@ -20,7 +20,7 @@ from sinew_client.control.refinement import Refinement
 from sinew_client.control.report import Cadence, cadence
 from sinew_client.control.requester import Call, Requester
 from sinew_client.control.settings import Settings, SettingsError
-from sinew_client.control.takeover import HUMAN, POLICY, Agreement, Onlooker, Takeover
+from sinew_client.control.takeover import HUMAN, POLICY, Onlooker, ShadowAgreement, Takeover
 from sinew_client.control.watchdog import watchdog_of
 from sinew_client.errors import Refused
 from sinew_client.faults import PERMANENT
@@ -95,12 +95,12 @@ class Loop:
         self.steps = 0
         self._watch, self._hold_refused, self._keep = watch, hold_refused, keep
         self.takeover = takeover
-        self.agreement: Agreement | None = (
+        self.agreement: ShadowAgreement | None = (
             None  # of the policy with who drives, where that is all it is asked for
         )
         if takeover is not None and takeover.shadow:
             limits = self.controller.guard.limits if self.controller.guard is not None else None
-            self.agreement = Agreement(() if limits is None else limits.names)
+            self.agreement = ShadowAgreement(() if limits is None else limits.names)
             self.controller.take_over(0, shadow=True)
         self._history = history or History()
         self._calls: list[Callable[[], None]] = []  # of other threads, carried out between two ticks

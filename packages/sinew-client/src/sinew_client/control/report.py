@@ -10,7 +10,7 @@ import numpy as np
 
 from sinew_client.control.controller import BaseController, Controller
 from sinew_client.control.pace import Pace
-from sinew_client.control.takeover import Agreement, HandedOver, agreement_rows
+from sinew_client.control.takeover import HandedOver, ShadowAgreement, agreement_rows
 from sinew_client.control.watchdog import Watchdog
 
 
@@ -26,7 +26,7 @@ class Cadence:
     watchdog_holds: holds that it gave, and longest_gap_ms: between two of all commands and holds. handed: hand-overs
     between the policy and a human (:class:`~sinew_client.control.takeover.HandedOver`); filter: its text, its delay in
     milliseconds, which rows of later steps make up for, and the control steps in which they were not there; agreement:
-    of a policy that is only watched (:class:`~sinew_client.control.takeover.Agreement`).
+    of a policy that is only watched (:class:`~sinew_client.control.takeover.ShadowAgreement`).
     """
 
     hz: float
@@ -95,7 +95,7 @@ def cadence(
     failed: int,
     substeps: int,
     watchdog: Watchdog,
-    agreement: Agreement | None = None,
+    agreement: ShadowAgreement | None = None,
 ) -> Cadence:
     """Return the report of a run. steps: control steps with a command or a hold. failed: requests without answer."""
     smoothing = controller.smoothing if isinstance(controller, Controller) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import pkgutil
 import time
 from typing import Any, Callable, Mapping
 
@@ -115,16 +116,28 @@ def open_lerobot(
         raise RobotError(
             f"--robot lerobot:{kind} needs the package lerobot in this environment ({error})"
         ) from error
-    with contextlib.suppress(ImportError):  # somebody's own type is registered by whoever imported it
-        importlib.import_module(f"lerobot.robots.{kind}")
     try:
-        config = robots.RobotConfig.get_choice_class(kind)(**options)
+        config = lerobot_choice(robots, robots.RobotConfig, kind)(**options)
         robot = robots.make_robot_from_config(config)
         arm = LeRobotArm(robot, policy, cameras)
         robot.connect()
     except (KeyError, TypeError, ValueError, OSError, ImportError) as error:
         raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
     return arm
+
+
+def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
+    """Return the class of LeRobot's configurations that a type names. package: where types lie, each of which is
+    registered when its module is imported; one may hold several (``so_follower``), and somebody's own type is
+    registered by whoever imported it. Raises KeyError where none is called so."""
+    folders = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", ()))]
+    for name in ("", kind, *folders):
+        if name:
+            with contextlib.suppress(ImportError):  # of another type, whose driver is not installed
+                importlib.import_module(f"{package.__name__}.{name}")
+        with contextlib.suppress(KeyError):
+            return base.get_choice_class(kind)
+    raise KeyError(kind)
 
 
 def find_class(text: str) -> Callable[..., Robot]:

@@ -10,7 +10,7 @@ from typing import Any, Mapping
 
 import numpy as np
 
-from sinew_client.control.jerk import Bounds, JerkLimit
+from sinew_client.control.jerk import JerkLimit, StepBounds
 from sinew_client.errors import ClientError
 from sinew_client.given import named, read_text, shown
 from sinew_client.protocol import MAX_ROWS
@@ -243,7 +243,7 @@ class Guard:
             other = np.full(limits.dim, np.nan) if still is None else still
             self._still = _sent(np.where(np.isnan(limits.still), other, limits.still))
             self._jerky = np.isfinite(limits.jerk)
-            bounds = Bounds(
+            bounds = StepBounds(
                 self._low, self._high, limits.velocity * period, limits.acceleration * period**2,
                 limits.jerk * period**3,
             )  # fmt: skip

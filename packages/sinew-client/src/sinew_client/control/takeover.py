@@ -40,8 +40,9 @@ class Leader(Protocol):
     """What somebody moves a robot with. Each call should return well within a period.
 
     Optional: ``wanted``, a bool that a button of its own changes: True takes over, False hands back.
-    ``align(position)`` moves the leader, float [D], towards where the robot is, NaN where that is not known; one
-    without it is moved by the person who takes over. ``close()`` at the end.
+    ``align(position)`` moves the leader, float [D], towards where the robot is, NaN where that is not known, and
+    ``free()`` lets go of it when it is there; one without them is moved by the person who takes over. ``close()`` at
+    the end.
     """
 
     def read(self) -> Any:
@@ -160,6 +161,9 @@ class Takeover:
             if self.apart:
                 self._align(here)
                 return
+            self._do("free")
+            if self.apart:
+                return
             controller.aligned(step)
         if controller.driver == HUMAN:
             controller.led(step, row, reason)
@@ -197,10 +201,15 @@ class Takeover:
         return ", ".join(f"{self._names[at]} by {differ[at]:.4g}, at most {self._near[at]:.4g}" for at in far)
 
     def _align(self, here: np.ndarray | None) -> None:
-        if here is None or not callable(align := getattr(self.leader, "align", None)):
+        if here is not None:
+            self._do("align", here)
+
+    def _do(self, what: str, *given: Any) -> None:
+        """Call a method that a leader may have; where it fails, the robot goes on holding."""
+        if not callable(method := getattr(self.leader, what, None)):
             return
         try:
-            align(here)
+            method(*given)
         except Exception as error:  # noqa: BLE001 - the robot holds, whatever a leader raises
             self.apart = f"the leader could not be aligned: {type(error).__name__}: {error!s:.200}"
 
@@ -241,7 +250,7 @@ class Onlooker:
             self.robot.close()  # type: ignore[attr-defined]
 
 
-class Agreement:
+class ShadowAgreement:
     """How near what a policy would have done is to what was done, control step by control step."""
 
     def __init__(self, names: tuple[str, ...] = ()):
@@ -277,7 +286,7 @@ class Agreement:
 
 
 def agreement_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what :meth:`Agreement.to_dict` says in lines for people: a name and its text."""
+    """Return what :meth:`ShadowAgreement.to_dict` says in lines for people: a name and its text."""
     lines = [("agreement", f"{found['steps']} steps, {found['missing']} without a row of the policy")]
     for name, each in found["numbers"].items():
         share = "-" if each["explained"] is None else f"{100 * each['explained']:.0f} %"
