@@ -32,6 +32,7 @@ def doctor(
     observe: str | None = None,
     robot_options: str | None = None,
     cameras: Annotated[list[str] | None, Parameter(negative="")] = None,
+    joints: Annotated[list[str] | None, Parameter(negative="")] = None,
     seconds: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=600))] = 3.0,
     learn: Path | None = None,
     out: Path | None = None,
@@ -46,6 +47,7 @@ def doctor(
             --record`, and say what is wired otherwise than in the training data; nothing else is checked then.
         robot_options: of --observe, as of `sinew run`.
         cameras: of --observe, POLICY=ROBOT, as of `sinew run`; repeatable.
+        joints: of --observe, POLICY=ROBOT, as of `sinew run`; repeatable.
         seconds: of --observe.
         learn: a folder of `sinew serve --record`, of the right robot: write the bundle once more to --out with what its
             cameras and joints look like, which --observe compares with.
@@ -63,7 +65,7 @@ def doctor(
                 "--observe, --learn: expected one of them, without --verify and flags of engines"
             )
         if observe is not None:
-            return wiring.observe(bundle, observe, robot_options, cameras, seconds)
+            return wiring.observe(bundle, observe, robot_options, cameras, joints, seconds)
         if out is None:
             raise SinewError("--learn: expected --out, the bundle to write")
         assert learn is not None

@@ -100,7 +100,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
     facts.add_column(overflow="fold")
 
     def vector(what: Any, recipe: Any, parts: Any, steps: Any) -> str:
-        named = f": {', '.join(what.names)}" if what.names else ""
+        named = f": {', '.join(what.labels)}" if what.labels else ""
         if parts:
             modes = ", ".join(f"{part.name} {_form(part)}" for part in parts)
             words = f"{what.dim} values{named}; {modes}"

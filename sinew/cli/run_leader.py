@@ -118,7 +118,8 @@ class LeaderFlags:
             except TypeError as error:
                 raise SinewError(f"--takeover-options: {error}") from error
         if kind == "lerobot" and rest:
-            names = getattr(robot.machine, "joints", None) or policy["action"]["names"]
+            names = getattr(robot.machine, "joints", None) or policy["action"].get("names")
+            names = names["action"] if isinstance(names, Mapping) else names
             if not names:
                 raise SinewError(
                     "--takeover lerobot: expected a policy or a robot that names its joints, got neither"

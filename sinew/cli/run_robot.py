@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter, validators
 from sinew_client import ClientError
 from sinew_client.control import Journal, Limits, Loop, Settings
-from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot
+from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
 
 from sinew.cli import terminal
 from sinew.cli.options import json_object
@@ -36,6 +36,8 @@ class RobotFlags:
             lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
+        joints: POLICY=ROBOT, the same of joints, where robot and policy call them otherwise; repeatable. Where both
+            have names they are matched by them, whatever their order.
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: control rate; the policy's own, or the environment's, if absent.
         motion: JSON object, what actions are measured from; {"kind": "absolute"} ...; as the policy states it if
@@ -53,6 +55,7 @@ class RobotFlags:
     robot: str = "dry"
     robot_options: str | None = None
     cameras: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    joints: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     prompt: str = ""
     hz: Positive = None
     motion: str | None = None
@@ -65,7 +68,7 @@ class RobotFlags:
 
     def opener(self) -> Callable[[dict[str, Any]], Opened]:
         """Return what opens the robot for a policy (:func:`robot_opener`)."""
-        return robot_opener(self.robot, self.robot_options, self.cameras, self.episodes)
+        return robot_opener(self.robot, self.robot_options, self.cameras, self.episodes, self.joints)
 
     def opened(
         self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Opened], policy: dict[str, Any]
@@ -77,7 +80,7 @@ class RobotFlags:
         if not (rate := self.hz or own_rate or policy.get("control_hz")):
             raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
         dim = int(policy["action"]["dim"])
-        found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
+        found = Limits.from_metadata(policy) if self.limits is None else self._limits(policy, dim)
         return Driven(
             machine,
             choose_prompt(self.prompt, instruction, policy),
@@ -85,6 +88,11 @@ class RobotFlags:
             dim,
             None if found is None else found.to_dict(),
         )
+
+    def _limits(self, policy: dict[str, Any], dim: int) -> Limits:
+        assert self.limits is not None
+        found = Limits.read(self.limits, dim)
+        return found.ordered(policy["action"].get("names") or (), str(self.limits))
 
     def follow(
         self, stack: ExitStack, loop: Loop, robot: Driven, settings: Settings, target: str, **said: Any
@@ -131,17 +139,24 @@ EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pe
 
 
 def robot_opener(
-    text: str, options: str | None, cameras: Iterable[str] | None, episodes: int | None
+    text: str,
+    options: str | None,
+    cameras: Iterable[str] | None,
+    episodes: int | None,
+    joints: Iterable[str] = (),
 ) -> Callable[[dict[str, Any]], Opened]:
     """Return what opens a robot for a policy: the robot, its own instruction and its own rate.
 
     What can be wrong without a policy is said here, before one is loaded.
     """
     given, pairs = json_object("--robot-options", options) or {}, _pairs(cameras or ())
+    places = _pairs(joints, "--joints")
     text = EMBEDDED.get(text, text)
     kind, _, rest = text.partition(":")
     if episodes is not None and kind != "gym":
         raise SinewError("--episodes: belongs to --robot gym:ENV")
+    if places and (kind in ("gym", "dry") or text == "dry"):
+        raise SinewError(f"--joints: expected none with --robot {text}, which has no names of its own")
     if kind == "gym" and rest:
         from sinew.eval.adapters import make_env
         from sinew.eval.robot import SimulatedRobot
@@ -156,23 +171,23 @@ def robot_opener(
 
         return simulated
     if kind == "lerobot" and rest:
-        return lambda policy: (open_lerobot(rest, given, policy, pairs), "", None)
+        return lambda policy: (open_lerobot(rest, given, policy, pairs, places), "", None)
     if text == "dry":
         if pairs:
             raise SinewError("--cameras: expected none with --robot dry, which has the policy's own")
         return lambda policy: (Dry(policy), "", None)
     if rest:
         find_class(text)
-        return lambda _policy: (open_class(text, given, pairs), "", None)
+        return lambda policy: (ordered(open_class(text, given, pairs), policy, places), "", None)
     raise SinewError(
         f"--robot: expected dry, blocks, pen, egg, gym:ENV, module:Class or lerobot:TYPE, got {text!r}"
     )
 
 
-def _pairs(texts: Iterable[str]) -> dict[str, str]:
+def _pairs(texts: Iterable[str], flag: str = "--cameras") -> dict[str, str]:
     for text in texts:
         if "=" not in text:
-            raise SinewError(f"--cameras: expected POLICY=ROBOT, got {text!r}")
+            raise SinewError(f"{flag}: expected POLICY=ROBOT, got {text!r}")
     return dict(text.split("=", 1) for text in texts)
 
 

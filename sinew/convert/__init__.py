@@ -15,7 +15,7 @@ from sinew.bundle.writer import Progress
 from sinew.convert import advantage
 from sinew.convert.lerobot.folder import read_dataset, resolve
 from sinew.convert.lerobot.stats import seen_in
-from sinew.convert.options import COMPAT, ConvertOptions, parse_motion
+from sinew.convert.options import COMPAT, ConvertOptions, parse_motion, parse_vectors
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
@@ -70,6 +70,7 @@ def convert(
     stats_key: str = "",
     control_hz: float | None = None,
     motion: Mapping[str, object] | None = None,
+    vectors: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
     name: str | None = None,
     merge: bool = True,
@@ -96,6 +97,7 @@ def convert(
         stats_key=stats_key,
         control_hz=control_hz,
         motion=parse_motion(motion),
+        vectors=parse_vectors(vectors),
         settings={key: str(value) for key, value in (settings or {}).items()},
     )
     conversion = read(source, options)

@@ -97,6 +97,10 @@ class Conversion:
                         name=name,
                         control_hz=options.control_hz or self.spec.control_hz,
                         motion=options.motion or self.spec.motion or _motion(self.spec, self.processing),
+                        **{
+                            key: joints.named(key, getattr(self.spec, key))
+                            for key, joints in options.vectors.items()
+                        },
                     ),
                     processing=replace(self.processing, compat=options.compat),
                     provenance=Provenance(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 
@@ -169,6 +169,19 @@ class Limits:
         if not isinstance(given, dict) or not isinstance(action.get("dim"), int):
             raise LimitsError(f"action: expected its dim and its limits as a table, got {shown(action)}")
         return cls.parse({"names": action.get("names"), **given}, action["dim"], "action.limits")
+
+    def ordered(self, names: Sequence[str], where: str = "limits") -> Limits:
+        """Return the limits of numbers that are called so, in their order; those without names are in it already.
+        Raises :class:`LimitsError` for limits of others."""
+        if not self.names or not names or self.names == tuple(names):
+            return self if self.names or not names else replace(self, names=tuple(names))
+        if sorted(self.names) != sorted(names) or len(set(names)) < len(names):
+            raise LimitsError(
+                f"{where}.names: expected {', '.join(names)}, as the policy says, got {', '.join(self.names)}"
+            )
+        places = [self.names.index(name) for name in names]
+        vectors = {name: getattr(self, name)[places] for name in _NAMES}
+        return replace(self, names=tuple(names), **vectors)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that :meth:`parse` takes; None where there is no limit."""
