@@ -178,7 +178,12 @@ def robot_opener(
         return lambda policy: (Dry(policy), "", None)
     if rest:
         find_class(text)
-        return lambda policy: (ordered(open_class(text, given, pairs), policy, places), "", None)
+
+        def own(policy: dict[str, Any]) -> Opened:
+            robot = ordered(open_class(text, given, pairs), policy, places)
+            return robot, str(getattr(robot, "task", "")), None
+
+        return own
     raise SinewError(
         f"--robot: expected dry, blocks, pen, egg, gym:ENV, module:Class or lerobot:TYPE, got {text!r}"
     )
