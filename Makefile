@@ -34,7 +34,7 @@ CLIENTS := .venv-clients
 LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all lint format bench gpu env clients \
+.PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all lint format bench gpu gpu-carry env clients \
 	lerobot journeys roles installs fresh lock graphs docs clean
 
 help: ## show this list
@@ -100,16 +100,21 @@ mutate: $(READY) ## do tests notice small faults? MODULE=part/of/a/path SAMPLE=2
 gpu: ## on a machine with an NVIDIA GPU: correctness, kernels, the ladder of engines; ten minutes
 	PYTHONPATH=. $(PYTHON_GPU) -m benchmarks.gpu $(GPU_ARGS)
 
+gpu-carry: ## pack what a borrowed machine needs for `make gpu`, 60 MiB at most
+	PYTHONPATH=. $(PYTHON_GPU) -m benchmarks.gpu.carry
+
 env: $(READY) ## create the whole environment only; TORCH_INDEX=... takes torch from an index of CPU builds
 
 # LeRobot wants other versions of what the project uses, so it lives apart; torch is ours.
-clients: $(READY) ## two releases of LeRobot, for the tests of its wire and its plugin (650 MB)
+clients: $(READY) ## two releases of LeRobot, and vla-eval, for the tests of their wires and of the plugin (650 MB)
 	$(PYTHON) -m venv --clear $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-deps -r packages/clients.txt
 	$(BIN)/python -c '$(SITE)' > "$$($(CLIENTS)/bin/python -c '$(SITE)')/sinew.pth"
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps --ignore-requires-python \
 		--target $(CLIENTS)/lerobot-0.6.1 -r packages/clients-0.6.1.txt
 	$(BIN)/python -m tests.serve.lerobot_syntax $(CLIENTS)/lerobot-0.6.1
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps \
+		--target $(CLIENTS)/vla-eval-0.8.0 -r packages/clients-vla-eval.txt
 
 lerobot: ## LeRobot as its plugin's README installs it, and that page's commands (LEROBOT=0.6.1; minutes, 6 GB)
 	$(PYTHON) -m tests.journeys.lerobot $(LEROBOT)

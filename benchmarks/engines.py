@@ -30,12 +30,12 @@ machine.limit_spinning()  # before torch
 
 import numpy as np  # noqa: E402
 
-from sinew.cli.bench import PROMPT, make_observation  # noqa: E402
 from sinew.core import Observation  # noqa: E402
 from sinew.engine.example import Shapes  # noqa: E402
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine  # noqa: E402
 from sinew.engine.plan.plan import REWRITES, Plan  # noqa: E402
 from sinew.perf.machine.achieved import sgemm_gflops  # noqa: E402
+from sinew.perf.machine.bench import PROMPT, make_observation  # noqa: E402
 from sinew.perf.machine.fit import work  # noqa: E402
 from sinew.perf.program import PublishedProgram, of_engine  # noqa: E402
 from sinew.perf.request import TracedRequest  # noqa: E402

@@ -63,6 +63,38 @@ HEAD_N16 = {
     "diffusion_model_cfg.num_layers": 32,
     "diffusion_model_cfg.output_dim": 1024,
 }
+# Of 2 billion numbers, as Cosmos-Reason2 is.
+QWEN3_VL = {
+    "text_config.hidden_size": 2048,
+    "text_config.intermediate_size": 6144,
+    "text_config.head_dim": 128,
+    "text_config.num_attention_heads": 16,
+    "text_config.num_key_value_heads": 8,
+    "text_config.num_hidden_layers": 28,
+    "text_config.vocab_size": 151936,
+    "text_config.rope_parameters.mrope_section": [24, 20, 20],
+    "vision_config.hidden_size": 1024,
+    "vision_config.intermediate_size": 4096,
+    "vision_config.num_heads": 16,
+    "vision_config.depth": 24,
+    "vision_config.out_hidden_size": 2048,
+    "vision_config.num_position_embeddings": 2304,
+    "vision_config.deepstack_visual_indexes": [5, 11, 17],
+}
+# PaliGemma and the expert of 300M numbers; LeRobot's files carry the heads of both.
+PI_SIZES = (
+    (r"(action_in|state)_proj\.weight", (1024, 32)),
+    (r"action_out_proj\.weight", (32, 1024)),
+    (r"action_out_proj\.bias", {}),
+    (r"vision_tower", {48: 1152, 96: 4304, 16: 256}),
+    (r"projector", {48: 1152, 64: 2048}),
+    (r"paligemma\.model\.language_model.*self_attn", {64: 2048, 128: 2048, 16: 256}),
+    (r"paligemma\.(model\.language_model|lm_head)", {64: 2048, 128: 16384, 600: 257152}),
+    (r"gemma_expert", {32: 1024, 64: 4096, 96: 3072, 128: 2048, 16: 256, 600: 257152}),
+    (r"", {32: 1024, 64: 2048}),
+)
+PI_LAYERS = ((r"vision_tower\.vision_model\.encoder\.layers\.(\d+)\.", 27), (r"\.layers\.(\d+)\.", 18))
+PI_EDITS = {"checkpoint/config.json": {"image_resolution": [224, 224]}}
 # DINOv2 L and SigLIP so400m; the last blocks are in the files and dead.
 PRISMATIC = (
     (r"featurizer\.pos_embed", {48: 1152, 32: 1152, 64: 1024}),
@@ -83,6 +115,8 @@ LLAMA_EDITS = {
 }
 
 FAMILIES = {
+    "pi0": Family("pi0-2cam", PI_SIZES, PI_LAYERS, PI_EDITS),
+    "pi05": Family("pi05-2cam", PI_SIZES, PI_LAYERS, PI_EDITS),
     "groot-n15": Family(
         "groot-n15",
         (
@@ -126,6 +160,40 @@ FAMILIES = {
             "checkpoint/processor_config.json": {"processor_kwargs.shortest_image_edge": 256},
         },
         given={"vlm": "eagle", "settings": {"letterbox": "true"}},
+    ),
+    "groot-n17": Family(
+        "groot-n17",
+        (
+            (r"visual", {24: 1024, 72: 3072, 40: 4096, 96: 4096, 56: 2048, 25: 2304}),
+            (r"language_model", {56: 2048, 88: 6144, 64: 1024, 128: 2048, 32: 128, 272: 151936}),
+            (r"position_embedding", {32: 1024, 48: 1536}),
+            (r"vl_self_attention|vlln", {56: 2048, 224: 8192}),
+            (r"action_head", DIT | {20: 132, 22: 132}),
+        ),
+        (
+            (r"visual\.blocks\.(\d+)\.", 24),
+            (r"language_model\.layers\.(\d+)\.", 16),
+            (r"vl_self_attention\.transformer_blocks\.(\d+)\.", 4),
+            (r"action_head\.model\.transformer_blocks\.(\d+)\.", 32),
+        ),
+        {
+            "vlm/config.json": QWEN3_VL,
+            "checkpoint/config.json": HEAD_N16
+            | {
+                "max_state_dim": 132,
+                "max_action_dim": 132,
+                "action_horizon": 40,
+                "vl_self_attention_cfg.num_layers": 4,
+                "vl_self_attention_cfg.num_attention_heads": 32,
+                "vl_self_attention_cfg.attention_head_dim": 64,
+            },
+            "checkpoint/processor_config.json": {"processor_kwargs.shortest_image_edge": 256},
+        },
+        given={
+            "vlm": "vlm",
+            "settings": {"letterbox": "true"},
+            "embodiment": "oxe_droid_relative_eef_relative_joint",
+        },
     ),
     "evo1": Family(
         "evo1",
@@ -234,23 +302,7 @@ FAMILIES = {
             (r"transformer_blocks\.(\d+)\.", 16),
         ),
         {
-            "vlm/config.json": {
-                "text_config.hidden_size": 2048,
-                "text_config.intermediate_size": 6144,
-                "text_config.head_dim": 128,
-                "text_config.num_attention_heads": 16,
-                "text_config.num_key_value_heads": 8,
-                "text_config.num_hidden_layers": 28,
-                "text_config.vocab_size": 151936,
-                "text_config.rope_parameters.mrope_section": [24, 20, 20],
-                "vision_config.hidden_size": 1024,
-                "vision_config.intermediate_size": 4096,
-                "vision_config.num_heads": 16,
-                "vision_config.depth": 24,
-                "vision_config.out_hidden_size": 2048,
-                "vision_config.num_position_embeddings": 2304,
-                "vision_config.deepstack_visual_indexes": [5, 11, 17],
-            },
+            "vlm/config.json": QWEN3_VL,
             "checkpoint/config.json": {
                 "action_hidden_size": 1024,
                 "action_num_layers": 16,

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from benchmarks.families import FAMILIES
 from benchmarks.inflate import inflate
-from tests.cases import golden_cases
+from sinew.families.smolvla.checkpoint import write_checkpoint
 
-PRESETS = ("smolvla", "pi0", "pi05", "groot-n17", "openvla-oft")
+NAMES = ("smolvla", *FAMILIES)
 MIB = 1 << 20
 
 
@@ -75,24 +75,10 @@ def rss() -> dict[str, int]:
 
 def write(name: str, out: Path) -> dict[str, Any]:
     """Write the checkpoint of a family below ``out``."""
-    if name in FAMILIES:
-        inflate(FAMILIES[name], out)
-    elif name == "smolvla":
-        from sinew.families.smolvla.checkpoint import write_checkpoint
-
+    if name == "smolvla":
         write_checkpoint(out, dtype="native")
-    elif name == "groot-n17":
-        from sinew.families.gr00t.checkpoint import write_groot_checkpoint
-
-        write_groot_checkpoint(out / "checkpoint")
-    elif name == "openvla-oft":
-        from sinew.families.openvla.checkpoint import write_openvla_checkpoint
-
-        write_openvla_checkpoint(out / "checkpoint", golden_cases() / "openvla-oft" / "checkpoint")
     else:
-        from sinew.families.pi.checkpoint import write_pi_checkpoint
-
-        write_pi_checkpoint(out / "checkpoint", "pi0" if name == "pi0" else "pi05")
+        inflate(FAMILIES[name], out)
     return {"bytes": sum(file.stat().st_size for file in weights(name, out))}
 
 
@@ -103,12 +89,9 @@ def weights(name: str, out: Path) -> list[Path]:
 
 def given(name: str, out: Path) -> dict[str, Any]:
     """Options of the conversion."""
-    if name == "groot-n17":
-        return {"vlm": out / "checkpoint" / "vlm", "settings": {"letterbox": "true"}}
-    if name not in FAMILIES:
-        return {"vlm": out / "vlm"} if name == "smolvla" else {}
-    options = dict(FAMILIES[name].given)
-    return {key: out / value if isinstance(value, str) else value for key, value in options.items()}
+    if name == "smolvla":
+        return {"vlm": out / "vlm"}
+    return FAMILIES[name].options(out)
 
 
 def copy(name: str, out: Path) -> None:
@@ -196,13 +179,13 @@ def main(
     runs: int = 1,
     keep: bool = False,
 ) -> None:
-    """only: families, of ``PRESETS`` and those of benchmarks/families.py. engines: that run each."""
-    unknown = [name for name in only or () if name not in (*PRESETS, *FAMILIES)]
+    """only: families, smolvla and those of benchmarks/families.py. engines: that run each."""
+    unknown = [name for name in only or () if name not in NAMES]
     if unknown:
-        raise SystemExit(f"--only {unknown[0]}: expected {', '.join((*PRESETS, *FAMILIES))}")
+        raise SystemExit(f"--only {unknown[0]}: expected {', '.join(NAMES)}")
     results: dict[str, Any] = {}
     table = Table(*COLUMNS)
-    for name in only or (*PRESETS, *FAMILIES):
+    for name in only or NAMES:
         home, bundle = out / name, out / f"{name}.gguf"
         result: dict[str, Any] = {"write": phase(write, name, home), "infer": {}}
         os.sync()  # what is still on its way to the disk is not the copy's

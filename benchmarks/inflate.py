@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from sinew.presets.noise import write_tensors
 from sinew.presets.plan import TensorPlan
-from tests.cases import golden_cases
+from tests.cases import FILES_GIVEN, golden_cases
 
 SHARD = 4 << 30  # bytes
 Shape = tuple[int, ...]
@@ -28,22 +28,29 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Family:
-    """case, folder: the fixture and its folder of weights. sizes: (pattern of names, small -> large) of which the first
-    that fits counts. layers: (pattern with one group, how many). edits: JSON file -> path of keys, or of numbers in a
-    list -> value. given: options of the conversion, of paths below the fixture as strings. run: whether one inference
-    fits 24 GiB."""
+    """case, folder: the fixture and its folder of weights. sizes: (pattern of names, small -> large, or the shape) of
+    which the first that fits counts. layers: (pattern with one group, how many). edits: JSON file -> path of keys, or
+    of numbers in a list -> value. given: options of the conversion, of paths those below the fixture. run: whether one
+    inference fits 24 GiB."""
 
     case: str
-    sizes: tuple[tuple[str, dict[int, int]], ...]
+    sizes: tuple[tuple[str, dict[int, int] | Shape], ...]
     layers: tuple[tuple[str, int], ...]
     edits: dict[str, dict[str, Any]]
     folder: str = "checkpoint"
     given: dict[str, Any] = field(default_factory=dict)
     run: bool = True
 
+    def options(self, out: Path) -> dict[str, Any]:
+        """Return what the conversion of the checkpoint in ``out`` is given."""
+        return {key: out / value if key in FILES_GIVEN else value for key, value in self.given.items()}
 
-def inflate(family: Family, out: Path) -> int:
-    """Write ``out`` (the fixture's folders, full-size weights in its ``folder``); return the bytes of its weights."""
+
+def inflate(family: Family, out: Path, write: Callable[..., object] = write_tensors) -> int:
+    """Write ``out`` (the fixture's folders, full-size weights in its ``folder``); return the bytes of its weights.
+
+    write: of one file of tensors.
+    """
     home = golden_cases() / family.case
     out.mkdir(parents=True)
     for folder in (part for part in home.iterdir() if part.is_dir()):
@@ -61,7 +68,7 @@ def inflate(family: Family, out: Path) -> int:
             part[last] = value
         (out / name).write_text(json.dumps(record))
     source, target = home / family.folder, out / family.folder
-    total = _safetensors(family, source, target)
+    total = _safetensors(family, source, target, write)
     for file in source.glob("*.pt"):
         found = torch.load(file, weights_only=True)
         shapes = dict(inflated(family, {key: tuple(value.shape) for key, value in found.items()}))
@@ -71,7 +78,7 @@ def inflate(family: Family, out: Path) -> int:
     return total
 
 
-def _safetensors(family: Family, source: Path, target: Path) -> int:
+def _safetensors(family: Family, source: Path, target: Path, write: Callable[..., object]) -> int:
     small: dict[str, Shape] = {}
     for file in sorted(source.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as content:
@@ -86,12 +93,12 @@ def _safetensors(family: Family, source: Path, target: Path) -> int:
             shards.append([])
         shards[-1].append(entry)
     if len(shards) == 1 and not (source / "model.safetensors.index.json").exists():
-        write_tensors(target / "model.safetensors", shards[0], {}, {"format": "pt"})
+        write(target / "model.safetensors", shards[0], {}, {"format": "pt"})
     else:
         where = {}
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            write_tensors(target / name, shard, {}, {"format": "pt"})
+            write(target / name, shard, {}, {"format": "pt"})
             where |= {entry.name: name for entry in shard}
         (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     return sum(entry.nbytes for entry in plans)
@@ -101,7 +108,7 @@ def inflated(family: Family, small: dict[str, Shape]) -> Iterator[tuple[str, Sha
     """Yield name and shape of every tensor at full size. Layers repeat the fixture's, in turn."""
     for name, shape in small.items():
         sizes = next((table for pattern, table in family.sizes if re.search(pattern, name)), {})
-        full = tuple(sizes.get(size, size) for size in shape)
+        full = sizes if isinstance(sizes, tuple) else tuple(sizes.get(size, size) for size in shape)
         match, count = next(
             ((found, count) for pattern, count in family.layers if (found := re.search(pattern, name))),
             (None, 0),

@@ -33,8 +33,8 @@ machine.limit_spinning()  # before torch
 
 import numpy as np  # noqa: E402
 
-from sinew.cli.bench import PROMPT, make_observation  # noqa: E402
 from sinew.engine.cpu.kernels.library import extension  # noqa: E402
+from sinew.perf.machine.bench import PROMPT, make_observation  # noqa: E402
 from sinew.policy import Policy, load  # noqa: E402
 
 

@@ -155,9 +155,9 @@ def drive(kind: str, address: str, added_ms: int, episodes: int) -> dict[str, An
         ["stream", "--rtc", "none"] if kind == "stream" else ["run", "--handover", "aligned", "--replan", "1"]
     )
     command = [sys.executable, "-m", "sinew", verb[0], f"tcp://127.0.0.1:{link.port}", *verb[1:], *robot]
-    ran = subprocess.run([*command, "--stale", "1"], stdout=subprocess.PIPE, text=True, check=True)
+    ran = subprocess.run([*command, "--stale", "1", "--json"], stdout=subprocess.PIPE, text=True, check=True)
     link.close()
-    return json.loads(ran.stdout.splitlines()[-1])
+    return json.loads(ran.stdout)
 
 
 def summary(points: Points, paired: bool) -> list[dict[str, Any]]:

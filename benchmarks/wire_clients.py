@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -220,7 +221,51 @@ class Evo1:
         self.stack.close()
 
 
+class VlaEval:
+    """As ``vla_eval.connection.Connection``: an answer is one row of a chunk, so an ask is an episode of as many steps
+    as the server executes of one. Frames travel as PNG; no place for a seed or timing."""
+
+    def __init__(self, address: str, api_key: str = ""):
+        from websockets.sync.client import connect as websocket
+
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
+        self.stack = contextlib.ExitStack()
+        opened = websocket(address, compression=None, max_size=None, additional_headers=headers)
+        self.socket = self.stack.enter_context(opened)
+        self.seq = 0
+        self._send("hello", {"harness_version": "0.8.0", "protocol_version": 1})
+        self.rows = self._receive("hello")["rows"]
+
+    def ask(
+        self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
+    ) -> Answer:
+        self._send("episode_start", {"task": {"name": prompt}})
+        rows = []
+        for _ in range(self.rows):
+            images = {name: _png(frame) for name, frame in frames.items()}
+            self._send("observation", {"images": images, "states": state, "task_description": prompt})
+            rows.append(self._receive("action")["actions"])
+        return Answer(np.stack(rows), None, None)
+
+    def _send(self, kind: str, payload: dict[str, Any]) -> None:
+        self.seq += 1
+        sent = {"type": kind, "payload": payload, "seq": self.seq, "timestamp": 0.0}
+        self.socket.send(msgpack.packb(sent, default=_pack_text))
+
+    def _receive(self, kind: str) -> dict[str, Any]:
+        found = msgpack.unpackb(self.socket.recv(TIMEOUT_S), object_hook=_unpack_text)
+        if found["type"] != kind:
+            raise RuntimeError(f"{found['type']}: {found['payload']}")
+        assert found["seq"] == self.seq
+        payload: dict[str, Any] = found["payload"]
+        return payload
+
+    def close(self) -> None:
+        self.stack.close()
+
+
 CLIENTS: dict[str, Any] = {
+    "vla-eval": VlaEval,
     "native": Native,
     "openpi": OpenPI,
     "http": Http,
@@ -255,3 +300,22 @@ def _unpack(found: dict[Any, Any]) -> Any:
             buffer=found[b"data"], dtype=np.dtype(found[b"dtype"]), shape=tuple(found[b"shape"])
         )
     return found
+
+
+def _png(frame: np.ndarray) -> dict[str, Any]:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(frame).save(file, "PNG")
+    return {"__image__": True, "format": "png", "data": file.getvalue(), "shape": list(frame.shape)}
+
+
+def _pack_text(value: Any) -> Any:
+    """An array as vla-eval writes it: a map with text as keys."""
+    return {key.decode() if isinstance(key, bytes) else key: each for key, each in _pack(value).items()}
+
+
+def _unpack_text(node: dict[str, Any]) -> Any:
+    return (
+        np.frombuffer(node["data"], node["dtype"]).reshape(node["shape"]) if "__ndarray__" in node else node
+    )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from urllib.parse import unquote, urlsplit
+
 from sinew.core import SinewError
 
 DISTRIBUTION = "sinew-vla"  # on package indexes, where the name `sinew` is another project's
@@ -32,9 +37,21 @@ EXTRAS = {
 def install(module: str) -> str:
     """Return the command that brings a module: the extra of this distribution, or what it is made of."""
     extra = EXTRAS.get(module.partition(".")[0])
-    return (
-        f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install --force-reinstall {DISTRIBUTION}"
-    )
+    if extra:
+        return f"pip install '{source()}[{extra}]'"
+    return f"pip install --force-reinstall '{source()}'"
+
+
+@cache
+def source() -> str:
+    """Return what pip was given for this distribution: a checkout's folder, which pip writes down (PEP 610), else its
+    name."""
+    try:
+        record = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+        parts = urlsplit(record.get("url", ""))
+    except (PackageNotFoundError, OSError, ValueError, AttributeError):
+        return DISTRIBUTION
+    return unquote(parts.path) if parts.scheme == "file" and "dir_info" in record else DISTRIBUTION
 
 
 class MissingPackageError(SinewError):

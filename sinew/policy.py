@@ -18,7 +18,7 @@ from sinew_client.policy import Limit, OpenPolicy, asking
 from sinew import hints
 from sinew.bundle import Bundle
 from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
-from sinew.bundle.files import watch
+from sinew.bundle.files import EXPORTED, watch
 from sinew.bundle.rename import rename_cameras
 from sinew.bundle.seen import renamed
 from sinew.core import RTC, ActionChunk, BundleError, Moment, Observation, ObservationError, SinewError
@@ -36,7 +36,7 @@ from sinew.processing import (
     stack_prompts,
 )
 from sinew.processing.continuation import kind_of
-from sinew.sources import EXPORTED, resolve
+from sinew.sources import resolve
 
 
 def load(
@@ -92,6 +92,8 @@ class Policy(OpenPolicy):
     adapters: name -> file of ``sinew convert --no-merge``: over the bundle's weights, which stay as they are, each
     computes the observations that name it, with its own statistics. Requests that name none get the bundle itself.
     prepared: take what ``sinew prepare`` found to be faster here also where it can do less, as ``sinew serve`` does.
+    stream: take an engine that runs a stream (``sinew.stream``) whose whole chunks are continued so: "none", "guided",
+    "no-jacobian" or "ramp". None: there is none.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Policy(OpenPolicy):
         allow_missing_cameras: bool = False,
         adapters: Mapping[str, str | Path] | None = None,
         prepared: bool = False,
+        stream: str | None = None,
     ):
         self.bundle = bundle
         self.adapters = open_adapters(bundle, adapters or {})
@@ -124,6 +127,7 @@ class Policy(OpenPolicy):
             ignore_recipe=ignore_recipe,
             adapters=self.adapters,
             prepared=prepared,
+            stream=stream,
         )
         self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
         self.processor = Processor(self.manifest, allow_missing_cameras=allow_missing_cameras)

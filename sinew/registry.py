@@ -39,6 +39,7 @@ class Family:
     """What a folder of ``sinew/families`` holds. Places are "FILE" or "FILE:NAME" in it.
 
     models: architecture -> its class (:class:`sinew.models.base.Model`).
+    backbones: architecture -> the published model or models that its vision and language are, as its authors name them.
     converters: files that read checkpoints, in the order in which they are asked. Each has NAMES (checkpoints that it
         reads, for messages), OPTIONS (fields of ``convert.options.Options`` that it reads), SETTINGS (of --set),
         recognises(path) and read(path, options) -> Conversion.
@@ -52,6 +53,7 @@ class Family:
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
+    backbones: Mapping[str, str] = field(default_factory=dict)
     converters: tuple[str, ...] = ()
     guesses: tuple[str, ...] = ()
     units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -101,6 +103,13 @@ def action_units(architecture: str) -> tuple[str, ...]:
     of other projects spell it their own way: GR00T-N1.6 and gr00t_n1_6 are the same."""
     said = {plain(name): units for family in families() for name, units in family.units.items()}
     return said.get(plain(architecture), ())
+
+
+def backbone(architecture: str) -> str:
+    """Return the published models that an architecture is built on, "" for one that is not one of these. Servers of
+    other projects spell it their own way (``action_units``)."""
+    said = {plain(name): text for family in families() for name, text in family.backbones.items()}
+    return said.get(plain(architecture), "")
 
 
 def hints(architecture: str) -> tuple[str, ...]:

@@ -129,14 +129,14 @@ def terms(func: Any, args: Any, result: Tensor) -> tuple[int, bool]:
     return int(torch.Tag.pointwise in func.tags and not moves), False
 
 
-def runs(samples: int = SAMPLES) -> tuple[Run, list[Run]]:
+def runs(samples: int = SAMPLES, derivatives: bool = False) -> tuple[Run, list[Run]]:
     """Return what calls functions as inference does, and ``samples`` that call the same functions again with noise. The
-    first is ahead of the others, call by call."""
+    first is ahead of the others, call by call. derivatives: the functions take some, which inference does not."""
     seen = Seen()
 
     def within(mode: TorchDispatchMode) -> Run:
         def run(function: Callable[..., Any], *arguments: Any) -> Any:
-            with torch.inference_mode(), mode:
+            with torch.inference_mode(not derivatives), mode:
                 return function(*arguments)
 
         return run
@@ -184,9 +184,11 @@ class Rounding:
         return ""
 
 
-def rounding(function: Callable[..., Array], *arguments: Any) -> Rounding:
-    """Compute a function and what rounding does to its result."""
-    plainly, noisily = runs()
+def rounding(
+    function: Callable[..., Array], *arguments: Any, samples: int = SAMPLES, derivatives: bool = False
+) -> Rounding:
+    """Compute a function and what rounding does to its result; samples, derivatives: as of :func:`runs`."""
+    plainly, noisily = runs(samples, derivatives)
     found = plainly(function, *arguments)
     return Rounding(found, [run(function, *arguments) for run in noisily])
 

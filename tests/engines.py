@@ -6,10 +6,14 @@ import threading
 from typing import Any
 
 import numpy as np
+import torch
 
 from sinew.core import Timing
+from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.engine import Engine, Trace, Watch
+from sinew.models.base import Model
 from sinew.processing import ModelInputs
+from tests.closeness import Rounding, rounding
 
 
 def run_one(
@@ -25,6 +29,13 @@ def run_one(
     watch = Watch(cancel, apart=apart)
     (chunk,) = engine.run(inputs.batched(), noise[None], steps, guidance, watch)
     return chunk, watch.timing()
+
+
+def eager_rounding(model: Model, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Rounding:
+    """Return eager's chunk, as of :func:`run_one`, and what rounding does to it: the bound of every other engine. One
+    sample is of all numbers of the chunk."""
+    engine = EagerEngine(model, torch.device("cpu"))
+    return rounding(lambda: run_one(engine, inputs, noise, steps)[0], samples=1)
 
 
 def trace_one(engine: Engine, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:

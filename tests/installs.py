@@ -58,9 +58,7 @@ UNCONSTRAINED = {"client"}  # its ranges are wide for old robots
 
 # What is no install of ours, by its text -> why nothing asks the index.
 EXEMPT = {
-    "python3 -m pip install -q --no-index --no-deps --target /tmp/site build/gpu/whl/*.whl": "takes no index",
-    "pip download": "is a mention",
-    "pip install 'sinew-vla[rerun]'": "is a message that is quoted, beside the line that works until then",
+    "pip install '...[rerun]'": "is a message that is quoted, beside the line that has the tested versions",
 }
 WORDS = re.compile(
     r"\b(?:pip|uv)3?[\"']?(?:\[@\][^ ]*)? +(?:-\S+ +)*(?:install|download|wheel|sync|pip|add|lock|tool)\b"

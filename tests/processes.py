@@ -44,8 +44,8 @@ PRELOAD = (
     "prometheus_client",
     "tokenizers",
     # The verbs' own, half a second of each process
-    "sinew.cli.eval_variants",
-    "sinew.cli.serve_policy",
+    "sinew.cli.serve",
+    "sinew.eval.variants",
     "sinew.eval.fitting",
     "sinew.policy",
     "sinew.serve.process",

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "sinew"
+from tests.structure import MUTUAL, ROOT, WALLS, Structure, imported_modules, imported_rooms
 
 # A room may import from its own line and from those below. The package itself offers load() lazily.
 STOREYS = [
@@ -45,27 +42,8 @@ STOREYS = [
         "npy",
     },
 ]
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem[0] != "_")
-
-
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imported_modules(path: Path) -> set[str]:
-    """Return what a file imports, anywhere in it: modules, and their names as if those were modules."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
-
-
-def imported_rooms(path: Path) -> set[str]:
-    found = {name.split(".")[1] for name in imported_modules(path) if name.startswith("sinew.")}
-    return found - {"__version__", "load", "Policy"}
+STRUCTURE = Structure()
+PACKAGE, FILES, room_of = STRUCTURE.package, STRUCTURE.files, STRUCTURE.room_of
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -106,33 +84,54 @@ def test_folders_that_know_nothing_of_others(folder: str, unknown: str) -> None:
     assert not found
 
 
-# What a reader of the core need not meet, and the only files outside that name it: all else finds it by its name
-# alone (an engine, a suite, a layout). One distribution has them all, so these walls are what a package would be.
-WALLS = {
-    "engine/cuda": {"eval/report/quantization.py", "checks/__init__.py"},
-    "perf": {"cli"},
-    "vlacpp": {"cli/export.py"},
-    "sim": {"opening.py", "eval"},
-    "eval/suites": {"cli/eval.py", "eval"},
-    "eval/foreign": {"cli/eval.py"},
-    "serve/dashboard": {"serve/wires/__init__.py"},
-    "serve/fleet": {"cli/fleet.py", "cli/serve.py"},
-}
-
-
 @pytest.mark.parametrize("wall", WALLS, ids=lambda wall: wall.replace("/", "."))
 def test_walls_have_few_doors(wall: str) -> None:
-    behind = f"sinew.{wall.replace('/', '.')}"
     assert (PACKAGE / wall).is_dir()
-    found = {
-        path.relative_to(PACKAGE)
-        for path in FILES
-        if not path.is_relative_to(PACKAGE / wall)
-        and any(f"{name}.".startswith(f"{behind}.") for name in imported_modules(path))
-    }
+    found = {Path(name) for name in STRUCTURE.importers(wall)}
     doors = {Path(door) for door in WALLS[wall]}
     assert not {path for path in found if not {path, *path.parents} & doors}
     assert not {door for door in doors if not any(door in (path, *path.parents) for path in found)}
+
+
+# Who names an engine beside the files of its folder: what only it can say. The reference and its rewrites are what
+# other engines are made of.
+ENGINES = {
+    "cpu": {"engine/loading.py", "checks/__init__.py", "eval/report/quantization.py"},
+    "cuda": {"checks/__init__.py", "eval/report/quantization.py"},
+    "onnx": {
+        *(
+            "engine/cpu/backend.py",
+            "engine/cpu/probe.py",
+            "checks/__init__.py",
+            "eval/report/quantization.py",
+        ),
+        *("cli/export.py", "cli/quantize.py", "eval/preparing.py", "serve/prepare.py"),
+    },
+}
+
+
+def test_an_engine_is_its_folder() -> None:
+    found = STRUCTURE.engines()
+    assert found.keys() == {*ENGINES, "eager", "plan"}
+    assert {name: found[name] for name in ENGINES} == ENGINES
+
+
+# What knows a step by its name beside the converters that write it: everything else asks the step itself.
+STEPS = {
+    "steps/image/bilinear": {"processing/image.py"},  # the arithmetic that planes share with it
+    "steps/image/letterbox": {"engine/cuda/kernels/resize_tables.py"},
+    "steps/prompt/instruction": {"bundle/prompt_recipe.py"},  # what a prompt is without any
+    "steps/vector/rotations": {"processing/normalize.py"},
+}
+
+
+def test_a_step_is_its_file() -> None:
+    assert STRUCTURE.steps() == STEPS
+
+
+def test_storage_exchanges_no_class() -> None:
+    """How a weight lies is its layer's store; the methods of a layer are a rewrite's to change."""
+    assert STRUCTURE.exchanged_classes() == {"engine/plan/rewrite.py"}
 
 
 @pytest.mark.parametrize(
@@ -161,61 +160,25 @@ def test_the_client_is_written_in_python_3_8() -> None:
         ast.parse("match x:\n    case 1: pass", feature_version=(3, 8))
 
 
-# Folders that import each other, and why that stays.
-MUTUAL = {
-    (
-        "convert",
-        "convert/lerobot",
-    ): "convert() reads LeRobot's data sets for every family; its readers use what all do",
-}
-
-
-def folder_of(path: Path) -> str:
-    return path.parent.relative_to(PACKAGE).as_posix()
-
-
-def folders() -> dict[str, set[str]]:
-    """Return folder -> folders of which any of its files imports something, anywhere in it; the package's own files are
-    rooms of their own and are in ``STOREYS``."""
-    homes = {}
-    for path in PACKAGE.rglob("*.py"):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        homes[name.removesuffix(".__init__")] = folder_of(path)
-    found: dict[str, set[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        known = {homes[name] for name in imported_modules(path) if name in homes}
-        found.setdefault(folder_of(path), set()).update(known - {folder_of(path), "."})
-    found.pop(".")
-    return found
-
-
 def test_folders_import_one_way() -> None:
-    known = folders()
-    mutual = {(a, b) for a in known for b in known[a] if a < b and a in known.get(b, ())}
-    assert mutual == MUTUAL.keys()
+    assert STRUCTURE.mutual() == MUTUAL.keys()
 
 
 def test_folders_are_in_no_circle() -> None:
     """Nor by way of others: apart from the pairs above, they can be built one after the other."""
-    known = {
-        folder: {other for other in others if tuple(sorted((folder, other))) not in MUTUAL}
-        for folder, others in folders().items()
-    }
-    while free := {folder for folder, others in known.items() if not others & known.keys()}:
-        for folder in free:
-            del known[folder]
-    assert not known, "\n".join(
-        f"{folder}: {', '.join(sorted(others & known.keys()))}" for folder, others in known.items()
-    )
+    found = STRUCTURE.circles()
+    assert not found, "\n".join(f"{folder}: {', '.join(sorted(others))}" for folder, others in found.items())
 
 
-# Arrows from a room to another that it imports. The number only falls: who needs one more cuts one first.
-MOST_ARROWS = 168
+# Arrows from a room to another that it imports, of all and of those of the core. The numbers only fall: who needs one
+# more cuts one first.
+MOST_ARROWS, MOST_CORE_ARROWS = 165, 144
 
 
 def test_rooms_import_few_others() -> None:
-    arrows = {(room_of(path), other) for path in FILES for other in imported_rooms(path) - {room_of(path)}}
-    assert len(arrows) <= MOST_ARROWS, sorted(arrows)
+    for files, most in ((FILES, MOST_ARROWS), (STRUCTURE.core, MOST_CORE_ARROWS)):
+        arrows = STRUCTURE.arrows(files)
+        assert len(arrows) <= most, sorted(arrows)
 
 
 # Classes of one name: a facade and its protocol, a step of a bundle and one of a solver, one suite's simulator each.
@@ -223,25 +186,18 @@ SHARED_NAMES = {"Policy", "Step", "Simulator"}
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
-    client = ROOT / "packages" / "sinew-client" / "src"
-    counted = Counter(
-        node.name
-        for path in (*FILES, *client.rglob("*.py"))
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    )
-    assert {name for name, count in counted.items() if count > 1} == SHARED_NAMES
+    assert STRUCTURE.shared_names() == SHARED_NAMES
 
 
-# `cli` has the engines' names as choices of flags, `perf` a model of its own for some of them.
-ASKS_AN_ENGINE = re.compile(r'[!=]= "(?:eager|plan|onnx)"|(?:get|has)attr\([^,]*engine')
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in FILES if room_of(path) not in ("engine", "cli", "perf")],
-    ids=lambda path: str(path.name),
-)
-def test_nobody_asks_an_engine_which_one_it_is(path: Path) -> None:
+def test_nobody_asks_an_engine_which_one_it_is() -> None:
     """What differs between engines is said by their backends and facts."""
-    assert not ASKS_AN_ENGINE.findall(path.read_text())
+    assert not STRUCTURE.asked_engines()
+
+
+def test_the_table_is_printed() -> None:
+    """``python -m tests.structure`` has a line for each number that the tests above hold."""
+    found = STRUCTURE.table()
+    assert all(found.values())
+    assert found["folders that import each other"] == str(len(MUTUAL))
+    assert found["places that ask an engine its name"] == found["folders in circles"] == "0"
+    assert sum(STRUCTURE.rooms().values()) == STRUCTURE.lines(STRUCTURE.core)

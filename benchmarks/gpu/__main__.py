@@ -1,4 +1,4 @@
-"""``make gpu``: correctness, the first measurements, and the ladder from eager to the full engine, on one NVIDIA GPU.
+"""``make gpu``: correctness, the ladder from eager to the full engine, on one NVIDIA GPU.
 
 ``python -m benchmarks.gpu [--budget S] [--only NAME,...] [--out DIR]`` in a checkout; needs torch, triton and numpy,
 no network, no bundle (``docs/gpu.md``). Writes ``benchmarks/results/<gpu>-<date>.json`` and a markdown table beside
@@ -227,7 +227,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything")
     parser.add_argument("--only", help="sections, comma-separated; all that need a GPU by default")
-    parser.add_argument("--call", type=int, choices=(1, 2, 3), help="the sections of one of three commands")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
         "--device", default="cuda", help="cuda:N; cpu with --tiny is for the suite's own tests"
@@ -250,11 +249,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.section:
         return child(options.section, options.deadline, options.rows, options.device, options.tiny)
 
-    from benchmarks.gpu.sections import CALLS, SECTIONS
+    from benchmarks.gpu.sections import SECTIONS
 
     names = [name for name in SECTIONS if name != "bounds" or options.device.startswith("cpu")]
-    if options.call is not None:
-        names = list(CALLS[options.call - 1])
     if options.only is not None:
         names = options.only.split(",")
     if unknown := set(names).difference(SECTIONS):

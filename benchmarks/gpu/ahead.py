@@ -29,23 +29,15 @@ Kinds = dict[str, Any]  # sinew.engine.cuda.kernels.launch.Specialised by its ke
 CACHE = "/tmp/tc"
 MANIFEST = "ahead.json"
 KEPT = (".cubin", ".json")  # what a launch reads; the rest of a compilation is for people
-VARIANTS: tuple[dict[str, bool], ...] = ({}, {"pdl": True}, {"pdl": True, "prefetch": True})
 NARROW = ("vision", "language")
 MOST_THREADS = 16
 
 
 def parts() -> tuple[str, ...]:
-    """Return the names of what can be compiled: two sections, and the ladders of the models."""
+    """Return the names of what can be compiled: a section, and the ladders of the models."""
     from benchmarks.gpu.models import MODELS
 
-    return ("checks", "first", *MODELS)
-
-
-def kinds_of(part: str, capability: int) -> Kinds:
-    """Return what a part launches on a device of this compute capability; within :func:`pretending`."""
-    if part == "checks":
-        return of_checks()
-    return of_first(capability) if part == "first" else of_model(part)
+    return ("checks", *MODELS)
 
 
 def of_checks() -> Kinds:
@@ -61,23 +53,6 @@ def of_checks() -> Kinds:
                     except Exception:  # noqa: BLE001 - nothing ran, so nothing is what it should be
                         continue
     return found
-
-
-def of_first(capability: int) -> Kinds:
-    """Return what the first measurements launch."""
-    from benchmarks.gpu.kernels import HEAD, HEAD_ROWS, LANGUAGE_ROWS, by_name, resized
-    from benchmarks.gpu.shapes import capability_of, launch
-
-    heads = [name for _, name, *_ in HEAD]
-    narrow = [f"{name.removesuffix(', given')}, fp8" for name in heads if not name.endswith("scaled")]
-    found = [resized(by_name(name), HEAD_ROWS) for name in (*heads, *narrow)]
-    wide = ("pi0.5 language gate up, given", "pi0.5 language gate up, fp8")
-    found += [resized(by_name(name), rows) for name in wide for rows in LANGUAGE_ROWS]
-    found += [by_name(f"pi0.5 {where} attention") for where in ("head", "language")]
-    made = [
-        launch(problem, "meta").specialised() for problem in found if capability >= capability_of(problem)
-    ]
-    return {each.key(): each for each in made}
 
 
 def of_model(name: str, tiny: bool = False) -> Kinds:
@@ -96,8 +71,7 @@ def of_model(name: str, tiny: bool = False) -> Kinds:
         recipe, plan = processing(name, model.config), plan_of(model)
         calibrated = dict.fromkeys(linears(plan.model, NARROW), 1.0)
         for fp8, scales in (((), {}), (NARROW, calibrated)):
-            for options in VARIANTS:
-                program(case, plan, recipe, Kernels(meta, **options), fp8, scales).chunk()
+            program(case, plan, recipe, Kernels(meta), fp8, scales).chunk()
     return found
 
 
@@ -263,7 +237,11 @@ def compiled(names: list[str], capability: int, out: Path, here: dict[str, Any])
     with pretending(capability):
         for name in names:
             start = time.monotonic()
-            found = {key: each for key, each in kinds_of(name, capability).items() if key not in done}
+            found = {
+                key: each
+                for key, each in (of_checks() if name == "checks" else of_model(name)).items()
+                if key not in done
+            }
             done |= found.keys()
             good = compile_all(found, capability)
             rows[name] = {"kinds": len(found), "compiled": good}

@@ -1,8 +1,8 @@
 """What lies between kernels: the cost of the next one in a graph, of a barrier inside one, and of reading.
 
 A head's step is 90 kernels of 40 to 132 programs that each read what all programs of the kernel before have written.
-So a link of the chain here does that too, and what it costs beyond its own store and load is what dependent launch or
-one persistent kernel could save. The rates are those that so few programs reach, from memory and from the L2 cache.
+So a link of the chain here does that too, and what it costs beyond its own store and load is what one persistent kernel
+could save. The rates are those that so few programs reach, from memory and from the L2 cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.timing import graph_ms
-from sinew.engine.cuda.kernels.lang import kernel, tl, wait_for_input
+from sinew.engine.cuda.kernels.lang import kernel, tl
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 
 Row = dict[str, Any]
@@ -28,9 +28,8 @@ FEW = 40  # programs of the narrowest products of a head
 
 
 @kernel
-def link_kernel(source, target, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def link_kernel(source, target, BLOCK: tl.constexpr):
     """target = source + 1, each program from its neighbour's block: all must have written before."""
-    wait_for_input(PDL)
     at = tl.arange(0, BLOCK)
     neighbour = (tl.program_id(0) + 1) % tl.num_programs(0)
     tl.store(target + tl.program_id(0) * BLOCK + at, tl.load(source + neighbour * BLOCK + at) + 1.0)
@@ -72,16 +71,15 @@ def launches(programs: int, device: str) -> dict[str, Launch]:
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    made = {"link": link(zeros(programs, BLOCK), zeros(programs, BLOCK), pdl=False)}
-    made["link, dependent"] = link(zeros(programs, BLOCK), zeros(programs, BLOCK), pdl=True)
+    made = {"link": link(zeros(programs, BLOCK), zeros(programs, BLOCK))}
     made["barrier"] = barrier(zeros(2, programs, BLOCK), zeros(1, dtype=torch.int32))
     made["read"] = read(zeros(programs, 16, READ), zeros(programs), 1)
     return made
 
 
-def link(source: Tensor, target: Tensor, pdl: bool) -> Launch:
-    arguments = {"source": source, "target": target, "BLOCK": BLOCK, "PDL": pdl}
-    return Launch(link_kernel, (len(source),), arguments, Tile(warps=4, stages=1), pdl)
+def link(source: Tensor, target: Tensor) -> Launch:
+    arguments = {"source": source, "target": target, "BLOCK": BLOCK}
+    return Launch(link_kernel, (len(source),), arguments, Tile(warps=4, stages=1))
 
 
 def barrier(pair: Tensor, counter: Tensor) -> Launch:
@@ -100,22 +98,20 @@ def read(source: Tensor, sums: Tensor, rounds: int) -> Launch:
 def gaps(replays: int) -> Iterator[Row]:
     """Yield a row of each measurement, checked against what it must have computed. Needs a CUDA device."""
     many = torch.cuda.get_device_properties(0).multi_processor_count
-    dependent = torch.cuda.get_device_capability() >= (9, 0)
     for programs in (1, WIDE):
-        for pdl in (False, True) if dependent else (False,):
-            yield chain(programs, pdl, replays)
+        yield chain(programs, replays)
     yield barriers(min(WIDE, many))
     for programs in (FEW, many):
         for label, nbytes, rounds in (("L2", SMALL, 64), ("memory", LARGE, 1)):
             yield rate(label, programs, nbytes, rounds, replays)
 
 
-def chain(programs: int, pdl: bool, replays: int) -> Row:
+def chain(programs: int, replays: int) -> Row:
     """Return the time of a link: CHAIN kernels in a graph."""
     one, other = (torch.zeros(programs, BLOCK, device="cuda") for _ in "ab")
-    there, back = link(one, other, pdl), link(other, one, pdl)
+    there, back = link(one, other), link(other, one)
     ms = graph_ms([there, back] * (CHAIN // 2), replays)
-    name = f"(e) chain of {CHAIN}, {programs} programs, {'dependent' if pdl else 'plain'}"
+    name = f"chain of {CHAIN}, {programs} programs"
     row = {"what": name, "us": 1e3 * ms["p50"], "us_min": 1e3 * ms["min"], "us_max": 1e3 * ms["max"]}
     torch.cuda.synchronize()
     # Whole rounds have run, so all blocks hold the same number; who overlapped has handed on an older one.
@@ -137,7 +133,7 @@ def barriers(programs: int) -> Row:
 
     ms = elapsed_ms(run)
     final = pair[CHAIN % 2]
-    row: Row = {"what": f"(e) software barrier of {programs} programs", "us": 1e3 * ms / CHAIN}
+    row: Row = {"what": f"software barrier of {programs} programs", "us": 1e3 * ms / CHAIN}
     row["in_order"] = bool((final == final[0, 0]).all()) and final[0, 0].item() % CHAIN == 0
     if not row["in_order"]:
         row |= {"wrong": True, "error": f"programs overlapped: {final.min().item()} to {final.max().item()}"}
@@ -152,7 +148,7 @@ def rate(label: str, programs: int, nbytes: int, rounds: int, replays: int) -> R
     made = read(source, sums, rounds)
     ms = elapsed_ms(made, max(3, replays // 10))
     moved = source.numel() * 4 * rounds
-    row: Row = {"what": f"(e) read from {label}, {programs} programs", "us": 1e3 * ms, "bytes": moved}
+    row: Row = {"what": f"read from {label}, {programs} programs", "us": 1e3 * ms, "bytes": moved}
     row["gb_s"] = moved / ms / 1e6
     if not bool((sums == blocks * READ * rounds).all()):
         row |= {"wrong": True, "error": f"sums of {sums.min().item()} to {sums.max().item()}"}

@@ -13,19 +13,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import kernels
 from benchmarks.gpu.gaps import gaps
 from benchmarks.gpu.ladder import fused_by_inductor, grid, ladder
 from benchmarks.gpu.models import MODELS, TARGETS, cases
+from benchmarks.gpu.repeats import repeats
 from benchmarks.gpu.roofline import work
 from benchmarks.gpu.session import NotHere, Row, Session, shrunk, still_there
+from benchmarks.gpu.sweep import sweep
 from benchmarks.gpu.timeline import timeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +50,10 @@ def machine(session: Session) -> None:
     copied = _seconds(session, lambda: target.copy_(source))
     session.emit({"what": "copy", "bytes": 2 * nbytes, "bandwidth": 2 * nbytes / copied})
     if session.is_gpu and torch.cuda.get_device_capability(session.device) >= (8, 9):
-        x, scale = kernels.quantised(a)
-        call = partial(kernels.scaled_mm, x, x, scale, scale)
+        scale = a.float().abs().amax(1, keepdim=True) / 448
+        x = (a.float() / scale).to(torch.float8_e4m3fn)
+        types = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        call = partial(torch._scaled_mm, x, x.T, scale, scale.T, **types)  # noqa: SLF001
         session.emit({"what": "product, e4m3", "size": size, "flops": flops / _seconds(session, call)})
 
 
@@ -142,45 +145,25 @@ def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-# ----------------------------------------------------------------------------- first measurements
-
-
-def first(session: Session) -> None:
-    """(a) to (d) of ``kernels.py``. Tiles are kept by the ladder, for the problems that it has."""
-    if not session.is_gpu:
-        raise NotHere("the first measurements need a GPU")
-    measured(session, kernels.measurements(50))
+# ----------------------------------------------------------------------------- launches
 
 
 def between(session: Session) -> None:
     """What lies between kernels, of ``gaps.py``: links of a chain, a barrier, reads."""
     if not session.is_gpu:
         raise NotHere("launches and barriers need a GPU")
-    measured(session, {"e": lambda: gaps(50)})
+    measured(session, gaps(50))
 
 
-def measured(session: Session, parts: Mapping[str, Callable[[], Iterator[Row]]]) -> None:
-    """Emit the rows of all parts as they come, while there is time. ``wrong`` in a row: a kernel differs."""
+def measured(session: Session, rows: Iterator[Row]) -> None:
+    """Emit rows as they come, while there is time. ``wrong`` in a row: a kernel differs."""
     failures = []
-    for name, part in parts.items():
-        rows = part()
-        while True:
-            if session.left <= 0:
-                raise TimeoutError(
-                    "; ".join([f"the rest of ({name}) and what follows did not run", *failures])
-                )
-            try:
-                row = next(rows, None)
-            except Exception as error:  # noqa: BLE001 - the other three still count
-                failures.append(f"({name}) {type(error).__name__}: {error}"[:400])
-                session.emit({"what": f"({name})", "error": failures[-1]})
-                still_there(session, f"({name})")
-                break
-            if row is None:
-                break
-            session.emit(row)
-            if row.get("wrong"):
-                failures.append(f"{row['what']}: {row['error']}")
+    for row in rows:
+        session.emit(row)
+        if row.get("wrong"):
+            failures.append(f"{row['what']}: {row['error']}")
+        if session.left <= 0:
+            raise TimeoutError("; ".join(["what follows did not run", *failures]))
     if failures:
         raise RuntimeError("; ".join(failures))
 
@@ -201,21 +184,16 @@ def bounds(session: Session) -> None:
 SECTIONS: dict[
     str, tuple[Callable[[Session], None], float]
 ] = {  # function, seconds; the order is that of need
-    "machine": (machine, 40),
-    "checks": (checks, 120),
-    "first": (first, 100),
-    "gaps": (between, 50),
-    **{f"ladder {name}": (partial(ladder, name), 330 if name == "pi0.5" else 190) for name in MODELS},
-    **{f"timeline {name}": (partial(timeline, name), 150 if name == "pi0.5" else 60) for name in MODELS},
+    "machine": (machine, 20),
+    "checks": (checks, 60),
+    **{f"repeats {name}": (partial(repeats, name), 40) for name in MODELS},
+    "gaps": (between, 20),
+    **{f"ladder {name}": (partial(ladder, name), 120 if name == "pi0.5" else 90) for name in MODELS},
+    **{f"timeline {name}": (partial(timeline, name), 60 if name == "pi0.5" else 40) for name in MODELS},
     "tests": (tests, 110),
     **{f"grid {name}": (partial(grid, name), 60 if name == "pi0.5" else 40) for name in MODELS},
     "inductor smolvla": (partial(fused_by_inductor, "smolvla"), 150),
+    **{f"tiles {name}": (partial(sweep, name), 150) for name in MODELS},
     "bounds": (bounds, 40),
     **{f"inductor {name}": (partial(fused_by_inductor, name), 300) for name in MODELS if name != "smolvla"},
 }
-# What three commands of ten minutes on a borrowed machine are for; each ends within BUDGET of ``__main__``.
-CALLS = (
-    ("machine", "checks", "ladder smolvla", "first", "gaps"),
-    ("ladder pi0.5", "ladder pi0"),
-    ("timeline pi0.5", "timeline pi0", "timeline smolvla", "tests", "inductor smolvla"),
-)

@@ -1,4 +1,4 @@
-"""The document of ``gpu.py`` as markdown: targets, ladder, stages against the roofline, first measurements, checks.
+"""The document of ``gpu.py`` as markdown: targets, ladder, stages against the roofline, checks.
 
 ``python -m benchmarks.gpu.table FILE...`` prints one table of several documents: the machine is the first one's.
 """
@@ -19,9 +19,6 @@ NARROW = {"fp8": ("vision", "language")}
 FULL = (
     "engine",
     "fp8",
-    "engine, dependent launch",
-    "engine, prefetch",
-    "fp8, prefetch",
 )  # rungs that a target may be met by
 
 
@@ -32,7 +29,7 @@ def markdown(document: Record) -> str:
     ceilings = ceilings_of(sections)
     products = {row["case"]: row["work"] for row in _rows(sections, "bounds") if "work" in row}
     parts += [_ceilings(ceilings), _targets(ladder), _ladder(ladder), _stages(ladder, ceilings, products)]
-    parts += [_first(_rows(sections, "first")), _checks(_rows(sections, "checks"))]
+    parts += [_checks(_rows(sections, "checks"))]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -137,20 +134,6 @@ def _stages(ladder: list[Record], ceilings: Ceilings | None, products: Record) -
     note = "Milliseconds, and in brackets the roofline's part of them: 100 % could not be faster."
     text = table(heads, rows)
     return _titled("Stages against the roofline", f"{note}\n\n{text}" if text else "")
-
-
-def _first(rows: list[Record]) -> str:
-    cells = [
-        (
-            row.get("what", "-"),
-            "-" if "us" not in row else f"{row['us']:.2f}",
-            "-" if "tflops" not in row else f"{row['tflops']:.0f}",
-            "-" if "gb_s" not in row else f"{row['gb_s']:.0f}",
-            row.get("error", "") or _tile(row.get("tile")),
-        )
-        for row in rows
-    ]
-    return _titled("First measurements", table(("what", "us", "TFLOP/s", "GB/s", "tile"), cells))
 
 
 def _checks(rows: list[Record]) -> str:

@@ -25,9 +25,8 @@ ON_CPU = ("cpu_op",)  # what a machine without a GPU has instead: it shows that 
 REPLAYS = 3
 LONGEST = 40  # kinds of launches in the rows; what is left is one row
 VARIANTS: dict[str, dict[str, Any]] = {
-    "engine": {"pdl": False},
-    "engine, prefetch": {"pdl": True, "prefetch": True},
-    "fp8, prefetch": {"pdl": True, "prefetch": True, "fp8": NARROW},
+    "engine": {},
+    "fp8": {"fp8": NARROW},
     "graph": {"kernels": False},
 }
 
@@ -41,8 +40,6 @@ def timeline(model: str, session: Session) -> None:
     for variant, options in VARIANTS.items():
         if session.left <= 0:
             raise TimeoutError(f"{variant} and what follows did not run")
-        if not session.is_gpu:
-            options = options | {"pdl": False, "prefetch": False}
         scales = calibrated(plan, recipe, inputs, session) if "fp8" in options else None
         made = Engine(cuda_engine(plan, recipe, session.device, scales, **options))
         for sample in inputs:
@@ -78,8 +75,7 @@ def last_replay(events: list[Row], session: Session) -> list[Row]:
 def rows_of(events: list[Row]) -> list[Row]:
     """Return one row for the whole, then one per kind of launch (kernel, grid, block, shared memory), longest first.
 
-    A gap is the time between the end of a launch and the start of the next; under dependent launch two overlap and it
-    is negative, so gaps are summed with their sign and, apart, where they are positive.
+    A gap is the time between the end of a launch and the start of the next.
     """
     if not events:
         return []
@@ -107,7 +103,6 @@ def rows_of(events: list[Row]) -> list[Row]:
             "busy_us": busy,
             "gap_us_median": statistics.median(gaps) if gaps else 0.0,
             "gaps_us": sum(gaps),
-            "positive_gaps_us": sum(gap for gap in gaps if gap > 0),
         }
     ]
     ordered = sorted(kinds.items(), key=lambda item: -sum(length for length, _ in item[1]))

@@ -6,8 +6,11 @@ import errno
 import os
 import stat
 import weakref
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
+
+EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -18,7 +21,7 @@ _KINDS = (
 )
 
 
-def open_regular(path: Path | str) -> BinaryIO:
+def open_regular(path: Path | str) -> FileIO:
     """Open a regular file for reading, unbuffered; links to one are followed.
 
     Raises OSError for anything else: a FIFO would wait for a writer, and a device has no end.

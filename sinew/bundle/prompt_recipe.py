@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from sinew.core import MAX_SAID
@@ -69,12 +70,12 @@ class PromptRecipe:
         """Return the text with its places in braces."""
         return template(self.steps)
 
-    @property
+    @cached_property
     def advantages(self) -> tuple[str, ...]:
         """Return the advantages that requests may name; () for a prompt without a place for them."""
         return next((step.advantages for step in self.steps if step.advantages), ())
 
-    @property
+    @cached_property
     def usual_advantage(self) -> str:
         """Return the advantage of a request that names none; "" for none."""
         return next((step.usual_advantage for step in self.steps if step.advantages), "")

@@ -32,7 +32,6 @@ ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
 
 KEY_ARCHITECTURE = "general.architecture"
 KEY_NAME = "general.name"
-KEY_ALIGNMENT = "general.alignment"
 KEY_VERSION = "sinew.format_version"
 KEY_QUANTIZATION = "sinew.quantization"  # may be absent, and so may
 KEY_SEEN = "sinew.seen"
@@ -231,19 +230,20 @@ class Manifest:
             tokenizer="" if decoded.get("base") else _text(metadata, KEY_TOKENIZER),
             **decoded,
         )
-        manifest.check()
+        manifest.check_values()
         return manifest
 
     def check(self) -> None:
-        """Raise :class:`BundleError` for a value of another kind than its field, that is not believable, or does not
-        agree with another."""
+        """Raise :class:`BundleError` for a value of another kind than its field, as a converter may have taken one from
+        a checkpoint, or what :meth:`check_values` finds."""
         import msgspec
 
-        for (
-            part,
-            kind,
-        ) in _PARTS.items():  # of a converter, who may have taken a value as a checkpoint gave it
+        for part, kind in _PARTS.items():
             from_builtins(msgspec.to_builtins(getattr(self, part)), kind, f"sinew.{part}")
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Raise :class:`BundleError` for a value that is not believable, or does not agree with another."""
         for problem in problems(self):
             raise BundleError(f"sinew.{problem}")
 

@@ -16,12 +16,12 @@ from collections.abc import Callable
 
 from sinew import __version__, machine
 from sinew.checks.check import Check, gib
-from sinew.checks.loaded import bundle
+from sinew.checks.loaded import bundle, hashes
 from sinew.core import SinewError
 from sinew.engine.backend import BACKENDS
 from sinew.extras import DISTRIBUTION, install
 
-__all__ = ["Check", "bundle", "installation"]
+__all__ = ["Check", "bundle", "hashes", "installation"]
 
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_TORCH = (2, 11)

@@ -116,3 +116,23 @@ def _handover(spec: PolicySpec) -> Check:
     from sinew_client.control import choose
 
     return Check("bundle hand-over", "ok", str(choose(policy=spec.to_dict())).removeprefix("hand-over "))
+
+
+def hashes(path: Path) -> Check:
+    """Compare every tensor of a bundle with the hash that was written with it; reads the whole file."""
+    from sinew.policy import open_bundle
+
+    name = "bundle hashes"
+    try:
+        opened = open_bundle(path)
+        if opened.hashes is None:
+            detail = "the bundle carries no hashes, as those written before 2026-11-21; nothing was compared"
+            return Check(name, "warn", detail, "convert the checkpoint again")
+        changed = opened.verify()
+    except SinewError as error:
+        return Check(name, "fail", str(error), "copy or convert the bundle again")
+    if changed:
+        named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+        detail = f"{len(changed)} of {len(opened.hashes)} tensors are not as they were written: {named}"
+        return Check(name, "fail", detail, "copy or convert the bundle again")
+    return Check(name, "ok", f"the header and {len(opened.hashes)} tensors are as they were written")

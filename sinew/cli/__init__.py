@@ -10,85 +10,65 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group, Parameter
 from rich.console import Console
 from rich.markup import escape
 
 from sinew import __version__, hints, progress
 from sinew.cli import settings, terminal
 from sinew.cli.status import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
+from sinew.cli.verbs import MOVED, SECTIONS, VERBS, Verb, function_of
 from sinew.core import SinewError, did_you_mean
 from sinew.extras import MissingPackageError
 
-VERBS = {
-    "convert": "Turn an upstream checkpoint into one bundle file.",
-    "inspect": "Print what a bundle holds.",
-    "infer": "Run a bundle once on image files and a state.",
-    "quantize": "Choose a precision per component and measure what it costs.",
-    "upgrade": "Rewrite a bundle of an older format in the present one.",
-    "export": "Write a folder that runs without torch, or vla.cpp's file.",
-    "serve": "Serve a bundle over the network.",
-    "fleet": "Serve policies on replicas of a Ray cluster.",
-    "top": "Show what a server does, in the terminal.",
-    "client": "Send observations to a server and print a latency table.",
-    "dataset": "Write a LeRobot data set of episodes or a recording.",
-    "mcap": "Write a recording for Foxglove or PlotJuggler.",
-    "rrd": "Write a recording for Rerun.",
-    "run": "Drive a robot with a policy.",
-    "stream": "Drive a robot with a stream: no chunk is ever waited for.",
-    "bench": "Time a bundle, stage by stage.",
-    "eval": "Run a policy in closed loop and count successes.",
-    "perf": "Predict latency, rates and memory on any machine.",
-    "prepare": "Make, prove and measure the faster form of a bundle.",
-    "validate": "Prove that an engine computes a bundle as the reference does.",
-    "pull": "Fetch a policy of the hub, for later.",
-    "push": "Upload a bundle to the hub, with a card.",
-    "list": "List the checkpoints that were converted on first use.",
-    "show": "Print what the cache knows of one of them.",
-    "rm": "Remove some of them.",
-    "doctor": "Check the installation and this machine.",
-    "demo": "Run the trained demo policy in closed loop.",
-}
 
-FUNCTIONS = {
-    "list": "cache:list_entries",
-    "show": "cache:show",
-    "rm": "cache:remove",
-    "pull": "hub:pull",
-    "push": "hub:push",
-    "rrd": "mcap:rrd",
-}  # others are named as their file
-GROUPS = {"fleet", "perf"}  # verbs with commands of their own
-
-
-def function_of(verb: str) -> str:
-    """Return the module in this package and the function of a verb, as ``serve:serve``."""
-    return FUNCTIONS.get(verb, f"{verb}:{verb}")
-
-
-def build_app(config: Path | None = None) -> App:
-    """Return the program. config: a file with flags of verbs."""
+def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:
+    """Return the program. config: a file with flags of verbs. asked: the words of a command line, whose verb's help
+    then says all of its docstring and not the summary alone, for which no module has to be imported."""
     app = App(
         name="sinew",
         help="Real-time inference for vision-language-action policies.",
         help_epilogue=(
-            "`--json` prints a result as JSON alone, `--json FILE.json` writes it beside the text; in a pipe it is the"
-            " last line. `--debug` (or SINEW_DEBUG=1) shows the traceback of an error. Every flag of a verb can also"
-            " come from the environment (SINEW_SERVE_HOST) or from `--config FILE.toml` (SINEW_CONFIG): `host` under"
-            " `[serve]`. Exit status: 0 as asked, 1 an error or a gate that failed, 2 a wrong flag, 3 it came to its"
-            " end but something inside failed, 70 a server that wants to be started again, 130 interrupted, 141 nobody"
-            " reads what it prints."
+            "`sinew VERB --help` shows the flags of a verb and an example. `--json` prints a result as JSON alone,"
+            " `--json FILE.json` writes it beside the text. `--debug` (or SINEW_DEBUG=1) shows the traceback of an"
+            " error. Every flag can also come from the environment (SINEW_SERVE_HOST) or from `--config FILE.toml`"
+            " (SINEW_CONFIG): `host` under `[serve]`. Exit status: 0 as asked; docs/commands.md lists the others."
         ),
         version=__version__,
+        group_parameters=Group("Options", sort_key=0),
+        default_parameter=Parameter(show_default=_default),
         result_action="return_value",
         suppress_keyboard_interrupt=False,
         config=settings.sources(config, VERBS),
     )
-    for order, (verb, summary) in enumerate(VERBS.items()):
-        options = {"help": summary} if verb in GROUPS else {"help": summary, "version_flags": []}
-        app.command(f"sinew.cli.{function_of(verb)}", name=verb, sort_key=order, **options)
+    app["--help"].group = app["--version"].group = Group("Program", sort_key=len(SECTIONS))
+    for order, (title, section) in enumerate(SECTIONS.items()):
+        group = Group(title, sort_key=order)
+        for place, (name, verb) in enumerate(section.items()):
+            options: dict[str, Any] = {"name": name, "group": group, "sort_key": place, "version_flags": []}
+            if not verb.commands:
+                _add(app, (name,), verb, asked, options)
+                continue
+            inner = App(name=name, help=verb.summary, version_flags=[], group=group, sort_key=place)
+            app.command(inner)
+            for number, (word, each) in enumerate(verb.commands.items()):
+                _add(
+                    inner, (name, word), each, asked, {"name": word, "sort_key": number, "version_flags": []}
+                )
     return app
+
+
+def _default(value: Any) -> str | None:
+    """Return a default as the help shows it; what is absent or off is not worth a word."""
+    return None if value in ((), [], "", None) or value is False else str(value)
+
+
+def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], options: dict[str, Any]) -> None:
+    if tuple(asked[: len(words)]) != words:
+        options["help"] = verb.summary
+    app.command(function_of(words, verb), help_epilogue=f"Example: `sinew {verb.example}`", **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = terminal.console(stderr=True, highlight=None)
     if tokens and not tokens[0].startswith("-") and tokens[0] not in VERBS:
         # Checked here because cyclopts would import every verb, torch with them, to word its own message.
-        hint = did_you_mean(tokens[0], VERBS).removeprefix("; ") or f"expected one of {', '.join(VERBS)}"
+        hint = (
+            f"did you mean `sinew {MOVED[tokens[0]]}`?"
+            if tokens[0] in MOVED
+            else did_you_mean(tokens[0], VERBS).removeprefix("; ") or f"expected one of {', '.join(VERBS)}"
+        )
         _print_error(errors, f"unknown verb {tokens[0]!r}: {hint}")
         return EXIT_USAGE
     if "--port" in tokens and tokens[0] == "serve":
@@ -109,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = settings.take_config(tokens)
         with hints.read_by("command line"):
-            result = build_app(config)(
+            result = build_app(config, tokens)(
                 tokens, exit_on_error=False, console=terminal.console(), error_console=errors
             )
         return result if isinstance(result, int) else 0

@@ -1,37 +1,23 @@
 """``sinew bench``: where the milliseconds of a bundle go on this machine.
 
-Load, warm-up and steady state are timed apart; the last line of standard output is one JSON object.
+Load, warm-up and steady state are timed apart.
 """
 
 from __future__ import annotations
 
-import platform
 import shlex
 import sys
-import time
-from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter, validators
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from sinew import __version__, machine
+from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import RUNS, Runs
-from sinew.core import Moment, Observation, ObservationError, PolicySpec, Timing
-from sinew.engine.engine import Watch
-from sinew.eval.report.stats import summarize
-from sinew.perf.machine.achieved import roofline_record
+from sinew.cli.options import RUNS, Count, CountIfAny, Runs, image_size_of
+from sinew.eval.report.stats import stage_statistics
+from sinew.perf.machine.bench import PHASES, PROMPT, make_observation, measure
 
-if TYPE_CHECKING:
-    from sinew.policy import Policy
-
-PROMPT = "pick up the red cube and place it in the bowl"
-SCHEMA = "sinew.bench/1"
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
@@ -39,9 +25,9 @@ def bench(
     bundle: Path,
     /,
     *,
-    runs: Annotated[int, Parameter(validator=lambda _, n: _at_least_one(n))] = 20,
+    runs: Count = 20,
     load: Runs = RUNS,
-    threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    threads: CountIfAny = None,
     image_size: str | None = None,
     prompt: str = PROMPT,
     solver_steps: int | None = None,
@@ -58,9 +44,13 @@ def bench(
         solver_steps: instead of the bundle's own number.
         deadline_ms: count the inferences that take longer.
     """
-    size = parse_size(image_size) if image_size else None
+    size = image_size_of(image_size)
     options = load.keywords() | {"threads": threads}
-    result = measure(bundle, runs, options, size, prompt, solver_steps)
+    with progress.task("import", PHASES + runs) as advance:
+        found = measure(
+            bundle, runs, options, lambda spec: make_observation(spec, size, prompt, solver_steps), advance
+        )
+    result = found.record | {"stages_ms": stage_statistics(found.timings, found.totals, found.apart)}
     if deadline_ms is not None:
         totals = np.array(result["samples_ms"]["total"])
         misses = int((totals > deadline_ms).sum())
@@ -69,170 +59,6 @@ def bench(
     print_report(result)
     terminal.emit(result)
     return 0
-
-
-def measure(
-    bundle: Path,
-    runs: int,
-    options: dict[str, Any],
-    size: tuple[int, int] | None,
-    prompt: str,
-    solver_steps: int | None,
-) -> dict[str, Any]:
-    """Load, warm up and run; returns everything that the report and the JSON line show. ``options``: of
-    ``sinew.load``."""
-    from sinew.engine.backend import BACKENDS
-    from sinew.engine.choose import choose
-    from sinew.policy import Policy, open_bundle
-
-    opened = open_bundle(bundle)
-    chosen = choose(opened, **options)  # mistakes show before torch is imported
-    with terminal.bars(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    ) as progress:
-        task = progress.add_task("import", total=runs)
-        clock = time.perf_counter
-        started = clock()
-        if BACKENDS[chosen.engine].needs_torch:
-            import_module("sinew.engine.loading")  # torch, whose import is not a part of loading
-        imported = clock()
-        import_rss = machine.resident_bytes()
-        progress.update(task, description="load")
-        policy = Policy(opened, **options)
-        loaded = clock()
-        load_rss = machine.resident_bytes()
-        progress.update(task, description="warm-up")
-        observation = make_observation(policy.spec, size, prompt, solver_steps)
-        policy.warm_up()
-        policy.infer({**observation, "seed": 0})  # with the real frame sizes and prompt length
-        warm = clock()
-
-        progress.update(task, description="steady state")
-        timings: list[Timing] = []
-        totals: list[float] = []
-        for run in range(runs):
-            begin = clock()
-            timings.append(policy.infer({**observation, "seed": run}).timing)
-            totals.append((clock() - begin) * 1e3)
-            progress.advance(task)
-        seconds = clock() - warm
-        apart = stages_apart(policy, observation, runs)
-
-    rate = runs / seconds
-    described = describe(policy, observation)
-    return {
-        "schema": SCHEMA,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "sinew": __version__,
-        "hardware": hardware(),
-        "software": software(),
-        "policy": described,
-        "threads": policy.threads,
-        "runs": runs,
-        "import_ms": (imported - started) * 1e3,
-        "load_ms": (loaded - imported) * 1e3,
-        "warm_up_ms": (warm - loaded) * 1e3,
-        "stages_ms": stage_statistics(timings, totals, apart),
-        "chunks_per_second": rate,
-        "actions_per_second": rate * policy.spec.chunk_size,
-        "memory_bytes": {
-            "weights": policy.weights_nbytes,
-            "after_import": import_rss,
-            "after_load": load_rss,
-            "steady": machine.resident_bytes(),
-        },
-        "samples_ms": {"total": [round(value, 3) for value in totals]},
-        "roofline": roofline_record(policy, policy.threads, described),
-    }
-
-
-def make_observation(
-    spec: PolicySpec, size: tuple[int, int] | None, prompt: str, solver_steps: int | None
-) -> dict[str, Any]:
-    """Noise frames for every camera, the same at all moments; their content does not change the work."""
-    rng = np.random.default_rng(0)
-    images = {
-        camera.name: rng.integers(0, 256, (*(size or (camera.height, camera.width)), 3), dtype=np.uint8)
-        for camera in spec.cameras
-    }
-    state = np.zeros(spec.state.dim, np.float32)
-    earlier = [Moment(images, state)] * (spec.history - 1)
-    return {
-        "images": images,
-        "state": state,
-        "prompt": prompt,
-        "solver_steps": solver_steps,
-        **({"earlier": earlier} if earlier else {}),
-    }
-
-
-def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list[Timing]:
-    """Return times of each stage for an engine that runs all stages as one graph, else an empty list."""
-    if not policy.facts.one_graph:
-        return []
-    found = []
-    for run in range(runs + 1):
-        prepared, watch = policy.prepare({**observation, "seed": run}), Watch(apart=True)
-        policy.engine.run(prepared.inputs.batched(), prepared.noise[None], prepared.steps, watch=watch)
-        found.append(watch.timing())
-    return found[1:]  # the first records them
-
-
-def stage_statistics(
-    timings: Sequence[Timing], totals: Sequence[float], apart: Sequence[Timing] = ()
-) -> dict[str, Any]:
-    """Statistics per stage, in the order in which the stages run; ``steps`` has one entry per solver step.
-
-    apart: of runs in which the stages were timed one by one; ``graph`` then is what they take as one.
-    """
-    stages: dict[str, Any] = {"preprocess": summarize([t.preprocess_ms for t in timings])}
-    if apart:
-        stages["graph"] = summarize([t.head_ms for t in timings])
-    parts = apart or timings
-    stages["vision"] = summarize([t.vision_ms for t in parts])
-    stages["prefix"] = summarize([t.prefix_ms for t in parts])
-    steps = np.array([t.step_ms for t in parts])  # [runs, steps]
-    if steps.size:
-        stages["steps"] = [summarize(column) for column in steps.T]
-        stages["head"] = summarize(steps.sum(axis=1))
-    stages["postprocess"] = summarize([t.postprocess_ms for t in timings])
-    stages["total"] = summarize(totals)
-    return stages
-
-
-def hardware() -> dict[str, Any]:
-    found = machine.cores()
-    return {
-        "cpu": machine.cpu_model(),
-        "cores": found.physical,
-        "logical_processors": found.logical,
-        "cgroup_quota": found.quota,
-        "memory_bytes": machine.memory()[0],
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def software() -> dict[str, str]:
-    """Versions of what computed: of these, the packages that this process has imported."""
-    modules = {name: sys.modules.get(name) for name in ("torch", "onnxruntime")}
-    found = {name: str(module.__version__) for name, module in modules.items() if module is not None}
-    return {**found, "python": platform.python_version()}
-
-
-def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
-    spec = policy.spec
-    return {
-        "architecture": spec.architecture,
-        "name": spec.name,
-        **policy.describe(),
-        **policy.facts.details,
-        "views": spec.history * len(observation["images"]),
-        "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
-        "chunk_size": spec.chunk_size,
-        "action_dim": spec.action.dim,
-        "solver_steps": observation["solver_steps"] or spec.solver_steps,
-        "prompt_tokens": int(policy.processor.inputs(Observation.from_mapping(observation)).token_mask.sum()),
-    }
 
 
 def print_report(result: dict[str, Any]) -> None:
@@ -313,16 +139,3 @@ def _cells(statistics: dict[str, float]) -> list[str]:
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:.0f} MiB"
-
-
-def _at_least_one(number: int) -> None:
-    if number < 1:
-        raise ValueError("expected at least 1")
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """``"480x640"`` to (height, width)."""
-    height, _, width = text.lower().partition("x")
-    if not (height.isdigit() and width.isdigit() and int(height) and int(width)):
-        raise ObservationError("--image-size", "HEIGHTxWIDTH, as 480x640", repr(text))
-    return int(height), int(width)

@@ -1,4 +1,4 @@
-"""``sinew list``, ``sinew show`` and ``sinew rm``: the checkpoints that verbs have converted on first use."""
+"""``sinew cache``: the checkpoints that verbs have converted on first use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from sinew.cli import terminal
+from sinew.cli.options import Flag
 from sinew.core import SinewError
 from sinew.sources import cache
 
@@ -39,8 +40,8 @@ def list_entries() -> int:
     return 0
 
 
-def show(entry: str, /, *, verify: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Print what the cache knows of a converted checkpoint. Exit code 1: it is damaged.
+def show(entry: str, /, *, verify: Flag = False) -> int:
+    """Print what the cache knows of a converted checkpoint. Exit status 1: it is damaged.
 
     Args:
         entry: its key, the policy's name, or the beginning of either.

@@ -5,23 +5,23 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 from rich.progress import track
-from sinew_client import ActionChunk, Client, ClientError
+from sinew_client import Client, ClientError
 from sinew_client.control import is_journal
 
-from sinew import __version__, machine
-from sinew.auth import key_from_environment
+from sinew import __version__
+from sinew.auth import api_key_of
 from sinew.cli import terminal
-from sinew.cli.bench import PROMPT, make_observation, parse_size
+from sinew.cli.options import Count, PositiveIfAny, Whole, image_size_of
 from sinew.cli.replay import print_replay, replay_journal
 from sinew.core import PolicySpec, SinewError
-from sinew.eval.report.stats import summarize
+from sinew.eval.report.stats import latencies
+from sinew.perf.machine.bench import PROMPT, hardware, make_observation
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import read_records
 
@@ -32,8 +32,8 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 def client(
     address: str = "tcp://127.0.0.1:5555",
     *,
-    requests: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 50,
-    warmup: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 3,
+    requests: Count = 50,
+    warmup: Whole = 3,
     image_size: str | None = None,
     prompt: str = PROMPT,
     solver_steps: int | None = None,
@@ -41,16 +41,15 @@ def client(
     guidance_scale: float | None = None,
     jpeg_quality: Annotated[int | None, Parameter(validator=validators.Number(gte=1, lte=95))] = None,
     timeout: float = 60.0,
-    deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
-    api_key: str | None = None,
+    deadline_ms: PositiveIfAny = None,
+    api_key_file: Path | None = None,
     replay: Path | None = None,
 ) -> int:
     """Send observations that fit the server's policy, and print a latency table.
 
     Frames are noise and the state is zero: their content does not change the work. With --replay, send what
     `sinew serve --record` wrote, and compare the actions with the recorded ones: every bit where the server computes as
-    it did then, else within a tolerance that is said (docs/wires.md). The exit code is 1 if any is beyond it.
-    The last line of standard output is one JSON object.
+    it did then, else within a tolerance that is said (docs/wires.md). The exit status is 1 if any is beyond it.
 
     Args:
         address: of the server.
@@ -64,13 +63,13 @@ def client(
         jpeg_quality: compress frames, 1 to 95; raw pixels if absent.
         timeout: seconds to wait for each answer.
         deadline_ms: the server refuses a request that would begin later than this after its arrival.
-        api_key: where the server wants one; SINEW_API_KEY in the environment if absent.
+        api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
         replay: folder of records, or a journal of `sinew run --record`, whose decisions are repeated without a server.
     """
-    key = key_from_environment() if api_key is None else api_key
-    size = parse_size(image_size) if image_size else None
+    key = api_key_of(api_key_file)
+    size = image_size_of(image_size)
     records = read_records(replay) if replay is not None and not is_journal(replay) else ()
-    command = ["sinew", *("..." if key and key in word else word for word in sys.argv[1:])]
+    command = ["sinew", *sys.argv[1:]]
     try:
         if replay is not None and is_journal(replay):
             result = replay_journal(replay)
@@ -103,7 +102,7 @@ def client(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
         "sinew": __version__,
-        "client_hardware": machine.cpu_model(),
+        "client_hardware": hardware()["cpu"],
         "address": address,
         "server": metadata["server"],
         "policy": {key: metadata["policy"][key] for key in ("architecture", "name", "chunk_size")},
@@ -118,28 +117,6 @@ def client(
     print_report(result)
     terminal.emit(result)
     return 0
-
-
-def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
-    """Statistics in milliseconds of each row of the table.
-
-    ``overhead`` is the round trip without ``server total``: client, transport, and what the sockets hold.
-    ``beside the policy`` also counts what the server adds: decoding, the hand-over between threads, encoding.
-    """
-    rows = {
-        "round trip": [chunk.round_trip_ms for chunk in chunks],
-        "server total": [chunk.timing.server_ms for chunk in chunks],
-        "queue": [chunk.timing.queue_ms for chunk in chunks],
-        "preprocess": [chunk.timing.preprocess_ms for chunk in chunks],
-        "vision": [chunk.timing.vision_ms for chunk in chunks],
-        "prefix": [chunk.timing.prefix_ms for chunk in chunks],
-        "head": [chunk.timing.head_ms for chunk in chunks],
-        "postprocess": [chunk.timing.postprocess_ms for chunk in chunks],
-        "policy total": [chunk.timing.total_ms for chunk in chunks],
-        "overhead": [chunk.round_trip_ms - chunk.timing.server_ms for chunk in chunks],
-        "beside the policy": [chunk.round_trip_ms - chunk.timing.total_ms for chunk in chunks],
-    }
-    return {name: summarize(samples, (50, 90, 95, 99)) for name, samples in rows.items()}
 
 
 def print_report(result: dict[str, Any]) -> None:

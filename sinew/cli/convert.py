@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, Transf
 
 from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import Texts, json_object
+from sinew.cli.options import Flag, Texts, json_object
 
 
 def convert(
@@ -39,11 +39,9 @@ def convert(
     motion: str | None = None,
     vectors: str | None = None,
     name: str | None = None,
-    force: Annotated[bool, Parameter(negative="")] = False,
+    force: Flag = False,
 ) -> int:
     """Turn an upstream checkpoint into one bundle file, streaming the weights.
-
-    Example: sinew convert my_smolvla/ my_smolvla.gguf --vlm SmolVLM2-500M-Video-Instruct/
 
     Args:
         source: checkpoint directory or training folder of LeRobot, openpi checkpoint, hub name (ORG/NAME, with the

@@ -7,11 +7,10 @@ A trained policy of the package, behind the real server, moves simulated blocks 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
-
-from cyclopts import Parameter, validators
+from typing import Literal
 
 from sinew.cli import terminal
+from sinew.cli.options import Count, Flag, Whole
 from sinew.extras import MissingPackageError
 
 
@@ -20,13 +19,13 @@ def demo(
     /,
     *,
     out: Path = Path("build/demo"),
-    episodes: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 50,
-    sweep_episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 30,
-    film: Annotated[bool, Parameter(negative="")] = False,
-    full_size: Annotated[bool, Parameter(negative="")] = False,
-    prepare: Annotated[bool, Parameter(negative="")] = False,
-    rounds: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
-    tiny: Annotated[bool, Parameter(negative="")] = False,
+    episodes: Count = 50,
+    sweep_episodes: Whole = 30,
+    film: Flag = False,
+    full_size: Flag = False,
+    prepare: Flag = False,
+    rounds: Count = 1,
+    tiny: Flag = False,
 ) -> int:
     """Run a trained demo policy in closed loop, through the real server and client.
 

@@ -1,25 +1,24 @@
 """``sinew doctor``: is this installation able to run a policy, and how well?
 
-Every check says why it passed or what to do. Exit code 1 if one failed; warnings do not fail.
+Every check says why it passed or what to do. Exit status 1 if one failed; warnings do not fail.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter, validators
 from rich.markup import escape
 
 from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import RUNS, Runs
+from sinew.cli.options import RUNS, Flag, Runs, Texts
 from sinew.core import SinewError
-from sinew.engine.backend import AUTO, BACKENDS, installed
+from sinew.engine.backend import AUTO, BACKENDS
 
 if TYPE_CHECKING:
     from sinew.checks import Check
-    from sinew.policy import Policy
 
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
 
@@ -28,11 +27,11 @@ def doctor(
     bundle: Path | None = None,
     /,
     *,
-    verify: Annotated[bool, Parameter(negative="")] = False,
+    verify: Flag = False,
     observe: str | None = None,
     robot_options: str | None = None,
-    cameras: Annotated[list[str] | None, Parameter(negative="")] = None,
-    joints: Annotated[list[str] | None, Parameter(negative="")] = None,
+    rename: Texts = (),
+    rename_joint: Texts = (),
     seconds: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=600))] = 3.0,
     learn: Path | None = None,
     out: Path | None = None,
@@ -46,8 +45,8 @@ def doctor(
         observe: look at this robot (as of `sinew run --robot`), which is not commanded, or at a folder of `sinew serve
             --record`, and say what is wired otherwise than in the training data; nothing else is checked then.
         robot_options: of --observe, as of `sinew run`.
-        cameras: of --observe, POLICY=ROBOT, as of `sinew run`; repeatable.
-        joints: of --observe, POLICY=ROBOT, as of `sinew run`; repeatable.
+        rename: of --observe, NEW=CAMERA, as of `sinew run`; repeatable.
+        rename_joint: of --observe, NEW=JOINT, as of `sinew run`; repeatable.
         seconds: of --observe.
         learn: a folder of `sinew serve --record`, of the right robot: write the bundle once more to --out with what its
             cameras and joints look like, which --observe compares with.
@@ -65,12 +64,13 @@ def doctor(
                 "--observe, --learn: expected one of them, without --verify and flags of engines"
             )
         if observe is not None:
-            return wiring.observe(bundle, observe, robot_options, cameras, joints, seconds)
+            return wiring.observe(bundle, observe, robot_options, rename, rename_joint, seconds)
         if out is None:
             raise SinewError("--learn: expected --out, the bundle to write")
         assert learn is not None
         return wiring.learn(bundle, learn, out)
     from sinew import checks
+    from sinew.perf.policy_memory import loaded_memory
     from sinew.sources import resolve
 
     results: list[Check] = []
@@ -87,10 +87,10 @@ def doctor(
         results[:0] = checks.installation(asked)
     if bundle is not None and verify:
         with progress.task(f"reading {bundle}"):
-            results.append(hashes(bundle))
+            results.append(checks.hashes(bundle))
     if bundle is not None:
         with progress.task(f"checking {bundle}"):
-            results += checks.bundle(bundle, runs.keywords(), memory_needs)
+            results += checks.bundle(bundle, runs.keywords(), loaded_memory)
     failed = [check for check in results if check.status == "fail"]
 
     console = terminal.console()
@@ -104,47 +104,3 @@ def doctor(
     console.print(f"{len(results)} checks, {len(failed)} failed, {warned} with a warning")
     terminal.emit({"ok": not failed, "checks": [check.to_dict() for check in results]})
     return 1 if failed else 0
-
-
-def hashes(path: Path) -> Check:
-    """Compare every tensor of a bundle with the hash that was written with it; reads the whole file."""
-    from sinew.checks import Check
-    from sinew.policy import open_bundle
-
-    name = "bundle hashes"
-    try:
-        opened = open_bundle(path)
-        if opened.hashes is None:
-            detail = "the bundle carries no hashes, as those written before 2026-11-21; nothing was compared"
-            return Check(name, "warn", detail, "convert the checkpoint again")
-        changed = opened.verify()
-    except SinewError as error:
-        return Check(name, "fail", str(error), "copy or convert the bundle again")
-    if changed:
-        named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-        detail = f"{len(changed)} of {len(opened.hashes)} tensors are not as they were written: {named}"
-        return Check(name, "fail", detail, "copy or convert the bundle again")
-    return Check(name, "ok", f"the header and {len(opened.hashes)} tensors are as they were written")
-
-
-def memory_needs(policy: Policy) -> tuple[int, str]:
-    """Return the bytes that a loaded policy needs beside the running program, and what they are: of an engine under
-    PyTorch what `sinew perf fit` counts, else its weights."""
-    weights = policy.weights_nbytes, "weights alone"
-    if not installed("torch"):
-        return weights
-    from sinew.checks.check import gib
-    from sinew.engine.example import Shapes
-    from sinew.perf.memory import memory_report
-    from sinew.perf.program import of_engine
-
-    if policy.engine.model is None or policy.facts.one_graph:
-        return weights
-    spec, image = policy.spec, policy.bundle.manifest.processing.image
-    shapes = Shapes(spec.views, image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
-    device: Literal["cpu", "cuda"] = "cuda" if policy.device.startswith("cuda") else "cpu"
-    report = memory_report(of_engine(policy.engine, shapes, spec.name), device)
-    parts = (
-        f"weights {gib(report.resident)}, activations {gib(report.peak.nbytes)}, as `sinew perf fit` counts"
-    )
-    return report.total - report.runtime, parts

@@ -28,26 +28,26 @@ def observe(
     policy: Path,
     robot: str,
     options: str | None,
-    cameras: list[str] | None,
-    joints: list[str] | None,
+    rename: tuple[str, ...],
+    joints: tuple[str, ...],
     seconds: float,
 ) -> int:
-    """Look at a robot, or at a folder of records, and print what looks wrong. Exit code 1 if something does."""
+    """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does."""
     from sinew.checks.wiring import CANNOT_TELL
     from sinew.checks.wiring import observe as looking
     from sinew.policy import open_bundle
 
     manifest = open_bundle(policy).manifest
     if records(robot):
-        if options is not None or cameras or joints:
+        if options is not None or rename or joints:
             raise SinewError(
-                "--robot-options, --cameras, --joints: expected none with records, which are as they are"
+                "--robot-options, --rename, --rename-joint: expected none with records, which are as they are"
             )
         with progress.task(f"reading {robot}"):
             looks, found = looking.recorded(Path(robot), manifest)
         what = f"{looks} records of {robot}"
     else:
-        looks, found = _live(robot, options, cameras, joints, manifest, seconds)
+        looks, found = _live(robot, options, rename, joints, manifest, seconds)
         what = f"{robot}: {looks} looks in {seconds:g} s; it was not commanded"
     wrong = sum(each.level != CANNOT_TELL for each in found)
     _print(found)
@@ -68,15 +68,15 @@ def records(robot: str) -> bool:
 def _live(
     robot: str,
     options: str | None,
-    cameras: list[str] | None,
-    joints: list[str] | None,
+    rename: tuple[str, ...],
+    joints: tuple[str, ...],
     manifest: Manifest,
     seconds: float,
 ) -> tuple[int, list[Finding]]:
     from sinew.checks.wiring import observe as looking
     from sinew.cli.run_robot import robot_opener
 
-    opener = robot_opener(robot, options, cameras, None, joints or ())
+    opener = robot_opener(robot, options, rename, None, joints)
     try:
         with (
             looking.closing(opener(manifest.spec.to_dict())[0]) as machine,

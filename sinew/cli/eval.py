@@ -1,7 +1,4 @@
-"""``sinew eval``: closed-loop success of a policy, with intervals, sweeps, comparisons and a gate.
-
-The last line of standard output is one JSON object.
-"""
+"""``sinew eval``: closed-loop success of a policy, with intervals, sweeps, comparisons and a gate."""
 
 from __future__ import annotations
 
@@ -19,26 +16,24 @@ from cyclopts import Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
-from sinew_client.policy import is_address
 
-from sinew import figures, machine
 from sinew.cli import status, terminal
-from sinew.cli.eval_variants import settled, variant_of
-from sinew.cli.eval_variants import variants as variants_of
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
 from sinew.core import SinewError
 from sinew.eval import suites
-from sinew.eval.policies import EXPERT
-from sinew.eval.report import stats
-from sinew.eval.report.gate import Gate, read_gate
+from sinew.eval.report import plots, stats
+from sinew.eval.report.gate import read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
+from sinew.eval.variants import control_hz, default_env, settled, usual_workers
+from sinew.eval.variants import variants as variants_of
 from sinew.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
+    from sinew.eval.report.films import Film
 
-ENV, EPISODES, SEED = "sinew/Blocks-v0", 100, 5000
+EPISODES, SEED = 100, 5000
 
 
 def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
@@ -66,6 +61,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     gate: Path | None = None,
     record_gate: Path | None = None,
     out: Path | None = None,
+    films: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 0,
+    repeat: Path | None = None,
     rerun: str | None = None,
     workers: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     realtime: Annotated[bool, Parameter(negative="")] = False,
@@ -107,7 +104,11 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
         gate: a gate file; its protocol is run, and success is held against its record.
         record_gate: write the first variant as a gate file.
-        out: folder for the log of episodes, report and figures; a run into the same folder continues.
+        out: folder for the log of episodes, report, page and figures; a run into the same folder continues.
+        films: of so many failures and successes, on the page; needs --out.
+        repeat: report.json or report.html of another run: play its episodes again, with its bundles, and say what is
+            equal and what differs; a target and --compare say where its bundles are. Exit status 1 where an outcome is
+            another one.
         rerun: every step for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
             rerun+http://HOST:9876/proxy. One worker plays. Needs the extra `rerun`.
         workers: processes that play; the number of cores if absent, 1 in real time.
@@ -119,6 +120,23 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     """
     if setup is not None:
         return _set_up(setup)
+    if films and out is None:
+        raise SinewError("--films: expected --out, the folder of the page that shows them")
+    if repeat is not None:
+        fixed = {
+            "env": env, "suite": suite, "episodes": episodes, "seed": seed, "replan": replan, "latency": latency,
+            "handover": handover, "edge-adapter": edge_adapter, "stream": stream, "motion": motion, "future": future,
+            "solver-steps": solver_steps, "sweep": sweep, "gate": gate, "record-gate": record_gate, "rerun": rerun,
+            "realtime": realtime, "noise": noise, "adapter": adapter, "env-options": env_options,
+            "reset-options": reset_options, "engine": runs.engine != "auto", "dtype": runs.dtype,
+            "rename": cameras.rename,
+        }  # fmt: skip
+        if given_too := [
+            name for name, value in fixed.items() if value or (value == 0 and value is not False)
+        ]:
+            raise SinewError(f"--{given_too[0]}: expected nothing that changes what --repeat plays")
+        policies = [*([target] if target is not None else []), *(compare or [])]
+        return _repeat(repeat, policies, interpreter, workers, out, films)
     if target is None:
         raise SinewError("expected a bundle file, the address of a server (tcp://host:port), or expert")
     recording = None if rerun is None else _recording(rerun, workers, realtime, stream)
@@ -127,7 +145,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     env = suites.named(suite) if suite is not None else env
     held = read_gate(gate) if gate is not None else None
     task = Task(
-        env=env or default_env(target, cameras),
+        env=env or default_env(target, cameras.rename, cameras.allow_missing_cameras),
         env_options=json_object("--env-options", env_options),
         reset_options=json_object("--reset-options", reset_options),
         adapter=adapter or "",
@@ -145,7 +163,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         flags = {
             "env": env, "env_options": env_options, "reset_options": reset_options, "adapter": adapter, "noise": noise,
         }  # fmt: skip
-        task, given = _protocol(held, task, given, flags)
+        task, given = held.held(task, given, flags)
     usual = (SEED, EPISODES) if held is None else (held.first_seed, held.episodes)
     first, count = (own if flag is None else flag for flag, own in zip((seed, episodes), usual, strict=True))
     if edge_adapter is not None and held is not None:
@@ -158,8 +176,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         interval = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
     except ValueError as error:
         raise SinewError(f"--replan: {error}") from None
-    base = variant_of(
-        target, runs, cameras, replan=interval, latency=Latency(given["latency"] or "0"),
+    base = runs.variant(
+        target, cameras, replan=interval, latency=Latency(given["latency"] or "0"),
         handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=stream or "",
         edge_adapter=edge_adapter or "",
     )  # fmt: skip
@@ -168,10 +186,10 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
         )
     if out is not None:
-        figures.check()
+        plots.check()
     asked = variants_of(base, sweep or [], compare or [])
     elsewhere = _elsewhere(task, interpreter, out)
-    control_hz = _control_hz(task, asked, elsewhere)
+    rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
     said: set[str] = set()
     variants = [settled(variant, task, said) for variant in asked]
     if elsewhere is not None and runs.engine != "auto":
@@ -183,12 +201,12 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         raise SinewError(
             "--rerun: this environment asks a server; start `sinew serve --rerun` and give its address"
         )
-    workers = workers or (1 if realtime or recording else machine.cores().physical)
-    report = _run(task, control_hz, variants, seeds, workers, out, elsewhere, recording)
-    failed = held is not None and not _judge(held, report)
+    workers = workers or usual_workers(alone=realtime or recording is not None)
+    report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording)
+    failed = held is not None and not held.judge_report(report)
     broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
     report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
-    _write(report, out, record_gate)
+    _write(report, out, record_gate, (task, variants) if films else None, films, elsewhere)
 
     console = terminal.console()
     for part in _terminal(report):
@@ -198,23 +216,38 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     return status.EXIT_ERROR if failed else broke
 
 
-def _protocol(
-    gate: Gate, task: Task, given: dict[str, Any], flags: dict[str, Any]
-) -> tuple[Task, dict[str, Any]]:
-    """Task and variant of a gate. The task is its own; how the policy is run may be what is tested. flags: of the task,
-    as they were given."""
-    for name, flag in flags.items():
-        if flag is not None and getattr(task, name) != gate.protocol[name]:
-            raise SinewError(
-                f"--{name.replace('_', '-')}: the gate's is {gate.protocol[name]!r}, got {flag!r}"
-            )
-    if task.realtime:
-        raise SinewError("a gate is judged with simulated latency, not in real time")
-    if task.motion is not None:
-        raise SinewError("--motion: a gate is judged with rows as they come")
-    return replaced(task, motion=dict(AS_IS), **{name: gate.protocol[name] for name in flags}), {
-        name: gate.protocol[name] if value is None else value for name, value in given.items()
-    }
+def _repeat(
+    path: Path,
+    policies: Sequence[str],
+    interpreter: Path | None,
+    workers: int | None,
+    out: Path | None,
+    films: int,
+) -> int:
+    """Play a recorded run again, and print what is equal and what differs."""
+    from sinew.eval.report import repeat
+
+    recorded = repeat.read(path)
+    task = recorded.task
+    elsewhere = _elsewhere(task, interpreter, out)
+    asked = recorded.found(policies)
+    rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
+    said: set[str] = set()
+    variants = [settled(variant, task, said) for variant in asked]
+    workers = workers or usual_workers(alone=task.realtime)
+    report = _run(task, rate, variants, recorded.seeds, workers, out, elsewhere)
+    found = repeat.compare(recorded, report, report["episodes"])
+    report["repeat"] = found
+    _write(report, out, None, (task, variants) if films else None, films, elsewhere)
+    console = terminal.console()
+    table = terminal.table(None, *repeat.COLUMNS)
+    for row in repeat.rows(found):
+        table.add_row(*row)
+    console.print(table)
+    for text in repeat.sentences(found):
+        console.print(text, markup=False)
+    terminal.emit({name: value for name, value in report.items() if name != "episodes"})
+    return 0 if found["passed"] else status.EXIT_ERROR
 
 
 def _set_up(simulator: str) -> int:
@@ -260,37 +293,11 @@ def _recording(text: str, workers: int | None, realtime: bool, stream: str | Non
 # ----------------------------------------------------------------------------- running
 
 
-def default_env(target: str, cameras: Cameras) -> str:
-    """The task to play where none was asked for."""
-    if target == EXPERT or is_address(target):
-        return ENV
-    try:
-        from sinew.eval.fitting import task_of
-    except ModuleNotFoundError:  # said when the environment is made
-        return ENV
-    found = task_of(target, cameras.rename, cameras.allow_missing_cameras)
-    terminal.console(stderr=True).print(
-        f"env {found}: none was given" + " and the policy fits it" * (found != ENV)
-    )
-    return found
-
-
-def _control_hz(task: Task, variants: Sequence[Variant], elsewhere: Foreign | None) -> float:
-    """Return the environment's rate, after a look whether the policies take what it shows: before any is loaded."""
-    if elsewhere is not None:
-        return elsewhere.control_hz(task)
-    try:
-        from sinew.eval.fitting import check_variants
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("evaluation", error.name or "mujoco") from None
-    return check_variants(task, variants)
-
-
 def _run(
     task: Task,
     control_hz: float,
     variants: Sequence[Variant],
-    seeds: range,
+    seeds: Sequence[int],
     workers: int,
     out: Path | None,
     elsewhere: Foreign | None,
@@ -344,30 +351,50 @@ def _run(
     return {**report, "episodes": results}
 
 
-def _judge(gate: Gate, report: dict[str, Any]) -> bool:
-    verdicts = []
-    for entry, episodes in zip(report["variants"], report["episodes"], strict=True):
-        passed, text = gate.judge(episodes)
-        verdicts.append({"label": entry["label"], "passed": passed, "text": text})
-    report["gate"] = {"passed": all(v["passed"] for v in verdicts), "verdicts": verdicts}
-    return report["gate"]["passed"]
-
-
-def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -> None:
+def _write(
+    report: dict[str, Any],
+    out: Path | None,
+    record_gate: Path | None,
+    filmed: tuple[Task, Sequence[Variant]] | None = None,
+    films: int = 0,
+    elsewhere: Foreign | None = None,
+) -> None:
+    """filmed: what is played once more for ``films``."""
+    from sinew.eval.report import evidence
     from sinew.eval.report.gate import record
-    from sinew.eval.report.plots import write_plots
     from sinew.eval.report.report import markdown
     from sinew.eval.suites import table
 
     shown = {name: value for name, value in report.items() if name != "episodes"}
     if out is not None:
-        (out / "report.json").write_text(json.dumps(shown, indent=2) + "\n")
+        whole = {**shown, "outcomes": evidence.outcomes(report["episodes"])}
+        (out / "report.json").write_text(json.dumps(whole, indent=2) + "\n")
+        (out / evidence.PAGE).write_text(evidence.write_page(whole, _films(report, filmed, films, elsewhere)))
         by_suite = table.markdown(shown) if suites.find(shown["task"]["env"]) else ""
         (out / "report.md").write_text(markdown(shown) + by_suite)
-        for path in write_plots(shown, out):
+        for path in plots.write_plots(shown, out):
             terminal.say(f"wrote {path}")
     if record_gate is not None:
         record(shown).write(record_gate)
+
+
+def _films(
+    report: dict[str, Any],
+    filmed: tuple[Task, Sequence[Variant]] | None,
+    films: int,
+    elsewhere: Foreign | None,
+) -> list[Film]:
+    if filmed is None:
+        return []
+    task, variants = filmed
+    if elsewhere is not None or task.realtime or any(variant.stream for variant in variants):
+        terminal.say(
+            "no films: expected chunks in simulated time, of an environment that is played in this interpreter"
+        )
+        return []
+    from sinew.eval.report.films import shoot
+
+    return shoot(task, variants, report["episodes"], films)
 
 
 def _terminal(report: dict[str, Any]) -> list[Any]:

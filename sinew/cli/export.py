@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sinew import scratch
 from sinew.cli import terminal
 from sinew.core import SinewError
-
-if TYPE_CHECKING:
-    from sinew.bundle import Bundle
 
 
 def export(bundle: Path, /, *, onnx: Path | None = None, vlacpp: Path | None = None) -> int:
@@ -30,45 +24,20 @@ def export(bundle: Path, /, *, onnx: Path | None = None, vlacpp: Path | None = N
 
     if (onnx is None) == (vlacpp is None):
         raise SinewError("expected either --onnx FOLDER or --vlacpp FILE")
-    opened = open_bundle(bundle)
+    opened, console = open_bundle(bundle), terminal.console(markup=False)
     if onnx is not None:
-        return _export_onnx(opened, onnx)
+        from sinew.engine.onnx.opening import export_folder
+
+        export_folder(opened, onnx)
+        size = sum(path.stat().st_size for path in onnx.iterdir())
+        console.print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch")
+        terminal.emit({"folder": str(onnx), "bytes": size})
+        return 0
     assert vlacpp is not None
     from sinew.vlacpp.write import export_vlacpp
 
     export_vlacpp(opened, vlacpp)
     size = vlacpp.stat().st_size
-    terminal.console(markup=False).print(f"wrote {vlacpp} ({size / 1e6:.1f} MB) for vla.cpp")
+    console.print(f"wrote {vlacpp} ({size / 1e6:.1f} MB) for vla.cpp")
     terminal.emit({"file": str(vlacpp), "bytes": size})
     return 0
-
-
-def _export_onnx(opened: Bundle, onnx: Path) -> int:
-    from sinew.engine.onnx.cache import publish
-
-    if onnx.exists():
-        raise SinewError(f"--onnx {onnx}: expected a new folder, got one that is there")
-    onnx.parent.mkdir(parents=True, exist_ok=True)
-    with scratch.beside(onnx) as partial:
-        write_folder(opened, partial, onnx)
-        publish(partial, onnx)
-    size = sum(path.stat().st_size for path in onnx.iterdir())
-    console = terminal.console(markup=False)
-    console.print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch")
-    terminal.emit({"folder": str(onnx), "bytes": size})
-    return 0
-
-
-def write_folder(bundle: Bundle, folder: Path, where: Path | None = None) -> None:
-    """Graphs, and the bundle's header as a GGUF file without tensors. where: the folder's later name."""
-    from sinew.bundle import write_bundle
-    from sinew.engine.onnx.cache import cache_folder
-    from sinew.engine.onnx.opening import usable_bits, variant, write_graphs
-    from sinew.sources import EXPORTED
-
-    cached = cache_folder(bundle.path, variant(usable_bits(bundle)))
-    if (cached / "graphs.json").exists():
-        shutil.copytree(cached, folder, dirs_exist_ok=True)
-    else:
-        write_graphs(bundle, folder, where)
-    write_bundle(folder / EXPORTED, lambda: bundle.manifest, ())

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import App, Parameter, validators
+from typing import TYPE_CHECKING
 
 from sinew import hints
 from sinew.cli import status
-from sinew.cli.serve import ready_text, say
-from sinew.cli.serve_listen import LISTENING, Listening, access_logging, set_up_logs, warn_of_exposure
+from sinew.cli.options import Count, Flag
+from sinew.cli.serve import say
+from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
+from sinew.serve.access_log import access_logging
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import Supervisor
+from sinew.serve.transport.greeting import ready_text
 from sinew.serve.wires import open_wires
 
 if TYPE_CHECKING:
@@ -22,17 +23,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-fleet = App(name="fleet", help="Serve policies on replicas of a Ray cluster.", version_flags=[])
 
-
-@fleet.command
 def up(
     config: Path,
     /,
     *,
-    attach: Annotated[bool, Parameter(negative="")] = False,
+    attach: Flag = False,
     on: Listening = LISTENING,
-    queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64,
+    queue: Count = 64,
 ) -> int:
     """Start the replicas of a configuration and answer robots with them, until SIGINT or SIGTERM.
 
@@ -77,7 +75,7 @@ def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float 
         service.policies.put(name, other)
     replicas.bind(service)
     more = {name: replicas.config.policies[name].source for name, _ in others}
-    text = ready_text(replicas.first, tuple(process.wires), more)
+    text = ready_text(replicas.first.spec, replicas.first.describe(), tuple(process.wires), more)
     with process.signals(), hints.read_by("client"):  # Ray has taken the signals
         process.run(service, lambda: say(text))
     return internal(service)

@@ -1,20 +1,17 @@
-"""``sinew pull`` and ``sinew push``: bundles from and to the Hugging Face hub."""
+"""``sinew hub pull`` and ``sinew hub push``: bundles from and to the Hugging Face hub."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from sinew import progress, scratch
+from sinew import progress
 from sinew.cli import terminal
+from sinew.cli.options import Flag
 from sinew.core import SinewError
 from sinew.sources import hub, resolve
-
-Switch = Annotated[bool, Parameter(negative="")]
 
 
 def pull(name: str, /, *, out: Path | None = None) -> int:
@@ -43,7 +40,7 @@ def pull(name: str, /, *, out: Path | None = None) -> int:
             f" {found.resolve()} to fetch it again"
         )
     if out is not None:
-        found = _copy(found, out)
+        found = hub.copy(found, out)
     manifest = opened.manifest
     compared = "every tensor is as it was written" if opened.hashes else "it has no hashes to compare with"
     terminal.console(markup=False).print(
@@ -64,9 +61,9 @@ def push(
     license: str = "",  # noqa: A002 - the hub's word
     base_model: str = "",
     dataset: str = "",
-    private: Switch = False,
+    private: Flag = False,
     card: Path | None = None,
-    dry: Switch = False,
+    dry: Flag = False,
 ) -> int:
     """Upload a bundle with a card: what it expects, its provenance, and what was measured of this very file.
 
@@ -128,14 +125,3 @@ def _parse(name: str) -> hub.HubName:
     if (parsed := hub.parse(name)) is None:
         raise SinewError(f"{name}: expected ORG/NAME or hf://ORG/NAME[@REVISION]")
     return parsed
-
-
-def _copy(found: Path, out: Path) -> Path:
-    """Copy beside the target and rename: an interrupted copy is no bundle."""
-    try:
-        with scratch.beside(out) as folder:
-            shutil.copyfile(found, folder / out.name)
-            os.replace(folder / out.name, out)
-    except OSError as error:
-        raise SinewError(f"--out {out}: {error.strerror}") from None
-    return out

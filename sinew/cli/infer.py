@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 from cyclopts import Parameter
 from rich.markup import escape
 
 from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
-from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec
+from sinew.cli.options import CAMERAS, RUNS, Cameras, Flag, Runs
+from sinew.core import ActionChunk, Observation
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.serve.replay import Replay
+
+ROWS = 10  # of a chunk that are printed
 
 
 def infer(
@@ -31,7 +31,7 @@ def infer(
     prompt: str = "",
     seed: int | None = None,
     solver_steps: int | None = None,
-    subtask: Annotated[bool, Parameter(negative="")] = False,
+    subtask: Flag = False,
     question: str = "",
     advantage: str | None = None,
     guidance_scale: float | None = None,
@@ -56,6 +56,7 @@ def infer(
     from sinew.bundle.rename import rename_cameras
     from sinew.policy import Policy, open_bundle
     from sinew.processing import Processor
+    from sinew.processing.files import parse_vector, read_images
 
     options = cameras.keywords()
     opened = open_bundle(bundle)
@@ -86,46 +87,6 @@ def infer(
     return 0
 
 
-def read_images(arguments: Sequence[str], spec: PolicySpec) -> dict[str, np.ndarray]:
-    """``CAMERA=FILE`` arguments to camera name -> uint8 [height, width, 3]."""
-    images = {}
-    for argument in arguments:
-        camera, separator, name = argument.partition("=")
-        if not separator:
-            if len(spec.cameras) != 1:
-                cameras = ", ".join(slot.name for slot in spec.cameras)
-                raise ObservationError("--image", f"CAMERA=FILE with a camera of {cameras}", repr(argument))
-            camera, name = spec.cameras[0].name, argument
-        if camera in images:
-            raise ObservationError("--image", "each camera once", f"{camera!r} twice")
-        images[camera] = read_image(Path(name), f"images.{camera}")
-    return images
-
-
-def read_image(path: Path, field: str) -> np.ndarray:
-    """Decode one file to uint8 RGB [height, width, 3], turned upright as its EXIF data says."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as picture:
-            return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
-    except FileNotFoundError:
-        raise ObservationError(field, "an image file", f"{path}, which does not exist") from None
-    except (UnidentifiedImageError, OSError) as error:
-        raise ObservationError(field, "an image file", f"{path}, which does not decode: {error}") from None
-
-
-def parse_vector(field: str, text: str) -> np.ndarray:
-    # Brackets are what copying a list from Python or JSON brings along.
-    parts = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
-    for part in parts:
-        try:
-            float(part)
-        except ValueError:
-            raise ObservationError(field, "numbers separated by commas, as 0,-45,60", repr(part)) from None
-    return np.array([float(part) for part in parts], dtype=np.float32)
-
-
 def chunk_to_dict(chunk: ActionChunk) -> dict[str, object]:
     return {
         "actions": chunk.actions.tolist(),
@@ -136,8 +97,8 @@ def chunk_to_dict(chunk: ActionChunk) -> dict[str, object]:
     }
 
 
-def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> None:
-    """The chunk as a table, a row per action; ``rows`` cuts a long one short."""
+def print_chunk(chunk: ActionChunk, policy: Policy) -> None:
+    """Print the chunk as a table of its first :data:`ROWS` actions, and what took how long."""
     spec = policy.spec
     names = spec.action.labels or tuple(map(str, range(spec.action.dim)))
     table = terminal.table(
@@ -145,11 +106,11 @@ def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> 
     )
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    shown = chunk.actions if rows is None else chunk.actions[:rows]
+    shown = chunk.actions[:ROWS]
     for step, action in enumerate(shown):
         table.add_row(str(step), *(f"{value:.4f}" for value in action))
     if len(shown) < len(chunk.actions):
-        table.caption = f"the first {len(shown)} of {len(chunk.actions)}"
+        table.caption = f"the first {len(shown)} of {len(chunk.actions)}; --json has all"
     console = terminal.console()
     # A robot with many joints needs more columns than a terminal: let the lines run over, never cut digits.
     if len(chunk.actions):

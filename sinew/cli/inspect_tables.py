@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 LONG = 200  # characters of a value that is shown whole
 
 
+def facts_table(facts: dict[str, str]) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for key, value in facts.items():
+        table.add_row(escape(key), escape(value))
+    return table
+
+
 def config_table(config: dict[str, Any]) -> Table:
     table = Table("config", "", box=None, pad_edge=False)
     for key, value in config.items():

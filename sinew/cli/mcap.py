@@ -1,16 +1,17 @@
-"""``sinew mcap`` and ``sinew rrd``: a recording for people, in Foxglove, PlotJuggler or Rerun."""
+"""``sinew recording mcap`` and ``sinew recording rrd``: a recording for people, in Foxglove, PlotJuggler or Rerun."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 
 from sinew import progress
 from sinew.cli import terminal
+from sinew.cli.options import PositiveIfAny
 
 
 @Parameter(name="*")
@@ -25,7 +26,7 @@ class Named:
     """
 
     bundle: Path | None = None
-    hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
+    hz: PositiveIfAny = None
 
     def keywords(self) -> dict[str, Any]:
         """Return the arguments of what writes a recording."""

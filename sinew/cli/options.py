@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 
-from sinew.core import SinewError
+from sinew.core import ObservationError, SinewError
+from sinew.engine.backend import AUTO, BACKENDS
 
-Engine = Literal["auto", "eager", "plan", "cpu", "onnx", "cuda"]
+if TYPE_CHECKING:
+    from sinew.eval.settings import Variant
+
+    Engine = str
+else:
+    Engine = Literal[(AUTO, *reversed(tuple(BACKENDS)))]  # those of other distributions too
 Providers = Annotated[tuple[str, ...], Parameter(name="--provider", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
 Texts = Annotated[tuple[str, ...], Parameter(negative="")]
+Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+CountIfAny = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
+Whole = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+Positive = Annotated[float, Parameter(validator=validators.Number(gt=0))]
+PositiveIfAny = Annotated[float | None, Parameter(validator=validators.Number(gt=0))]
+NotNegative = Annotated[float, Parameter(validator=validators.Number(gte=0))]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Engine")
 @dataclass(frozen=True)
 class Runs:
     """What runs a bundle.
@@ -46,8 +59,23 @@ class Runs:
             "ignore_recipe": self.ignore_recipe,
         }
 
+    def variant(self, target: str, cameras: Cameras, **more: Any) -> Variant:
+        """Return what an evaluation plays. more: further fields of it."""
+        from sinew.eval.settings import Variant
 
-@Parameter(name="*")
+        return Variant(
+            target,
+            dtype=self.dtype,
+            device=self.device,
+            engine=None if self.engine == AUTO else self.engine,
+            ignore_recipe=self.ignore_recipe,
+            rename=cameras.rename,
+            allow_missing_cameras=cameras.allow_missing_cameras,
+            **more,
+        )
+
+
+@Parameter(name="*", group="Cameras")
 @dataclass(frozen=True)
 class Cameras:
     """How the cameras of observations are named.
@@ -68,6 +96,32 @@ class Cameras:
             "rename": parse_renames(self.rename),
             "allow_missing_cameras": self.allow_missing_cameras,
         }
+
+
+def pairs(flag: str, what: str, texts: Iterable[str]) -> dict[str, str]:
+    """Return name -> value of a flag that is given as ``NAME=VALUE``, repeatedly. what: the value, in capitals.
+
+    Raises :class:`SinewError` for what is no pair, or names one twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise SinewError(f"{flag} {text}: expected NAME={what}")
+        if name in found:
+            raise SinewError(f"{flag} {text}: {name} is another {flag.removeprefix('--')}'s name")
+        found[name] = value
+    return found
+
+
+def image_size_of(text: str | None) -> tuple[int, int] | None:
+    """Return height and width of ``480x640``; None where the flag is absent. Raises :class:`ObservationError`."""
+    if text is None:
+        return None
+    height, _, width = text.lower().partition("x")
+    if not (height.isdigit() and width.isdigit() and int(height) and int(width)):
+        raise ObservationError("--image-size", "HEIGHTxWIDTH, as 480x640", repr(text))
+    return int(height), int(width)
 
 
 RUNS, CAMERAS = Runs(), Cameras()

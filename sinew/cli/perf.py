@@ -1,7 +1,4 @@
-"""``sinew perf``: what is possible, before and after you buy the hardware.
-
-Each command prints tables and ends with one JSON object on the last line of standard output.
-"""
+"""``sinew perf``: what is possible, before and after you buy the hardware."""
 
 from __future__ import annotations
 
@@ -13,29 +10,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, Parameter, validators
+from cyclopts import Parameter, validators
 from rich.table import Table
 
-from sinew import figures, progress
+from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.perf_fleet import fleet
-from sinew.cli.perf_machine import calibrate, fit, predict
-from sinew.cli.perf_options import Asked, Rate, dtypes
-from sinew.cli.perf_scenario import scenario
-from sinew.cli.perf_stream import stream
+from sinew.cli.options import Positive
+from sinew.cli.perf_options import Asked, dtypes
 from sinew.perf.request import AS_THE_POLICY
 
 if TYPE_CHECKING:
-    from sinew.perf.hardware import Hardware
     from sinew.perf.paper.published import Row
-    from sinew.perf.roofline import StageTiming
-
-perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
-for command in (scenario, fit, calibrate, predict, fleet, stream):
-    perf.command(command)
 
 
-@perf.command
 def run(
     source: str,
     /,
@@ -64,18 +51,19 @@ def run(
     from sinew.perf.hardware import load_machines
 
     machines = load_machines(hardware or ("thor", "rtx4090", "h200"), data)  # before torch
-    if plot is not None:
-        figures.check()
     from sinew.perf import plots
+
+    if plot is not None:
+        plots.check()
     from sinew.perf.memory import memory_report, missing
     from sinew.perf.program import PublishedProgram
-    from sinew.perf.roofline import timing
+    from sinew.perf.roofline import components_record, timing
 
     with progress.task(f"tracing {source}"):
         program = PublishedProgram.load(source, request, dtypes=dtypes(dtype), engine=engine)
         parts = program.components(traffic)
     timings = {machine.name: [timing(part, machine) for part in parts] for machine in machines}
-    records = [_record(machine, timings[machine.name]) for machine in machines]
+    records = [components_record(machine, timings[machine.name]) for machine in machines]
     console = terminal.console()
     console.print(_component_table(source, records))
     gib = memory_report(program).weights_nbytes / 2**30
@@ -100,7 +88,6 @@ def run(
     return 0
 
 
-@perf.command
 def paper(
     *,
     correct: Annotated[list[str] | None, Parameter(negative="")] = None,
@@ -151,16 +138,15 @@ def paper(
     return int(not names and any(row.status == "differs" for row in rows))
 
 
-@perf.command
 def need(
     *,
-    rate: Rate,
+    rate: Positive,
     model: str = "pi0.5",
     request: Asked = AS_THE_POLICY,
     efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
     data: Path | None = None,
 ) -> int:
-    """Which machine, precision and number of solver steps reach a rate, and fit its memory. Exit code 1 if none does.
+    """Which machine, precision and number of solver steps reach a rate, and fit its memory. Exit status 1 if none does.
 
     Args:
         rate: chunks per second.
@@ -181,7 +167,6 @@ def need(
     return 0 if found else 1
 
 
-@perf.command
 def machines(*, data: Path | None = None, links: Path | None = None) -> int:
     """The machines and networks that are known, with their sources.
 
@@ -233,28 +218,6 @@ def _corrections_table(changed: Sequence[dict[str, Any]]) -> Table:
     for entry in changed:
         table.add_row(str(entry["name"]), *(f"{entry[name]:.2f}" for name in names), str(entry["why"]))
     return table
-
-
-def _record(machine: Hardware, rows: Sequence[StageTiming]) -> dict[str, Any]:
-    total = sum(row.seconds for row in rows)
-    parts = [
-        {
-            "component": row.name,
-            "ms": 1e3 * row.seconds,
-            "bound": row.bound,
-            "gflop": row.flops / 1e9,
-            "gbyte": row.nbytes / 1e9,
-            "tflops": row.flops / row.seconds / 1e12 if row.seconds else 0.0,  # a stage without products
-        }
-        for row in rows
-    ]
-    return {
-        "machine": machine.name,
-        "title": machine.title,
-        "ms": 1e3 * total,
-        "hz": 1 / total,
-        "components": parts,
-    }
 
 
 def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:

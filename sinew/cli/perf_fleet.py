@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
 
-from sinew import machine
 from sinew.cli import terminal
-from sinew.cli.perf_options import Positive, Rate
+from sinew.cli.options import CountIfAny, Flag, NotNegative, Positive
 from sinew.core import SinewError
 
 
@@ -16,14 +15,14 @@ def fleet(
     source: str,
     /,
     *,
-    hz: Rate = 10.0,
-    deadline_ms: Rate = 100.0,
+    hz: Positive = 10.0,
+    deadline_ms: Positive = 100.0,
     max_batch: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=64))] = 8,
-    overhead_ms: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 2.0,
+    overhead_ms: NotNegative = 2.0,
     share: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.99,
-    threads: Positive = None,
+    threads: CountIfAny = None,
     engine: Literal["eager", "plan"] = "plan",
-    measure: Annotated[bool, Parameter(negative="")] = False,
+    measure: Flag = False,
 ) -> int:
     """How many robots one machine answers in time, one request after another and in batches.
 
@@ -41,20 +40,20 @@ def fleet(
         measure: load the policy and time its batches.
     """
     from sinew.perf import fleet as model
-    from sinew.perf.machine.batches import predicted as predict
+    from sinew.perf.machine.batches import predicted, sizes
+    from sinew.perf.machine.fit import threads_of
 
-    count = threads or machine.recommended_threads()[0]
+    count = threads_of(threads)
     tables: dict[str, dict[int, float]] = {}
     band = None
-    predicted = predict(source, count, engine, max_batch)
-    if isinstance(predicted, str):
+    try:
+        tables["predicted"], band = predicted(source, count, engine, max_batch)
+    except SinewError as error:
         if not measure:
-            raise SinewError(predicted)
-        terminal.console(stderr=True).print(predicted)
-    else:
-        tables["predicted"], band = predicted
+            raise
+        terminal.say(str(error))
     if measure:
-        tables["measured"] = _measured(source, threads, engine, max_batch)
+        tables["measured"] = model.measured(source, threads, engine, sizes(max_batch))
     rows: list[dict[str, Any]] = []
     for origin, times in tables.items():
         for batch in (1, max_batch):
@@ -76,11 +75,11 @@ def fleet(
                 }
             )
     console = terminal.console()
-    sizes = sorted(set().union(*tables.values()))
-    columns = ("times", *(f">{size}" for size in sizes))
+    timed = sorted(set().union(*tables.values()))
+    columns = ("times", *(f">{size}" for size in timed))
     costs = terminal.table(f"{source}, {engine}, {count} threads: milliseconds of a batch", *columns)
     for origin, times in tables.items():
-        costs.add_row(origin, *(f"{1e3 * times[n]:.1f}" if n in times else "" for n in sizes))
+        costs.add_row(origin, *(f"{1e3 * times[n]:.1f}" if n in times else "" for n in timed))
     console.print(costs)
     title = f"robots at {hz:g} Hz of whose moments {share:.0%} are answered within {deadline_ms:g} ms"
     table = terminal.table(title, "times", ">max batch", ">robots", ">p99, ms", ">mean batch")
@@ -107,16 +106,3 @@ def fleet(
     }
     terminal.emit(record)
     return 0
-
-
-def _measured(source: str, threads: int | None, engine: str, max_batch: int) -> dict[int, float]:
-    """Return the seconds of batches of this policy's own observation, timed here."""
-    from sinew.perf.machine.batches import sizes
-    from sinew.policy import load
-    from sinew.serve.batching import time_batches
-
-    policy = load(source, engine=engine, threads=threads)
-    policy.warm_up()
-    if policy.unbatched:
-        raise SinewError(policy.unbatched)
-    return time_batches(policy, sizes(max_batch))

@@ -1,7 +1,4 @@
-"""``sinew perf fit`` and ``sinew perf calibrate``: what a policy needs of a machine, and what this one does.
-
-The last line of standard output is one JSON object.
-"""
+"""``sinew perf fit`` and ``sinew perf calibrate``: what a policy needs of a machine, and what this one does."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter, validators
 from rich.console import Console
 
-from sinew import machine
 from sinew.cli import terminal
-from sinew.cli.perf_options import Asked, Positive
+from sinew.cli.options import Count, CountIfAny, Flag, PositiveIfAny
+from sinew.cli.perf_options import Asked
 from sinew.core import SinewError
 from sinew.perf.request import AS_THE_POLICY
 
@@ -28,17 +25,17 @@ def fit(
     /,
     *,
     hardware: str = "",
-    memory_gib: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    memory_gib: PositiveIfAny = None,
     system_gib: Annotated[float | None, Parameter(validator=validators.Number(gte=0))] = None,
     request: Asked = AS_THE_POLICY,
     dtype: str | None = None,
     engine: Literal["eager", "plan", "cpu", "cuda"] = "eager",
     device: Literal["cpu", "cuda"] | None = None,
-    alone: Annotated[bool, Parameter(negative="")] = False,
-    embodiments: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
+    alone: Flag = False,
+    embodiments: Count = 1,
     search: bool = True,
 ) -> int:
-    """Does a policy fit a board's memory, and how much can be asked of it there? Exit code 1 if it does not.
+    """Does a policy fit a board's memory, and how much can be asked of it there? Exit status 1 if it does not.
 
     Args:
         source: as of `sinew infer`, or a family's preset, at their published size.
@@ -54,7 +51,7 @@ def fit(
         search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).
     """
     from sinew.perf.hardware import load_hardware
-    from sinew.perf.memory import fits
+    from sinew.perf.memory import DEVICES, fits
 
     board = load_hardware(hardware or "orin-nano")
     memory_gib = board.memory_gib if memory_gib is None else memory_gib
@@ -71,7 +68,7 @@ def fit(
         request,
         dtypes=dtype,
         engine=engine,
-        device=device or ("cpu" if engine == "cpu" else "cuda"),
+        device=device or DEVICES.get(engine, "cuda"),
         embodiments=embodiments,
         search=search,
     )
@@ -126,10 +123,10 @@ def calibrate(
     source: str,
     /,
     *,
-    threads: Positive = None,
+    threads: CountIfAny = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     engine: Literal["eager", "plan", "onnx"] = "eager",
-    runs: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 3,
+    runs: Count = 3,
     directory: Path | None = None,
 ) -> int:
     """Measure this machine and a policy's stages on it; later predictions and `sinew bench` use what is found.
@@ -162,7 +159,7 @@ def predict(
     source: str,
     /,
     *,
-    threads: Positive = None,
+    threads: CountIfAny = None,
     request: Asked = AS_THE_POLICY,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     engine: Literal["eager", "plan", "onnx"] = "eager",
@@ -180,18 +177,9 @@ def predict(
     from sinew.perf.machine import fit as calibration
     from sinew.perf.program import PublishedProgram
 
-    count = threads or machine.recommended_threads()[0]
-    fitted = calibration.load(machine.cpu_model(), count, directory, engine)
-    if fitted is None:
-        command = f"sinew perf calibrate {source} --threads {count}"
-        command += "" if engine == "eager" else f" --engine {engine}"
-        raise SinewError(f"not calibrated for {count} threads: {command}")
-    program = PublishedProgram.load(
-        source,
-        request,
-        dtypes=dtype,
-        engine="eager" if engine == "eager" else "plan",
-    )
+    count = calibration.threads_of(threads)
+    fitted = calibration.calibrated(source, count, engine, directory)
+    program = PublishedProgram.load(source, request, dtypes=dtype, engine=calibration.program_of(engine))
     title = f"{program.name}, {dtype}, {engine}, {count} threads, band {fitted.band:.0%}: milliseconds"
     table = terminal.table(title, "stage", ">predicted", ">low", ">high", ">roofline")
     stages = {}
@@ -208,7 +196,7 @@ def predict(
 
 
 def print_calibration(found: Calibration, console: Console) -> None:
-    from sinew.perf.machine.calibrate import errors_by_stage
+    from sinew.perf.machine.calibrate import disturbed, errors_by_stage
 
     speeds = found.speeds
     peaks = ", ".join(f"{dtype} {value / 1e9:.1f} GFLOP/s" for dtype, value in speeds.peak_flops.items())
@@ -221,11 +209,7 @@ def print_calibration(found: Calibration, console: Console) -> None:
         f"largest error of {len(found.samples)} samples: {errors}; band of predictions {found.band:.0%}",
     ):
         console.print(line)
-    cores = machine.cores().physical
-    if speeds.load > cores:
-        busy = (
-            f"load average {speeds.load} on {cores} cores: others were computing; calibrate again when idle"
-        )
+    if busy := disturbed(found):
         console.print(f"[yellow]{busy}[/]")
 
 

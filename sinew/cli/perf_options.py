@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 
 from sinew.core import SinewError
 from sinew.perf.request import TracedRequest
 
-Positive = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
-Asked = Annotated[TracedRequest, Parameter(name="*")]
-Rate = Annotated[float, Parameter(validator=validators.Number(gt=0))]
-Delay = Annotated[float, Parameter(validator=validators.Number(gte=0))]
+Asked = Annotated[TracedRequest, Parameter(name="*", group="Request")]
 
 
 def dtypes(text: str | None) -> Any:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from sinew.cli import terminal
-from sinew.cli.perf_options import Delay, Positive, Rate, dtypes
+from sinew.cli.options import CountIfAny, NotNegative, Positive
+from sinew.cli.perf_options import dtypes
 
 
 def scenario(
@@ -19,20 +20,20 @@ def scenario(
     device: str = "agx-orin",
     network: Annotated[list[str] | None, Parameter(negative="")] = None,
     codec: Literal["raw", "jpeg", "float32"] = "raw",
-    control_hz: Rate = 50.0,
-    replan: Positive = None,
-    cap_hz: Rate = 5.0,
+    control_hz: Positive = 50.0,
+    replan: CountIfAny = None,
+    cap_hz: Positive = 5.0,
     dtype: str | None = None,
-    camera_ms: Delay = 0.0,
-    actuation_ms: Delay = 0.0,
+    camera_ms: NotNegative = 0.0,
+    actuation_ms: NotNegative = 0.0,
     data: Path | None = None,
     links: Path | None = None,
     plot: Path | None = None,
 ) -> int:
     """Where to run a policy: on the robot, on a server, split; in step or asynchronously; as two systems.
 
-    A place whose memory does not hold what would run there is refused, as `sinew perf fit` does. Exit code 1 if nothing
-    fits anywhere.
+    A place whose memory does not hold what would run there is refused, as `sinew perf fit` does. Exit status 1 if
+    nothing fits anywhere.
 
     Args:
         source: as of `sinew infer`, or a family's preset.

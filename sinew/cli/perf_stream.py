@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter, validators
 
 from sinew.cli import terminal
-from sinew.cli.perf_options import Asked, Delay, Rate, dtypes
+from sinew.cli.options import NotNegative, Positive
+from sinew.cli.perf_options import Asked, dtypes
 from sinew.perf.request import AS_THE_POLICY
 
 
@@ -17,16 +18,16 @@ def stream(
     /,
     *,
     hardware: Annotated[list[str] | None, Parameter(negative="")] = None,
-    camera_hz: Rate = 30.0,
-    hz: Rate = 480.0,
+    camera_hz: Positive = 30.0,
+    hz: Positive = 480.0,
     request: Asked = AS_THE_POLICY,
     dtype: str | None = None,
     efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
-    camera_ms: Delay = 0.0,
-    actuation_ms: Delay = 0.0,
+    camera_ms: NotNegative = 0.0,
+    actuation_ms: NotNegative = 0.0,
     data: Path | None = None,
 ) -> int:
-    """How fast the loops of a stream turn on one machine. Exit code 1 if none of the machines reaches the rate.
+    """How fast the loops of a stream turn on one machine. Exit status 1 if none of the machines reaches the rate.
 
     A machine whose memory the policy does not fit is refused, as `sinew perf fit` does. Prefixes and head runs either
     take turns or run at once, as on two streams of a GPU: then what one computes hides what the other moves.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from cyclopts import Parameter, validators
+from typing import Any, Literal
 
 from sinew import progress
 from sinew.cli import terminal
+from sinew.cli.options import Count, Flag, PositiveIfAny, Whole
 from sinew.core import SinewError
 
 DEFAULT = "vision=int8,language=int8,head=fp32"
@@ -21,12 +20,12 @@ def quantize(
     *,
     recipe: str = DEFAULT,
     out: Path,
-    observations: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 32,
+    observations: Count = 32,
     engine: Literal["cpu", "onnx"] | None = None,
-    search: Annotated[bool, Parameter(negative="")] = False,
+    search: Flag = False,
     budget: str = "",
-    target_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
-    episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 20,
+    target_ms: PositiveIfAny = None,
+    episodes: Whole = 20,
 ) -> int:
     """Store components in fewer bits and measure what it costs. The cpu engine computes on the stored weights.
 
@@ -71,13 +70,14 @@ def quantize(
                 f"recipe: {part}: expected linear layers or token tables, got none in {opened.manifest.architecture}"
             )
         chosen[part] = "fp32"
+    console = terminal.console(markup=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     if search:
-        from sinew.cli.quantize_search import search as search_recipe
+        from sinew.eval.report.recipe_search import search as search_recipe
 
         trial = quantization.trials(opened, observations)
-        chosen, found["search"] = search_recipe(opened, budget, target_ms, out, trial)
+        chosen, found["search"] = search_recipe(opened, budget, target_ms, out, trial, console.print)
         engine = "cpu"
         if set(chosen.values()) == {"fp32"}:
             asked = f"--budget {budget}" if budget else f"--target-ms {target_ms:g}"
@@ -86,7 +86,6 @@ def quantize(
     with progress.task(f"measuring {bundle.name} in {asked}"):
         record, why = quantization.quantized(opened, chosen, observations, out, engine)
     record, verdict, passed = quantization.gated(record, out, episodes)
-    console = terminal.console(markup=False)
     console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
     for part in absent:
         console.print(f"         {part}: no linear layers or token tables in {opened.manifest.architecture}")

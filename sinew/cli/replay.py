@@ -61,6 +61,7 @@ def print_replay(result: dict[str, Any]) -> None:
         f"{result['records']} records: {result['equal']} equal to the bit, {result['within']} within the tolerance,"
         f" {result['beyond']} beyond{largest}; {result['error']} answered with an error,"
         f" {result['new']} that had failed gave actions"
+        + (f"; {result['unkept']} not asked: records keep no contexts" if result["unkept"] else "")
     )
     console.print("\n".join(lines), markup=False)
 

@@ -21,6 +21,7 @@ from sinew_client.control.defaults import AUTO, HANDOVER, REPLAN
 from sinew_client.errors import Refused
 from sinew_client.history import History
 
+from sinew.auth import api_key_of
 from sinew.cli import status, terminal
 from sinew.cli.options import RUNS, Runs, json_object
 from sinew.cli.run_connection import (
@@ -50,14 +51,15 @@ def run(
     handover: str = HANDOVER,
     replan: str = REPLAN,
     max_age: float | None = None,
-    deadline: float = 2.0,
+    timeout: float = 2.0,
     finish: Annotated[bool, Parameter(negative="")] = False,
     future: Annotated[bool, Parameter(negative="")] = False,
     edge_adapter: Path | None = None,
     split: str | None = None,
     assist: str | None = None,
     assist_when: str = ASSIST_WHEN,
-    assist_deadline: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 5.0,
+    assist_timeout: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 5.0,
+    api_key_file: Path | None = None,
     go: Annotated[bool, Parameter(negative="")] = False,
     lead: LeaderFlags = LEADER,
     envelope: EnvelopeFlags = ENVELOPE,
@@ -83,23 +85,25 @@ def run(
         replan: when to ask: STEPS, full, queue:FRACTION (at most this part of a chunk is left) or
             disagreement:LIMIT,STEPS.
         max_age: seconds after its frame beyond which a row is not executed.
-        deadline: seconds to wait for an answer.
+        timeout: seconds to wait for an answer.
         finish: after a failed request, execute the rows at hand instead of holding at once.
         future: tell the policy the state that the robot will have when the answer arrives.
         edge_adapter: a file; a small network that refines the newest chunk in every control step (docs/fleet.md).
         split: address of a server's context.FORM, which computes vision and prefix of the bundle whose head runs here.
         assist: address of a larger policy that is asked beside the one that is loaded here.
         assist_when: every:SECONDS since its last answer, disagreement:LIMIT, uncertainty:LIMIT; separated by commas.
-        assist_deadline: seconds to wait for it.
+        assist_timeout: seconds to wait for it.
+        api_key_file: a file with the key of servers; SINEW_API_KEY in the environment if absent.
         go: begin at once, also with a keyboard.
     """
     with ExitStack() as stack:
         try:
+            key = api_key_of(api_key_file)
             rule = assist_rule(target, assist, assist_when)
             lead.check()
             edge = None if edge_adapter is None else Adapter.read(edge_adapter)
             open_robot = on.opener()  # before anything is loaded
-            policy, about, connect = open_connection(target, runs, split)
+            policy, about, connect = open_connection(target, runs, split, key)
             connect = conditioned(connect, about, advantage, guidance_scale)
             robot = on.opened(stack, open_robot, policy)
             own = getattr(robot.machine, "motion", None)
@@ -112,7 +116,7 @@ def run(
                 edge.check(policy, robot.rate)
             settings = Settings(
                 hz=robot.rate, handover=chosen.handover, replan=replan, motion=chosen.motion,
-                limits=lead.limits(robot, chosen.motion, policy), max_age=max_age, deadline=deadline,
+                limits=lead.limits(robot, chosen.motion, policy), max_age=max_age, deadline=timeout,
                 stale=on.stale, finish=finish, future=future, substeps=substeps,
                 committed_rows=int(policy.get("committed_rows") or 0),
                 refine=0 if edge is None else edge.form.max_age,
@@ -123,7 +127,7 @@ def run(
             machine, takeover = lead.opened(stack, robot, settings, policy)
             assisted = None
             if assist is not None and rule is not None:
-                connect = assisted = open_assist(assist, rule, assist_deadline, connect, policy, settings)
+                connect = assisted = open_assist(assist, rule, assist_timeout, connect, policy, settings, key)
                 stack.callback(assisted.close)
             history = History.of(policy)
             loop = Loop(

@@ -14,7 +14,6 @@ from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
 
 from sinew import progress
-from sinew.auth import key_from_environment
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs
 from sinew.core import RTC, SinewError
@@ -29,33 +28,24 @@ ASSIST_WHEN = "every:5"
 Connection = tuple[dict[str, Any], dict[str, Any], Callable[[], Call]]
 
 
-def open_connection(target: str, runs: Runs, split: str | None = None) -> Connection:
+def open_connection(target: str, runs: Runs, split: str | None = None, key: str = "") -> Connection:
     """Return what the policy says about itself, what is said about what runs it, and what opens a connection to it.
-    split: the server of the first half of a policy whose head runs here."""
+    split: the server of the first half of a policy whose head runs here. key: of the server."""
     if is_address(target):
         if split is not None:
             raise SinewError(
                 f"--split: expected the bundle here, whose head runs here, got the server {target}"
             )
-        if runs != RUNS:
-            raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
-        served = _served(target)
-        opener = Servers(target.split(","), key_from_environment(), max_rows=_most_rows(served["policy"]))
+        served = ask_server(target, runs, key)
+        opener = Servers(target.split(","), key, max_rows=_most_rows(served["policy"]))
         return served["policy"], served["server"], opener
-    from sinew.policy import load
-    from sinew.serve.safety import Safety
-
-    with progress.task(f"loading {target}"):
-        local = load(target, **runs.keywords())
-    log.info("%s", running(local))
-    policy = local.spec.to_dict()
-    policy["action"]["limits"] = Safety(local.processor).limits()
+    local, policy = load_here(target, runs)
     if split is not None:
         about = local.describe() | {
             "unguided": "a policy in two places does not continue chunks",
             "unscaled": "a policy in two places reads one prompt",
         }
-        return policy, about, _split(local, split)
+        return policy, about, _split(local, split, key)
     local.warm_up()
     return policy, local.describe(), lambda: lambda observation, _: local.infer(observation).actions
 
@@ -149,10 +139,11 @@ def open_assist(
     near: Callable[[], Call],
     policy: dict[str, Any],
     settings: Settings,
+    key: str = "",
 ) -> Assist:
-    """Return what opens connections to ``near`` with the policy at ``address`` beside it."""
+    """Return what opens connections to ``near`` with the policy at ``address`` beside it. key: of its server."""
     try:
-        far = _served(address)["policy"]
+        far = ask_server(address, key=key)["policy"]
     except ClientError as error:  # the robot can do without, and asks again later
         log.warning("--assist %s: %s", address, error)
     else:
@@ -161,12 +152,30 @@ def open_assist(
                 raise SinewError(
                     f"--assist: expected {policy[name]['dim']} numbers of {name}, got {far[name]['dim']}"
                 )
-    servers = Servers(address.split(","), key_from_environment(), without=("time",))
+    servers = Servers(address.split(","), key, without=("time",))
     return Assist(near, servers, rule, settings.hz, deadline, settings.parse_motion())
 
 
-def _served(target: str) -> dict[str, Any]:
-    with Client(target.split(","), timeout=10.0, api_key=key_from_environment()) as client:
+def load_here(target: str, runs: Runs, **options: Any) -> tuple[Policy, dict[str, Any]]:
+    """Return a policy that computes here, and what it says about itself, its limits with it. options: further ones of
+    ``sinew.load``."""
+    from sinew.policy import load
+    from sinew.serve.safety import Safety
+
+    with progress.task(f"loading {target}"):
+        local = load(target, **runs.keywords(), **options)
+    log.info("%s", running(local))
+    policy = local.spec.to_dict()
+    policy["action"]["limits"] = Safety(local.processor).limits()
+    return local, policy
+
+
+def ask_server(target: str, runs: Runs = RUNS, key: str = "") -> dict[str, Any]:
+    """Return what a server says about itself and its policy. Raises :class:`SinewError` for flags of what runs a
+    policy, which are the server's own."""
+    if runs != RUNS:
+        raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
+    with Client(target.split(","), timeout=10.0, api_key=key) as client:
         return client.metadata()
 
 
@@ -175,10 +184,10 @@ def _most_rows(policy: dict[str, Any]) -> int:
     return max(MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK))
 
 
-def _split(local: Policy, address: str) -> Callable[[], Call]:
+def _split(local: Policy, address: str, key: str) -> Callable[[], Call]:
     """Return what opens connections to the other half, which has to be there and of the same file."""
     from sinew.stream.split import SplitCalls
 
-    opener = SplitCalls(local, address, key_from_environment())
+    opener = SplitCalls(local, address, key)
     opener().close()
     return opener

@@ -16,14 +16,14 @@ from sinew_client.control.leaders import open_leader, open_lerobot_leader
 from sinew_client.control.motion import Motion, parse_motion
 
 from sinew.cli import terminal
-from sinew.cli.options import Texts, json_object
-from sinew.cli.run_robot import Driven, Positive
+from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
+from sinew.cli.run_robot import Driven
 from sinew.core import ActionChunk, Observation, SinewError
 
 EXPERT = "expert"
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Take-over")
 @dataclass(frozen=True)
 class LeaderFlags:
     """Who may drive in the policy's place, and what is kept of it.
@@ -39,15 +39,15 @@ class LeaderFlags:
             the limits give it if absent.
         shadow: the policy computes and somebody else drives: the leader of --takeover, or whoever drives a robot that
             is then only looked at. The report says how well they agree.
-        frames: folder; each control step with a command is kept, with what was seen and who drove: `sinew dataset
-            FOLDER OUT` makes a LeRobot data set of them.
+        frames: folder; each control step with a command is kept, with what was seen and who drove: `sinew
+            recording dataset FOLDER OUT` makes a LeRobot data set of them.
     """
 
     takeover: str | None = None
     takeover_options: str | None = None
     takeover_key: str = "t"
-    align: Positive = None
-    shadow: Annotated[bool, Parameter(negative="")] = False
+    align: PositiveIfAny = None
+    shadow: Flag = False
     frames: Path | None = None
 
     @property
@@ -156,7 +156,7 @@ class LeaderFlags:
 LEADER = LeaderFlags()
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Envelope")
 @dataclass(frozen=True)
 class EnvelopeFlags:
     """What the policy's rows go through, and how old each source may be.
@@ -173,7 +173,7 @@ class EnvelopeFlags:
     filter: str = ""
     speed: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 1.0
     stale_of: Texts = ()
-    skew: Positive = None
+    skew: PositiveIfAny = None
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a loop."""

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 from sinew_client import ClientError
 from sinew_client.control import Journal, Limits, Loop, Settings
 from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
 
+from sinew.bundle.rename import parse_renames
 from sinew.cli import terminal
-from sinew.cli.options import json_object
+from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object, pairs
 from sinew.core import SinewError
 from sinew.eval.report.stats import wilson
 from sinew.signals import handled
 
 Opened = tuple[Any, str, "float | None"]
-Positive = Annotated[float | None, Parameter(validator=validators.Number(gt=0))]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Robot")
 @dataclass(frozen=True)
 class RobotFlags:
     """The robot, and how it is driven.
@@ -35,8 +35,8 @@ class RobotFlags:
             hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first) or
             lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
-        cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
-        joints: POLICY=ROBOT, the same of joints, where robot and policy call them otherwise; repeatable. Where both
+        rename: NEW=CAMERA, repeatable: the policy's CAMERA is called NEW by your robot, as front=camera1.
+        rename_joint: NEW=JOINT, repeatable: the same of joints, where robot and policy call them otherwise. Where both
             have names they are matched by them, whatever their order.
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: control rate; the policy's own, or the environment's, if absent.
@@ -54,21 +54,21 @@ class RobotFlags:
 
     robot: str = "dry"
     robot_options: str | None = None
-    cameras: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    joints: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    rename: Texts = ()
+    rename_joint: Texts = ()
     prompt: str = ""
-    hz: Positive = None
+    hz: PositiveIfAny = None
     motion: str | None = None
     limits: Path | None = None
     stale: float = 0.5
     watchdog: bool = True
-    seconds: Positive = None
-    episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None
+    seconds: PositiveIfAny = None
+    episodes: CountIfAny = None
     record: Path | None = None
 
     def opener(self) -> Callable[[dict[str, Any]], Opened]:
         """Return what opens the robot for a policy (:func:`robot_opener`)."""
-        return robot_opener(self.robot, self.robot_options, self.cameras, self.episodes, self.joints)
+        return robot_opener(self.robot, self.robot_options, self.rename, self.episodes, self.rename_joint)
 
     def opened(
         self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Opened], policy: dict[str, Any]
@@ -141,7 +141,7 @@ EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pe
 def robot_opener(
     text: str,
     options: str | None,
-    cameras: Iterable[str] | None,
+    rename: Iterable[str],
     episodes: int | None,
     joints: Iterable[str] = (),
 ) -> Callable[[dict[str, Any]], Opened]:
@@ -149,14 +149,15 @@ def robot_opener(
 
     What can be wrong without a policy is said here, before one is loaded.
     """
-    given, pairs = json_object("--robot-options", options) or {}, _pairs(cameras or ())
-    places = _pairs(joints, "--joints")
+    given = json_object("--robot-options", options) or {}
+    cameras = _of_policy("--rename", "camera", parse_renames(tuple(rename)))
+    places = _of_policy("--rename-joint", "joint", pairs("--rename-joint", "JOINT", joints))
     text = EMBEDDED.get(text, text)
     kind, _, rest = text.partition(":")
     if episodes is not None and kind != "gym":
         raise SinewError("--episodes: belongs to --robot gym:ENV")
     if places and (kind in ("gym", "dry") or text == "dry"):
-        raise SinewError(f"--joints: expected none with --robot {text}, which has no names of its own")
+        raise SinewError(f"--rename-joint: expected none with --robot {text}, which has no names of its own")
     if kind == "gym" and rest:
         from sinew.eval.adapters import make_env
         from sinew.eval.robot import SimulatedRobot
@@ -164,23 +165,23 @@ def robot_opener(
         env, adapter = make_env(rest, env_options=given)
 
         def simulated(policy: dict[str, Any]) -> Opened:
-            if fit := getattr(adapter, "fit_actions" if pairs else "fit", None):
+            if fit := getattr(adapter, "fit_actions" if cameras else "fit", None):
                 fit(policy)
-            robot = SimulatedRobot(env, adapter, episodes, cameras=pairs)
+            robot = SimulatedRobot(env, adapter, episodes, cameras=cameras)
             return robot, robot.task, adapter.control_hz
 
         return simulated
     if kind == "lerobot" and rest:
-        return lambda policy: (open_lerobot(rest, given, policy, pairs, places), "", None)
+        return lambda policy: (open_lerobot(rest, given, policy, cameras, places), "", None)
     if text == "dry":
-        if pairs:
-            raise SinewError("--cameras: expected none with --robot dry, which has the policy's own")
+        if cameras:
+            raise SinewError("--rename: expected none with --robot dry, which has the policy's own")
         return lambda policy: (Dry(policy), "", None)
     if rest:
         find_class(text)
 
         def own(policy: dict[str, Any]) -> Opened:
-            robot = ordered(open_class(text, given, pairs), policy, places)
+            robot = ordered(open_class(text, given, cameras), policy, places)
             return robot, str(getattr(robot, "task", "")), None
 
         return own
@@ -189,11 +190,13 @@ def robot_opener(
     )
 
 
-def _pairs(texts: Iterable[str], flag: str = "--cameras") -> dict[str, str]:
-    for text in texts:
-        if "=" not in text:
-            raise SinewError(f"{flag}: expected POLICY=ROBOT, got {text!r}")
-    return dict(text.split("=", 1) for text in texts)
+def _of_policy(flag: str, what: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the policy's cameras or joints -> the robot's, of the robot's -> the policy's."""
+    found = {old: own for own, old in names.items()}
+    if len(found) < len(names):
+        texts = ", ".join(f"{own}={old}" for own, old in names.items())
+        raise SinewError(f"{flag}: expected each {what} once, got {texts}")
+    return found
 
 
 # ----------------------------------------------------------------------------- instruction and episodes
@@ -243,12 +246,12 @@ def episodes_row(machine: Any) -> list[tuple[str, str]]:
 
 # ----------------------------------------------------------------------------- what does not fit
 
-_PYTHON = re.compile(r" \((?:rename [^)]*|allow_missing_cameras[^)]*)\)")  # hints for who calls sinew.load
+_HINT = re.compile(r" \([^()]*(?:maps it|runs without)\)")  # of the policy, which may be a server's
 
 
 def refusal(text: str, machine: Any, policy: dict[str, Any]) -> str:
     """Return why a policy refused what a robot shows, with what to give on this command line."""
-    text = _PYTHON.sub("", text)
+    text = _HINT.sub("", text)
     if "images" not in text:
         return f"the policy refused the robot's first observation: {text}"
     wanted = [camera["name"] for camera in policy["cameras"]]
@@ -256,7 +259,7 @@ def refusal(text: str, machine: Any, policy: dict[str, Any]) -> str:
     free = [name for name in wanted if name not in shown]
     spare = [name for name in shown if name not in wanted]
     example = " ".join(
-        f"--cameras {name}={other}" for name, other in zip(free, spare or ["NAME"], strict=False)
+        f"--rename {other}={name}" for name, other in zip(free, spare or ["NAME"], strict=False)
     )
     hint = f"; say which is which: {example}" if example else ""
     return (

@@ -5,53 +5,50 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Literal
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 
 from sinew import hints
 from sinew.cli import terminal
-from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
-from sinew.cli.serve_listen import LISTENING, Listening, access_logging, set_up_logs, warn_of_exposure
-from sinew.cli.serve_policy import (
-    Change,
-    changer,
-    loader,
-    parse_adapters,
-    parse_policies,
-    preparation,
-    replayer,
+from sinew.cli.options import (
+    CAMERAS,
+    RUNS,
+    Cameras,
+    Count,
+    CountIfAny,
+    NotNegative,
+    Positive,
+    PositiveIfAny,
+    Runs,
+    Texts,
+    pairs,
 )
-from sinew.core import SinewError, VectorSpec
-from sinew.serve.process import (
-    GRACE_S,
-    HOPELESS,
-    Process,
-)
-from sinew.serve.supervise import STUCK_S, Supervisor
-from sinew.serve.transport.listen import ARRIVAL_S, reachable
+from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
+from sinew.core import SinewError
+from sinew.perf.policy_memory import memory_need
+from sinew.serve.access_log import access_logging
+from sinew.serve.launch import ServerLaunch, changer, loader, recorders
+from sinew.serve.process import HOPELESS, Process
+from sinew.serve.supervise import STUCK_S
+from sinew.serve.transport.greeting import ready_text
+from sinew.serve.transport.listen import ARRIVAL_S
 from sinew.serve.wires import open_wires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from sinew.policy import Policy
-    from sinew.records.background_writer import BackgroundWriter
-    from sinew.serve.fleet.remote import RemotePolicy
     from sinew.serve.prepare import Preparation
     from sinew.serve.replay import Replay
-    from sinew.serve.scheduler import Scheduler
-    from sinew.serve.wire import Listener
 
 logger = logging.getLogger(__name__)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Limits")
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What clients may make the server hold and do.
@@ -74,18 +71,18 @@ class Bounds:
         allow_origin: of web pages that may send requests, as browsers write it (https://host:port); repeatable.
     """
 
-    queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64
-    max_batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1
-    memory_gib: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
-    max_connections: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 256
-    arrival_s: Annotated[float, Parameter(validator=validators.Number(gt=0))] = ARRIVAL_S
-    max_megapixels: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
-    stuck_s: Annotated[float, Parameter(validator=validators.Number(gte=0))] = STUCK_S
+    queue: Count = 64
+    max_batch: Count | Literal["auto"] = 1
+    memory_gib: PositiveIfAny = None
+    max_connections: Count = 256
+    arrival_s: Positive = ARRIVAL_S
+    max_megapixels: PositiveIfAny = None
+    stuck_s: NotNegative = STUCK_S
     action_limits: Literal["refuse", "clamp", "off"] = "refuse"
-    action_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 10.0
-    state_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0
-    max_age: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
-    allow_origin: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    action_margin: Positive = 10.0
+    state_margin: Positive = 20.0
+    max_age: PositiveIfAny = None
+    allow_origin: Texts = ()
 
 
 def serve(
@@ -94,13 +91,13 @@ def serve(
     *,
     replay: Path | None = None,
     replay_latency: Literal["recorded", "none"] = "recorded",
-    policy: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    policy: Texts = (),
+    adapter: Texts = (),
     context: Annotated[tuple[Literal["fp32", "bf16", "int8"], ...], Parameter(negative="")] = (),
     on: Listening = LISTENING,
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
-    threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    threads: CountIfAny = None,
     record: Path | None = None,
     rerun: str | None = None,
     dashboard: Literal["auto", "on", "off"] = "auto",
@@ -146,48 +143,49 @@ def serve(
 
             viewer = target_of(rerun)
         options = runs.keywords() | cameras.keywords() | {"prepared": prepare}
-        adapters = parse_adapters(adapter)
-        if adapters and replay is not None:
-            raise SinewError("--adapter: a recording is replayed alone")
-        make = (
-            loader(bundle, options, threads, adapters)
-            if replay is None
-            else replayer(replay, bundle, cameras, runs, replay_latency == "recorded")
+        adapters, more = pairs("--adapter", "FILE", adapter), named_policies(policy)
+        if replay is not None:
+            for flag, given in (("--adapter", adapters), ("--policy", more), ("--context", context)):
+                if given:
+                    raise SinewError(f"{flag}: a recording is replayed alone")
+            make: Callable[[], Policy | Replay] = _replayer(
+                replay, bundle, cameras, runs, replay_latency == "recorded"
+            )
+        elif bundle is None:
+            raise SinewError("expected a bundle, or --replay RECORDS")
+        else:
+            make = loader(bundle, options, threads, adapters)
+            for source in more.values():
+                loader(Path(source), options, threads)
+        launch = ServerLaunch(
+            make,
+            bounds,
+            bounds.stuck_s,
+            api_key,
+            on.deadline_ms,
+            policies=more,
+            contexts=context,
+            answering=partial(hints.read_by, "client"),
         )
-        more = parse_policies(policy)
-        if (more or context) and replay is not None:
-            raise SinewError("--policy, --context: a recording is replayed alone")
-        for source in more.values():
-            loader(Path(source), options, threads)
-        change = (
-            None
-            if replay is not None or bundle is None
-            else changer(bundle, options, threads, bounds, bounds.memory_gib)
-        )
+        if replay is None and bundle is not None:
+            launch = replace(
+                launch, change=changer(bundle, options, threads, bounds, bounds.memory_gib, memory_need)
+            )
+            if prepare and not context and not adapters:
+                launch = replace(launch, faster=partial(_faster, bundle, options, threads))
         wires = open_wires(ports, listen)
         process = Process(wires)
-        finished = True
         try:
             if not listen.is_loopback:
                 warn_of_exposure(on.host, wires, bool(api_key), on.tls_cert is not None)
-            recorders = _recorders(record, viewer)
+            launch = replace(launch, recorders=recorders(record, viewer))
             with process.signals():
-                finished = _load_and_run(
+                finished = launch.run(
                     process,
-                    make,
-                    bounds,
-                    api_key,
-                    on.deadline_ms,
-                    recorders,
-                    change,
-                    more,
-                    context,
-                    partial(preparation, bundle, options, threads)
-                    if prepare and bundle is not None and replay is None and not context and not adapters
-                    else None,
+                    lambda found: partial(
+                        say, ready_text(found.spec, found.describe(), tuple(process.wires), more)
+                    ),
                 )
-            for recorder in recorders.values():
-                recorder.close()
         finally:
             process.close()
         if not finished:
@@ -200,110 +198,46 @@ def serve(
         return 0 if process.hopeless is None else HOPELESS
 
 
-def _recorders(record: Path | None, viewer: Path | str | None) -> dict[str, BackgroundWriter]:
-    """Return what takes requests and answers, by the service's names of them."""
-    from sinew.records.recorder import Recorder
-    from sinew.records.rerun_records import RerunRecorder
+def _faster(
+    bundle: Path, options: dict[str, Any], threads: int | None, budget: int | None
+) -> Preparation | None:
+    from sinew.serve.prepare import preparation  # the service with it, which is not there before the ports
 
-    found: dict[str, BackgroundWriter] = {}
-    if viewer is not None:
-        found["rerun"] = RerunRecorder(viewer)
-    if record is not None:
-        found["recorder"] = Recorder(record)
-    return found
+    return preparation(bundle, options, threads, budget)
 
 
-def _load_and_run(
-    process: Process,
-    make: Callable[[], Policy | Replay],
-    bounds: Bounds,
-    api_key: str,
-    deadline_ms: float | None,
-    recorders: dict[str, BackgroundWriter],
-    change: Change | None,
-    more: dict[str, str],
-    contexts: Sequence[str],
-    faster: Callable[[int | None], Preparation | None] | None = None,
-) -> bool:
-    """Returns False when a thread is still inside the model."""
-    supervisor = Supervisor(bounds.stuck_s)
-    begun: WeakSet[Scheduler] = WeakSet()  # an exchanged policy is not kept by it
-    try:
-        from sinew.serve.deploy import deploy
-        from sinew.serve.device_lock import DeviceLock
-        from sinew.serve.service import Service
+def _replayer(
+    records: Path, bundle: Path | None, cameras: Cameras, runs: Runs, latency: bool
+) -> Callable[[], Replay]:
+    """Read the recording; imports no torch."""
+    from sinew.bundle.rename import rename_cameras
+    from sinew.policy import open_bundle
+    from sinew.serve.replay import Replay
 
-        addresses = ", ".join(wire.address for wire in process.wires)
-        logger.info("listening on %s", addresses)
-        policy = make()
-        for recorder in recorders.values():
-            recorder.describe(policy.spec)
-        device_lock = DeviceLock()
-        deployment = deploy(policy, bounds, supervisor, device_lock, begun)
-        service = Service(
-            deployment,
-            api_key=api_key,
-            deadline_ms=deadline_ms,
-            **recorders,
+    if runs != RUNS:
+        raise SinewError(
+            "--replay: engine, provider, device and dtype compute, and a replay computes nothing"
         )
-        if change is not None:
-            service.swapper = change(service, supervisor, device_lock, begun)
-            for name, source in more.items():
-                service.swapper.load(name, source)
-        if contexts:
-            from sinew.serve.contexts import add
-
-            add(service, contexts, device_lock, begun)
-        work = None if faster is None or service.swapper is None else faster(service.swapper.budget)
-        if work is not None:
-            from sinew.serve.prepare import Preparer
-
-            service.preparing = Preparer(service, work)
-        ready = ready_text(policy, tuple(process.wires), more)
-        del policy, deployment  # the service has them, until they are exchanged
-        with hints.read_by("client"):
-            return process.run(service, lambda: say(ready))
-    except KeyboardInterrupt:
-        logger.info("stopped before the server was ready")
-        for scheduler in begun:
-            scheduler.stop()
-        return all(scheduler.join(GRACE_S) for scheduler in begun)
+    if bundle is None and cameras.rename:
+        raise SinewError("--rename: expected the bundle beside --replay, which knows its cameras")
+    manifest = None
+    if bundle is not None:
+        manifest = open_bundle(bundle).manifest
+        manifest = replace(manifest, spec=rename_cameras(manifest.spec, cameras.keywords()["rename"]))
+    made = Replay(records, manifest, latency=latency, allow_missing_cameras=cameras.allow_missing_cameras)
+    return lambda: made
 
 
-def ready_text(
-    policy: Policy | Replay | RemotePolicy,
-    wires: Sequence[Listener],
-    more: Mapping[str, str] = MappingProxyType({}),
-) -> str:
-    """The addresses, what the bundle expects, and for each wire a program that asks for one chunk."""
-    spec, about = policy.spec, policy.describe()
-    sizes = "other sizes are resized" if spec.resizes_frames else "exactly this size"
-    cameras = [
-        f"{camera.name}: uint8 [{camera.height}, {camera.width}, 3] RGB, {sizes}" for camera in spec.cameras
-    ]
-    lines = [
-        f"ready on {' '.join(reachable(wire.address) for wire in wires)}",
-        f"  policy   {spec.name} ({spec.architecture}), {about['dtype']} on {about['device']}",
-        f"  engine   {about['engine']}: {about['engine_reason']}",
-        *(f"  {'cameras' if index == 0 else '':7}  {camera}" for index, camera in enumerate(cameras)),
-        f"  state    {_vector(spec.state)}",
-        f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
-        *(f"  also     {name}: {source}; asked at HOST:PORT/{name}" for name, source in more.items()),
-        *(
-            f'  adapter  {name}: {each["policy"]}; asked with "adapter": "{name}"'
-            for name, each in about.get("adapters", {}).items()
-        ),
-    ]
-    pages = [page for wire in wires if (page := wire.dashboard)]
-    lines += [f"  page     {reachable(page)} shows what it does" for page in pages]
-    for wire in wires:
-        program = [f"    {line}" for line in wire.guide(spec)]
-        lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]
-    return "\n".join(lines)
+def named_policies(texts: Sequence[str]) -> dict[str, str]:
+    """Return name -> source of ``--policy``. Raises :class:`SinewError` for what cannot be one, or names one twice."""
+    from sinew.serve.policies import DEFAULT, check_name
 
-
-def _vector(spec: VectorSpec) -> str:
-    return f"{spec.dim} numbers" + (f": {', '.join(spec.labels)}" if spec.labels else "")
+    found = pairs("--policy", "SOURCE", texts)
+    for name in found:
+        check_name(name)
+        if name == DEFAULT:
+            raise SinewError(f"--policy: {name} is another policy's name")
+    return found
 
 
 def say(text: str) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 
 from sinew.auth import api_key_of
 from sinew.cli import terminal
-from sinew.cli.options import Flag, Texts
-from sinew.core import SinewError
+from sinew.cli.options import Flag, PositiveIfAny, Texts
 from sinew.serve.process import connections_within, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import parse, servers
@@ -26,17 +22,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOLD_S = 60.0  # between two lines that tell of an access log that cannot be written
 
-
-@Parameter(name="*")
+@Parameter(name="*", group="Network")
 @dataclass(frozen=True)
 class Listening:
     """Where a server listens, and to whom.
 
     Args:
-        wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), http (8000), groot (5555),
-            lerobot (8080); native and openpi if absent. Port 0 picks a free one.
+        wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), vla-eval (8000), http (8000),
+            groot (5555), lerobot (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
         deadline_ms: refuse requests that would begin later than this after their arrival.
         api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.
@@ -49,7 +43,7 @@ class Listening:
 
     wire: Texts = ()
     host: str = "127.0.0.1"
-    deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
+    deadline_ms: PositiveIfAny = None
     api_key_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -97,48 +91,3 @@ def set_up_logs(verbose: bool) -> None:
     )
     for name in ("aiohttp.access", "grpc._cython.cygrpc", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-class _Lossy(logging.Handler):
-    """Tells of lines that could not be written, a full disk's as a rule, once in ``TOLD_S``: by itself logging prints a
-    traceback for each."""
-
-    lost, told = 0, float("-inf")
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        self.lost += 1
-        if (now := time.monotonic()) - self.told >= TOLD_S:
-            self.told = now
-            logger.warning("--access-log: %d lines could not be written: %s", self.lost, sys.exc_info()[1])
-
-
-class _AccessFile(_Lossy, logging.FileHandler): ...
-
-
-class _AccessStream(_Lossy, logging.StreamHandler): ...
-
-
-@contextlib.contextmanager
-def access_logging(path: str | None) -> Iterator[None]:
-    """Write the access log to ``path`` (- is standard error, None is nowhere) inside, and leave its logger as it was:
-    loggers belong to the process, which may do other things after this."""
-    access = logging.getLogger("sinew.access")
-    before = access.propagate, access.disabled, access.level
-    handler: logging.Handler = logging.NullHandler()
-    if path is not None:
-        try:
-            handler = _AccessStream() if path == "-" else _AccessFile(path)
-        except OSError as error:
-            raise SinewError(f"--access-log {path}: {error.strerror}") from error
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    access.addHandler(handler)
-    access.propagate, access.disabled = False, path is None
-    access.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        access.removeHandler(handler)
-        with contextlib.suppress(OSError):  # the disk is full still; it was told
-            handler.close()
-        access.propagate, access.disabled = before[:2]
-        access.setLevel(before[2])

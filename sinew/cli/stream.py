@@ -7,10 +7,11 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
-from sinew_client import Client, ClientError
+from sinew_client import ClientError
 from sinew_client.control import Loop, Planner, Settings, Stream, StreamController, StreamReport
 from sinew_client.control.defaults import stated
 from sinew_client.control.planner import open_planner
@@ -22,16 +23,13 @@ from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.streams import StreamLink
 
-from sinew import progress
-from sinew.auth import key_from_environment
+from sinew.auth import api_key_of
 from sinew.cli import status, terminal
-from sinew.cli.infer import running
-from sinew.cli.options import RUNS, Runs, json_object
+from sinew.cli.options import RUNS, Positive, Runs, json_object
+from sinew.cli.run_connection import ask_server, load_here
 from sinew.cli.run_robot import ROBOT, RobotFlags, drive, episodes_of, episodes_row, refusal
 from sinew.cli.stream_view import StreamView, report_table
 from sinew.core import SinewError
-
-log = logging.getLogger(__name__)
 
 SCHEMA = "sinew.stream/1"
 
@@ -41,7 +39,7 @@ def stream(
     /,
     *,
     on: RobotFlags = ROBOT,
-    camera_hz: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 30.0,
+    camera_hz: Positive = 30.0,
     rtc: Literal["guided", "no-jacobian", "ramp", "none"] = "none",
     interpolation: Literal["linear", "hold"] = "linear",
     fusion: str = "latest_only",
@@ -49,6 +47,7 @@ def stream(
     planner_hz: float = 1.0,
     text_tokens: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=256))] = 0,
     session: str = "",
+    api_key_file: Path | None = None,
     runs: Runs = RUNS,
 ) -> int:
     """Drive a robot with a stream: prefixes of the newest frame and runs of the head never wait for each other.
@@ -69,12 +68,13 @@ def stream(
         text_tokens: of each text that the policy's language head says beside, one token a prefix; 0 for none. Bundles
             keep it on request (sinew convert --set lm_head=true).
         session: name of this robot's stream on its connection.
+        api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
     """
     with ExitStack() as stack:
         try:
             open_robot = on.opener()  # before anything is loaded
             plan = None if planner is None else open_planner(planner)
-            policy, open_link = _policy(target, runs, rtc)
+            policy, open_link = _policy(target, runs, rtc, api_key_of(api_key_file))
             robot = on.opened(stack, open_robot, policy)
             if on.seconds is None and on.episodes is None and not sys.stdout.isatty():
                 raise SinewError("--seconds: expected a number where there is no terminal to stop at")
@@ -132,14 +132,10 @@ def _most_nodes(policy: dict[str, Any], rate: float) -> int:
     return max(MAX_ROWS, min(math.ceil(rows * max(1.0, rate / hz)) + 1, LARGEST_CHUNK))
 
 
-def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable[..., Any]]:
+def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Return what the policy says about itself, and what opens a stream to it."""
     if is_address(target):
-        if runs != RUNS:
-            raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
-        addresses = target.split(",")
-        with Client(addresses, timeout=10.0, api_key=key_from_environment()) as client:
-            served = client.metadata()
+        addresses, served = target.split(","), ask_server(target, runs, key)
         if reason := served["server"].get("unstreamed"):
             raise SinewError(f"stream: {target}: {reason}")
 
@@ -149,28 +145,13 @@ def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable
                     f"--text-tokens: expected 0, or a bundle that keeps its language head at {target} (sinew convert"
                     " --set lm_head=true)"
                 )
-            return StreamLink(
-                addresses, rate, session, api_key=key_from_environment(), options=options, max_rows=most
-            )
+            return StreamLink(addresses, rate, session, api_key=key, options=options, max_rows=most)
 
         return served["policy"], remote
-    from sinew.policy import load
-    from sinew.serve.safety import Safety
     from sinew.stream import LocalLink, Session, StreamSettings
 
-    with progress.task(f"loading {target}"):
-        local = load(target, **runs.keywords())
-        unguided = f"engine {local.engine_name} knows no --rtc {rtc}"
-        reason = local.facts.unshared or (unguided if rtc not in ("none", *local.facts.guides) else "")
-        if reason and runs.engine == "auto":
-            log.info("engine plan: %s", reason)
-            local = load(target, **{**runs.keywords(), "engine": "plan"})
-        elif local.facts.unshared:
-            raise SinewError(f"stream: {reason}")
-        local.warm_up()
-    log.info("%s", running(local))
-    policy = local.spec.to_dict()
-    policy["action"]["limits"] = Safety(local.processor).limits()
+    local, policy = load_here(target, runs, stream=rtc)
+    local.warm_up()
 
     def here(rate: float, _session: str, options: dict[str, Any], prompt: str, _most: int) -> LocalLink:
         settings = StreamSettings(

@@ -16,9 +16,9 @@ from sinew_client.control.reaction import LOOPS, Reactions, histogram
 from sinew_client.control.report import gap, hz
 
 from sinew.cli.run_robot import episodes_text
+from sinew.cli.terminal import BARS
 
 RATE = 4  # pictures per second
-BARS = "▁▂▃▄▅▆▇█"
 WIDEST = 40  # bins of a histogram
 
 

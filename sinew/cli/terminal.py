@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,6 +104,26 @@ def table(title: str | None, *columns: str, **options: Any) -> Table:
     return made
 
 
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def spark(values: Sequence[float | None], low: float | None = None) -> str:
+    """Return numbers as a line of bars, lowest to highest; ``low`` is where the bars begin. None is a gap."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return " " * len(values)
+    floor = min(known) if low is None else min(low, *known)
+    span = max(known) - floor
+    return "".join(
+        " "
+        if value is None or not math.isfinite(value)
+        else BARS[min(len(BARS) - 1, int(len(BARS) * (value - floor) / span))]
+        if span
+        else BARS[0]
+        for value in values
+    )
+
+
 def findings(rows: Iterable[tuple[str, str, str]]) -> Table:
     """Return a table without a head: of each row a mark, a name and a detail, which may be long."""
     made = Table(show_header=False, box=None, pad_edge=False)
@@ -145,7 +165,7 @@ def _is_file(token: str) -> bool:
 
 
 def emit(record: dict[str, Any]) -> None:
-    """Write a result as JSON where ``--json`` asks for it, and as the last line where standard output is no terminal.
+    """Write a result as JSON where ``--json`` asks for it.
 
     Its text has been printed with :func:`console`, which is quiet where JSON alone was asked for.
     """
@@ -154,7 +174,7 @@ def emit(record: dict[str, Any]) -> None:
             output.file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise SinewError(f"--json {output.file}: {error.strerror}") from None
-    if output.json or (output.file is None and not sys.stdout.isatty()):
+    if output.json:
         print(json.dumps(record), flush=True)
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,105 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sinew.cli import terminal
-from sinew.core import SinewError
+from sinew.cli.terminal import spark
 from sinew.eval.report.stats import summarize
+from sinew.serve.feed import ServerSeen
 
 STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")
 COLOURS = ("magenta", "blue", "green", "yellow", "bright_cyan", "red", "cyan")
-BARS = "▁▂▃▄▅▆▇█"
-LAST, BAR, JOINTS, SESSIONS = 240, 60, 16, 8  # answers remembered; columns of a bar; rows of tables
-RATE_S = 10.0  # over which rates are counted
-
-
-@dataclass
-class SessionRow:
-    """One client's episode."""
-
-    wire: str
-    client: str
-    answers: int = 0
-    refused: int = 0
-    missed: int = 0
-    prompt: str = ""
-    text: str = ""  # the last words that were said to it
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-
-    def rate(self, now: float) -> float:
-        """Return answers per second over the last ten seconds."""
-        return sum(now - when <= RATE_S for when in self.times) / RATE_S
-
-
-@dataclass
-class ServerSeen:
-    """Everything that was heard. problem: why nothing is heard at present, or nothing."""
-
-    address: str
-    about: dict[str, Any] = field(default_factory=dict)
-    health: dict[str, Any] = field(default_factory=dict)
-    last: dict[str, Any] | None = None
-    problem: str = "connecting"
-    count: int = 0
-    missed: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
-    milliseconds: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
-    sessions: dict[tuple[str, str, str], SessionRow] = field(default_factory=dict)
-
-    def hear(self, event: str, record: dict[str, Any]) -> None:
-        """Take one event: about, health or one of answers. Raises :class:`SinewError` for an answer that is none."""
-        self.problem = ""
-        if event == "about":
-            self.about = record
-        elif event == "health":
-            self.health = record
-            if "engine" in record and self.about.get("server"):  # which may have been exchanged
-                now = {name: record[name] for name in ("engine", "engine_reason") if name in record}
-                self.about = {**self.about, "server": {**self.about["server"], **now}}
-        elif event == "answers":
-            try:
-                self._answer(record)
-                view(self)  # whatever is drawn is there
-            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                raise SinewError(
-                    f"{self.address}: expected answers of a Sinew server, got {type(error).__name__}: {error}"
-                ) from None
-
-    def lost(self, why: str) -> None:
-        """Remember that the server is not heard."""
-        self.problem = why
-
-    def _answer(self, record: dict[str, Any]) -> None:
-        self.count += 1
-        self.missed += bool(record["missed"])
-        key = record["wire"], record["client"], record["session"]
-        session = self.sessions.pop(key, None) or SessionRow(*key[:2])
-        self.sessions[key] = session  # the newest stand last
-        while len(self.sessions) > 4 * SESSIONS:
-            del self.sessions[next(iter(self.sessions))]
-        session.times.append(time.monotonic())
-        session.prompt = record["prompt"] or session.prompt
-        session.text = record.get("text") or session.text
-        session.missed += bool(record["missed"])
-        if record["outcome"] == "ok":
-            session.answers += 1
-            self.last = record if "actions" in record else self.last  # each message has one chunk's numbers
-            self.milliseconds.append(record["ms"])
-        else:
-            session.refused += 1
-            self.refused[record["outcome"]] = self.refused.get(record["outcome"], 0) + 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what was heard, ready for JSON."""
-        return {
-            "address": self.address,
-            "server": self.about.get("server", {}),
-            "policy": self.about.get("policy", {}).get("name"),
-            "health": self.health,
-            "answers": self.count,
-            "missed": self.missed,
-            "refused": self.refused,
-            "latency_ms": summarize(list(self.milliseconds)) if self.milliseconds else None,
-            "sessions": len(self.sessions),
-        }
+BAR, JOINTS, SESSIONS = 60, 16, 8  # columns of a bar; rows of tables
 
 
 def view(seen: ServerSeen) -> RenderableType:
@@ -223,23 +127,6 @@ def _chunk(answer: dict[str, Any], about: dict[str, Any]) -> Table:
         unit = units[index] if index < len(units) else ""
         table.add_row(escape(label), spark(values), number(values[0]), number(values[-1]), escape(unit))
     return table
-
-
-def spark(values: Sequence[float | None], low: float | None = None) -> str:
-    """Return numbers as a line of bars, lowest to highest; ``low`` is where the bars begin. None is a gap."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if not known:
-        return " " * len(values)
-    floor = min(known) if low is None else min(low, *known)
-    span = max(known) - floor
-    return "".join(
-        " "
-        if value is None or not math.isfinite(value)
-        else BARS[min(len(BARS) - 1, int(len(BARS) * (value - floor) / span))]
-        if span
-        else BARS[0]
-        for value in values
-    )
 
 
 def number(value: float | None) -> str:

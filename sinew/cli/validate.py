@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
 import sys
-from collections.abc import Iterator
-from datetime import datetime, timezone
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter, validators
-
-from sinew import __version__, machine, progress
+from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.infer import running
-from sinew.cli.options import RUNS, Runs
-from sinew.core import Observation, SinewError
+from sinew.cli.options import RUNS, Count, Runs, Whole
+from sinew.core import SinewError
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
 
-SCHEMA = "sinew.validate/1"
 USUAL = 8  # observations: an outlier of rounding was seen in one of eight
-Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 
 def validate(
@@ -35,14 +27,14 @@ def validate(
     observations: Count = USUAL,
     records: Path | None = None,
     gate: Path | None = None,
-    episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 20,
+    episodes: Whole = 20,
     out: Path | None = None,
 ) -> int:
     """Prove that an engine computes a bundle as the reference does, and that it still succeeds at its task.
 
     Every stage of the engine is compared with eager fp32 on the same observations and noise; indices have to be equal.
     Where the bundle has a task, episodes are played and held against the gate's record. A pass is kept: `--engine auto`
-    takes an engine on a GPU, or for an architecture that is not tested with it, only with one. Exit code 1: it fails.
+    takes an engine on a GPU, or for an architecture that is not tested with it, only with one. Exit status 1: it fails.
 
     Args:
         bundle: a bundle with weights, a checkpoint or training run, or a name of the hub.
@@ -53,10 +45,11 @@ def validate(
         episodes: of the gate; 0 plays none.
         out: folder for report.md and report.json.
     """
+    from sinew.checks.validate.report import write
     from sinew.engine import proofs
-    from sinew.engine.fingerprint import fingerprint
     from sinew.eval.report.gate import read_gate
     from sinew.eval.report.gating import gate_of, play_gate
+    from sinew.eval.validation import compared, kept_record
     from sinew.policy import Policy, open_bundle
     from sinew.sources import resolve
 
@@ -72,16 +65,7 @@ def validate(
     with progress.task(f"loading {bundle} as the reference"):
         reference = Policy(opened, "cpu", "fp32", "eager", ignore_recipe=True)
     parity = compared(policy, reference, observations, records)
-    found: dict[str, Any] = {
-        "schema": SCHEMA,
-        "bundle": str(bundle),
-        "fingerprint": fingerprint(bundle),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),  # noqa: UP017 - Python 3.10
-        "sinew": __version__,
-        "hardware": f"{machine.cpu_model()}, {platform.system()}",
-        "command": shlex.join(["sinew", *sys.argv[1:]]),
-        "parity": parity,
-    }
+    found = kept_record(bundle, parity, shlex.join(["sinew", *sys.argv[1:]]))
     if held is None and episodes:
         gate, why = gate_of(bundle)
         held = read_gate(gate) if gate is not None else None
@@ -99,27 +83,6 @@ def validate(
     terminal.console().print(f"kept in {proof}", markup=False)
     terminal.emit(found)
     return 0 if found["passed"] else 1
-
-
-def compared(policy: Policy, reference: Policy, count: int, records: Path | None = None) -> dict[str, Any]:
-    """Compare over ``count`` observations and return the comparison, ready for JSON."""
-    from sinew.checks.validate.observations import recorded_observations
-    from sinew.checks.validate.parity import compare, report
-
-    if records is not None:
-        source, stream = f"records of {records}", recorded_observations(records, reference)
-    else:
-        from sinew.eval.observations import generated
-
-        source, stream = generated(reference)
-    with progress.task(f"comparing with eager fp32: {source}", count) as advance:
-
-        def counted() -> Iterator[Observation]:
-            for observation in islice(stream, count):
-                yield observation
-                advance("")
-
-        return dict(report(policy, compare(policy, reference, counted()), source))
 
 
 def show(found: dict[str, Any], policy: Policy) -> None:
@@ -144,17 +107,3 @@ def show(found: dict[str, Any], policy: Policy) -> None:
     few = f"; what fewer than {USUAL} show may be no sign of the next one" if seen < USUAL else ""
     verdict = "passes" if found["passed"] else "[bold red]FAILS[/]"
     console.print(f"{verdict} over {seen} observation{'s' * (seen != 1)}{few}")
-
-
-def write(found: dict[str, Any], out: Path) -> None:
-    """Write report.md and report.json."""
-    import json
-
-    from sinew.checks.validate.report import markdown
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.md").write_text(markdown(found), encoding="utf-8")
-        (out / "report.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SinewError(f"--out {out}: {error.strerror}") from None

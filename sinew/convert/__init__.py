@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sinew import registry
 from sinew.bundle.rules import range_notes
@@ -56,52 +56,30 @@ def convert(
     source: str | Path,
     out: str | Path,
     *,
-    vlm: Path | None = None,
-    base: Path | None = None,
-    tokenizer: Path | None = None,
-    action_tokenizer: Path | None = None,
-    arch: Path | None = None,
-    stats: Path | None = None,
-    dataset: Path | None = None,
-    compat: str = "lerobot-0.6",
     cameras: tuple[str, ...] = (),
-    openpi_config: str = "",
-    embodiment: str = "",
-    stats_key: str = "",
-    control_hz: float | None = None,
     motion: Mapping[str, object] | None = None,
     vectors: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
     name: str | None = None,
     merge: bool = True,
     progress: Progress | None = None,
+    **options: Any,
 ) -> Path:
     """Convert a checkpoint directory, a hub name or a vla.cpp GGUF file into the bundle ``out``.
 
-    The options are those of ``sinew convert``; ``settings`` are the names and values of ``--set``. Weights are
-    streamed; nothing is written to ``out`` unless all of it is there. ``progress`` is called with the number of
-    bytes just written. Raises :class:`ConvertError`.
+    options: the other fields of :class:`ConvertOptions`, which are those of ``sinew convert``; ``settings`` are the
+    names and values of ``--set``. Weights are streamed; nothing is written to ``out`` unless all of it is there.
+    ``progress`` is called with the number of bytes just written. Raises :class:`ConvertError`.
     """
-    options = ConvertOptions(
-        vlm=vlm,
-        base=base,
-        tokenizer=tokenizer,
-        action_tokenizer=action_tokenizer,
-        arch=arch,
-        stats=stats,
-        dataset=dataset,
-        compat=compat,
+    given = ConvertOptions(
         cameras=tuple(cameras),
-        openpi_config=openpi_config,
-        embodiment=embodiment,
-        stats_key=stats_key,
-        control_hz=control_hz,
         motion=parse_motion(motion),
         vectors=parse_vectors(vectors),
         settings={key: str(value) for key, value in (settings or {}).items()},
+        **options,
     )
-    conversion = read(source, options)
-    conversion.write(Path(out), name or conversion.spec.name, options, progress, merge)
+    conversion = read(source, given)
+    conversion.write(Path(out), name or conversion.spec.name, given, progress, merge)
     return Path(out)
 
 

@@ -25,8 +25,6 @@ from sinew.convert.options import ConvertOptions, Joints
 from sinew.core import BundleError, ConvertError, MotionSpec, PolicySpec
 from sinew.models import build_on_meta, mismatch
 
-HASH_BLOCK = 1 << 20
-
 
 @dataclass(frozen=True)
 class Conversion:
@@ -169,12 +167,8 @@ def _source_file(path: Path, digest: Future[str]) -> SourceFile:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(HASH_BLOCK))
     with open_regular(path) as file:
-        while got := file.readinto(buffer):  # type: ignore[attr-defined]
-            digest.update(buffer[:got])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _motion(spec: PolicySpec, processing: Processing) -> MotionSpec | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sinew.convert.options import ConvertOptions
 from sinew.convert.read.bpe import bpe_tokenizer, is_bpe
 from sinew.convert.read.files import read_json, read_text
 from sinew.convert.read.sentencepiece import tokenizer_json
@@ -54,6 +55,13 @@ class TokenizerFiles:
         if found is None:
             raise ConvertError(f"{self.path}: the tokenizer has no token {token!r}")
         return found
+
+
+def find_tokenizer(options: ConvertOptions, *beside: Path, whose: str = "it") -> TokenizerFiles:
+    """Return ``--tokenizer``'s, else that of the first file or folder ``beside`` the checkpoint that has one. whose: it
+    is, for the message where none has."""
+    candidates = [options.tokenizer] if options.tokenizer else [*beside]
+    return load_tokenizer(candidates, f"give {whose} with --tokenizer FILE_OR_DIR")
 
 
 def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:

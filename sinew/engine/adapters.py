@@ -48,7 +48,7 @@ def with_adapter(model: Model, adapter: Bundle) -> Model:
         if module + WEIGHT in whole:
             raise BundleError(f"{adapter.path}: {module}: expected factors or a whole weight, got both")
     made = clone_model(model, {*factors, *(name.rpartition(".")[0] for name in whole)})
-    device = next(model.parameters()).device
+    device = model.device
     for module, found in factors.items():
         layer = made.get_submodule(module)
         assert isinstance(layer, Linear)

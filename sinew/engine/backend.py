@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from sinew.core import RTC, SinewError
 from sinew.engine import proofs
@@ -63,7 +63,8 @@ class Backend:
     weights that stay in half precision in float32. copies_none: weights stay in the file's map also where memory would
     do for copies. runs_graphs: it needs the graphs of an export, and nothing else.
     reference: it is what the others are compared with. adapts: it computes adapters beside a bundle's weights.
-    guides: the values of an observation's ``rtc`` that it follows.
+    guides: the values of an observation's ``rtc`` that it follows. counted_as: the program of ``sinew perf`` that
+    counts what it takes of memory.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Backend:
     reference = False
     guides: tuple[str, ...] = RTC
     adapts = False
+    counted_as: Literal["eager", "plan", "cpu"] = "plan"
 
     @property
     def needs_torch(self) -> bool:
@@ -115,6 +117,22 @@ class Backend:
             return ""
         return proofs.lacking(bundle.path, self.name, options.device)
 
+    def unshared(self, bundle: Bundle, options: EngineOptions) -> str:
+        """Return why the two verbs of this engine may not run at the same time, as those of a stream do, "" if they
+        may."""
+        return (
+            "" if options.kind == "cpu" else f"expected a CPU, got {options.device}, whose stream they share"
+        )
+
+    def unstreamed(self, bundle: Bundle, options: EngineOptions, guidance: str) -> str:
+        """Return why this engine cannot run a stream of the bundle whose whole chunks are continued by ``guidance``
+        (none, or one of :attr:`guides`), "" if it can."""
+        if problem := self.unshared(bundle, options):
+            return problem
+        if guidance not in ("none", *self.guides):
+            return f"expected a guidance of {', '.join(('none', *self.guides))} on engine {self.name}, got {guidance}"
+        return ""
+
     def device(self) -> tuple[str, str] | None:
         """Return where it runs if nobody says, with the reason; None for whatever there is."""
         return None
@@ -130,8 +148,9 @@ class Backend:
         prepared: he takes what ``sinew prepare`` found to be faster, also where it can do less than the others."""
         return ""
 
-    def preparable(self, bundle: Bundle) -> bool:
-        """Return True where ``sinew prepare`` could make what keeps this engine from starting at once."""
+    def preparable(self, bundle: Bundle, kind: str) -> bool:
+        """Return True where ``sinew prepare`` could make what keeps this engine from starting at once on a kind of
+        device."""
         return False
 
     def plays_shipped(self, bundle: Bundle) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from sinew import machine
 from sinew.bundle import Bundle
@@ -56,12 +57,14 @@ def choose(
     ignore_recipe: bool = False,
     adapters: Mapping[str, Bundle] = MappingProxyType({}),
     prepared: bool = False,
+    stream: str | None = None,
 ) -> EngineChoice:
     """Return the fastest engine that is installed, fits the device, follows the bundle's recipe and is proved for it.
 
     engine and device: "auto" or None leave it open. adapters: of the bundle, which the engine has to compute. prepared:
-    take what ``sinew prepare`` found to be faster also where it can do less (:meth:`Backend.slow_start`). Raises
-    :class:`SinewError` for what was asked for and cannot be: nothing else is taken in its place.
+    take what ``sinew prepare`` found to be faster also where it can do less (:meth:`Backend.slow_start`). stream: the
+    guidance of the stream that it is to run (:meth:`Backend.unstreamed`); None: none. Raises :class:`SinewError` for
+    what was asked for and cannot be: nothing else is taken in its place.
     """
     if bundle.manifest.base is not None:
         raise SinewError(
@@ -88,6 +91,8 @@ def choose(
         options, dtype_reason = with_precision(asked)
         if problem := _refused(asked, bundle, options, ignore_recipe):
             raise SinewError(problem)
+        if stream is not None and (problem := asked.unstreamed(bundle, options, stream)):
+            raise SinewError(f"stream: {problem}")
         reason = ASKED
         if engine in (None, AUTO):
             reason = "the folder holds graphs and no weights" if graphs else "providers are ONNX Runtime's"
@@ -102,6 +107,7 @@ def choose(
             _refused(backend, bundle, options, ignore_recipe)
             or backend.unproved(bundle, options)
             or backend.slow_start(bundle, prepared)
+            or ("" if stream is None else backend.unstreamed(bundle, options, stream))
         )
         follows = bool(recipe(bundle)) and not ignore_recipe
         if not problem and follows:
@@ -131,11 +137,17 @@ def choose(
     )
 
 
+def chosen_by(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``sinew.load``'s options that :func:`choose` takes, but for threads and adapters."""
+    names = ("engine", "device", "dtype", "providers", "ignore_recipe", "prepared")
+    return {name: options[name] for name in names if name in options}
+
+
 def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
     """Return what ``sinew prepare`` could make of a bundle that ``choice`` runs, in the order of speed: engines that
     run it with the same recipe on the same device, and only have to be made, proved and measured first."""
     found: list[EngineChoice] = []
-    if choice.options.graphs or choice.ignored or choice.options.kind != "cpu":
+    if choice.options.graphs or choice.ignored:
         return found
     kinds = recipe(bundle).values()
     for name, backend in BACKENDS.items():
@@ -144,7 +156,7 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
         word = None if choice.dtype_reason.partition(";")[0] != ASKED else choice.options.dtype
         dtype, storage, why = choose_precision(bundle, word, choice.options.device, backend)
         options = replace(choice.options, dtype=dtype, storage=storage)
-        if _refused(backend, bundle, options, False) or not backend.preparable(bundle):
+        if _refused(backend, bundle, options, False) or not backend.preparable(bundle, choice.options.kind):
             continue
         made = _choice(backend, bundle, "prepared", choice.device_reason, why, options, False)
         if made.recipe == choice.recipe:  # else what computes now widens what this one would round

@@ -7,10 +7,8 @@ along the last axis, whose float32 scale goes along. Masks and indices stay as t
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -24,7 +22,6 @@ from sinew.core import SinewError
 FORMS = ("fp32", "bf16", "int8")
 LIMIT = 1 << 30  # bytes of one context
 MAX_TENSORS = 4096
-BLOCKS, BLOCK = 256, 4096  # of a file, in its digest
 _WHOLE = {torch.bool: "bool", torch.int64: "int64", torch.int32: "int32"}
 _DTYPES = {name: dtype for dtype, name in _WHOLE.items()}
 _SIZES = {"bool": 1, "int64": 8, "int32": 4, "fp32": 4, "bf16": 2, "int8": 1}
@@ -103,17 +100,6 @@ def _growth(leaves: list[Any], longer: list[Any]) -> list[tuple[int, ...]]:
         () if leaf is None else tuple(more - size for size, more in zip(leaf.shape, other.shape, strict=True))
         for leaf, other in zip(leaves, longer, strict=True)
     ]
-
-
-def digest(path: Path) -> str:
-    """Return what tells one file of weights from another: SHA-256 of its size and of 256 blocks, evenly spaced."""
-    size = path.stat().st_size
-    found = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for number in range(BLOCKS):
-            file.seek(max(0, size - BLOCK) * number // (BLOCKS - 1))
-            found.update(file.read(BLOCK))
-    return found.hexdigest()
 
 
 # ----------------------------------------------------------------------------- forms

@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
         cls, model: Model, shapes: Shapes, device: torch.device | str | None = None, batch: int = 1
     ) -> Inputs:
         """Zeros of ``shapes``, everything valid, on ``device`` (by default the model's). Shapes alone matter."""
-        at = next(model.parameters()).device if device is None else torch.device(device)
+        at = model.device if device is None else torch.device(device)
         return cls(
             torch.zeros(batch, shapes.views, model.channels, shapes.height, shapes.width, device=at),
             torch.ones(batch, shapes.views, dtype=torch.bool, device=at),

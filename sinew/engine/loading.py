@@ -39,6 +39,10 @@ def open_device(options: EngineOptions, available: bool = True) -> torch.device:
         require_device(where)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    if where.type == "cuda":
+        # cuDNN would round the factors of float32 convolutions to 10 bits unless it is told not to. Products are exact
+        # by default. A process has one setting for all of its policies.
+        torch.backends.cudnn.allow_tf32 = False
     if where.type == "cpu" and torch.get_num_threads() > 1 and not machine.WAITING & os.environ.keys():
         log.warning(
             "%s; beside busy programs set GOMP_SPINCOUNT=0, or import sinew first", machine.spinning()

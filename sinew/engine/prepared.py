@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sinew import __version__, machine
+from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
 
 LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")  # what makes, runs and measures the forms
@@ -26,7 +27,8 @@ LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")  # what make
 @dataclass(frozen=True, slots=True)
 class EngineFinding:
     """engine: that was prepared. against: what runs the bundle without it. taken: it is faster here, and proved. why:
-    in a sentence. seconds: processor time of a chunk by engine, as measured; empty where it did not come to that.
+    in a sentence. seconds: of a chunk by engine, as measured, processor time on a CPU; empty where it did not come to
+    that. device: where.
     """
 
     engine: str
@@ -34,6 +36,7 @@ class EngineFinding:
     taken: bool
     why: str
     seconds: Mapping[str, float] = field(default_factory=dict)
+    device: str = "cpu"
 
     def keep(self, bundle: Path) -> Path:
         """Write it down for the next start. Raises OSError."""
@@ -42,7 +45,7 @@ class EngineFinding:
         partial = path.with_suffix(f".{os.getpid()}")
         try:
             partial.write_text(
-                json.dumps({**asdict(self), **_conditions()}, indent=2) + "\n", encoding="utf-8"
+                json.dumps({**asdict(self), **_conditions(self.device)}, indent=2) + "\n", encoding="utf-8"
             )
             partial.replace(path)
         finally:
@@ -64,15 +67,30 @@ def kept(bundle: Path, engine: str) -> EngineFinding | None:
     """Return what was found of an engine for a bundle, by these versions on this hardware; None: nothing."""
     try:
         record = json.loads(_path(bundle, engine).read_text(encoding="utf-8"))
-        if any(record[name] != wanted for name, wanted in _conditions().items()):
+        device = str(record["device"])
+        if any(record[name] != wanted for name, wanted in _conditions(device).items()):
             return None
         seconds = {str(name): float(took) for name, took in record["seconds"].items()}
         if not all(0 < took < math.inf for took in seconds.values()) or record["engine"] != engine:
             return None
         return EngineFinding(
-            engine, str(record["against"]), record["taken"] is True, str(record["why"])[:1000], seconds
+            engine,
+            str(record["against"]),
+            record["taken"] is True,
+            str(record["why"])[:1000],
+            seconds,
+            device,
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ImportError,
+        AssertionError,
+        RuntimeError,
+    ):
         return None
 
 
@@ -91,8 +109,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _conditions() -> dict[str, Any]:
-    return {"sinew": __version__, "libraries": _versions(), "hardware": machine.cpu_model()}
+def _conditions(device: str) -> dict[str, Any]:
+    return {"sinew": __version__, "libraries": _versions(), "hardware": proofs.hardware(device)}
 
 
 def _path(bundle: Path, engine: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,11 @@ class Placement:
     word: str
     storage: Storage
 
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the bundle's tensors as they lie in its file."""
+        return self.bundle.tensors("meta" if self.device.type == "meta" else "cpu")
+
     def stores(self) -> dict[str, Store]:
         """Return the store of each linear layer and table of the bundle. Raises :class:`BundleError` for low-bit
         weights that do not fit theirs."""
@@ -68,7 +74,7 @@ class Placement:
             layer
         ):  # a class of its own; BitNet's arithmetic, whatever the engine
             return layer.store
-        own = torch.float32 if coded else self.bundle.tensor(name + WEIGHT).dtype
+        own = torch.float32 if coded else self.tensors[name + WEIGHT].dtype
         computed = self._computed(name, own)
         if self._is_table(name):
             moved = self.device.type not in ("cpu", "meta")
@@ -91,17 +97,16 @@ class Placement:
     def state(self, stores: Mapping[str, Store]) -> dict[str, Tensor]:
         """Return the tensors of the model, views of the file where nothing changes. Raises :class:`BundleError` for
         codes that stand for no weight."""
-        tensors = self.bundle.tensors("meta" if self.device.type == "meta" else "cpu")
         state = {}
         for name in self.model.state_dict():
-            tensor, (module, _, part) = tensors[name], name.rpartition(".")
+            tensor, (module, _, part) = self.tensors[name], name.rpartition(".")
             store, format_name = stores.get(module, PLAIN), self.bundle.lowbit.get(module)
             if format_name and part == "weight":
                 if self.device.type != "meta":
                     check_codes(tensor, format_name, f"{self.bundle.path}: {name}")
                 if not store.coded:
                     stored = stored_codes(self.bundle, self.model, module)
-                    tensor = stored.widened(Tensors(tensor, tensors.get(module + SCALE)))
+                    tensor = stored.widened(Tensors(tensor, self.tensors.get(module + SCALE)))
             if self._is_table(module):
                 state[name] = tensor
             elif store.coded and part in ("weight", "scale"):

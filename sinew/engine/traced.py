@@ -24,16 +24,19 @@ def as_array(tensor: Tensor) -> np.ndarray:
 def named_arrays(context: Context) -> dict[str, np.ndarray]:
     """Return the tensors of a context by their path in it."""
     leaves, _ = pytree.tree_flatten_with_path(context)
-    return {".".join(map(_key, path)): as_array(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
+    return {".".join(map(place, path)): as_array(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _key(entry: Any) -> str:
-    """Return the field's name, index or key of one step of a path into a tree."""
-    return str(next(getattr(entry, name) for name in ("name", "idx", "key") if hasattr(entry, name)))
+def place(entry: Any) -> str:
+    """Return the field's name, index or key of one step of a path into a context."""
+    for attribute in ("name", "idx", "key"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    raise TypeError(f"context: expected named tuples, tuples, lists and dicts, got a {type(entry).__name__}")
 
 
 @contextmanager
-def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[None]:
+def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
     """Note in ``found`` the indices by which each table of embeddings is read, by its module."""
 
     def note(name: str):  # type: ignore[no-untyped-def]
@@ -45,7 +48,7 @@ def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[No
     tables = [(name, module) for name, module in model.named_modules() if isinstance(module, Embedding)]
     handles = [module.register_forward_pre_hook(note(name)) for name, module in tables]
     try:
-        yield
+        yield found
     finally:
         for handle in handles:
             handle.remove()

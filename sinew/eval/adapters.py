@@ -182,6 +182,8 @@ class Mapped:
         return np.clip(row, space.low, space.high)
 
     def hold(self, last: np.ndarray | None) -> np.ndarray:
+        if hasattr(self.env.unwrapped, "hold_action"):  # it knows better
+            return self.env.unwrapped.hold_action(last)
         zeros = np.zeros(self.env.action_space.shape or (), np.float32)
         if self.mapping.hold == "zero":
             return zeros
@@ -242,7 +244,7 @@ def _open_suite(
         raise SinewError(f"--env-options for {suite.name}: {error}") from error
     if adapter:
         return env, _adapter(adapter, env)
-    return env, Mapped(env, replace(module.MAPPING, **changes))
+    return env, Mapped(env, replace(getattr(env, "mapping", module.MAPPING), **changes))
 
 
 def _adapter(name: str, env: gymnasium.Env) -> EnvAdapter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -109,9 +108,6 @@ def check_observation(task: Task, processors: Sequence[Processor]) -> float:
         env.close()
 
 
-_PYTHON = re.compile(r" \((?:rename [^)]*|allow_missing_cameras[^)]*)\)")  # hints for who calls sinew.load
-
-
 def _check(
     task: Task, env: gymnasium.Env, adapter: EnvAdapter, processor: Processor, observation: Observation
 ) -> None:
@@ -121,7 +117,7 @@ def _check(
     try:
         processor.check(observation)
     except SinewError as error:
-        raise MisfitError(f"{begins}: {_PYTHON.sub('', str(error))}", spec, shown) from error
+        raise MisfitError(f"{begins}: {error}", spec, shown) from error
     if isinstance(adapter, Direct) and spec.action.dim != width:
         got = f"actions: expected {spec.action.dim} numbers, the environment takes {width}"
         raise MisfitError(f"{begins}: {got}", spec, shown)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sinew.policy import Policy as LoadedPolicy
 
 EXPERT = "expert"
+MODEL_SERVER = "vla-eval://"  # sinew.eval.model_server
 
 
 class EvalPolicy(Protocol):
@@ -112,6 +113,10 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
     """The policy that a variant names; raises :class:`SinewError` for one that cannot be opened."""
     if variant.target == EXPERT:
         return EpisodePolicy(open_expert(env_id))
+    if variant.target.startswith(MODEL_SERVER):
+        from sinew.eval.model_server import ModelServer
+
+        return ModelServer(variant.target)
     if "://" in variant.target:
         return ServerPolicy(variant.target, variant.solver_steps)
     from sinew.bundle.rename import parse_renames
@@ -138,6 +143,7 @@ def chosen(variant: Variant) -> EngineChoice:
     """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
     from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.engine.choose import choose
+    from sinew.eval.sources import StreamCosts
     from sinew.policy import open_bundle
 
     opened = open_bundle(variant.target)
@@ -149,6 +155,7 @@ def chosen(variant: Variant) -> EngineChoice:
         variant.dtype,
         threads=_threads(variant),
         ignore_recipe=variant.ignore_recipe,
+        stream=StreamCosts.parse(variant.stream).guidance if variant.stream else None,
     )
 
 
@@ -174,6 +181,13 @@ def identity(target: str) -> dict[str, Any]:
     """
     if target == EXPERT:
         return {"kind": "expert", "id": EXPERT}
+    if target.startswith(MODEL_SERVER):
+        from sinew.eval.model_server import said
+
+        hello = said(target)
+        name = str(hello.get("model_server", ""))[:100]
+        text = f"{name} {str(hello.get('harness_version', ''))[:40]}"
+        return {"kind": "server", "id": text, "dtype": "", "motion": None, "name": name, "architecture": ""}
     if "://" in target:
         from sinew_client import Client
 
@@ -187,6 +201,8 @@ def identity(target: str) -> dict[str, Any]:
             "dtype": server["dtype"],
             "hardware": server["hardware"],
             "motion": policy.get("motion"),
+            "name": policy["name"],
+            "architecture": policy["architecture"],
         }
     path = Path(target)
     if not path.exists():

@@ -7,6 +7,7 @@ paired: at the same seed they meet the same world and the same luck.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,7 +32,8 @@ from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.control.windows import OUT_OF_NODES
 from sinew_client.history import History
 
-from sinew.eval.policies import EvalPolicy
+from sinew import machine
+from sinew.eval.policies import EvalPolicy, InProcess
 from sinew.eval.robot import SimulatedRobot, StreamedRobot
 from sinew.eval.settings import Latency, rows_between
 from sinew.eval.sources import Measured, Simulated, SimulatedLink, StreamCosts, chunk_seed, way
@@ -55,6 +57,8 @@ class Episode:
     ``delays``: control steps from request to chunk, ``latency_ms``: of each inference, on the clock.
     ``seam``: the largest change of a command from the last row of a chunk to the first of the next. ``jerk``: the
     root mean square of the commands' third difference. Both in units of the action, over its numbers.
+    digest: of all commands, bit for bit (:func:`digest_of`); "" of a stream. peak_bytes: the most memory that the
+    process had until the end of the episode, the simulator's included; 0 where the policy computes in another.
     """
 
     seed: int
@@ -75,6 +79,8 @@ class Episode:
     reactions_ms: dict[str, list[float]] = field(default_factory=dict)  # of streams, by loop
     faults: dict[str, int] = field(default_factory=dict)  # answers that could not be executed, by kind
     reasons: dict[str, int] = field(default_factory=dict)  # of holds -> control steps
+    digest: str = ""
+    peak_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -146,7 +152,18 @@ def run_episode(
         jerk=round(jerk, 5),
         faults=dict(report.faults["kinds"]),
         reasons=report.held,
+        digest=digest_of(robot.actions),
+        peak_bytes=machine.resident_bytes()["peak"] if isinstance(policy, InProcess) else 0,
     )
+
+
+def digest_of(actions: Sequence[Any]) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of what an environment was given, as little-endian float64: equal
+    where every number of every command is."""
+    whole = hashlib.sha256()
+    for action in actions:
+        whole.update(np.asarray(action, "<f8").tobytes())
+    return whole.hexdigest()[:16]
 
 
 def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tuple[Settings, Adapter | None]:

@@ -42,49 +42,49 @@ def not_linear(layer: nn.Module) -> str | None:
     return f"{store.kind} is not linear in its {'codes' if store.coded else 'weight alone'}"
 
 
-class Linear(nn.Linear):
-    linear_in_weight = True  # as far as its store's is
+class _Stored(nn.Module):
+    """A module with a matrix that lies as its store says; tensors that the store does not have are None."""
+
+    weight: Any
     scale: Tensor | None
     lora_a: Tensor | None
     lora_b: Tensor | None
     store: Store
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any):
-        super().__init__(in_features, out_features, bias, **options)
+    def __init__(self, *sizes: int, **options: Any):
+        super().__init__(*sizes, **options)
         for name in ("scale", "lora_a", "lora_b"):
             self.register_parameter(name, None)
         self.store = PLAIN
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the result."""
+        """Return the dtype of products and rows."""
         return self.store.dtype(self)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.store.product(self, x, self.bias)
+    def reset_parameters(self) -> None:
+        # Weights of a bundle are assigned. On meta tensors torch fills memory that is not there in its Python
+        # decompositions: a sixth of the time that opening a small policy takes. The normal distribution of a table
+        # imports all of torch._dynamo for it (seconds, 130 MB).
+        if not self.weight.is_meta:
+            super().reset_parameters()  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.store.kind}"
 
 
-class Embedding(nn.Embedding):
+class Linear(_Stored, nn.Linear):
+    linear_in_weight = True  # as far as its store's is
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any):
+        super().__init__(in_features, out_features, bias=bias, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.store.product(self, x, self.bias)
+
+
+class Embedding(_Stored, nn.Embedding):
     """A table of rows. The indices are integers of the caller's making: never computed in low precision."""
-
-    scale: Tensor | None
-    lora_a: Tensor | None
-    lora_b: Tensor | None
-    store: Store
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, **options: Any):
-        super().__init__(num_embeddings, embedding_dim, **options)
-        for name in ("scale", "lora_a", "lora_b"):
-            self.register_parameter(name, None)
-        self.store = PLAIN
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the rows."""
-        return self.store.dtype(self)
 
     def rows(self, ids: tuple[int, ...]) -> Tensor:
         """Return rows [len(ids), C] of constant indices: no tensor of ids, which would be a copy from the host."""
@@ -94,19 +94,10 @@ class Embedding(nn.Embedding):
         """Return h W^T: a language head that is tied to its table."""
         return self.store.product(self, h)
 
-    def reset_parameters(self) -> None:
-        # On meta tensors the normal distribution goes through torch._refs, which imports all of torch._dynamo
-        # (seconds, 130 MB) to fill memory that is not there: weights of a bundle are assigned.
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"row indices must be int64 or int32, got {ids.dtype}")
         return self.store.take(self, ids)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.store.kind}"
 
 
 def width_of(layer: nn.Module) -> int | None:

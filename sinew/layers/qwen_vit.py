@@ -61,9 +61,10 @@ def block_order(x: Tensor, rows: int, cols: int, merge: int) -> Tensor:
     return x.transpose(-4, -3).reshape(shape)
 
 
-def grid_positions(rows: int, cols: int, merge: int) -> Tensor:
+def grid_positions(rows: int, cols: int, merge: int, device: torch.device) -> Tensor:
     """Return row and column of every patch in block order, int64 [rows * cols, 2]."""
-    row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+    sides = (torch.arange(side, device=device) for side in (rows, cols))
+    row, col = torch.meshgrid(*sides, indexing="ij")
     return block_order(torch.stack([row, col], dim=-1).flatten(0, 1), rows, cols, merge)
 
 
@@ -74,7 +75,7 @@ def grid_rotation(
     column, and the halves pair up. Tables are [1, rows * cols, 1, head_dim / 2]."""
     exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     frequency = 1.0 / theta**exponent  # [head_dim / 4]
-    where = grid_positions(rows, cols, merge).to(device)
+    where = grid_positions(rows, cols, merge, device)
     angle = (where[..., None].float() * frequency).flatten(-2)[None, :, None]  # [1, L, 1, head_dim / 2]
     return Rotation(angle.cos(), angle.sin())
 

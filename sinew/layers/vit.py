@@ -49,7 +49,7 @@ class ViTConfig:
         return self.image_size // self.patch_size
 
 
-def position_rows(rows: int, cols: int, side: int) -> Tensor:
+def position_rows(rows: int, cols: int, side: int, device: torch.device | None = None) -> Tensor:
     """Return the row of a ``side * side`` position table that each patch of a ``rows * cols`` grid reads, int64.
 
     The reference (SmolVLM) bucketises the fractional coordinate r / rows against boundaries k / side. In
@@ -57,8 +57,8 @@ def position_rows(rows: int, cols: int, side: int) -> Tensor:
     coordinates fall a rounding error short of the boundaries and nearly every patch reads its
     neighbour's row, in some precisions and not in others; hence no float comes near this function.
     """
-    row = torch.arange(rows) * side // rows
-    col = torch.arange(cols) * side // cols
+    row = torch.arange(rows, device=device) * side // rows
+    col = torch.arange(cols, device=device) * side // cols
     return (row[:, None] * side + col[None, :]).flatten()
 
 
@@ -170,8 +170,8 @@ class VisionTransformer(nn.Module):
         return self.norm(x)[:, skip:]
 
     def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C]
-        ids = position_rows(rows, cols, self.config.side)
-        return self.position_embedding(ids.to(self.position_embedding.weight.device))
+        table = self.position_embedding
+        return table(position_rows(rows, cols, self.config.side, table.weight.device))
 
 
 class ResizedPositions(VisionTransformer):
@@ -189,7 +189,7 @@ def antialias_matrix(size: int, target: int, device: torch.device) -> Tensor:
     """Return the weights of torch's antialiased bilinear ``interpolate`` along one axis, float32 [target, size]."""
     scale = size / target
     reach = max(scale, 1.0)
-    center = scale * (torch.arange(target, dtype=torch.float64) + 0.5)
-    distance = torch.arange(size, dtype=torch.float64)[None] + 0.5 - center[:, None]
+    center = scale * (torch.arange(target, dtype=torch.float64, device=device) + 0.5)
+    distance = torch.arange(size, dtype=torch.float64, device=device)[None] + 0.5 - center[:, None]
     weights = (1.0 - (distance / reach).abs()).clamp(min=0.0)
-    return (weights / weights.sum(dim=1, keepdim=True)).float().to(device)
+    return (weights / weights.sum(dim=1, keepdim=True)).float()

@@ -166,3 +166,16 @@ def between(measured: Mapping[int, float]) -> Callable[[int], float]:
 
 def _never(*_: object) -> Any:
     raise AssertionError("nothing is computed here")
+
+
+def measured(source: str, threads: int | None, engine: str, sizes: Sequence[int]) -> dict[int, float]:
+    """Return the seconds of batches of so many observations of the policy's own, timed here. Raises
+    :class:`SinewError` for a policy whose requests cannot be computed at once."""
+    from sinew.policy import load
+    from sinew.serve.batching import time_batches
+
+    policy = load(source, engine=engine, threads=threads)
+    policy.warm_up()
+    if policy.unbatched:
+        raise SinewError(policy.unbatched)
+    return time_batches(policy, sizes)

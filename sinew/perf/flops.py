@@ -23,8 +23,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:  # [B, H, S, D], [B, H, 
     return 2 * prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
-def _convolution(out: Tensor, weight: Tensor) -> int:  # [B, O, *], [O, I / groups, *kernel]
-    return 2 * out.numel() * prod(weight.shape[1:])
+def _convolution(args: Any, out: Tensor) -> int:
+    """Of weights [O, I / groups, *kernel] each result [B, O, *] is a sum; of transposed ones, [I, O / groups, *kernel],
+    each number of the input [B, I, *] is a part of many sums."""
+    x, weight, transposed = args[0], args[1], args[6]
+    return 2 * (x if transposed else out).numel() * prod(weight.shape[1:])
 
 
 FUSED_ATTENTION = (
@@ -45,6 +48,6 @@ PRODUCTS: dict[str, Count] = {  # by ATen's names, and our own
     "lowbit_linear": lambda args, _: 2 * args[0].numel() * args[1].shape[0],
     "lowbit_linears": lambda args, _: sum(2 * args[0].numel() * weight.shape[0] for weight in args[1]),
     "mv": lambda args, _: 2 * args[0].numel(),
-    "convolution": lambda args, out: _convolution(out, args[1]),
+    "convolution": _convolution,
     **dict.fromkeys(FUSED_ATTENTION, lambda args, _: _attention(*args[:3])),
 }

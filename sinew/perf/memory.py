@@ -43,7 +43,7 @@ WORKSPACE = {"cpu": 40_000_000, "cuda": 32 << 20}
 # and M_TRIM_THRESHOLD). On a CPU the second inference therefore peaks above the first.
 MAPPED = (128 << 10, 32 << 20)
 PAGE = 4096  # bytes of a page of a mapped file
-DEVICES = {"cpu": "cpu", "cuda": "cuda"}  # engine -> the one that it runs on
+DEVICES: Mapping[str, Device] = {"cpu": "cpu", "cuda": "cuda"}  # engine -> the one that it runs on
 CHUNKS = 2  # of actions that a robot's side holds: the one that it executes and the one that arrives
 
 AXES = {"chunk": "chunk", "cameras": "cameras", "context": "prompt_tokens"}  # what `fits` searches

@@ -11,6 +11,8 @@ from sinew.perf.hardware import Hardware
 from sinew.perf.roofline import StageTiming
 
 COMPONENTS = ("vision", "prefix", "head")  # in the order of their colours
+check = figures.check  # before what is to be drawn is computed
+
 CALLED = {"prefix": "language", "head": "action"}  # of the figures' readers
 PLACES = ("network", "vision", "language", "action")
 

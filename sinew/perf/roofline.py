@@ -8,8 +8,9 @@ VLA-Perf (arXiv 2602.18397), equations 2 and 3; that memory and on-chip times ad
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sinew.perf.hardware import Hardware
 from sinew.perf.operators import Component, Operator, Residency
@@ -66,12 +67,24 @@ def seconds(components: Iterable[Component], machine: Hardware) -> float:
     return sum(timing(component, machine).seconds for component in components)
 
 
-def weight_bytes(components: Iterable[Component]) -> int:
-    """Return the bytes of the products' weights, each counted once per component that reads it."""
-    return sum(
-        operator.count * tensor.bytes
-        for component in components
-        for operator in component.operators
-        for tensor in operator.tensors
-        if tensor.kind == "weight"
-    )
+def components_record(machine: Hardware, rows: Sequence[StageTiming]) -> dict[str, Any]:
+    """Return the milliseconds of each component on a machine and what bounds it, ready for JSON."""
+    total = sum(row.seconds for row in rows)
+    parts = [
+        {
+            "component": row.name,
+            "ms": 1e3 * row.seconds,
+            "bound": row.bound,
+            "gflop": row.flops / 1e9,
+            "gbyte": row.nbytes / 1e9,
+            "tflops": row.flops / row.seconds / 1e12 if row.seconds else 0.0,  # a stage without products
+        }
+        for row in rows
+    ]
+    return {
+        "machine": machine.name,
+        "title": machine.title,
+        "ms": 1e3 * total,
+        "hz": 1 / total,
+        "components": parts,
+    }

@@ -144,8 +144,8 @@ class Processor:
         May run on any thread. Raises :class:`ObservationError` for the first field that this policy cannot take.
         """
         start = time.perf_counter()
-        state, normalized, tokens = self._checked(observation)
-        scale, unconditional = self._scale(observation), None
+        state, normalized, tokens, scale = self._checked(observation)
+        unconditional = None
         if scale != 1.0:
             unconditional = self._unconditional(observation, normalized)
             if scale == 0.0:  # that prompt is enough, and gives what it gives alone, to the bit
@@ -176,9 +176,9 @@ class Processor:
             scale=scale,
         )
 
-    def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The state, the normalised states of the moments that were sent, and the tokens of an observation whose
-        other fields are checked too."""
+    def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+        """The state, the normalised states of the moments that were sent, the tokens and the guidance scale of an
+        observation whose other fields are checked too."""
         if observation.adapter != self.adapter:
             raise ObservationError(
                 "adapter", repr(self.adapter) if self.adapter else "none here", repr(observation.adapter)[:80]
@@ -194,8 +194,8 @@ class Processor:
         most = min(solver.most_steps or MAX_SOLVER_STEPS, MAX_SOLVER_STEPS)
         _integer(observation.solver_steps, "solver_steps", solver.fixed_steps or 1, most)
         check_continuation(observation, self.spec)
-        self._scale(observation)
-        return state, normalized, tokens
+        recipe = self.recipe.prompt
+        return state, normalized, tokens, scale_of(observation, recipe, advantage_of(observation, recipe))
 
     def inputs(self, observation: Observation, padded: bool = False, pixels: bool = True) -> ModelInputs:
         """Model inputs of a checked observation. Cameras come in the order of the spec.
@@ -412,9 +412,6 @@ class Processor:
         if self.spec.solver.noise == "zeros":
             raise ObservationError("noise", "none, because this policy starts from zeros", "noise")
         return _vector(observation.noise, "noise", self.spec.noises(observation.solver_steps))
-
-    def _scale(self, observation: Observation) -> float:
-        return scale_of(observation, self.recipe.prompt, advantage_of(observation, self.recipe.prompt))
 
     def _unconditional(self, observation: Observation, normalized: np.ndarray) -> np.ndarray:
         """Return the prompt without an advantage. normalized: the states that were sent, the newest last."""

@@ -17,7 +17,7 @@ from sinew.records import arithmetic
 from sinew.records.recorder import Record
 
 SCHEMA = "sinew.replay/2"
-RESULTS = ("equal", "within", "beyond", "error", "new")
+RESULTS = ("equal", "within", "beyond", "error", "new", "unkept")
 UNSAID = "the records do not say how they were computed (an older sinew wrote them)"
 
 
@@ -27,7 +27,7 @@ def replay_records(server: Client, records: Iterable[Record], deadline_ms: float
     The seed that drew the noise is in the record. Where all that decides the bits is the same now as then
     (:data:`sinew.records.arithmetic.KEYS`), so must be the actions; else each may differ by
     :func:`sinew.records.arithmetic.tolerance` times its own scale in the policy's statistics. An error that the server
-    answers is a result.
+    answers is a result. A context is not kept, so nothing is asked where one was the answer (``unkept``).
     """
     metadata = server.metadata()
     now = arithmetic.kept(metadata["server"])
@@ -36,6 +36,10 @@ def replay_records(server: Client, records: Iterable[Record], deadline_ms: float
     unlike: dict[str, int] = {}
     allowed: dict[str, Any] = {"of": 0.0, "precision": ""}
     for record in records:
+        if record.context:
+            row = {"file": record.path.name, "wire": record.wire, "then": "context", "result": "unkept"}
+            rows.append(row)
+            continue
         differences = arithmetic.unlike(record.server, now) if record.server else [UNSAID]
         size, precision = arithmetic.tolerance(record.server, now) if differences else (0.0, "")
         if size > allowed["of"]:

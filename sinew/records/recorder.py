@@ -3,9 +3,10 @@
 A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``tokens``, ``previous`` and the moments
 before as ``earlier/<0, 1 ...>/images/<camera>`` and ``earlier/<0, 1 ...>/state``, oldest first; ``actions`` or nothing;
 and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, which words were asked for and the ``text``
-that was said, the error if there was one, who drove the robot (``by``, of ``sinew run --frames``, where a record is a
-control step and its action the command), and ``server``, what decided the last bits of the answer
-(:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it without pickle.
+that was said, the error if there was one, whether the answer was a ``context``, which is not kept, who drove the robot
+(``by``, of ``sinew run --frames``, where a record is a control step and its action the command), and ``server``, what
+decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it without
+pickle.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an
 @dataclass(frozen=True, slots=True)
 class Record:
     """observation: with the seed that drew the noise, so that it gives the same actions again.
-    actions: None where the reply was the error in ``error`` ([code] message), or words alone. server: what decided its
-    bits; empty in files of before 2026-11-23."""
+    actions: None where the reply was the error in ``error`` ([code] message), or words alone, or a context. server:
+    what decided its bits; empty in files of before 2026-11-23."""
 
     path: Path
     wire: str
@@ -62,6 +63,11 @@ class Record:
     def text(self) -> str:
         """Return the words of the reply; "" where there were none."""
         return self.meta.get("text", "")
+
+    @property
+    def context(self) -> bool:
+        """Return whether the reply was a context for a head on the robot. It is not kept: it may be megabytes."""
+        return self.meta.get("context", False)
 
 
 class _Meta(msgspec.Struct):
@@ -86,6 +92,7 @@ class _Meta(msgspec.Struct):
     text_only: bool = False
     text_tokens: int | None = None
     text: str = ""
+    context: bool = False
     adapter: str = ""
     advantage: str | None = None
     guidance_scale: float | None = None
@@ -141,6 +148,8 @@ class Recorder(BackgroundWriter):
         else:
             if len(outcome.actions):
                 arrays["actions"] = outcome.actions
+            if outcome.context:
+                meta["context"] = True
             meta |= {"seed": outcome.seed, "total_ms": outcome.timing.total_ms}
             if observation.asks:
                 meta["text"] = outcome.text

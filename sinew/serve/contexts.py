@@ -13,7 +13,7 @@ import numpy as np
 from sinew_client.policy import refuse_words
 
 from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError, Timing
-from sinew.engine.contexts import digest
+from sinew.engine.fingerprint import fingerprint
 from sinew.policy import Policy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.policies import Deployment
@@ -30,7 +30,7 @@ class ContextPolicy(ServedPolicy):
 
     def __init__(self, policy: Callable[[], Policy], form: str):
         self._policy, self.form = policy, form
-        self.digest = digest(policy().bundle.path)
+        self.digest = fingerprint(policy().bundle.path)
         self._known = weakref.ref(policy())  # has this digest
 
     @property
@@ -54,7 +54,7 @@ class ContextPolicy(ServedPolicy):
         """
         policy = self._policy()
         if policy is not self._known():
-            if digest(policy.bundle.path) != self.digest:
+            if fingerprint(policy.bundle.path) != self.digest:
                 raise RequestError(
                     f"context.{self.form}: the policy was exchanged for another bundle than the robots have;"
                     " start the server with that one"

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 from sinew import machine
 from sinew.core import RTC, BusyError, RequestError, SinewError
+from sinew.engine.backend import AUTO
 from sinew.engine.prepared import EngineFinding
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.service import STREAMED, Service
@@ -38,7 +40,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """What can be prepared. source: of the policy that stands. engine: that may be faster than ``against``. command:
-    makes it. bundle: whose findings are kept. sweep: removes what a process left that was killed."""
+    makes it. bundle: whose findings are kept. sweep: removes what a process left that was killed. device: where."""
 
     source: str
     engine: str
@@ -46,6 +48,59 @@ class Preparation:
     command: Sequence[str]
     bundle: Path
     sweep: Callable[[], None]
+    device: str = "cpu"
+
+
+def preparation(
+    bundle: Path, options: dict[str, Any], threads: int | None, budget: int | None
+) -> Preparation | None:
+    """Return what ``sinew prepare`` could make faster of a policy that runs here; None for nothing, which the log says
+    where it was found before. budget: bytes that it and its successor may take together."""
+    from sinew.engine import prepared
+    from sinew.engine.backend import BACKENDS
+    from sinew.engine.choose import candidates, choose, chosen_by, exported_graphs
+    from sinew.engine.onnx.borrowed import shipped
+    from sinew.engine.onnx.cache import sweep
+    from sinew.policy import open_bundle
+
+    if options["engine"] not in (None, AUTO):
+        return None
+    opened = open_bundle(bundle)
+    if exported_graphs(opened) is not None:
+        return None
+    choice = choose(opened, threads=threads, **chosen_by(options))
+    for candidate in candidates(opened, choice):
+        kept = prepared.kept(opened.path, candidate.engine)
+        if kept is not None and not kept.taken and kept.against == choice.engine:
+            logger.info("%s (found before; `sinew prepare %s --again` tries once more)", kept.why, bundle)
+            continue
+        exports = BACKENDS[candidate.engine].runs_graphs and shipped(opened.path) is None
+        if exports and not os.access(opened.path.parent, os.W_OK):
+            words = "engine %s may be faster than %s, and is not prepared: %s cannot be written"
+            logger.info(words, candidate.engine, choice.engine, opened.path.parent)
+            continue
+        # As this process was started: what lies in the current folder is imported by `python -m sinew` alone.
+        alike = [] if sys.path[:1] and sys.path[0] in ("", str(Path.cwd())) else ["-P"]
+        command = [
+            sys.executable,
+            *alike,
+            "-m",
+            "sinew",
+            "prepare",
+            str(opened.path),
+            "--background",
+            "--json",
+        ]
+        command += ["--device", choice.options.device]
+        if options["dtype"] is not None:
+            command += ["--dtype", str(options["dtype"])]
+        if budget is not None:
+            command += ["--memory-gib", f"{max(budget, 1) / 2**30:.6f}"]
+        return Preparation(
+            str(bundle), candidate.engine, choice.engine, command, opened.path, lambda: sweep(opened.path),
+            choice.options.device,
+        )  # fmt: skip
+    return None
 
 
 class Preparer:
@@ -140,7 +195,9 @@ class Preparer:
                 f" {number} ({_name(number)}){', as the system does where memory is short' if number == 9 else ''};"
                 f" `sinew prepare {self._work.source} --again` tries once more"
             )
-            finding = EngineFinding(self._work.engine, self._work.against, False, why)
+            finding = EngineFinding(
+                self._work.engine, self._work.against, False, why, device=self._work.device
+            )
             self._keep(finding)
             return finding, Need(0)
         if status or record is None:
@@ -149,7 +206,9 @@ class Preparer:
         try:
             seconds = {str(name): float(took) for name, took in record["seconds"].items()}
             engine, against = str(record["engine"]), str(record["against"])
-            finding = EngineFinding(engine, against, record["taken"] is True, str(record["why"]), seconds)
+            finding = EngineFinding(
+                engine, against, record["taken"] is True, str(record["why"]), seconds, self._work.device
+            )
             return finding, Need(int(record["need"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise SinewError(f"expected what was found, got {record.get('text', record)!s:.300}") from None
@@ -240,7 +299,9 @@ class Preparer:
                 f"engine {self._work.engine} is not taken: {self._work.against} {' and '.join(lost)}, as was asked of"
                 f" this server, and it does not; `sinew prepare {self._work.source} --again` forgets that"
             )
-            self._keep(EngineFinding(self._work.engine, self._work.against, False, why))
+            self._keep(
+                EngineFinding(self._work.engine, self._work.against, False, why, device=self._work.device)
+            )
             raise RequestError(why)
 
     def _keep(self, finding: EngineFinding) -> None:

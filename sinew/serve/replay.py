@@ -63,7 +63,8 @@ class Replay(OpenPolicy, ServedPolicy):
     allow_missing_cameras: as of :class:`sinew.policy.Policy`.
 
     A session that was recorded gets its own chunks in their order, any other those of the first recorded session; after
-    the last one it begins again. Records of errors are left out. Requests of an adapter get what was recorded of it.
+    the last one it begins again. Records without actions (errors, words, contexts) are left out. Requests of an adapter
+    get what was recorded of it.
     """
 
     def __init__(
@@ -265,13 +266,15 @@ def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int
             )
         sessions.setdefault(session, []).append(answer)
     if first is None:
-        raise SinewError(f"{folder}: expected a record with actions, got {left_out} of errors")
+        raise SinewError(
+            f"{folder}: expected a record with actions, got {left_out} of errors, words or contexts"
+        )
     return sessions, left_out, first, most
 
 
 def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
-    """The session, the answer and the number of moments of a record, without reading its frames; None for one of an
-    error."""
+    """The session, the answer and the number of moments of a record, without reading its frames; None for one without
+    actions."""
     with Archive(path) as archive:
         meta = read_meta(archive)
         if "actions" not in archive:

@@ -7,6 +7,7 @@ back; health, metadata, authentication, what is counted, logged and recorded are
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hmac
 import json
@@ -283,8 +284,17 @@ def _safe(request: Request, outcome: Outcome) -> Outcome:
 
 
 def key_of(authorization: str) -> str:
-    """Return the key in a header ``Authorization: Bearer K`` or ``Api-Key K``; empty where it is of another scheme."""
+    """Return the key in a header ``Authorization: Bearer K`` or ``Api-Key K``; empty where it is of another scheme.
+
+    In ``Basic`` the password is the key: clients that take nothing but an address send what stands in it
+    (``ws://:KEY@host:8000``).
+    """
     scheme, _, key = authorization.partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(key.strip(), validate=True).decode().partition(":")[2]
+        except ValueError:
+            return ""
     return key.strip() if scheme.lower() in ("api-key", "bearer") else ""
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sinew.bundle.files import EXPORTED
 from sinew.convert.lerobot.folder import resolve as model_folder
 from sinew.core import BundleError, ConvertError, did_you_mean
 from sinew.sources import cache, hub
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
 
 
 def embedded() -> dict[str, Path]:

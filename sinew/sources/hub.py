@@ -5,6 +5,7 @@ Files come through ``huggingface_hub`` into its own cache, which also serves the
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -94,6 +95,17 @@ def fetch(name: HubName) -> Path:
     for each in new:
         _compare(name, folder, each)
     return fetched
+
+
+def copy(found: Path, out: Path) -> Path:
+    """Copy a bundle to ``out`` and return that: beside the target and renamed, as an interrupted copy is no bundle."""
+    try:
+        with scratch.beside(out) as folder:
+            shutil.copyfile(found, folder / out.name)
+            os.replace(folder / out.name, out)
+    except OSError as error:
+        raise SinewError(f"--out {out}: {error.strerror}") from None
+    return out
 
 
 def push(name: HubName, files: Mapping[str, Path | bytes], message: str, private: bool = False) -> str:

@@ -15,8 +15,9 @@ from sinew_client.control.servers import PolicyCall
 from sinew_client.policy import OpenPolicy, refuse_words
 
 from sinew.core import ActionChunk, Observation, SinewError, Timing
-from sinew.engine.contexts import digest, unpack
+from sinew.engine.contexts import unpack
 from sinew.engine.example import Inputs, Shapes
+from sinew.engine.fingerprint import fingerprint
 from sinew.engine.plan.cost import on_meta
 from sinew.processing import given
 
@@ -80,7 +81,7 @@ class SplitPolicy(OpenPolicy):
             raise SinewError(
                 f"split: expected a server's policy context.FORM (sinew serve --context), got {client.policy!r}"
             )
-        here, there = digest(policy.bundle.path), served["server"].get("bundle_digest")
+        here, there = fingerprint(policy.bundle.path), served["server"].get("bundle_digest")
         if here != there:
             raise SinewError(
                 f"split: expected the server's bundle, digest {there}, got {here} ({policy.bundle.path})"

@@ -6,6 +6,8 @@ import importlib
 import inspect
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import typing
@@ -20,7 +22,9 @@ import pytest
 from PIL import Image
 
 from sinew import __version__
-from sinew.cli import GROUPS, VERBS, function_of, main
+from sinew.cli import build_app as program
+from sinew.cli import main
+from sinew.cli.verbs import MOVED, SECTIONS, VERBS, commands, function_of
 from sinew.eval.report.stats import summarize
 from tests import processes
 
@@ -87,25 +91,48 @@ def test_the_installed_script_starts() -> None:
     assert "sinew serve" in result.stdout
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_every_verb(here, verb: str) -> None:
-    result = here(verb, "--help")
+COMMANDS = {" ".join(words): (words, verb) for words, verb in commands()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_verb(here, command: str) -> None:
+    """It says how the verb is called and all that its function says of it, and ends with an example."""
+    words, verb = COMMANDS[command]
+    result = here(*words, "--help")
     assert result.returncode == 0, result.stderr
-    assert f"sinew {verb}" in result.stdout
+    assert f"Usage: sinew {command}" in result.stdout
     assert result.stderr == ""
+    assert verb.example.split()[: len(words)] == list(words)
+    shown = " ".join(result.stdout.split())
+    assert shown.endswith(f"Example: sinew {verb.example}")
+    module, _, name = function_of(words, verb).partition(":")
+    said = docstring_parser.parse(inspect.getdoc(getattr(importlib.import_module(module), name)) or "")
+    for text in (said.short_description, said.long_description):
+        assert " ".join((text or "").replace("`", "").split()) in shown
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_parameter_is_described(verb: str) -> None:
-    module, _, function = function_of(verb).partition(":")
-    found = getattr(importlib.import_module(f"sinew.cli.{module}"), function)
-    commands = [found[name] for name in found if not name.startswith("-")] if verb in GROUPS else []
-    for function in [command.default_command for command in commands] or [found]:
-        hints = typing.get_type_hints(function)
-        groups = {name for name in inspect.signature(function).parameters if is_dataclass(hints[name])}
-        assert described(function) == set(inspect.signature(function).parameters) - groups, function
-        for name in groups:  # flags that several verbs share
-            assert described(hints[name]) == {f.name for f in fields(hints[name])}, hints[name]
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_are_understood(command: str) -> None:
+    words = shlex.split(COMMANDS[command][1].example)
+    program().parse_args(words, exit_on_error=False, print_error=False)
+
+
+@pytest.mark.parametrize("group", [name for name, verb in VERBS.items() if verb.commands])
+def test_help_of_every_group(here, group: str) -> None:
+    result = here(group, "--help")
+    assert result.returncode == 0, result.stderr
+    assert all(name in result.stdout for name in VERBS[group].commands)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_parameter_is_described(command: str) -> None:
+    module, _, name = function_of(*COMMANDS[command]).partition(":")
+    function = getattr(importlib.import_module(module), name)
+    hints = typing.get_type_hints(function)
+    groups = {name for name in inspect.signature(function).parameters if is_dataclass(hints[name])}
+    assert described(function) == set(inspect.signature(function).parameters) - groups, function
+    for each in groups:  # flags that several verbs share
+        assert described(hints[each]) == {f.name for f in fields(hints[each])}, hints[each]
 
 
 def described(what: object) -> set[str]:
@@ -116,7 +143,10 @@ def described(what: object) -> set[str]:
 def test_top_level_help_and_version(here) -> None:
     result = here("--help")
     assert result.returncode == 0
+    places = [result.stdout.index(f"╭─ {title} ") for title in SECTIONS]
+    assert places == sorted(places)
     assert all(verb in result.stdout for verb in VERBS)
+    assert len(VERBS) <= 24  # on the first level
     assert here("--version").stdout.strip() == __version__
 
 
@@ -133,6 +163,15 @@ def test_unknown_verb() -> None:
     result = sinew("serv")
     assert result.returncode == 2
     assert result.stderr == "error: unknown verb 'serv': did you mean 'serve'?\n"
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_verb_that_has_moved_is_found(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "x"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: unknown verb {name!r}: did you mean `sinew {MOVED[name]}`?\n"
+    group, word = MOVED[name].split()
+    assert word in VERBS[group].commands
 
 
 def test_bad_option_is_a_usage_error(here) -> None:
@@ -206,7 +245,7 @@ def test_infer_json_is_what_the_policy_returns(smolvla_bundle, pictures: list[st
     np.testing.assert_allclose(np.array(document["actions"]), expected.actions, atol=1e-5)
 
 
-def test_infer_table_shows_every_action(here, smolvla_bundle, pictures: list[str]) -> None:
+def test_infer_prints_the_first_actions(here, smolvla_bundle, pictures: list[str]) -> None:
     bundle = smolvla_bundle("smolvla-2cam")
     result = here(
         "infer", bundle, *image_flags(pictures), "--state", STATE, "--prompt", "go", "--solver-steps", 2
@@ -214,7 +253,9 @@ def test_infer_table_shows_every_action(here, smolvla_bundle, pictures: list[str
     assert result.returncode == 0, result.stderr
     assert "50 actions" in result.stdout
     assert "in 2 steps" in result.stdout
-    assert any(line.startswith("│   49 │") for line in result.stdout.splitlines())
+    rows = [line for line in result.stdout.splitlines() if re.match(r"│ +\d+ │", line)]
+    assert len(rows) == 10
+    assert "the first 10 of 50; --json has all" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -247,15 +288,13 @@ def test_infer_names_the_bad_input(smolvla_bundle, pictures, capsys, change: dic
 # ----------------------------------------------------------------------------- bench
 
 
-def test_bench_report_and_json_line(smolvla_bundle) -> None:
-    bundle = smolvla_bundle("smolvla-2cam")
-    result = sinew(
-        "bench", bundle, "--runs", 3, "--threads", 1, "--image-size", "24x32", "--deadline-ms", 1e-3
-    )
+def test_bench_report_and_json(smolvla_bundle, tmp_path: Path) -> None:
+    bundle, out = smolvla_bundle("smolvla-2cam"), tmp_path / "out.json"
+    flags = ("--runs", 3, "--threads", 1, "--image-size", "24x32", "--deadline-ms", 1e-3)
+    result = sinew("bench", bundle, *flags, "--json", out)
     assert result.returncode == 0, result.stderr
-    *report, last = result.stdout.splitlines()
-    assert not any(line.startswith("{") for line in report)
-    document = json.loads(last)
+    assert "{" not in result.stdout
+    document = json.loads(out.read_text())
     assert document["runs"] == 3
     assert document["threads"] == 1
     assert document["deadline"] == {"ms": 1e-3, "misses": 3, "miss_rate": 1.0}
@@ -271,7 +310,7 @@ def test_bench_report_and_json_line(smolvla_bundle) -> None:
     for stage in [*stages["steps"], *(value for name, value in stages.items() if name != "steps")]:
         assert 0 < stage["p50"] <= stage["p95"] <= stage["p99"] <= stage["max"]
     for word in ("chunk rate", "action rate", "peak memory", "missed in 3 of 3", "step 10"):
-        assert word in "\n".join(report)
+        assert word in result.stdout
 
 
 def test_bench_refuses_a_bad_size(capsys) -> None:

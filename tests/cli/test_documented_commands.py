@@ -10,7 +10,8 @@ import pytest
 import yaml
 from cyclopts import App
 
-from sinew.cli import GROUPS, VERBS, build_app, settings, terminal
+from sinew.cli import build_app, settings, terminal
+from sinew.cli.verbs import VERBS
 from tests.journeys.pages import BLOCK, PAGES, ROOT, lines
 
 EVERYWHERE = {"json", "debug", "config", "help"}
@@ -27,9 +28,7 @@ def mentions(text: str) -> list[str]:
 
 
 def verb_of(app: App, words: list[str]) -> App:
-    if words[0] not in GROUPS:
-        return app[words[0]]
-    return app[words[0]][words[1]]
+    return app[words[0]][words[1]] if VERBS[words[0]].commands else app[words[0]]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -50,6 +49,7 @@ def test_commands_of_a_page_are_understood(page: str, app: App, monkeypatch: pyt
     for line in mentions(PAGES[page].read_text()):
         words = line.split()[1:]
         assert words[0] in VERBS, line
+        assert not (inner := VERBS[words[0]].commands) or words[1:2] == [] or words[1] in inner, line
         if flags := {word.partition("=")[0] for word in words if word.startswith("--")}:
             known = set(settings.flags(verb_of(app, words).assemble_argument_collection())) | EVERYWHERE
             assert {flag.removeprefix("--") for flag in flags} <= known, line

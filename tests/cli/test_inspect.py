@@ -15,10 +15,11 @@ from sinew.perf.program import PublishedProgram
 
 
 def inspected(bundle: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict[str, Any]]:
-    """The table and the record, of which a pipe gets both."""
+    """The table and the record."""
     assert main(["inspect", str(bundle), *flags]) == 0
-    text, brace, record = capsys.readouterr().out.partition("\n{")
-    return text, json.loads(brace + record)
+    text = capsys.readouterr().out
+    assert main(["inspect", str(bundle), *flags, "--json"]) == 0
+    return text, json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("case", ["smolvla-2cam", "bitvla"])

@@ -78,7 +78,9 @@ def drive(
     config = ("--config", str(MODES / f"{mode}.toml"))
     capsys.readouterr()
     # The machine of a test may be busy for seconds; the robot ends by itself.
-    assert main(["run", target, *robot, "--seconds", "600", "--deadline", "60", *config, *flags]) == 0
+    assert (
+        main(["run", target, *robot, "--seconds", "600", "--timeout", "60", *config, *flags, "--json"]) == 0
+    )
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     asked = tomllib.loads((MODES / f"{mode}.toml").read_text())["run"]
     for name in ("handover", "replan", "max_age", "finish"):

@@ -169,7 +169,7 @@ def test_mirrored_is_told_where_the_scene_has_sides() -> None:
 def test_swapped_cameras_are_told_and_cameras_that_look_alike_are_not() -> None:
     found = look("blocks", swapped)
     assert wrong(found) == [("camera front", "swapped"), ("camera wrist", "swapped")]
-    assert "--cameras front=wrist --cameras wrist=front" in found[0].advice
+    assert "--rename wrist=front --rename front=wrist" in found[0].advice
     found = look(
         "blocks", lambda seen: {**seen, "images": dict.fromkeys(("front", "wrist"), seen["images"]["wrist"])}
     )
@@ -365,7 +365,7 @@ def test_a_robot_that_raises_is_blind_or_blocks_is_said_to() -> None:
 def test_a_robot_that_the_policy_refuses() -> None:
     found = look("blocks", lambda seen: {**seen, "images": {"front": seen["images"]["front"], "cam1": 3}})
     assert wrong(found)[0] == ("robot", "refused")
-    assert "--cameras" in found[0].advice
+    assert "--rename" in found[0].advice
     assert ("camera cam1", "no frame") in wrong(found)
     found = look("blocks", lambda seen: {**seen, "state": seen["state"][:3]})
     assert wrong(found) == [("robot", "refused")]
@@ -399,17 +399,17 @@ def test_the_verb(
     (tmp_path / "wired_for_observe.py").write_text(WIRED)
     monkeypatch.chdir(tmp_path)
     short = ("--seconds", "0.1")
-    assert main(["doctor", "blocks", "--observe", "wired_for_observe:Right", *short]) == 0
+    assert main(["doctor", "blocks", "--observe", "wired_for_observe:Right", *short, "--json"]) == 0
     found = last_json(capsys)
     assert found["ok"]
     assert {check["status"] for check in found["checks"]} == {"ok"}
-    assert main(["doctor", "blocks", "--observe", "wired_for_observe:Swapped", *short]) == 1
-    output = capsys.readouterr().out
-    assert "it was not commanded" in output
-    found = json.loads(output.strip().splitlines()[-1])
+    told = ("--json", "told.json")
+    assert main(["doctor", "blocks", "--observe", "wired_for_observe:Swapped", *short, *told]) == 1
+    assert "it was not commanded" in capsys.readouterr().out
+    found = json.loads(Path("told.json").read_text())
     assert not found["ok"]
     assert [check["kind"] for check in found["checks"] if check["status"] == "fail"] == ["swapped"] * 2
-    exchanged = ("--cameras", "front=wrist", "--cameras", "wrist=front")
+    exchanged = ("--rename", "front=wrist", "--rename", "wrist=front")
     assert main(["doctor", "blocks", "--observe", "wired_for_observe:Swapped", *short, *exchanged]) == 0
     assert main(["doctor", "egg", "--observe", "egg", *short]) == 0
     assert main(["doctor", "egg", "--observe", "blocks", *short]) == 1
@@ -468,7 +468,7 @@ def test_records_are_looked_at_after_the_fact_and_learnt_from(
     assert count > 90
     assert wrong(found) == []
     assert main(["doctor", "blocks", "--observe", str(right)]) == 0
-    assert main(["doctor", "blocks", "--observe", str(turned)]) == 1
+    assert main(["doctor", "blocks", "--observe", str(turned), "--json"]) == 1
     assert [check["kind"] for check in last_json(capsys)["checks"] if check["status"] == "fail"] == ["BGR"]
     for number, name in enumerate(sorted(path.name for path in turned.glob("*.npz"))):
         (turned / name).rename(right / f"{9000 + number:08d}.npz")

@@ -29,7 +29,7 @@ from tests import processes
 
 HANGS = 600.0  # seconds after which a program is taken to stand still: a guard, and no bound
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
-PLAIN = ("--hz", "20", "--deadline", "60", "--prompt", "put the red block into the left bin")
+PLAIN = ("--hz", "20", "--timeout", "60", "--prompt", "put the red block into the left bin")
 POLICY: dict[str, Any] = {
     "cameras": [{"name": "front", "height": 4, "width": 6}],
     "state": {"dim": 2},
@@ -45,14 +45,14 @@ def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str
     journal, limits = tmp_path / "run.jsonl", tmp_path / "limits.json"
     limits.write_text(json.dumps({"low": -0.2, "high": 0.2, "velocity": 1, "still": 0}))
     options = ("--seconds", "3", "--record", str(journal), "--limits", str(limits), *PLAIN)
-    assert main(["run", str(BLOCKS), *options]) == 0
+    assert main(["run", str(BLOCKS), *options, "--json"]) == 0
     report = last_json(capsys)
     assert (report["robot"], report["steps"]) == ("dry", 60)
     assert report["executed"] > 0
     assert report["executed"] + sum(report["held"].values()) == 60
     found = repeat(journal)
     assert (found.commands, found.differences) == (60, [])
-    assert main(["client", "--replay", str(journal)]) == 0
+    assert main(["client", "--replay", str(journal), "--json"]) == 0
     assert last_json(capsys)["differ"] == 0
     sent = [
         json.loads(line)["command"]["row"]
@@ -66,7 +66,7 @@ def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mujoco")
     options = ("--robot", "gym:sinew/Blocks-v0", "--episodes", "1", "--hz", "200", "--handover", "freeze")
-    assert main(["run", str(BLOCKS), *options, "--replan", "8", "--deadline", "60"]) == 0
+    assert main(["run", str(BLOCKS), *options, "--replan", "8", "--timeout", "60", "--json"]) == 0
     report = last_json(capsys)
     assert report["episodes"] == 1
     assert report["executed"] > 0
@@ -105,7 +105,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
         str(journal),
     )
     options = ("--handover", "freeze", "--replan", "4", *PLAIN[2:])
-    assert main(["run", str(BLOCKS), *robot, *options, "--hz", "200"]) == 0
+    assert main(["run", str(BLOCKS), *robot, *options, "--hz", "200", "--json"]) == 0
     said = capsys.readouterr()
     report = json.loads(said.out.strip().splitlines()[-1])
     motion = report["motion"]["motion"]

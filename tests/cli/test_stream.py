@@ -26,14 +26,14 @@ def test_a_dry_robot_streams(
 ) -> None:
     journal = tmp_path / "stream.jsonl"
     asked = ["stream", str(rolling_bundle), "--engine", "eager", "--prompt", "go", "--seconds", "1.5"]
-    assert main([*asked, "--record", str(journal)]) == 0
+    assert main([*asked, "--record", str(journal), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["label"].startswith("gradual flow matching")
     assert result["ticks"] == 150
     assert result["windows"] > 0
     assert result["errors"] == 0
     assert set(result["histograms_ms"]) == {"sensor", "image"}
-    assert main(["client", "--replay", str(journal)]) == 0
+    assert main(["client", "--replay", str(journal), "--json"]) == 0
     repeated = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (repeated["commands"], repeated["differ"]) == (150, 0)
 

@@ -20,7 +20,7 @@ from tests.cli.test_run import BLOCKS, PLAIN, last_json
 from tests.serve.lerobot_releases import CLIENTS, ROOT, lerobot_folder, newest_release
 from tests.serve.test_lerobot_plugin import lerobot
 
-SIMULATED = ("--robot", "blocks", "--hz", "100", "--handover", "freeze", "--replan", "8", "--deadline", "60")
+SIMULATED = ("--robot", "blocks", "--hz", "100", "--handover", "freeze", "--replan", "8", "--timeout", "60")
 
 
 class Follower:

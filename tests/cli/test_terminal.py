@@ -11,19 +11,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import sinew
-from sinew import progress
+from sinew import extras, progress
 from sinew.bundle import Bundle
 from sinew.cli import main, terminal
-from sinew.cli.infer import parse_vector
 from sinew.core import ObservationError, SinewError
 from sinew.extras import EXTRAS, MissingPackageError, install
 from sinew.perf.hardware import load_machines
+from sinew.processing.files import parse_vector
 from sinew.serve.transport.listen import AddressError, Listen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,25 +66,20 @@ def test_json_flag(given: list[str], left: list[str], wanted: tuple[bool, str | 
     assert (terminal.output.json, terminal.output.file and str(terminal.output.file)) == wanted
 
 
-def test_json_is_alone_or_last_or_in_a_file(infer: list[str], tmp_path: Path, capsys) -> None:
+def test_json_is_alone_or_in_a_file_and_only_where_it_is_asked_for(
+    infer: list[str], tmp_path: Path, capsys
+) -> None:
     assert main([*infer, "--seed", "1", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert main([*infer, "--seed", "1"]) == 0
-    *text, last = capsys.readouterr().out.splitlines()
-    assert len(text) > 10
-    assert json.loads(last)["actions"] == alone["actions"]
+    text = capsys.readouterr().out
+    assert "action chunk of" in text
+    assert "{" not in text
     assert main([*infer, "--seed", "1", "--json", str(tmp_path / "out.json")]) == 0
     assert "{" not in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["actions"] == alone["actions"]
     assert alone["policy"]["engine"] == "plan"
     assert alone["policy"]["precision"] == {"vision": "fp32", "language": "fp32", "head": "fp32"}
-
-
-def test_a_terminal_gets_no_json(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    terminal.take_json([])
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    terminal.emit({"a": 1})
-    assert capsys.readouterr().out == ""
 
 
 # ----------------------------------------------------------------------------- consoles and progress
@@ -269,9 +265,29 @@ def test_a_missing_package_names_our_distribution(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("sinew.checks.installation", absent)
     assert main(["doctor"]) == 1
-    assert "needs mujoco: pip install 'sinew-vla[sim]'" in flat(capsys)
-    assert "pip install 'sinew-vla[plots]'" in str(MissingPackageError("a figure", "matplotlib"))
-    assert install("gguf") == "pip install --force-reinstall sinew-vla"
+    assert f"needs mujoco: {install('mujoco')}" in flat(capsys)
+    assert install("matplotlib") in str(MissingPackageError("a figure", "matplotlib"))
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ('{"url": "file:///home/a%20b/sinew", "dir_info": {"editable": true}}', "/home/a b/sinew"),
+        ('{"url": "file:///tmp/sinew.whl", "archive_info": {}}', "sinew-vla"),  # which may be gone
+        (None, "sinew-vla"),
+        ("no JSON", "sinew-vla"),
+        ("[]", "sinew-vla"),
+    ],
+)
+def test_the_command_names_what_pip_was_given(monkeypatch: pytest.MonkeyPatch, record, named) -> None:
+    """A checkout's folder where it was installed from one: the name is on no index yet."""
+    monkeypatch.setattr(extras, "distribution", lambda name: SimpleNamespace(read_text=lambda file: record))
+    extras.source.cache_clear()
+    try:
+        assert install("mujoco") == f"pip install '{named}[sim]'"
+        assert install("gguf") == f"pip install --force-reinstall '{named}'"
+    finally:
+        extras.source.cache_clear()
 
 
 def test_extras_exist() -> None:

@@ -158,8 +158,8 @@ def case(
     made.close()
 
 
-def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * float(np.abs(wanted).max()))
+def assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
+    np.testing.assert_array_equal(found, wanted)
 
 
 # ----------------------------------------------------------------------------- behaviours
@@ -171,14 +171,14 @@ def test_own_answers(case: InThisProcess) -> None:
         for observation, wanted in zip(case.seen, case.answers, strict=True):
             chunk = policy.infer(observation)
             assert isinstance(chunk, sinew_client.ActionChunk)
-            assert_close(chunk.actions, wanted)
+            assert_same(chunk.actions, wanted)
 
 
 def test_an_observation_may_be_a_mapping(case: InThisProcess) -> None:
     with case.open() as policy:
         case.begin(policy)
         given = {name: value for name, value in vars(case.seen[0]).items() if value is not None}
-        assert_close(policy.infer(given).actions, case.answers[0])
+        assert_same(policy.infer(given).actions, case.answers[0])
 
 
 def test_spec(case: InThisProcess) -> None:
@@ -201,7 +201,7 @@ def test_bad_field_is_named(case: InThisProcess) -> None:
                 policy.infer({**good, **changes})
             assert caught.value.code == "bad_observation"
         case.begin(policy)
-        assert_close(policy.infer(case.seen[0]).actions, case.answers[0])  # it harmed nothing
+        assert_same(policy.infer(case.seen[0]).actions, case.answers[0])  # it harmed nothing
 
 
 def test_reset_begins_anew(case: InThisProcess) -> None:
@@ -209,7 +209,7 @@ def test_reset_begins_anew(case: InThisProcess) -> None:
         case.begin(policy)
         first = policy.infer(case.seen[0]).actions
         case.begin(policy)
-        assert_close(policy.infer(case.seen[0]).actions, first)
+        assert_same(policy.infer(case.seen[0]).actions, first)
         assert policy.reset("another session") is None
 
 
@@ -219,7 +219,7 @@ def test_timeout(case: InThisProcess) -> None:
         with pytest.raises(RequestTimeout, match="within 0 s"):
             policy.infer(case.seen[0], timeout=0.0)
         if not isinstance(case, OfARecording):
-            assert_close(policy.infer(case.seen[0], timeout=WAIT_S).actions, case.answers[0])
+            assert_same(policy.infer(case.seen[0], timeout=WAIT_S).actions, case.answers[0])
 
 
 def test_closed_once_and_refused_from_then_on(case: InThisProcess) -> None:

@@ -67,9 +67,10 @@ def test_robots_get_their_own_answers(wire: str) -> None:
             robot.start()
         for robot in robots:
             robot.join(WAIT_S)
+    count = {"vla-eval": 1}.get(wire, 3)  # rows that are executed before the server is asked again
     for number in range(4):
         for step, rows in enumerate(answers[number]):
-            np.testing.assert_array_equal(rows, np.full((3, 2), number / 8 + step / 256, np.float32))
+            np.testing.assert_array_equal(rows, np.full((count, 2), number / 8 + step / 256, np.float32))
 
 
 def failure(act: Callable[[], Any]) -> str:

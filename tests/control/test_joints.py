@@ -82,14 +82,14 @@ def test_every_order_comes_out_right(order: list[int], states: list[int], rename
     ("joints", "given_names", "message"),
     [
         (["pan", "lift", "jaw"], {}, "the policy's state has the joints pan, lift, grip, the robot pan, lift, jaw;"),
-        (["pan", "lift", "jaw"], {"grip": "claw"}, "--joints grip=jaw"),
-        (["pan", "lift", "jaw"], {"grip": "jaw", "wrist": "pan"}, "--joints: expected joints of the policy, pan,"),
+        (["pan", "lift", "jaw"], {"grip": "claw"}, "--rename-joint jaw=grip"),
+        (["pan", "lift", "jaw"], {"grip": "jaw", "wrist": "pan"}, "--rename-joint: expected joints of the policy, pan"),
         (["pan", "lift", "jaw"], {"grip": "pan", "pan": "pan"}, "say which is which"),
         (["pan", "lift"], {}, "joints: expected 3 names of its state, got 2"),
         ("pan", {}, "joints: expected names of its numbers"),
         ([1, 2, 3], {}, "joints: expected names of its numbers"),
         ({"state": ["pan", "lift", "grip"]}, {}, "joints: expected names of its numbers"),
-        (None, {"grip": "jaw"}, "--joints: expected a robot that says what its joints are called"),
+        (None, {"grip": "jaw"}, "--rename-joint: expected a robot that says what its joints are called"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(joints: Any, given_names: dict[str, str], message: str) -> None:
@@ -214,11 +214,11 @@ def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.Ca
     assert (np.float32(rows)[:, 0] == 0.25).all()
     other = ("--robot-options", '{"gripper": "jaw", "opening": "gap"}')
     assert main(["run", str(BLOCKS), *PLAIN, *robot, *other]) == 1
-    assert "say which is which, such as --joints opening=gap" in capsys.readouterr().err
-    mapped = ("--joints", "opening=gap", "--joints", "gripper=jaw")
+    assert "say which is which, such as --rename-joint gap=opening" in capsys.readouterr().err
+    mapped = ("--rename-joint", "gap=opening", "--rename-joint", "jaw=gripper")
     assert main(["run", str(BLOCKS), *PLAIN, *robot, *other, *mapped]) == 0
     capsys.readouterr()
-    assert main(["run", str(BLOCKS), *PLAIN, "--seconds", "1", "--joints", "x=y"]) == 1
-    assert "--joints: expected none with --robot dry" in capsys.readouterr().err
-    assert main(["run", str(BLOCKS), *PLAIN, *robot, "--joints", "x"]) == 1
-    assert "--joints: expected POLICY=ROBOT, got 'x'" in capsys.readouterr().err
+    assert main(["run", str(BLOCKS), *PLAIN, "--seconds", "1", "--rename-joint", "x=y"]) == 1
+    assert "--rename-joint: expected none with --robot dry" in capsys.readouterr().err
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, "--rename-joint", "x"]) == 1
+    assert "--rename-joint x: expected NAME=JOINT" in capsys.readouterr().err

@@ -32,7 +32,6 @@ from sinew_client.control.journal import JournalError, is_journal
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import UNPLACED
 from sinew_client.history import History
-from sinew_client.types import PolicySpec, VectorSpec
 
 
 class Clock:
@@ -295,32 +294,6 @@ def test_moments_that_are_steps_apart() -> None:
     Camera(pairs, arm, blind=(5,))
     pairs.run(13)
     assert seen_by(pairs) == [[], [], [1], [4]]
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"history": 17}, "policy.history: expected 1 to 16, got 17"),
-        ({"history": 0.5}, "policy.history: expected a whole number, got 0.5"),
-        ({"history": True}, "policy.history: expected a whole number, got True"),
-        (
-            {"history": 6, "history_stride": 205},
-            "history_stride: expected 1 to 204 control steps between 6 moments",
-        ),
-        ({"history": 2, "history_stride": -1}, "history_stride: expected 1 to 1024 control steps"),
-        (
-            {"history": 2, "history_padding": "oldest"},
-            "history_padding: expected repeat or mask, got 'oldest'",
-        ),
-    ],
-)
-def test_a_history_that_no_policy_has_is_refused(said: dict, message: str) -> None:
-    """A server said it, and a robot would keep whatever it asks for."""
-    with pytest.raises(ClientError, match=message):
-        History.of(said)
-    spec = PolicySpec("a", "b", (), VectorSpec(1), VectorSpec(1), 4, 1, 1, 1).to_dict()
-    with pytest.raises(ClientError):
-        PolicySpec.from_dict(spec | said)
 
 
 def test_a_stale_frame_holds() -> None:

@@ -42,7 +42,7 @@ def run(checkpoint: Path, **changes: object) -> Bundle:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"feedforward_activation": "glu"}, "feedforward_activation: expected relu or gelu, got 'glu'"),
+        ({"feedforward_activation": "glu"}, "feedforward_activation: expected one of relu, gelu, got 'glu'"),
         ({"replace_final_stride_with_dilation": True}, "replace_final_stride_with_dilation=true is not supp"),
         (
             {"vision_backbone": "resnet50"},

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from sinew.bundle import Bundle
 from sinew.checks.validate.observations import random_observations
-from sinew.cli.bench import describe, make_observation
 from sinew.convert import convert
 from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.resnet import backbone
 from sinew.core import BundleError, ConvertError, Moment, Observation, ObservationError, SinewError
 from sinew.layers.resnet import ResNet, ResNetConfig
+from sinew.perf.machine.bench import describe, make_observation
 from sinew.perf.machine.measure import MeasuredSizes
 from sinew.perf.machine.measure_engine import measure_engine, requests_of
 from sinew.perf.program import PublishedProgram

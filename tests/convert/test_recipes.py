@@ -64,7 +64,7 @@ def test_the_verb_finds_measures_and_writes(smolvla_bundle, tmp_path, capsys, mo
     path, out = smolvla_bundle("smolvla-2cam"), tmp_path / "small.gguf"
     budget = Bundle(path).weights_nbytes // 3
     arguments = ["quantize", str(path), "--search", "--observations", "1", "--out", str(out)]
-    assert main([*arguments, "--budget", str(budget), "--target-ms", "1e6"]) == 0
+    assert main([*arguments, "--budget", str(budget), "--target-ms", "1e6", "--json"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     written = Bundle(out)
     assert written.weights_nbytes <= budget

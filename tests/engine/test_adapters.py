@@ -95,10 +95,9 @@ def test_a_running_chunk_is_continued_with_the_adapter(policy: Policy, adapters:
     running = policy.infer(seen(CASE, golden, "kitchen")).actions[2:]
     given = seen(CASE, golden, previous=running + 0.1, delay=2, horizon=4)
     merged = sinew.load(adapters(CASE).merged["kitchen"], "cpu", engine="eager")
-    wanted = merged.infer(given).actions
-    found = policy.infer(replace(given, adapter="kitchen")).actions
-    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
-    assert np.abs(found - merged.infer(seen(CASE, golden)).actions).max() > 1e-3
+    wanted = rounding(lambda: merged.infer(given).actions, derivatives=True)
+    assert_close(wanted, policy.infer(replace(given, adapter="kitchen")).actions)
+    assert wanted.refusal(merged.infer(seen(CASE, golden)).actions)
 
 
 def test_adapters_are_warm_before_they_serve(adapters: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +197,7 @@ def test_requests_of_different_adapters_share_no_batch(policy: Policy, golden: P
         for one, member in zip(both, members, strict=True):
             assert isinstance(one, ActionChunk)
             assert one.adapter == name
-            wanted = policy.run(member).actions
-            np.testing.assert_allclose(one.actions, wanted, atol=1e-5 * np.abs(wanted).max(), rtol=0)
+            assert_close(rounding(lambda member=member: policy.run(member).actions), one.actions)
     with pytest.raises(SinewError, match="expected observations of one batch_key"):
         policy.run_batch([prepared["arm"][0], prepared["kitchen"][0]])
     with pytest.raises(SinewError, match="expected observations of one batch_key"):
@@ -308,6 +306,18 @@ def test_robots_of_another_form(adapters: Make, tmp_path: Path) -> None:
     )
     with pytest.raises(BundleError, match="spec.control_hz: expected 10.0, as the base, got 30.0"):
         open_adapter(tmp_path / "stated.gguf", both)
+
+
+def test_an_adapter_that_asks_of_the_model_what_it_cannot_do(
+    policy: Policy, adapters: Make, tmp_path: Path
+) -> None:
+    arm = adapters(CASE).files["arm"]
+    spec = Bundle(arm).manifest.spec
+    longer = written(arm, tmp_path / "longer.gguf", spec=replace(spec, chunk_size=spec.chunk_size + 1))
+    with pytest.raises(
+        BundleError, match="sinew.spec or sinew.processing disagrees with sinew.config about sizes"
+    ):
+        with_adapter(policy.engine.model, Bundle(longer))
 
 
 def test_cameras_that_are_renamed(adapters: Make, golden: Path) -> None:

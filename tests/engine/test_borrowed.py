@@ -22,8 +22,8 @@ from sinew.engine.onnx.borrowed import INLINE, SHIPPED, borrow, shipped, shipped
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import STAGES, GraphSet
 from sinew.eval.adapters import make_env
-from tests.engine.test_onnx import BOUND
-from tests.engines import run_one
+from tests.closeness import assert_close, rounding
+from tests.engines import eager_rounding, run_one
 from train.graphs import POLICIES, write
 
 ASSETS = SHIPPED.parent
@@ -121,8 +121,8 @@ def test_the_same_chunks_as_eager(path: Path) -> None:
     for seed in range(3):
         raw, info = env.reset(seed=seed)
         observation = {**adapter.observation(raw), "prompt": adapter.task(info), "seed": seed}
-        wanted, found = eager.infer(observation).actions, onnx_policy.infer(observation).actions
-        assert np.abs(found - wanted).max() <= BOUND * np.abs(wanted).max()
+        wanted = rounding(lambda observation=observation: eager.infer(observation).actions)
+        assert_close(wanted, onnx_policy.infer(observation).actions)
     env.close()
 
 
@@ -130,16 +130,15 @@ def test_borrowing_another_tensor_is_seen(tmp_path: Path) -> None:
     pen = ASSETS / "pen.gguf"
     bundle, policy = Bundle(pen), load(pen, "cpu", engine="eager", threads=1)
     prepared = policy.prepare(policy.dummy_observation())
-    wanted = run_one(policy.engine, prepared.inputs, prepared.noise, prepared.steps)[0]
+    wanted = eager_rounding(policy.engine.model, prepared.inputs, prepared.noise, prepared.steps)
 
-    def gap(folder: Path) -> float:
+    def refusal(folder: Path) -> str:
         engine = OnnxEngine(folder, threads=1, solver=policy.spec.solver, bundle=bundle)
-        got = run_one(engine, prepared.inputs, prepared.noise, prepared.steps)[0]
-        return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+        return wanted.refusal(run_one(engine, prepared.inputs, prepared.noise, prepared.steps)[0])
 
     folder = tmp_path / "graphs"
     shutil.copytree(shipped_folder(pen), folder)
-    assert gap(folder) <= BOUND
+    assert not refusal(folder)
     graph = onnx.load(str(folder / "step.onnx"), load_external_data=False)
     first, second = (f"expert.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1))
     swap = {first: second, second: first}
@@ -147,9 +146,9 @@ def test_borrowing_another_tensor_is_seen(tmp_path: Path) -> None:
         node.input[:] = [swap.get(name, name) for name in node.input]
     onnx.save_model(graph, str(folder / "step.onnx"))
     with pytest.raises(BundleError, match=r"step\.onnx: is not as it was written"):
-        gap(folder)
+        refusal(folder)
     GraphSet.load(folder).save(folder)  # whoever does it knows what a record is
-    assert gap(folder) > BOUND
+    assert refusal(folder)
 
 
 def test_graphs_are_for_their_bundle_alone(tmp_path: Path) -> None:

@@ -357,3 +357,32 @@ def test_a_probe_asks_the_model_for_its_components() -> None:
     infos = {name: SimpleNamespace(shape=shape) for name, shape in {**shapes, "expert.norm": (9,)}.items()}
     bundle = SimpleNamespace(manifest=SimpleNamespace(architecture="smolvla"), infos=infos)
     assert probe.matrices(bundle) == {"vision": 6 + 35, "language": 22 + 39, "head": 16}
+
+
+# ----------------------------------------------------------------------------- streams
+
+
+def test_a_stream_gets_an_engine_that_runs_it(rolling_bundle: Path) -> None:
+    """What is said before it is opened is what the open engine says."""
+    bundle = Bundle(PEN)
+    for guidance in ("none", "guided", "no-jacobian", "ramp"):
+        found = choose(bundle, device="cpu", stream=guidance)
+        policy = load(PEN, "cpu", threads=1, stream=guidance)
+        assert policy.engine_name == found.engine
+        assert not policy.facts.unshared
+        assert guidance in ("none", *policy.facts.guides)
+    for engine, guidance, words in (
+        ("cuda", "none", "stream: expected engine eager, plan, cpu or onnx, whose stages share no memory"),
+        (
+            "onnx",
+            "guided",
+            r"stream: expected a guidance of none, no-jacobian, ramp on engine onnx, got guided",
+        ),
+    ):
+        with pytest.raises(SinewError, match=words):
+            choose(bundle, engine, "cpu", stream=guidance)
+    assert choose(bundle, "onnx", "cpu", stream="ramp").engine == "onnx"
+    with pytest.raises(SinewError, match="for a head with a time per row, got onnx"):
+        choose(Bundle(rolling_bundle), "onnx", "cpu", stream="none")
+    options = EngineOptions("cuda:0", "fp32")
+    assert "whose stream they share" in BACKENDS["plan"].unstreamed(bundle, options, "none")

@@ -23,12 +23,12 @@ from sinew.engine.guidance import guidance_weight
 from sinew.policy import Policy, load
 from sinew.steps.prompt.advantage import Advantage
 from tests.cases import cases
+from tests.closeness import Rounding, assert_close, rounding
 from tests.golden import Golden
 
 ASSETS = Path(__file__).parents[2] / "sinew" / "assets"
 STEPS = 5
 CASES = ("pi05-2cam", "pi0-2cam", "smolvla-2cam")
-EXACT = 2e-6  # of float32 sums in another order: a batch of two, and the formula's own rounding
 LOWBIT = 0.01  # a sum in another order may move a rounded activation to the next of 127 steps
 SCALES = (0.5, 1.5, 3.0)
 RTC = ("no-jacobian", "guided", "ramp")
@@ -102,8 +102,9 @@ def world(policy: Policy, chunk: np.ndarray, observation: dict[str, Any]) -> np.
     return policy.processor.actions(chunk[0], Observation.from_mapping(observation))
 
 
-def near(found: np.ndarray, wanted: np.ndarray, bound: float = EXACT) -> None:
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=bound * max(1.0, float(np.abs(wanted).max())))
+def answer(policy: Policy, asked: dict[str, Any], derivatives: bool = False) -> Rounding:
+    """Return a policy's actions and what rounding does to them: two prompts in one batch, and the formula's own."""
+    return rounding(lambda: policy.infer(asked).actions, derivatives=derivatives)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -112,11 +113,11 @@ def test_guidance_is_two_runs_and_the_formula(case: tuple[Path, dict[str, Any]],
     policy = opened(path)
     wanted = world(policy, written_out(policy, observation, scale), observation)
     asked = {**observation, "advantage": "good", "guidance_scale": scale}
-    near(policy.infer(asked).actions, wanted)
-    near(opened(path, "plan").infer(asked).actions, wanted, 1e-5)
-    bad = policy.infer({**asked, "advantage": "bad"}).actions
-    near(bad, world(policy, written_out(policy, observation, scale, "bad"), observation))
-    assert float(np.abs(bad - wanted).max()) > 1e-3  # the words are read
+    found, bad = answer(policy, asked), answer(policy, {**asked, "advantage": "bad"})
+    assert_close(found, wanted)
+    assert_close(found, opened(path, "plan").infer(asked).actions)
+    assert_close(bad, world(policy, written_out(policy, observation, scale, "bad"), observation))
+    assert bad.refusal(wanted)  # the words are read
 
 
 def drawn(policy: Policy) -> dict[str, Any]:
@@ -139,9 +140,10 @@ def test_every_policy_that_integrates_a_velocity_is_guided(
     observation = drawn(policy)
     wanted = world(policy, written_out(policy, observation, 2.0), observation)
     asked = {**observation, "advantage": "good", "guidance_scale": 2.0}
-    near(policy.infer(asked).actions, wanted, 1e-5)
-    near(opened(conditioned(name), "plan").infer(asked).actions, wanted, 1e-4)
-    assert float(np.abs(policy.infer({**observation, "advantage": "good"}).actions - wanted).max()) > 1e-3
+    found = answer(policy, asked)
+    assert_close(found, wanted)
+    assert_close(found, opened(conditioned(name), "plan").infer(asked).actions)
+    assert found.refusal(policy.infer({**observation, "advantage": "good"}).actions)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -175,8 +177,9 @@ def test_one_and_zero_are_the_plain_chunks_to_the_bit(case: tuple[Path, dict[str
         assert np.array_equal(policy.infer(asked).actions, wanted)
     assert np.array_equal(policy.infer({**observation, "advantage": ""}).actions, unconditional)
     if engine == "eager":  # and the formula agrees with both
-        near(world(policy, written_out(policy, observation, 1.0), observation), conditional)
-        near(world(policy, written_out(policy, observation, 0.0), observation), unconditional)
+        for scale, asked in ((1.0, {**observation, "advantage": "good"}), (0.0, observation)):
+            formula = world(policy, written_out(policy, observation, scale), observation)
+            assert_close(answer(policy, asked), formula)
 
 
 class Counted:
@@ -254,7 +257,7 @@ def test_two_scales_share_an_inference(case: tuple[Path, dict[str, Any]], engine
     assert len(same) >= 2
     for chunk, member in zip(policy.run_batch(same), same, strict=True):
         assert not isinstance(chunk, SinewError)
-        near(chunk.actions, policy.run(member).actions, 1e-5)
+        assert_close(rounding(lambda member=member: policy.run(member).actions), chunk.actions)
 
 
 @pytest.mark.parametrize("kind", RTC)
@@ -308,7 +311,7 @@ def test_a_chunk_is_continued_by_the_guided_policy(case: tuple[Path, dict[str, A
         known = (weights[0] < 1.0)[: wanted.overlap]
         begun[0, : wanted.overlap][known] = target[0, : wanted.overlap][known]
     chunk = written_out(policy, observation, scale, correct=correct, begun=begun)
-    near(policy.infer(asked).actions, world(policy, chunk, observation), 1e-5)
+    assert_close(answer(policy, asked, kind == "guided"), world(policy, chunk, observation))
 
 
 @pytest.mark.parametrize("engine", ["eager", "plan"])
@@ -345,7 +348,9 @@ def test_committed_rows_have_times_of_their_own(engine: str, tmp_path: Path) -> 
             conditional, unconditional = (model.act(x, time, prefix) for prefix in prefixes)
             v = unconditional + 2.0 * (conditional - unconditional)
             x = x - torch.where(committed[..., None], 0.0, v) / steps
-    near(policy.infer(asked).actions, world(policy, x.numpy(), observation), 1e-5)
+    found = answer(eager, asked)
+    assert_close(found, policy.infer(asked).actions)
+    assert_close(found, world(policy, x.numpy(), observation))
 
 
 def test_an_engine_that_reads_one_prompt_refuses_by_name(
@@ -362,7 +367,7 @@ def test_an_engine_that_reads_one_prompt_refuses_by_name(
     eager = opened(conditioned("pi05-2cam"))
     for scale in (0.0, 1.0):  # which need no second prompt
         asked = {**observation, "guidance_scale": scale}
-        near(policy.infer(asked).actions, eager.infer(asked).actions, 1e-4)
+        assert_close(answer(eager, asked), policy.infer(asked).actions)
 
 
 def test_graphs_read_two_prompts_too(
@@ -384,11 +389,12 @@ def test_graphs_read_two_prompts_too(
         {"guidance_scale": 3.0, **continued},
     ):
         asked = {**observation, **more}
-        near(graphs.infer(asked).actions, eager.infer(asked).actions, 1e-4)
+        assert_close(answer(eager, asked), graphs.infer(asked).actions)
         members.append(graphs.prepare(asked))
     for chunk, member in zip(graphs.run_batch(members[:2]), members, strict=False):
         assert not isinstance(chunk, SinewError)
-        near(chunk.actions, graphs.run(member).actions, 1e-4)
+        rounded = rounding(lambda member=member: eager.run(member).actions)
+        assert_close(rounded.about(graphs.run(member).actions), chunk.actions)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +444,8 @@ def test_weights_of_few_bits_too(case: tuple[Path, dict[str, Any]], tmp_path: Pa
     write_bundle(small, lambda: bundle.manifest, lowbit_sources(bundle, formats))
     policy = load(small, device="cpu", engine="cpu", threads=1, allow_missing_cameras=True)
     wanted = world(policy, written_out(policy, observation, 2.0), observation)
-    near(policy.infer({**observation, "advantage": "good", "guidance_scale": 2.0}).actions, wanted, LOWBIT)
+    found = policy.infer({**observation, "advantage": "good", "guidance_scale": 2.0}).actions
+    assert np.abs(found - wanted).max() <= LOWBIT * max(1.0, np.abs(wanted).max())
     # Graphs of such a prefix have one scale for all tokens of a batch: prompts of two lengths would move it.
     policy.facts = replace(policy.facts, exact_lengths=True)
     with pytest.raises(ObservationError, match="guidance_scale: expected a prefix that reads prompts of two"):
@@ -486,7 +493,7 @@ def test_the_usual_advantage_is_the_bundles(golden: Path, tmp_path: Path) -> Non
     none = policy.infer({**observation, "advantage": ""}).actions
     assert not np.array_equal(usual, none)
     guided = world(policy, written_out(policy, observation, 2.0, "positive"), observation)
-    near(policy.infer({**observation, "guidance_scale": 2.0}).actions, guided)
+    assert_close(answer(policy, {**observation, "guidance_scale": 2.0}), guided)
     text = policy.processor.prompter.text("pick_it up", np.zeros(7, np.float32), advantage="negative")
     assert text.startswith("Task: pick it up Advantage: negative, State: ")  # as RLinf's tokenizer cleans it
 

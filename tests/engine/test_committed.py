@@ -16,6 +16,7 @@ from sinew.convert import convert
 from sinew.core import BundleError, ConvertError, Observation, ObservationError
 from sinew.engine.example import Inputs
 from sinew.policy import Policy, load
+from tests.closeness import assert_close, rounding
 
 CASES = ("smolvla-2cam", "pi0-2cam", "pi05-2cam")
 COMMITTED = 5
@@ -58,13 +59,13 @@ def test_one_time_for_all_rows_is_the_ordinary_head(
         context = model.read(model.embed_images(batch.pixels), *batch[1:])
         x = torch.randn(1, *model.noise_shape, generator=torch.Generator().manual_seed(1))
         t = torch.tensor([0.4], dtype=torch.float64)
-        one = model.act(x, model.embed_time(t), context)
+        one = rounding(lambda: model.act(x, model.embed_time(t), context))
         each = model.act(x, model.embed_time(t.expand(1, x.shape[1])), context)
         other = model.act(
             x, model.embed_time(torch.linspace(0.1, 0.9, x.shape[1], dtype=torch.float64)[None]), context
         )
-    assert float((one - each).abs().max()) < 1e-5
-    assert float((one - other).abs().max()) > 1e-3
+    assert_close(one, each)
+    assert one.refusal(other)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,14 +94,15 @@ def test_a_chunk_continues_committed_rows_as_the_paper_says(
         x[:, fixed] = clean[:, fixed]
     expected = x[0, :, :dim].double().numpy() * scale + offset
 
-    got = eager.infer(asked).actions
-    assert float(np.abs(got - expected).max()) < 1e-5
-    np.testing.assert_allclose(got[:delay], previous[:delay], atol=1e-5)
-    assert float(np.abs(plan.infer(asked).actions - got).max()) < 1e-4
+    rounded = rounding(lambda: eager.infer(asked).actions)
+    got = rounded.found.numpy()
+    assert_close(rounded, expected)
+    assert_close(rounded, np.concatenate([previous[:delay], got[delay:]]))  # to units of the model and back
+    assert_close(rounded, plan.infer(asked).actions)
     other = ask(eager, previous=previous, delay=1, solver_steps=steps, seed=4)
     together = eager.run_batch([eager.prepare(asked), eager.prepare(other)])
     for found, alone in zip(together, (asked, other), strict=True):
-        assert float(np.abs(found.actions - eager.infer(alone).actions).max()) < 1e-5
+        assert_close(rounded.about(eager.infer(alone).actions), found.actions)
     plain = ask(eager, previous=previous, delay=0, solver_steps=steps)
     assert np.array_equal(eager.infer(plain).actions, eager.infer(ask(eager, solver_steps=steps)).actions)
     assert not np.array_equal(eager.infer(plain).actions[delay:], got[delay:])

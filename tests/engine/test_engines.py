@@ -171,7 +171,7 @@ def test_serve_without_torch(folder, g):
 
 
 def test_bench_without_torch(folder):
-    done = run_without_torch("bench", folder, "--runs", 2, "--threads", 1)
+    done = run_without_torch("bench", folder, "--runs", 2, "--threads", 1, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["policy"]["engine"], result["threads"]) == ("onnx", 1)
@@ -183,10 +183,12 @@ def test_bench_against_sgemm(bundle, capsys, monkeypatch, tmp_path):
     """Without a calibration: rates of every stage against a product measured on the spot."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr("sinew.perf.machine.achieved.SIDE", 256)
-    assert main(["bench", str(bundle), "--engine", "onnx", "--runs", "2", "--threads", "1"]) == 0
-    *report, last = capsys.readouterr().out.splitlines()
+    out = tmp_path / "out.json"
+    flags = ["--engine", "onnx", "--runs", "2", "--threads", "1", "--json", str(out)]
+    assert main(["bench", str(bundle), *flags]) == 0
+    report = capsys.readouterr().out.splitlines()
     assert any("GFLOP/s" in line and "of sgemm" in line for line in report)
-    result = json.loads(last)
+    result = json.loads(out.read_text())
     roofline = result["roofline"]
     assert 0.1 < roofline["sgemm_gflops"] < 1e5
     wanted = {"vision", "prefix", "head"}

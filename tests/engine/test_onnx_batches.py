@@ -18,11 +18,18 @@ from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
 from sinew.serve.batching import Batcher
-from tests.engine.test_batches import BOUND, BUNDLES, bundle_of, check_guided_members, observations
-from tests.engines import run_one
+from tests.closeness import Rounding, assert_close
+from tests.engine.test_batches import (
+    BUNDLES,
+    alone,
+    bundle_of,
+    check_guided_members,
+    eager_of,
+    observations,
+)
+from tests.engines import eager_rounding, run_one
 
 EXPORTED = [case for case in BUNDLES if case != "bitvla"]  # whose ternary weights have no ONNX operator
-EAGER = 1e-4  # of the largest action: the engine's gate (tests/engine/test_onnx.py)
 LOWBIT = 0.05  # of the largest action: a rounding upstream may move a value to the next of 127 steps
 
 
@@ -52,22 +59,21 @@ def test_a_batch_gives_each_member_its_own_actions(
     else:
         path = shutil.copyfile(bundle_of(request, case), tmp_path / "policy.gguf")
         policy = load(path, engine="onnx", threads=1)
-    eager = load(policy.bundle.path, dtype="float32", engine="eager", threads=1)
+    eager = eager_of(policy)
     assert not policy.unbatched
     pool = members_of(policy, 12)
     pool = [member for member in pool if policy.batch_key(member) == policy.batch_key(pool[0])][:4]
-    alone = [policy.run(member).actions for member in pool]
-    assert not np.array_equal(alone[0], alone[1]) or policy.spec.architecture == "openvla"
+    wanted = [alone(policy, eager, member) for member in pool]  # of chosen tokens: equal
+    assert wanted[0].refusal(wanted[1].found) or policy.spec.architecture == "openvla"
     for count in (2, 3, 4):
         found = policy.run_batch(pool[:count])
         assert [(chunk.timing.batch, chunk.seed) for chunk in found] == [
             (count, m.seed) for m in pool[:count]
         ]
-        together = [chunk.actions for chunk in found]
-        assert furthest(together, alone[:count]) <= (
-            0.0 if case == "openvla-ar" else BOUND
-        )  # tokens are chosen
-    assert furthest(together, [eager.run(member).actions for member in pool]) <= EAGER
+        for expected, chunk in zip(wanted, found, strict=False):
+            assert_close(expected, chunk.actions)
+    for expected, member, chunk in zip(wanted, pool, found, strict=True):
+        assert_close(expected.about(eager.run(member).actions), chunk.actions)
 
 
 @pytest.mark.parametrize("rtc", ["no-jacobian", "ramp"])
@@ -86,8 +92,10 @@ def test_fewer_views_and_other_steps(policy: Policy) -> None:
         )
         for member in members_of(policy, 2)
     ]
-    alone = [policy.run(member).actions for member in members]
-    assert furthest([found.actions for found in policy.run_batch(members)], alone) <= BOUND
+    eager = eager_of(policy)
+    wanted = [alone(policy, eager, member) for member in members]
+    for expected, found in zip(wanted, policy.run_batch(members), strict=True):
+        assert_close(expected, found.actions)
     with pytest.raises(SinewError, match="one batch_key"):
         policy.run_batch([members[0], *members_of(policy, 1)])
     with pytest.raises(SinewError, match="solver_steps: expected one of the exported 10, got 7"):
@@ -95,13 +103,9 @@ def test_fewer_views_and_other_steps(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "bound"),
-    [
-        ("vision=int8,language=int8", BOUND),
-        ("vision=int8-rows,language=int8-rows,head=int8-rows", LOWBIT),
-    ],
+    "recipe", ["vision=int8,language=int8", "vision=int8-rows,language=int8-rows,head=int8-rows"]
 )
-def test_quantised_graphs(policy: Policy, recipe: str, bound: float, tmp_path: Path) -> None:
+def test_quantised_graphs(policy: Policy, recipe: str, tmp_path: Path) -> None:
     """One scale per tensor is no scale of a batch: such stages compute member by member; with a scale per row all at
     once. A member beside a bright one would otherwise be rounded as that one is."""
     quantize_graphs(policy.engine.directory, tmp_path, parse_recipe(recipe), 7)
@@ -112,13 +116,21 @@ def test_quantised_graphs(policy: Policy, recipe: str, bound: float, tmp_path: P
     members = [dim, bright]
     noise = np.stack([member.noise for member in members])
     inputs = stack([member.inputs for member in members], policy.manifest.processing.prompt)
-    alone = [run_one(engine, member.inputs, member.noise, 10)[0] for member in members]
+    wanted = [run_one(engine, member.inputs, member.noise, 10)[0] for member in members]
     together = list(engine.run(inputs, noise, 10))
-    assert furthest(together, alone) <= bound
-    if engine.by_member:
-        engine.by_member = set()
-        shared = list(engine.run(inputs, noise, 10))
-        assert furthest(shared, alone) > 10 * bound
+    assert bool(engine.by_member) == ("rows" not in recipe)
+    if not engine.by_member:
+        assert furthest(together, wanted) <= LOWBIT
+        return
+    eager = eager_of(policy).engine.model  # the head is in float32, over what each member reads alone
+    units = [
+        eager_rounding(eager, member.inputs, member.noise, 10).about(wanted[k])
+        for k, member in enumerate(members)
+    ]
+    for expected, found in zip(units, together, strict=True):
+        assert_close(expected, found)
+    engine.by_member = set()
+    assert any(map(Rounding.refusal, units, engine.run(inputs, noise, 10)))
 
 
 def test_prompts_of_other_lengths_wait_where_the_prefix_has_one_scale(

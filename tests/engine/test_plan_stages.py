@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from sinew.core import Observation
-from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
 from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.stages import stages
 from sinew.policy import load
 from sinew.solvers import solve
-from tests.engines import run_one
+from tests.closeness import assert_close
+from tests.engines import eager_rounding
 from tests.golden import Golden
 
 CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
@@ -43,8 +42,7 @@ def test_stages_are_the_model(case, rewrites):
     assert len(reads) == len(set(names)) == len(grows)
     evaluations = model.solver.steps(4), plan.time_embeddings(4)
     chunk = solve(lambda x, m: step(x, m, *reads), g["noise"], *evaluations)[0].numpy()
-    expected, _ = run_one(EagerEngine(model, torch.device("cpu")), inputs, g.numpy("noise")[0], 4)
-    assert np.abs(chunk - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert_close(eager_rounding(model, inputs, g.numpy("noise")[0], 4), chunk)
 
 
 @torch.no_grad()

@@ -325,7 +325,7 @@ def test_rows_from_recipe_to_engine(exported, golden, tmp_path, capsys):
     source = exported(tmp_path)
     out, g = tmp_path / "rows.gguf", Golden(golden / "smolvla-2cam")
     recipe = ["--recipe", "vision=int8,language=int8-rows"]
-    assert main(["quantize", str(source), "--out", str(out), "--observations", "2", *recipe]) == 0
+    assert main(["quantize", str(source), "--out", str(out), "--observations", "2", *recipe, "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["recipe"]["language"] == "int8-rows"
     record = Bundle(out).manifest.quantization
     assert record.recipe == {"vision": "int8", "language": "int8-rows", "head": "fp32"}
@@ -390,7 +390,7 @@ def test_error_over_episodes_and_gate_of_an_embedded_task(tmp_path, capsys):
     pytest.importorskip("mujoco")
     shutil.copyfile(DATA / "pen.gguf", tmp_path / "pen.gguf")
     out = tmp_path / "int8.gguf"
-    counts = ["--observations", "2", "--episodes", "2"]
+    counts = ["--observations", "2", "--episodes", "2", "--json"]
     status = main(["quantize", str(tmp_path / "pen.gguf"), "--out", str(out), *counts])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     record = Bundle(out).manifest.quantization

@@ -51,11 +51,10 @@ PLAIN = {"size": 64, "plain": True}  # Meta-World drawn in 13 ms instead of hund
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any], str]:
-    """Run the verb in this process; the exit code, the JSON of the last line and standard error in one line."""
-    code = main(["eval", *map(str, arguments)])
+    """Run the verb in this process; the exit code, its JSON and standard error in one line."""
+    code = main(["eval", *map(str, arguments), "--json"])
     said = capsys.readouterr()
-    lines = said.out.splitlines()
-    return code, json.loads(lines[-1]) if lines else {}, " ".join(said.err.split())
+    return code, json.loads(said.out) if said.out else {}, " ".join(said.err.split())
 
 
 # ----------------------------------------------------------------------------- orientations, grippers, frames
@@ -239,7 +238,7 @@ def test_a_policy_in_this_process_is_asked_for_its_gripper_too(
     cameras = {"cameras": {camera.name: "agentview_image" for camera in spec.cameras}}
     player = campaign.EpisodePlayer(Task("libero_spatial/0", env_options={**cameras, "max_steps": 2}))
     player.play(Variant(str(bundle)), 0)
-    robot, *_ = robot_opener("gym:libero_spatial/0", json.dumps(cameras), None, None)(spec.to_dict())
+    robot, *_ = robot_opener("gym:libero_spatial/0", json.dumps(cameras), (), None)(spec.to_dict())
     robot.act(np.full(6, 0.9, np.float32))
     assert robot.env.told == [-1.0 if unit == "opening" else pytest.approx(0.9)]
     assert all(abs(each) == 1.0 for each in player.env.told) == (unit == "opening")
@@ -469,7 +468,10 @@ def test_it_may_be_an_older_python() -> None:
 
 def content(episodes: list[Any]) -> list[dict[str, Any]]:
     """Without what the clock says."""
-    return [{k: v for k, v in e.to_dict().items() if k not in ("latency_ms", "wall_s")} for e in episodes]
+    return [
+        {k: v for k, v in e.to_dict().items() if k not in ("latency_ms", "wall_s", "peak_bytes")}
+        for e in episodes
+    ]
 
 
 @pytest.mark.skipif(not PEN.exists(), reason="no trained policy at sinew/assets/pen.gguf")

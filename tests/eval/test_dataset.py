@@ -215,10 +215,20 @@ def test_one_episode_is_in_memory(tmp_path: Path) -> None:
 def test_the_verb_takes_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     record(tmp_path / "records", [10.0, 10.1, 10.2])
-    assert main(["dataset", str(tmp_path / "records"), str(tmp_path / "out"), "--hz", "10", "--json"]) == 0
+    assert (
+        main(
+            ["recording", "dataset", str(tmp_path / "records"), str(tmp_path / "out"), "--hz", "10", "--json"]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["frames"] == 3
     assert "next.success" not in json.loads((tmp_path / "out/meta/info.json").read_text())["features"]
-    assert main(["dataset", str(tmp_path / "records"), str(tmp_path / "x"), "--env", "sinew/Pen-v0"]) == 1
+    assert (
+        main(
+            ["recording", "dataset", str(tmp_path / "records"), str(tmp_path / "x"), "--env", "sinew/Pen-v0"]
+        )
+        == 1
+    )
 
 
 def pixels(*shape: int, kind: Any = np.uint8, value: float = 0) -> np.ndarray:
@@ -312,7 +322,10 @@ def test_records_from_elsewhere_are_told_what_is_wrong(
         np.savez(path, **arrays, meta=np.array(json.dumps(meta)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert main(["dataset", str(tmp_path / "records"), str(tmp_path / "out"), "--hz", "10"]) == 1
+        assert (
+            main(["recording", "dataset", str(tmp_path / "records"), str(tmp_path / "out"), "--hz", "10"])
+            == 1
+        )
     told = " ".join(capsys.readouterr().err.split())
     assert said in told
     assert "fault of this program" not in told
@@ -370,7 +383,7 @@ def test_the_verb_plays_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     out = tmp_path / "out"
     words = ("expert", str(out), "--env", "sinew/Pen-v0", "--episodes", "2", "--replan", "4", "--json")
-    assert main(["dataset", *words]) == 0
+    assert main(["recording", "dataset", *words]) == 0
     found = SimpleNamespace(**json.loads(capsys.readouterr().out))
     assert (found.episodes, found.played) == (2, 2)
     info = json.loads((out / "meta/info.json").read_text())

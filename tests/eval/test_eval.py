@@ -43,10 +43,10 @@ needs_pen = pytest.mark.skipif(not PEN.exists(), reason="no trained policy at si
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
-    """Run the verb in this process; returns the exit code and the JSON of the last line."""
-    code = main(["eval", *map(str, arguments)])
-    lines = capsys.readouterr().out.splitlines()
-    return code, json.loads(lines[-1]) if lines else {}
+    """Run the verb in this process; returns the exit code and its JSON."""
+    code = main(["eval", *map(str, arguments), "--json"])
+    said = capsys.readouterr().out
+    return code, json.loads(said) if said else {}
 
 
 # ----------------------------------------------------------------------------- statistics
@@ -388,8 +388,11 @@ def test_mistakes_are_named(
 
 
 def content(episodes: list[Any]) -> list[dict[str, Any]]:
-    """Without what the clock says."""
-    return [{k: v for k, v in e.to_dict().items() if k not in ("latency_ms", "wall_s")} for e in episodes]
+    """Without what the clock and the memory say."""
+    return [
+        {k: v for k, v in e.to_dict().items() if k not in ("latency_ms", "wall_s", "peak_bytes")}
+        for e in episodes
+    ]
 
 
 @needs_pen
@@ -502,7 +505,10 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "--sweep", "replan=2,full", "--sweep", "latency=0,100ms", "--solver-steps", 2,
     )  # fmt: skip
     assert code == 0
-    assert json.loads((tmp_path / "report.json").read_text()) == report
+    written = json.loads((tmp_path / "report.json").read_text())
+    outcomes = written.pop("outcomes")
+    assert written == report
+    assert [len(each) for each in outcomes] == [2] * 4
     assert {path.name for path in tmp_path.glob("*.png")} == {"success_replan.png", "success_latency.png"}
     page = (tmp_path / "report.md").read_text()
     for text in ("| replan full, latency 100ms |", "McNemar", "control, Hz", "deadline misses"):

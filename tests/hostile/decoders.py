@@ -28,7 +28,7 @@ from sinew.serve.decode.array import pack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.decode.pickle.machine import load as load_pickle
 from sinew.serve.safety import Safety
-from sinew.serve.wires import evo1, http, openpi
+from sinew.serve.wires import evo1, http, openpi, vla_eval
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.lerobot.features import agree
 from sinew.serve.wires.lerobot.features import observation as lerobot_observation
@@ -132,7 +132,17 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
         "prompt": "go",
         "arm_key": "arm",
     }
+    picture_file = {"__image__": True, "format": "png", "data": image("PNG"), "shape": [48, 64, 3]}
+    benchmark = {"images": {"front": picture_file}, "states": np.zeros(2), "task_description": "go"}
+    step = {"type": "observation", "payload": benchmark, "seq": 1, "timestamp": 0.0}
+
+    def read_vla_eval(data: bytes) -> object:
+        talk = vla_eval.Conversation(SPEC, {})
+        message = talk.read(data)
+        return talk.observation(message, SPEC) if message.endpoint == "infer" else message
+
     return {
+        "vla-eval": (vla_eval.pack(step), read_vla_eval),
         "evo1": (json.dumps(evo1_message).encode(), lambda data: evo1.observation(evo1.read(data), SPEC)),
         "zmtp": (GREETING + ready + zmtp.message([b"", request(1)[:300]]), read_zmtp),
         "native": (request(1, session="arm", seed=3, deadline_ms=5), read_native),

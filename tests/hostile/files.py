@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from sinew.bundle import Bundle, write_bundle
+from sinew.bundle.facts import describe
 from sinew.bundle.quant import FORMATS
 from sinew.bundle.schema import KEY_ARCHITECTURE, Manifest
 from sinew.bundle.writer import rewrite
-from sinew.cli.inspect import describe, show
+from sinew.cli.inspect import show
 from sinew.convert import ConvertOptions, convert, read
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.convert.read.torch_zip import read_torch
@@ -273,7 +274,7 @@ class Exports:
     """Folders of ``sinew export``: their record, tables, header and graphs."""
 
     def __init__(self, work: Path):
-        from sinew.cli.export import write_folder
+        from sinew.engine.onnx.opening import write_folder
 
         self.folder = work / "exported"
         self.folder.mkdir()

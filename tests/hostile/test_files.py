@@ -371,9 +371,13 @@ def test_what_is_printed_does_not_steer_a_terminal(smolvla_bundle, tmp_path, cap
     )
     manifest = replace(old, provenance=origin, config={**old.config, STEERS: STEERS})
     write_bundle(tmp_path / "m.gguf", lambda: manifest, sources(bundle))
-    verbs = (["inspect"], ["inspect", "--tensors"], ["push", "lab/pick", "--dry"])
-    for verb, *words in verbs:
-        assert main([verb, str(tmp_path / "m.gguf"), *words]) == 0
+    path = str(tmp_path / "m.gguf")
+    for words in (
+        ["inspect", path],
+        ["inspect", path, "--tensors"],
+        ["hub", "push", path, "lab/pick", "--dry"],
+    ):
+        assert main(words) == 0
     assert main(["inspect", STEERS]) == 1
     with terminal.bars(TextColumn("{task.description}")), terminal.show_task(STEERS, None):
         pass

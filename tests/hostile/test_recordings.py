@@ -153,7 +153,7 @@ print("grown", peak() - before, sep="|")
 
 
 def test_what_a_file_says_takes_no_memory(tmp_path: Path) -> None:
-    """2 MB that unpack to 7.3 GB ended `sinew mcap` by the kernel's hand."""
+    """2 MB that unpack to 7.3 GB ended `sinew recording mcap` by the kernel's hand."""
     pytest.importorskip("mcap")
     found = bombs()
     for name, (data, _said) in found.items():

@@ -30,11 +30,23 @@ def install(home: Path) -> Path:
     return home / "bin" / "python"
 
 
+def refusal(pages: list[str]) -> str:
+    """Return why these pages cannot be walked; empty if each has a story."""
+    unknown = [page for page in pages if page not in STORIES]
+    if not unknown:
+        return ""
+    silent = [page for page in unknown if page in PAGES]
+    why = f" ({', '.join(silent)}: nothing to type there)" if silent else ""
+    return f"expected pages that have a story, got {', '.join(unknown)}{why}; there are {', '.join(STORIES)}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pages", nargs="*", default=list(STORIES), help="all if absent")
     parser.add_argument("--python", type=Path, help="interpreter of an environment that has sinew")
     chosen = parser.parse_args()
+    if why := refusal(chosen.pages):
+        parser.error(why)
     failed = []
     with tempfile.TemporaryDirectory(prefix="sinew-journeys-") as folder:
         python = chosen.python or install(Path(folder) / "env")
@@ -52,7 +64,6 @@ def main() -> None:
                 failed.append(page)
                 traceback.print_exc()
             print(f"{page}: {time.monotonic() - begun:.0f} s", flush=True)
-    assert set(chosen.pages) <= set(PAGES)
     print(
         f"{len(chosen.pages) - len(failed)} passed, {len(failed)} failed"
         + "".join(f"\n  {p}" for p in failed)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -53,6 +56,30 @@ def test_every_line_has_its_place(page: str) -> None:
     )
 
 
+@pytest.mark.parametrize("page", [page for page in TYPED if programs(page)])
+def test_programs_import_what_is_there(page: str) -> None:
+    """Names that are called otherwise by now are missed here, not when the page is walked."""
+    for program in programs(page):
+        for node in ast.walk(ast.parse(program)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sinew"):
+                module = importlib.import_module(node.module or "")
+                missing = [each.name for each in node.names if not hasattr(module, each.name)]
+                assert not missing, f"{page}: {node.module} has no {missing}"
+
+
+def test_a_page_without_a_story_is_refused_before_anything_is_installed() -> None:
+    asked_for = ["docs/control.md", "docs/controll.md", "docs/concepts.md"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.journeys", *asked_for], cwd=pages.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    said = " ".join(done.stderr.split())
+    assert "expected pages that have a story, got docs/controll.md, docs/concepts.md" in said
+    assert "(docs/concepts.md: nothing to type there); there are README.md, " in said
+    assert done.stdout == ""
+
+
 def test_lines_are_read_as_a_shell_reads_them() -> None:
     text = "sinew serve a.gguf   # a server\n\nsinew run b \\\n    --go\n"
     assert typed(Block("p", 1, "", text)) == ["sinew serve a.gguf", "sinew run b --go"]
@@ -75,6 +102,8 @@ def test_a_walk_judges_what_comes(tmp_path: Path) -> None:
         walk.run("echo internal error")
     with pytest.raises(AssertionError, match="'successes' is not printed"):
         walk.run("echo done", says=("successes",))
+    with pytest.raises(AssertionError, match="expected 0"), walk.beside("sleep 600"):
+        pass  # SIGTERM ends it, and it does not answer
     assert "sinew serve policy.gguf" in walk.left()
     assert not pages.ROOT.samefile(walk.folder)
 

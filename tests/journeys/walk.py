@@ -118,6 +118,10 @@ class Walk:
         """Run the page's ``sinew serve ...`` while inside, as ``server`` does."""
         return self.server(self._written(line, instead, adds), says=says)
 
+    def meant(self, line: str, instead: tuple[str, str]) -> str:
+        """Return a line of the page as it is typed here, by ``server`` or ``beside``."""
+        return self._written(line, instead, "")
+
     def leaves(self, line: str, why: str) -> None:
         """Say of a line that it is not typed here, and why."""
         self._written(line, None, "")
@@ -186,6 +190,27 @@ class Walk:
                 server.wait(60)
             server.kill()
             ran.status = server.wait()
+            ran.text = log.read_text()
+        self._judge(ran, 0, says)
+
+    @contextlib.contextmanager
+    def beside(self, line: str, says: tuple[str, ...] = ()) -> Iterator[Ran]:
+        """Run a line while inside, and end it with SIGTERM, as whoever started it would: it ends with 0."""
+        print(f"  $ {line} &", flush=True)
+        log = self.folder / ".beside.log"
+        ran = Ran(line, -1, "")
+        with log.open("w") as output:
+            command = self._start(f"exec {line}", output)
+        try:
+            yield ran
+            assert command.poll() is None, f"$ {line}\nended with {command.returncode}\n{log.read_text()}"
+        finally:
+            if command.poll() is None:
+                command.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                command.wait(60)
+            command.kill()
+            ran.status = command.wait()
             ran.text = log.read_text()
         self._judge(ran, 0, says)
 

@@ -22,11 +22,11 @@ from sinew_client.history import History
 from sinew import machine
 from sinew.bundle import Bundle
 from sinew.checks.validate.observations import random_observations
-from sinew.cli.bench import describe, make_observation
 from sinew.convert import convert
 from sinew.core import BundleError, ConvertError, Observation, ObservationError
 from sinew.layers.video import VideoTransformer, frame_ages
 from sinew.layers.vit import VisionTransformer, ViTConfig
+from sinew.perf.machine.bench import describe, make_observation
 from sinew.perf.machine.measure_engine import measure_engine, requests_of
 from sinew.perf.program import PublishedProgram
 from sinew.policy import Policy, load

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import sinew
-from sinew.cli import perf_machine
+from sinew.cli import perf_machine, terminal
 from sinew.core import SinewError
 from sinew.perf.request import TracedRequest
 
@@ -31,6 +31,7 @@ BUFFERS = 370
 
 
 def fit(capsys, source: str, *options: Any, **more: Any) -> dict[str, Any]:
+    terminal.take_json(["--json"])
     code = perf_machine.fit(source, *options, hardware="orin-nano", search=False, **more)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert code == (0 if found["fits"] else 1)

@@ -29,7 +29,7 @@ from sinew.perf.paper.published import (
 from sinew.perf.paper.study import GEMMA, PAYLOAD, PI0, Study
 from sinew.perf.program import PublishedProgram
 from sinew.perf.request import TracedRequest
-from sinew.perf.roofline import seconds, time_of, timing, weight_bytes
+from sinew.perf.roofline import seconds, time_of, timing
 from sinew.perf.streams import loops
 from tests.engine.test_guidance import BLOCKS
 
@@ -37,9 +37,9 @@ MACHINE = Hardware("m", "m", {"bf16": 100.0, "fp32": 10.0}, 10.0, 8, "test")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:
-    code = main(["perf", *map(str, arguments)])
-    lines = capsys.readouterr().out.splitlines()
-    return code, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+    code = main(["perf", *map(str, arguments), "--json"])
+    said = capsys.readouterr().out
+    return code, json.loads(said) if said else {}
 
 
 # ----------------------------------------------------------------------------- the paper
@@ -197,6 +197,12 @@ def test_formats_without_a_rate_use_the_next_wider():
     assert load_hardware("b100").peak_flops("fp8") == 3500e12
     with pytest.raises(SinewError, match="no peak for fp32"):
         Hardware("m", "m", {"bf16": 1.0}, 1.0, 1, "test").peak_flops("fp32")
+
+
+def weight_bytes(components: list[Component]) -> int:
+    """Return the bytes of the products' weights, each counted once per component that reads it."""
+    operators = [operator for component in components for operator in component.operators]
+    return sum(each.count * t.bytes for each in operators for t in each.tensors if t.kind == "weight")
 
 
 def test_weights_of_layers():
@@ -404,9 +410,10 @@ def test_perf_run_warns_where_fit_refuses(capsys, tmp_path):
     boards = tmp_path / "boards.toml"
     boards.write_text("[small]\npeak = { bf16 = 1e12, fp32 = 1e12 }\nbandwidth = 1e10\nmemory_gib = 0.5\n")
     options = ("--hardware", "small", "--hardware", "orin-nano", "--data", boards)
-    assert main(["perf", "run", str(bundle), *map(str, options)]) == 0
-    *shown, last = capsys.readouterr().out.splitlines()
-    assert {m["machine"]: m["fits"] for m in json.loads(last)["machines"]} == {
+    out = tmp_path / "out.json"
+    assert main(["perf", "run", str(bundle), *map(str, options), "--json", str(out)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert {m["machine"]: m["fits"] for m in json.loads(out.read_text())["machines"]} == {
         "small": False,
         "orin-nano": True,
     }

@@ -282,9 +282,18 @@ def test_bench_prints_what_a_calibration_makes_of_it(
     threads = torch.get_num_threads()
 
     def bench() -> tuple[dict, str]:
-        assert main(["bench", str(golden.BUNDLE), "--runs", "2", "--threads", "1"]) == 0
-        *report, last = capsys.readouterr().out.splitlines()
-        return json.loads(last), "\n".join(report)
+        asked = [
+            "bench",
+            str(golden.BUNDLE),
+            "--runs",
+            "2",
+            "--threads",
+            "1",
+            "--json",
+            str(quick.parents[1] / "out.json"),
+        ]
+        assert main(asked) == 0
+        return json.loads((quick.parents[1] / "out.json").read_text()), capsys.readouterr().out
 
     try:
         before, report = bench()
@@ -313,9 +322,9 @@ def test_other_engines_have_calibrations_of_their_own(
     engine: str, quick: Path, capsys: pytest.CaptureFixture
 ) -> None:
     bundle = str(shutil.copy(golden.BUNDLE, quick.parents[1] / "tiny.gguf"))  # graphs are exported beside it
-    assert perf_machine.calibrate(bundle, threads=1, runs=2, engine=engine) == 0
-    *_, last = capsys.readouterr().out.splitlines()
-    record = json.loads(last)
+    threads_and_engine = ["--threads", "1", "--engine", engine, "--json"]
+    assert main(["perf", "calibrate", bundle, "--runs", "2", *threads_and_engine]) == 0
+    record = json.loads(capsys.readouterr().out)
     assert Path(record["path"]).name.endswith(f"-1-threads-{engine}.json")
     found = calibration.load(machine.cpu_model(), 1, engine=engine)
     assert found is not None
@@ -326,17 +335,17 @@ def test_other_engines_have_calibrations_of_their_own(
     }
     assert views == {"vision": set(range(1, cameras + 1)), "prefix": {cameras}, "head": {cameras}}
     assert all(sample.time.seconds > 0 for sample in found.samples)
-    assert perf_machine.predict(bundle, threads=1, engine=engine) == 0
-    stages = json.loads(capsys.readouterr().out.splitlines()[-1])["stages_ms"]
+    assert main(["perf", "predict", bundle, *threads_and_engine]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages_ms"]
     # a band of 100 %, as of measurements beside busy programs, reaches down to nothing
     assert all(0 <= row["low"] <= row["predicted"] <= row["high"] for row in stages.values())
     assert all(row["predicted"] > 0 for row in stages.values())
     threads = torch.get_num_threads()
     try:
-        assert main(["bench", bundle, "--runs", "2", "--threads", "1", "--engine", engine]) == 0
+        assert main(["bench", bundle, "--runs", "2", "--threads", "1", "--engine", engine, "--json"]) == 0
     finally:
         torch.set_num_threads(threads)
-    roofline = json.loads(capsys.readouterr().out.splitlines()[-1])["roofline"]
+    roofline = json.loads(capsys.readouterr().out)["roofline"]
     assert roofline["band"] == pytest.approx(found.band)
     assert all(row["predicted"] > 0 for row in roofline["stages_ms"].values())
 
@@ -357,16 +366,16 @@ def test_what_an_engine_cannot_be_asked_is_named(quick: Path) -> None:
 # ------------------------------------------------- the command line
 
 
-def test_fit_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> None:
-    assert (
-        perf_machine.fit(str(golden.BUNDLE), memory_gib=0.3, system_gib=0.01, device="cpu", search=False) == 0
-    )
-    *report, last = capsys.readouterr().out.splitlines()
-    document = json.loads(last)
+def test_fit_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    board = ["--memory-gib", "0.3", "--system-gib", "0.01", "--device", "cpu"]
+    out = tmp_path / "out.json"
+    assert main(["perf", "fit", str(golden.BUNDLE), *board, "--no-search", "--json", str(out)]) == 0
+    report = capsys.readouterr().out
+    document = json.loads(out.read_text())
     assert document["fits"]
     assert document["total"] == document["memory"] - document["system"] - document["headroom"]
     for word in ("weights, vision", "keys and values of the prefix", "fits with"):
-        assert word in "\n".join(report)
+        assert word in report
     assert perf_machine.fit("pi0", memory_gib=4, search=False) == 1
     assert "does not fit" in capsys.readouterr().out
 
@@ -378,17 +387,18 @@ def test_calibrate_then_predict(
         perf_machine.predict("smolvla", threads=1)
     before, path = stored(calibrated, quick)
     kept = path.stat().st_mtime_ns
-    assert perf_machine.calibrate(str(golden.BUNDLE), threads=1, runs=1) == 0
-    *report, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last)["path"] == str(path)
+    told = ["--json", str(quick.parents[1] / "out.json")]
+    assert main(["perf", "calibrate", str(golden.BUNDLE), "--threads", "1", "--runs", "1", *told]) == 0
+    report = capsys.readouterr().out
+    assert json.loads((quick.parents[1] / "out.json").read_text())["path"] == str(path)
     assert path.stat().st_mtime_ns > kept
     after = calibration.load(before.speeds.processor, 1)
     assert after is not None
     assert len(after.samples) == len(before.samples)  # a policy's new samples replace its old ones
     for word in ("GFLOP/s", "GB/s", "us per operator", "band of predictions"):
-        assert word in "\n".join(report)
-    assert perf_machine.predict("smolvla", threads=1, request=TracedRequest(steps=4)) == 0
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert word in report
+    assert main(["perf", "predict", "smolvla", "--threads", "1", "--steps", "4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
     for stage in STAGES:
         row = document["stages_ms"][stage]
         assert row["low"] <= row["predicted"] <= row["high"]

@@ -16,6 +16,7 @@ from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan import meta
 from sinew.families.smolvla import golden
 from sinew.models.base import Model
+from sinew.perf.flops import PRODUCTS
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component, Residency
 from sinew.perf.precision import Precision
@@ -205,6 +206,31 @@ def test_flops_are_torchs_on_meta(name: str) -> None:
         run(program.model, program.shapes)
     traced = sum(program.trace.flops(stage) for stage in STAGES)
     assert traced == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions_are_counted_both_ways(groups: int) -> None:
+    """Stride 2: one way half as many results, each a sum; the other way twice as many, of as many products."""
+    x = torch.zeros(3, 4, 10)
+    for layer, products in (
+        (torch.nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=groups), 3 * 6 * 5 * (4 // groups) * 3),
+        (
+            torch.nn.ConvTranspose1d(4, 6, 4, stride=2, padding=1, groups=groups),
+            3 * 4 * 10 * (6 // groups) * 4,
+        ),
+    ):
+        seen: list[int] = []
+
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                out = func(*args, **(kwargs or {}))
+                seen.append(PRODUCTS[func.overloadpacket.__name__](args, out))  # noqa: B023 - of this layer
+                return out
+
+        with torch.no_grad(), Counting(), FlopCounterMode(display=False) as counter:
+            layer(x)
+        assert seen == [2 * products]
+        assert groups > 1 or counter.get_total_flops() == 2 * products  # torch's counter knows no groups
 
 
 def test_flops_are_torchs_on_a_real_model() -> None:

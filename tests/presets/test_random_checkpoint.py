@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 import sinew
 from sinew.convert import convert
-from sinew.families.smolvla.checkpoint import write_checkpoint
-from sinew.families.smolvla.layout import TINY, Widths, tensors
+from sinew.families.smolvla.checkpoint import tensors, write_checkpoint
+from sinew.families.smolvla.layout import TINY, Widths
 from sinew.presets.noise import write_tensors
 from sinew.presets.plan import TensorPlan
 from sinew.presets.tokenizer import tokenizer_json
@@ -116,15 +116,6 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     np.testing.assert_array_equal(_to_bfloat16(values), expected)
 
 
-def test_legacy_layout(tmp_path: Path) -> None:
-    made = write_checkpoint(tmp_path, widths=TINY, legacy=True, state_dim=7, action_dim=5)
-    assert {path.name for path in made.policy.iterdir()} == {"config.json", "model.safetensors"}
-    entries = header(made.policy / "model.safetensors")
-    assert "__metadata__" not in entries
-    assert entries["normalize_inputs.buffer_observation_state.mean"]["shape"] == [7]
-    assert entries["unnormalize_outputs.buffer_action.std"]["shape"] == [5]
-
-
 def test_tokenizer_has_the_real_special_tokens() -> None:
     tokenizer = Tokenizer.from_str(tokenizer_json(49280))
     assert tokenizer.get_vocab_size() == 49280
@@ -146,12 +137,11 @@ def test_tokenizer_has_the_real_special_tokens() -> None:
     [
         {},
         {"dtype": "native"},
-        {"legacy": True},
         {"cameras": 3, "state_dim": 14, "action_dim": 14},
         {"widths": replace(TINY, num_expert_layers=2, self_attn_every_n_layers=0)},
         {"widths": replace(TINY, self_attn_every_n_layers=3, text_kv_heads=3, expert_width_multiplier=0.5)},
     ],
-    ids=["default", "native", "legacy", "three cameras", "half the expert, cross only", "other widths"],
+    ids=["default", "native", "three cameras", "half the expert, cross only", "other widths"],
 )
 def test_converted_checkpoint_runs(tmp_path: Path, arguments: dict) -> None:
     made = write_checkpoint(tmp_path, **{"widths": TINY, **arguments})

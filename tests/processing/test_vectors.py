@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from sinew.steps.vector.add_state import AddState
 from sinew.steps.vector.affine import Affine
 from sinew.steps.vector.base import apply_steps
 from sinew.steps.vector.compose_pose import ComposePose
+from sinew.steps.vector.linear_to_angle import LinearToAngle
 from sinew.steps.vector.rotations import compose, from_6d, from_vector, to_6d, to_vector
 from sinew.steps.vector.threshold import Threshold
 
@@ -57,6 +60,28 @@ def test_how_far_an_action_moves_when_the_output_moves_by_one():
     ]  # the widest row
     pose = Normalization("min_max", {"min": (-1.0,) * 9, "max": (1.0,) * 9})
     assert sizes(pose, 9, ComposePose(tuple(range(9)))) == [None] * 9
+
+
+@pytest.mark.parametrize("step", [AddState, Affine, ComposePose, LinearToAngle, Threshold])
+def test_a_kind_stands_in_files_and_nowhere_else(step):
+    """Nobody gives it in the place of a number, nor reads it beside the class's own name."""
+    (kind,) = (each for each in fields(step) if each.name == "kind")
+    assert kind.kw_only
+    assert not kind.repr
+
+
+def test_a_step_that_is_given_no_numbers_leaves_all_as_it_is():
+    x = np.float32([[0.25, -3.0]])
+    assert np.array_equal(apply_steps(x, (Affine((0, 1)),)), x)
+
+
+def test_a_gripper_by_its_lever_and_by_its_side():
+    """By the law of cosines; and a value on the border is below it."""
+    lever = LinearToAngle((0,), arm=4.0, horn=5.0)
+    angles = lever.forward(np.array([[3.0], [0.0], [100.0]]), None)
+    np.testing.assert_allclose(angles, [[np.arcsin(0.6)], [np.pi / 2], [np.pi / 2]], rtol=1e-15)
+    sides = Threshold((0,)).forward(np.float32([[-0.5], [0.0], [0.5], [1.0]]), None)
+    assert sides.tolist() == [[1.0], [1.0], [-1.0], [-1.0]]
 
 
 def test_statistics_of_each_step():

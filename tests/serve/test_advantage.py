@@ -297,7 +297,7 @@ def test_the_verbs_take_both(
     infer = ["infer", str(bundle), *images, "--state", "0,0,0,0,0,0", "--prompt", "go", "--seed", "1"]
     told = []
     for options in ((), guided):
-        assert main([*infer, "--engine", "eager", *options]) == 0
+        assert main([*infer, "--engine", "eager", *options, "--json"]) == 0
         told.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["actions"])
     assert told[0] != told[1]
     assert main([*infer, "--advantage", "best"]) == 1
@@ -306,7 +306,7 @@ def test_the_verbs_take_both(
     assert main([*client, *guided]) == 0
     assert main([*client, "--guidance-scale", "101", "--advantage", "good"]) == 1
     assert "guidance_scale: expected a number from 0 to 100" in capsys.readouterr().err
-    run = ["--hz", "20", "--seconds", "1", "--deadline", "60", "--prompt", "go"]
+    run = ["--hz", "20", "--seconds", "1", "--timeout", "60", "--prompt", "go"]
     journal = tmp_path / "run.jsonl"
     assert main(["run", server.at["native"], *run, *guided, "--record", str(journal)]) == 0
     capsys.readouterr()

@@ -27,7 +27,6 @@ from PIL import Image
 from sinew_client import Client
 
 from sinew.bundle import Bundle
-from sinew.cli.serve import ready_text
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.policy import load
 from sinew.processing import Processor
@@ -36,6 +35,7 @@ from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import KEPT, VIEWERS, Answer, Feed
 from sinew.serve.dashboard.news import News
 from sinew.serve.request import Request
+from sinew.serve.transport.greeting import ready_text
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
 from tests.serve import browser
@@ -394,7 +394,8 @@ def test_it_can_be_left_out(smolvla_bundle: Callable[[str], Path], tmp_path: Pat
 def test_the_server_says_where_its_page_is(shown: bool) -> None:
     wires = open_wires(parse(["native:0", "openpi:0"]), Listen(dashboard=shown))
     try:
-        text = ready_text(load(ASSETS / "pen.gguf", "cpu"), wires)
+        policy = load(ASSETS / "pen.gguf", "cpu")
+        text = ready_text(policy.spec, policy.describe(), wires)
         port = wires[1].address.rpartition(":")[2]
         said = f"  page     http://127.0.0.1:{port}/ shows what it does\n"
         assert (said in text) is shown

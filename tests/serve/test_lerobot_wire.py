@@ -27,6 +27,7 @@ import pytest
 
 import sinew
 from sinew.core import CameraSpec, KeyMap, ObservationError, PolicySpec, SinewError, VectorSpec
+from sinew.extras import install
 from sinew.rate_limited_log import Once
 from sinew.records.recorder import read_records
 from sinew.serve.policies import Deployment
@@ -829,7 +830,7 @@ def test_the_bundles_key_map_and_rename_map():
 
 def test_a_missing_grpcio_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(SinewError, match=r"pip install 'sinew-vla\[lerobot\]'"):
+    with pytest.raises(SinewError, match=re.escape(install("grpc"))):
         LeRobotWire(Listen())
 
 

@@ -1,10 +1,11 @@
-"""`sinew mcap`: recordings as MCAP files, read back with the library of their makers."""
+"""`sinew recording mcap`: recordings as MCAP files, read back with the library of their makers."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 
 from sinew.cli import main
 from sinew.core import VectorSpec
-from sinew.extras import MissingPackageError
+from sinew.extras import MissingPackageError, install
 from sinew.records.mcap_file import write_mcap
 from sinew.records.recorder import read_records
 from tests.serve.test_replay import FRAMES, chunk_of, record
@@ -70,21 +71,21 @@ def test_a_recording_is_read_back(records: Path, tmp_path: Path) -> None:
 def test_the_verb(records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mcap")
     out = tmp_path / "out.mcap"
-    assert main(["mcap", str(records), str(out), "--json"]) == 0
+    assert main(["recording", "mcap", str(records), str(out), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["messages"]["/action"] == 2  # no rate: the first rows
     assert said["bytes"] == out.stat().st_size
-    assert main(["mcap", str(records), str(out)]) == 1
+    assert main(["recording", "mcap", str(records), str(out)]) == 1
     assert "out.mcap: File exists" in capsys.readouterr().err.replace("\n", "")
     assert len(read(out)["/request"]) == 4  # as it was
     (records / "00000009.npz").write_bytes(b"no record")
-    assert main(["mcap", str(records), str(tmp_path / "other.mcap")]) == 1
+    assert main(["recording", "mcap", str(records), str(tmp_path / "other.mcap")]) == 1
     assert "not a record" in capsys.readouterr().err.replace("\n", "")
     assert not (tmp_path / "other.mcap").exists()
 
 
 def test_without_the_package(records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcap.writer", None)
-    with pytest.raises(MissingPackageError, match=r"MCAP needs mcap: pip install 'sinew-vla\[mcap\]'"):
+    with pytest.raises(MissingPackageError, match=re.escape(f"MCAP needs mcap: {install('mcap')}")):
         write_mcap(read_records(records), tmp_path / "out.mcap")
     assert not (tmp_path / "out.mcap").exists()

@@ -28,6 +28,7 @@ from sinew.serve.decode.array import pack
 from sinew.serve.decode.frames import MIN_BUDGET
 from sinew.serve.scheduler import AHEAD, DECODERS
 from sinew.serve.transport.ledger import HELD_REQUESTS
+from sinew.serve.wires.vla_eval import pack as vla_eval_pack
 from tests.serve.puppet import GOOD, WAIT_S, desk, frame, shake, until
 from tests.serve.puppet import connect as plain
 
@@ -44,10 +45,10 @@ def _serve() -> None:
     from sinew.serve.wires.lerobot.wire import LeRobotWire
 
     listen = Listen(max_message_bytes=LIMIT)
-    with desk(("native", "groot", "web", "evo1"), listen=listen) as at:
+    with desk(("native", "groot", "web", "evo1", "vla-eval"), listen=listen) as at:
         lerobot = LeRobotWire(listen)
         lerobot.start(at.service)
-        found = {name: getattr(at, name) for name in ("native", "groot", "web", "evo1")}
+        found = {name: getattr(at, name) for name in ("native", "groot", "web", "evo1", "vla-eval")}
         print(json.dumps(found | {"lerobot": lerobot.address}), flush=True)
         for line in sys.stdin:
             if line.strip() == "mark":
@@ -175,6 +176,18 @@ def evo1(at: dict) -> Callable[[], Any]:
     return send
 
 
+def vla_eval(at: dict) -> Callable[[], Any]:
+    payload = {"images": {"front": pixels("f2")}, "states": np.zeros(2), "task_description": "hang"}
+    message = vla_eval_pack({"type": "observation", "payload": payload, "seq": 1, "timestamp": 0.0})
+
+    def send() -> Any:
+        peer = connect(at["vla-eval"], max_size=None).__enter__()
+        peer.send(message)
+        return peer
+
+    return send
+
+
 def http(at: dict, content: bytes = b"") -> Callable[[], Any]:
     body = content or pack({"images/front": pixels("f2"), "state": np.zeros(2), "prompt": "hang"})
     head = f"POST /v1/actions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
@@ -228,6 +241,7 @@ FRAMES = 2 * HELD  # and decoded, of float16 to float32
         (openpi, 1, HELD + FRAMES + WORK),
         (http, 1, HELD + FRAMES + WORK),
         (evo1, 1, HELD + FRAMES + WORK),
+        (vla_eval, 1, HELD + FRAMES + WORK),
         (lerobot, 0, HELD + FRAMES + WORK + MANY * MAX_PIECE),
         (pictures, MANY, AHEAD + (DECODERS + 1) * DECODED),
     ],
@@ -268,7 +282,9 @@ def test_requests_under_way_are_bounded(server, wire, taken, most):
     assert peak < most, f"{peak / MIB:.0f} MiB"
 
 
-@pytest.mark.parametrize(("wire", "replies"), [(native, 0), (groot, 0), (openpi, 2), (http, 0), (evo1, 1)])
+@pytest.mark.parametrize(
+    ("wire", "replies"), [(native, 0), (groot, 0), (openpi, 2), (http, 0), (evo1, 1), (vla_eval, 1)]
+)
 def test_idle_connections_keep_nothing(server, wire, replies):
     """The last request of each connection stayed in memory, counted for nobody, until the next one came: 256
     connections of an hour ago could hold 16 GiB."""

@@ -23,7 +23,7 @@ from sinew_client.aio import AsyncClient
 from sinew_client.protocol import split_address
 from websockets.sync.client import connect as websocket
 
-from sinew.cli.serve_policy import parse_policies
+from sinew.cli.serve import named_policies
 from sinew.core import ActionChunk, CameraSpec, Observation, SinewError
 from sinew.policy import Policy
 from sinew.serve.batching import Batcher
@@ -359,7 +359,7 @@ def test_several_workers_wait_at_once():
 
 
 def test_flags_name_policies():
-    assert parse_policies(["b=x.gguf", "c=org/name=1"]) == {"b": "x.gguf", "c": "org/name=1"}
+    assert named_policies(["b=x.gguf", "c=org/name=1"]) == {"b": "x.gguf", "c": "org/name=1"}
     for text, words in (
         ("b", "expected NAME=SOURCE"),
         ("b=", "expected NAME=SOURCE"),
@@ -367,6 +367,6 @@ def test_flags_name_policies():
         ("default=x", "another policy's name"),
     ):
         with pytest.raises(SinewError, match=words):
-            parse_policies([text])
+            named_policies([text])
     with pytest.raises(SinewError, match="another policy's name"):
-        parse_policies(["b=x", "b=y"])
+        named_policies(["b=x", "b=y"])

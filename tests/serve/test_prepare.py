@@ -26,13 +26,12 @@ from sinew_client import Client
 from sinew import load, machine
 from sinew.bundle import Bundle
 from sinew.cli import main
-from sinew.cli.serve_policy import preparation
 from sinew.engine import prepared, proofs
 from sinew.engine.backend import BACKENDS, EngineOptions
 from sinew.engine.choose import candidates, choose
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.records.recorder import read_records
-from sinew.serve.prepare import Preparation, Preparer
+from sinew.serve.prepare import Preparation, Preparer, preparation
 from sinew.sources import ASSETS
 from tests import processes
 from tests.engine.test_choose import needs_kernels, stored_in_int8
@@ -520,7 +519,16 @@ def test_a_folder_that_cannot_be_written(golden_bundle: Path, monkeypatch, caplo
     options = {"engine": "auto", "device": "cpu", "dtype": None, "providers": (), "ignore_recipe": False}
     work = preparation(golden_bundle, options, 1, 1 << 30)
     assert work is not None
-    words = ["prepare", str(golden_bundle), "--background", "--device", "cpu", "--memory-gib", "1.000000"]
+    words = [
+        "prepare",
+        str(golden_bundle),
+        "--background",
+        "--json",
+        "--device",
+        "cpu",
+        "--memory-gib",
+        "1.000000",
+    ]
     assert list(work.command[-len(words) :]) == words
     for no in ({"engine": "plan"}, {"engine": "onnx"}, {"dtype": "bf16"}, {"providers": ("cpu",)}):
         assert preparation(golden_bundle, {**options, **no}, 1, None) is None

@@ -195,9 +195,9 @@ def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
             (kept / record.path.name).write_bytes(record.path.read_bytes())
 
         def replay() -> tuple[int, dict, str]:
-            ran = sinew("client", address, "--replay", kept, "--api-key", "secret")
-            *text, last = ran.stdout.splitlines()
-            return ran.returncode, json.loads(last), "\n".join(text)
+            told = ("--json", tmp_path / "told.json")
+            ran = sinew("client", address, "--replay", kept, "--api-key-file", tmp_path / "key", *told)
+            return ran.returncode, json.loads(told[1].read_text()), ran.stdout
 
         code, result, text = replay()
         assert code == 0, text
@@ -243,7 +243,9 @@ def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
             # 2^-24 of a recorded action, rounded once more to float32, is what the number may be off by
             assert result["largest"]["of_scale"] == pytest.approx(change, abs=2.0**-23)
 
-        late = sinew("client", address, "--api-key", "secret", "--requests", 1, "--deadline-ms", 1e-6)
+        late = sinew(
+            "client", address, "--api-key-file", tmp_path / "key", "--requests", 1, "--deadline-ms", 1e-6
+        )
         assert late.returncode == 1
         assert "[deadline]" in late.stderr
         unknown = sinew("client", address)

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from sinew_client import Client, ConnectionLost, RequestTimeout, UnsafeChunk, protocol, schema
 
-from sinew.cli.serve_listen import access_logging
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
 from sinew.records.recorder import Recorder, read_records
+from sinew.serve.access_log import access_logging
 from sinew.serve.process import DESCRIPTORS, HOPELESS, connections_within, raise_descriptor_limit
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import parse, servers

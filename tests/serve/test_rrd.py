@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from sinew.cli import main
 from sinew.core import ActionChunk, Observation, SinewError, Timing, VectorSpec
-from sinew.extras import MissingPackageError
+from sinew.extras import MissingPackageError, install
 from sinew.records.recorder import Record, read_records
 from sinew.records.rerun_log import target_of
 from sinew.records.rerun_records import MAX_SESSIONS, OTHERS, RerunRecorder, write_rrd
@@ -86,7 +87,7 @@ def test_records_from_elsewhere(
         np.savez(path, **arrays, meta=np.array(json.dumps(meta)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert main(["rrd", str(records), str(tmp_path / "out.rrd")]) == bool(said)
+        assert main(["recording", "rrd", str(records), str(tmp_path / "out.rrd")]) == bool(said)
     told = " ".join(capsys.readouterr().err.split())
     assert said in told
     assert "fault of this program" not in told
@@ -109,7 +110,7 @@ def test_a_recording_is_read_back(records: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("rerun")
 def test_the_verb(records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rrd", str(records), str(tmp_path / "out.rrd"), "--hz", "20", "--json"]) == 0
+    assert main(["recording", "rrd", str(records), str(tmp_path / "out.rrd"), "--hz", "20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["entries"]["prompt"] == 4
     with pytest.raises(SinewError, match="is there already"):
         write_rrd([], tmp_path / "out.rrd")
@@ -219,7 +220,7 @@ def test_what_is_no_target(text: str) -> None:
 
 def test_without_the_package(records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rerun", None)
-    with pytest.raises(MissingPackageError, match=r"sinew-vla\[rerun\]"):
+    with pytest.raises(MissingPackageError, match=re.escape(install("rerun"))):
         write_rrd(read_records(records), tmp_path / "out.rrd")
 
 
@@ -229,4 +230,4 @@ def test_verbs_say_what_is_missing_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setitem(sys.modules, "rerun", None)
     assert main([verb, str(tmp_path / "nothing.gguf"), "--rerun", str(tmp_path / "out.rrd")]) == 1
-    assert "pip install 'sinew-vla[rerun]'" in " ".join(capsys.readouterr().err.split())
+    assert install("rerun") in " ".join(capsys.readouterr().err.split())

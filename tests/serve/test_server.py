@@ -439,11 +439,23 @@ def test_the_printed_program_runs(bundle, tmp_path):
         assert server.stop(signal.SIGINT) == 0
 
 
-def test_client_verb_ends_with_json(server):
-    command = ["-m", "sinew", "client", server.address, "--requests", "3", "--image-size", "48x64"]
+def test_client_verb(server, tmp_path):
+    out = tmp_path / "out.json"
+    command = [
+        "-m",
+        "sinew",
+        "client",
+        server.address,
+        "--requests",
+        "3",
+        "--image-size",
+        "48x64",
+        "--json",
+        out,
+    ]
     done = processes.run([sys.executable, *command], timeout=START_S)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(out.read_text())
     assert set(result["latency_ms"]["overhead"]) == {"mean", "p50", "p90", "p95", "p99", "max"}
     assert result["frames"] == {"camera1": [48, 64, 3], "camera2": [48, 64, 3]}
     assert "round trip" in done.stdout

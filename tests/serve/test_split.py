@@ -13,8 +13,11 @@ from sinew_client import Client, ClientError, ServerError
 
 from sinew.core import Moment, RequestError, SinewError
 from sinew.policy import Policy, load
+from sinew.records.comparison import replay_records
+from sinew.records.recorder import Recorder, read_records
 from sinew.serve import contexts
 from sinew.serve.device_lock import DeviceLock
+from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 from sinew.stream.split import SplitPolicy
@@ -61,7 +64,7 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                 SplitPolicy(policy, client)
             with pytest.raises(ClientError, match="answers with actions"):
                 client.context({"images": observation.images, "state": observation.state, "prompt": "go"})
-            monkeypatch.setattr("sinew.stream.split.digest", lambda _path: "another file")
+            monkeypatch.setattr("sinew.stream.split.fingerprint", lambda _path: "another file")
             with (
                 Client(f"{at.native}/context.int8", timeout=WAIT_S) as theirs,
                 pytest.raises(SinewError, match="split: expected the server's bundle"),
@@ -71,6 +74,42 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
         for scheduler in begun:
             scheduler.stop()
             assert scheduler.join(WAIT_S)
+
+
+def test_contexts_are_recorded_without_their_bytes(policy, tmp_path, caplog):
+    """What was seen is kept, and that the answer was a context: a replay compares the other answers and counts it."""
+    begun: set[Scheduler] = set()
+    given = observations(policy, 1)[0]
+    asked = {"images": given.images, "state": given.state, "prompt": given.prompt, "seed": 3}
+    recorder = Recorder(tmp_path / "records")
+    padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
+    with desk(policy=policy, recorder=recorder, **padded) as at:
+        at.service.policies.get().metadata["server"] = {**policy.describe(), "version": "1"}
+        contexts.add(at.service, ("int8",), DeviceLock(), begun)
+        with Client(f"{at.native}/context.int8", timeout=WAIT_S) as client:
+            assert client.context(asked)[0]
+        with Client(at.native, timeout=WAIT_S) as client:
+            client.infer(asked)
+            recorder.close()
+            assert recorder.stats() | {"alive": False} == {
+                "written": 2, "dropped": 0, "failed": 0, "full": False, "alive": False,
+            }  # fmt: skip
+            first, second = read_records(tmp_path / "records")
+            assert (first.context, first.actions, first.error, first.text) == (True, None, "", "")
+            np.testing.assert_array_equal(first.observation.state, given.state)
+            assert not second.context
+            found = replay_records(client, (first, second), None)
+        assert [row["result"] for row in found["rows"]] == ["unkept", "equal"]
+        assert (found["unkept"], found["equal"], found["lost"]) == (1, 1, 0)
+        for scheduler in begun:
+            scheduler.stop()
+            assert scheduler.join(WAIT_S)
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+    (tmp_path / "records" / second.path.name).unlink()
+    with pytest.raises(
+        SinewError, match="expected a record with actions, got 1 of errors, words or contexts"
+    ):
+        Replay(tmp_path / "records")
 
 
 def test_moments_travel_to_the_context(case_bundle, caplog):

@@ -358,9 +358,10 @@ def test_the_memory_of_an_exchanged_policy_comes_back():
     """Also that of the first one, which is frozen out of the search for garbage when a server begins."""
     from sinew.cli.options import CAMERAS, RUNS
     from sinew.cli.serve import Bounds
-    from sinew.cli.serve_policy import changer, loader
+    from sinew.perf.policy_memory import memory_need
     from sinew.serve.deploy import deploy
     from sinew.serve.device_lock import DeviceLock
+    from sinew.serve.launch import changer, loader
     from sinew.serve.service import Service
     from sinew.serve.supervise import Supervisor
 
@@ -369,7 +370,9 @@ def test_the_memory_of_an_exchanged_policy_comes_back():
     supervisor, device_lock, begun = Supervisor(), DeviceLock(), WeakSet()
     found = deploy(loader(bundle, options, 1)(), Bounds(), supervisor, device_lock, begun)
     service = Service(found)
-    swapper = changer(bundle, options, 1, Bounds(), None)(service, supervisor, device_lock, begun)
+    swapper = changer(bundle, options, 1, Bounds(), None, memory_need)(
+        service, supervisor, device_lock, begun
+    )
     gone = [weakref.ref(found.scheduler.policy)]
     del found
     gc.freeze()

@@ -15,8 +15,10 @@ from sinew_client import Client, ClientError, InvalidObservation, RequestTimeout
 from sinew_client.aio import AsyncClient
 
 from sinew.cli import main
-from sinew.cli.top_view import BARS, ServerSeen, spark
+from sinew.cli.terminal import BARS, spark
+from sinew.cli.top_view import view
 from sinew.core import SinewError
+from sinew.serve.feed import ServerSeen
 from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, chunk_of, record
 from tests.serve.test_server import free_port, serving
 
@@ -156,15 +158,15 @@ def robot(served: Served) -> Iterator[None]:
 
 @pytest.mark.usefixtures("robot")
 def test_top_shows_what_a_server_does(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SINEW_API_KEY", KEY)
-    assert main(["top", f"http://127.0.0.1:{served.web}", "--answers", "5"]) == 0
-    *text, line = capsys.readouterr().out.splitlines()
-    found = json.loads(line)
+    out = tmp_path / "top.json"
+    assert main(["top", f"http://127.0.0.1:{served.web}", "--answers", "5", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
     assert (found["policy"], found["answers"], found["missed"]) == ("records", 5, 0)
     assert found["latency_ms"]["p50"] > 0
-    shown = "\n".join(text)
+    shown = capsys.readouterr().out
     assert shown.count("sinew top") == 1  # not a terminal: one view, the last
     for words in ("records", "engine", "p95", "queue", "arm [bold]", "chunk of 4"):
         assert words in shown
@@ -197,7 +199,7 @@ def test_answers_that_are_none(record: dict[str, Any]) -> None:
     seen = ServerSeen("here")
     seen.hear("about", {"policy": {}, "server": {}})
     with pytest.raises(SinewError, match="expected answers of a Sinew server"):
-        seen.hear("answers", record)
+        seen.hear("answers", record, view)
 
 
 def test_the_engine_that_took_over_is_shown() -> None:

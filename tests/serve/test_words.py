@@ -33,6 +33,7 @@ from sinew.serve.contexts import ContextPolicy
 from sinew.serve.dashboard.feed import MAX_TEXT, Feed
 from sinew.serve.dashboard.news import records
 from sinew.serve.decode import array as arrays
+from sinew.serve.feed import ServerSeen
 from sinew.serve.safety import Safety
 from sinew.serve.wires import http
 from sinew.sim.experts import Expert, expert_spec
@@ -326,7 +327,7 @@ def test_the_dashboard_is_told_the_last_words() -> None:
         True,
         False,
     ]  # the chunk is shown, though words came after it
-    view = top_view.ServerSeen("http://here")
+    view = ServerSeen("http://here")
     for record in told:
         view.hear("answers", record)
     assert view.last is told[0]

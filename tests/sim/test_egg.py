@@ -112,7 +112,7 @@ def test_eval_compares_streams_with_chunks(tmp_path: Path, capsys: pytest.Captur
     ]
     chunks = ["--latency", "27.3ms", "--replan", "1", "--solver-steps", "2"]
     compared = ["--compare", "stream=33:2.1,latency=0"]
-    assert main(["--debug", "eval", str(BUNDLE), *flags, *chunks, *compared]) == 0
+    assert main(["--debug", "eval", str(BUNDLE), *flags, *chunks, *compared, "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out.splitlines()[-1])["variants"]
     assert (first["wins"], second["wins"]) == (0, 1)
     assert second["reactions_ms"]["image"]["count"] == 1

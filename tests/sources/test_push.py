@@ -1,4 +1,4 @@
-"""`sinew push` and `sinew pull` against a hub on loopback, and the card that is written."""
+"""`sinew hub push` and `sinew hub pull` against a hub on loopback, and the card that is written."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ def test_a_bundle_is_pushed_and_pulled(bundle: Path, tmp_path: Path) -> None:
             "HF_HUB_DISABLE_XET": "1",
         }
         words = (
+            "hub",
             "push",
             bundle,
             "lab/pick",
@@ -122,22 +123,22 @@ def test_a_bundle_is_pushed_and_pulled(bundle: Path, tmp_path: Path) -> None:
             assert words in body
 
         out = tmp_path / "fetched.gguf"
-        pulled = sinew("pull", "lab/pick", "--out", out, **environment)
+        pulled = sinew("hub", "pull", "lab/pick", "--out", out, **environment)
         assert pulled.returncode == 0, pulled.stderr
         assert "every tensor is as it was written" in pulled.stdout
         assert out.read_bytes() == bundle.read_bytes()
 
-        refused = sinew("push", bundle, "lab/pick", **{**environment, "HF_TOKEN": "another"})
+        refused = sinew("hub", "push", bundle, "lab/pick", **{**environment, "HF_TOKEN": "another"})
         assert refused.returncode == 1
         assert refused.stderr.startswith("error: hf://lab/pick: the hub says: ")
         assert "Traceback" not in refused.stderr
-    gone = sinew("push", bundle, "lab/pick", **environment)
+    gone = sinew("hub", "push", bundle, "lab/pick", **environment)
     assert gone.returncode == 1
     assert f"not uploaded to {server.url}" in gone.stderr
 
 
 def test_nothing_measured_is_said(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["push", str(bundle), "lab/pick", "--dry"]) == 0
+    assert main(["hub", "push", str(bundle), "lab/pick", "--dry"]) == 0
     text = capsys.readouterr().out
     assert "Not measured: `sinew validate` was not run with this file." in text
     assert "Not measured: neither a gate nor `sinew eval` was run" in text
@@ -183,14 +184,17 @@ def test_text_of_a_bundle_is_no_markup() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["push", "{bundle}", "nowhere"], "nowhere: expected ORG/NAME"),
-        (["push", "{bundle}", "hf://lab/pick/policy.gguf"], "expected a repository, got a file of one"),
+        (["hub", "push", "{bundle}", "nowhere"], "nowhere: expected ORG/NAME"),
         (
-            ["push", "{bundle}", "lab/pick", "--dry", "--card", "{bundle}"],
+            ["hub", "push", "{bundle}", "hf://lab/pick/policy.gguf"],
+            "expected a repository, got a file of one",
+        ),
+        (
+            ["hub", "push", "{bundle}", "lab/pick", "--dry", "--card", "{bundle}"],
             "expected another file than the bundle",
         ),
-        (["pull", "nowhere"], "nowhere: expected ORG/NAME"),
-        (["pull", "lab/pick", "--out", "{bundle}"], "expected a file that is not there yet"),
+        (["hub", "pull", "nowhere"], "nowhere: expected ORG/NAME"),
+        (["hub", "pull", "lab/pick", "--out", "{bundle}"], "expected a file that is not there yet"),
     ],
 )
 def test_what_cannot_be_asked(

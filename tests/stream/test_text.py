@@ -366,7 +366,7 @@ def test_the_verb_says_its_text(
 
     monkeypatch.setattr(Dry, "act", enough)
     asked = ["stream", str(kept("smolvla-2cam")), "--engine", "eager", "--prompt", "go", "--rtc", "none"]
-    assert main([*asked, "--seconds", "60", "--text-tokens", "1"]) == 0
+    assert main([*asked, "--seconds", "60", "--text-tokens", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(told["text"]) <= {"running", "said"}
     assert told["errors"] == 0

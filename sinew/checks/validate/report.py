@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+from sinew.core import SinewError
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -41,3 +45,13 @@ def markdown(found: dict[str, Any]) -> str:
     lines.append(f"* success gate: {gate['text'] if 'text' in gate else gate['skipped']}" if gate else "")
     lines += ["", "```", found["command"], "```"]
     return "\n".join(lines) + "\n"
+
+
+def write(found: dict[str, Any], out: Path) -> None:
+    """Write report.md and report.json into a folder. Raises :class:`SinewError`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.md").write_text(markdown(found), encoding="utf-8")
+        (out / "report.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SinewError(f"--out {out}: {error.strerror}") from None

@@ -42,7 +42,7 @@ def mismatch(processor: Processor, seen: Mapping[str, Any]) -> Finding | None:
             "refused",
             f"the policy refuses what it shows: {error}",
             f"cameras {names} (the robot has {cameras or 'none'}) and {processor.spec.state.dim} numbers of state",
-            "--cameras POLICY=ROBOT says which camera is which",
+            "--rename NEW=CAMERA says which camera is which",
         )
     return None
 

@@ -205,7 +205,7 @@ def _told(name: str, found: Explanation, swapped: Mapping[str, str]) -> Finding:
         kinds.append("swapped" if swapped.get(found.camera) == name else "wrong camera")
         seen.append(f"look like those of camera {found.camera}")
         advice.append(
-            f"exchange the two: --cameras {name}={found.camera} --cameras {found.camera}={name}, or their plugs"
+            f"exchange the two: --rename {found.camera}={name} --rename {name}={found.camera}, or their plugs"
             if swapped.get(found.camera) == name
             else f"{name} and {found.camera} should be different cameras: look at both"
         )

@@ -8,7 +8,9 @@ their statistics in small safetensors files; before, statistics were buffers ins
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +20,7 @@ import numpy as np
 
 from sinew.bundle.image_recipe import CameraScale
 from sinew.bundle.rules import STATISTICS
-from sinew.bundle.schema import Normalization, VectorPart
+from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.adapter import merge
 from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset, resolve
@@ -46,7 +48,7 @@ from sinew.convert.lerobot.steps import (
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import adapter_alone, is_adapter, read_weights
-from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
 from sinew.steps.base import MAX_SIZE
 from sinew.steps.vector.base import VectorStep
 
@@ -88,6 +90,11 @@ def config_type(path: Path) -> str | None:
     config = path / "config.json"
     kind = read_json(config).get("type") if config.exists() else None
     return kind if isinstance(kind, str) else None
+
+
+def of_type(*names: str) -> Callable[[Path], bool]:
+    """Return what is True for LeRobot directories of these types."""
+    return lambda path: config_type(path) in names
 
 
 @dataclass(frozen=True)
@@ -321,6 +328,16 @@ class LeRobotCheckpoint:
         return VectorSpec(dim=shape[0], names=names)
 
     @property
+    def state(self) -> VectorSpec:
+        """Return the robot's state."""
+        return self.vector("input_features", "STATE", STATE)
+
+    @property
+    def action(self) -> VectorSpec:
+        """Return the actions, as the robot takes them."""
+        return self.vector("output_features", "ACTION", ACTION)
+
+    @property
     def environment_dim(self) -> int:
         """Return how many numbers of the environment follow the robot's in the state; 0 where they are not read."""
         there = ENVIRONMENT in self["input_features"]
@@ -328,7 +345,7 @@ class LeRobotCheckpoint:
 
     def whole_state(self) -> VectorSpec:
         """Return the robot's state with that of the environment behind it, where a policy reads one."""
-        own = self.vector("input_features", "STATE", STATE)
+        own = self.state
         if not (count := self.environment_dim):
             return own
         other = self.vector("input_features", "ENV", ENVIRONMENT).names
@@ -341,19 +358,14 @@ class LeRobotCheckpoint:
         """Return how each part of :meth:`whole_state` is normalised; nothing where it is the robot's alone."""
         if not (count := self.environment_dim):
             return ()
-        own = self.vector("input_features", "STATE", STATE).dim
         return (
-            VectorPart("state", own, self.normalization(STATE, "STATE")),
+            VectorPart("state", self.state.dim, self.normalization(STATE, "STATE")),
             VectorPart("environment", count, self.normalization(ENVIRONMENT, "ENV")),
         )
 
     def action_steps(self) -> tuple[VectorStep, ...]:
         """Return what turns the model's actions into the robot's, after they are un-normalised."""
-        state, action = (
-            self.vector("input_features", "STATE", STATE),
-            self.vector("output_features", "ACTION", ACTION),
-        )
-        return action_steps(self.pipelines, self.config, state.dim, action.dim)
+        return action_steps(self.pipelines, self.config, self.state.dim, self.action.dim)
 
     # ------------------------------------------------------------------ prompt
 
@@ -386,6 +398,36 @@ class LeRobotCheckpoint:
             )
         return value
 
+    def number(self, key: str, below: float = math.inf) -> float:
+        """Return a number of the configuration, above 0. Raises :class:`ConvertError` for what is none."""
+        found = self[key]
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < below:
+            raise ConvertError(f"{self.file}: {key}: expected a number above 0, got {found!r}")
+        return float(found)
+
+    def sides(self, key: str) -> tuple[int, int] | None:
+        """Return height and width, where the configuration has them."""
+        found = self[key]
+        if found is None:
+            return None
+        if not isinstance(found, list) or len(found) != 2:
+            raise ConvertError(f"{self.file}: {key}: expected height and width, got {found!r}")
+        return self.size(key, found[0]), self.size(key, found[1])
+
+    def one_of(self, key: str, *known: str) -> Any:
+        """Return a word of the configuration. Raises :class:`ConvertError` for another one."""
+        if (found := self[key]) not in known:
+            raise ConvertError(f"{self.file}: {key}: expected one of {', '.join(known)}, got {found!r}")
+        return found
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Let errors of a model's configuration, which say the field, say the file too."""
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            raise ConvertError(f"{self.file}: {error}") from None
+
     def committed_rows(self, chunk_size: int) -> int:
         """Return the most rows of a running chunk that training put in front of a chunk; 0 where it did not.
 
@@ -393,6 +435,35 @@ class LeRobotCheckpoint:
         """
         asked = self.options.setting("committed_rows", self.config.get("rtc_training_max_delay", 0))
         return self.size("rtc_training_max_delay", asked, low=0, high=chunk_size - 1)
+
+    # ------------------------------------------------------------------ records
+
+    def policy_spec(
+        self, architecture: str, chunk_size: int, *, state: VectorSpec | None = None, **fields: Any
+    ) -> PolicySpec:
+        """Return the policy's specification. state: if not the robot's alone. fields: those that are the family's to
+        say, and those that it says in another way."""
+        return PolicySpec(
+            architecture=architecture,
+            chunk_size=chunk_size,
+            state=state or self.state,
+            n_action_steps=self.size("n_action_steps", high=chunk_size),
+            action=fields.pop("action", None) or self.action,
+            **{"name": self.name, "cameras": self.cameras, "control_hz": self.control_hz} | fields,
+        )
+
+    def processing(self, image: ImageRecipe, prompt: PromptRecipe, config: Any, **fields: Any) -> Processing:
+        """Return the processing of a policy whose vectors are normalised as the pipelines say, and padded to the sizes
+        of the model's configuration. fields: the family's."""
+        return Processing(
+            image=image,
+            prompt=prompt,
+            state=self.normalization(STATE, "STATE"),
+            action=self.normalization(ACTION, "ACTION"),
+            padded_state_dim=config.max_state_dim,
+            padded_action_dim=config.max_action_dim,
+            **fields,
+        )
 
     # ------------------------------------------------------------------ statistics
 
@@ -450,6 +521,13 @@ class LeRobotCheckpoint:
         if len(set(scales)) == 1:
             return {"mean": scales[0].mean, "std": scales[0].std}
         return {"cameras": tuple(scales)}
+
+    def refuse_image_scales(self) -> None:
+        """Raise :class:`ConvertError` where images are normalised before a model that scales its own."""
+        if (mode := self.image_mode()) != "IDENTITY":
+            raise ConvertError(
+                f"{self.file}: VISUAL normalisation {mode!r}: expected IDENTITY, as the model scales its images itself"
+            )
 
     def image_mode(self) -> str:
         """Return how images are normalised before the model scales them: "IDENTITY" where they are not."""

@@ -19,6 +19,7 @@ class Cpu(Backend):
     name, opens = "cpu", "sinew.engine.cpu.open:open_cpu"
     follows = LOWBIT
     copies_none = True
+    counted_as = "cpu"
 
     def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
         if problem := super().unfit(bundle, options):

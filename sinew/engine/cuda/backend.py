@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sinew.engine import prepared as findings
 from sinew.engine import proofs
 from sinew.engine.backend import Backend, EngineOptions
 from sinew.hints import option
@@ -11,16 +12,30 @@ from sinew.hints import option
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
+UNSHARED = "expected engine eager, plan, cpu or onnx, whose stages share no memory, got cuda"
+
 
 class Cuda(Backend):
     name, opens = "cuda", "sinew.engine.cuda.open:open_cuda"
     follows = frozenset({"fp8"})
     stores_half = False
+    guides = ("no-jacobian", "ramp")  # graphs have neither a Jacobian nor a time per row
 
     def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
         if options.kind == "cpu":
             return "engine cuda runs its kernels' references on a CPU, which is for tests of them"
         return proofs.lacking(bundle.path, self.name, options.device)
+
+    def slow_start(self, bundle: Bundle, prepared: bool = False) -> str:
+        found = findings.kept(bundle.path, self.name)
+        return "" if found is None or found.taken else found.why
+
+    def preparable(self, bundle: Bundle, kind: str) -> bool:
+        """Its kernels are compiled, proved and measured on the GPU that is here."""
+        return kind == "cuda"
+
+    def unshared(self, bundle: Bundle, options: EngineOptions) -> str:
+        return UNSHARED
 
     def device(self) -> tuple[str, str]:
         return (

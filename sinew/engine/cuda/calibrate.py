@@ -35,7 +35,7 @@ def calibrate(
 
     All components, so that any of them can be asked for later. source: what the observations are, for people.
     """
-    device = next(model.parameters()).device
+    device = model.device
     steps = steps or bundle.manifest.spec.solver_steps
     engine = PlannedEngine(Plan.of(model, steps, ON_CUDA), torch.device(device))
     layers = fp8_calibration.linears(engine.model, COMPONENTS)

@@ -10,14 +10,11 @@ from sinew.engine.cuda.options import CudaOptions
 
 OLDEST = (8, 0)  # compute capability: bfloat16 tensor cores and asynchronous copies
 NARROW = (8, 9)  # e4m3 products
-DEPENDENT_LAUNCH = (9, 0)
 
 
 def require(device: torch.device, options: CudaOptions) -> None:
     """Raise :class:`SinewError` for a device that cannot run the engine with these options."""
     if device.type == "cpu":
-        if options.pdl:
-            raise SinewError("pdl: dependent launch needs a GPU, got device cpu")
         return
     if device.type != "cuda":
         raise SinewError(f"engine cuda: expected device cuda:N (or cpu, for its references), got {device}")
@@ -48,10 +45,6 @@ def require(device: torch.device, options: CudaOptions) -> None:
     if options.fp8 and capability < NARROW:
         raise SinewError(
             f"fp8: expected compute capability {_dotted(NARROW)} or newer, got {_dotted(capability)}"
-        )
-    if options.pdl and capability < DEPENDENT_LAUNCH:
-        raise SinewError(
-            f"pdl: expected compute capability {_dotted(DEPENDENT_LAUNCH)} or newer, got {_dotted(capability)}"
         )
 
 

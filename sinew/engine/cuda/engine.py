@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sinew.bundle.schema import Processing
 from sinew.core import SinewError
+from sinew.engine.cuda.backend import BACKEND, UNSHARED
 from sinew.engine.cuda.device import describe, require
 from sinew.engine.cuda.frames import fits
 from sinew.engine.cuda.fused.fuse import fuse
@@ -32,7 +34,7 @@ from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Speaker, Spoken
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer
-from sinew.solvers import Guidance
+from sinew.solvers import Guidance, solve
 
 
 class CudaEngine(Engine):
@@ -78,21 +80,21 @@ class CudaEngine(Engine):
             shape, dtype = (shape[0], self.units.dim), self.units.dtype
         self._chunk = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
         if on_gpu:
-            torch.cuda.synchronize(device)  # weights came on another stream
+            torch.cuda.current_stream(device).synchronize()  # on which weights came
         held = [*self.model.parameters(), *self.model.buffers()]
         self.facts = Facts(
             device=str(device),
             precision=precision_of(self.model) | recipe,  # fp8 where the linear layers multiply in that
             recipe=recipe,
             weights_nbytes=sum(tensor.nbytes for tensor in held),
+            guides=BACKEND.guides,
             unbatched="expected engine eager, plan, cpu or onnx, which compute several at once, got cuda",
-            unshared="expected engine eager, plan, cpu or onnx, whose stages share no memory, got cuda",
+            unshared=UNSHARED,
             takes_frames=fits(processing.image, self.model),
             world_units=self.units is not None,
             one_graph=not isinstance(self.model, Speaker),
             chooses_tokens=self.model.chooses_tokens,
             notes=(describe(device),),
-            details={"dependent_launch": options.pdl},
         )
 
     @property
@@ -119,16 +121,18 @@ class CudaEngine(Engine):
         it, and has one "step", which is all of it. Stages run one by one where it wants them apart. The first call with
         a new key records, which takes much longer.
         """
-        if guidance is not None:
-            raise SinewError("guidance: expected engine eager or plan, which can guide a solution, got cuda")
+        if guidance is not None and getattr(guidance, "jacobian", True):
+            raise SinewError("guidance: expected engine eager or plan, which have a Jacobian, got cuda")
         watch, inputs = watch or Watch(), context.alone()
-        with self._on_stream(), self._rows(watch):
+        with self._on_stream(), self._rows(watch, self.recorder.calls):
             key = Key.of(inputs, self.options.bucket(len(inputs.tokens)), steps)
             program = self.programs[key]
             watch.check()
             if program.speaks:
                 return self._speak(program, inputs, noise[0], watch)
-            if watch.apart or self.options.stages:
+            if guidance is not None:
+                self._guided(program, inputs, noise[0], guidance, watch)
+            elif watch.apart or self.options.stages:
                 self._by_stages(program, inputs, noise[0], watch)
             else:
                 self._whole(program, inputs, noise[0], watch)
@@ -201,6 +205,9 @@ class CudaEngine(Engine):
     def _by_stages(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> None:
         program.write(inputs, noise)
         trace = watch.trace
+        with self._rows(watch, not self.recorder.calls) as notes:
+            if notes is not None:
+                program.read_plainly()
         for index, name in enumerate(("vision", "read", *["step"] * program.key.steps)):
             recorded, step = program.recorded(name), index - 2
             if step == 0:
@@ -226,6 +233,34 @@ class CudaEngine(Engine):
         self._chunk.copy_(program.actions, non_blocking=True)
         self._wait()
 
+    def _guided(
+        self, program: Program, inputs: ModelInputs, noise: np.ndarray, guidance: Guidance, watch: Watch
+    ) -> None:
+        """Replay vision, prefix and each step apart; what guides a step's output stands between two replays."""
+        program.write(inputs, noise)
+        watch.begin()
+        for name, lap in (("vision", "vision"), ("read", "prefix")):
+            program.recorded(name).replay()
+            watch.lap(lap)
+        step = program.recorded("step")  # recording runs it, and it moves x
+
+        def act(x: Tensor, time_embedding: Tensor) -> Tensor:
+            program.x.copy_(x)
+            program.time_embedding.copy_(time_embedding)
+            step.replay()
+            return step.result.clone()  # type: ignore[no-any-return]
+
+        start = program.staging.device["noise"][None]
+        program.x.copy_(
+            solve(act, start, program.steps, program.time_embeddings, lambda: watch.lap("step"), guidance)
+        )
+        program.finish()
+        self._chunk.copy_(program.actions, non_blocking=True)
+        self._wait()
+
+    def place(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
     def _program(self, key: Key) -> Program:
         return Program(key, self.plan, self.ops, self.processing, self.recorder, self.device, self.units)
 
@@ -245,9 +280,11 @@ class CudaEngine(Engine):
         finally:
             flags.allow_bf16_reduced_precision_reduction = before
 
-    def _rows(self, watch: Watch) -> AbstractContextManager[Any]:
-        """Note in a trace which rows of tables are read."""
-        return nullcontext() if watch.trace is None else recorded_rows(self.model, watch.trace.rows)
+    def _rows(self, watch: Watch, noted: bool) -> AbstractContextManager[dict[str, np.ndarray] | None]:
+        """Note in a trace which rows of tables are read, within the context, where they are to be ``noted``."""
+        if watch.trace is None or not noted:
+            return nullcontext()
+        return recorded_rows(self.model, watch.trace.rows)
 
     def _wait(self) -> None:
         if self.stream is not None:
@@ -258,4 +295,4 @@ def _ops(device: torch.device, options: CudaOptions) -> Ops:
     if not options.kernels:
         return PlainOps()
     on_gpu = device.type == "cuda"
-    return Kernels(device, options.pdl, options.prefetch) if on_gpu else References()
+    return Kernels(device) if on_gpu else References()

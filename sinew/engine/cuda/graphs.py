@@ -27,6 +27,10 @@ class RecordedGraph:
 
 
 class GraphRecorder(ABC):
+    """``calls``: a replay calls the model's modules again, with whatever hooks they have."""
+
+    calls = True
+
     @abstractmethod
     def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
         """Make ``program`` repeatable; this may run it, and must be replayed before its result is read.
@@ -55,6 +59,8 @@ class Graphs(GraphRecorder):
     left, and their results are written to memory of the caller's. Recordings whose results are read by others get
     a pool of their own, in which nothing else can overwrite them.
     """
+
+    calls = False
 
     def __init__(self, stream: torch.cuda.Stream):
         self.stream = stream

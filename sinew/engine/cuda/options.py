@@ -13,8 +13,6 @@ from sinew.core import SinewError
 class CudaOptions:
     """graph: record the program once per key and replay it; False runs the same program call by call.
     kernels: Triton's; False: torch's own operations alone, with ``scaled_dot_product_attention``.
-    pdl: programmatic dependent launch (compute capability 9.0 and newer).
-    prefetch: kernels that stream a weight ask for it before they wait for the kernel before; needs pdl.
     fp8: components whose linear layers multiply in e4m3: of vision, language, head.
     scaled_norms: a norm that the solver's time modulates (pi0.5) goes into the products that read it; False
         gives it a pass of its own.
@@ -26,8 +24,6 @@ class CudaOptions:
 
     graph: bool = True
     kernels: bool = True
-    pdl: bool = False
-    prefetch: bool = False
     fp8: tuple[str, ...] = ()
     scaled_norms: bool = True
     stages: bool = False
@@ -35,8 +31,6 @@ class CudaOptions:
     max_graphs: int = 8
 
     def __post_init__(self) -> None:
-        if self.prefetch and not self.pdl:
-            raise SinewError("prefetch: expected pdl beside it, which is off")
         if unknown := [name for name in self.fp8 if name not in COMPONENTS]:
             raise SinewError(f"fp8: expected some of {', '.join(COMPONENTS)}, got {', '.join(unknown)}")
         buckets = self.prompt_buckets

@@ -146,6 +146,10 @@ class Program:
         context = self._read(self.recorded("vision").result)
         return (context, self.model.first(context)) if self.speaks else context
 
+    def read_plainly(self) -> None:
+        """Compute the context apart from all recordings, for those who watch the model's modules."""
+        self._read(self.vision())
+
     def next(self) -> None:
         """One token more."""
         context, spoken = self.recorded("read").result

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 class Eager(Backend):
     name, opens, reference = "eager", "sinew.engine.eager.open:open_eager", True
     adapts = True
+    counted_as = "eager"
 
     def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
         return ""  # it is what the others are compared with

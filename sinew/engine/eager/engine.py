@@ -197,7 +197,7 @@ class EagerEngine(Engine):
 
     def _lap(self, watch: Watch, stage: str) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         watch.lap(stage)
 
     def _rows(self, watch: Watch) -> AbstractContextManager[Any]:

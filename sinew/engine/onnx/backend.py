@@ -36,6 +36,11 @@ class Onnx(Backend):
             return "engine onnx runs the bundle's graphs, which follow its recipe; engine plan can ignore it"
         return ""
 
+    def unshared(self, bundle: Bundle, options: EngineOptions) -> str:
+        if bundle.manifest.config.get("rolling"):
+            return "expected engine eager or plan for a head with a time per row, got onnx"
+        return ""
+
     def device(self) -> tuple[str, str]:
         return "cpu", f"other hardware of ONNX Runtime's is chosen as {option('providers', ['openvino'])}"
 
@@ -55,8 +60,10 @@ class Onnx(Backend):
             return f"engine onnx has graphs of this package, which take no guidance; {asked} plays them"
         return lacking and f"{lacking}; {WORTH}"
 
-    def preparable(self, bundle: Bundle) -> bool:
+    def preparable(self, bundle: Bundle, kind: str) -> bool:
         """Its graphs are exported, or come with the package: those are proved and measured alone."""
+        if kind != "cpu":
+            return False
         config = bundle.manifest.config
         if bundle.manifest.spec.committed_rows or config.get("rolling") or config.get("lm_head"):
             return False  # it was trained to continue rows, has a time per row, or says words, which graphs do not

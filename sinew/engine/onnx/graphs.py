@@ -27,7 +27,6 @@ CONTEXT, PROMPT = (
     "context.prompt.",
 )  # how ``reads`` begin; of a speaker those that no token renews
 NEWEST = "context.spoken.token"  # of ``said``: the newest token, int64 [B]
-BLOCK = 1 << 20
 MOST = 1000  # of views, steps or bits
 
 
@@ -111,14 +110,11 @@ def _hashes(directory: Path) -> dict[str, str]:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     try:
         with open_regular(path) as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise BundleError(f"{path}: {error.strerror}") from None
-    return digest.hexdigest()
 
 
 def check_operators(path: Path) -> None:

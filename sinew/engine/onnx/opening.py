@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from sinew import machine, progress
+from sinew import machine, progress, scratch
 from sinew.bundle import Bundle
+from sinew.bundle.files import EXPORTED
 from sinew.core import BundleError, SinewError
 from sinew.engine.backend import EngineOptions, recipe
+from sinew.engine.onnx.backend import BACKEND
 from sinew.engine.onnx.borrowed import shipped
-from sinew.engine.onnx.cache import cache_folder, cached_graphs
+from sinew.engine.onnx.cache import cache_folder, cached_graphs, publish
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import GraphSet
 from sinew.extras import install
@@ -30,10 +33,7 @@ def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
     engine = OnnxEngine(
         folder, options.providers, options.threads, solver=bundle.manifest.spec.solver, bundle=bundle
     )
-    if bundle.manifest.config.get("rolling"):
-        engine.facts = replace(
-            engine.facts, unshared="expected engine eager or plan for a head with a time per row, got onnx"
-        )
+    engine.facts = replace(engine.facts, unshared=BACKEND.unshared(bundle, options))
     if engine.graphs.architecture != bundle.manifest.architecture:
         raise BundleError(
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"
@@ -87,6 +87,29 @@ def check_bits(folder: Path) -> None:
             f"{folder}: expected int8 weights of at most {bits} bits on this processor ({why}), got {found};"
             " export the bundle again on this machine"
         )
+
+
+def export_folder(bundle: Bundle, folder: Path) -> None:
+    """Write a new folder that runs without torch: graphs, recipes, tokenizer. Raises :class:`SinewError` for one that
+    is there."""
+    if folder.exists():
+        raise SinewError(f"--onnx {folder}: expected a new folder, got one that is there")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with scratch.beside(folder) as partial:
+        write_folder(bundle, partial, folder)
+        publish(partial, folder)
+
+
+def write_folder(bundle: Bundle, folder: Path, where: Path | None = None) -> None:
+    """Write graphs, and the bundle's header as a GGUF file without tensors. where: the folder's later name."""
+    from sinew.bundle import write_bundle
+
+    cached = cache_folder(bundle.path, variant(usable_bits(bundle)))
+    if (cached / "graphs.json").exists():
+        shutil.copytree(cached, folder, dirs_exist_ok=True)
+    else:
+        write_graphs(bundle, folder, where)
+    write_bundle(folder / EXPORTED, lambda: bundle.manifest, ())
 
 
 def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, folded: bool = True) -> None:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan.cost import on_meta
 from sinew.engine.plan.plan import Plan
+from sinew.engine.traced import place
 from sinew.models.base import Context, Model, Speaker, Spoken
 
 SAID = "context.spoken."  # of :class:`Begun`
@@ -45,7 +46,7 @@ class Layout:
             if isinstance(leaf, Tensor):
                 if id(leaf) not in places:
                     places[id(leaf)] = len(names)
-                    names.append(".".join(["context", *map(_key, path)]))
+                    names.append(".".join(["context", *map(place, path)]))
                 leaves.append(_Place(places[id(leaf)]))
             else:
                 leaves.append(leaf)
@@ -68,14 +69,6 @@ class Layout:
 @dataclass(frozen=True)
 class _Place:
     index: int
-
-
-def _key(entry: Any) -> str:
-    """Return the field's name, index or key of one step of a path into a tree."""
-    for attribute in ("name", "idx", "key"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    raise TypeError(f"context: expected named tuples, tuples, lists and dicts, got a {type(entry).__name__}")
 
 
 class Vision(nn.Module):

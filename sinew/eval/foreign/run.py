@@ -111,8 +111,8 @@ class Foreign:
         self.python, self.log = python, log
 
     def control_hz(self, task: Task) -> float:
-        """Of an environment that is not of a suite: asked of the interpreter."""
-        if (found := suites.find(task.env)) is not None:
+        """Where the suite does not say it, it is asked of the interpreter."""
+        if (found := suites.find(task.env)) is not None and found[0].control_hz:
             return found[0].control_hz
         with Worker(self.python, task) as worker:
             return worker.control_hz

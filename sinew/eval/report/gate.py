@@ -7,14 +7,17 @@ which the reference failed, and so allows paired comparison over any prefix of i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from sinew_client.control import AS_IS
 
 from sinew.core import SinewError
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode
+from sinew.eval.settings import Task
 
 SCHEMA = "sinew.gate/1"
 
@@ -79,6 +82,34 @@ class Gate:
         if self.rule.inside and wins / count < low:
             faults.append("below the recorded interval")
         return not faults, f"{'fails' if faults else 'passes'}: {'; '.join([text, *faults])}"
+
+    def held(
+        self, task: Task, given: Mapping[str, Any], flags: Mapping[str, Any]
+    ) -> tuple[Task, dict[str, Any]]:
+        """Return the task of this gate, and the fields of a variant that is held against it. The task is its own; how
+        the policy is run may be what is tested. given, flags: of the variant and of the task, as they were asked for,
+        None where they were not. Raises :class:`SinewError` for another task."""
+        for name, flag in flags.items():
+            if flag is not None and getattr(task, name) != self.protocol[name]:
+                raise SinewError(
+                    f"--{name.replace('_', '-')}: the gate's is {self.protocol[name]!r}, got {flag!r}"
+                )
+        if task.realtime:
+            raise SinewError("a gate is judged with simulated latency, not in real time")
+        if task.motion is not None:
+            raise SinewError("--motion: a gate is judged with rows as they come")
+        own = {name: self.protocol[name] if value is None else value for name, value in given.items()}
+        return replace(task, motion=dict(AS_IS), **{name: self.protocol[name] for name in flags}), own
+
+    def judge_report(self, report: dict[str, Any]) -> bool:
+        """Judge every variant of a report that has its episodes beside it, and note the verdicts under ``gate``. Return
+        whether all pass."""
+        verdicts = []
+        for entry, episodes in zip(report["variants"], report["episodes"], strict=True):
+            passed, text = self.judge(episodes)
+            verdicts.append({"label": entry["label"], "passed": passed, "text": text})
+        report["gate"] = {"passed": all(v["passed"] for v in verdicts), "verdicts": verdicts}
+        return bool(report["gate"]["passed"])
 
     def write(self, path: Path) -> None:
         low, high = stats.wilson(self.episodes - len(self.failed_seeds), self.episodes)

@@ -10,6 +10,8 @@ from sinew import figures
 from sinew.eval.report.report import swept
 from sinew.eval.settings import rows_between
 
+check = figures.check  # before the hours whose figure cannot be drawn
+
 
 def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
     """A PNG per swept field. Raises :class:`MissingPackageError` where matplotlib is missing."""

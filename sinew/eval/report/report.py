@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import platform
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -16,6 +19,7 @@ from sinew.eval.policies import chosen, identity
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
+from sinew.registry import backbone
 
 SCHEMA = "sinew.eval/1"
 
@@ -35,6 +39,7 @@ def document(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "sinew": __version__,
+        "versions": versions(),
         "hardware": f"{machine.cpu_model()}, {machine.cores().physical} cores, {platform.system()}",
         "workers": workers,
         "task": task.to_dict(),
@@ -50,7 +55,8 @@ def document(
 
 def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label: str) -> dict[str, Any]:
     """What is known about one variant. Rates in Hz: ``chunk_rate`` of inferences back to back,
-    ``control_rate`` amortised over the actions executed per chunk, both from the median latency."""
+    ``control_rate`` amortised over the actions executed per chunk, both from the median latency; ``step_ms`` is that
+    latency over the actions executed per chunk."""
     latency = stats.summarize([ms for episode in episodes for ms in episode.latency_ms])
     delays = [d for episode in episodes for d in episode.delays]
     chunks, executed = sum(e.chunks for e in episodes), sum(e.executed for e in episodes)
@@ -61,6 +67,7 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
         "label": label,
         "variant": variant.to_dict(),
         "policy": identity(variant.target),
+        "bundle": facts(variant),
         "dtype": dtype_of(variant),
         **stats.success([e.success for e in episodes]),
         "mean_steps_to_success": round(sum(won) / len(won), 2) if won else None,
@@ -72,12 +79,47 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
         "latency_ms": latency,
         "chunk_rate_hz": round(stats.amortized_rate(1, latency["p50"]), 2) if latency else None,
         "control_rate_hz": round(stats.amortized_rate(per_chunk, latency["p50"]), 2) if latency else None,
+        "step_ms": round(latency["p50"] / per_chunk, 4) if latency and per_chunk else None,
+        "peak_bytes": max(e.peak_bytes for e in episodes) or None,
         "deadline_misses": misses,
         "deadline_miss_rate": round(misses / chunks, 4) if chunks else 0.0,
         "held_steps": sum(e.held for e in episodes),
         "late_ticks": sum(e.late_ticks for e in episodes),
         "by_task": by_task(episodes),
         "failed_seeds": [e.seed for e in episodes if not e.success],
+    }
+
+
+PACKAGES = ("numpy", "torch", "onnxruntime", "gymnasium", "mujoco")  # that an outcome may depend on
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of what computes beside it, those that are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def facts(variant: Variant) -> dict[str, Any]:
+    """Return what a bundle is: its name, architecture and backbone, its file's name and bytes and its parameters; less
+    of a server, nothing of an expert."""
+    about = identity(variant.target)
+    if about["kind"] != "bundle":
+        known = {name: about[name] for name in ("name", "architecture") if name in about}
+        return known | ({"backbone": backbone(known["architecture"])} if known else {})
+    from sinew.policy import open_bundle
+
+    path, bundle = Path(variant.target), open_bundle(variant.target)
+    files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+    return {
+        "name": bundle.manifest.name,
+        "architecture": bundle.manifest.architecture,
+        "backbone": backbone(bundle.manifest.architecture),
+        "file": path.name,
+        "bytes": sum(each.stat().st_size for each in files),
+        "parameters": sum(map(bundle.parameters, bundle.infos.values())),
     }
 
 

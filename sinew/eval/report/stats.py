@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from sinew_client import ActionChunk, Timing
 
 Z95 = 1.959963984540054  # standard normal quantile at 0.975
 
@@ -103,6 +106,50 @@ def summarize(samples: Any, percentiles: Sequence[int] = (50, 95, 99)) -> dict[s
     named = {f"p{rank}": value for rank, value in zip(percentiles, ranks, strict=True)}
     found = {"mean": values.mean(), **named, "max": values.max()}
     return {name: round(float(value), 4) for name, value in found.items()}
+
+
+def stage_statistics(
+    timings: Sequence[Timing], totals: Sequence[float], apart: Sequence[Timing] = ()
+) -> dict[str, Any]:
+    """Return statistics per stage, in the order in which the stages run; ``steps`` has one entry per solver step.
+
+    apart: of runs in which the stages were timed one by one; ``graph`` then is what they take as one.
+    """
+    stages: dict[str, Any] = {"preprocess": summarize([t.preprocess_ms for t in timings])}
+    if apart:
+        stages["graph"] = summarize([t.head_ms for t in timings])
+    parts = apart or timings
+    stages["vision"] = summarize([t.vision_ms for t in parts])
+    stages["prefix"] = summarize([t.prefix_ms for t in parts])
+    steps = np.array([t.step_ms for t in parts])  # [runs, steps]
+    if steps.size:
+        stages["steps"] = [summarize(column) for column in steps.T]
+        stages["head"] = summarize(steps.sum(axis=1))
+    stages["postprocess"] = summarize([t.postprocess_ms for t in timings])
+    stages["total"] = summarize(totals)
+    return stages
+
+
+def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
+    """Return statistics of answers as a client sees them, milliseconds by what takes them.
+
+    ``overhead`` is the round trip without ``server total``: client, transport, and what the sockets hold.
+    ``beside the policy`` also counts what the server adds: decoding, the hand-over between threads, encoding.
+    """
+    rows = {
+        "round trip": [chunk.round_trip_ms for chunk in chunks],
+        "server total": [chunk.timing.server_ms for chunk in chunks],
+        "queue": [chunk.timing.queue_ms for chunk in chunks],
+        "preprocess": [chunk.timing.preprocess_ms for chunk in chunks],
+        "vision": [chunk.timing.vision_ms for chunk in chunks],
+        "prefix": [chunk.timing.prefix_ms for chunk in chunks],
+        "head": [chunk.timing.head_ms for chunk in chunks],
+        "postprocess": [chunk.timing.postprocess_ms for chunk in chunks],
+        "policy total": [chunk.timing.total_ms for chunk in chunks],
+        "overhead": [chunk.round_trip_ms - chunk.timing.server_ms for chunk in chunks],
+        "beside the policy": [chunk.round_trip_ms - chunk.timing.total_ms for chunk in chunks],
+    }
+    return {name: summarize(samples, (50, 90, 95, 99)) for name, samples in rows.items()}
 
 
 def success(outcomes: Sequence[bool]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Suite:
     simulator: str
     module: str
     tasks: tuple[str, ...]
-    control_hz: float
+    control_hz: float  # 0: asked of the interpreter that plays
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,39 @@ SIMULATORS = {
         " clone github.com/simpler-env/SimplerEnv with its submodules, install ManiSkill2_real2sim and then"
         " SimplerEnv from it, pip install protobuf, and give that interpreter with --interpreter",
     ),
+    "vla-eval": SimulatorSetup(
+        by_hand="each benchmark of vla-eval wants an interpreter of its own: one that plays it with `vla-eval run"
+        " --no-docker`. pip install gymnasium protobuf into it, and give it with --interpreter",
+    ),
+}
+
+VLA_EVAL_PREFIX = "vla-eval/"
+# Name -> class in vla-eval 0.8.0, and control steps per second where its code or its simulator's says them: LIBERO and
+# what is built on it 20 (robosuite's control_freq, its robocerebra/benchmark.py), DuoBench 30 (its ``frequency``).
+_CLASSES: dict[str, tuple[str, float | None]] = {
+    "libero": ("LIBEROBenchmark", 20.0),
+    "libero_mem": ("LIBEROMemBenchmark", 20.0),
+    "libero_plus": ("LIBEROPlusBenchmark", 20.0),
+    "libero_pro": ("LIBEROProBenchmark", 20.0),
+    "robocerebra": ("RoboCerebraBenchmark", 20.0),
+    "duobench": ("DuoBenchBenchmark", 30.0),
+    "behavior1k": ("Behavior1KBenchmark", None),
+    "calvin": ("CALVINBenchmark", None),
+    "kinetix": ("KinetixBenchmark", None),
+    "maniskill2": ("ManiSkill2Benchmark", None),
+    "mikasa": ("MIKASABenchmark", None),
+    "molmospaces": ("MolmoSpacesBenchmark", None),
+    "rlbench": ("RLBenchBenchmark", None),
+    "robocasa": ("RoboCasaBenchmark", None),
+    "robocasa365": ("RoboCasa365Benchmark", None),
+    "robodojo": ("RoboDojoBenchmark", None),
+    "robomme": ("RoboMMEBenchmark", None),
+    "robotwin": ("RoboTwinBenchmark", None),
+    "simpler": ("SimplerEnvBenchmark", None),
+    "vlabench": ("VLABenchBenchmark", None),
+}
+VLA_EVAL = {
+    name: (f"vla_eval.benchmarks.{name}.benchmark:{kind}", hz) for name, (kind, hz) in _CLASSES.items()
 }
 
 # By difficulty, as LeRobot reports it (envs/metaworld_config.json).
@@ -105,6 +138,13 @@ def _libero(name: str, *benchmarks: str) -> Suite:
     return Suite(name, "libero", "sinew.eval.suites.libero", tasks, 20.0)
 
 
+def _vla_eval(name: str) -> Suite:
+    """Its tasks are known to the interpreter that plays alone; so may be its rate, 0 here."""
+    hz = VLA_EVAL[name][1] if name in VLA_EVAL else None
+    own = f"{VLA_EVAL_PREFIX}{name}"
+    return Suite(own, "vla-eval", "sinew.eval.suites.vla_eval", (own,), hz or 0.0)
+
+
 _WIDOWX = ("spoon_on_towel", "carrot_on_plate", "stack_cube", "put_eggplant_in_basket")
 
 _ALL = (
@@ -121,6 +161,7 @@ _ALL = (
         tuple(f"simpler/widowx_{task}" for task in _WIDOWX),
         5.0,
     ),
+    *map(_vla_eval, VLA_EVAL),
 )
 SUITES = {suite.name: suite for suite in _ALL}
 
@@ -132,6 +173,9 @@ def find(env_id: str) -> tuple[Suite, tuple[str, ...]] | None:
     for suite in _ALL:
         if env_id in suite.tasks:
             return suite, (env_id,)
+    if env_id.startswith(VLA_EVAL_PREFIX) and ":" in env_id:  # somebody's own class
+        suite = _vla_eval(env_id.removeprefix(VLA_EVAL_PREFIX))
+        return suite, suite.tasks
     return None
 
 

@@ -2,4 +2,9 @@
 
 from sinew.registry import Family
 
-FAMILY = Family(models={"act": "model:ACT"}, converters=("convert",), units={"act": ("recorded",)})
+FAMILY = Family(
+    models={"act": "model:ACT"},
+    backbones={"act": "ResNet-18"},
+    converters=("convert",),
+    units={"act": ("recorded",)},
+)

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sinew.bundle.schema import ImageRecipe, Processing
+from sinew.bundle.schema import ImageRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert import silent
 from sinew.convert.conversion import Conversion
-from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.resnet import backbone
 from sinew.convert.tensors import Rule, apply, constant, reshape, split_qkv
-from sinew.core import ConvertError, PolicySpec, VectorSpec
 from sinew.families.act.model import ActConfig, view_places
 from sinew.layers.resnet import LAYERS, ResNetConfig
 from sinew.solvers import SINGLE
 
 NAMES = ("act",)
+recognises = of_type(*NAMES)
 OPTIONS = ("stats", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 # The second meets zeros alone; the counts of a batch norm say how long it was trained.
@@ -82,11 +82,6 @@ RULES = (
 )
 
 
-def recognises(path: Path) -> bool:
-    """Return True for a LeRobot directory of this type."""
-    return config_type(path) in NAMES
-
-
 def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
@@ -100,8 +95,23 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         architecture="act",
         format="lerobot-act",
         config=config,
-        spec=policy_spec(checkpoint, config, state),
-        processing=processing(checkpoint, config),
+        spec=checkpoint.policy_spec(
+            "act",
+            config.chunk_size,
+            state=state,
+            noise_dim=0,
+            solver_steps=1,
+            resizes_frames=False,
+            solver=SINGLE,
+            **silent.SPEC,
+        ),
+        processing=checkpoint.processing(
+            ImageRecipe(*checkpoint.frame_size, **checkpoint.image_scales()),
+            silent.PROMPT,
+            config,
+            all_cameras=True,  # none was missing in training
+            state_parts=checkpoint.state_parts(),
+        ),
         tokenizer=silent.TOKENIZER,
         tensors=tensors(checkpoint.tensors, config),
         dead=DEAD,
@@ -111,17 +121,10 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def model_config(checkpoint: LeRobotCheckpoint, state_dim: int) -> ActConfig:
-    name = checkpoint["vision_backbone"]
-    if name not in LAYERS:
-        expected = ", ".join(LAYERS)
-        raise ConvertError(f"{checkpoint.file}: vision_backbone: expected one of {expected}, got {name!r}")
-    activation = checkpoint["feedforward_activation"]
-    if activation not in ("relu", "gelu"):
-        raise ConvertError(
-            f"{checkpoint.file}: feedforward_activation: expected relu or gelu, got {activation!r}"
-        )
+    name = checkpoint.one_of("vision_backbone", *LAYERS)
+    activation = checkpoint.one_of("feedforward_activation", "relu", "gelu")
     rows, cols = ResNetConfig.grid(*checkpoint.frame_size)
-    try:
+    with checkpoint.named():
         return ActConfig(
             vision=ResNetConfig(LAYERS[name]),
             hidden_size=checkpoint.size("dim_model"),
@@ -133,45 +136,11 @@ def model_config(checkpoint: LeRobotCheckpoint, state_dim: int) -> ActConfig:
             cols=cols,
             chunk_size=checkpoint.size("chunk_size"),
             max_state_dim=state_dim,
-            max_action_dim=checkpoint.vector("output_features", "ACTION", ACTION).dim,
+            max_action_dim=checkpoint.action.dim,
             environment_dim=checkpoint.environment_dim,
             pre_norm=bool(checkpoint["pre_norm"]),
             activation=activation,
         )
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{checkpoint.file}: {error}") from None
-
-
-def policy_spec(checkpoint: LeRobotCheckpoint, config: ActConfig, state: VectorSpec) -> PolicySpec:
-    return PolicySpec(
-        architecture="act",
-        name=checkpoint.name,
-        cameras=checkpoint.cameras,
-        state=state,
-        action=checkpoint.vector("output_features", "ACTION", ACTION),
-        chunk_size=config.chunk_size,
-        noise_dim=0,
-        solver_steps=1,
-        resizes_frames=False,
-        control_hz=checkpoint.control_hz,
-        n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
-        solver=SINGLE,
-        **silent.SPEC,
-    )
-
-
-def processing(checkpoint: LeRobotCheckpoint, config: ActConfig) -> Processing:
-    height, width = checkpoint.frame_size
-    return Processing(
-        image=ImageRecipe(height, width, **checkpoint.image_scales()),
-        prompt=silent.PROMPT,
-        state=checkpoint.normalization(STATE, "STATE"),
-        action=checkpoint.normalization(ACTION, "ACTION"),
-        padded_state_dim=config.max_state_dim,
-        padded_action_dim=config.max_action_dim,
-        all_cameras=True,  # none was missing in training
-        state_parts=checkpoint.state_parts(),
-    )
 
 
 def tensors(found: dict[str, TensorSource], config: ActConfig) -> dict[str, TensorSource]:

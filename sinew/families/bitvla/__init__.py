@@ -4,6 +4,7 @@ from sinew.registry import Family
 
 FAMILY = Family(
     models={"bitvla": "model:OpenVLAOFT"},
+    backbones={"bitvla": "BitNet b1.58 2B, SigLIP"},
     converters=("convert",),
     units={"bitvla": ("opening",)},
     base="openvla",

@@ -23,7 +23,7 @@ from sinew.convert.names import rename
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import read_json
 from sinew.convert.tensors import Transformed, apply, computed, read_array
-from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
+from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import ConvertError
 from sinew.families.openvla import convert as openvla
 from sinew.families.openvla.convert import QUESTION, HeadPart
@@ -92,10 +92,7 @@ def assemble(
         )
     action_dim, state_dim = openvla.sizes(checkpoint, action, state)
     robot = openvla.robot_of(path, options, action_dim, state_dim, True)
-    tokenizer = load_tokenizer(
-        [options.tokenizer] if options.tokenizer else [path],
-        "give the checkpoint's with --tokenizer FILE_OR_DIR",
-    )
+    tokenizer = find_tokenizer(options, path, whose="the checkpoint's")
     tower, dead = vision(checkpoint)
     language = decoder(checkpoint)
     marks = tokenizer.token_id(VIEWS), tokenizer.token_id(STATE_TOKEN)

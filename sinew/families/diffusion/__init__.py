@@ -3,5 +3,8 @@
 from sinew.registry import Family
 
 FAMILY = Family(
-    models={"diffusion": "model:DiffusionPolicy"}, converters=("convert",), units={"diffusion": ("recorded",)}
+    models={"diffusion": "model:DiffusionPolicy"},
+    backbones={"diffusion": "ResNet-18"},
+    converters=("convert",),
+    units={"diffusion": ("recorded",)},
 )

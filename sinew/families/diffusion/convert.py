@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from sinew.bundle.schema import ImageRecipe, Processing
+from sinew.bundle.schema import ImageRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert import silent
 from sinew.convert.conversion import Conversion
-from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.resnet import backbone
@@ -31,6 +30,7 @@ from sinew.steps.image.crop import Crop
 from sinew.steps.image.resize import Resize
 
 NAMES = ("diffusion",)
+recognises = of_type(*NAMES)
 OPTIONS = ("stats", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 GROUP = 16  # channels of a group where the backbone's batch norms were replaced
@@ -99,11 +99,6 @@ RULES = (
 )
 
 
-def recognises(path: Path) -> bool:
-    """Return True for a LeRobot directory of this type."""
-    return config_type(path) in NAMES
-
-
 def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
@@ -114,7 +109,14 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         format="lerobot-diffusion",
         config=config,
         spec=policy_spec(checkpoint, config, state, image),
-        processing=processing(checkpoint, config, image),
+        processing=checkpoint.processing(
+            image,
+            silent.PROMPT,
+            config,
+            all_cameras=True,  # none was missing in training
+            state_parts=checkpoint.state_parts(),
+            first_row=config.history - 1,
+        ),
         tokenizer=silent.TOKENIZER,
         tensors=tensors(checkpoint.tensors, config),
         sources=checkpoint.files,
@@ -131,10 +133,10 @@ def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
 
 def image_steps(checkpoint: LeRobotCheckpoint) -> tuple[ImageStep, ...]:
     """Return how a frame is resized, and then cut to its middle, where it is."""
-    resized, cut = sides(checkpoint, "resize_shape"), sides(checkpoint, "crop_shape")
+    resized, cut = checkpoint.sides("resize_shape"), checkpoint.sides("crop_shape")
     steps: list[ImageStep] = []
     if resized is not None:
-        if (ratio := positive(checkpoint, "crop_ratio")) > 1:
+        if (ratio := checkpoint.number("crop_ratio")) > 1:
             raise ConvertError(f"{checkpoint.file}: crop_ratio: expected at most 1, got {ratio:g}")
         steps.append(Resize(*resized, method="bilinear_float"))
         cut = (int(resized[0] * ratio), int(resized[1] * ratio)) if ratio < 1 else None
@@ -148,39 +150,14 @@ def image_steps(checkpoint: LeRobotCheckpoint) -> tuple[ImageStep, ...]:
     return tuple(steps)
 
 
-def sides(checkpoint: LeRobotCheckpoint, key: str) -> tuple[int, int] | None:
-    """Return height and width, where the configuration has them."""
-    found = checkpoint[key]
-    if found is None:
-        return None
-    if not isinstance(found, list) or len(found) != 2:
-        raise ConvertError(f"{checkpoint.file}: {key}: expected height and width, got {found!r}")
-    return checkpoint.size(key, found[0]), checkpoint.size(key, found[1])
-
-
-def one_of(checkpoint: LeRobotCheckpoint, key: str, *known: str) -> Any:
-    """Return a word of the configuration. Raises :class:`ConvertError` for another one."""
-    if (found := checkpoint[key]) not in known:
-        raise ConvertError(f"{checkpoint.file}: {key}: expected one of {', '.join(known)}, got {found!r}")
-    return found
-
-
-def positive(checkpoint: LeRobotCheckpoint, key: str) -> float:
-    """Return a number of the configuration. Raises :class:`ConvertError` for what is none, or not above 0."""
-    found = checkpoint[key]
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not found > 0:
-        raise ConvertError(f"{checkpoint.file}: {key}: expected a number above 0, got {found!r}")
-    return float(found)
-
-
 def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, image: ImageRecipe) -> DiffusionConfig:
-    name = one_of(checkpoint, "vision_backbone", *LAYERS)
+    name = checkpoint.one_of("vision_backbone", *LAYERS)
     rows, cols = ResNetConfig.grid(image.height, image.width)
     cameras, history = len(checkpoint.cameras), checkpoint.size("n_obs_steps", high=MAX_HISTORY)
     widths = checkpoint["down_dims"]
     if not isinstance(widths, list):
         raise ConvertError(f"{checkpoint.file}: down_dims: expected a list of widths, got {widths!r}")
-    try:
+    with checkpoint.named():
         return DiffusionConfig(
             vision=ResNetConfig(LAYERS[name], group=GROUP if checkpoint["use_group_norm"] else 0),
             unet=UNetConfig(
@@ -198,26 +175,22 @@ def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, image: ImageReci
             time_size=checkpoint.size("diffusion_step_embed_dim"),
             chunk_size=checkpoint.size("horizon"),
             max_state_dim=history * state_dim,
-            max_action_dim=checkpoint.vector("output_features", "ACTION", ACTION).dim,
+            max_action_dim=checkpoint.action.dim,
             environment_dim=checkpoint.environment_dim,
         )
-    except ValueError as error:
-        raise ConvertError(f"{checkpoint.file}: {error}") from None
 
 
 def solver(checkpoint: LeRobotCheckpoint) -> Solver:
     levels = {
-        "betas": one_of(checkpoint, "beta_schedule", "squaredcos_cap_v2", "linear"),
-        "predicts": one_of(checkpoint, "prediction_type", "epsilon", "sample"),
-        "fresh": one_of(checkpoint, "noise_scheduler_type", "DDPM", "DDIM") == "DDPM",
-        "first_beta": positive(checkpoint, "beta_start"),
-        "last_beta": positive(checkpoint, "beta_end"),
-        "clip": positive(checkpoint, "clip_sample_range") if checkpoint["clip_sample"] else 0.0,
+        "betas": checkpoint.one_of("beta_schedule", "squaredcos_cap_v2", "linear"),
+        "predicts": checkpoint.one_of("prediction_type", "epsilon", "sample"),
+        "fresh": checkpoint.one_of("noise_scheduler_type", "DDPM", "DDIM") == "DDPM",
+        "first_beta": checkpoint.number("beta_start"),
+        "last_beta": checkpoint.number("beta_end"),
+        "clip": checkpoint.number("clip_sample_range") if checkpoint["clip_sample"] else 0.0,
     }
-    try:
+    with checkpoint.named():
         return Solver("diffusion", levels=NoiseLevels(checkpoint.size("num_train_timesteps"), **levels))
-    except ValueError as error:
-        raise ConvertError(f"{checkpoint.file}: {error}") from None
 
 
 def policy_spec(
@@ -226,36 +199,17 @@ def policy_spec(
     levels = checkpoint.size("num_train_timesteps")
     steps = checkpoint["num_inference_steps"]
     rows = checkpoint.size("n_action_steps", high=config.chunk_size - config.history + 1)
-    return PolicySpec(
-        architecture="diffusion",
-        name=checkpoint.name,
-        cameras=checkpoint.cameras,
+    return checkpoint.policy_spec(
+        "diffusion",
+        rows,
         state=state,
-        action=checkpoint.vector("output_features", "ACTION", ACTION),
-        chunk_size=rows,
         noise_dim=config.max_action_dim,
         noise_rows=config.chunk_size,
         solver_steps=levels if steps is None else checkpoint.size("num_inference_steps", high=levels),
         resizes_frames=bool(image.steps),
-        control_hz=checkpoint.control_hz,
-        n_action_steps=rows,
         solver=solver(checkpoint),
         history=config.history,
         **silent.SPEC,
-    )
-
-
-def processing(checkpoint: LeRobotCheckpoint, config: DiffusionConfig, image: ImageRecipe) -> Processing:
-    return Processing(
-        image=image,
-        prompt=silent.PROMPT,
-        state=checkpoint.normalization(STATE, "STATE"),
-        action=checkpoint.normalization(ACTION, "ACTION"),
-        padded_state_dim=config.max_state_dim,
-        padded_action_dim=config.max_action_dim,
-        all_cameras=True,  # none was missing in training
-        state_parts=checkpoint.state_parts(),
-        first_row=config.history - 1,
     )
 
 

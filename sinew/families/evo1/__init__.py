@@ -2,4 +2,9 @@
 
 from sinew.registry import Family
 
-FAMILY = Family(models={"evo1": "model:Evo1"}, converters=("convert",), units={"evo1": ("opening",)})
+FAMILY = Family(
+    models={"evo1": "model:Evo1"},
+    backbones={"evo1": "InternVL3-1B"},
+    converters=("convert",),
+    units={"evo1": ("opening",)},
+)

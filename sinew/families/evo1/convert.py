@@ -17,7 +17,7 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import config_type
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions, Setting
 from sinew.convert.read.record import JsonRecord
-from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
+from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
 from sinew.core import ConvertError, PolicySpec
 from sinew.families.evo1 import lerobot
 from sinew.families.evo1 import original as original_layout
@@ -73,9 +73,7 @@ def assemble(parts: Parts, options: ConvertOptions, path: Path) -> Conversion:
     """Return the conversion of what a layout says; ``path``: beside which InternVL may lie."""
     vlm_dir = find_model_dir(parts.vlm, options.vlm, path, "--vlm", VLM_FILES)
     vlm = JsonRecord(vlm_dir / "config.json")
-    tokenizer = load_tokenizer(
-        [options.tokenizer] if options.tokenizer else [vlm_dir], "give it with --tokenizer FILE_OR_DIR"
-    )
+    tokenizer = find_tokenizer(options, vlm_dir)
     config = _model_config(parts, vlm, tokenizer, options)
     return Conversion(
         architecture="evo1",

@@ -75,11 +75,7 @@ SCHEMA = Schema(
 def read(path: Path, options: ConvertOptions) -> Parts:
     """Return what a LeRobot directory says. Raises :class:`ConvertError`."""
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
-    if checkpoint.image_mode() != "IDENTITY":
-        raise ConvertError(
-            f"{checkpoint.file}: normalization_mapping: VISUAL: expected IDENTITY, got {checkpoint.image_mode()}:"
-            " Evo-1 scales its images itself"
-        )
+    checkpoint.refuse_image_scales()
     side, *other = checkpoint["image_resolution"]
     if other != [side]:
         raise ConvertError(f"{checkpoint.file}: image_resolution: expected a square, got {[side, *other]}")
@@ -88,12 +84,12 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         raise ConvertError(
             f"{checkpoint.file}: max_views: expected {len(cameras)} or more, as cameras, got {views}"
         )
-    action = checkpoint.vector("output_features", "ACTION", ACTION)
+    action = checkpoint.action
     if checkpoint["postprocess_action_dim"] is not None:
         action = replace(
             action, dim=checkpoint.size("postprocess_action_dim", high=checkpoint["max_action_dim"]), names=()
         )
-    state = checkpoint.vector("input_features", "STATE", STATE)
+    state = checkpoint.state
     layers = checkpoint["vlm_num_layers"]
     return Parts(
         format="lerobot-evo1",

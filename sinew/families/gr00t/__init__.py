@@ -8,6 +8,7 @@ FAMILY = Family(
         "gr00t_n1_6": "model:Gr00tEagle",
         "gr00t_n1_7": "model:Gr00tQwen",
     },
+    backbones={"gr00t_n1_5": "Eagle 2.5", "gr00t_n1_6": "Eagle 3", "gr00t_n1_7": "Cosmos-Reason2"},
     converters=("convert",),
     hints={"gr00t_n1_5": ("groot: json text",)},
     units={

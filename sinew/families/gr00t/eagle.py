@@ -15,7 +15,7 @@ from sinew.convert.options import ConvertOptions
 from sinew.convert.qwen import language_rules, qwen3
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
-from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
+from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
 from sinew.core import ConvertError
 from sinew.families.gr00t import n15
 from sinew.families.gr00t.files import (
@@ -101,9 +101,7 @@ def assemble(
         )
     tower = vision_config(vision)
     language = qwen3(text, parts.layers, parts.head["backbone_embedding_dim"])
-    tokenizer = load_tokenizer(
-        [options.tokenizer] if options.tokenizer else [eagle_dir], "give it with --tokenizer FILE_OR_DIR"
-    )
+    tokenizer = find_tokenizer(options, eagle_dir)
     unit = tower.patch_size * unshuffle
     tokens = (parts.image.height // unit) * (parts.image.width // unit)
     prompt, template_file = eagle_prompt(eagle_dir, parts, tokens, tokenizer, text["vocab_size"], eagle)

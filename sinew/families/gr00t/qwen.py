@@ -11,7 +11,7 @@ from sinew.convert.options import ConvertOptions
 from sinew.convert.qwen import language_rules, qwen3
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import apply
-from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
+from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
 from sinew.core import ConvertError
 from sinew.families.gr00t.files import NvidiaFiles, head_config, processing, specification, token_prompt
 from sinew.families.gr00t.images import image_recipe
@@ -65,9 +65,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
                 f"{processor.path}: expected frames of all cameras to become {image.height}x{image.width}, got"
                 f" {size[0]}x{size[1]} of {camera.name!r}, whose frames are {camera.height}x{camera.width}"
             )
-    tokenizer = load_tokenizer(
-        [options.tokenizer] if options.tokenizer else [vlm_dir], "give it with --tokenizer FILE_OR_DIR"
-    )
+    tokenizer = find_tokenizer(options, vlm_dir)
     template, template_file = find_chat_template(vlm_dir)
     rendered = render(template, ["image"] * len(cameras) + ["text"], False, template_file)
     placeholder = tokenizer.token_text(vlm["image_token_id"])

@@ -8,6 +8,11 @@ FAMILY = Family(
         "openvla_oft": "model:OpenVLAOFT",
         "vla_adapter": "adapter:VLAAdapter",
     },
+    backbones={
+        "openvla": "Llama 2 7B, DINOv2, SigLIP",
+        "openvla_oft": "Llama 2 7B, DINOv2, SigLIP",
+        "vla_adapter": "Qwen2.5-0.5B, DINOv2, SigLIP",
+    },
     converters=("convert",),
     units={"openvla": ("opening",), "openvla_oft": ("opening",), "vla_adapter": ("opening",)},
 )

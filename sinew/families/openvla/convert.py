@@ -21,7 +21,7 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions, Setting
 from sinew.convert.read.files import read_json
 from sinew.convert.tensors import Rule, apply
-from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
+from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
 from sinew.families.openvla.adapter import AdapterConfig
 from sinew.families.openvla.model import OFTConfig, OpenVLAConfig
@@ -143,10 +143,7 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
         "max_action_dim": action_dim,
         "max_state_dim": state_dim,
     }
-    tokenizer = load_tokenizer(
-        [options.tokenizer] if options.tokenizer else [path],
-        "give the checkpoint's with --tokenizer FILE_OR_DIR",
-    )
+    tokenizer = find_tokenizer(options, path, whose="the checkpoint's")
     try:
         if adapter:
             head = adapter_head(checkpoint, action, shared)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, PRE, RELATIVE, TOKENIZER, ProcessorStep
 from sinew.convert.lm_head import LM_HEAD_SETTING, PROMPT_SETTINGS, LMHead, lm_head, text_recipe
 from sinew.convert.names import rename
@@ -26,8 +26,8 @@ from sinew.convert.options import (
     Setting,
 )
 from sinew.convert.read.files import read_json
-from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
-from sinew.core import MAX_HISTORY, MAX_HISTORY_STEPS, ConvertError, PolicySpec
+from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
+from sinew.core import MAX_HISTORY, MAX_HISTORY_STEPS, ConvertError
 from sinew.families.pi.model import Memory, PI0Config, PI05Config
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
@@ -38,6 +38,7 @@ from sinew.steps.prompt.state import State
 from sinew.steps.prompt.suffix import Suffix
 from sinew.steps.prompt.template import sentence
 
+WHOSE_TOKENIZER = "PaliGemma's tokenizer.json"
 NORM_EPS, ROPE_THETA = 1e-6, 10_000.0  # Gemma's and SigLIP's, fixed in openpi
 VARIANTS = {
     "gemma_300m": (1024, 4096, 18, 8, 1, 256),
@@ -172,6 +173,7 @@ DEAD = (
 
 
 NAMES = ("pi0", "pi05")
+recognises = of_type(*NAMES)
 OPTIONS = ("base", "tokenizer", "arch", "stats", "dataset")
 SETTINGS = {
     "solver_steps": SOLVER_STEPS_SETTING,
@@ -183,11 +185,6 @@ SETTINGS = {
         bool, "whether the prompt of a pi0.5 with memory of states says the state too"
     ),
 }
-
-
-def recognises(path: Path) -> bool:
-    """Return True for a LeRobot directory of this type."""
-    return config_type(path) in NAMES
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
@@ -205,10 +202,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     history: dict[str, Any] = {}
     if isinstance(config, PI05Config):
         config, history = with_memory(checkpoint, config)
-    candidates = (
-        [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
-    )
-    tokenizer = load_tokenizer(candidates, "give PaliGemma's tokenizer.json with --tokenizer FILE_OR_DIR")
+    tokenizer = find_tokenizer(options, path / "tokenizer", path, whose=WHOSE_TOKENIZER)
     weights = tensors(checkpoint.tensors, architecture)
     head = paligemma_head(options, weights, tokenizer)
     config = replace(config, lm_head=head.kind)
@@ -217,18 +211,12 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         architecture=architecture,
         format=f"lerobot-{architecture}",
         config=config,
-        spec=PolicySpec(
-            architecture=architecture,
-            name=checkpoint.name,
-            cameras=checkpoint.cameras,
-            state=checkpoint.vector("input_features", "STATE", STATE),
-            action=checkpoint.vector("output_features", "ACTION", ACTION),
-            chunk_size=config.chunk_size,
+        spec=checkpoint.policy_spec(
+            architecture,
+            config.chunk_size,
             noise_dim=config.max_action_dim,
             solver_steps=options.setting("solver_steps", checkpoint["num_inference_steps"]),
             max_prompt_tokens=checkpoint.max_tokens,
-            control_hz=checkpoint.control_hz,
-            n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
             committed_rows=checkpoint.committed_rows(config.chunk_size),
             **history,
         ),
@@ -459,8 +447,7 @@ def processing(
     words: str = WITH_STATE,
 ) -> Processing:
     """words: of a prompt with the state in it."""
-    if checkpoint.image_mode() != "IDENTITY":
-        raise ConvertError(f"VISUAL normalisation {checkpoint.image_mode()!r}: pi0 scales its images itself")
+    checkpoint.refuse_image_scales()
     old, side = compat == "lerobot-0.4", config.vision.image_size
     prompt = PromptRecipe(
         max_tokens=checkpoint.max_tokens,
@@ -471,29 +458,21 @@ def processing(
     if checkpoint.type == "pi0":
         prompt = replace(prompt, steps=(Instruction(), Suffix("\n")))
     else:
-        state_dim = checkpoint.vector("input_features", "STATE", STATE).dim
+        state_dim = checkpoint.state.dim
         # LeRobot 0.4 padded the state before it was written into the prompt.
         state = State(config.max_state_dim if old else state_dim)
         prompt = replace(prompt, steps=(Clean(), *sentence(words, state)))
-    return Processing(
-        image=ImageRecipe(
-            side,
-            side,
-            (
-                Letterbox(
-                    side,
-                    side,
-                    pad="top_left" if old_layout else "center",
-                    # LeRobot 0.4 padded with -1 before the scaling to [-1, 1]: bars of -3 reach its model.
-                    pad_value=-1.0 if old and not old_layout else 0.0,
-                ),
-            ),
-        ),
-        prompt=prompt,
-        state=checkpoint.normalization(STATE, "STATE"),
-        action=checkpoint.normalization(ACTION, "ACTION"),
-        padded_state_dim=config.max_state_dim,
-        padded_action_dim=config.max_action_dim,
+    letterbox = Letterbox(
+        side,
+        side,
+        pad="top_left" if old_layout else "center",
+        # LeRobot 0.4 padded with -1 before the scaling to [-1, 1]: bars of -3 reach its model.
+        pad_value=-1.0 if old and not old_layout else 0.0,
+    )
+    return checkpoint.processing(
+        ImageRecipe(side, side, (letterbox,)),
+        prompt,
+        config,
         empty_cameras=checkpoint.size("empty_cameras", low=0, high=16),
         action_steps=checkpoint.action_steps(),
         pad_missing_cameras=True,

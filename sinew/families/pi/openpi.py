@@ -20,9 +20,17 @@ from sinew.convert.names import rename
 from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read import safetensors
 from sinew.convert.read.files import read_json
-from sinew.convert.tokenizer_files import load_tokenizer
+from sinew.convert.tokenizer_files import find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
-from sinew.families.pi.convert import PREFIXES, WITH_STATE, model_config, paligemma_head, tensors, with_text
+from sinew.families.pi.convert import (
+    PREFIXES,
+    WHOSE_TOKENIZER,
+    WITH_STATE,
+    model_config,
+    paligemma_head,
+    tensors,
+    with_text,
+)
 from sinew.families.pi.embodiments import OPENPI_CONFIGS, OpenPIConfig
 from sinew.families.pi.jax import read_params
 from sinew.steps.image.letterbox import Letterbox
@@ -86,10 +94,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         str(config_file),
     )
     stats_file = options.stats or find_statistics(path)
-    tokenizer = load_tokenizer(
-        [options.tokenizer] if options.tokenizer else [path / "tokenizer", path],
-        "give PaliGemma's tokenizer.json with --tokenizer FILE_OR_DIR",
-    )
+    tokenizer = find_tokenizer(options, path / "tokenizer", path, whose=WHOSE_TOKENIZER)
     robot = published.embodiment
     side = config.vision.image_size
     weights, files = read_weights(path, architecture)

@@ -4,6 +4,7 @@ from sinew.registry import Family
 
 FAMILY = Family(
     models={"pi0_fast": "model:PI0Fast"},
+    backbones={"pi0_fast": "PaliGemma"},
     converters=("convert",),
     units={"pi0_fast": ("recorded",)},
     base="pi",

@@ -10,18 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from sinew.convert.conversion import Conversion
-from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, PRE, RELATIVE, TOKENIZER, ProcessorStep
 from sinew.convert.names import rename
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.read.files import read_json
-from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
-from sinew.core import ConvertError, PolicySpec
-from sinew.families.pi.convert import EMBEDDING, HEAD, PREFIXES, gemma_tensors, paligemma, processing
+from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer, load_tokenizer
+from sinew.core import ConvertError
+from sinew.families.pi.convert import (
+    EMBEDDING,
+    HEAD,
+    PREFIXES,
+    WHOSE_TOKENIZER,
+    gemma_tensors,
+    paligemma,
+    processing,
+)
 from sinew.families.pi_fast.model import PI0FastConfig
 from sinew.solvers import SINGLE
 
 NAMES = ("pi0_fast",)
+recognises = of_type(*NAMES)
 OPTIONS = ("base", "tokenizer", "action_tokenizer", "arch", "stats", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 PROMPT = "Task: {prompt}, State: {state};\n"
@@ -76,23 +85,15 @@ SCHEMA = Schema(
 )
 
 
-def recognises(path: Path) -> bool:
-    """Return True for a LeRobot directory of this type."""
-    return config_type(path) in NAMES
-
-
 def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     checkpoint.config = dict(SCHEMA.defaults) | checkpoint.config
     arch = read_json(options.arch) if options.arch else {}
-    found = [options.tokenizer] if options.tokenizer else [path / "tokenizer", path]
-    tokenizer = load_tokenizer(found, "give PaliGemma's tokenizer.json with --tokenizer FILE_OR_DIR")
+    tokenizer = find_tokenizer(options, path / "tokenizer", path, whose=WHOSE_TOKENIZER)
     fast, facts = action_tokenizer(checkpoint)
-    state = checkpoint.vector("input_features", "STATE", STATE)
-    action = checkpoint.vector("output_features", "ACTION", ACTION)
     said = action_tokens(checkpoint, tokenizer, fast, facts)
-    config = model_config(checkpoint, arch, tokenizer, action.dim, said)
+    config = model_config(checkpoint, arch, tokenizer, said)
     weights = gemma_tensors(checkpoint.tensors)
     if EMBEDDING in weights and HEAD not in weights:
         raise ConvertError(
@@ -103,18 +104,12 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         architecture="pi0_fast",
         format="lerobot-pi0_fast",
         config=config,
-        spec=PolicySpec(
-            architecture="pi0_fast",
-            name=checkpoint.name,
-            cameras=checkpoint.cameras,
-            state=state,
-            action=action,
-            chunk_size=config.chunk_size,
+        spec=checkpoint.policy_spec(
+            "pi0_fast",
+            config.chunk_size,
             noise_dim=0,
             solver_steps=1,
             max_prompt_tokens=checkpoint.max_tokens,
-            control_hz=checkpoint.control_hz,
-            n_action_steps=config.chunk_size,
             solver=SINGLE,
         ),
         processing=processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, words=PROMPT),
@@ -180,11 +175,7 @@ def action_tokens(
 
 
 def model_config(
-    checkpoint: LeRobotCheckpoint,
-    arch: dict[str, Any],
-    tokenizer: TokenizerFiles,
-    dims: int,
-    said: dict[str, Any],
+    checkpoint: LeRobotCheckpoint, arch: dict[str, Any], tokenizer: TokenizerFiles, said: dict[str, Any]
 ) -> PI0FastConfig:
     where = f"{checkpoint.file} or --arch"
     try:
@@ -192,7 +183,7 @@ def model_config(
             **paligemma(checkpoint.config, arch),
             chunk_size=checkpoint.size("n_action_steps", high=checkpoint.size("chunk_size")),
             max_state_dim=checkpoint.size("max_state_dim"),
-            max_action_dim=dims,
+            max_action_dim=checkpoint.action.dim,
             start_token=tokenizer.token_id("<bos>"),
             **said,
         )

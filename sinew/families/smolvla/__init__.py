@@ -4,6 +4,7 @@ from sinew.registry import Family
 
 FAMILY = Family(
     models={"smolvla": "model:SmolVLA"},
+    backbones={"smolvla": "SmolVLM2"},
     converters=("convert",),
     units={"smolvla": ("recorded",)},
     demo="checkpoint:write_demo",

@@ -13,8 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from sinew.families.smolvla.layout import TINY, StorageRecipe, Widths, tensors
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint
+from sinew.convert.names import upstream_name
+from sinew.convert.options import ConvertOptions
+from sinew.families.smolvla.convert import HEAD, PREFIXES, SCHEMA, TABLE, model_config
+from sinew.families.smolvla.layout import TINY, StorageRecipe, Widths, storage
+from sinew.models import build_on_meta
 from sinew.presets.noise import Progress, write_tensors
+from sinew.presets.plan import Init, TensorPlan
 from sinew.presets.tokenizer import tokenizer_config, tokenizer_json
 
 HUB_NAME = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
@@ -38,15 +44,10 @@ def write_checkpoint(
     cameras: int = 2,
     state_dim: int = 6,
     action_dim: int = 6,
-    legacy: bool = False,
     widths: Widths | None = None,
     progress: Progress | None = None,
 ) -> RandomCheckpoint:
-    """Write ``path/checkpoint`` and ``path/vlm``; the same arguments always give the same bytes.
-
-    legacy: the layout before LeRobot had processor files, with the statistics as buffers among the weights
-    and no tokenizer in the checkpoint.
-    """
+    """Write ``path/checkpoint`` and ``path/vlm``; the same arguments always give the same bytes."""
     w = widths or Widths()
     for name, value, limit in (
         ("state_dim", state_dim, w.max_state_dim),
@@ -64,21 +65,10 @@ def write_checkpoint(
 
     features = _features(cameras, state_dim, action_dim)
     _write_json(policy / "config.json", policy_config(w, dtype, features))
-    stats = _statistics(state_dim, action_dim)
-    fixed: dict[str, np.ndarray] = {}
-    if legacy:
-        fixed = {
-            f"{module}.buffer_{feature.replace('.', '_')}.{kind}": values
-            for module, wanted in _LEGACY_BUFFERS.items()
-            for (feature, kind), values in stats.items()
-            if feature == wanted
-        }
-    else:
-        _write_tokenizer(policy / "tokenizer", tokenizer, "TokenizersBackend")
-        _write_processors(policy, w, features, stats)
+    _write_tokenizer(policy / "tokenizer", tokenizer, "TokenizersBackend")
+    _write_processors(policy, w, features, _statistics(state_dim, action_dim))
     plans = tensors(w, dtype)
-    metadata = None if legacy else {"format": "pt"}  # LeRobot 0.6 says so, older versions said nothing
-    nbytes = write_tensors(policy / "model.safetensors", plans, fixed, metadata, progress)
+    nbytes = write_tensors(policy / "model.safetensors", plans, {}, {"format": "pt"}, progress)
     return RandomCheckpoint(policy, vlm, sum(plan.elements for plan in plans), nbytes)
 
 
@@ -87,11 +77,26 @@ def write_demo(path: Path, tiny: bool, progress: Progress) -> RandomCheckpoint:
     return write_checkpoint(path, widths=TINY if tiny else Widths(), progress=progress)
 
 
-_LEGACY_BUFFERS = {
-    "normalize_inputs": "observation.state",
-    "normalize_targets": "action",
-    "unnormalize_outputs": "action",
-}
+def tensors(w: Widths, recipe: StorageRecipe = "float32") -> list[TensorPlan]:
+    """Return every tensor of ``model.safetensors``, in the order in which safetensors stores them: our model's under
+    upstream's names, and the language head, which no action reads."""
+    record = policy_config(w, recipe, _features(1, 1, 1))
+    checkpoint = LeRobotCheckpoint(Path(), ConvertOptions(), SCHEMA, record)
+    model = build_on_meta("smolvla", model_config(checkpoint, vlm_config(w), {}))
+    shapes = {upstream_name(name, PREFIXES): tuple(t.shape) for name, t in model.state_dict().items()}
+    shapes[HEAD] = shapes[TABLE]
+    plans = [TensorPlan(name, shape, _init(name), storage(name, w, recipe)) for name, shape in shapes.items()]
+    # The wider type first, then by name: what the safetensors library writes.
+    return sorted(plans, key=lambda plan: (plan.storage != "F32", plan.name))
+
+
+def _init(name: str) -> Init:
+    module, _, part = name.rpartition(".")
+    if part == "bias":
+        return "bias"
+    if "norm" in module.rpartition(".")[2]:
+        return "norm"
+    return "embedding" if module.endswith(("embed_tokens", "position_embedding")) else "matrix"
 
 
 # ----------------------------------------------------------------------------- configuration

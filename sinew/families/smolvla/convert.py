@@ -14,13 +14,13 @@ from typing import Any
 from sinew.bundle.prompt_recipe import TextRecipe
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
-from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, ProcessorStep
 from sinew.convert.lm_head import LM_HEAD_SETTING, PROMPT_SETTINGS, lm_head, text_recipe
 from sinew.convert.names import rename
 from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read.files import read_json
-from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
+from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
@@ -68,6 +68,7 @@ def bundle_name(upstream: str) -> str:
 
 
 NAMES = ("smolvla",)
+recognises = of_type(*NAMES)
 OPTIONS = ("base", "vlm", "tokenizer", "arch", "stats", "dataset")
 OURS = ("state_in_head", "rolling")  # options of our own training (train/egg.py); absent upstream
 SETTINGS = {
@@ -117,11 +118,6 @@ SCHEMA = Schema(
 )
 
 
-def recognises(path: Path) -> bool:
-    """Return True for a LeRobot directory of this type."""
-    return config_type(path) in NAMES
-
-
 def open_checkpoint(path: Path, options: ConvertOptions | None = None) -> LeRobotCheckpoint:
     """Open a checkpoint directory and check its configuration. Raises :class:`ConvertError`."""
     return LeRobotCheckpoint(path, options or ConvertOptions(), SCHEMA)
@@ -138,13 +134,11 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         vlm_config = vlm_dir / "config.json"
     vlm = read_json(vlm_config)
 
-    candidates = (
-        [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
-    )
-    if not options.tokenizer and vlm_dir and checkpoint.tokenizer_name in ("", vlm_name):
-        candidates.append(vlm_dir)
+    beside = [path / "tokenizer", path]
+    if vlm_dir and checkpoint.tokenizer_name in ("", vlm_name):
+        beside.append(vlm_dir)
     vlm_name = checkpoint.tokenizer_name or vlm_name
-    tokenizer = load_tokenizer(candidates, f"give the one of {vlm_name!r} with --tokenizer FILE_OR_DIR")
+    tokenizer = find_tokenizer(options, *beside, whose=f"the one of {vlm_name!r}")
     pad_id = tokenizer.pad_token_id
     if pad_id is None:
         pad_id = vlm.get("pad_token_id", vlm.get("text_config", {}).get("pad_token_id"))
@@ -196,7 +190,7 @@ def model_config(
         return DecoderConfig(width, hidden, layers, heads, kv_heads, head_dim, eps, ROPE_THETA)
 
     every = checkpoint["self_attn_every_n_layers"]
-    try:
+    with checkpoint.named():
         return SmolVLAConfig(
             vision=ViTConfig(
                 hidden_size=vision["hidden_size"],
@@ -224,8 +218,6 @@ def model_config(
             state_in_head=bool(checkpoint.config.get("state_in_head", False)),
             rolling=bool(checkpoint.config.get("rolling", False)),
         )
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{checkpoint.path / 'config.json'}: {error}") from None
 
 
 def expert_intermediate_size(width: int) -> int:
@@ -238,19 +230,14 @@ def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: C
     if not resizes:  # then frames must already have the size that the tower takes
         side = config.vision.image_size
         cameras = tuple(CameraSpec(camera.name, side, side) for camera in cameras)
-    return PolicySpec(
-        architecture="smolvla",
-        name=checkpoint.name,
+    return checkpoint.policy_spec(
+        "smolvla",
+        config.chunk_size,
         cameras=cameras,
-        state=checkpoint.vector("input_features", "STATE", STATE),
-        action=checkpoint.vector("output_features", "ACTION", ACTION),
-        chunk_size=config.chunk_size,
         noise_dim=config.max_action_dim,
         solver_steps=options.setting("solver_steps", checkpoint["num_steps"]),
         max_prompt_tokens=checkpoint.max_tokens,
         resizes_frames=resizes,
-        control_hz=checkpoint.control_hz,
-        n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
         committed_rows=checkpoint.committed_rows(config.chunk_size),
     )
 
@@ -258,10 +245,7 @@ def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: C
 def processing(
     checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int, eos_id: int, text: TextRecipe | None
 ) -> Processing:
-    if checkpoint.image_mode() != "IDENTITY":
-        raise ConvertError(
-            f"VISUAL normalisation {checkpoint.image_mode()!r}: SmolVLA scales its images itself"
-        )
+    checkpoint.refuse_image_scales()
     side = config.vision.image_size
     width, height = checkpoint["resize_imgs_with_padding"] or (side, side)  # LeRobot's order
     if height % config.vision.patch_size or width % config.vision.patch_size:
@@ -271,11 +255,11 @@ def processing(
     padding = checkpoint.padding or checkpoint["pad_language_to"]
     if padding not in ("longest", "max_length"):
         raise ConvertError(f"pad_language_to {padding!r} is neither 'longest' nor 'max_length'")
-    return Processing(
-        image=ImageRecipe(
+    return checkpoint.processing(
+        ImageRecipe(
             height, width, (Letterbox(height, width),) if checkpoint["resize_imgs_with_padding"] else ()
         ),
-        prompt=PromptRecipe(
+        PromptRecipe(
             max_tokens=checkpoint.max_tokens,
             vocab_size=config.vocab_size,
             pad_token_id=pad_id,
@@ -284,10 +268,7 @@ def processing(
             steps=(Instruction(), Suffix("\n")),
             padding=padding,
         ),
-        state=checkpoint.normalization(STATE, "STATE"),
-        action=checkpoint.normalization(ACTION, "ACTION"),
-        padded_state_dim=config.max_state_dim,
-        padded_action_dim=config.max_action_dim,
+        config,
         empty_cameras=checkpoint.size("empty_cameras", low=0, high=16),
         action_steps=checkpoint.action_steps(),
     )

@@ -4,6 +4,7 @@ from sinew.registry import Family
 
 FAMILY = Family(
     models={"vla_jepa": "model:VLAJepa"},
+    backbones={"vla_jepa": "Qwen3-VL"},
     converters=("convert",),
     units={"vla_jepa": ("recorded",)},
     base="gr00t",

@@ -14,14 +14,14 @@ from sinew.bundle.schema import PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.chat_template import find_chat_template
 from sinew.convert.conversion import Conversion
-from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.checkpoint import STATE, LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, POSTPROCESSOR, RELATIVE, ProcessorStep
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.qwen import language_rules, qwen3
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
-from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
-from sinew.core import ConvertError, PolicySpec, VectorSpec
+from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
+from sinew.core import ConvertError, VectorSpec
 from sinew.families.gr00t.head import HeadConfig
 from sinew.families.gr00t.model import SOLVER
 from sinew.families.gr00t.qwen import VLM_FILES, grid_step, position_sections, vision_config
@@ -43,6 +43,7 @@ from sinew.layers.dit import DiTConfig
 
 ARCHITECTURE = "vla_jepa"
 NAMES = (ARCHITECTURE,)
+recognises = of_type(*NAMES)
 OPTIONS = ("vlm", "tokenizer", "stats", "dataset")
 SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "ignore": IGNORE_SETTING}
 DEFAULT_TASK = "Execute the robot action."  # upstream's, without a task
@@ -106,11 +107,6 @@ SCHEMA = Schema(
 )
 
 
-def recognises(path: Path) -> bool:
-    """Return True for a LeRobot directory of this type."""
-    return config_type(path) in NAMES
-
-
 def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     return assemble(LeRobotCheckpoint(path, options, SCHEMA))
@@ -122,10 +118,7 @@ def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
     vlm_dir = find_model_dir(str(checkpoint["qwen_model_name"]), options.vlm, path, "--vlm", VLM_FILES)
     vlm = JsonRecord(vlm_dir / "config.json")
     has_state = STATE in checkpoint["input_features"]
-    vectors = (
-        checkpoint.vector("input_features", "STATE", STATE) if has_state else VectorSpec(0),
-        checkpoint.vector("output_features", "ACTION", ACTION),
-    )
+    vectors = checkpoint.state if has_state else VectorSpec(0), checkpoint.action
     preprocessor = image_processor(vlm_dir)
     tower = vision_config(vlm.part("vision_config"))
     unit = tower.patch_size * tower.merge
@@ -133,27 +126,20 @@ def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
     rows, cols = image.height // unit, image.width // unit
 
     actions, embodied = added_tokens(checkpoint)
-    tokenizer = load_tokenizer(
-        [options.tokenizer] if options.tokenizer else [vlm_dir], "give it with --tokenizer FILE_OR_DIR"
-    ).with_tokens([*actions, embodied])
+    tokenizer = find_tokenizer(options, vlm_dir).with_tokens([*actions, embodied])
     template, template_file = find_chat_template(vlm_dir)
     prompt = prompt_recipe(checkpoint, vlm, tokenizer, template, template_file, rows * cols)
     check_depth(checkpoint, vlm.part("text_config"))
     checkpoint.check_tokens(*(held.token for held in prompt.held))
     model = model_config(checkpoint, vlm, prompt, vectors, (rows, cols))
-    spec = PolicySpec(
-        architecture=ARCHITECTURE,
-        name=checkpoint.name,
-        cameras=checkpoint.cameras,
+    spec = checkpoint.policy_spec(
+        ARCHITECTURE,
+        model.chunk_size,
         state=vectors[0],
-        action=vectors[1],
-        chunk_size=model.chunk_size,
         noise_dim=model.max_action_dim,
         solver=SOLVER,
         solver_steps=options.setting("solver_steps", checkpoint["num_inference_timesteps"]),
         max_prompt_tokens=prompt.max_tokens,
-        control_hz=checkpoint.control_hz,
-        n_action_steps=checkpoint.size("n_action_steps", high=model.chunk_size),
         default_prompt=DEFAULT_TASK,
     )
     if not has_state:
@@ -193,15 +179,11 @@ def model_config(
     """Return the sizes of the model. grid: rows and columns of a view's image tokens."""
     image, marker = prompt.held
     text = vlm.part("text_config")
-    kind, layers = checkpoint["action_model_type"], checkpoint.size("action_num_layers")
-    if kind not in PRESETS:
-        raise ConvertError(
-            f"{checkpoint.file}: action_model_type: expected {', '.join(PRESETS)}, got {kind!r}"
-        )
-    heads, head_dim = PRESETS[kind]
+    heads, head_dim = PRESETS[checkpoint.one_of("action_model_type", *PRESETS)]
+    layers = checkpoint.size("action_num_layers")
     chunk, hidden = checkpoint.size("chunk_size"), checkpoint.size("action_hidden_size")
     positions = chunk + checkpoint.size("num_action_tokens_per_timestep") + SPARE_POSITIONS
-    try:
+    with checkpoint.named():
         return JepaConfig(
             language=qwen3(text, text["num_hidden_layers"], text["hidden_size"]),
             head=HeadConfig(
@@ -231,8 +213,6 @@ def model_config(
             marker=marker.token,
             markers=marker.times,
         )
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{checkpoint.file}: {error}") from None
 
 
 def rules(tensors: Mapping[str, TensorSource], model: JepaConfig, has_state: bool) -> Rules:

@@ -50,10 +50,7 @@ def image_processor(vlm_dir: Path) -> JsonRecord:
 
 def image_recipe(checkpoint: LeRobotCheckpoint, processor: JsonRecord, grid: ImageStep) -> ImageRecipe:
     """Return the steps from a frame to pixels, all in floats. Raises ConvertError where cameras end in two sizes."""
-    if checkpoint.image_mode() != "IDENTITY":
-        raise ConvertError(
-            f"{checkpoint.file}: VISUAL normalisation: expected IDENTITY, got {checkpoint.image_mode()!r}"
-        )
+    checkpoint.refuse_image_scales()
     size = checkpoint["resize_images_to"]
     prep = checkpoint.pipelines.config(PRE, PREP)
     if "resize_to" in prep and prep["resize_to"] != size:
@@ -62,11 +59,8 @@ def image_recipe(checkpoint: LeRobotCheckpoint, processor: JsonRecord, grid: Ima
             f" = {json.dumps(size)}, got {json.dumps(prep['resize_to'])}"
         )
     steps: tuple[ImageStep, ...] = (grid,)
-    if size is not None:
-        if not isinstance(size, list) or len(size) != 2:
-            raise ConvertError(f"{checkpoint.file}: resize_images_to: expected [height, width], got {size!r}")
-        height, width = (checkpoint.size("resize_images_to", side) for side in size)
-        steps = (Resize(height, width, method="area_float"), grid)
+    if (sides := checkpoint.sides("resize_images_to")) is not None:
+        steps = (Resize(*sides, method="area_float"), grid)
     recipe = ImageRecipe(
         0,
         0,

@@ -2,4 +2,9 @@
 
 from sinew.registry import Family
 
-FAMILY = Family(models={"xvla": "model:XVLA"}, converters=("convert",), units={"xvla": ("recorded",)})
+FAMILY = Family(
+    models={"xvla": "model:XVLA"},
+    backbones={"xvla": "Florence-2"},
+    converters=("convert",),
+    units={"xvla": ("recorded",)},
+)

@@ -15,11 +15,11 @@ import numpy as np
 from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.checkpoint import ACTION, LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, POST, PRE, ProcessorStep
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, split_qkv, transpose
-from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
+from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import ConvertError, PolicySpec, VectorSpec
 from sinew.families.xvla.model import BlockConfig, XVLAConfig
 from sinew.layers.davit import MLP_RATIO, DaViTConfig
@@ -29,6 +29,7 @@ from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.vector.threshold import Threshold
 
 NAMES = ("xvla",)
+recognises = of_type(*NAMES)
 OPTIONS = ("tokenizer", "embodiment", "stats", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as the step has them
@@ -190,11 +191,6 @@ TABLES = tuple(  # of tokens: one, under either name
 DEAD = ("model.vlm.language_model.final_logits_bias", *TABLES)  # what is left of TABLES is a copy
 
 
-def recognises(path: Path) -> bool:
-    """Return True for a LeRobot directory of this type."""
-    return config_type(path) in NAMES
-
-
 def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
@@ -202,8 +198,8 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         raise ConvertError(
             f"{path / PRE}.json: expected the steps before the model, which name its domain; got none"
         )
-    found = [options.tokenizer] if options.tokenizer else [path / "tokenizer", path]
-    tokenizer = load_tokenizer(found, f"give {checkpoint['tokenizer_name']}'s with --tokenizer FILE_OR_DIR")
+    whose = f"{checkpoint['tokenizer_name']}'s"
+    tokenizer = find_tokenizer(options, path / "tokenizer", path, whose=whose)
     if tokenizer.pad_token_id is None:
         raise ConvertError(f"{tokenizer.path}: expected a token for padding, which the model reads, got none")
     space, image = action_space(checkpoint), image_recipe(checkpoint)
@@ -225,7 +221,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 def action_space(checkpoint: LeRobotCheckpoint) -> ActionSpace:
     """Return what ``action_mode`` means here. Raises :class:`ConvertError` where it is none, or the actions of the
     configuration are not its own."""
-    mode, dim = checkpoint["action_mode"], checkpoint.vector("output_features", "ACTION", ACTION).dim
+    mode, dim = checkpoint["action_mode"], checkpoint.action.dim
     found = SPACES.get(mode.lower()) if isinstance(mode, str) else None
     if found is None:
         raise ConvertError(
@@ -259,7 +255,7 @@ def turns(checkpoint: LeRobotCheckpoint) -> bool:
 
 
 def action_spec(checkpoint: LeRobotCheckpoint) -> VectorSpec:
-    found = checkpoint.vector("output_features", "ACTION", ACTION)
+    found = checkpoint.action
     return VectorSpec(POSE_DIM) if turns(checkpoint) and found.dim != POSE_DIM else found
 
 
@@ -289,15 +285,11 @@ def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
         raise ConvertError(f"{pre}: normalizer_processor: expected mode IDENTITY of images, got {mode}")
     normalized = steps.step(PRE, NORMALIZE) is not None
     mean, std = (MEAN, STD) if normalized else ((0.0,) * 3, (1.0,) * 3)
-    sides = checkpoint["resize_imgs_with_padding"]
+    sides = checkpoint.sides("resize_imgs_with_padding")
     if sides is None:
         height, width = checkpoint.frame_size
         return ImageRecipe(height, width, mean=mean, std=std)
-    if not isinstance(sides, list) or len(sides) != 2:
-        raise ConvertError(
-            f"{checkpoint.file}: resize_imgs_with_padding: expected height and width, got {sides!r}"
-        )
-    height, width = (checkpoint.size("resize_imgs_with_padding", side) for side in sides)
+    height, width = sides
     resized: tuple[ImageStep, ...] = (Letterbox(height, width, pad_value=mean if normalized else 0.0),)
     return ImageRecipe(height, width, resized, mean, std)
 
@@ -354,9 +346,7 @@ def model_config(
         isinstance(florence.get(part), dict) for part in ("vision_config", "text_config")
     ):
         raise ConvertError(f"{checkpoint.file}: florence_config: expected vision_config and text_config")
-    ratio = checkpoint["mlp_ratio"]
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio < 1000:
-        raise ConvertError(f"{checkpoint.file}: mlp_ratio: expected a number above 0, got {ratio!r}")
+    ratio = checkpoint.number("mlp_ratio", below=1000)
     try:
         vision, text = vision_config(florence["vision_config"]), florence["text_config"]
         grid = vision.grid(image.height, image.width)
@@ -398,38 +388,29 @@ def views(checkpoint: LeRobotCheckpoint) -> int:
 
 
 def policy_spec(checkpoint: LeRobotCheckpoint, config: XVLAConfig, image: ImageRecipe) -> PolicySpec:
-    return PolicySpec(
-        architecture="xvla",
-        name=checkpoint.name,
-        cameras=checkpoint.cameras,
-        state=checkpoint.vector("input_features", "STATE", STATE),
+    return checkpoint.policy_spec(
+        "xvla",
+        config.chunk_size,
         action=action_spec(checkpoint),
-        chunk_size=config.chunk_size,
         noise_dim=config.max_action_dim,
         solver_steps=checkpoint.size("num_denoising_steps"),
         max_prompt_tokens=config.prompt_tokens,
         resizes_frames=bool(image.steps),
-        control_hz=checkpoint.control_hz,
-        n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
         solver=Solver("renoise"),
     )
 
 
 def processing(checkpoint: LeRobotCheckpoint, config: XVLAConfig, image: ImageRecipe) -> Processing:
-    return Processing(
-        image=image,
-        prompt=PromptRecipe(
-            max_tokens=config.prompt_tokens,
-            vocab_size=config.vocab_size,
-            pad_token_id=config.pad_token,
-            padding="max_length",
-        ),
-        state=checkpoint.normalization(STATE, "STATE"),
-        action=checkpoint.normalization(ACTION, "ACTION"),
-        padded_state_dim=config.max_state_dim,
-        padded_action_dim=config.max_action_dim,
-        action_parts=POSE if turns(checkpoint) else (),
-        action_steps=(Threshold((6,), 0.5, -1.0, 1.0),) if turns(checkpoint) else (),
+    prompt = PromptRecipe(
+        max_tokens=config.prompt_tokens,
+        vocab_size=config.vocab_size,
+        pad_token_id=config.pad_token,
+        padding="max_length",
+    )
+    if not turns(checkpoint):
+        return checkpoint.processing(image, prompt, config)
+    return checkpoint.processing(
+        image, prompt, config, action_parts=POSE, action_steps=(Threshold((6,), 0.5, -1.0, 1.0),)
     )
 
 

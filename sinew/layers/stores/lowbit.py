@@ -36,7 +36,7 @@ def codes(weight: Tensor, name: str, k: int) -> Tensor:
     offset, rows = FORMATS[name].offset, weight.shape[0]
     if name == "ternary":  # byte j of 16 holds the weights j, 16 + j, 32 + j and 48 + j of 64
         packed = weight.view(rows, -1, 1, 16)
-        shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=weight.device)
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=weight.device)
         spread = (packed >> shifts[:, None]) & 3  # [N, K / 64, 4, 16]
         return spread.view(rows, -1)[:, :k].to(torch.int8) - offset
     blocks = weight.view(rows, k // 32, -1)[..., 2:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sinew import machine
 from sinew.perf.fleet import batched
 from sinew.perf.machine import fit as calibration
 from sinew.perf.program import PublishedProgram
@@ -13,15 +12,10 @@ def sizes(most: int) -> list[int]:
     return sorted({*(1 << k for k in range(most.bit_length()) if 1 << k <= most), most})
 
 
-def predicted(source: str, threads: int, engine: str, max_batch: int) -> tuple[dict[int, float], float] | str:
-    """Return the seconds of each size and the calibration's band, or what is missing for them."""
-    fitted = calibration.load(machine.cpu_model(), threads, engine=engine)
-    if fitted is None:
-        option = "" if engine == "eager" else f" --engine {engine}"
-        return (
-            f"not calibrated for {threads} threads: sinew perf calibrate {source} --threads {threads}{option}"
-        )
-    program = PublishedProgram.load(source, dtypes="fp32", engine="eager" if engine == "eager" else "plan")
+def predicted(source: str, threads: int, engine: str, max_batch: int) -> tuple[dict[int, float], float]:
+    """Return the seconds of each size and the calibration's band. Raises :class:`SinewError` where it is missing."""
+    fitted = calibration.calibrated(source, threads, engine)
+    program = PublishedProgram.load(source, dtypes="fp32", engine=calibration.program_of(engine))
     stages = program.components("unfused")
     found = {
         size: sum(fitted.predict(batched(stage, size)).seconds for stage in stages)

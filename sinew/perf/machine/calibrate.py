@@ -158,6 +158,14 @@ def random_weights(model: Model) -> Model:
     return made.eval().requires_grad_(False)
 
 
+def disturbed(found: Calibration) -> str:
+    """Return what speaks against a calibration: that others computed beside it; "" for nothing."""
+    load, cores = found.speeds.load, machine.cores().physical
+    if load <= cores:
+        return ""
+    return f"load average {load} on {cores} cores: others were computing; calibrate again when idle"
+
+
 def errors_by_stage(fitted: Calibration) -> dict[str, float]:
     """The largest error of the fit on each stage."""
     found = dict.fromkeys(STAGES, 0.0)

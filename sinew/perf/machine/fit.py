@@ -23,9 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from sinew import machine
 from sinew.bundle.schema import from_json
 from sinew.core import SinewError
 from sinew.perf.machine.measure import Speeds, StageTime
@@ -242,3 +244,26 @@ def load(
     if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
         raise SinewError(f"{path}: expected a calibration of schema {SCHEMA}; calibrate again")
     return from_json(json.dumps(record), Calibration, str(path))
+
+
+def calibrated(
+    source: str, threads: int, engine: str = "eager", directory: Path | None = None
+) -> Calibration:
+    """Return the stored calibration of this machine. Raises :class:`SinewError` with the command that makes it."""
+    found = load(machine.cpu_model(), threads, directory, engine)
+    if found is None:
+        option = "" if engine == "eager" else f" --engine {engine}"
+        raise SinewError(
+            f"not calibrated for {threads} threads: sinew perf calibrate {source} --threads {threads}{option}"
+        )
+    return found
+
+
+def threads_of(asked: int | None) -> int:
+    """Return the threads that are meant: those of this process's cores where none are asked for."""
+    return asked or machine.recommended_threads()[0]
+
+
+def program_of(engine: str) -> Literal["eager", "plan"]:
+    """Return the program that an engine runs: that of ``plan`` for all but the reference."""
+    return "eager" if engine == "eager" else "plan"

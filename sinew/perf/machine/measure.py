@@ -102,7 +102,7 @@ def measure_stages(
     size: height and width of a view. Runs the model's own code as the eager engine does. A stage that two
     requests share (the same views, say) is measured once.
     """
-    device = next(model.parameters()).device
+    device = model.device
     found: list[StageTime] = []
     for request in requests:
         with _chunk(model, request.chunk), torch.inference_mode():

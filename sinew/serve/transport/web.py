@@ -107,7 +107,8 @@ class WebServer:
         app.on_response_prepare.append(_anonymous)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
-        for routes in self._routes:
+        beside = [self._dialect.beside] if self._dialect and self._dialect.beside else []
+        for routes in [*self._routes, *beside]:
             routes.add(self._service, self._guarded, app.router)
         if self._make_page is not None:
             self.page = self._make_page(self._service, self._guarded)
@@ -231,6 +232,8 @@ class WebServer:
             with service.reading(name, client):
                 service.authorize(_key(request))
                 deployment = service.policies.get(policy)
+                if dialect.connect is not None:
+                    dialect = dialect.connect(deployment.spec, service.about(policy), dict(request.query))
         except SinewError as error:
             return web.Response(status=error_answer(error)[0], text=f"{error}\n")
         socket = web.WebSocketResponse(
@@ -255,7 +258,7 @@ class WebServer:
         connection.answered(connection.waiting)
         messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
         # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
-        worker = asyncio.create_task(self._answer(socket, connection, messages, client, policy))
+        worker = asyncio.create_task(self._answer(socket, dialect, connection, messages, client, policy))
         try:
             if dialect.greet is not None:
                 await socket.send_bytes(dialect.greet(deployment.spec, service.about(policy)))
@@ -268,11 +271,11 @@ class WebServer:
                     wanted = "binary frame with a msgpack map" if dialect.binary else "text frame"
                     await self._fail(socket, f"expected a {wanted}, got the other kind")
                     break
-                elif messages.full():
+                elif messages.full() and not dialect.waits:
                     await self._fail(socket, f"at most {PENDING} observations of one connection may wait")
                     break
                 else:
-                    messages.put_nowait((time.perf_counter(), _data(message), connection.whole()))
+                    await messages.put((time.perf_counter(), _data(message), connection.whole()))
                 del message  # the next one may be long in coming
         except (ConnectionError, asyncio.CancelledError):
             logger.debug("a client of %s left", name)
@@ -287,6 +290,7 @@ class WebServer:
     async def _answer(
         self,
         socket: web.WebSocketResponse,
+        dialect: Dialect,
         connection: Connection,
         messages: asyncio.Queue[tuple[float, bytes, int]],
         client: str,
@@ -297,13 +301,18 @@ class WebServer:
         while True:
             arrived, payload, size = await messages.get()
             try:
-                reply = await self._reply(payload, arrived, previous_ms, client, connection, policy)
-                await (socket.send_str(reply) if isinstance(reply, str) else socket.send_bytes(reply))
+                reply = await self._reply(dialect, payload, arrived, previous_ms, client, connection, policy)
+                if reply is not None:
+                    await (socket.send_str(reply) if isinstance(reply, str) else socket.send_bytes(reply))
                 connection.prove()
                 previous_ms = 1e3 * (time.perf_counter() - arrived)
             except SinewError as error:
-                await self._fail(socket, f"{error} [{error.code}]")
-                return
+                told = dialect.error(error) if dialect.error is not None else None
+                if told is None:
+                    await self._fail(socket, f"{error} [{error.code}]")
+                    return
+                with contextlib.suppress(ConnectionError):
+                    await socket.send_bytes(told)
             except ConnectionError:
                 return
             except Exception:  # whatever it is, the other clients are served on
@@ -316,17 +325,20 @@ class WebServer:
 
     async def _reply(
         self,
+        dialect: Dialect,
         payload: bytes,
         arrived: float,
         previous_ms: float | None,
         client: str,
         connection: Connection,
         policy: str,
-    ) -> bytes | str:
-        assert self._dialect is not None
-        service, dialect = self._service, self._dialect
+    ) -> bytes | str | None:
+        service = self._service
         with service.reading(dialect.name, client):
             message = dialect.read(payload)
+        if message.endpoint == "answered":
+            reply: bytes | None = message.reply
+            return reply
         if dialect.reset is not None and message.endpoint == "reset":
             service.reset(message.session, policy)
             return dialect.reset()

@@ -40,6 +40,13 @@ WIRES = {
             "sinew.serve.wires.evo1:DIALECT",
         ),
         Wire(
+            "vla-eval",
+            8000,
+            "WebSocket and msgpack: vla-eval's benchmarks",
+            "websocket",
+            "sinew.serve.wires.vla_eval:DIALECT",
+        ),
+        Wire(
             "http",
             8000,
             "POST /v1/actions, POST /act (OpenVLA, OpenVLA-OFT)",

@@ -86,6 +86,15 @@ def prompt_key(spec: PolicySpec, wire: str) -> str:
     return PROMPT_KEYS[0]
 
 
+def keys_read(spec: PolicySpec, wire: str) -> frozenset[str]:
+    """The keys under which this wire's clients may send what the policy reads."""
+    maps = key_maps(spec, wire)
+    if maps:
+        return frozenset().union(*({*keys.images, *keys.state, keys.prompt, *keys.unread} for keys in maps))
+    cameras = [key for camera in spec.cameras for key in _spellings(camera.name)]
+    return frozenset((*cameras, *_STATE_KEYS, *PROMPT_KEYS))
+
+
 def read_observation(
     flat: Mapping[str, Any],
     spec: PolicySpec,

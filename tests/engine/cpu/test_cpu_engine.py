@@ -179,7 +179,7 @@ def test_quantize_stores_and_measures(case, tmp_path, capsys) -> None:
     out = tmp_path / "small.gguf"
     recipe = "vision=q4_0,language=q4_0,head=int8"
     arguments = ["quantize", str(path), "--recipe", recipe, "--observations", "2", "--out", str(out)]
-    assert main(arguments) == 0
+    assert main([*arguments, "--json"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     written = Bundle(out)
     assert written.manifest.quantization.recipe == record["recipe"]

@@ -114,7 +114,7 @@ def stand_in(folder: Path) -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "a GPU that is not there",
         "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
-        "synchronize": lambda device=None: None,
+        "current_stream": lambda device=None: SimpleNamespace(synchronize=lambda: None),
         "stream": lambda stream: nullcontext(),
         "Stream": Stream,
         "CUDAGraph": Graph,

@@ -11,7 +11,10 @@ TRITON_CACHE_DIR to be an empty folder, and TRITON_INTERPRET not to be 1.
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from typing import Any
@@ -20,34 +23,26 @@ import torch
 
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.kernels import tiles
-from tests.engine.cuda.kernel_compile import resource_usage
 from tests.engine.cuda.test_cuda_full_size import META, program
 
 SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a program may have
 MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 16, 224), "smolvla": (2, 48, 512)}  # views, prompt, image
-NARROW = ("vision", "language", "head")
-VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "bfloat16": ({}, ()),
-    "dependent launch": ({"pdl": True, "prefetch": True}, ()),
-    "FP8, dependent launch": ({"pdl": True, "prefetch": True}, NARROW),
-    "FP8": ({}, NARROW),
-}
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "bfloat16": (),
+    "FP8": ("vision", "language", "head"),
+}  # what is in FP8
 CASES = {  # what differs between architectures and models, and not all that there is: each takes seconds
     80: {"bfloat16": ("pi0.5", "smolvla")},
     89: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("pi0.5",)},
     90: {
         "bfloat16": tuple(MODELS),
-        "dependent launch": ("pi0.5", "smolvla"),
         "FP8": ("pi0.5", "smolvla"),
-        "FP8, dependent launch": ("pi0.5",),
     },
 }
 
 QUICK = {  # every variant, for the newest GPU; what there is beyond it is slow
     "bfloat16": ("pi0.5", "smolvla"),
-    "dependent launch": ("smolvla",),
     "FP8": ("smolvla",),
-    "FP8, dependent launch": ("pi0.5",),
 }
 
 
@@ -55,7 +50,7 @@ class FakeGpu:
     """``launches``: of each kernel; ``compiled``: each specialisation's name, machine code and shared memory."""
 
     def __init__(self, capability: int):
-        self.capability, self.dependent = capability, 0
+        self.capability = capability
         self.launches: Counter[str] = Counter()
         self.compiled: list[tuple[str, bytes, int]] = []
         self.utils, self.launcher_cls = self, self.launcher
@@ -67,7 +62,6 @@ class FakeGpu:
             assert 1 <= x < 2**31, f"{name}: grid {x}"
             assert all(1 <= size < 2**16 for size in (y, z)), f"{name}: grid {x}, {y}, {z}"
             self.launches[name] += 1
-            self.dependent += bool(metadata.launch_pdl)
 
         return launch
 
@@ -92,6 +86,19 @@ class FakeGpu:
         return 1, 1, 0, 0, 1024
 
 
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Return registers, and bytes of stack: where a register does not fit, it is kept there."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": numbers["REG"], "spilled": numbers["STACK"] + numbers["LOCAL"]}
+
+
 def main(capability: int, quick: bool = False) -> dict[str, Any]:
     from triton.runtime import driver
 
@@ -103,14 +110,12 @@ def main(capability: int, quick: bool = False) -> dict[str, Any]:
 def chunks(gpu: FakeGpu, cases: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
     rows, capability = [], gpu.capability
     for variant, models in cases.items():
-        options, fp8 = VARIANTS[variant]
         for name in models:
             gpu.launches.clear()
             gpu.compiled.clear()
-            gpu.dependent = 0
             start = time.perf_counter()
             with torch.no_grad():
-                program(name, *MODELS[name], Kernels(META, **options), fp8=fp8).chunk()
+                program(name, *MODELS[name], Kernels(META), fp8=VARIANTS[variant]).chunk()
             seconds = time.perf_counter() - start
             usage = [(kernel, resource_usage(code), shared) for kernel, code, shared in gpu.compiled]
             rows.append(
@@ -120,7 +125,6 @@ def chunks(gpu: FakeGpu, cases: dict[str, tuple[str, ...]]) -> list[dict[str, An
                     "capability": capability,
                     "seconds": round(seconds, 1),
                     "launches": dict(gpu.launches),
-                    "dependent": gpu.dependent,
                     "compiled": len(usage),
                     "spilled": {kernel: use["spilled"] for kernel, use, _ in usage if use["spilled"]},
                     "registers": max(use["registers"] for _, use, _ in usage) if usage else 0,

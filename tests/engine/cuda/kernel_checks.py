@@ -62,13 +62,10 @@ def loaded(name: str, path: Path) -> ModuleType:
     return module
 
 
-def norm_of(s: Source, M: int, K: int, columns: int, norm: bool, affine: bool, given: int) -> dict[str, Any]:
-    """Options of a product over a norm. given: columns of squares, which are not those of x."""
-    options: dict[str, Any] = {"eps": EPS} if norm else {}
-    options |= {"bias": s.random(columns)} if affine else {}
-    if given:
-        return options | {"squares": s.parts(M, given)}
-    return options | ({"scale": s.random(K)} if affine else {})
+def norm_of(s: Source, M: int, columns: int, affine: bool, given: int) -> dict[str, Any]:
+    """Options of a product over a norm. given: columns of squares, which are not those of x; 0: no norm."""
+    options: dict[str, Any] = {"bias": s.random(columns)} if affine else {}
+    return options | ({"eps": EPS, "squares": s.parts(M, given)} if given else {})
 
 
 def norm_linear(
@@ -78,17 +75,16 @@ def norm_linear(
     M=17,
     K=50,
     N=37,
-    norm=True,
     affine=True,
     wide=False,
-    given=0,
+    given=4,
     silu=False,
     tile=SMALL,
 ) -> None:
     s = Source(dtype, device)
     x, weight = s.rows(M, K), s.weight(N, K)
     weight = weight.float() if wide else weight
-    options = norm_of(s, M, K, N, norm, affine, given) | {"silu": silu}
+    options = norm_of(s, M, N, affine, given) | {"silu": silu}
     out = target(M, N, dtype=weight.dtype, device=device)
     module.norm_linear(x, weight, out=out, tile=tile, **options)
     close(module, "norm_linear", out, KERNELS["norm_linear"].reference(x, weight, **options))
@@ -103,14 +99,13 @@ def gated_mlp(
     K=50,
     N=37,
     activation="gelu_tanh",
-    norm=True,
     affine=True,
-    given=0,
+    given=4,
     tile=SMALL,
 ) -> None:
     s = Source(dtype, device)
     x, weight = s.rows(M, K), s.weight(2 * N, K)
-    options = {"activation": activation, **norm_of(s, M, K, 2 * N, norm, affine, given)}
+    options = {"activation": activation, **norm_of(s, M, 2 * N, affine, given)}
     out = target(M, N, dtype=dtype, device=device)
     module.gated_mlp(x, weight, out=out, tile=tile, **options)
     close(module, "gated_mlp", out, KERNELS["gated_mlp"].reference(x, weight, **options))
@@ -126,16 +121,15 @@ def qkv_rope(
     H=3,
     KV=2,
     D=24,
-    norm=True,
     affine=True,
-    given=0,
+    given=4,
     tile=SMALL,
 ) -> None:
     s = Source(dtype, device)
     columns = (H + 2 * KV) * D
     x, weight = s.rows(M, K), s.weight(columns, K)
     angle = s.random(M, D // 2, dtype=torch.float32) * 3
-    options = norm_of(s, M, K, columns, norm, affine, given)
+    options = norm_of(s, M, columns, affine, given)
     workspace, runs = Workspace(1 << 16, 64, device), []
     workspace.parts.fill_(float("nan"))
     references = KERNELS["qkv_rope"].reference(x, weight, angle.cos(), angle.sin(), (H, KV), **options)
@@ -287,23 +281,22 @@ DTYPES = [torch.float32, torch.bfloat16]
 EDGES = {
     "norm_linear": [
         {"M": 1, "K": 16, "N": 16},  # one row, whole tiles
-        {"norm": False, "affine": False},
+        {"given": 0, "affine": False},
         {"wide": True},
         {"M": 33, "tile": Tile(16, 32, 64)},  # tiles larger than the problem
         {"given": 5},
         {"given": 1, "affine": False},
-        {"norm": False, "affine": False, "silu": True},
+        {"given": 0, "affine": False, "silu": True},
     ],
     "gated_mlp": [
         {"M": 1, "activation": "silu"},
-        {"norm": False, "affine": False, "K": 32, "N": 32},
+        {"given": 0, "affine": False, "K": 32, "N": 32},
         {"given": 3},
     ],
     "qkv_rope": [
         {"KV": 0, "H": 2, "D": 32},  # queries alone
         {"H": 0, "KV": 1, "D": 32},  # keys and values alone
-        {"M": 1, "norm": False, "affine": False},
-        {"given": 4},
+        {"M": 1, "given": 0, "affine": False},
         {"tile": SPLIT, "K": 90},
         {"tile": SPLIT, "given": 3, "KV": 0, "D": 32},
         {"K": 20, "M": 1, "tile": Tile(16, 16, 16, 4)},  # programs without any depth
@@ -320,6 +313,8 @@ EDGES = {
     "packed_attention": [
         {"S": 0, "tile": Tile(16, 16)},
         {"P": 7, "S": 3, "tile": Tile(16, 16, split=4)},  # programs without any key
+        {"tile": Tile(16, 16, split=5)},  # parts that a kernel of their own joins
+        {"M": 9, "key_mask": True, "D": 32, "hidden": 20, "tile": Tile(16, 16, split=6)},
         {"loud": 40.0},  # scores whose exponentials overflow unless the largest is taken off
         {"M": 1, "H": 3, "KV": 1, "D": 64, "P": 16, "S": 16},
         {"key_mask": True},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sinew.core import RTC, ObservationError
+from sinew.core import ObservationError
 from sinew.policy import load
 from tests.engine.cuda.cuda_cases import BOUND, CASES, ONE_PER_MODEL, asset_case, golden_case, shaken
 from tests.engines import run_one
@@ -63,12 +63,28 @@ def test_the_policy_matches_the_reference(open_case, golden, name):
     assert (policy.engine_name, policy.dtype, str(policy.device)) == ("cuda", "fp32", "cpu")
     chunk = policy.infer(case.observation)
     assert_parity(chunk.actions, Golden(golden / name).numpy("actions")[0])
-    refusal = "expected engine eager or plan, which can guide a solution, got engine cuda"
-    assert (policy.unguided, policy.guidance) == (refusal, ())
-    for rtc in RTC:
-        with pytest.raises(ObservationError, match=f"previous: {refusal}"):
-            policy.check({**Golden(golden / name).observation(), "previous": chunk.actions, "rtc": rtc})
+    assert (policy.unguided, policy.guidance) == ("", ("no-jacobian", "ramp"))
+    refusal = "rtc: expected no-jacobian or ramp on engine cuda; engines eager and plan take all, got guided"
+    with pytest.raises(ObservationError, match=refusal):
+        policy.check({**Golden(golden / name).observation(), "previous": chunk.actions, "rtc": "guided"})
     assert policy.engine.programs.keys()[0].sizes == ((480, 640), (480, 640))  # raw frames reached the engine
+
+
+@pytest.mark.parametrize("rtc", ["no-jacobian", "ramp"])
+@pytest.mark.parametrize("name", ONE_PER_MODEL)
+def test_a_running_chunk_is_continued_as_eager_does(open_case, golden, name, rtc):
+    """What guides a step stands between two replays; vision, prefix and step are recorded apart."""
+    case = open_case(name)
+    policy = load(case.policy.bundle.path, engine="cuda", device="cpu")
+    seen = Golden(golden / name).observation()
+    running = case.policy.infer(case.observation).actions[5:] + 0.1
+    asked = {**seen, "previous": running, "rtc": rtc, "delay": 2}
+    wanted = case.policy.infer(asked).actions
+    found = policy.infer(asked).actions
+    scale = np.abs(wanted).max()
+    assert np.abs(found - wanted).max() <= BOUND * scale
+    assert np.abs(wanted - case.policy.infer(seen).actions).max() > 100 * BOUND * scale  # it was guided
+    assert np.array_equal(policy.infer(asked).actions, found)
 
 
 @pytest.mark.parametrize(("views", "steps"), SIZES)

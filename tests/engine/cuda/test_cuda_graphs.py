@@ -18,9 +18,15 @@ from sinew.engine.cuda.frames import runs
 from sinew.engine.cuda.graphs import Calls, Kept
 from sinew.engine.cuda.program import Program
 from sinew.engine.cuda.staging import ALIGNMENT
+from sinew.layers import vit
 from sinew.layers.linear import rounded
+from sinew.layers.vit import position_rows
+from sinew.policy import load
+from tests.cases import golden_cases
 from tests.engine.cuda.cuda_cases import BOUND, Case, Frozen, asset_case, golden_case, shaken
 from tests.engines import run_one
+from tests.golden import Golden
+from tests.models.stages import CASES, observation
 
 ONE_PER_MODEL = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
 
@@ -255,8 +261,11 @@ class FromTheHost(TorchDispatchMode):
 
 def without_memory(program: Program) -> Program:
     """The same program on the device that is neither host nor GPU and computes nothing."""
-    model, vision = program.model, program.model.vision
-    held = [*model.parameters(), *model.buffers(), vision.patch_weight, *vision.grids.values()]
+    model = program.model
+    held = [*model.parameters(), *model.buffers()]
+    for module in model.modules():  # what towers keep beside them
+        held += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        held += getattr(module, "grids", {}).values()
     held += [*program.time_embeddings, program.x, program.time_embedding, *program.staging.device.values()]
     if program.patches is not None:
         held.append(program.patches.rows)
@@ -272,7 +281,10 @@ def without_memory(program: Program) -> Program:
 @torch.no_grad()  # not inference_mode: it would hand over composite operators whole
 def audit(case: Case, pixels: bool, spoil=lambda model: None, **options) -> FromTheHost:
     engine = case.engine(**options)
-    run_one(engine, case.inputs(pixels=pixels), case.noise, 2)  # fills what a warm-up fills
+    steps = case.policy.spec.solver.fixed_steps or (
+        2 if case.noise.ndim == 2 else case.policy.spec.solver_steps
+    )
+    run_one(engine, case.inputs(pixels=pixels), case.noise, steps)  # fills what a warm-up fills
     (key,) = engine.programs.keys()
     spoil(engine.model)
     program = without_memory(engine.programs[key])
@@ -284,7 +296,7 @@ def audit(case: Case, pixels: bool, spoil=lambda model: None, **options) -> From
         return make(*arguments, **options)
 
     with FromTheHost() as found, mock.patch.object(torch, "tensor", of_constants):
-        program.chunk()
+        program.read_plainly() if program.speaks else program.chunk()
     assert found.count > 100
     return found
 
@@ -295,6 +307,15 @@ def test_nothing_is_read_from_the_host_inside_a_program(open_case, name, options
     case = open_case(name)
     assert audit(case, pixels=False, **options).found == []
     assert audit(case, pixels=True, **options).found == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_family_reads_from_the_host_inside_a_program(case_bundle, name):
+    """The first run on a GPU found positions of a tower that were looked up on the host at every call."""
+    policy = load(case_bundle(name), "cpu", "fp32", "eager", allow_missing_cameras=True)
+    seen = observation(name, Golden(golden_cases() / name))
+    case = Case(policy, seen, policy.processor.noise(seen)[0])
+    assert audit(case, pixels=True).found == []
 
 
 def test_the_audit_finds_a_constant_that_is_copied(monkeypatch):
@@ -312,11 +333,17 @@ def test_the_audit_finds_a_constant_that_is_copied(monkeypatch):
     assert audit(case, True, spoil).found
 
 
-def test_the_audit_finds_rows_that_are_looked_up_again(open_case):
+def test_the_audit_finds_rows_that_are_looked_up_again(open_case, monkeypatch):
     case = open_case("smolvla-2cam")
     case.model.config.vision.__dict__["image_size"] = 256  # a table of a larger grid than the frames'
     vision = case.model.vision
     rows = vision.position_embedding.weight
     vision.position_embedding.weight = torch.nn.Parameter(rows.repeat(4, 1), requires_grad=False)
     assert audit(case, pixels=True).found == []
-    assert audit(case, True, lambda model: model.vision.grids.clear()).found
+    from_the_host = position_rows
+
+    def spoil(model):
+        model.vision.grids.clear()
+        monkeypatch.setattr(vit, "position_rows", lambda *grid: from_the_host(*grid[:3]).to("meta"))
+
+    assert audit(case, True, spoil).found

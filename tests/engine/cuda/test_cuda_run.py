@@ -185,8 +185,6 @@ def test_devices_that_cannot_run_it_are_refused(monkeypatch):
     with pytest.raises(SinewError, match="on cuda:3: expected one of 1 devices"):
         load(bundle, device="cuda:3", engine="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    with pytest.raises(SinewError, match="pdl: expected compute capability 9.0 or newer, got 8.0"):
-        require(torch.device("cuda", 0), CudaOptions(pdl=True))
     with pytest.raises(SinewError, match="fp8 on cuda:0: compute capability 8.0, FP8 needs 8.9"):
         require(torch.device("cuda", 0), CudaOptions(fp8=("vision",)))
     monkeypatch.setattr("sinew.engine.cuda.device.triton", None)
@@ -201,8 +199,6 @@ def test_options_that_cannot_be_are_refused(open_case):
         CudaOptions(prompt_buckets=(32, 16))
     with pytest.raises(SinewError, match="max_graphs: expected 1 or more, got 0"):
         CudaOptions(max_graphs=0)
-    with pytest.raises(SinewError, match="pdl: .* needs a GPU, got device cpu"):
-        asset_case("pen").engine(pdl=True)
     options = CudaOptions(prompt_buckets=(16, 48))
     assert [options.bucket(n) for n in (1, 16, 17, 48, 49, 97)] == [16, 16, 48, 48, 96, 144]
 

@@ -19,6 +19,7 @@ from sinew.bundle.image_recipe import ImageRecipe
 from sinew.engine.cuda.kernels import KERNELS
 from sinew.engine.cuda.kernels.launch import Tile
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
+from sinew.engine.cuda.kernels.splitk_linear import statistics_reference
 from sinew.layers.attention import attend
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderConfig, GatedMLP
 from sinew.layers.norm import AdaRMSNorm, Modulation, rms_normalize
@@ -82,7 +83,6 @@ def test_attention_of_any_size(KV: int, G: int, **sizes: int) -> None:
 # A line of a kernel, what it is changed into, and the sizes that show it.
 MUTANTS = [
     ("norm_linear", "squares / K + eps", "squares / BLOCK_K + eps", {}),
-    ("norm_linear", "1.0 + tl.load(scale", "tl.load(scale", {}),
     ("norm_linear", "mask=row_ok[:, None] & k_ok[None, :]", "mask=row_ok[:, None]", {}),
     ("norm_linear", "mask=row_ok[:, None] & col_ok[None, :])", "mask=row_ok[:, None])", {}),
     ("gated_mlp", "1.5957691216057308", "1.702", {}),
@@ -93,7 +93,6 @@ MUTANTS = [
     ("qkv_rope", "low_tile + HALF * K + i", "low_tile + K + i", {}),
     ("qkv_rope", "in tl.static_range(SPLIT)", "in tl.static_range(SPLIT - 1)", {"tile": SPLIT, "K": 90}),
     ("qkv_rope", "(2 * part + 1)", "(2 * part)", {"tile": SPLIT}),
-    ("qkv_rope", "squares += tl.load(sums + part", "squares += tl.load(sums + own", {"tile": SPLIT}),
     ("qkv_rope", "tl.store(arrivals + block, 0)", "tl.store(arrivals + block, 1)", {"tile": SPLIT}),
     ("splitk_linear", "for s in tl.static_range(SPLIT)", "for s in tl.static_range(SPLIT - 1)", {}),
     ("splitk_linear", "tl.store(arrivals + tile, 0)", "tl.store(arrivals + tile, 1)", {}),
@@ -123,6 +122,18 @@ MUTANTS = [
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {"key_mask": True}),
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {}),
     ("packed_attention", "numerator * rise[:, None]", "numerator", {"loud": 4.0}),
+    (
+        "packed_attention",
+        "% (BLOCK_M // ROWS) * ROWS",
+        "% (BLOCK_M // ROWS)",
+        {"tile": Tile(16, 16, split=5)},
+    ),
+    (
+        "packed_attention",
+        "at = (tile % KV * GROUP",
+        "at = (tile // KV * GROUP",
+        {"tile": Tile(16, 16, split=5)},
+    ),
     ("row_norm", "added *= tl.load(gate", "added += tl.load(gate", {}),
     ("row_norm", "h = rounded.to(tl.float32)", "h = h * 1.0", {}),
     (
@@ -230,12 +241,13 @@ def test_references_of_products_are_the_layers() -> None:
     x, gamma = torch.randn(7, 24), torch.rand(24) + 0.5
     norm = rms_normalize(x, 1e-6)
     weight = torch.randn(10, 24)
-    folded = KERNELS["norm_linear"].reference(x, weight * gamma, eps=1e-6)
+    squares = x.pow(2).sum(-1, keepdim=True)
+    folded = KERNELS["norm_linear"].reference(x, weight * gamma, eps=1e-6, squares=squares)
     torch.testing.assert_close(folded, (norm * gamma) @ weight.T)
     for activation in ("gelu_tanh", "silu"):
         mlp = GatedMLP(DecoderConfig(24, 40, 1, 2, 1, 12, 1e-6, 1e4, activation=activation))
         packed = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        hidden = KERNELS["gated_mlp"].reference(x, packed, activation=activation, eps=1e-6)
+        hidden = KERNELS["gated_mlp"].reference(x, packed, activation=activation, eps=1e-6, squares=squares)
         out = KERNELS["splitk_linear"].reference(hidden, mlp.down_proj.weight, residual=x)
         torch.testing.assert_close(out, x + mlp(norm))
     q_and_k = torch.randn(7, 3, 8)
@@ -256,7 +268,9 @@ def test_reference_of_the_adaptive_norm_is_the_layer_and_folds_into_the_product(
     )
     torch.testing.assert_close(total, stream + branch * gate)
     torch.testing.assert_close(normed, AdaRMSNorm(24, 1e-6)(total[None], m)[0])
-    folded = KERNELS["norm_linear"].reference(total, weight, eps=1e-6, scale=scale, bias=weight @ shift)
+    squares, scaled = statistics_reference(total, scale)
+    norm = {"eps": 1e-6, "squares": squares, "bias": weight @ shift}
+    folded = KERNELS["norm_linear"].reference(scaled, weight, **norm)
     torch.testing.assert_close(folded, normed @ weight.T)
 
 
@@ -273,19 +287,22 @@ def test_five_references_in_a_row_are_a_layer_of_the_head() -> None:
     keys, values = (torch.cat([a[None], b], dim=1) for a, b in zip(prefix, (k, v), strict=True))
     want = layer.finish(x[None], attend(q, keys, values, mask[None]), *modulations)[0]
 
-    def table(weight: torch.Tensor, m: Modulation) -> dict:
-        return {"eps": 1e-6, "scale": m.scale.flatten(), "bias": weight @ m.shift.flatten()}
+    def table(stream: torch.Tensor, weight: torch.Tensor, m: Modulation) -> tuple[torch.Tensor, dict]:
+        squares, scaled = statistics_reference(stream, m.scale.flatten())
+        return scaled, {"eps": 1e-6, "squares": squares, "bias": weight @ m.shift.flatten()}
 
     before, after = modulations
     qkv = torch.cat([layer.attn.q_proj.weight, layer.attn.k_proj.weight, layer.attn.v_proj.weight])
     gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
     references = {name: kernel.reference for name, kernel in KERNELS.items()}
     cos, sin = rotate.cos[0, :, 0], rotate.sin[0, :, 0]
-    q, k, v = references["qkv_rope"](x, qkv, cos, sin, (4, 1), **table(qkv, before))
+    scaled, norm = table(x, qkv, before)
+    q, k, v = references["qkv_rope"](scaled, qkv, cos, sin, (4, 1), **norm)
     attended = references["packed_attention"](q, prefix, mask, own=(k, v)).flatten(1)
     linear = references["splitk_linear"]
     h = linear(attended, layer.attn.o_proj.weight, gate=before.gate.flatten(), residual=x)
-    hidden = references["gated_mlp"](h, gate_up, activation="gelu_tanh", **table(gate_up, after))
+    scaled, norm = table(h, gate_up, after)
+    hidden = references["gated_mlp"](scaled, gate_up, activation="gelu_tanh", **norm)
     got = linear(hidden, layer.mlp.down_proj.weight, gate=after.gate.flatten(), residual=h)
     torch.testing.assert_close(got, want)
 

@@ -100,16 +100,15 @@ def multiply(
     weight: Fp8Weight,
     bias: Tensor | None = None,
     out: Tensor | None = None,
-    **launching: Any,
 ) -> Tensor:
     """data: e4m3 [M, K], scales: float32 [M], as the kernels leave them -> [M, N] in ``weight.dtype``, or ``out``.
 
-    On a CPU the reference. launching: pdl and prefetch.
+    On a CPU the reference.
     """
     if data.device.type == "cpu":
         y = fp8_product.reference(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
         return y if out is None else out.copy_(y)
-    made: dict[str, Any] = {"bias": bias, "out": out, "dtype": weight.dtype, **launching}
+    made: dict[str, Any] = {"bias": bias, "out": out, "dtype": weight.dtype}
     return fp8_product.fp8_product(data, scales, weight.data, weight.scale, **made)
 
 

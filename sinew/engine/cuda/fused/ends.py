@@ -61,7 +61,7 @@ class FusedDecode(ExpertModel):
             (m,) = modulation
             rows, options = modulated(self.ops, stream_of(h), norm.eps, m, linear)
         else:
-            rows, options = normed(stream_of(h), norm.eps, linear)
+            rows, options = normed(self.ops, stream_of(h), norm.eps, linear)
         return self.ops.norm_linear(rows, linear.weight, **options).float()[None]
 
 

@@ -1,8 +1,7 @@
 """The operations of :mod:`.ops` as Triton kernels on a GPU.
 
 Results are allocated here: inside a graph's capture that is memory of the graph's own pool, whose addresses
-stay. Programs that split their work meet in one workspace, because launches of one stream do not overlap; with
-dependent launch each kernel waits for the one before it to have finished, so they do not overlap then either.
+stay. Programs that split their work meet in one workspace, because launches of one stream do not overlap.
 """
 
 from __future__ import annotations
@@ -31,32 +30,28 @@ from sinew.layers.decoder import KeyValue
 
 
 class Kernels(Ops):
-    """``pdl``: dependent launch, of every kernel or of none. ``prefetch``: what streams a weight asks for it while it
-    waits for the kernel before; needs ``pdl``."""
-
-    def __init__(self, device: torch.device, pdl: bool = False, prefetch: bool = False):
-        self.pdl, self.rows = pdl, RowKernels(pdl, prefetch)
-        self.streaming: dict[str, Any] = {"pdl": pdl, "prefetch": prefetch}
+    def __init__(self, device: torch.device):
+        self.rows = RowKernels()
         # Twice what the published shapes need in float32, whose tiles are small: 64 MiB.
         self.workspace = Workspace(2 * PARTS, 2 * BLOCKS, device)
 
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
         out = weight.new_empty(len(x), len(weight))
-        return norm_linear.norm_linear(x, weight, out=out, **norm, **self.streaming)
+        return norm_linear.norm_linear(x, weight, out=out, **norm)
 
     def gated_mlp(self, x: Tensor, weight: Tensor, activation: gated_mlp.Activation, **norm: Any) -> Tensor:
-        return gated_mlp.gated_mlp(x, weight, activation=activation, **norm, **self.streaming)
+        return gated_mlp.gated_mlp(x, weight, activation=activation, **norm)
 
     def qkv_rope(
         self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], **norm: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         D = 2 * cos.shape[-1]
         q, k, v = (x.new_empty(len(x), count, D) for count in (heads[0], heads[1], heads[1]))
-        qkv_rope.prepare(x, weight, cos, sin, q, k, v, self.workspace, **norm, **self.streaming)()
+        qkv_rope.prepare(x, weight, cos, sin, q, k, v, self.workspace, **norm)()
         return q, k, v
 
     def splitk_linear(self, x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
-        return splitk_linear.splitk_linear(x, weight, workspace=self.workspace, **rest, **self.streaming)
+        return splitk_linear.splitk_linear(x, weight, workspace=self.workspace, **rest)
 
     def stream_linear(
         self,
@@ -73,18 +68,19 @@ class Kernels(Ops):
         columns = splitk_linear.blocks(len(weight), tile)
         squares = torch.empty(len(x), columns, dtype=torch.float32, device=x.device)
         extra: dict[str, Any] = {"squares": squares, "scale": scale, "scaled": scaled, "tile": tile, **rest}
-        splitk_linear.prepare(x, weight, out, self.workspace, **extra, **self.streaming)()
+        splitk_linear.prepare(x, weight, out, self.workspace, **extra)()
         return ResidualStream(out, squares, scaled)
 
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        packed_attention.prepare(q, kv, mask, out, self.workspace, own=own, pdl=self.pdl)()
+        for launch in packed_attention.prepare(q, kv, mask, out, self.workspace, own=own):
+            launch()
         return out
 
-    def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    def rms(self, x: Tensor, eps: float, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         out = torch.empty_like(x)
-        row_norm.prepare(x, out, eps=eps, weight=scale, offset=1.0, shift=shift, pdl=self.pdl)()
+        row_norm.prepare(x, out, eps=eps, weight=scale, offset=1.0, shift=shift)()
         return out
 
     def preprocess(self, frames: Tensor, resize: ResizeTables, patch: int, out: Tensor) -> None:
-        preprocess.prepare(frames, resize, out, patch=patch, pdl=self.pdl)()
+        preprocess.prepare(frames, resize, out, patch=patch)()

@@ -49,12 +49,16 @@ class FusedLayer(DecoderLayer):
     def query(self, x: Tensor, rotate: Rotation) -> Tensor:
         linear: Any = self.attn.q_proj
         heads = len(linear.weight) // self.attn.head_dim, 0
-        return qkv(self.ops, linear, *normed(stream_of(x), self.input_norm.eps, linear), rotate, heads)[0]
+        return qkv(
+            self.ops, linear, *normed(self.ops, stream_of(x), self.input_norm.eps, linear), rotate, heads
+        )[0]
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         stream = output(self.ops, self.attn.o_proj, one(attended), one(x))
         eps = self.post_norm.eps
-        return carried(mlp(self.ops, self.mlp, *normed(stream, eps, self.mlp.gate_up_proj), stream.rows))
+        return carried(
+            mlp(self.ops, self.mlp, *normed(self.ops, stream, eps, self.mlp.gate_up_proj), stream.rows)
+        )
 
 
 class FusedKeyValueLayer(KeyValueLayer):
@@ -65,7 +69,7 @@ class FusedKeyValueLayer(KeyValueLayer):
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
         linear: Any = self.attn.kv_proj
         heads = 0, len(linear.weight) // (2 * self.attn.head_dim)
-        rows, norm = normed(stream_of(x), self.input_norm.eps, linear)
+        rows, norm = normed(self.ops, stream_of(x), self.input_norm.eps, linear)
         _, k, v = qkv(self.ops, linear, rows, norm, rotate, heads)
         return x, (k, v)
 
@@ -106,17 +110,17 @@ def stream_of(x: Tensor) -> ResidualStream:
 Norm = dict[str, Any]
 
 
-def normed(stream: ResidualStream, eps: float, reader: Any) -> tuple[Tensor, Norm]:
+def normed(ops: Ops, stream: ResidualStream, eps: float, reader: Any) -> tuple[Tensor, Norm]:
     """The rows, and the ``norm``, with which a product reads a stream through a unit norm."""
+    if stream.squares is None:  # nobody has summed them: the first layer's, whose input no product wrote
+        return ops.rms(stream.rows, eps), {"bias": reader.bias}
     return stream.rows, {"eps": eps, "bias": reader.bias, "squares": stream.squares}
 
 
 def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader: Any) -> tuple[Tensor, Norm]:
     """The same through a norm that the solver's time modulates."""
-    if m.bias is None:
-        return ops.ada_rms(stream.rows, m.scale, m.shift, eps), {"bias": reader.bias}
-    if stream.scaled is None:
-        return stream.rows, {"eps": eps, "bias": m.bias, "scale": m.scale}
+    if m.bias is None or stream.scaled is None:
+        return ops.rms(stream.rows, eps, m.scale, m.shift), {"bias": reader.bias}
     return stream.scaled, {"eps": eps, "bias": m.bias, "squares": stream.squares}
 
 
@@ -126,7 +130,7 @@ def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader
 def project(
     ops: Ops, attn: Any, stream: ResidualStream, rotate: Rotation, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, norm = normed(stream, eps, attn.qkv_proj)
+    rows, norm = normed(ops, stream, eps, attn.qkv_proj)
     return qkv(ops, attn.qkv_proj, rows, norm, rotate, (attn.num_heads, attn.num_kv_heads))
 
 

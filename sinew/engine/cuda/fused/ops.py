@@ -41,8 +41,8 @@ class ResidualStream(NamedTuple):
 
 
 class Ops(ABC):
-    """``norm``: any of eps (None: no norm), scale [K], bias [N] and squares, as ``norm_linear.product`` reads them, and
-    of ``norm_linear`` also silu.
+    """``norm``: any of bias [N] and, together, eps and squares, as ``norm_linear.product`` reads them, and of
+    ``norm_linear`` also silu.
 
     rows: what stands between products that are not part of a kernel; None: torch's own operations.
     """
@@ -86,8 +86,8 @@ class Ops(ABC):
         """q: [M, H, D] over kv [P, Hkv, D] and own [S, Hkv, D]; mask: bool [M, P + S] -> [M, H, D]."""
 
     @abstractmethod
-    def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-        """x: [M, C] -> x / rms(x) * (1 + scale) + shift."""
+    def rms(self, x: Tensor, eps: float, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """x: [M, C] -> x / rms(x), times 1 + scale, plus shift."""
 
     @abstractmethod
     def preprocess(self, frames: Tensor, resize: ResizeTables, patch: int, out: Tensor) -> None:
@@ -128,7 +128,7 @@ class References(Ops):
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         return packed_attention.reference(q, kv, mask, own=own)
 
-    def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    def rms(self, x: Tensor, eps: float, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         return row_norm.reference(x, eps=eps, weight=scale, offset=1.0, shift=shift)[1]
 
     def preprocess(self, frames: Tensor, resize: ResizeTables, patch: int, out: Tensor) -> None:
@@ -180,8 +180,10 @@ class PlainOps(References):
         )[0]
         return out.unflatten(1, (G, M)).permute(2, 0, 1, 3).reshape(M, H, D)
 
-    def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-        return (rms_normalize(x, eps) * (1.0 + scale.float()) + shift.float()).to(x.dtype)
+    def rms(self, x: Tensor, eps: float, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        y = rms_normalize(x, eps)
+        y = y if scale is None else y * (1.0 + scale.float())
+        return (y if shift is None else y + shift.float()).to(x.dtype)
 
 
 def divided(x: Tensor, squares: Tensor, eps: float | None) -> Tensor:
@@ -201,12 +203,8 @@ def _linear(
     weight: Tensor,
     eps: float | None = None,
     bias: Tensor | None = None,
-    scale: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> Tensor:
     if squares is not None:
         x = divided(x, squares, eps)
-    elif eps is not None or scale is not None:
-        wide = x.float() if eps is None else rms_normalize(x, eps)
-        x = (wide if scale is None else wide * (1.0 + scale.float())).to(x.dtype)
     return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))

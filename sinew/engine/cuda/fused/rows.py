@@ -7,8 +7,6 @@ launches that remain beside the products. ``RowReferences`` is what they mean, `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +41,7 @@ class Operand(NamedTuple):
 
 
 class RowOps(ABC):
-    """``to``: what the next product reads. x, branch: [M, C]; weight, shift, gate, bias: vectors of the width.
-
-    launching: options of an e4m3 product's launch.
-    """
-
-    launching: Mapping[str, Any] = MappingProxyType({})
+    """``to``: what the next product reads. x, branch: [M, C]; weight, shift, gate, bias: vectors of the width."""
 
     @abstractmethod
     def norm(
@@ -76,7 +69,7 @@ class RowOps(ABC):
         """[M, K] -> [M, N] in the layer's dtype, by cuBLAS or an e4m3 product; ``bias``: with the layer's."""
         added = linear.bias if bias else None
         if operand.scales is not None:
-            return fp8.multiply(operand.data, operand.scales, linear.weight, added, **self.launching)
+            return fp8.multiply(operand.data, operand.scales, linear.weight, added)
         weight: Tensor = linear.weight
         return F.linear(operand.data, weight, None if added is None else added.to(weight.dtype))
 
@@ -102,29 +95,23 @@ class RowReferences(RowOps):
 
 
 class RowKernels(RowOps):
-    """``pdl``, ``prefetch``: as of :class:`.launches.Kernels`."""
-
-    def __init__(self, pdl: bool = False, prefetch: bool = False):
-        self.pdl = pdl
-        self.launching = {"pdl": pdl, "prefetch": prefetch}
-
     def norm(self, x, to, *, branch=None, **norm):
-        options = {"dtype": to.dtype, "x_scale": to.scale, "pdl": self.pdl, **norm}
+        options = {"dtype": to.dtype, "x_scale": to.scale, **norm}
         total, data, scales = row_norm.row_norm(x, branch=branch, **options)
         return total, Operand(data, scales)
 
     def activate(self, packed, to, *, activation, gated, bias=None):
-        options = {"activation": activation, "gated": gated, "bias": bias, "pdl": self.pdl}
+        options = {"activation": activation, "gated": gated, "bias": bias}
         return Operand(*activate.activate(packed, dtype=to.dtype, x_scale=to.scale, **options))
 
     def convert(self, x, to):
         if to.dtype != E4M3:
             return Operand(x.to(to.dtype))
-        return Operand(*fp8_quantize.fp8_quantize(x, x_scale=to.scale, pdl=self.pdl))
+        return Operand(*fp8_quantize.fp8_quantize(x, x_scale=to.scale))
 
     def rope(self, packed, cos, sin, heads, bias=None):
         H, KV = heads
         D = 2 * cos.shape[-1]
         q, k, v = (packed.new_empty(len(packed), count, D) for count in (H, KV, KV))
-        rope.rope(packed, cos, sin, q, k, v, bias=bias, pdl=self.pdl)
+        rope.rope(packed, cos, sin, q, k, v, bias=bias)
         return q, k, v

@@ -24,7 +24,7 @@ from sinew.engine.cuda.kernels.fp8_quantize import (
     to_e4m3,
 )
 from sinew.engine.cuda.kernels.gated_mlp import ACTIVATIONS, Activation
-from sinew.engine.cuda.kernels.lang import check, kernel, tl, wait_for_input
+from sinew.engine.cuda.kernels.lang import check, kernel, tl
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import tile_for
 
@@ -46,14 +46,12 @@ def activate_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N  # of one row; 1 where its scale is to be found
     row = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
     ok = cols < N
-    wait_for_input(PDL)
     gate = tl.load(x + row * x_row + cols, mask=ok, other=0.0).to(tl.float32)
     if bias is not None:
         gate += tl.load(bias + cols, mask=ok, other=0.0).to(tl.float32)
@@ -87,7 +85,6 @@ def prepare(
     scales: Tensor | None = None,
     x_scale: Tensor | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> Launch:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -122,9 +119,8 @@ def prepare(
         "ACTIVATION": activation,
         "BLOCK_N": block,
         "UPCAST": False,
-        "PDL": pdl,
     }
-    return Launch(activate_kernel, (M * -(-N // block),), arguments, tile, pdl)
+    return Launch(activate_kernel, (M * -(-N // block),), arguments, tile)
 
 
 def activate(

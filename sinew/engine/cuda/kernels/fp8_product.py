@@ -15,15 +15,11 @@ from torch import Tensor
 
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 from sinew.engine.cuda.kernels.lang import (
-    ask_for,
     check,
     dot,
     kernel,
-    let_next_start,
-    prefetched,
     same_dtype,
     tl,
-    wait_for_previous,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import tile_for
@@ -47,8 +43,6 @@ def fp8_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,  # elements of each row of the weight
 ):
     blocks_m = tl.cdiv(M, BLOCK_M)
     block = tl.program_id(0)  # row blocks run fastest: they share a block of the weight
@@ -59,12 +53,6 @@ def fp8_product_kernel(
     x_tile = x + (rows[:, None] * K + depth[None, :])
     w_tile = weight + (cols[None, :] * K + depth[:, None])  # [BLOCK_K, BLOCK_N] of the transpose
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    let_next_start(PDL)
-    if PREFETCH:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
-        if block % blocks_m == 0:  # row blocks share a block of the weight: one asks
-            first = (block // blocks_m) * BLOCK_N
-            ask_for(weight + first * K, tl.minimum(N - first, BLOCK_N), K, PREFETCH, UPCAST)
-    wait_for_previous(PDL)
     for k in range(0, K, BLOCK_K):
         k_ok = k + depth < K
         a = tl.load(x_tile + k, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
@@ -87,8 +75,6 @@ def prepare(
     *,
     bias: Tensor | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
-    prefetch: bool = False,
 ) -> Launch:
     M, K = x.shape
     N = len(weight)
@@ -120,11 +106,9 @@ def prepare(
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
         "UPCAST": False,
-        "PDL": pdl,
-        "PREFETCH": prefetched(prefetch, pdl, weight, tile.n, K),
     }
     grid = (-(-M // tile.m) * -(-N // tile.n),)
-    return Launch(fp8_product_kernel, grid, arguments, tile, pdl)
+    return Launch(fp8_product_kernel, grid, arguments, tile)
 
 
 def fp8_product(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import capability, tile_for
 
@@ -63,12 +63,10 @@ def fp8_quantize_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK_K)
     ok = cols < K
-    wait_for_input(PDL)
     wide = tl.load(x + row * x_row + cols, mask=ok, other=0.0).to(tl.float32)
     scale = scale_of(wide, x_scale)
     tl.store(data + row * K + cols, to_e4m3(wide, scale, UPCAST), mask=ok)
@@ -82,7 +80,6 @@ def prepare(
     *,
     x_scale: Tensor | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> Launch:
     M, K = x.shape
     check("x", x, (M, K), rows_apart=True)
@@ -100,9 +97,8 @@ def prepare(
         "K": K,
         "BLOCK_K": 1 << (K - 1).bit_length(),
         "UPCAST": False,
-        "PDL": pdl,
     }
-    return Launch(fp8_quantize_kernel, (M,), arguments, tile, pdl)
+    return Launch(fp8_quantize_kernel, (M,), arguments, tile)
 
 
 def check_row(what: str, elements: int) -> None:

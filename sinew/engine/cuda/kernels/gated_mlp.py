@@ -12,15 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinew.engine.cuda.kernels.lang import (
-    ask_for,
     check,
     dot,
     kernel,
-    let_next_start,
-    prefetched,
     same_dtype,
     tl,
-    wait_for_previous,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.norm_linear import given_squares, product, statistics
@@ -35,7 +31,6 @@ def gated_mlp_kernel(
     x,  # [M, K]
     weight,  # [2 * N, K]: gate, then up
     bias,  # [2 * N] or None
-    scale,  # [K] or None
     given,  # float32 [M, given_columns] or None, as in norm_linear
     out,  # [M, N]
     M,
@@ -45,15 +40,12 @@ def gated_mlp_kernel(
     out_row,
     N: tl.constexpr,
     K: tl.constexpr,
-    NORM: tl.constexpr,
     GIVEN_BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,  # elements of each row of the weight
 ):
     blocks_m = tl.cdiv(M, BLOCK_M)
     block = tl.program_id(0)
@@ -65,32 +57,16 @@ def gated_mlp_kernel(
     gate_tile = weight + (cols[None, :] * K + depth[:, None])
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    let_next_start(PDL)
-    if PREFETCH:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
-        if block % blocks_m == 0:  # row blocks share blocks of the weight: one asks
-            first = (block // blocks_m) * BLOCK_N
-            count = tl.minimum(N - first, BLOCK_N)
-            ask_for(weight + first * K, count, K, PREFETCH, UPCAST)
-            ask_for(weight + (N + first) * K, count, K, PREFETCH, UPCAST)
-    wait_for_previous(PDL)
     for k in range(0, K, BLOCK_K):
         k_ok = k + depth < K
         w_ok = k_ok[:, None] & col_ok[None, :]
         a = tl.load(x_tile + k, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         w_gate = tl.load(gate_tile + k, mask=w_ok, other=0.0)
         w_up = tl.load(gate_tile + N * K + k, mask=w_ok, other=0.0)
-        if NORM and given is None:
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-        if scale is not None:
-            factor = 1.0 + tl.load(scale + k + depth, mask=k_ok, other=0.0).to(tl.float32)
-            a = (a.to(tl.float32) * factor[None, :]).to(a.dtype)
         gate = dot(a, w_gate, gate, UPCAST)
         up = dot(a, w_up, up, UPCAST)
     if given is not None:
         squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
-    if NORM:
         inverse = tl.rsqrt(squares / K + eps)[:, None]
         gate *= inverse
         up *= inverse
@@ -114,11 +90,8 @@ def prepare(
     activation: Activation,
     eps: float | None = None,
     bias: Tensor | None = None,
-    scale: Tensor | None = None,
     squares: Tensor | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
-    prefetch: bool = False,
 ) -> Launch:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -130,15 +103,12 @@ def prepare(
     same_dtype("weight", weight, x.dtype)
     if bias is not None:
         check("bias", bias, (2 * N,))
-    if scale is not None:
-        check("scale", scale, (K,))
     tile = tile or tile_for("gated_mlp", (M, N, K), weight.dtype, x.device)
     arguments = {
         "x": x,
         "weight": weight,
         "bias": bias,
-        "scale": scale,
-        **statistics(M, eps, scale, squares),
+        **statistics(M, eps, squares),
         "out": out,
         "M": M,
         "eps": 0.0 if eps is None else eps,
@@ -146,17 +116,14 @@ def prepare(
         "out_row": out.stride(0),
         "N": N,
         "K": K,
-        "NORM": eps is not None,
         "ACTIVATION": activation,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
         "UPCAST": False,
-        "PDL": pdl,
-        "PREFETCH": prefetched(prefetch, pdl, weight, 2 * tile.n, K),
     }
     grid = (-(-M // tile.m) * -(-N // tile.n),)
-    return Launch(gated_mlp_kernel, grid, arguments, tile, pdl)
+    return Launch(gated_mlp_kernel, grid, arguments, tile)
 
 
 def gated_mlp(x: Tensor, weight: Tensor, *, out: Tensor | None = None, **options) -> Tensor:
@@ -173,7 +140,6 @@ def reference(
     activation: Activation,
     eps: float | None = None,
     bias: Tensor | None = None,
-    scale: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> Tensor:
     """activation(g) * u with [g, u] = :func:`.norm_linear.product`.
@@ -181,6 +147,6 @@ def reference(
     Float32 until the product of the halves, which is rounded once (PyTorch's own layers round g, the
     activation, u and the product).
     """
-    gate, up = product(x, weight, eps, bias, scale, squares).chunk(2, dim=-1)
+    gate, up = product(x, weight, eps, bias, squares).chunk(2, dim=-1)
     active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return (active * up).to(x.dtype)

@@ -19,8 +19,6 @@ except ImportError:
 
 MASKED = -1e30  # score of a key that a query may not see: finite, so that a row without keys stays finite
 LOG2E = 1.4426950408889634
-PREFETCH_BYTES = 64 * 1024  # of the weight, per program: the H200's 132 then ask for 8.4 MB of 50 MB of L2
-PREFETCH_STEP = 16  # bytes: of addresses and sizes
 
 
 class MissingTriton(RuntimeError):  # noqa: N818 - reads as what it says
@@ -42,39 +40,13 @@ def interpreted(kernel: Any) -> bool:
 
 @kernel
 def dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a @ b in float32. UPCAST: the interpreter multiplies the bit patterns of bfloat16 tiles."""
+    """acc + a @ b in float32. UPCAST: the interpreter multiplies the bit patterns of bfloat16 tiles.
+
+    Float32 is multiplied on tensor cores, three products for one, which drop what is below 2^-22 of a factor."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
-        return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@kernel
-def let_next_start(PDL: tl.constexpr):
-    """Programmatic dependent launch: the next kernel of the stream may start beside this one."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@kernel
-def wait_for_previous(PDL: tl.constexpr):
-    """Programmatic dependent launch: wait until the previous kernel has finished and its writes are seen.
-
-    Every program of every kernel has to wait before it touches what kernels write, counters and parts of a
-    workspace included. A kernel that has finished has then waited for the one before it, so by induction all
-    earlier ones have finished too, however many were let in beside each other. A kernel behind this wait may
-    therefore write over anything that they read. Before the wait only :func:`ask_for` may touch memory: it
-    reads nothing into the program.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-
-
-@kernel
-def wait_for_input(PDL: tl.constexpr):
-    """Both, for kernels that have nothing to do in between."""
-    let_next_start(PDL)
-    wait_for_previous(PDL)
+        return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @kernel
@@ -82,59 +54,6 @@ def came_last(arrivals, SPLIT: tl.constexpr):
     """Say that this program's part is written, and return True if those of all ``SPLIT`` programs are."""
     tl.debug_barrier()  # every thread's part is written before one thread says so
     return tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-
-
-@kernel
-def ask_for(first, rows, row, amount, UPCAST: tl.constexpr):
-    """Have the first ``amount`` elements of ``rows`` rows, ``row`` elements apart, brought into L2 (sm_90).
-
-    At most one row per thread. Addresses and sizes have to be multiples of 16 bytes; what is not positive asks
-    for nothing. Lanes of a warp take turns, so neighbouring rows go to different warps. UPCAST: the interpreter
-    has no such instruction.
-    """
-    if not UPCAST:
-        size: tl.constexpr = first.dtype.element_ty.primitive_bitwidth // 8
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p, q;
-            .reg .b32 warps, warp, lane, mine;
-            .reg .b64 at;
-            mov.u32 warp, %tid.x;
-            and.b32 lane, warp, 31;
-            shr.u32 warp, warp, 5;
-            mov.u32 warps, %ntid.x;
-            shr.u32 warps, warps, 5;
-            mad.lo.u32 mine, lane, warps, warp;
-            setp.gt.s32 q, $4, 0;
-            setp.lt.and.s32 p, mine, $2, q;
-            mad.wide.u32 at, mine, $3, $1;
-            @p cp.async.bulk.prefetch.L2.global [at], $4;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r,r,r",
-            [first.to(tl.int64), rows, row * size, amount * size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-def prefetched(prefetch: bool, pdl: bool, weight: Tensor, rows: int, depth: int, start: int = 0) -> int:
-    """How many elements of each of its ``rows`` rows of the weight a program asks for before it waits.
-
-    ``depth``: what it will read of a row; ``start``: what every program's first element is a multiple of. 0, which asks
-    for nothing, unless rows lie as the instruction needs them. ValueError for ``prefetch`` without ``pdl``.
-    """
-    if not prefetch:
-        return 0
-    if not pdl:
-        raise ValueError("prefetch: expected pdl=True beside it, got pdl=False")
-    size = weight.element_size()
-    distances = (weight.stride(0) * size, start * size, weight.data_ptr())
-    if any(distance % PREFETCH_STEP for distance in distances):
-        return 0
-    amount = min(depth * size, PREFETCH_BYTES // rows)
-    return amount // PREFETCH_STEP * PREFETCH_STEP // size
 
 
 def check(what: str, tensor: Tensor, shape: tuple[int, ...], rows_apart: bool = False) -> None:

@@ -19,7 +19,7 @@ TYPES = {
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-INTERPRETED = {"UPCAST": True, "PDL": False}  # the interpreter runs one kernel at a time
+INTERPRETED = {"UPCAST": True}
 ALIGNMENT = 16  # bytes of a pointer, and of an integer that counts elements, that allow wide copies
 
 
@@ -44,7 +44,6 @@ class Launch:
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     tile: Tile
-    pdl: bool = False  # programmatic dependent launch; sm_90 and newer
 
     def __call__(self) -> None:
         """On the current stream. Allocates nothing; the first call of a kind compiles, so warm up before
@@ -58,12 +57,11 @@ class Launch:
 
     def options(self) -> dict[str, Any]:
         # Fused multiply-add said aloud: Triton's default is about to change (3.10).
-        options: dict[str, Any] = {
+        return {
             "num_warps": self.tile.warps,
             "num_stages": self.tile.stages,
             "enable_fp_fusion": True,
         }
-        return options | {"launch_pdl": True} if self.pdl else options
 
     def compile(self, capability: int) -> Any:
         """Compile for ``capability`` (80, 89, 90), with or without a GPU. The tensors may be on the meta device.

@@ -1,8 +1,9 @@
 """Attention of a few queries over a prefix's keys and values and their own.
 
 All query heads of one key/value head are packed into the rows of a tile (50 queries of 8 heads are 400 rows), so
-each key is read once for all of them. The keys may be split between ``tile.split`` programs per row block; the
-last one to arrive joins the parts in their order, as in :mod:`.splitk_linear`.
+each key is read once for all of them. The keys may be split between ``tile.split`` programs per row block. Few parts
+are joined by the last program to arrive, as in :mod:`.splitk_linear`; many by a second kernel, because one program
+would read them for longer than all of them took to make them. Either way in their order.
 
 A mask whose rows are one row in memory (``expand``) is read as that: a byte per key instead of one per query and key,
 which leaves registers for larger tiles.
@@ -22,13 +23,14 @@ from sinew.engine.cuda.kernels.lang import (
     kernel,
     same_dtype,
     tl,
-    wait_for_input,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import tile_for
 from sinew.engine.cuda.kernels.workspace import Workspace
 
 KeyValue = tuple[Tensor, Tensor]
+TOGETHER = 4  # parts that the last program of a block joins; more are joined by a kernel of their own
+JOINED_ROWS = 4
 
 
 @kernel
@@ -79,18 +81,32 @@ def fold_keys(
 
 
 @kernel
-def join_part(
-    acc, peak, total, parts, peaks, totals, part, rows, inside, BLOCK_M: tl.constexpr, D: tl.constexpr
+def joined(
+    parts,
+    tile,
+    tiles,
+    rows,
+    inside,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
 ):
-    """One part of the rows into the running softmax, as its program left it."""
-    at = part * BLOCK_M + rows
-    other = tl.load(peaks + at, cache_modifier=".cg")
-    highest = tl.maximum(peak, other)
-    fade, rise = tl.exp2(peak - highest), tl.exp2(other - highest)
-    numerator = tl.load(parts + (at * D)[:, None] + inside[None, :], cache_modifier=".cg")
-    acc = acc * fade[:, None] + numerator * rise[:, None]
-    total = total * fade + tl.load(totals + at, cache_modifier=".cg") * rise
-    return acc, highest, total
+    """Numerator and denominator of some rows of a tile, of all parts in their order."""
+    peaks = parts + SPLIT * tiles * (BLOCK_M * D)
+    totals = peaks + SPLIT * tiles * BLOCK_M
+    acc = tl.zeros((rows.shape[0], D), tl.float32)
+    peak = tl.full((rows.shape[0],), -3.0e38, tl.float32)
+    total = tl.zeros((rows.shape[0],), tl.float32)
+    for s in range(SPLIT):
+        at = (s * tiles + tile) * BLOCK_M + rows
+        other = tl.load(peaks + at, cache_modifier=".cg")
+        highest = tl.maximum(peak, other)
+        fade, rise = tl.exp2(peak - highest), tl.exp2(other - highest)
+        numerator = tl.load(parts + (at * D)[:, None] + inside[None, :], cache_modifier=".cg")
+        acc = acc * fade[:, None] + numerator * rise[:, None]
+        total = total * fade + tl.load(totals + at, cache_modifier=".cg") * rise
+        peak = highest
+    return acc, total
 
 
 @kernel
@@ -119,10 +135,10 @@ def packed_attention_kernel(
     MASKED: tl.constexpr,
     KEY_MASK: tl.constexpr,
     SPLIT: tl.constexpr,
+    APART: tl.constexpr,  # the parts are joined by join_kernel
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = ((P + BLOCK_N - 1) // BLOCK_N + SPLIT - 1) // SPLIT  # of the prefix, per program
     tile = tl.program_id(0)
@@ -133,7 +149,6 @@ def packed_attention_kernel(
     row_ok = queries < M
     inside = tl.arange(0, D)
     at = (head * GROUP + packed % GROUP) * D
-    wait_for_input(PDL)
     query = tl.load(q + (queries * q_row + at)[:, None] + inside[None, :], mask=row_ok[:, None], other=0.0)
     mask_rows = queries * mask_row
     acc = tl.zeros((BLOCK_M, D), tl.float32)
@@ -151,30 +166,50 @@ def packed_attention_kernel(
                     acc, peak, total, query, own_k + head * D, own_v + head * D, mask + P, first,
                     row_ok, mask_rows, S, own_row, scale, MASKED, KEY_MASK, D, BLOCK_N, UPCAST,
                 )  # fmt: skip
-    is_last = True
     if SPLIT > 1:
         tiles = tl.num_programs(0)
         rows = tl.arange(0, BLOCK_M)
-        flat = rows[:, None] * D + inside[None, :]
+        part = (split * tiles + tile) * BLOCK_M + rows
         peaks = parts + SPLIT * tiles * (BLOCK_M * D)
-        totals = peaks + SPLIT * tiles * BLOCK_M
-        own = split * tiles + tile
-        tl.store(parts + own * (BLOCK_M * D) + flat, acc)
-        tl.store(peaks + own * BLOCK_M + rows, peak)
-        tl.store(totals + own * BLOCK_M + rows, total)
-        is_last = came_last(arrivals + tile, SPLIT)
-        if is_last:
-            acc = tl.zeros((BLOCK_M, D), tl.float32)
-            peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)
-            total = tl.zeros((BLOCK_M,), tl.float32)
-            for s in range(SPLIT):
-                acc, peak, total = join_part(
-                    acc, peak, total, parts, peaks, totals, s * tiles + tile, rows, inside, BLOCK_M, D
-                )
-            tl.store(arrivals + tile, 0)
+        tl.store(parts + (part * D)[:, None] + inside[None, :], acc)
+        tl.store(peaks + part, peak)
+        tl.store(peaks + SPLIT * tiles * BLOCK_M + part, total)
+        is_last = False
+        if not APART:
+            is_last = came_last(arrivals + tile, SPLIT)
+            if is_last:
+                acc, total = joined(parts, tile, tiles, rows, inside, SPLIT, BLOCK_M, D)
+                tl.store(arrivals + tile, 0)
+    else:
+        is_last = True
     if is_last:
         to = out + (queries * out_row + at)[:, None] + inside[None, :]
         tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
+
+
+@kernel
+def join_kernel(
+    parts,  # as packed_attention_kernel leaves them
+    out,  # [M, KV * GROUP, D]
+    M,
+    tiles,
+    out_row,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,  # of a tile, in one program
+):
+    tile = tl.program_id(0) // (BLOCK_M // ROWS)
+    rows = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)
+    packed = (tile // KV) * BLOCK_M + rows
+    queries = packed // GROUP
+    at = (tile % KV * GROUP + packed % GROUP) * D
+    inside = tl.arange(0, D)
+    acc, total = joined(parts, tile, tiles, rows, inside, SPLIT, BLOCK_M, D)
+    to = out + (queries * out_row + at)[:, None] + inside[None, :]
+    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=(queries < M)[:, None])
 
 
 def prepare(
@@ -186,8 +221,7 @@ def prepare(
     *,
     own: KeyValue | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
-) -> Launch:
+) -> list[Launch]:
     M, H, D = q.shape
     P, KV = kv[0].shape[:2]
     S = 0 if own is None else len(own[0])
@@ -234,12 +268,18 @@ def prepare(
         "MASKED": MASKED,
         "KEY_MASK": M > 1 and mask.stride(0) == 0,
         "SPLIT": tile.split,
+        "APART": tile.split > TOGETHER,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "UPCAST": False,
-        "PDL": pdl,
     }
-    return Launch(packed_attention_kernel, (tiles, tile.split), arguments, tile, pdl)
+    launches = [Launch(packed_attention_kernel, (tiles, tile.split), arguments, tile)]
+    if tile.split > TOGETHER:
+        shared = ("parts", "out", "M", "out_row", "KV", "GROUP", "D", "SPLIT", "BLOCK_M")
+        joining = {name: arguments[name] for name in shared} | {"tiles": tiles, "ROWS": JOINED_ROWS}
+        grid = (tiles * (tile.m // JOINED_ROWS),)
+        launches.append(Launch(join_kernel, grid, joining, Tile(tile.m, split=tile.split)))
+    return launches
 
 
 def packed_attention(
@@ -252,7 +292,8 @@ def packed_attention(
     packed rows (query x head), ``tile.n`` keys.
     """
     out = torch.empty_like(q) if out is None else out
-    prepare(q, kv, mask, out, workspace, **options)()
+    for launch in prepare(q, kv, mask, out, workspace, **options):
+        launch()
     return out
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.resize_tables import PLACES, Axis, ResizeTables
 from sinew.engine.cuda.kernels.tiles import tile_for
@@ -41,7 +41,6 @@ def preprocess_kernel(
     EXACT: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = 1 << (PLACES - 1)
     y = tl.program_id(0)
@@ -51,7 +50,6 @@ def preprocess_kernel(
     # Outside the picture the nearest pixel is computed and then dropped: no load needs a mask.
     inner_y = tl.minimum(tl.maximum(y - top, 0), inner_h - 1)
     inner_x = tl.minimum(tl.maximum(x - left, 0), inner_w - 1)
-    wait_for_input(PDL)
     y_first = tl.load(row_first + inner_y)
     x_first = tl.load(col_first + inner_x)
     frame = frames + view * h * w * 3
@@ -89,7 +87,6 @@ def prepare(
     *,
     patch: int | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> Launch:
     V = len(frames)
     H, W = resize.target
@@ -126,9 +123,8 @@ def prepare(
         "EXACT": resize.exact,
         "PLACES": PLACES,
         "BLOCK": tile.n,
-        "PDL": pdl,
     }
-    return Launch(preprocess_kernel, (H, -(-W // tile.n), V), arguments, tile, pdl)
+    return Launch(preprocess_kernel, (H, -(-W // tile.n), V), arguments, tile)
 
 
 def _check_patches(out: Tensor, views: int, patches: int, values: int) -> None:

@@ -3,7 +3,7 @@
 The two halves of a head are rotated together (``sinew/layers/rope.py``), so a program owns the same columns of
 both: two tiles of the weight meet one tile of the input. Keys and values go where the caller says: usually rows
 of a cache, behind those of the prefix. The norm is treated as in :mod:`.norm_linear`. The depth may be split between
-``tile.split`` programs, as in :mod:`.splitk_linear`: the last one to arrive adds their sums, of squares too.
+``tile.split`` programs, as in :mod:`.splitk_linear`: the last one to arrive adds their sums.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 
 from sinew.engine.cuda.kernels.lang import (
-    ask_for,
     came_last,
     check,
     dot,
     kernel,
-    let_next_start,
-    prefetched,
     same_dtype,
     tl,
-    wait_for_previous,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.norm_linear import given_squares, product, statistics
@@ -35,14 +31,13 @@ def qkv_rope_kernel(
     x,  # [M, K]
     weight,  # [(H + 2 Hkv) * D, K]
     bias,  # [(H + 2 Hkv) * D] or None
-    scale,  # [K] or None
     given,  # float32 [M, given_columns] or None, as in norm_linear
     cos,  # float32 [M, D / 2]
     sin,
     q,  # [M, H, D]
     k,  # [M, Hkv, D], rows strided
     v,
-    parts,  # float32 [SPLIT, tiles, 2, BLOCK_M, BLOCK_N], then squares [SPLIT, tiles, BLOCK_M]; None if not split
+    parts,  # float32 [SPLIT, tiles, 2, BLOCK_M, BLOCK_N]; None if not split
     arrivals,  # int32 [tiles], zero before and after; None if not split
     M,
     eps,
@@ -55,15 +50,12 @@ def qkv_rope_kernel(
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
-    NORM: tl.constexpr,
     GIVEN_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # columns of each half of a head
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,  # elements of each row of the weight
 ):
     HALF: tl.constexpr = D // 2
     PARTS: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N  # blocks of columns per head
@@ -80,56 +72,33 @@ def qkv_rope_kernel(
     low_tile = weight + ((head * D + cols)[None, :] * K + depth[:, None])
     low = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     high = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    let_next_start(PDL)
-    if PREFETCH:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
-        if block % blocks_m == 0:  # row blocks share blocks of the weight: one asks
-            first = ((block // blocks_m) % PARTS) * BLOCK_N
-            count = tl.minimum(HALF - first, BLOCK_N)
-            own_depth = tl.minimum(K - split * DEPTH, PREFETCH)
-            lower = weight + (head * D + first) * K + split * DEPTH
-            ask_for(lower, count, K, own_depth, UPCAST)
-            ask_for(lower + HALF * K, count, K, own_depth, UPCAST)
-    wait_for_previous(PDL)
     for i in range(0, DEPTH, BLOCK_K):
         k_ok = i + depth < K
         w_ok = k_ok[:, None] & col_ok[None, :]
         a = tl.load(x_tile + i, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         w_low = tl.load(low_tile + i, mask=w_ok, other=0.0)
         w_high = tl.load(low_tile + HALF * K + i, mask=w_ok, other=0.0)
-        if NORM and given is None:
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-        if scale is not None:
-            factor = 1.0 + tl.load(scale + i + depth, mask=k_ok, other=0.0).to(tl.float32)
-            a = (a.to(tl.float32) * factor[None, :]).to(a.dtype)
         low = dot(a, w_low, low, UPCAST)
         high = dot(a, w_high, high, UPCAST)
     is_last = True
     if SPLIT > 1:
         tiles = tl.num_programs(0)
-        of_row = tl.arange(0, BLOCK_M)
-        inside = of_row[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        sums = parts + SPLIT * tiles * (2 * BLOCK_M * BLOCK_N)
+        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         own = split * tiles + block
         tl.store(parts + own * (2 * BLOCK_M * BLOCK_N) + inside, low)
         tl.store(parts + (2 * own + 1) * (BLOCK_M * BLOCK_N) + inside, high)
-        tl.store(sums + own * BLOCK_M + of_row, squares)
         is_last = came_last(arrivals + block, SPLIT)
         if is_last:
             low = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             high = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            squares = tl.zeros((BLOCK_M,), tl.float32)
             for s in tl.static_range(SPLIT):  # unrolled: all parts are on their way at once
                 part = s * tiles + block
                 low += tl.load(parts + part * (2 * BLOCK_M * BLOCK_N) + inside, cache_modifier=".cg")
                 high += tl.load(parts + (2 * part + 1) * (BLOCK_M * BLOCK_N) + inside, cache_modifier=".cg")
-                squares += tl.load(sums + part * BLOCK_M + of_row, cache_modifier=".cg")
             tl.store(arrivals + block, 0)
     if is_last:
         if given is not None:
             squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
-        if NORM:
             inverse = tl.rsqrt(squares / K + eps)[:, None]
             low *= inverse
             high *= inverse
@@ -152,11 +121,8 @@ def prepare(
     *,
     eps: float | None = None,
     bias: Tensor | None = None,
-    scale: Tensor | None = None,
     squares: Tensor | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
-    prefetch: bool = False,
 ) -> Launch:
     M, K = x.shape
     H, D = q.shape[-2:]
@@ -175,8 +141,6 @@ def prepare(
         same_dtype(name, tensor, x.dtype)
     if bias is not None:
         check("bias", bias, (len(weight),))
-    if scale is not None:
-        check("scale", scale, (K,))
     tile = tile or tile_for("qkv_rope", (M, len(weight), K, D), weight.dtype, x.device)
     tiles = -(-M // tile.m) * (H + 2 * KV) * -(-(D // 2) // tile.n)
     if tile.split == 1:
@@ -184,14 +148,12 @@ def prepare(
     elif workspace is None:
         raise ValueError(f"workspace: expected one for a depth in {tile.split} parts, got none")
     else:
-        workspace.require(tile.split * tiles * tile.m * (2 * tile.n + 1), tiles)
-    depth = -(-K // tile.k // tile.split) * tile.k  # of one program
+        workspace.require(tile.split * tiles * tile.m * 2 * tile.n, tiles)
     arguments = {
         "x": x,
         "weight": weight,
         "bias": bias,
-        "scale": scale,
-        **statistics(M, eps, scale, squares),
+        **statistics(M, eps, squares),
         "cos": cos,
         "sin": sin,
         "q": q,
@@ -209,16 +171,13 @@ def prepare(
         "H": H,
         "KV": KV,
         "D": D,
-        "NORM": eps is not None,
         "SPLIT": tile.split,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
         "UPCAST": False,
-        "PDL": pdl,
-        "PREFETCH": prefetched(prefetch, pdl, weight, 2 * tile.n, min(K, depth), depth),
     }
-    return Launch(qkv_rope_kernel, (tiles, tile.split), arguments, tile, pdl)
+    return Launch(qkv_rope_kernel, (tiles, tile.split), arguments, tile)
 
 
 def qkv_rope(
@@ -251,13 +210,12 @@ def reference(
     *,
     eps: float | None = None,
     bias: Tensor | None = None,
-    scale: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) of :func:`.norm_linear.product`, q and k rotated, each rounded once. heads: (H, Hkv)."""
     H, KV = heads
     D = 2 * cos.shape[-1]
-    packed = product(x, weight, eps, bias, scale, squares).unflatten(-1, (H + 2 * KV, D))  # [M, H + 2 Hkv, D]
+    packed = product(x, weight, eps, bias, squares).unflatten(-1, (H + 2 * KV, D))  # [M, H + 2 Hkv, D]
     turning, v = packed.split([H + KV, KV], dim=1)
     low, high = turning.chunk(2, dim=-1)
     c, s = cos[:, None], sin[:, None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sinew.engine.cuda.kernels.fp8_quantize import FLOATING
-from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import tile_for
 
@@ -75,7 +75,6 @@ def rope_kernel(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # a power of two of at least D / 2
-    PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = D // 2
     HEADS: tl.constexpr = H + 2 * KV
@@ -83,7 +82,6 @@ def rope_kernel(
     rows = (tl.program_id(0) // HEADS) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     ok = (rows < M)[:, None] & (cols < HALF)[None, :]
-    wait_for_input(PDL)
     x_tile = packed + rows[:, None] * packed_row + (head * D + cols)[None, :]
     low = tl.load(x_tile, mask=ok, other=0.0).to(tl.float32)
     high = tl.load(x_tile + HALF, mask=ok, other=0.0).to(tl.float32)
@@ -103,7 +101,6 @@ def prepare(
     *,
     bias: Tensor | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> Launch:
     M, columns = packed.shape
     H, D = q.shape[-2:]
@@ -141,9 +138,8 @@ def prepare(
         "D": D,
         "BLOCK_M": tile.m,
         "BLOCK_N": 1 << (D // 2 - 1).bit_length(),
-        "PDL": pdl,
     }
-    return Launch(rope_kernel, (-(-M // tile.m) * (H + 2 * KV),), arguments, tile, pdl)
+    return Launch(rope_kernel, (-(-M // tile.m) * (H + 2 * KV),), arguments, tile)
 
 
 def rope(packed: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> None:

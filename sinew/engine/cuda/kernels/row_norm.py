@@ -21,7 +21,7 @@ from sinew.engine.cuda.kernels.fp8_quantize import (
     scale_of,
     to_e4m3,
 )
-from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import tile_for
 
@@ -53,12 +53,10 @@ def row_norm_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK_C)
     ok = cols < C
-    wait_for_input(PDL)
     h = tl.load(x + row * x_row + cols, mask=ok, other=0.0).to(tl.float32)
     if branch is not None:
         added = tl.load(branch + row * branch_row + cols, mask=ok, other=0.0).to(tl.float32)
@@ -104,7 +102,6 @@ def prepare(
     scales: Tensor | None = None,
     x_scale: Tensor | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> Launch:
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -156,9 +153,8 @@ def prepare(
         "BLOCK_C": 1 << (C - 1).bit_length(),
         "BLOCK_PARTS": 1 << (parts - 1).bit_length(),
         "UPCAST": False,
-        "PDL": pdl,
     }
-    return Launch(row_norm_kernel, (M,), arguments, tile, pdl)
+    return Launch(row_norm_kernel, (M,), arguments, tile)
 
 
 def row_norm(

@@ -15,16 +15,12 @@ import torch
 from torch import Tensor
 
 from sinew.engine.cuda.kernels.lang import (
-    ask_for,
     came_last,
     check,
     dot,
     kernel,
-    let_next_start,
-    prefetched,
     same_dtype,
     tl,
-    wait_for_previous,
 )
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.norm_linear import product
@@ -57,8 +53,6 @@ def splitk_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,  # elements of each row of the weight
 ):
     DEPTH: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K  # of one program
     WHOLE: tl.constexpr = K % (DEPTH * SPLIT) == 0  # nothing to mask, which the compiler cannot see by itself
@@ -72,14 +66,6 @@ def splitk_linear_kernel(
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     w_tile = weight + (cols[None, :] * K + depth[:, None])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    let_next_start(PDL)
-    if PREFETCH:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
-        if tile % blocks_m == 0:  # row blocks share a block of the weight: one asks
-            first = (tile // blocks_m) * BLOCK_N
-            own_depth = tl.minimum(K - split * DEPTH, PREFETCH)
-            block = weight + first * K + split * DEPTH
-            ask_for(block, tl.minimum(N - first, BLOCK_N), K, own_depth, UPCAST)
-    wait_for_previous(PDL)
     for k in range(0, DEPTH, BLOCK_K):
         k_ok = (k + depth < K) | WHOLE
         a = tl.load(x_tile + k, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
@@ -137,8 +123,6 @@ def prepare(
     scale: Tensor | None = None,
     scaled: Tensor | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
-    prefetch: bool = False,
 ) -> Launch:
     M, K = x.shape
     N = len(weight)
@@ -163,7 +147,6 @@ def prepare(
     tiles = -(-M // tile.m) * -(-N // tile.n)
     if tile.split > 1:
         workspace.require(tile.split * tiles * tile.m * tile.n, tiles)
-    depth = -(-K // tile.k // tile.split) * tile.k  # of one program
     arguments = {
         "x": x,
         "weight": weight,
@@ -188,10 +171,8 @@ def prepare(
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
         "UPCAST": False,
-        "PDL": pdl,
-        "PREFETCH": prefetched(prefetch, pdl, weight, tile.n, depth, depth),
     }
-    return Launch(splitk_linear_kernel, (tiles, tile.split), arguments, tile, pdl)
+    return Launch(splitk_linear_kernel, (tiles, tile.split), arguments, tile)
 
 
 def splitk_linear(

@@ -1,12 +1,12 @@
 """The tile of a launch: one for each kernel, architecture and regime, as data.
 
-None of them has been timed: they were chosen by the shared memory and registers that the compiler reports
-(``tests/engine/cuda/kernel_compile.py``) and by the number of programs.
+Those of sm_90 come from a sweep on an H100 over the problems of pi0, pi0.5 and SmolVLA, with weights that were not in
+its cache (docs/log/2026-11-26.md). Those of sm_80 and sm_89 have not been timed: they were chosen by the shared memory
+and registers that the compiler reports, and by the number of programs.
 
 ``few``: up to 64 rows, the iterative head, which streams weights and wants as many programs as the device has
-multiprocessors (132 on an H200), each with some 23 KB of weight on its way (4.3 TB/s for 700 ns, computed).
-``many``: the prefix, limited by arithmetic, which wants large tiles. ``narrow``: a few rows of attention with heads of
-up to 64, whose prefixes are short as well.
+multiprocessors. ``some``: up to 256, the prefix of a small model. ``many``: a prefix that is limited by arithmetic, and
+wants large tiles. ``narrow``: a few rows of attention with heads of up to 64, whose prefixes are short as well.
 
 A tile whose programs share an output block is split so far only that each of them has something to multiply
 (:func:`has_work`).
@@ -14,7 +14,7 @@ A tile whose programs share an output block is split so far only that each of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -22,8 +22,9 @@ import torch
 
 from sinew.engine.cuda.kernels.launch import Tile
 
-Regime = Literal["few", "many", "narrow"]
-FEW_ROWS = 64
+Regime = Literal["few", "some", "many", "narrow"]
+FEW_ROWS, SOME_ROWS = 64, 256
+DEPTH = 1024  # that a program of a split product has at least: with less, joining the parts takes longer
 NARROW_HEAD = 64
 NO_GPU = (
     80  # whose tiles stand in where there is no GPU, so that tests and compile checks see the same everywhere
@@ -54,20 +55,28 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
     "gated_mlp": {
         80: {"few": Tile(64, 32, 64, warps=8, stages=4), "many": _PAIRED},
         89: {"few": _SMALL, "many": _PAIRED},
-        90: {"few": Tile(64, 32, 64, stages=4), "many": Tile(128, 128, 64, warps=8)},
+        90: {
+            "few": Tile(64, 32, 128, stages=5),
+            "some": Tile(64, 32, 64, stages=4),
+            "many": Tile(128, 128, 64, warps=8),
+        },
     },
-    # A head of 64 has 16 of its 32 pairs of columns per program, so that 15 heads are 30 programs. On sm_90 two
-    # kernels of 98 KB fit beside each other for dependent launch.
+    # A head of 64 has 16 of its 32 pairs of columns per program, so that 15 heads are 30 programs.
     "qkv_rope": {
         80: {"few": Tile(64, 16, 128, stages=4), "many": _PAIRED},
         89: {"few": Tile(64, 16, 64, stages=4), "many": _PAIRED},
-        90: {"few": Tile(64, 16, 128, stages=4), "many": Tile(128, 64, 64, warps=8, stages=4)},
+        90: {
+            "few": Tile(64, 16, 128, stages=4),
+            "some": Tile(64, 32, 128, stages=4),
+            "many": Tile(128, 64, 64, warps=8, stages=4),
+        },
     },
     "splitk_linear": {
         80: {"few": Tile(64, 64, 64, 8, stages=4), "many": _WIDE},
         89: {"few": Tile(64, 64, 64, 8, warps=8, stages=4), "many": Tile(128, 128, 32, warps=8)},
-        90: {  # four parts are joined in two dependent round trips to L2; (64, 64, 64, 8) took 28 in SASS
-            "few": Tile(64, 32, 128, 4, stages=4),
+        90: {
+            "few": Tile(64, 16, 128, 4, stages=4),
+            "some": Tile(64, 32, 128, stages=4),
             "many": Tile(128, 128, 64, warps=8, stages=4),
         },
     },
@@ -83,9 +92,9 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
             "narrow": _NARROW,
         },
         90: {
-            "few": Tile(32, 32, split=8, warps=4, stages=2),
-            "many": Tile(64, 64, warps=8, stages=2),
-            "narrow": _NARROW,
+            "few": Tile(64, 64, split=9, warps=4, stages=2),
+            "many": Tile(64, 64, warps=4, stages=2),
+            "narrow": Tile(16, 64, split=4, stages=1),
         },
     },
     "row_norm": dict.fromkeys(ARCHITECTURES, _ROWS),
@@ -99,15 +108,15 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
     "preprocess": dict.fromkeys(ARCHITECTURES, _PIXELS),
 }
 
-# Float32 multiplies without tensor cores and takes twice the memory: small tiles, on every architecture.
+# Float32 takes three products for one, and twice the memory: small tiles, on every architecture.
 FLOAT32: dict[str, dict[str, Tile]] = {
-    "norm_linear": {  # the head's last projection, of 32 columns: blocks of 16 rows and 32 columns are 4 programs
-        "few": Tile(16, 16, 64, warps=4, stages=4),
+    "norm_linear": {  # the head's last projection, of 32 columns
+        "few": Tile(16, 32, 128, warps=4, stages=3),
         "many": Tile(16, 32, 64, warps=4, stages=2),
     },
     "gated_mlp": {"few": Tile(16, 32, 32, warps=4, stages=2)},
     "qkv_rope": {"few": Tile(16, 32, 32, warps=4, stages=2)},
-    "splitk_linear": {"few": Tile(16, 32, 64, 4, warps=4, stages=2)},
+    "splitk_linear": {"few": Tile(16, 32, 64, 4, warps=4, stages=3)},
     "packed_attention": {"few": Tile(16, 16, split=4, warps=4, stages=1)},
 }
 
@@ -142,15 +151,20 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
     """
     wide = dtype == torch.float32 and kernel in FLOAT32
     regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
-    tile = regimes[_regime(kernel, dims, regimes)]
+    tile = regimes[regime(kernel, dims, regimes)]
+    if kernel == "splitk_linear" and not wide and architecture(capability) == 90:
+        tile = replace(tile, split=max(1, min(tile.split, round(dims[2] / DEPTH))))
     while tile.split > 1 and not has_work(kernel, dims, tile):
         tile = replace(tile, split=tile.split - 1)
     return tile
 
 
-def _regime(kernel: str, dims: Sequence[int], regimes: Mapping[str, Tile]) -> Regime:
+def regime(kernel: str, dims: Sequence[int], regimes: Collection[str]) -> Regime:
+    """Return which of these regimes a problem is in."""
     packed = kernel == "packed_attention"
     few = FEW_ROWS * 8 if packed else FEW_ROWS  # attention packs the heads of a group into its rows: 8 x 64
+    if few < dims[0] <= SOME_ROWS and "some" in regimes:
+        return "some"
     if dims[0] > few and "many" in regimes:
         return "many"
     return "narrow" if packed and dims[-1] <= NARROW_HEAD and "narrow" in regimes else "few"

@@ -12,8 +12,7 @@ class Workspace:
     """Partial sums and counters per output block, for the kernels that split their depth or their keys.
 
     Allocated once by whoever owns the stream. ``arrivals`` are zero between launches: the last program of a block
-    resets its own. Launches that may run at the same time need a workspace each; those of one stream do not, with
-    dependent launch neither (:func:`.lang.wait_for_previous`).
+    resets its own. Launches that may run at the same time need a workspace each; those of one stream do not.
     """
 
     def __init__(self, floats: int, blocks: int, device: torch.device | str):

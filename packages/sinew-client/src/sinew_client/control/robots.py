@@ -131,8 +131,8 @@ def joints_of(
     if told:
         known = [name for what in ("state", "action") for name in policy[what].get("names") or ()]
         raise RobotError(
-            f"--joints: expected joints of the policy, {', '.join(dict.fromkeys(known)) or 'which names none'}, got"
-            f" {', '.join(told)}"
+            f"--rename-joint: expected joints of the policy, {', '.join(dict.fromkeys(known)) or 'which names none'},"
+            f" got {', '.join(told)}"
         )
     return found[0], found[1]
 
@@ -151,7 +151,9 @@ def match_joints(
     lost = [name for name, other in zip(wanted, found) if not other]
     spare = [name for name in had if name not in found]
     if lost or spare or len(set(found)) < len(found):
-        example = " ".join(f"--joints {name}={other}" for name, other in zip(lost or wanted, spare or had))
+        example = " ".join(
+            f"--rename-joint {other}={name}" for name, other in zip(lost or wanted, spare or had)
+        )
         raise RobotError(
             f"robot: the policy's {what} has the joints {', '.join(wanted)}, the robot {', '.join(had) or 'none'}; say"
             f" which is which, such as {example}"
@@ -233,7 +235,7 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
     if names is None:
         if given:
             raise RobotError(
-                "--joints: expected a robot that says what its joints are called (joints), got one without"
+                "--rename-joint: expected a robot that says what its joints are called (joints), got one without"
             )
         return robot
     each = names if isinstance(names, Mapping) else {"state": names, "action": names}
@@ -309,7 +311,7 @@ def renamed(images: Mapping[str, Any], cameras: Mapping[str, str]) -> dict[str, 
     """Return frames under the policy's names. cameras: camera of the policy -> the robot's. Raises RobotError."""
     for camera in cameras.values():
         if camera not in images:
-            raise RobotError(f"--cameras: the robot has {', '.join(images) or 'none'}, and no {camera}")
+            raise RobotError(f"--rename: the robot has {', '.join(images) or 'none'}, and no {camera}")
     taken = set(cameras.values())
     left = {name: frame for name, frame in images.items() if name not in taken}
     return {**left, **{name: images[camera] for name, camera in cameras.items()}}

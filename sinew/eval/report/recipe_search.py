@@ -1,15 +1,15 @@
-"""``sinew quantize --search``: the recipe of the least error within a budget of bytes, of time, or of both."""
+"""Find the recipe of the least error within a budget of bytes, of time, or of both (``sinew quantize --search``)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sinew import scratch
-from sinew.cli import terminal
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -18,17 +18,24 @@ if TYPE_CHECKING:
 
 
 def search(
-    opened: Bundle, budget: str, target_ms: float | None, out: Path, measure: Measure
+    opened: Bundle,
+    budget: str,
+    target_ms: float | None,
+    out: Path,
+    measure: Measure,
+    tell: Callable[[str], None],
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the recipe, and what was found on the way. Measured: each component alone in each precision, and the
     recipes of the Pareto front; between them, errors are predicted as independent, and the times of stages are added.
+
+    budget: of all weights, such as 1.4GiB. target_ms: of a chunk. out: beside which trials are written. tell: takes a
+    line of what was measured.
     """
     from sinew.bundle.schema import COMPONENTS
     from sinew.convert.recipes import CANDIDATES, all_points, best, pareto, parse_bytes, stored_bytes
 
     limit = parse_bytes(budget) if budget else None
     whole = stored_bytes(opened, {})
-    console = terminal.console(markup=False)
     alone: dict[str, dict[str, float]] = {component: {} for component in COMPONENTS}
     times: dict[tuple[str, str], float] = {}
     # Not where nothing of a component is rounded, or rounding saves nothing
@@ -46,7 +53,7 @@ def search(
                 for each, taken in stages.items():  # the other two are as the bundle stores them
                     key = each, kind if each == component else CANDIDATES[0]
                     times[key] = min(taken, times.get(key, taken))
-                console.print(
+                tell(
                     f"alone    {component} {kind}: error {alone[component][kind]:.2e}, {times[component, kind]:.1f} ms"
                 )
         for (
@@ -63,13 +70,13 @@ def search(
         measured = [(point, _measured(opened, point, measure, trial)) for point in front]
     for point, (error, took) in measured:
         mark = " <- chosen" if point == chosen else ""
-        console.print(
+        tell(
             f"point    {_text(point):42} {point.nbytes / 1e6:9.1f} MB  error {error:.2e}, predicted"
             f" {point.predicted:.2e}; {took:.1f} ms, predicted {point.milliseconds:.1f}{mark}",
         )
     limits = [f"{limit / 1e6:.1f} MB"] if limit is not None else []
     limits += [f"{target_ms:g} ms on this machine, as busy as it was"] if target_ms is not None else []
-    console.print(
+    tell(
         f"within   {', '.join(limits)}; closed-loop success decides: `sinew eval {out} --gate GATE`",
     )
     record = {

@@ -5,36 +5,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import Any
 
 from sinew_client.control import choose
 from sinew_client.control.defaults import AUTO
 from sinew_client.policy import is_address
 
-from sinew.cli import terminal
-from sinew.cli.options import Cameras, Runs
+from sinew import machine, progress
 from sinew.core import SinewError
 from sinew.eval.policies import EXPERT, chosen, stated_motion
 from sinew.eval.settings import Task, Variant
 from sinew.eval.settings import sweep as parse_sweep
+from sinew.extras import MissingPackageError
 from sinew.sources import resolve
 
-
-def variant_of(target: str, runs: Runs, cameras: Cameras, **more: Any) -> Variant:
-    """Return what the flags of a verb ask for. more: further fields of it."""
-    return Variant(
-        target,
-        dtype=runs.dtype,
-        device=runs.device,
-        engine=None if runs.engine == "auto" else runs.engine,
-        ignore_recipe=runs.ignore_recipe,
-        rename=cameras.rename,
-        allow_missing_cameras=cameras.allow_missing_cameras,
-        **more,
-    )
+ENV = "sinew/Blocks-v0"  # where nothing says which task a policy fits
 
 
-def variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> list[Variant]:
+def default_env(target: str, rename: Sequence[str] = (), allow_missing_cameras: bool = False) -> str:
+    """Return the task to play where none was asked for: the embedded one whose observations the policy takes."""
+    if target == EXPERT or is_address(target):
+        return ENV
+    try:
+        from sinew.eval.fitting import task_of
+    except ModuleNotFoundError:  # said when the environment is made
+        return ENV
+    found = task_of(target, rename, allow_missing_cameras)
+    progress.say(f"env {found}: none was given" + " and the policy fits it" * (found != ENV))
+    return found
+
+
+def control_hz(task: Task, variants: Sequence[Variant]) -> float:
+    """Return the environment's rate, after a look whether the policies take what it shows: before any is loaded."""
+    try:
+        from sinew.eval.fitting import check_variants
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("evaluation", error.name or "mujoco") from None
+    return check_variants(task, variants)
+
+
+def usual_workers(alone: bool = False) -> int:
+    """Return how many processes play where nothing is said: one per core. alone: one, whom nothing may disturb."""
+    return 1 if alone else machine.cores().physical
+
+
+def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] = ()) -> list[Variant]:
     """Return what is to be played. Raises :class:`SinewError` for a variant that is there twice."""
     found = parse_sweep(base, sweeps)
     for text in compares:
@@ -67,8 +81,6 @@ def settled(variant: Variant, task: Task | None = None, said: set[str] | None = 
     variant = _handed_over(variant, task, set() if said is None else said)
     if "://" in variant.target or variant.target == EXPERT:
         return replaced(variant, device="cpu")
-    if variant.stream and variant.engine is None:
-        variant = replaced(variant, engine="plan")  # the fastest that can run its two halves at once
     found = chosen(variant)
     return replaced(variant, engine=found.engine, device=found.options.device)
 
@@ -81,6 +93,6 @@ def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant
     choice = choose(AUTO, None if task is None else task.motion, policy, refined=bool(variant.edge_adapter))
     text = f"{variant.show('target')}: {choice}"
     if not variant.stream and text not in said:
-        terminal.say(text)
+        progress.say(text)
         said.add(text)
     return replaced(variant, handover=choice.handover)

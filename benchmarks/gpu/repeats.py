@@ -1,0 +1,106 @@
+"""Every launch of a chunk at full size, again and again: it has to give the same bits each time.
+
+The checks of the kernels have small shapes, and a chunk's relative L2 hides what one layer does. A kernel that gave
+other sums at every launch passed both, and was found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.models import CAMERA, TARGETS, processing, random_model, samples, with_chunk
+from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
+from benchmarks.gpu.session import Row, Session, shrunk
+from sinew.engine.cuda.kernels.launch import Launch
+
+TIMES = 100
+
+
+def repeats(model: str, session: Session) -> None:
+    """Emit a row for each kind of launch. Raise if one of them does not give the same bits again."""
+    case = shrunk(TARGETS[model], session.tiny)
+    base = with_chunk(random_model(model, session.device, tiny=session.tiny), case.chunk)
+    recipe, plan = processing(model, base.config), plan_of(base)
+    sample = samples(case, base.config, 1, (24, 32) if session.tiny else CAMERA)[0]
+    made = Engine(cuda_engine(plan, recipe, session.device, graph=False))
+    made.run(sample)  # compiles
+    failures = []
+    with torch.inference_mode(), taken_down() as found:
+        made.run(sample)
+    for launch, count in found.values():
+        if session.left <= 0:
+            raise TimeoutError("not all launches were repeated")
+        row = {
+            "kernel": name_of(launch),
+            "grid": str(launch.grid),
+            "launches": count,
+            "tile": str(launch.tile),
+        }
+        with torch.inference_mode():
+            row |= repeated(launch, 3 if session.tiny else TIMES)
+        session.emit(row)
+        if row["differ"]:
+            failures.append(f"{row['kernel']} {row['grid']}: {row['differ']} of {row['times']}")
+    if failures:
+        raise RuntimeError(f"other bits at another launch: {'; '.join(failures)}")
+
+
+@contextmanager
+def taken_down() -> Iterator[dict[tuple[Any, ...], list[Any]]]:
+    """Within the context, keep the first launch of each kind that runs, and how many there are. It keeps its tensors:
+    what a launch reads is there as long as the launch is, if not as it was."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    real = Launch.__call__
+
+    def noted(launch: Launch) -> None:
+        kept = found.setdefault((name_of(launch), launch.grid, sizes_of(launch)), [launch, 0])
+        kept[1] += 1
+        real(launch)
+
+    Launch.__call__ = noted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Launch.__call__ = real  # type: ignore[method-assign]
+
+
+def repeated(launch: Launch, times: int) -> Row:
+    """Run a launch ``times`` times from the same memory: how often it left other bits, and by how much."""
+    held = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
+    before = [tensor.clone() for tensor in held]
+    launch()
+    first = [tensor.clone() for tensor in held]
+    written = [i for i, (old, new) in enumerate(zip(before, first, strict=True)) if not same(old, new)]
+    differ, largest = 0, 0.0
+    for _ in range(times):
+        for i in written:
+            held[i].copy_(before[i])
+        launch()
+        other = [i for i in range(len(held)) if not same(held[i], first[i])]
+        differ += bool(other)
+        for i in other:
+            largest = max(largest, float((held[i].float() - first[i].float()).abs().max()))
+    return {"times": times, "differ": differ, "largest": largest}
+
+
+def sizes_of(launch: Launch) -> str:
+    """Return the arguments of a launch, of its tensors the shape and type: equal for launches of one kind."""
+    told = {
+        name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+        for name, value in launch.arguments.items()
+    }
+    return repr(told)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return True for equal bits; NaN is what the unused part of a workspace may hold."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def name_of(launch: Launch) -> str:
+    return str(getattr(launch.kernel, "fn", launch.kernel).__name__)

@@ -1,0 +1,157 @@
+"""What a bundle says about itself, in words and as plain containers (``sinew inspect``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sinew_client.control import choose
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
+    from sinew.bundle.adapter import AdapterBase
+    from sinew.bundle.prompt_recipe import TextRecipe
+    from sinew.bundle.schema import Quantization, VectorPart
+    from sinew.bundle.seen import Seen
+
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """Return the whole manifest (the tokenizer by size only) and the tensor table, as plain containers."""
+    record = asdict(bundle.manifest)
+    record["tokenizer"] = _tokenizer(bundle.manifest.tokenizer)
+    record["file_bytes"] = bundle.path.stat().st_size
+    record["tensors"] = [
+        {"name": t.name, "shape": list(t.shape), "type": t.type.name, "bytes": t.nbytes, "offset": t.offset}
+        for t in bundle.infos.values()
+    ]
+    return record
+
+
+def words(bundle: Bundle) -> dict[str, str]:
+    """Return what there is to know about a bundle, a sentence each, by what it is about."""
+    manifest, spec = bundle.manifest, bundle.manifest.spec
+    recipe, source = manifest.processing, manifest.provenance
+    image, prompt = recipe.image, recipe.prompt
+    padding = f"to {prompt.max_tokens}" if prompt.padding == "max_length" else "none"
+    tokenizer = _tokenizer(manifest.tokenizer)
+    return {
+        "file": f"{bundle.path} ({bundle.path.stat().st_size / 1e6:.1f} MB)",
+        "policy": f"{manifest.name} ({manifest.architecture})",
+        **({} if manifest.base is None else {"adapter of": _base(manifest.base)}),
+        "cameras": ", ".join(f"{c.name} {c.height}x{c.width}" for c in spec.cameras)
+        + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else "")
+        + (f"; {spec.history} moments" if spec.history > 1 else "")
+        + (f", {spec.history_stride} control steps apart" if spec.history_stride > 1 else ""),
+        "images": str(image),
+        "state": _vector(spec.state, recipe.state, recipe.state_parts, recipe.state_steps),
+        "action": _vector(spec.action, recipe.action, recipe.action_parts, recipe.action_steps),
+        "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noises())}"
+        + (f", {spec.control_hz:g} actions/s" if spec.control_hz else ""),
+        "hand-over": str(choose(policy=spec.to_dict())).removeprefix("hand-over "),
+        "prompt": f"{json.dumps(prompt.template)}, at most {prompt.max_tokens} tokens, padding {padding}"
+        + (f"; {prompt}" if str(prompt) else ""),
+        "language head": _lm_head(bundle),
+        "words": _text(prompt.text),
+        "tokenizer": "the base's"
+        if manifest.base is not None
+        else f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
+        "quantised": _quantised(manifest.quantization),
+        "seen": _seen(manifest.seen),
+        "hashes": _hashes(bundle.hashes),
+        "compat": manifest.processing.compat or "-",
+        "converted": f"by {source.converter} from {source.format}",
+        **{f"  {s.name}": f"{s.bytes} bytes, sha256 {s.sha256}" for s in source.sources},
+        "left out": ", ".join(source.dropped) or "nothing",
+        "notes": "; ".join(source.notes) or "-",
+    }
+
+
+def _vector(what: Any, recipe: Any, parts: Any, steps: Any) -> str:
+    named = f": {', '.join(what.labels)}" if what.labels else ""
+    if parts:
+        modes = ", ".join(f"{part.name} {_form(part)}" for part in parts)
+        words = f"{what.dim} values{named}; {modes}"
+    else:
+        stats = f" ({', '.join(recipe.stats)})" if recipe.stats else ""
+        words = f"{what.dim} values{named}, {recipe.mode}{stats}"
+    return words + "".join(f"; {step}" for step in steps)
+
+
+def _tokenizer(text: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        record = None
+    model = record.get("model") if isinstance(record, dict) else None
+    facts = model if isinstance(model, dict) else {}
+    vocabulary = facts.get("vocab")
+    return {
+        "bytes": len(text.encode()),
+        "type": str(facts.get("type")),
+        "vocabulary": len(vocabulary) if isinstance(vocabulary, dict | list) else 0,
+    }
+
+
+def _lm_head(bundle: Bundle) -> str:
+    """Return whether the bundle can say a text, and what that takes of the file."""
+    kept = bundle.manifest.config.get("lm_head", "")
+    if kept == "tied":
+        return "the token table once more, no bytes of its own"
+    nbytes = sum(t.nbytes for t in bundle.infos.values() if t.name.startswith("lm_head."))
+    if kept != "own":
+        return f"{nbytes / 1e6:.1f} MB, which says actions" if nbytes else "not kept"
+    return f"{nbytes / 1e6:.1f} MB, for subtasks, answers and the text of streams"
+
+
+def _text(text: TextRecipe | None) -> str:
+    """Return what a language head is asked with."""
+    from sinew.bundle.prompt_recipe import template
+
+    if text is None:
+        return "-"
+    asked = [
+        f"a {name} behind {json.dumps(template(steps))}"
+        for name, steps in (("subtask", text.subtask), ("question's answer", text.question))
+        if steps
+    ]
+    if text.subtask:
+        asked.insert(1, f"actions behind {json.dumps(text.action)}")
+    return f"{', '.join(asked)}; at most {text.most} tokens where a request says no number"
+
+
+def _hashes(found: dict[str, str] | None) -> str:
+    return "none" if found is None else f"SHA-256 of the header (checked) and of {len(found)} tensors"
+
+
+def _seen(found: Seen | None) -> str:
+    if found is None:
+        return "nothing of how its cameras and joints look"
+    parts = [*(f"camera {name}" for name in found.cameras), *(["state"] if found.state else [])]
+    return f"{', '.join(parts)} in {found.frames} frames: {found.source}"
+
+
+def _base(base: AdapterBase) -> str:
+    return f"{base.name}, whose weights are {base.weights[:16]}...; `sinew serve BASE --adapter NAME=FILE` serves it"
+
+
+def _quantised(found: Quantization | None) -> str:
+    if found is None:
+        return "-"
+    recipe = ", ".join(f"{component} {kind}" for component, kind in found.recipe.items())
+    return (
+        f"{recipe}; chunk error {found.error:.1e} median, {found.error_max:.1e}"
+        f" largest over {found.observations} observations from {found.source} ({found.engine}){_success(found)}"
+    )
+
+
+def _success(found: Quantization) -> str:
+    won = found.success
+    if won is None:
+        return ""
+    return f"; {won.wins} of {won.episodes} episodes of {won.env} won, {won.recorded_wins} on record"
+
+
+def _form(part: VectorPart) -> str:
+    """Return how the model has a part of a vector."""
+    return "rotation" if part.rotation else "sin_cos" if part.sin_cos else part.normalization.mode

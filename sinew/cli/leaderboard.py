@@ -1,0 +1,60 @@
+"""``sinew leaderboard``: evaluations side by side, ranked, with differences over common seeds.
+
+The last line of standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sinew import __version__
+from sinew.cli import terminal
+from sinew.core import SinewError
+
+
+def leaderboard(*reports: Path, out: Path | None = None) -> None:
+    """Rank what `sinew eval --out` wrote: a board for each task.
+
+    Success with its interval, in total and by task; milliseconds of inference for each executed action and each chunk;
+    seconds to success; memory and size. Where two played the same seeds, their difference is paired.
+
+    Args:
+        reports: folders, of which every report.json counts, or reports (JSON or page) themselves.
+        out: write a page that holds everything it shows, a file NAME.html.
+    """
+    from sinew.eval.report import leaderboard as found
+
+    if not reports:
+        raise SinewError("expected the folder of a run, as `sinew eval --out` writes it")
+    if out is not None and out.suffix != ".html":
+        raise SinewError(f"--out: expected a file NAME.html, got {out}")
+    boards = found.boards(reports)
+    record = {
+        "schema": found.SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "sinew": __version__,
+        "boards": boards,
+    }
+    console = terminal.console()
+    for board in boards:
+        table = terminal.table(found.title(board), *found.COLUMNS)
+        for row in found.rows(board):
+            table.add_row(*row)
+        console.print(table)
+        if by_task := found.task_rows(board):
+            tasks = terminal.table("Success by task, with 95 % intervals", *found.task_columns(board))
+            for row in by_task:
+                tasks.add_row(*(cell.replace("[", r"\[") for cell in row))
+            console.print(tasks)
+        if pairs := found.pair_rows(board, board["entries"][0]["label"]):
+            compared = terminal.table("Over common seeds, with 95 % intervals", *found.PAIR_COLUMNS)
+            for row in pairs:
+                compared.add_row(*row)
+            console.print(compared)
+        if len({entry["hardware"] for entry in board["entries"]}) > 1:
+            terminal.say("entries are of several machines: their milliseconds do not compare")
+    if out is not None:
+        out.write_text(found.markup(record), encoding="utf-8")
+        terminal.say(f"wrote {out}")
+    terminal.emit(record)

@@ -1,0 +1,72 @@
+"""Write a data set: of what a server recorded, or of episodes that a policy plays here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sinew import progress
+from sinew.core import SinewError
+from sinew.eval.dataset.writer import DatasetWriter
+from sinew.eval.settings import Task, Variant
+
+
+def of_records(
+    records: Path, out: Path, hz: float | None, bundle: Path | None, corrections: bool = False
+) -> dict[str, Any]:
+    """Write the requests of a recording as frames, and return what was counted.
+
+    hz: requests per second; None: the control rate of ``bundle``, which also names the joints. corrections: only
+    the control steps in which a human drove (:func:`sinew.eval.dataset.records.episodes`). Raises :class:`SinewError`
+    where neither says the rate, or where no two requests follow each other.
+    """
+    from sinew.eval.dataset.records import episodes
+    from sinew.policy import open_bundle
+    from sinew.records.recorder import read_records
+
+    spec = None if bundle is None else open_bundle(bundle).manifest.spec
+    rate = hz or (None if spec is None else spec.control_hz)
+    if rate is None:
+        raise SinewError("--hz: expected the rate of the requests; there is no --bundle that states one")
+    found = episodes(read_records(records), rate, corrections)
+    first = next(found, None)
+    if first is None and corrections:
+        raise SinewError(f"{records}: no two steps that follow each other in which a human drove")
+    if first is None:
+        raise SinewError(f"{records}: no two requests of a session follow each other")
+    state, action = ((), ()) if spec is None else (spec.state.names, spec.action.names)
+    with (
+        DatasetWriter(out, rate, state=state, action=action) as writer,
+        progress.task(f"writing {out}"),
+    ):
+        writer.add(first)
+        for each in found:
+            writer.add(each)
+    return writer.close()
+
+
+def of_episodes(variant: Variant, task: Task, seeds: range, out: Path, successes: bool) -> dict[str, Any]:
+    """Play an episode per seed, write every control step as a frame, and return what was counted.
+
+    variant: settled (:func:`sinew.eval.variants.settled`). successes: leave out episodes that failed.
+    """
+    from sinew.eval.campaign import EpisodePlayer
+    from sinew.eval.dataset.episodes import RecordedEpisode
+
+    player = EpisodePlayer(task)
+    player.env = recorded = RecordedEpisode(player.env, player.adapter)
+    won = 0
+    try:
+        with (
+            DatasetWriter(out, player.adapter.control_hz, robot=task.env) as writer,
+            progress.task(f"writing {out}", len(seeds)) as advance,
+        ):
+            for number in seeds:
+                episode = player.play(variant, number)
+                won += episode.success
+                if episode.success or not successes:
+                    writer.add(recorded.frames, episode.success)
+                advance("success" if episode.success else "failure")
+    finally:
+        player.close()
+    return {**writer.close(), "played": len(seeds), "successes": won}

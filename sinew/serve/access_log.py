@@ -1,0 +1,60 @@
+"""The access log: a line of JSON per request, to a file or to standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+
+from sinew.core import SinewError
+
+logger = logging.getLogger(__name__)
+
+TOLD_S = 60.0  # between two lines that tell of an access log that cannot be written
+
+
+class _Lossy(logging.Handler):
+    """Tells of lines that could not be written, a full disk's as a rule, once in ``TOLD_S``: by itself logging prints a
+    traceback for each."""
+
+    lost, told = 0, float("-inf")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        self.lost += 1
+        if (now := time.monotonic()) - self.told >= TOLD_S:
+            self.told = now
+            logger.warning("--access-log: %d lines could not be written: %s", self.lost, sys.exc_info()[1])
+
+
+class _AccessFile(_Lossy, logging.FileHandler): ...
+
+
+class _AccessStream(_Lossy, logging.StreamHandler): ...
+
+
+@contextlib.contextmanager
+def access_logging(path: str | None) -> Iterator[None]:
+    """Write the access log to ``path`` (- is standard error, None is nowhere) inside, and leave its logger as it was:
+    loggers belong to the process, which may do other things after this."""
+    access = logging.getLogger("sinew.access")
+    before = access.propagate, access.disabled, access.level
+    handler: logging.Handler = logging.NullHandler()
+    if path is not None:
+        try:
+            handler = _AccessStream() if path == "-" else _AccessFile(path)
+        except OSError as error:
+            raise SinewError(f"--access-log {path}: {error.strerror}") from error
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access.addHandler(handler)
+    access.propagate, access.disabled = False, path is None
+    access.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        access.removeHandler(handler)
+        with contextlib.suppress(OSError):  # the disk is full still; it was told
+            handler.close()
+        access.propagate, access.disabled = before[:2]
+        access.setLevel(before[2])

@@ -1,0 +1,172 @@
+"""The feed of a server's dashboard, followed from elsewhere: what ``sinew top`` has heard of a server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from sinew.core import SinewError
+
+SILENT_S = 8.0  # the server tells of its health every two seconds
+LONGEST = 1 << 22  # bytes of one event
+LAST, MOST_SESSIONS = 240, 32  # answers and sessions remembered
+RATE_S = 10.0  # over which rates are counted
+
+
+@dataclass
+class SessionRow:
+    """One client's episode."""
+
+    wire: str
+    client: str
+    answers: int = 0
+    refused: int = 0
+    missed: int = 0
+    prompt: str = ""
+    text: str = ""  # the last words that were said to it
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+
+    def rate(self, now: float) -> float:
+        """Return answers per second over the last ten seconds."""
+        return sum(now - when <= RATE_S for when in self.times) / RATE_S
+
+
+@dataclass
+class ServerSeen:
+    """Everything that was heard. problem: why nothing is heard at present, or nothing."""
+
+    address: str
+    about: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] | None = None
+    problem: str = "connecting"
+    count: int = 0
+    missed: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    milliseconds: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
+    sessions: dict[tuple[str, str, str], SessionRow] = field(default_factory=dict)
+
+    def hear(
+        self, event: str, record: dict[str, Any], show: Callable[[ServerSeen], object] = lambda _: None
+    ) -> None:
+        """Take one event: about, health or one of answers. show: draws all of it. Raises :class:`SinewError` for an
+        answer that is none, or that cannot be drawn."""
+        self.problem = ""
+        if event == "about":
+            self.about = record
+        elif event == "health":
+            self.health = record
+            if "engine" in record and self.about.get("server"):  # which may have been exchanged
+                now = {name: record[name] for name in ("engine", "engine_reason") if name in record}
+                self.about = {**self.about, "server": {**self.about["server"], **now}}
+        elif event == "answers":
+            try:
+                self._answer(record)
+                show(self)  # whatever is drawn is there
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                raise SinewError(
+                    f"{self.address}: expected answers of a Sinew server, got {type(error).__name__}: {error}"
+                ) from None
+
+    def lost(self, why: str) -> None:
+        """Remember that the server is not heard."""
+        self.problem = why
+
+    def _answer(self, record: dict[str, Any]) -> None:
+        self.count += 1
+        self.missed += bool(record["missed"])
+        key = record["wire"], record["client"], record["session"]
+        session = self.sessions.pop(key, None) or SessionRow(*key[:2])
+        self.sessions[key] = session  # the newest stand last
+        while len(self.sessions) > MOST_SESSIONS:
+            del self.sessions[next(iter(self.sessions))]
+        session.times.append(time.monotonic())
+        session.prompt = record["prompt"] or session.prompt
+        session.text = record.get("text") or session.text
+        session.missed += bool(record["missed"])
+        if record["outcome"] == "ok":
+            session.answers += 1
+            self.last = record if "actions" in record else self.last  # each message has one chunk's numbers
+            self.milliseconds.append(record["ms"])
+        else:
+            session.refused += 1
+            self.refused[record["outcome"]] = self.refused.get(record["outcome"], 0) + 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was heard, ready for JSON."""
+        return {
+            "address": self.address,
+            "server": self.about.get("server", {}),
+            "policy": self.about.get("policy", {}).get("name"),
+            "health": self.health,
+            "answers": self.count,
+            "missed": self.missed,
+            "refused": self.refused,
+            "sessions": len(self.sessions),
+        }
+
+
+def parse_address(address: str) -> tuple[str, int, bool]:
+    """Return host, port and whether it is encrypted. Raises :class:`SinewError` for anything but a web address."""
+    try:
+        found = urlsplit(address if "://" in address else f"http://{address}")
+        host, port = found.hostname, found.port
+    except ValueError as error:
+        raise SinewError(f"address: expected http://HOST:PORT, got {address!r} ({error})") from None
+    if found.scheme not in ("http", "https") or not host:
+        raise SinewError(
+            f"address: expected http://HOST:PORT of the openpi or http wire, as http://127.0.0.1:8000, got {address!r}"
+        )
+    return host, port or (443 if found.scheme == "https" else 80), found.scheme == "https"
+
+
+def events(
+    host: str, port: int, tls: bool, key: str, end: float | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the server's events as they come, until it ends the connection.
+
+    Raises OSError where it cannot be reached or says nothing for too long, and :class:`SinewError` for an answer that
+    will not change: no dashboard, or another key.
+    """
+    kind = http.client.HTTPSConnection if tls else http.client.HTTPConnection
+    wait = SILENT_S if end is None else max(0.1, min(SILENT_S, end - time.monotonic()))
+    connection = kind(host, port, timeout=wait)
+    try:
+        headers = {"Accept": "text/event-stream", **({"Authorization": f"Bearer {key}"} if key else {})}
+        connection.request("GET", "/v1/events", headers=headers)
+        reply = connection.getresponse()
+        if reply.status == 401:
+            raise SinewError(
+                f"{host}:{port} wants a key: --api-key-file, or SINEW_API_KEY in the environment"
+            )
+        if "text/event-stream" not in reply.headers.get("Content-Type", ""):
+            if reply.status >= 500:
+                raise ConnectionError(reply.read(300).decode(errors="replace").strip() or str(reply.status))
+            raise SinewError(
+                f"{host}:{port}: expected the dashboard's events, got status {reply.status}; `sinew serve --dashboard"
+                " on`, and the port of its openpi or http wire"
+            )
+        name = ""
+        while line := reply.readline(LONGEST):
+            field, _, text = line.decode().rstrip("\n").partition(": ")
+            if field == "event":
+                name = text
+            elif field == "data":
+                found = json.loads(text)
+                for record in found if isinstance(found, list) else [found]:
+                    if not isinstance(record, dict):
+                        raise SinewError(
+                            f"{host}:{port}: expected events of a Sinew server, got {text[:80]!r}"
+                        )
+                    yield name, record
+        raise ConnectionError("the server has ended the connection")
+    except ValueError as error:
+        raise SinewError(f"{host}:{port}: expected events of a Sinew server, got {error}") from None
+    finally:
+        connection.close()

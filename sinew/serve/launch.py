@@ -1,0 +1,199 @@
+"""What a server begins with: a policy or a recording, found before ports are taken and loaded after; then it runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from sinew import machine
+from sinew.serve.process import GRACE_S, Process
+from sinew.serve.supervise import Supervisor
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy
+    from sinew.records.background_writer import BackgroundWriter
+    from sinew.serve.deploy import ServingLimits
+    from sinew.serve.device_lock import DeviceLock
+    from sinew.serve.policies import Deployment
+    from sinew.serve.prepare import Preparation
+    from sinew.serve.replay import Replay
+    from sinew.serve.scheduler import Scheduler
+    from sinew.serve.service import Service
+    from sinew.serve.swap import Swapper
+
+logger = logging.getLogger(__name__)
+
+# Makes what loads, exchanges and unloads policies.
+Change = Callable[["Service", Supervisor, "DeviceLock", "WeakSet[Scheduler]"], "Swapper"]
+RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
+
+
+def loader(
+    bundle: Path,
+    options: dict[str, Any],
+    threads: int | None,
+    adapters: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[], Policy]:
+    """Find mistakes in flags and file before ports are taken and torch is imported; what is returned loads the policy.
+    ``options``: of ``sinew.load``. adapters: name -> file."""
+    from sinew.bundle.rename import rename_cameras
+    from sinew.engine.choose import choose, chosen_by, exported_graphs
+    from sinew.policy import open_adapters, open_bundle
+
+    opened = open_bundle(bundle)
+    rename_cameras(opened.manifest.spec, options["rename"])
+    beside = open_adapters(opened, adapters)
+    choose(opened, threads=threads, adapters=beside, **chosen_by(options))
+    found = exported_graphs(opened) or opened.path  # alone: an open bundle's map would outlive its policy
+
+    def load() -> Policy:
+        import sinew
+
+        logger.info("loading %s", found)
+        return sinew.load(found, threads=threads, adapters=adapters, **options)
+
+    return load
+
+
+def changer(
+    bundle: Path,
+    options: dict[str, Any],
+    threads: int | None,
+    bounds: ServingLimits,
+    memory_gib: float | None,
+    need: Callable[[str, dict[str, Any], int | None, int], tuple[int, int]],
+) -> Change:
+    """Return what lets a server load, exchange and unload policies, run with the same flags.
+
+    need: the bytes of a policy's weights and of what it computes: of its source, ``options``, ``threads`` and the
+    requests of a batch.
+    """
+
+    def make(
+        service: Service, supervisor: Supervisor, device_lock: DeviceLock, begun: WeakSet[Scheduler]
+    ) -> Swapper:
+        from sinew.serve.batching import LARGEST
+        from sinew.serve.deploy import deploy
+        from sinew.serve.swap import Need, Swapper
+
+        def open_source(source: str) -> Deployment:
+            return deploy(loader(Path(source), options, threads)(), bounds, supervisor, device_lock, begun)
+
+        batch = LARGEST if bounds.max_batch == "auto" else bounds.max_batch
+        budget, why = memory_budget(memory_gib, options)
+        return Swapper(
+            service,
+            open_source,
+            lambda source: Need(*need(source, options, threads, batch)),
+            str(bundle),
+            budget,
+            why,
+        )
+
+    return make
+
+
+def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | None, str]:
+    """Return the bytes that policies may take together and where the number comes from; None: no limit is known.
+
+    Without ``gib`` it is what the machine or the cgroup has, less the runtime's own; a GPU's is left to its allocator.
+    """
+    if gib is not None:
+        return int(gib * 2**30), f"--memory-gib {gib:g}"
+    if str(options["device"]).startswith("cuda") or (options["device"] == "auto" and machine.may_have_cuda()):
+        return None, "a GPU"
+    return machine.memory()[0] - RUNTIME_BYTES, "this machine's memory"
+
+
+def recorders(record: Path | None, viewer: Path | str | None) -> dict[str, BackgroundWriter]:
+    """Return what takes requests and answers, by the service's names of them."""
+    from sinew.records.recorder import Recorder
+    from sinew.records.rerun_records import RerunRecorder
+
+    found: dict[str, BackgroundWriter] = {}
+    if viewer is not None:
+        found["rerun"] = RerunRecorder(viewer)
+    if record is not None:
+        found["recorder"] = Recorder(record)
+    return found
+
+
+@dataclass(frozen=True)
+class ServerLaunch:
+    """One server, from its first policy to its end.
+
+    make: loads the policy, or hands out the recording. stuck_s: of :class:`Supervisor`. recorders: of
+    :func:`recorders`. change: loads, exchanges and unloads policies; None: this server's stay. policies: name ->
+    source of further ones. contexts: forms in which the head's input is answered (``serve/contexts.py``).
+    faster: what could be prepared within so many bytes. answering: entered while requests are answered.
+    """
+
+    make: Callable[[], Policy | Replay]
+    bounds: ServingLimits
+    stuck_s: float
+    api_key: str = ""
+    deadline_ms: float | None = None
+    recorders: Mapping[str, BackgroundWriter] = field(default_factory=dict)
+    change: Change | None = None
+    policies: Mapping[str, str] = field(default_factory=dict)
+    contexts: Sequence[str] = ()
+    faster: Callable[[int | None], Preparation | None] | None = None
+    answering: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def run(self, process: Process, ready: Callable[[Policy | Replay], Callable[[], None]]) -> bool:
+        """Load and answer, until the process is told to stop; close the recorders.
+
+        ready: gets the policy when it is warm, and returns what is to be done once the wires answer. Returns False when
+        a thread is still inside the model.
+        """
+        try:
+            return self._run(process, ready)
+        finally:
+            for recorder in self.recorders.values():
+                recorder.close()
+
+    def _run(self, process: Process, ready: Callable[[Policy | Replay], Callable[[], None]]) -> bool:
+        supervisor = Supervisor(self.stuck_s)
+        begun: WeakSet[Scheduler] = WeakSet()  # an exchanged policy is not kept by it
+        try:
+            from sinew.serve.deploy import deploy
+            from sinew.serve.device_lock import DeviceLock
+            from sinew.serve.service import Service
+
+            logger.info("listening on %s", ", ".join(wire.address for wire in process.wires))
+            policy = self.make()
+            for recorder in self.recorders.values():
+                recorder.describe(policy.spec)
+            device_lock = DeviceLock()
+            deployment = deploy(policy, self.bounds, supervisor, device_lock, begun)
+            service = Service(
+                deployment, api_key=self.api_key, deadline_ms=self.deadline_ms, **self.recorders
+            )
+            if self.change is not None:
+                service.swapper = self.change(service, supervisor, device_lock, begun)
+                for name, source in self.policies.items():
+                    service.swapper.load(name, source)
+            if self.contexts:
+                from sinew.serve.contexts import add
+
+                add(service, self.contexts, device_lock, begun)
+            if self.faster is not None and service.swapper is not None:
+                from sinew.serve.prepare import Preparer
+
+                if (work := self.faster(service.swapper.budget)) is not None:
+                    service.preparing = Preparer(service, work)
+            then = ready(policy)
+            del policy, deployment  # the service has them, until they are exchanged
+            with self.answering():
+                return process.run(service, then)
+        except KeyboardInterrupt:
+            logger.info("stopped before the server was ready")
+            for scheduler in begun:
+                scheduler.stop()
+            return all(scheduler.join(GRACE_S) for scheduler in begun)

@@ -1,0 +1,52 @@
+"""What a server says once it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from sinew.core import PolicySpec, VectorSpec
+from sinew.serve.transport.listen import reachable
+
+if TYPE_CHECKING:
+    from sinew.serve.wire import Listener
+
+
+def ready_text(
+    spec: PolicySpec,
+    about: Mapping[str, Any],
+    wires: Sequence[Listener],
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Return the addresses, what the bundle expects, and for each wire a program that asks for one chunk.
+
+    about: what the policy describes of its engine. more: name -> source of further policies.
+    """
+    sizes = "other sizes are resized" if spec.resizes_frames else "exactly this size"
+    cameras = [
+        f"{camera.name}: uint8 [{camera.height}, {camera.width}, 3] RGB, {sizes}" for camera in spec.cameras
+    ]
+    lines = [
+        f"ready on {' '.join(reachable(wire.address) for wire in wires)}",
+        f"  policy   {spec.name} ({spec.architecture}), {about['dtype']} on {about['device']}",
+        f"  engine   {about['engine']}: {about['engine_reason']}",
+        *(f"  {'cameras' if index == 0 else '':7}  {camera}" for index, camera in enumerate(cameras)),
+        f"  state    {_vector(spec.state)}",
+        f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
+        *(f"  also     {name}: {source}; asked at HOST:PORT/{name}" for name, source in more.items()),
+        *(
+            f'  adapter  {name}: {each["policy"]}; asked with "adapter": "{name}"'
+            for name, each in about.get("adapters", {}).items()
+        ),
+    ]
+    pages = [page for wire in wires if (page := wire.dashboard)]
+    lines += [f"  page     {reachable(page)} shows what it does" for page in pages]
+    for wire in wires:
+        program = [f"    {line}" for line in wire.guide(spec)]
+        lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]
+    return "\n".join(lines)
+
+
+def _vector(spec: VectorSpec) -> str:
+    return f"{spec.dim} numbers" + (f": {', '.join(spec.labels)}" if spec.labels else "")

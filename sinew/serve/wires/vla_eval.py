@@ -1,0 +1,418 @@
+"""vla-eval's WebSocket messages: its benchmarks are the clients. No sockets here.
+
+Every message is a msgpack map of ``type``, ``payload``, ``seq`` and ``timestamp``. ``hello`` is answered with what the
+policy wants to see, ``episode_start`` and ``episode_end`` with nothing, ``observation`` with an ``action``: one row. Of
+a chunk a connection gets as many rows as upstream executes before another is computed, or as many as a robot of ours
+does by default where the bundle does not say it. What goes wrong is an ``error`` with the same ``seq``, after which the
+connection goes on. Source: vla-eval 0.8.0, ``protocol/*.py``, ``connection.py``,
+``model_servers/{serve,predict,lerobot}.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+import numpy as np
+from aiohttp import web
+from sinew_client.control import parse_rule
+from sinew_client.control.defaults import REPLAN
+
+from sinew import __version__
+from sinew.core import (
+    ActionChunk,
+    Moment,
+    Observation,
+    ObservationError,
+    PolicySpec,
+    RequestError,
+    SinewError,
+)
+from sinew.processing.given import PROMPT_KEYS
+from sinew.serve.decode.array import array, unpack
+from sinew.serve.decode.frames import PixelBudget, compressed_frame
+from sinew.serve.service import Service
+from sinew.serve.transport.listen import reachable
+from sinew.serve.transport.routes import Guard
+from sinew.serve.transport.sockets import Dialect
+from sinew.serve.wires import field_names
+
+NAME = "vla-eval"
+PROTOCOL = 1  # its ``protocol_version``
+KINDS = ("hello", "observation", "action", "episode_start", "episode_end", "error")
+# What its benchmarks call things -> what a bundle without a key map for this wire calls them.
+SPELLINGS = {"task_description": PROMPT_KEYS[0], "states": "state"}
+MAX_NOISE = (1 << 63) - 1
+MAX_SEEN = 1 << 28  # bytes of messages that one connection keeps for a policy of several moments
+MAX_WARNED = 64  # different warnings of one connection that reach the log
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class VlaEvalMessage:
+    """endpoint: infer, reset, or answered, where ``reply`` is all that there is to say (None: nothing).
+
+    content: of an observation. earlier: of those that a policy of several moments reads before it, oldest first. seed:
+    of its noise; None leaves it to the policy.
+    """
+
+    endpoint: str
+    session: str = ""
+    content: Mapping[str, Any] | None = None
+    earlier: tuple[Mapping[str, Any], ...] = ()
+    seed: int | None = None
+    reply: bytes | None = None
+    deadline_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A frame as a file or as bytes of pixels; decoded only where a camera of the policy takes it."""
+
+    values: Mapping[str, Any]
+
+    def pixels(self, key: str, budget: PixelBudget) -> np.ndarray:
+        """Return uint8 [height, width, channels]. Raises ObservationError."""
+        kind, data = self.values.get("format"), self.values.get("data")
+        if kind == "raw":
+            return array(key, data, self.values.get("dtype"), self.values.get("shape"))
+        if kind not in ("png", "jpeg"):
+            raise ObservationError(key, "a picture of format png, jpeg or raw", f"{str(kind)[:40]!r}")
+        if not isinstance(data, bytes):
+            raise ObservationError(key, "bytes of a picture", type(data).__name__)
+        return compressed_frame(key, data, budget)
+
+
+class Conversation:
+    """One connection: its episode, the rows of the chunk that are still to be executed, and for a policy of several
+    moments what was seen at each step as far back as it reads: such a client sends every step and keeps none, and its
+    episode ends with its connection.
+
+    rows: of a chunk, that are executed before another is computed. about: of the service. query: of the address, where
+    a client that takes nothing else says ``rows`` and ``noise``, a number that enters every seed. Raises RequestError.
+    """
+
+    def __init__(self, spec: PolicySpec, about: Mapping[str, Any], query: Mapping[str, str] | None = None):
+        asked = dict(query or {})
+        usual = spec.n_action_steps or parse_rule(REPLAN).horizon(spec.chunk_size)
+        self.rows = _count("rows", asked.pop("rows", str(usual)), 1, spec.chunk_size)
+        self._noise = _count("noise", asked.pop("noise", "0"), 0, MAX_NOISE)
+        if asked:
+            raise RequestError(f"address: expected ?rows= and &noise=, got {next(iter(asked))[:40]!r}")
+        self._spec, self._about = spec, about
+        self._seen: deque[tuple[Mapping[str, Any], int]] = deque(  # with the bytes of the message
+            maxlen=(spec.history - 1) * spec.history_stride + 1
+        )
+        self._seq: int | None = None  # of the message that is being answered; None where it was none
+        self._left: deque[np.ndarray] = deque()
+        self._session = ""
+        self._task: bytes | None = None  # what the noise of an episode is drawn from
+        self._chunks = 0  # of this episode
+        self._warned: set[str] = set()
+
+    def dialect(self) -> Dialect:
+        return replace(
+            DIALECT,
+            read=self.read,
+            observation=self.observation,
+            answer=self.answer,
+            error=self.error,
+            connect=None,
+        )
+
+    def read(self, payload: bytes) -> VlaEvalMessage:
+        """Raises RequestError or ObservationError."""
+        self._seq = None
+        tree = unpack(payload)
+        if not isinstance(tree, Mapping) or not {"type", "payload", "seq"} <= tree.keys():
+            raise RequestError("expected a map with the keys type, payload and seq")
+        kind, content, seq = tree["type"], tree["payload"], tree["seq"]
+        if kind not in KINDS:
+            raise RequestError(f"type: expected one of {', '.join(KINDS)}, got {str(kind)[:40]!r}")
+        if not isinstance(content, dict):
+            raise RequestError(f"payload: expected a map, got {type(content).__name__}")
+        if not isinstance(seq, int) or isinstance(seq, bool):
+            raise RequestError(f"seq: expected an integer, got {type(seq).__name__}")
+        self._seq = seq
+        if kind == "hello":
+            return VlaEvalMessage("answered", reply=self._message("hello", self._hello(content)))
+        if kind == "episode_start":
+            self._begin(content)
+            return VlaEvalMessage("reset", self._session)
+        if kind == "episode_end":
+            self._left.clear()
+            self._seen.clear()
+            return VlaEvalMessage("answered")
+        if kind == "observation":
+            return self._observed(content, len(payload))
+        if kind == "error":
+            logger.warning("%s: a client says: %.200r", NAME, content.get("error"))
+            return VlaEvalMessage("answered")
+        raise RequestError("type: expected a message of a client, got 'action'")
+
+    def observation(
+        self, message: VlaEvalMessage, spec: PolicySpec, budget: PixelBudget | None = None
+    ) -> Observation:
+        """Raises ObservationError."""
+        assert message.content is not None
+        return observation(message, spec, budget)
+
+    def answer(self, chunk: ActionChunk, _server_ms: float, _previous_ms: float | None) -> bytes:
+        """Return the first row, and keep those that are executed after it."""
+        first, *rest = chunk.actions[: self.rows]
+        self._left = deque(rest)
+        self._chunks += 1
+        for warning in chunk.warnings:
+            if warning not in self._warned and len(self._warned) < MAX_WARNED:
+                self._warned.add(warning)
+                logger.warning("%s: %s", NAME, warning)
+        warnings = {"warnings": list(chunk.warnings)} if chunk.warnings else {}
+        return self._message("action", {"actions": first, **warnings})
+
+    def error(self, error: SinewError) -> bytes | None:
+        """Return what a client is told, None where there is no message of its that could be answered."""
+        if self._seq is None:
+            return None
+        return self._message("error", {"error": f"{error} [{error.code}]"})
+
+    def _observed(self, content: Mapping[str, Any], size: int) -> VlaEvalMessage:
+        if self._spec.history > 1:  # else nothing of a message outlives its answer
+            self._seen.append((content, size))
+            if sum(size for _, size in self._seen) > MAX_SEEN:
+                self._seen.clear()
+                raise RequestError(
+                    f"observations: expected at most {MAX_SEEN} bytes that are read at once, got more"
+                )
+        if self._left:
+            row = self._left.popleft()
+            return VlaEvalMessage("answered", reply=self._message("action", {"actions": row}))
+        return VlaEvalMessage("infer", self._session, content, self._earlier(), self._seed())
+
+    def _earlier(self) -> tuple[Mapping[str, Any], ...]:
+        """Return what was seen at the steps before this one that the policy reads, as
+        :meth:`sinew_client.history.History.before` does."""
+        spec, newest = self._spec, len(self._seen) - 1
+        steps = [newest - k * spec.history_stride for k in range(spec.history - 1, 0, -1)]
+        repeat = spec.history_padding == "repeat"
+        return tuple(self._seen[max(step, 0)][0] for step in steps if step >= 0 or repeat)
+
+    def _begin(self, content: Mapping[str, Any]) -> None:
+        """Take over the name of an episode, which its recording has, and what its noise is drawn from."""
+        self._left.clear()
+        self._seen.clear()
+        self._chunks, self._task = 0, None
+        recording = content.get("recording") or {}
+        self._session = ""
+        if isinstance(recording, Mapping):
+            self._session = field_names.optional_text("recording.eid", recording.get("eid"))
+        task = content.get("task")
+        if isinstance(task, Mapping) and isinstance(task.get("episode_idx"), int):
+            text = json.dumps(task, sort_keys=True, default=str)
+            self._task = hashlib.sha256(text.encode(errors="replace")).digest()
+
+    def _seed(self) -> int | None:
+        """Return 63 bits of the task, the number of the episode, that of the chunk and ``noise``: an episode has the
+        same noise in every run and in every shard."""
+        if self._task is None:
+            return None
+        drawn = self._noise.to_bytes(8, "big") + self._task + self._chunks.to_bytes(8, "big")
+        digest = hashlib.sha256(drawn).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    def _hello(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what its orchestrator asks for: ``observation_params`` become arguments of the benchmark."""
+        if (version := content.get("protocol_version", PROTOCOL)) != PROTOCOL:
+            raise RequestError(f"protocol_version: expected {PROTOCOL}, got {str(version)[:40]}")
+        wants: dict[str, Any] = {}
+        if self._spec.state.dim:
+            wants["send_state"] = True
+        if len(self._spec.cameras) > 1:
+            wants["send_wrist_image"] = True
+        return {
+            "harness_version": f"sinew {__version__}",
+            "protocol_version": PROTOCOL,
+            "model_server": f"sinew {self._spec.architecture}",
+            "capabilities": {},
+            "observation_params": wants,
+            "observation_spec": {
+                "image": {"name": "image", "dims": 0, "format": "rgb_hwc_uint8"},
+                "language": {"name": "language", "dims": 0, "format": "language"},
+            },
+            "rows": self.rows,
+            **{name: self._about[name] for name in ("policy", "server") if name in self._about},
+        }
+
+    def _message(self, kind: str, payload: Mapping[str, Any]) -> bytes:
+        seq = self._seq or 0
+        return pack({"type": kind, "payload": payload, "seq": seq, "timestamp": time.time()})
+
+
+def pack(tree: Any) -> bytes:
+    """Return a message in msgpack with arrays as its clients read them: maps with text as keys."""
+    return msgpack.packb(tree, default=_to_map)
+
+
+def _to_map(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        dense = np.ascontiguousarray(value)
+        shape = list(dense.shape)
+        return {"__ndarray__": True, "data": dense.tobytes(), "dtype": dense.dtype.str, "shape": shape}
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+def observation(message: VlaEvalMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
+    """Return the observation of a benchmark. Raises ObservationError.
+
+    Benchmarks send what they have: cameras and vectors that the policy does not read stay undecoded. What it does read
+    has to be there.
+    """
+    assert message.content is not None
+    budget = budget or PixelBudget()
+    files = budget.again()  # the pixels of files are counted when they are decoded, and again as frames
+    made: dict[int, Observation] = {}  # one that stands for several moments is decoded once
+    for content in (*message.earlier, message.content):
+        if id(content) not in made:
+            made[id(content)] = _moment(content, spec, budget, files)
+    seen = [made[id(content)] for content in message.earlier]
+    return replace(
+        made[id(message.content)],
+        earlier=tuple(Moment(each.images, each.state) for each in seen),
+        session=message.session,
+        seed=message.seed,
+    )
+
+
+def _moment(
+    content: Mapping[str, Any], spec: PolicySpec, budget: PixelBudget, files: PixelBudget
+) -> Observation:
+    """Return what was seen at one step. files: counts the pixels of files."""
+    maps = field_names.key_maps(spec, NAME)
+    flat = field_names.flatten(_pictures(content))
+    if not maps:
+        for key, own in SPELLINGS.items():
+            if key in flat:
+                if own in flat:
+                    raise ObservationError(key, f"one value, as {own}", "two")
+                flat[own] = flat.pop(key)
+    read = field_names.keys_read(spec, NAME)
+    found = {
+        key: value.pixels(key, files) if isinstance(value, Picture) else value
+        for key, value in flat.items()
+        if key in read
+    }
+    if not spec.state.dim and not maps:
+        found["state"] = np.zeros(0)
+    try:
+        return field_names.read_observation(found, spec, NAME, budget)
+    except ObservationError as error:
+        left = [key for key in flat if key not in found]
+        if error.got.startswith(("keys ", "nothing")) and left:
+            raise ObservationError(
+                error.field, error.expected, f"{error.got}; what was sent besides: {', '.join(left)[:200]}"
+            ) from None
+        raise
+
+
+def _pictures(node: Any) -> Any:
+    """Return maps with their pictures marked, so that they are leaves. The decoder of msgpack bounds the depth."""
+    if not isinstance(node, dict):
+        return node
+    if node.get("__image__") is True:
+        return Picture(node)
+    return {key: _pictures(value) for key, value in node.items()}
+
+
+class ControlPlane:
+    """Its HTTP routes on the same port: ``GET /health`` is its sign of readiness, ``GET /config`` its way to change how
+    batches are made, which a server of ours is told when it starts."""
+
+    name = NAME
+
+    def add(self, service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
+        async def health(_request: web.Request) -> web.Response:
+            if problems := service.problems():
+                return web.json_response({"status": "unhealthy", "problems": list(problems)}, status=503)
+            return web.json_response({"status": "ok"})
+
+        async def config(request: web.Request) -> web.Response:
+            if request.query:
+                names = ", ".join(sorted(request.query))[:100]
+                said = f"{names}: cannot be changed here; sinew serve --max-batch, --max-wait-ms"
+                return web.json_response({"errors": [said]}, status=422)
+            return web.json_response({"applied": {}, "config": {}})
+
+        router.add_get("/health", health)
+        router.add_get("/config", guarded(config))
+
+    def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
+        return []
+
+
+def connect(spec: PolicySpec, about: Mapping[str, Any], query: Mapping[str, str]) -> Dialect:
+    """Return the dialect of one connection. Raises RequestError for a query that it does not take."""
+    return Conversation(spec, about, query).dialect()
+
+
+def _count(name: str, text: str, low: int, high: int) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 20 and low <= int(text) <= high):
+        raise RequestError(f"{name}: expected a whole number from {low} to {high}, got {text[:40]!r}")
+    return int(text)
+
+
+def guide(spec: PolicySpec, address: str) -> list[str]:
+    """A program for the package vla-eval."""
+    frames = ", ".join(
+        f'"{camera}": np.zeros(({size.height}, {size.width}, 3), np.uint8)'
+        for (camera, size) in zip(_cameras(spec), spec.cameras, strict=False)
+    )
+    return [
+        "import anyio",
+        "import numpy as np",
+        "from vla_eval.connection import Connection",
+        "",
+        "observation = {",
+        f'    "images": {{{frames}}},',
+        f'    "states": np.zeros({spec.state.dim}, np.float32),',
+        '    "task_description": "pick up the red cube",',
+        "}",
+        "async def main():",
+        f'    async with Connection("{reachable(address)}") as server:',
+        '        await server.start_episode({"task": {"name": "try"}})',
+        f'        print((await server.act(observation))["actions"])  # float32 [{spec.action.dim}]',
+        "anyio.run(main)",
+    ]
+
+
+def _cameras(spec: PolicySpec) -> list[str]:
+    """Return what the policy's cameras are called under ``images``."""
+    return [key.removeprefix("images/") for key in field_names.camera_keys(spec, NAME).values()]
+
+
+def _nobody(*_: Any) -> Any:
+    raise AssertionError("a connection has a dialect of its own")
+
+
+def _silent() -> None: ...
+
+
+DIALECT = Dialect(
+    NAME,
+    _nobody,
+    _nobody,
+    _nobody,
+    guide,
+    reset=_silent,
+    explains=False,
+    ping_s=None,  # its benchmarks step their simulators on the event loop
+    connect=connect,
+    waits=True,
+    beside=ControlPlane(),
+)

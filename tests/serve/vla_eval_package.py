@@ -1,0 +1,28 @@
+"""vla-eval as its wheel has it, where `make clients` has put it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.serve.lerobot_releases import CLIENTS, ROOT
+
+RELEASE = "0.8.0"
+FOLDER = CLIENTS.parents[1] / f"vla-eval-{RELEASE}"
+installed = pytest.mark.skipif(
+    not (FOLDER / f"vla_eval-{RELEASE}.dist-info").exists(),
+    reason=f"vla-eval {RELEASE} is not installed in {CLIENTS.parents[1].name}; `make clients` does it",
+)
+
+
+def environment() -> dict[str, str]:
+    """Return variables under which this interpreter finds the package beside ours."""
+    here = os.pathsep.join(map(str, (ROOT, ROOT / "packages" / "sinew-client" / "src", FOLDER)))
+    return {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+
+
+def recorded() -> Path:
+    """Return messages that the package wrote: a msgpack list of bytes (tests/serve/test_vla_eval_wire.py)."""
+    return ROOT / "tests" / "serve" / f"vla-eval-{RELEASE}.msgpack"
