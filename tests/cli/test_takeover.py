@@ -93,7 +93,7 @@ def test_an_expert_corrects_and_lerobot_reads_what_it_did(
     frames = tmp_path / "frames"
     lead = ("--takeover", "expert", "--takeover-options", '{"after": 12}', "--frames", str(frames))
     journal = ("--record", str(tmp_path / "run.jsonl"))
-    assert main(["run", str(BLOCKS), *SIMULATED, "--episodes", "2", *lead, *journal]) == 0
+    assert main(["run", str(BLOCKS), *SIMULATED, "--episodes", "2", *lead, *journal, "--json"]) == 0
     report = last_json(capsys)
     assert report["handed"]["to_human"] == 2
     assert report["handed"]["steps"] > 20
@@ -109,15 +109,18 @@ def test_an_expert_corrects_and_lerobot_reads_what_it_did(
         assert record.by == command["by"]
         assert record.actions is not None
         np.testing.assert_array_equal(record.actions, np.float32([command["row"]]))
-    assert main(["client", "--replay", str(tmp_path / "run.jsonl")]) == 0
+    assert main(["client", "--replay", str(tmp_path / "run.jsonl"), "--json"]) == 0
     assert last_json(capsys)["differ"] == 0
 
     made = ("--hz", "100", "--bundle", str(BLOCKS))
-    assert main(["dataset", str(frames), str(tmp_path / "fixes"), "--corrections", *made]) == 0
+    assert (
+        main(["recording", "dataset", str(frames), str(tmp_path / "fixes"), "--corrections", *made, "--json"])
+        == 0
+    )
     counts = last_json(capsys)
     assert counts["episodes"] >= 2  # a period that was skipped ends one
     assert 20 < counts["frames"] <= by.count("human")
-    assert main(["dataset", str(frames), str(tmp_path / "all"), *made]) == 0
+    assert main(["recording", "dataset", str(frames), str(tmp_path / "all"), *made]) == 0
     capsys.readouterr()
     known = {
         np.float32([*record.observation.state, *np.ravel(record.actions)]).tobytes(): record for record in records
@@ -143,7 +146,7 @@ def test_a_class_takes_over_within_limits(tmp_path: Path, capsys: pytest.Capture
     limits.write_text(json.dumps({"low": -3, "high": 3, "velocity": 2.0, "jerk": 4000}))
     robot = ("--robot", f"{__name__}:Follower", "--motion", '{"kind": "absolute"}', "--limits", str(limits))
     lead = ("--takeover", f"{__name__}:Button", "--align", "2.5")
-    assert main(["run", str(BLOCKS), *PLAIN, *robot, *lead, "--seconds", "2", "--no-watchdog"]) == 0
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, *lead, "--seconds", "2", "--no-watchdog", "--json"]) == 0
     said = capsys.readouterr()
     handed = json.loads(said.out.strip().splitlines()[-1])["handed"]
     assert handed["to_human"] == 1
@@ -155,7 +158,7 @@ def test_a_class_takes_over_within_limits(tmp_path: Path, capsys: pytest.Capture
 def test_a_leader_that_is_elsewhere_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     robot = ("--robot", f"{__name__}:Follower", "--motion", '{"kind": "absolute"}')
     lead = ("--takeover", f"{__name__}:Button", "--takeover-options", '{"elsewhere": 50}', "--align", "0.5")
-    assert main(["run", str(BLOCKS), *PLAIN, *robot, *lead, "--seconds", "1"]) == 0
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, *lead, "--seconds", "1", "--json"]) == 0
     said = capsys.readouterr()
     report = json.loads(said.out.strip().splitlines()[-1])
     assert report["held"]["taking over: the leader is brought to where the robot is"] >= 8
@@ -165,7 +168,10 @@ def test_a_leader_that_is_elsewhere_is_waited_for(capsys: pytest.CaptureFixture[
 
 def test_a_shadow_commands_nothing_and_says_how_well_it_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     robot = ("--robot", f"{__name__}:Watched", "--motion", '{"kind": "absolute"}')
-    assert main(["run", str(BLOCKS), *PLAIN, *robot, "--shadow", "--align", "99", "--seconds", "3"]) == 0
+    assert (
+        main(["run", str(BLOCKS), *PLAIN, *robot, "--shadow", "--align", "99", "--seconds", "3", "--json"])
+        == 0
+    )
     found = last_json(capsys)["agreement"]
     assert found["steps"] > 30
     assert found["steps"] + found["missing"] <= 60
@@ -174,7 +180,7 @@ def test_a_shadow_commands_nothing_and_says_how_well_it_agrees(capsys: pytest.Ca
 
 def test_what_the_rows_go_through_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     motion = ("--motion", '{"kind": "absolute"}', "--filter", "lowpass:3", "--speed", "0.5")
-    assert main(["run", str(BLOCKS), *PLAIN, *motion, "--seconds", "2"]) == 0
+    assert main(["run", str(BLOCKS), *PLAIN, *motion, "--seconds", "2", "--json"]) == 0
     report = last_json(capsys)
     assert report["settings"]["speed"] == 0.5
     assert report["filter"]["filter"] == "lowpass:3"

@@ -205,7 +205,7 @@ def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.Ca
     limits.write_text(json.dumps({"low": [-9, 0.25, -9, -9], "high": [9, 0.25, 9, 9], "names": names}))
     robot = ("--robot", f"{__name__}:Gantry", "--limits", str(limits), "--seconds", "1")
     Gantry.sent_rows.clear()
-    assert main(["run", str(BLOCKS), *PLAIN, *robot, "--record", str(tmp_path / "run.jsonl")]) == 0
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, "--record", str(tmp_path / "run.jsonl"), "--json"]) == 0
     assert last_json(capsys)["settings"]["limits"]["names"] == ["x", "y", "z", "gripper"]
     lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
     rows = [line["command"]["row"] for line in lines if line["event"] == "command" and line["command"]["row"]]
