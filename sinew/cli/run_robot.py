@@ -42,8 +42,9 @@ class RobotFlags:
         hz: control rate; the policy's own, or the environment's, if absent.
         motion: JSON object, what actions are measured from; {"kind": "absolute"} ...; as the policy states it if
             absent, {"kind": "as is"} for rows as they come.
-        limits: .toml or .json with low, high, velocity, acceleration and still (the command at which the robot stands
-            still, such as 0 of velocities) per joint; the policy's own if absent.
+        limits: .toml or .json with low, high, velocity, acceleration, jerk, jump, workspace_low, workspace_high and
+            still (the command at which the robot stands still, such as 0 of velocities) per joint; the policy's own if
+            absent.
         stale: seconds beyond which a frame is too old to act on.
         watchdog: hold the robot from another thread while its own methods block; --no-watchdog for one that must not be
             held while it observes.

@@ -454,7 +454,7 @@ def record(folder: Path, task: str, seeds: range, change: Change = dict) -> Path
 
 
 _ANSWER: Any = SimpleNamespace(
-    actions=np.zeros((1, 4), np.float32), seed=1, timing=SimpleNamespace(total_ms=1.0)
+    actions=np.zeros((1, 4), np.float32), seed=1, context=b"", timing=SimpleNamespace(total_ms=1.0)
 )
 
 
