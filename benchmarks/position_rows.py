@@ -6,7 +6,11 @@ SmolVLM looks patch positions up by a computed index. The rule that computes it 
 with the exact one, is off by a row for most patches, and nothing reports an error. For each number of solver steps
 this prints how far the action chunk moves (same observation, same noise), beside two harmless perturbations:
 bfloat16 weights, and the solver's own discretisation error. Then it plays episodes with the wrong rows.
-The last line is JSON.
+
+    python -m benchmarks.position_rows --resized BUNDLE
+
+The other half of its table 7: a tower that resizes its table (GR00T N1.6) does so in half precision and is moved by
+what rounding is, at any number of solver steps. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from sinew.cli.bench import make_observation
 from sinew.eval.adapters import make_env
 from sinew.eval.policies import InProcess
 from sinew.eval.report import stats
@@ -57,6 +62,71 @@ def wrong_rows() -> Iterator[None]:
         vit.position_rows = exact
 
 
+@contextlib.contextmanager
+def resized_in_half() -> Iterator[None]:
+    """Inside, towers that resize their position table do so in float16."""
+    exact = vit.ResizedPositions.positions
+
+    def positions(self: vit.ResizedPositions, rows: int, cols: int) -> torch.Tensor:
+        side, weight = self.config.side, self.position_embedding.weight
+        table = weight.half().unflatten(0, (side, side))
+        down, across = (vit.antialias_matrix(side, count, table.device).half() for count in (rows, cols))
+        resized = torch.einsum("rtc,kt->rkc", torch.einsum("rs,stc->rtc", down, table), across)
+        return resized.flatten(0, 1).to(weight.dtype)
+
+    vit.ResizedPositions.positions = positions
+    try:
+        yield
+    finally:
+        vit.ResizedPositions.positions = exact
+
+
+def relative_error(tower: vit.VisionTransformer, rows: int, cols: int, change: Any) -> float:
+    """How far the positions that a tower adds are from the exact ones inside ``change``, in the Frobenius norm."""
+    with torch.inference_mode():
+        exact = tower.positions(rows, cols).float()
+        with change:
+            wrong = tower.positions(rows, cols).float()
+    return float((wrong - exact).norm() / exact.norm())
+
+
+def resized(bundle: Path, count: int) -> dict[str, Any]:
+    """Table 7's second row for a bundle: relative error of the table, displacement of the chunk by solver steps."""
+    policy = load(bundle, "cpu", engine="eager", allow_missing_cameras=True)
+    towers = [each for each in policy.engine.model.modules() if isinstance(each, vit.ResizedPositions)]
+    if not towers:
+        raise SystemExit(f"{bundle}: expected a policy whose tower resizes its position table, got none")
+    seen = [
+        {**make_observation(policy.spec, None, "pick it up", None), "seed": seed} for seed in range(count)
+    ]
+    grids: list[tuple[int, int]] = []
+    positions = vit.ResizedPositions.positions
+
+    def noted(self: vit.ResizedPositions, rows: int, cols: int) -> torch.Tensor:
+        grids.append((rows, cols))
+        return positions(self, rows, cols)
+
+    vit.ResizedPositions.positions = noted
+    try:
+        policy.infer(seen[0])
+    finally:
+        vit.ResizedPositions.positions = positions
+    errors = [relative_error(tower, *grid, resized_in_half()) for tower in towers for grid in set(grids)]
+    rows = []
+    for steps in STEPS:
+        exact = chunks(policy, seen, steps)
+        with resized_in_half():
+            half = chunks(policy, seen, steps)
+        spread = float(np.abs(exact).max())
+        rows.append({"steps": steps, "resized_in_half": displacement(exact, half), "largest_action": spread})
+    return {
+        "grids": sorted(set(grids)),
+        "side": towers[0].config.side,
+        "relative_error": max(errors),
+        "rows": rows,
+    }
+
+
 def observations(count: int) -> list[dict[str, Any]]:
     """From the middle of expert episodes: states that a policy meets."""
     from sinew.sim import blocks_expert
@@ -86,7 +156,7 @@ def displacement(a: np.ndarray, b: np.ndarray) -> float:
 
 def play(episodes: int) -> int:
     env, adapter = make_env("sinew/Blocks-v0", "", None)
-    policy = InProcess(str(BUNDLE), "cpu", None, None)
+    policy = InProcess(str(BUNDLE), "cpu", None, None, "eager")  # a plan holds the rows that it was made with
     seeds = track(range(5000, 5000 + episodes), "episodes", console=Console(stderr=True))
     wins = sum(run_episode(env, adapter, policy, Conduct(), seed).success for seed in seeds)
     env.close()
@@ -97,8 +167,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--observations", type=int, default=40)
     parser.add_argument("--episodes", type=int, default=50)
+    parser.add_argument("--resized", type=Path, help="a bundle whose tower resizes its position table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.resized is not None:
+        found = resized(arguments.resized, min(arguments.observations, 8))
+        table = Table("solver steps", "resized in half precision", "largest action")
+        for row in found["rows"]:
+            table.add_row(*(f"{value:.3g}" for value in row.values()))
+        Console().print(table)
+        print(f"relative error of the positions: {found['relative_error']:.2g}")
+        print(json.dumps({"schema": "sinew.position_table/1", "bundle": str(arguments.resized), **found}))
+        return
 
     seen = observations(arguments.observations)
     policy, half = load(BUNDLE, "cpu", engine="eager"), load(BUNDLE, "cpu", "bf16", "eager")
@@ -127,10 +207,19 @@ def main() -> None:
     low, high = stats.wilson(wins, arguments.episodes)
     Console().print(table)
     print(f"{moved} of {len(ids[0])} patches read another row")
+    tower = policy.engine.model.vision
+    error = relative_error(tower, tower.config.side, tower.config.side, wrong_rows())
+    print(f"relative error of the positions: {error:.2g}; the appendix: 0.32")
     print(
         f"episodes with the wrong rows: {wins}/{arguments.episodes} ({100 * low:.1f} to {100 * high:.1f} %)"
     )
-    result = {"displacement": rows, "patches_moved": moved, "wins": wins, "episodes": arguments.episodes}
+    result = {
+        "relative_error": error,
+        "displacement": rows,
+        "patches_moved": moved,
+        "wins": wins,
+        "episodes": arguments.episodes,
+    }
     print(json.dumps({"schema": "sinew.position_rows/1", "observations": len(seen), **result}))
 
 

@@ -1,8 +1,10 @@
 """Frame to pixels against Pillow and torch on the same frame, in alternation; one thread.
 
-    python benchmarks/resize.py [rounds]
+    python -m benchmarks.resize [rounds]
 
-Prints the median of each in milliseconds, and the median over the rounds of ours / theirs. "torch": uint8 frame to
+Prints the median of each in milliseconds, and the median over the rounds of ours / theirs; then the median of each
+alone in a process of its own, as a server has it: buffers of other libraries teach the C library to keep freed memory,
+which spares whoever comes after them the page faults of new buffers. "torch": uint8 frame to
 normalised planes as training code does it (convert, scale, interpolate, pad, normalise); "torch, resize alone": the
 interpolation of planes that are float already; "Pillow": its bilinear resize, which the openpi recipe calls.
 """
@@ -10,9 +12,10 @@ interpolation of planes that are float already; "Pillow": its bilinear resize, w
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -48,13 +51,41 @@ def contestants(frame: np.ndarray, recipe: ImageRecipe) -> dict[str, Callable[[]
     }
 
 
-def main(rounds: int = 100) -> None:
-    torch.set_num_threads(1)
+CASES: tuple[tuple[int, str], ...] = ((224, "bilinear"), (512, "bilinear"), (224, "pil_bilinear"))
+
+
+def ways(side: int, method: str) -> dict[str, Callable[[], object]]:
     frame = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
-    for side, method in ((224, "bilinear"), (512, "bilinear"), (224, "pil_bilinear")):
-        box = Letterbox(side, side, method, "center" if method == "pil_bilinear" else "top_left")
-        recipe = ImageRecipe(side, side, (box,))
-        runs = contestants(frame, recipe)
+    box = Letterbox(side, side, method, "center" if method == "pil_bilinear" else "top_left")
+    return contestants(frame, ImageRecipe(side, side, (box,)))
+
+
+def alone(case: int, name: str, rounds: int) -> float:
+    """Median milliseconds of one of them in a process that runs no other."""
+    command = [sys.executable, "-m", "benchmarks.resize", str(rounds), str(case), name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def medians(runs: Iterable[Callable[[], object]], rounds: int) -> list[float]:
+    times = []
+    for run in runs:
+        found = []
+        for _ in range(rounds + 3):
+            start = time.perf_counter()
+            run()
+            found.append(1e3 * (time.perf_counter() - start))
+        times.append(float(np.median(found[3:])))
+    return times
+
+
+def main(rounds: int = 100, case: int | None = None, name: str = "") -> None:
+    torch.set_num_threads(1)
+    if case is not None:
+        print(*medians([ways(*CASES[case])[name]], rounds))
+        return
+    for number, (side, method) in enumerate(CASES):
+        runs = ways(side, method)
         times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(rounds + 3):
             for name, run in runs.items():
@@ -65,8 +96,10 @@ def main(rounds: int = 100) -> None:
         ours = np.array(times["sinew"][3:])
         for name, all_of in times.items():
             theirs = np.array(all_of[3:])
-            print(f"  {name:20s} {np.median(theirs):7.3f} ms   ours / it {np.median(ours / theirs):5.2f}")
+            ratio = f"ours / it {np.median(ours / theirs):5.2f}"
+            own = f"alone {alone(number, name, rounds):7.3f} ms"
+            print(f"  {name:20s} {np.median(theirs):7.3f} ms   {ratio}   {own}")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]))
+    main(*map(int, sys.argv[1:3]), *sys.argv[3:4])

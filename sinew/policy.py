@@ -26,6 +26,7 @@ from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
 from sinew.engine.engine import Engine, Watch
 from sinew.processing import (
+    Allowed,
     BatchKey,
     ModelInputs,
     Prepared,
@@ -89,6 +90,8 @@ class Policy(OpenPolicy):
     ignore_recipe: run a quantised bundle with an engine that does not compute its recipe; said in every report.
     rename: the robot's name of a camera -> the bundle's; from then on the camera has the robot's name.
     allow_missing_cameras: accept observations without a frame for some cameras; each chunk then carries a warning.
+    allow_empty_prompt: accept observations without an instruction where the bundle has none of its own, for policies
+    that were trained without one.
     adapters: name -> file of ``sinew convert --no-merge``: over the bundle's weights, which stay as they are, each
     computes the observations that name it, with its own statistics. Requests that name none get the bundle itself.
     prepared: take what ``sinew prepare`` found to be faster here also where it can do less, as ``sinew serve`` does.
@@ -108,6 +111,7 @@ class Policy(OpenPolicy):
         ignore_recipe: bool = False,
         rename: Mapping[str, str] | None = None,
         allow_missing_cameras: bool = False,
+        allow_empty_prompt: bool = False,
         adapters: Mapping[str, str | Path] | None = None,
         prepared: bool = False,
         stream: str | None = None,
@@ -130,9 +134,13 @@ class Policy(OpenPolicy):
             stream=stream,
         )
         self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
-        self.processor = Processor(self.manifest, allow_missing_cameras=allow_missing_cameras)
+        allowed: Allowed = {
+            "allow_missing_cameras": allow_missing_cameras,
+            "allow_empty_prompt": allow_empty_prompt,
+        }
+        self.processor = Processor(self.manifest, **allowed)
         self.processors = {"": self.processor} | {
-            name: Processor(fitted(each, self.manifest), allow_missing_cameras, self.processor, name)
+            name: Processor(fitted(each, self.manifest), beside=self.processor, adapter=name, **allowed)
             for name, each in self.adapters.items()
         }
         self._engine: Engine | None = BACKENDS[self.engine_name].open(bundle, self.choice.options)

@@ -16,6 +16,7 @@ from sinew.core import SinewError
 from sinew.eval.report.stats import wilson
 from sinew.perf import plots
 from sinew.perf.hardware import load_hardware
+from sinew.perf.paper.study import DOF, Study
 from sinew.perf.roofline import StageTiming
 
 SMALLEST = 9  # points
@@ -71,6 +72,16 @@ def test_figures_of_the_pages_are_readable(name: str, drawn: list[Any]) -> None:
     documented.FIGURES[name](Path(name))
     (figure,) = drawn
     assert_readable(figure)
+
+
+def test_figures_of_steps_and_of_decoders_are_readable(drawn: list[Any]) -> None:
+    found = Study().figures()
+    plots.denoising(found["figure 6"], OUT)
+    plots.decoders(found["figure 7"], OUT, DOF)
+    for figure in drawn:
+        assert_readable(figure)
+    assert [len(axes.get_lines()) for axes in drawn[0].axes] == [6, 6, 6]  # a line for each chunk
+    assert [len(axes.get_lines()) for axes in drawn[1].axes] == [4, 4]  # and for each decoder
 
 
 def test_a_roof_shows_its_ridges_and_where_time_goes_adds_up(drawn: list[Any]) -> None:

@@ -139,9 +139,15 @@ def _quantised(found: Quantization | None) -> str:
     if found is None:
         return "-"
     recipe = ", ".join(f"{component} {kind}" for component, kind in found.recipe.items())
+    before = found.validated
+    proved = ""
+    if before is not None:
+        proved = (
+            f"; before, {before.engine} within {before.error:.1e} over {before.observations} observations"
+        )
     return (
         f"{recipe}; chunk error {found.error:.1e} median, {found.error_max:.1e}"
-        f" largest over {found.observations} observations from {found.source} ({found.engine}){_success(found)}"
+        f" largest over {found.observations} observations from {found.source} ({found.engine}){_success(found)}{proved}"
     )
 
 

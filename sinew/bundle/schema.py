@@ -136,6 +136,16 @@ class Success:
 
 
 @dataclass(frozen=True)
+class Validated:
+    """What ``sinew quantize`` saw before it rounded anything: ``engine`` against eager float32 over ``observations``
+    observations; error: the worst relative L2 of the actions."""
+
+    engine: str
+    observations: int
+    error: float
+
+
+@dataclass(frozen=True)
 class Quantization:
     """What ``sinew quantize`` decided and measured. An engine that does not compute it refuses the bundle.
 
@@ -145,7 +155,7 @@ class Quantization:
     the weights in ONNX graphs; 7 where products of eight bits would saturate. weight_error: relative L2 of the stored
     weights of a top-level module against those before. error: relative L2 of the chunk against float32, median
     and largest over ``observations`` observations from ``source``, computed by ``engine``. scales: of the inputs of
-    FP8 layers, by the layer's name.
+    FP8 layers, by the layer's name. validated: the proof of the bundle before.
     """
 
     recipe: dict[str, Literal["int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32"]]
@@ -158,6 +168,7 @@ class Quantization:
     scales: dict[str, float] = field(default_factory=dict)
     weight_error: dict[str, float] = field(default_factory=dict)
     success: Success | None = None
+    validated: Validated | None = None
 
     @property
     def fp8(self) -> tuple[str, ...]:

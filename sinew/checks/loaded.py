@@ -58,7 +58,9 @@ def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -
             "convert the checkpoint again with `sinew convert`" if bad else "give what the message expects"
         )
         return [Check("bundle", "fail", str(error), advice)]
-    if policy.bundle.infos and not BACKENDS[policy.engine_name].reference:
+    if not policy.bundle.infos:
+        results.append(_parity_of_graphs(policy))
+    elif not BACKENDS[policy.engine_name].reference:
         results.append(_parity(policy))
     finite = bool(np.isfinite(chunk.actions).all())
     results.append(
@@ -94,6 +96,27 @@ def _parity(policy: Policy) -> Check:
         f"do not serve with this engine: {', '.join(wrong) or 'indices'} differ; `sinew validate` says more"
     )
     return Check("bundle parity", "fail", detail, advice)
+
+
+def _parity_of_graphs(policy: Policy) -> Check:
+    """Compare with the chunk that a folder of graphs carries in place of its weights."""
+    from sinew.checks.validate.exported import REFERENCE, against_reference
+
+    try:
+        found = against_reference(policy, policy.bundle.path.parent)
+    except SinewError as error:
+        return Check("bundle parity", "fail", str(error), "copy the folder again, or `sinew export` it again")
+    if found is None:
+        detail = f"the folder has no {REFERENCE}, as those exported before 2026-11-26; nothing was compared"
+        return Check("bundle parity", "warn", detail, "`sinew export` it again")
+    error_, bound = found
+    detail = (
+        f"engine {policy.engine_name} here against eager fp32 where the folder was exported, on one random"
+        f" observation: relative L2 of the actions {error_:.1e} (bound {bound:.0e})"
+    )
+    if error_ <= bound:
+        return Check("bundle parity", "ok", detail)
+    return Check("bundle parity", "fail", detail, "do not serve with this folder here")
 
 
 def _memory(policy: Policy, available: int, needs: Needs | None) -> Check:

@@ -15,6 +15,7 @@ import numpy as np
 from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import RUNS, Count, CountIfAny, Runs, image_size_of
+from sinew.core import ObservationError
 from sinew.eval.report.stats import stage_statistics
 from sinew.perf.machine.bench import PHASES, PROMPT, make_observation, measure
 
@@ -31,6 +32,7 @@ def bench(
     image_size: str | None = None,
     prompt: str = PROMPT,
     solver_steps: int | None = None,
+    fit_steps: str | None = None,
     deadline_ms: float | None = None,
 ) -> int:
     """Time a bundle, stage by stage.
@@ -42,13 +44,21 @@ def bench(
         image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
         prompt: the instruction.
         solver_steps: instead of the bundle's own number.
+        fit_steps: numbers of solver steps with commas, as 1,2,5,10: also fits a line to the inference's median over
+            them, which tells the prefix from a step where an engine runs both as one.
         deadline_ms: count the inferences that take longer.
     """
     size = image_size_of(image_size)
+    counts = parse_steps(fit_steps) if fit_steps else ()
     options = load.keywords() | {"threads": threads}
     with progress.task("import", PHASES + runs) as advance:
         found = measure(
-            bundle, runs, options, lambda spec: make_observation(spec, size, prompt, solver_steps), advance
+            bundle,
+            runs,
+            options,
+            lambda spec: make_observation(spec, size, prompt, solver_steps),
+            advance,
+            fit_steps=counts,
         )
     result = found.record | {"stages_ms": stage_statistics(found.timings, found.totals, found.apart)}
     if deadline_ms is not None:
@@ -100,6 +110,13 @@ def print_report(result: dict[str, Any]) -> None:
             f" before load {_mib(memory['after_import']['peak'])})"
         ),
     ]
+    if "fit" in result:
+        fit = result["fit"]
+        lines.append(
+            f"inference(T) = {fit['prefix_ms']:.2f} ms + T * {fit['step_ms']:.3f} ms over T ="
+            f" {', '.join(map(str, fit['steps']))}, at most {fit['residual_ms']:.2f} ms beside it;"
+            f" {fit['prefix_share']:.0%} are no step"
+        )
     if "deadline" in result:
         deadline = result["deadline"]
         lines.append(
@@ -128,9 +145,15 @@ def print_roofline(record: dict[str, Any], stages: dict[str, Any]) -> None:
             f"{1e3 * row['gflop'] / p50:.1f}",
             f"{100 * 1e3 * row['gflop'] / p50 / peak:.0f} %" if peak else "-",
             f"{row['predicted']:.2f}" if "predicted" in row else "-",
-            f"{row['low']:.2f} to {row['high']:.2f}" if "low" in row else "-",
+            _band(row) if "low" in row else "-",
         )
     console.print(table)
+
+
+def _band(row: dict[str, Any]) -> str:
+    return (
+        f"{row['low']:.2f} to {row['high']:.2f}" if row["high"] is not None else f"{row['low']:.2f} or more"
+    )
 
 
 def _cells(statistics: dict[str, float]) -> list[str]:
@@ -139,3 +162,11 @@ def _cells(statistics: dict[str, float]) -> list[str]:
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:.0f} MiB"
+
+
+def parse_steps(text: str) -> tuple[int, ...]:
+    """``"1,2,5"`` to numbers of solver steps, each once. A line needs two."""
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and 1 <= int(part) <= 1000 for part in parts) or len(set(parts)) < 2:
+        raise ObservationError("--fit-steps", "two numbers or more of 1 to 1000, as 1,2,5,10", repr(text))
+    return tuple(dict.fromkeys(int(part) for part in parts))

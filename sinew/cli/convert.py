@@ -58,7 +58,8 @@ def convert(
         dataset: directory or hub name of the LeRobot data set: names of joints, actions per second, and statistics
             where the checkpoint has none.
         compat: whose behaviour to follow where upstream versions disagree.
-        cameras: names separated by commas, for vla.cpp files, which do not hold them.
+        cameras: names separated by commas, for files that do not say how many a policy takes, as vla.cpp's; notes of a
+            conversion say where they were assumed.
         rename: NEW=CAMERA, repeatable: the checkpoint's CAMERA is called NEW by your robot, as front=camera1.
         openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid).
         embodiment: tag of the robot, for checkpoints of several.

@@ -59,7 +59,7 @@ def dataset(
                 "--hz, --bundle, --corrections: belong to records, and the environment has its own rate"
             )
         try:
-            task = Task(env or default_env(source, cameras.rename, cameras.allow_missing_cameras))
+            task = Task(env or default_env(source, cameras.rename, **cameras.allowed))
             (variant,) = variants(runs.variant(source, cameras, replan=parse_replan(replan)))
             counts = of_episodes(settled(variant), task, range(seed, seed + episodes), out, successes)
         except ModuleNotFoundError as error:

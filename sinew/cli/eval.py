@@ -145,7 +145,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     env = suites.named(suite) if suite is not None else env
     held = read_gate(gate) if gate is not None else None
     task = Task(
-        env=env or default_env(target, cameras.rename, cameras.allow_missing_cameras),
+        env=env or default_env(target, cameras.rename, **cameras.allowed),
         env_options=json_object("--env-options", env_options),
         reset_options=json_object("--reset-options", reset_options),
         adapter=adapter or "",

@@ -26,9 +26,10 @@ def export(bundle: Path, /, *, onnx: Path | None = None, vlacpp: Path | None = N
         raise SinewError("expected either --onnx FOLDER or --vlacpp FILE")
     opened, console = open_bundle(bundle), terminal.console(markup=False)
     if onnx is not None:
+        from sinew.checks.validate.exported import write_reference
         from sinew.engine.onnx.opening import export_folder
 
-        export_folder(opened, onnx)
+        export_folder(opened, onnx, write_reference)
         size = sum(path.stat().st_size for path in onnx.iterdir())
         console.print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch")
         terminal.emit({"folder": str(onnx), "bytes": size})

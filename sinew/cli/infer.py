@@ -74,7 +74,7 @@ def infer(
         guidance_scale=guidance_scale,
     )
     # Mistakes show before torch is imported and gigabytes are read.
-    Processor(manifest, allow_missing_cameras=cameras.allow_missing_cameras).check(observation)
+    Processor(manifest, **cameras.allowed).check(observation)
     with progress.task(f"loading {bundle}"):
         policy = Policy(opened, **runs.keywords(), **options)
     with progress.task("the first inference"):

@@ -14,6 +14,7 @@ from sinew.engine.backend import AUTO, BACKENDS
 
 if TYPE_CHECKING:
     from sinew.eval.settings import Variant
+    from sinew.processing import Allowed
 
     Engine = str
 else:
@@ -70,7 +71,7 @@ class Runs:
             engine=None if self.engine == AUTO else self.engine,
             ignore_recipe=self.ignore_recipe,
             rename=cameras.rename,
-            allow_missing_cameras=cameras.allow_missing_cameras,
+            **cameras.allowed,
             **more,
         )
 
@@ -78,15 +79,17 @@ class Runs:
 @Parameter(name="*", group="Cameras")
 @dataclass(frozen=True)
 class Cameras:
-    """How the cameras of observations are named.
+    """How the cameras of observations are named, and what observations may lack.
 
     Attributes:
         rename: NEW=CAMERA, repeatable: the bundle's CAMERA is called NEW by your robot, as front=camera1.
         allow_missing_cameras: take observations without a frame of some cameras; each reply then carries a warning.
+        allow_empty_prompt: take observations without an instruction, for a policy that was trained without one.
     """
 
     rename: Texts = ()
     allow_missing_cameras: Flag = False
+    allow_empty_prompt: Flag = False
 
     def keywords(self) -> dict[str, Any]:
         """Return the arguments of ``sinew.load``."""
@@ -94,7 +97,15 @@ class Cameras:
 
         return {
             "rename": parse_renames(self.rename),
+            **self.allowed,
+        }
+
+    @property
+    def allowed(self) -> Allowed:
+        """Return the arguments of :class:`sinew.processing.Processor`."""
+        return {
             "allow_missing_cameras": self.allow_missing_cameras,
+            "allow_empty_prompt": self.allow_empty_prompt,
         }
 
 

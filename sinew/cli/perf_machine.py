@@ -133,7 +133,8 @@ def calibrate(
 
     Args:
         source: as of `sinew infer`, or a family's preset, with random weights.
-        threads: for compute; chosen from the cores of this process if absent.
+        threads: for compute; if absent, those with which the engine computes this bundle, as `sinew bench` does; of
+            sizes alone one per core.
         dtype: compute type.
         engine: whose stages to measure; for others than eager the source is a bundle.
         runs: of each stage; their median counts.
@@ -187,11 +188,50 @@ def predict(
         found = fitted.predict(real)
         row = {"predicted": found.seconds, "low": found.low, "high": found.high}
         row["roofline"] = calibration.roofline_seconds(ideal, fitted.speeds)
-        stages[real.name] = {name: 1e3 * seconds for name, seconds in row.items()}
-        table.add_row(real.name, *(f"{milliseconds:.1f}" for milliseconds in stages[real.name].values()))
+        stages[real.name] = {name: None if s is None else 1e3 * s for name, s in row.items()}
+        table.add_row(real.name, *("-" if ms is None else f"{ms:.1f}" for ms in stages[real.name].values()))
     terminal.console().print(table)
+    if fitted.band >= 1:
+        terminal.console().print(f"[yellow]{too_wide(fitted)}[/]")
     record = {"source": source, "engine": engine, "threads": count, "band": fitted.band, "stages_ms": stages}
     terminal.emit(record)
+    return 0
+
+
+def sync(
+    *,
+    products: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1 << 16))] = 1378,
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: CountIfAny = None,
+) -> int:
+    """What lies between two kernels here: for `sinew perf run --sync-us`.
+
+    Args:
+        products: sums in a chain; `sinew perf run` says how many matrix products a policy has. 1378 is what Running
+            VLAs at Real-time Speed (arXiv 2510.26742) counts, whose table 3 stands beside.
+        device: where they run.
+        threads: of a CPU.
+    """
+    from sinew.perf.machine.sync import BASELINE, SHAPE, measure
+    from sinew.perf.paper.published import printed
+
+    found = measure(products, device, threads)
+    title = f"{products} sums of {SHAPE[0]} x {SHAPE[1]} numbers on this machine's {device}"
+    table = terminal.table(title, "setting", ">ms", ">us each beyond one call")
+    for setting in found:
+        table.add_row(setting.name, f"{setting.ms:.2f}", f"{setting.us_each:.3f}")
+    table.add_section()
+    theirs = {quantity: number for where, quantity, number, _ in printed("realtime.tsv") if where == "T3"}
+    for quantity, number in theirs.items():
+        if quantity.endswith("overhead ms"):
+            name = quantity.removesuffix(" overhead ms")
+            each = 1e3 * float(number) / 1378
+            table.add_row(f"printed, RTX 4090: {name}", theirs[f"{name} ms"], f"{each:.3f}")
+    terminal.console().print(table)
+    chosen = min((each for each in found if each.name != BASELINE), key=lambda each: each.us_each)
+    terminal.console().print(f"sinew perf run SOURCE --sync-us {chosen.us_each:.3f}  # {chosen.name}")
+    record = {"products": products, "device": device, "settings": [asdict(each) for each in found]}
+    terminal.emit({"schema": "sinew.perf.sync/1", **record})
     return 0
 
 
@@ -209,8 +249,15 @@ def print_calibration(found: Calibration, console: Console) -> None:
         f"largest error of {len(found.samples)} samples: {errors}; band of predictions {found.band:.0%}",
     ):
         console.print(line)
+    if found.band >= 1:
+        console.print(f"[yellow]{too_wide(found)}[/]")
     if busy := disturbed(found):
         console.print(f"[yellow]{busy}[/]")
+
+
+def too_wide(found: Calibration) -> str:
+    """Return what a band says that bounds nothing from above."""
+    return f"a band of {found.band:.0%} bounds no time from above: calibrate again when nothing else computes"
 
 
 def _mib(count: int) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import Count, Flag, PositiveIfAny, Whole
+from sinew.cli.validate import USUAL
 from sinew.core import SinewError
 
 DEFAULT = "vision=int8,language=int8,head=fp32"
@@ -28,6 +29,9 @@ def quantize(
     episodes: Whole = 20,
 ) -> int:
     """Store components in fewer bits and measure what it costs. The cpu engine computes on the stored weights.
+
+    First the bundle is validated as it is, over as many observations, at most eight: one that fails is not written. The
+    proof goes into the header with the rest.
 
     Linear layers and token tables are stored as int8 (one scale per output channel), q8_0 or q4_0 (one per 32
     weights); the recipe and the measured error go into the header. The onnx engine follows int8, with graphs in that
@@ -71,6 +75,8 @@ def quantize(
             )
         chosen[part] = "fp32"
     console = terminal.console(markup=False)
+    with progress.task(f"validating {bundle.name} as it is"):
+        proof = quantization.validated(opened, min(observations, USUAL))
     out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     if search:
@@ -85,7 +91,12 @@ def quantize(
     asked = ",".join(f"{part}={kind}" for part, kind in chosen.items() if kind != "fp32")
     with progress.task(f"measuring {bundle.name} in {asked}"):
         record, why = quantization.quantized(opened, chosen, observations, out, engine)
-    record, verdict, passed = quantization.gated(record, out, episodes)
+    record, verdict, passed = quantization.gated(replace(record, validated=proof), out, episodes)
+    quantization.rewritten(record, out)
+    found["warnings"] = quantization.warnings(record)
+    console.print(
+        f"before   {proof.engine} is within {proof.error:.1e} of eager fp32 over {proof.observations} observations"
+    )
     console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
     for part in absent:
         console.print(f"         {part}: no linear layers or token tables in {opened.manifest.architecture}")
@@ -99,5 +110,7 @@ def quantize(
     )
     console.print(f"         over {record.observations} observations from {record.source}")
     console.print(f"gate     {verdict}")
+    for warning in found["warnings"]:
+        console.print(f"warning  {warning}")
     terminal.emit({"out": str(out), **asdict(record), **found, "gate": verdict})
     return 0 if passed else 1

@@ -224,7 +224,7 @@ def _replayer(
     if bundle is not None:
         manifest = open_bundle(bundle).manifest
         manifest = replace(manifest, spec=rename_cameras(manifest.spec, cameras.keywords()["rename"]))
-    made = Replay(records, manifest, latency=latency, allow_missing_cameras=cameras.allow_missing_cameras)
+    made = Replay(records, manifest, latency=latency, **cameras.allowed)
     return lambda: made
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, validators
 from sinew_client import ClientError
 from sinew_client.control import Loop, Planner, Settings, Stream, StreamController, StreamReport
-from sinew_client.control.defaults import stated
+from sinew_client.control.defaults import stated, usual_guidance
 from sinew_client.control.planner import open_planner
 from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.settings import LARGEST_CHUNK
@@ -33,6 +33,8 @@ from sinew.core import SinewError
 
 SCHEMA = "sinew.stream/1"
 
+log = logging.getLogger(__name__)
+
 
 def stream(
     target: str = "tcp://127.0.0.1:5555",
@@ -40,7 +42,7 @@ def stream(
     *,
     on: RobotFlags = ROBOT,
     camera_hz: Positive = 30.0,
-    rtc: Literal["guided", "no-jacobian", "ramp", "none"] = "none",
+    rtc: Literal["auto", "guided", "no-jacobian", "ramp", "none"] = "auto",
     interpolation: Literal["linear", "hold"] = "linear",
     fusion: str = "latest_only",
     planner: str | None = None,
@@ -59,8 +61,8 @@ def stream(
         target: address of a server (tcp://host:port), several with commas in between (the next one where one is gone),
             or what is loaded here: a bundle, a checkpoint, a name of the hub.
         camera_hz: frames per second.
-        rtc: how whole chunks continue what runs: guided, no-jacobian or ramp. none, the default, lets a newer window
-            replace the old one at once; docs/control.md says why. Heads with a time per row need none.
+        rtc: how whole chunks continue what runs: guided, no-jacobian or ramp. none lets a newer window replace the old
+            one at once. auto prints what it takes for this policy, and why: at present none.
         interpolation: between the rows of whole chunks, where hz is not the policy's own rate.
         fusion: of overlapping windows: latest_only, average, weighted_average, conservative, mix:WEIGHT or ramp:ROWS.
         planner: module:name of a callable (instruction, observation) that returns another instruction, or None.
@@ -74,11 +76,15 @@ def stream(
         try:
             open_robot = on.opener()  # before anything is loaded
             plan = None if planner is None else open_planner(planner)
-            policy, open_link = _policy(target, runs, rtc, api_key_of(api_key_file))
+            guidance: str = "none" if rtc == "auto" else rtc
+            policy, open_link = _policy(target, runs, guidance, api_key_of(api_key_file))
+            if rtc == "auto":
+                guidance, why = usual_guidance(policy)
+                log.info("--rtc %s: %s", guidance, why)
             robot = on.opened(stack, open_robot, policy)
             if on.seconds is None and on.episodes is None and not sys.stdout.isatty():
                 raise SinewError("--seconds: expected a number where there is no terminal to stop at")
-            options = {"rtc": rtc, "interpolation": interpolation, "text_tokens": text_tokens}
+            options = {"rtc": guidance, "interpolation": interpolation, "text_tokens": text_tokens}
             said = (
                 json_object("--motion", on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Unpack
 
 import gymnasium
 import numpy as np
@@ -15,7 +16,7 @@ from sinew.eval.adapters import Direct, EnvAdapter, make_env
 from sinew.eval.policies import EXPERT
 from sinew.eval.settings import Task, Variant
 from sinew.policy import open_bundle
-from sinew.processing import Processor
+from sinew.processing import Allowed, Processor
 
 TASKS = {
     "sinew/Blocks-v0": "blocks",
@@ -25,9 +26,10 @@ TASKS = {
 }  # embedded, and who plays them
 
 
-def task_of(target: str, rename: Sequence[str] = (), allow_missing_cameras: bool = False) -> str:
-    """Return the embedded task whose observations the policy of a bundle takes, and the first one if it takes none."""
-    processor = _processor(target, tuple(rename), allow_missing_cameras)
+def task_of(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed]) -> str:
+    """Return the embedded task whose observations the policy of a bundle takes, and the first one if it takes none.
+    allowed: as of :class:`sinew.processing.Processor`."""
+    processor = _processor(target, tuple(rename), **allowed)
     for task in TASKS:
         with suppress(SinewError):
             check_observation(Task(task), [processor])
@@ -40,10 +42,10 @@ def check_variants(task: Task, variants: Sequence[Variant]) -> float:
 
     A server checks what it is sent. Raises :class:`SinewError` with the field that a policy does not take.
     """
-    targets = {(v.target, v.rename, v.allow_missing_cameras) for v in variants}
+    targets = {(v.target, v.rename, v.allow_missing_cameras, v.allow_empty_prompt) for v in variants}
     processors = [
-        _processor(target, rename, missing)
-        for target, rename, missing in sorted(targets)
+        _processor(target, rename, allow_missing_cameras=missing, allow_empty_prompt=empty)
+        for target, rename, missing, empty in sorted(targets)
         if target != EXPERT and "://" not in target
     ]
     try:
@@ -87,10 +89,10 @@ def _plays(spec: PolicySpec, env: str) -> bool:
     return (spec.cameras, spec.state.dim, spec.action.dim) == (own.cameras, own.state.dim, own.action.dim)
 
 
-def _processor(target: str, rename: tuple[str, ...], allow_missing_cameras: bool) -> Processor:
+def _processor(target: str, rename: tuple[str, ...], **allowed: Unpack[Allowed]) -> Processor:
     manifest = open_bundle(target).manifest
     spec = rename_cameras(manifest.spec, parse_renames(rename))
-    return Processor(replace(manifest, spec=spec), allow_missing_cameras)
+    return Processor(replace(manifest, spec=spec), **allowed)
 
 
 def check_observation(task: Task, processors: Sequence[Processor]) -> float:

@@ -131,6 +131,7 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
         ignore_recipe=variant.ignore_recipe,
         rename=parse_renames(variant.rename),
         allow_missing_cameras=variant.allow_missing_cameras,
+        allow_empty_prompt=variant.allow_empty_prompt,
     )
 
 

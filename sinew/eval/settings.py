@@ -89,6 +89,7 @@ class Variant:
     ignore_recipe: bool = False
     rename: tuple[str, ...] = ()
     allow_missing_cameras: bool = False
+    allow_empty_prompt: bool = False
     stream: str = ""
     edge_adapter: str = ""
 
@@ -144,7 +145,10 @@ class Variant:
     def to_dict(self) -> dict[str, Any]:
         record = {**asdict(self), "latency": self.latency.text, "rename": list(self.rename)}
         # Logs of episodes that were played before there was a choice stay valid.
-        later = ("engine", "ignore_recipe", "rename", "allow_missing_cameras", "stream", "edge_adapter")
+        later = (
+            *("engine", "ignore_recipe", "rename", "allow_missing_cameras", "allow_empty_prompt"),
+            *("stream", "edge_adapter"),
+        )
         return {name: value for name, value in record.items() if value or name not in later}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
+from typing import Unpack
 
 from sinew_client.control import choose
 from sinew_client.control.defaults import AUTO
@@ -16,20 +17,22 @@ from sinew.eval.policies import EXPERT, chosen, stated_motion
 from sinew.eval.settings import Task, Variant
 from sinew.eval.settings import sweep as parse_sweep
 from sinew.extras import MissingPackageError
+from sinew.processing import Allowed
 from sinew.sources import resolve
 
 ENV = "sinew/Blocks-v0"  # where nothing says which task a policy fits
 
 
-def default_env(target: str, rename: Sequence[str] = (), allow_missing_cameras: bool = False) -> str:
-    """Return the task to play where none was asked for: the embedded one whose observations the policy takes."""
+def default_env(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed]) -> str:
+    """Return the task to play where none was asked for: the embedded one whose observations the policy takes. allowed:
+    as of :class:`sinew.processing.Processor`."""
     if target == EXPERT or is_address(target):
         return ENV
     try:
         from sinew.eval.fitting import task_of
     except ModuleNotFoundError:  # said when the environment is made
         return ENV
-    found = task_of(target, rename, allow_missing_cameras)
+    found = task_of(target, rename, **allowed)
     progress.say(f"env {found}: none was given" + " and the policy fits it" * (found != ENV))
     return found
 
@@ -76,8 +79,10 @@ def settled(variant: Variant, task: Task | None = None, said: set[str] | None = 
     if "://" in variant.target:
         device = None if variant.device == "auto" else variant.device
         flags = (variant.dtype, variant.engine, device, variant.ignore_recipe, variant.rename)
-        if any(flags) or variant.allow_missing_cameras:
-            raise SinewError("engine, dtype, device and cameras belong to the server; start it with them")
+        if any(flags) or variant.allow_missing_cameras or variant.allow_empty_prompt:
+            raise SinewError(
+                "engine, dtype, device, cameras and empty prompts belong to the server; start it with them"
+            )
     variant = _handed_over(variant, task, set() if said is None else said)
     if "://" in variant.target or variant.target == EXPERT:
         return replaced(variant, device="cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sinew.core import SinewError
 from sinew.perf.hardware import Hardware
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component
@@ -18,6 +19,58 @@ PRECISIONS = {
     "fp8 vision and language": "fp8/fp8/bf16",
     "int4 vision and language": "int4//bf16",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TaskClass:
+    """Control steps per second, the fewest and the most, and the latency that a policy which is asked for every step
+    may have, milliseconds: the survey's table of latency budgets (docs/requirements.md, row 113)."""
+
+    low_hz: float
+    high_hz: float
+    latency_ms: float
+
+
+TASKS = {
+    "tabletop": TaskClass(5, 10, 100),
+    "manipulation": TaskClass(15, 30, 33),
+    "reactive": TaskClass(30, 50, 20),
+    "whole-body": TaskClass(100, 500, 5),
+    "drone": TaskClass(50, 200, 10),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a control rate asks of inference: ``rate`` chunks per second, so ``ms`` for each. why: in words."""
+
+    rate: float
+    ms: float
+    why: str
+
+
+def budget(control_hz: float, replan: int, task: str = "") -> Budget:
+    """Return the budget of a robot that executes ``replan`` actions of each chunk: replan / control_hz.
+
+    task: of ``TASKS``, in place of control_hz: its fastest rate, and asked for every step its tolerable latency.
+    Raises :class:`SinewError` for an unknown one, and for a rate beside it.
+    """
+    if bool(task) == bool(control_hz):
+        raise SinewError("expected either a control rate or a task")
+    if replan < 1:
+        raise SinewError(f"replan: expected 1 or more, got {replan}")
+    if task:
+        if task not in TASKS:
+            raise SinewError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
+        known = TASKS[task]
+        control_hz = known.high_hz
+        ms = 1e3 * replan / control_hz if replan > 1 else known.latency_ms
+        rates = (
+            f"{known.low_hz:g} to {known.high_hz:g} Hz, {known.latency_ms:g} ms for a policy asked each step"
+        )
+        return Budget(1e3 / ms, ms, f"{task}: {rates}; {replan} actions of each chunk: {ms:,.0f} ms")
+    ms = 1e3 * replan / control_hz
+    return Budget(1e3 / ms, ms, f"{control_hz:g} Hz, {replan} actions of each chunk: {ms:,.0f} ms")
 
 
 @dataclass(frozen=True, slots=True)

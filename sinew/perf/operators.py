@@ -33,7 +33,8 @@ class Tensor:
 @dataclass(frozen=True, slots=True)
 class Operator:
     """``flops``: of one call, 2*M*N*K for a product. ``count``: equal calls, one per layer say. ``stage``:
-    "vision", "prefix" or "head"."""
+    "vision", "prefix" or "head". ``shape``: of a product of weights, rows x depth x columns; empty where it is not
+    known. ``kernels``: products in one call, as attention's two."""
 
     name: str
     flops: int
@@ -41,6 +42,8 @@ class Operator:
     compute_dtype: str
     count: int = 1
     stage: str = ""
+    shape: str = ""
+    kernels: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +53,8 @@ class Component:
     name: str
     operators: tuple[Operator, ...]
     repeats: int = 1
+
+    @property
+    def launches(self) -> int:
+        """How many matrix products run for one observation."""
+        return self.repeats * sum(each.count * each.kernels for each in self.operators if each.flops)

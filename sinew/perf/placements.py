@@ -11,7 +11,7 @@ from sinew.core import CameraSpec, PolicySpec, VectorSpec
 from sinew.perf import events, scenarios
 from sinew.perf.hardware import Hardware, Network
 from sinew.perf.memory import memory_report, missing, too_large
-from sinew.perf.program import PRESETS, PublishedProgram
+from sinew.perf.program import PublishedProgram, is_sizes_alone
 from sinew.perf.roofline import timing
 from sinew.policy import open_bundle
 
@@ -130,7 +130,7 @@ def _payload(
     """Return (payload, bytes of the prefix's keys and values, chunk) of a policy."""
     shapes = program.shapes
     cache, chunk = memory_report(program).cache, program.chunk
-    if source not in PRESETS:
+    if not is_sizes_alone(source):
         return scenarios.payload(open_bundle(source).manifest.spec, codec), cache, chunk
     cameras = tuple(CameraSpec(str(n), shapes.height, shapes.width) for n in range(shapes.views))
     spec = PolicySpec(

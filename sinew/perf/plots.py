@@ -90,6 +90,47 @@ def sizes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figures.save(figure, path)
 
 
+def denoising(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Latency of the action part, of all of it, and the action part's intensity over solver steps, a line per chunk:
+    figure 6's form. rows: steps, chunk, action_ms, ms, oi."""
+    figure, panels = figures.new(1, 3, width=9.6, height=3.8)
+    chunks = sorted({row["chunk"] for row in rows})
+    titles = {"action_ms": "action part, ms", "ms": "end to end, ms", "oi": "action part, MFLOP per MiB"}
+    for axes, (quantity, title) in zip(panels, titles.items(), strict=True):
+        for index, chunk in enumerate(chunks):
+            own = sorted((row["steps"], row[quantity]) for row in rows if row["chunk"] == chunk)
+            axes.plot(
+                *zip(*own, strict=True), markersize=4, linewidth=1.4, label=f"chunk {chunk}", **_line(index)
+            )
+        axes.set(xscale="log", xlabel="solver steps", title=title)
+        figures.plain_ticks(axes.xaxis, [row["steps"] for row in rows])
+        if quantity != "ms":  # which spans less than a power of ten
+            axes.set(yscale="log")
+            figures.plain_ticks(axes.yaxis, [row[quantity] for row in rows])
+    figures.legend(figure, panels[0].get_lines(), columns=6)
+    figures.save(figure, path)
+
+
+def decoders(rows: Sequence[Mapping[str, Any]], path: Path, dof: int) -> None:
+    """Latency of four ways to make actions, over the chunk and over the numbers of one action: figure 7's form. rows:
+    kind, chunk, dof, ms; dof: of the first panel's actions."""
+    figure, panels = figures.new(1, 2, width=8.4, height=3.8, sharey=True)
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    chosen = (
+        ("chunk", "actions per chunk", [row for row in rows if row["dof"] == dof]),
+        ("dof", "numbers of a single action", [row for row in rows if row["chunk"] == 1]),
+    )
+    for axes, (over, title, shown) in zip(panels, chosen, strict=True):
+        for index, kind in enumerate(kinds):
+            own = sorted((row[over], row["ms"]) for row in shown if row["kind"] == kind)
+            axes.plot(*zip(*own, strict=True), markersize=5, linewidth=1.4, label=kind, **_line(index))
+        axes.set(yscale="log", xlabel=title)
+    panels[0].set_ylabel("end to end, ms")
+    figures.plain_ticks(panels[0].yaxis, [row["ms"] for row in rows])
+    figures.legend(figure, panels[0].get_lines())
+    figures.save(figure, path)
+
+
 def placements(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path, title: str = "") -> None:
     """Draw (where, milliseconds of network, vision, language and action) as stacked bars, the shortest on top."""
     rows = sorted(rows, key=lambda row: sum(row[1].values()), reverse=True)
@@ -126,6 +167,10 @@ def _style(name: str) -> dict[str, Any]:
         "markeredgecolor": "white",
         "linestyle": "none",
     }
+
+
+def _line(index: int) -> dict[str, Any]:
+    return {"color": figures.COLORS[index], "marker": figures.MARKERS[index], "markeredgecolor": "white"}
 
 
 def _tera(flops: float) -> str:

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -25,7 +26,8 @@ from sinew.engine.plan.cost import on_meta
 from sinew.engine.plan.plan import Plan
 from sinew.models import build_on_meta
 from sinew.models.base import Model
-from sinew.models.published import published
+from sinew.models.published import described, published
+from sinew.perf.flops import FUSED_ATTENTION
 from sinew.perf.operators import Component, Operator, Residency, Tensor
 from sinew.perf.precision import STAGE_OF, Precision, as_number_format, as_traced, by_stage, dtype_name
 from sinew.perf.request import AS_THE_POLICY, TracedRequest
@@ -34,9 +36,12 @@ from sinew.policy import open_bundle
 from sinew.registry import presets
 
 PRESETS = tuple(presets())
+_MODELS = files("sinew.perf") / "data" / "models"
+# Models that nobody has built, by name: a file each.
+DESCRIBED = tuple(sorted(each.name.removesuffix(".json") for each in _MODELS.iterdir()))
 PRESET_DTYPE = "bf16"  # as they are published; the models keep some projections in fp32
 
-Traffic = Literal["fused", "unfused"]
+Traffic = Literal["fused", "unfused", "weights"]
 Engine = Literal["eager", "plan"]
 
 
@@ -62,7 +67,8 @@ class PublishedProgram:
         dtypes: str | Mapping[str, str] | None = None,
         engine: Engine = "eager",
     ) -> PublishedProgram:
-        """Return the program of ``source``, a bundle's path or one of ``PRESETS`` at its published size.
+        """Return the program of ``source``: a bundle's path, one of ``PRESETS`` at its published size, one of
+        ``DESCRIBED``, or a file in their form (:func:`sinew.models.published.described`).
 
         dtypes: see :func:`sinew.perf.precision.by_stage`; None is what the bundle stores, and bf16 for
         presets. engine: "plan" is with all rewrites; on a CPU the planned engine leaves some out
@@ -71,7 +77,7 @@ class PublishedProgram:
         """
         if engine not in ("eager", "plan"):
             raise SinewError(f"engine {engine!r} is not one of eager, plan")
-        if str(source) not in PRESETS:
+        if not is_sizes_alone(source):
             return replace(of_bundle(Path(source)), engine=engine).cast(dtypes).at(request)
         dtypes = dtypes or PRESET_DTYPE
         return _of_preset(
@@ -171,10 +177,11 @@ class PublishedProgram:
 
         traffic: "unfused" has every call read its operands from memory and write its results there, as the
         eager engine does. "fused" is what is left when all else is fused into products and table look-ups:
-        their operands alone, with attention's scores on the chip.
+        their operands alone, with attention's scores on the chip. "weights" moves nothing else, as where all
+        activations, keys and values stay in the cache: the lower bound of arXiv 2510.26742, section 5.1.
         """
-        if traffic not in ("fused", "unfused"):
-            raise SinewError(f"traffic {traffic!r} is not one of fused, unfused")
+        if traffic not in get_args(Traffic):
+            raise SinewError(f"traffic {traffic!r} is not one of {', '.join(get_args(Traffic))}")
         found = self.trace
         return [
             Component(stage, self._operators(found.of(stage), traffic), _repeats(stage, found))
@@ -189,16 +196,25 @@ class PublishedProgram:
         return tuple(replace(operator, count=count) for operator, count in counts.items())
 
     def _operator(self, call: TracedCall, traffic: Traffic) -> Operator:
-        precision, fused = self.precision_of(call), traffic == "fused"
-        on_chip = Residency.ON_CHIP if fused else Residency.HBM
+        precision, fused = self.precision_of(call), traffic != "unfused"
         tensors = []
         for operand in call.operands:
             kind = operand.block.kind
             dtype, repeats = as_number_format(precision.of(operand, call, fused))
-            residency = on_chip if kind == "scores" else Residency.HBM
+            stays = (fused and kind == "scores") or (traffic == "weights" and kind != "weight")
+            residency = Residency.ON_CHIP if stays else Residency.HBM
             tensors.append(Tensor(operand.elements * repeats, dtype, residency, kind))
         compute = as_number_format(precision.compute(call, fused))[0]
-        return Operator(call.name, call.flops, tuple(tensors), compute, stage=call.stage)
+        kernels = 2 if call.operator in FUSED_ATTENTION else 1
+        return Operator(
+            call.name,
+            call.flops,
+            tuple(tensors),
+            compute,
+            stage=call.stage,
+            shape=call.shape,
+            kernels=kernels,
+        )
 
 
 def _weights_fix_chunk(model: Model) -> bool:
@@ -226,13 +242,19 @@ def _repeats(stage: str, found: ProgramTrace) -> int:
 # ----------------------------------------------------------------------------- sources
 
 
+def is_sizes_alone(source: str | Path) -> bool:
+    """Return True for a name of a published model or a file that describes one: there are no weights."""
+    return str(source) in (*PRESETS, *DESCRIBED) or Path(source).suffix == ".json"
+
+
 def of_bundle(path: Path) -> PublishedProgram:
     """A bundle's program. Reads the header alone."""
     try:
         bundle = open_bundle(path)
     except BundleError as error:
         raise SinewError(
-            f"{error}; expected one of {', '.join(PRESETS)}, or what `sinew serve` takes"
+            f"{error}; expected one of {', '.join((*PRESETS, *DESCRIBED))}, FILE.json of a model's sizes, "
+            "or what `sinew serve` takes"
         ) from None
     return of_opened(bundle)
 
@@ -281,8 +303,11 @@ def _in_floats(
 
 @lru_cache
 def preset(name: str) -> PublishedProgram:
-    """Return a model at its published size, without a checkpoint; weights in fp32."""
-    found = published(name)
+    """Return a model at its published size or as a file describes it, without a checkpoint; weights in fp32."""
+    if name in PRESETS:
+        found = published(name)
+    else:
+        found = described(_MODELS / f"{name}.json" if name in DESCRIBED else Path(name))
     model = build_on_meta(found.architecture, found.config).eval().requires_grad_(False)
     return PublishedProgram(
         name, model, Shapes(found.views, found.side, found.width or found.side, found.tokens, found.steps)

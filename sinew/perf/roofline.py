@@ -62,19 +62,63 @@ def timing(component: Component, machine: Hardware) -> StageTiming:
     return StageTiming(component.name, n * total, n * compute, n * memory, n * flops, n * nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixProduct:
+    """A matrix product of a component, with equal ones: ``times`` for one observation, FLOP and bytes through memory of
+    each. ``shape``: as of :class:`sinew.perf.operators.Operator`."""
+
+    stage: str
+    name: str
+    times: int
+    shape: str
+    flops: int
+    nbytes: int
+    dtype: str
+
+    def bound(self, machine: Hardware) -> str:
+        return "compute" if self.flops / machine.peak_flops(self.dtype) > self._moving(machine) else "memory"
+
+    def seconds(self, machine: Hardware) -> float:
+        """All of them, one after another."""
+        return self.times * max(self.flops / machine.peak_flops(self.dtype), self._moving(machine))
+
+    def _moving(self, machine: Hardware) -> float:
+        return self.nbytes / machine.bandwidth
+
+
+def products(component: Component) -> list[MatrixProduct]:
+    """Return the matrix products of a component, equal ones together, in the order in which they first run."""
+    found: dict[tuple[str, str, int, int, str], int] = {}
+    for each in component.operators:
+        if each.flops:
+            nbytes = _bytes(each, Residency.HBM) // each.kernels
+            key = (each.name, each.shape, each.flops // each.kernels, nbytes, each.compute_dtype)
+            found[key] = found.get(key, 0) + component.repeats * each.count * each.kernels
+    return [
+        MatrixProduct(component.name, name, times, shape, flops, nbytes, dtype)
+        for (name, shape, flops, nbytes, dtype), times in found.items()
+    ]
+
+
 def seconds(components: Iterable[Component], machine: Hardware) -> float:
     """End to end: one component after the other."""
     return sum(timing(component, machine).seconds for component in components)
 
 
-def components_record(machine: Hardware, rows: Sequence[StageTiming]) -> dict[str, Any]:
-    """Return the milliseconds of each component on a machine and what bounds it, ready for JSON."""
-    total = sum(row.seconds for row in rows)
+def components_record(
+    machine: Hardware, rows: Sequence[StageTiming], launches: int, sync_us: float
+) -> dict[str, Any]:
+    """Return the milliseconds of each component on a machine and what bounds it, ready for JSON. launches: products, of
+    which each adds ``sync_us`` microseconds."""
+    computed = sum(row.seconds for row in rows)
+    total = computed + launches * sync_us / 1e6
     parts = [
         {
             "component": row.name,
             "ms": 1e3 * row.seconds,
+            "share": row.seconds / computed if computed else 0.0,
             "bound": row.bound,
+            "intensity": row.intensity if row.nbytes else 0.0,
             "gflop": row.flops / 1e9,
             "gbyte": row.nbytes / 1e9,
             "tflops": row.flops / row.seconds / 1e12 if row.seconds else 0.0,  # a stage without products
@@ -86,5 +130,7 @@ def components_record(machine: Hardware, rows: Sequence[StageTiming]) -> dict[st
         "title": machine.title,
         "ms": 1e3 * total,
         "hz": 1 / total,
+        "products": launches,
+        "sync_ms": 1e3 * (total - computed),
         "components": parts,
     }

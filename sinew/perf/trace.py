@@ -96,6 +96,19 @@ class TracedCall:
         return self.is_product and not any(operand.weight for operand in self.operands)
 
     @property
+    def shape(self) -> str:
+        """Rows x depth x columns of a product of one matrix of weights, from its operands' sizes; empty for others."""
+        matrices = [operand.elements for operand in self.operands if operand.weight]
+        results = [operand.elements for operand in self.operands if operand.written]
+        if not (self.is_product and matrices and results):
+            return ""
+        rows, rest = divmod(self.flops, 2 * max(matrices))
+        if rest or not rows or results[0] % rows:
+            return ""
+        columns = results[0] // rows
+        return f"{rows}x{max(matrices) // columns}x{columns}" if max(matrices) % columns == 0 else ""
+
+    @property
     def name(self) -> str:
         """The module whose weight it reads, layer numbers as ``*``; of what reads none, what it does."""
         weights = [operand for operand in self.operands if operand.weight]

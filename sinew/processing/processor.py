@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
@@ -98,10 +99,18 @@ class Prepared:
     scale: float = 1.0
 
 
+class Allowed(TypedDict, total=False):
+    """What observations may lack, by the words of :class:`Processor`."""
+
+    allow_missing_cameras: bool
+    allow_empty_prompt: bool
+
+
 class Processor:
     """Built from a bundle's manifest; stateless, so it may be used from several threads.
 
     beside: another one with the same tokenizer, which is large and then shared. adapter: whose observations it takes.
+    allow_empty_prompt: an observation may have no instruction where the bundle has none of its own.
     """
 
     def __init__(
@@ -110,6 +119,7 @@ class Processor:
         allow_missing_cameras: bool = False,
         beside: Processor | None = None,
         adapter: str = "",
+        allow_empty_prompt: bool = False,
     ):
         self.adapter = adapter
         self.spec, self.recipe = manifest.spec, manifest.processing
@@ -119,7 +129,7 @@ class Processor:
         if self.recipe.all_cameras:
             self.may_miss = 0
         opened = None if beside is None else beside.prompter.tokenizer
-        self.prompter: Prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened)
+        self.prompter: Prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened, allow_empty_prompt)
         self._images = {c.name: self.recipe.image.of_camera(i) for i, c in enumerate(self.spec.cameras)}
         recipe, spec = self.recipe, self.spec
         self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")

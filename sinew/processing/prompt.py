@@ -10,6 +10,7 @@ import numpy as np
 
 from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.core import BundleError, ObservationError
+from sinew.hints import option
 from sinew.processing.arrays import numbers
 from sinew.steps.prompt.base import HeldTokens, PromptStep, Sentence
 from sinew.steps.tokenizer import decode, encode, open_tokenizer
@@ -23,10 +24,13 @@ REMEMBERED = (
 
 class Prompter:
     """Turns an instruction into ``(tokens int64 [L], mask bool [L])``. opened: the tokenizer, where it is at hand.
-    behind: the tokens that follow a subtask."""
+    may_be_empty: an instruction of no words is what was trained with, and is tokenised as any other. behind: the tokens
+    that follow a subtask."""
 
-    def __init__(self, tokenizer_json: str, recipe: PromptRecipe, opened: Any = None):
-        self.recipe, self.held = recipe, recipe.held
+    def __init__(
+        self, tokenizer_json: str, recipe: PromptRecipe, opened: Any = None, may_be_empty: bool = False
+    ):
+        self.recipe, self.held, self.may_be_empty = recipe, recipe.held, may_be_empty
         self.tokenizer = opened or open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
         self.behind = self._behind("" if recipe.text is None else recipe.text.action)
@@ -72,8 +76,9 @@ class Prompter:
         """name: of the field, for messages."""
         if not isinstance(text, str):
             raise ObservationError(name, "a string", type(text).__name__)
-        if not text.strip():
-            raise ObservationError(name, wanted, "an empty string")
+        if not text.strip() and not (self.may_be_empty and steps is self.recipe.steps):
+            hint = f" ({option('allow_empty_prompt')} asks without)" if steps is self.recipe.steps else ""
+            raise ObservationError(name, wanted, f"an empty string{hint}")
         if len(text) > MAX_CHARACTERS:
             raise ObservationError(name, f"at most {MAX_CHARACTERS} characters", str(len(text)))
         try:

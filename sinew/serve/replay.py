@@ -60,7 +60,7 @@ class Replay(OpenPolicy, ServedPolicy):
     manifest: of the bundle that was recorded, where it is at hand: names, units, checks of observations. Without
     it they come from the first record: cameras and sizes, and the widths of state and actions.
     latency: take as long as the recorded inference did; else answer at once.
-    allow_missing_cameras: as of :class:`sinew.policy.Policy`.
+    allow_missing_cameras, allow_empty_prompt: as of :class:`sinew.policy.Policy`.
 
     A session that was recorded gets its own chunks in their order, any other those of the first recorded session; after
     the last one it begins again. Records without actions (errors, words, contexts) are left out. Requests of an adapter
@@ -74,10 +74,13 @@ class Replay(OpenPolicy, ServedPolicy):
         *,
         latency: bool = True,
         allow_missing_cameras: bool = False,
+        allow_empty_prompt: bool = False,
     ):
         self.folder, self.latency, self.manifest = folder, latency, manifest
         self._processor = (
-            None if manifest is None else Processor(manifest, allow_missing_cameras=allow_missing_cameras)
+            None
+            if manifest is None
+            else Processor(manifest, allow_missing_cameras, allow_empty_prompt=allow_empty_prompt)
         )
         self._missing = allow_missing_cameras
         self.sessions, self.left_out, first, most = _read(folder)

@@ -2,10 +2,13 @@
 
 Names are turned into that repository's, so that everything else is read as from its folder. Tokenizer and widths of
 InternVL3 come from --vlm. Statistics in the file are minima and maxima, whatever the checkpoint normalised with.
+Attention in masked rows gives zeros, as in vla.cpp's engine (``src/models/evo1.cpp``), unless --set masked_rows=attend.
 Source: vla.cpp ``scripts/convert_evo1_to_gguf.py``.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
@@ -116,7 +119,8 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
             f"{n('num_inference_timesteps')} solver steps, as vla.cpp's, not the server's {original.STEPS}",
         ),
     )
-    return evo1.assemble(parts, options, file.path)
+    as_the_engine = replace(options, settings={"masked_rows": "zero", **options.settings})
+    return evo1.assemble(parts, as_the_engine, file.path)
 
 
 def _vector(file: VlacppFile, tensors: dict[str, TensorSource], name: str) -> tuple[float, ...]:

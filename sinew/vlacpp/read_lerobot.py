@@ -6,11 +6,14 @@ Schema: vla.cpp ``scripts/convert_{smolvla,pi0,pi05}_to_gguf.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from sinew.bundle.rules import STATISTICS as ORDER
 from sinew.bundle.schema import (
@@ -22,7 +25,7 @@ from sinew.bundle.schema import (
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions
-from sinew.convert.tensors import read_array
+from sinew.convert.tensors import computed, read_array
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
 from sinew.families.pi.convert import GEMMA, WITH_STATE
@@ -82,6 +85,18 @@ def bundle_name(name: str, architecture: str) -> str:
     return ".".join([PARTS[part], *pieces])
 
 
+# vla.cpp's engine of pi0 divides image features by the root of the hidden size (src/models/pi0.cpp, line 498, commit
+# b18873d) and, unlike its pi0.5, never multiplies them again. Their converter writes the projector as trained, for
+# which that is wrong; a file that says this key holds it times the root, so that the engine acts as trained.
+PROJECTOR = ("mm.proj.weight", "mm.proj.bias")
+PROJECTOR_FACTOR = "projector_factor"
+
+
+def projector_factor(architecture: str, hidden: int) -> float:
+    """Return what a file's projector is multiplied by, for vla.cpp's engine to act as the policy was trained."""
+    return hidden**0.5 if architecture == "pi0" else 1.0
+
+
 NAMES = ("vla.cpp GGUF of smolvla, pi0 or pi05",)
 OPTIONS = ("vlm", "tokenizer", "cameras")
 SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING}
@@ -103,6 +118,7 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
         config = family.config(file, tensors)
     except (ValueError, ZeroDivisionError) as error:
         raise ConvertError(f"{path}: {error}") from None
+    tensors, about_projector = _projector(file, tensors)
     state_dim, max_tokens = file.integer("real_state_dim"), file.integer("tokenizer_max_length")
     cameras = options.cameras or family.cameras
     side = config.vision.image_size
@@ -145,8 +161,37 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
             f"cameras {', '.join(cameras)}: not in the source file, "
             + ("given with --cameras" if options.cameras else "the base checkpoint's slots assumed"),
             f"prompt {''.join(step.slot for step in family.prompt)!r}: the family's, not in the source file",
+            *about_projector,
         ),
     )
+
+
+def _projector(
+    file: VlacppFile, tensors: dict[str, TensorSource]
+) -> tuple[dict[str, TensorSource], tuple[str, ...]]:
+    """Return the tensors with the projector as it was trained, and what is to be said of it.
+
+    Raises :class:`ConvertError` for a factor that is not the engine's.
+    """
+    factor = projector_factor(file.architecture, file.integer("hidden"))
+    if factor == 1.0:
+        return tensors, ()
+    if f"{file.architecture}.{PROJECTOR_FACTOR}" not in file.metadata:
+        note = (
+            "image features as trained; vla.cpp's engine divides them by the root of the hidden size, so it acts in"
+            " another way on this file, as its own converter writes it"
+        )
+        return tensors, (note,)
+    if not math.isclose(said := file.number(PROJECTOR_FACTOR), factor, rel_tol=1e-6):
+        raise ConvertError(
+            f"{file.path}: {file.architecture}.{PROJECTOR_FACTOR}: expected {factor:.7g}, got {said}"
+        )
+    trained = {
+        name: computed(lambda x: (x.astype(np.float64) / factor).astype(np.float32), tensors[name])
+        for name in PROJECTOR
+        if name in tensors
+    }
+    return tensors | trained, ()
 
 
 def _smolvla(keys: VlacppFile, tensors: dict[str, TensorSource]) -> SmolVLAConfig:

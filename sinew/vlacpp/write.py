@@ -31,7 +31,16 @@ from sinew.convert.tensors import computed, constant, rounded
 from sinew.core import ConvertError
 from sinew.vlacpp import write_bitvla, write_evo1, write_prismatic
 from sinew.vlacpp.read import read
-from sinew.vlacpp.read_lerobot import LEAVES, PARTS, STATISTICS, WHOLE, bundle_name
+from sinew.vlacpp.read_lerobot import (
+    LEAVES,
+    PARTS,
+    PROJECTOR,
+    PROJECTOR_FACTOR,
+    STATISTICS,
+    WHOLE,
+    bundle_name,
+    projector_factor,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +158,9 @@ def _stored(bundle: Bundle, packed: tuple[GGMLQuantizationType, ...] = ()) -> It
 
 
 def _weights(bundle: Bundle) -> Iterator[TensorSource]:
-    """The tensors under vla.cpp's names; its small ones of the tower are float32, the tokens of SmolVLA bfloat16."""
+    """The tensors under vla.cpp's names; its small ones of the tower are float32, the tokens of SmolVLA bfloat16, the
+    projector times what the engine divides by."""
+    factor = _factor(bundle.manifest)
     for stored in _stored(bundle):
         source = replace(stored, name=vlacpp_name(stored.name, bundle.manifest.architecture))
         if bundle.manifest.architecture == "smolvla" and source.name == TOKENS:
@@ -159,7 +170,13 @@ def _weights(bundle: Bundle) -> Iterator[TensorSource]:
         )
         if source.type is GGMLQuantizationType.BF16 and (small or source.name == "mm.proj.bias"):
             source = computed(lambda x: x, source)
+        if source.name in PROJECTOR and factor != 1.0:
+            source = computed(lambda x: (x.astype(np.float64) * factor).astype(np.float32), source)
         yield source
+
+
+def _factor(manifest: Manifest) -> float:
+    return projector_factor(manifest.architecture, manifest.config["language"]["hidden_size"])
 
 
 def _statistics(manifest: Manifest) -> Iterator[TensorSource]:
@@ -215,6 +232,8 @@ def _keys(manifest: Manifest) -> dict[str, Any]:
         "rope_theta": (language["rope_theta"],),
         "rms_norm_eps": language["norm_eps"],
     }
+    if (factor := _factor(manifest)) != 1.0:
+        keys[PROJECTOR_FACTOR] = (factor,)
     if kind == "pi05":
         keys |= {
             "use_adarms_expert": True,

@@ -77,6 +77,11 @@ def renamed(bundle: Bundle, found: dict[str, TensorSource]) -> dict[str, TensorS
             f"{bundle.path}: config.rows: vla.cpp's head reads masked rows, as the original repository's;"
             " LeRobot's reads none"
         )
+    if manifest.config.get("masked_attend", True):
+        raise ConvertError(
+            f"{bundle.path}: config.masked_attend: expected False, got True: vla.cpp's engine gives what masked rows"
+            " attend to as zeros (src/models/evo1.cpp); a bundle of `--set masked_rows=zero` computes so"
+        )
     for prefix in ("vision.layers.", "head.layers."):
         fuse(found, prefix)
     token, table = found.pop("vision.prefix"), found.pop("vision.position_embedding.weight")

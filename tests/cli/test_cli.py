@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import docstring_parser
@@ -26,6 +27,7 @@ from sinew.cli import build_app as program
 from sinew.cli import main
 from sinew.cli.verbs import MOVED, SECTIONS, VERBS, commands, function_of
 from sinew.eval.report.stats import summarize
+from sinew.perf.machine import bench
 from tests import processes
 
 SCRIPT = Path(sys.executable).parent / "sinew"
@@ -316,6 +318,55 @@ def test_bench_report_and_json(smolvla_bundle, tmp_path: Path) -> None:
 def test_bench_refuses_a_bad_size(capsys) -> None:
     code = main(["bench", "any.gguf", "--image-size", "24"])
     assert_one_error_line(code, *capsys.readouterr(), "--image-size", "HEIGHTxWIDTH", "'24'")
+
+
+def test_bench_fits_a_line_over_solver_steps(monkeypatch) -> None:
+    """Of a policy whose inference takes 7 ms and 3 per step by a clock of its own, with an outlier that a median
+    leaves out."""
+    now = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+
+    class Policy:
+        calls = 0
+        spec = SimpleNamespace(solver_steps=10)
+
+        def infer(self, observation: dict) -> None:
+            Policy.calls += 1
+            now[0] += 7e-3 + 3e-3 * observation["solver_steps"] + (1.0 if Policy.calls == 9 else 0.0)
+
+    fit = bench.line_over_steps(Policy(), {"solver_steps": None}, (1, 2, 5), runs=5)
+    assert Policy.calls == 3 + 3 * 5
+    assert fit["median_ms"] == [10.0, 13.0, 22.0]
+    assert (fit["prefix_ms"], fit["step_ms"]) == (pytest.approx(7.0), pytest.approx(3.0))
+    assert fit["residual_ms"] == pytest.approx(0, abs=1e-9)
+    assert fit["prefix_share"] == pytest.approx(7 / 37)
+
+
+def test_bench_reports_the_fit(smolvla_bundle, tmp_path) -> None:
+    result = sinew(
+        "bench",
+        smolvla_bundle("smolvla-2cam"),
+        "--runs",
+        2,
+        "--threads",
+        1,
+        "--fit-steps",
+        "1,4",
+        "--engine",
+        "eager",
+        "--json",
+        tmp_path / "bench.json",
+    )
+    assert result.returncode == 0, result.stderr
+    fit = json.loads((tmp_path / "bench.json").read_text())["fit"]
+    assert fit["steps"] == [1, 4]
+    assert "inference(T) =" in result.stdout
+
+
+@pytest.mark.parametrize("text", ["3", "1,x", "0,2", "1,1", "1,1001", "1,2;3"])
+def test_bench_refuses_bad_numbers_of_steps(text, capsys) -> None:
+    code = main(["bench", "any.gguf", "--fit-steps", text])
+    assert_one_error_line(code, *capsys.readouterr(), "--fit-steps", "two numbers or more", repr(text))
 
 
 def test_percentiles_are_never_below_an_observed_rank() -> None:

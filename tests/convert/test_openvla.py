@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sinew.bundle import Bundle
+from sinew.cli.bench import make_observation
 from sinew.convert import convert
 from sinew.core import ConvertError
 from sinew.policy import load
@@ -72,6 +73,29 @@ def test_settings(golden, tmp_path):
     assert [camera.name for camera in manifest.spec.cameras] == ["top", "hand"]
     assert manifest.processing.state.mode == "min_max"
     assert manifest.provenance.options["set center_crop"] == "false"
+
+
+@pytest.mark.parametrize("case", ["bitvla", "openvla-oft"])
+def test_views_that_no_file_counts(golden, tmp_path, case):
+    """A robot of LIBERO's sizes may have three cameras: what was assumed is said with the option that overrules it."""
+    found = {}
+    for name, cameras in (("assumed", ()), ("given", ("front", "left", "right"))):
+        out = tmp_path / f"{name}.gguf"
+        convert(golden / case / "checkpoint", out, cameras=cameras)
+        found[name] = Bundle(out).manifest
+    assert [camera.name for camera in found["assumed"].spec.cameras] == ["full_image", "wrist_image"]
+    assert (
+        "as no file says them; yours, in their order, with --cameras" in found["assumed"].provenance.notes[1]
+    )
+    assert found["given"].provenance.notes[1].endswith("cameras front, left, right, as given")
+    policy = load(tmp_path / "given.gguf", engine="eager")
+    seen = make_observation(policy.spec, None, "pick it up", None) | {"seed": 0}
+    actions = policy.infer(seen).actions
+    turned = dict(zip(seen["images"], reversed(seen["images"].values()), strict=True))
+    assert actions.shape == (8, 7)
+    assert (
+        policy.infer({**seen, "images": turned}).actions != actions
+    ).any()  # each view is read in its place
 
 
 def test_the_newest_head_is_taken(checkpoint):

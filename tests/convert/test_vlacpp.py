@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,6 +159,15 @@ def test_an_exported_bundle_comes_back_the_same(golden, bundle_of, tmp_path, cap
         name: (info.shape, info.type, content(exported, name)) for name, info in exported.tensors.items()
     }
     assert found.keys() == wanted.keys()
+    if case == "pi0-2cam":  # what their engine divides by
+        factor = ours.manifest.config["language"]["hidden_size"] ** 0.5
+        assert exported.metadata["pi0.projector_factor"] == factor
+        for name in ("mm.proj.weight", "mm.proj.bias"):
+            assert found.pop(name)[1] is GGMLQuantizationType.F32
+            del wanted[name]
+            np.testing.assert_allclose(
+                values(exported, name), values(reference, name) * np.float64(factor), rtol=1e-7
+            )
     plain = case.startswith("smolvla") and wanted[TOKENS][1] is GGMLQuantizationType.F32
     if plain:  # vla.cpp's converter writes it as it is, and its engine then does not load it
         table = torch.from_numpy(values(reference, TOKENS))
@@ -179,6 +189,8 @@ def test_an_exported_bundle_comes_back_the_same(golden, bundle_of, tmp_path, cap
     )
     if plain:
         np.testing.assert_allclose(first, second, atol=2e-2 * np.abs(first).max())
+    elif case == "pi0-2cam":  # a projector that was multiplied and divided
+        np.testing.assert_allclose(first, second, atol=1e-5 * np.abs(first).max())
     else:
         np.testing.assert_array_equal(first, second)
 
@@ -188,6 +200,12 @@ def test_exported_families_come_back_the_same(golden, openvla_bundle, evo1_bundl
     """And they hold what vla.cpp's own converters write of the checkpoints, under the same names."""
     evo1, home = case == "evo1-mint", golden / case
     ours = Bundle((evo1_bundle if evo1 else openvla_bundle)(case))
+    if evo1:
+        with pytest.raises(
+            ConvertError, match="config.masked_attend: expected False, got True: vla.cpp's engine"
+        ):
+            export_vlacpp(ours, tmp_path / "refused.gguf")
+        ours.manifest = replace(ours.manifest, config={**ours.manifest.config, "masked_attend": False})
     export_vlacpp(ours, tmp_path / "theirs.gguf")
     reference = tmp_path / "reference.gguf"
     if evo1:
@@ -222,6 +240,43 @@ def test_exported_families_come_back_the_same(golden, openvla_bundle, evo1_bundl
     assert back.infos.keys() == ours.infos.keys()
     for name in ours.infos:
         assert torch.equal(back.tensor(name).float(), ours.tensor(name).float()), name
+
+
+@torch.inference_mode()
+def test_vlacpps_engine_gives_the_features_of_an_exported_pi0(pi_bundle, golden, tmp_path):
+    """Its formula written out (src/models/pi0.cpp, line 498): (W f + b) / sqrt(hidden) of the tower's features f."""
+    ours = pi_bundle("pi0-2cam")
+    export_vlacpp(Bundle(ours), tmp_path / "theirs.gguf")
+    reference = write_vlacpp_pi(golden / "pi0-2cam", tmp_path / "reference.gguf")
+    model = load(ours, engine="eager").engine.model
+    hidden, width = model.config.language.hidden_size, model.config.vision.hidden_size
+    features = torch.randn(1, 9, width, generator=torch.Generator().manual_seed(0))
+    wanted = model.connect(features, 3, 3).double().numpy()
+    made = {}
+    for name, path in (("ours", tmp_path / "theirs.gguf"), ("theirs", reference)):
+        weight, bias = (
+            values(GGUFFile(path), f"mm.proj.{part}").astype(np.float64) for part in ("weight", "bias")
+        )
+        made[name] = (features.double().numpy() @ weight.T + bias) / hidden**0.5
+    largest = np.abs(wanted).max()
+    assert np.abs(made["ours"] - wanted).max() <= 1e-5 * largest
+    assert np.abs(made["theirs"] - wanted).max() >= 0.5 * largest  # as their converter writes it
+
+
+def test_a_file_of_another_factor_is_refused_and_one_without_says_so(pi_bundle, golden, tmp_path):
+    reference = write_vlacpp_pi(golden / "pi0-2cam", tmp_path / "reference.gguf")
+    (tmp_path / "tokenizer.json").write_text(Bundle(pi_bundle("pi0-2cam")).manifest.tokenizer)
+    back = Bundle(convert(reference, tmp_path / "back.gguf", tokenizer=tmp_path))
+    assert any("vla.cpp's engine divides them by the root" in note for note in back.manifest.provenance.notes)
+    export_vlacpp(Bundle(pi_bundle("pi0-2cam")), tmp_path / "theirs.gguf")
+    content, factor = (
+        (tmp_path / "theirs.gguf").read_bytes(),
+        struct.pack("<d", GGUFFile(tmp_path / "theirs.gguf").metadata["pi0.projector_factor"]),
+    )
+    assert content.count(factor) == 1
+    (tmp_path / "wrong.gguf").write_bytes(content.replace(factor, struct.pack("<d", 3.0)))
+    with pytest.raises(ConvertError, match=r"pi0.projector_factor: expected \d+\.?\d*, got 3.0"):
+        convert(tmp_path / "wrong.gguf", tmp_path / "refused.gguf", tokenizer=tmp_path)
 
 
 def values(file: GGUFFile, name: str) -> np.ndarray:

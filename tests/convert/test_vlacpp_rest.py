@@ -84,8 +84,14 @@ def test_n15_of_a_fine_tune(golden, groot_bundle, tmp_path):
 def test_evo1(golden, evo1_bundle, tmp_path):
     home = golden / "evo1-mint"
     file = write_evo1(home, tmp_path / "theirs.gguf", ARM)
-    theirs = Bundle(convert(file, tmp_path / "a.gguf", vlm=home / "vlm"))
-    assert_same(theirs, Bundle(evo1_bundle("evo1-mint")))
+    ours = Bundle(evo1_bundle("evo1-mint"))
+    attending = {"settings": {"masked_rows": "attend"}}
+    theirs = Bundle(convert(file, tmp_path / "a.gguf", vlm=home / "vlm", **attending))
+    assert_same(theirs, ours)
+    unasked = Bundle(
+        convert(file, tmp_path / "zero.gguf", vlm=home / "vlm")
+    )  # what vla.cpp's engine computes
+    assert unasked.manifest.config == {**ours.manifest.config, "masked_attend": False}
     assert theirs.manifest.spec.solver_steps == json.loads((home / "checkpoint" / "config.json").read_text())[
         "num_inference_timesteps"
     ]  # fmt: skip

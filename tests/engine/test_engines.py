@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +172,41 @@ def test_serve_without_torch(folder, g):
         server.communicate()
 
 
+def test_doctor_compares_a_folder_with_the_chunk_that_it_carries(folder, tmp_path, capsys):
+    """Graphs that compute something else are found where no weights are, and so is a chunk of another policy."""
+
+    def parity(change: Callable[[Path], object]) -> dict[str, str]:
+        other = Path(shutil.copytree(folder, tmp_path / str(len(list(tmp_path.iterdir())))))
+        change(other / "reference.npy")
+        code = main(["doctor", str(other), "--json"])
+        checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+        assert code == (1 if checks["bundle parity"]["status"] == "fail" else 0)
+        return checks["bundle parity"]
+
+    found = parity(lambda path: None)
+    assert found["status"] == "ok"
+    error, bound = re.findall(r"\d\.\de-\d+|\de-\d+", found["detail"])
+    assert float(error) < 1e-4 < float(bound)
+
+    def moved(path: Path) -> None:
+        np.save(path, np.load(path) + np.float32(0.05))
+
+    assert parity(moved)["status"] == "fail"
+    for damage in (
+        lambda path: np.save(path, np.zeros((1, 1), np.float32)),
+        lambda path: np.save(path, np.load(path).astype(np.float64)),
+        lambda path: np.save(path, np.full_like(np.load(path), np.nan)),
+        lambda path: path.write_bytes(path.read_bytes()[:-3]),
+        lambda path: path.write_bytes(b"zebra"),
+    ):
+        found = parity(damage)
+        assert found["status"] == "fail"
+        assert "reference.npy" in found["detail"]
+    found = parity(Path.unlink)
+    assert found["status"] == "warn"
+    assert "nothing was compared" in found["detail"]
+
+
 def test_bench_without_torch(folder):
     done = run_without_torch("bench", folder, "--runs", 2, "--threads", 1, "--json")
     assert done.returncode == 0, done.stderr
@@ -219,6 +256,8 @@ def test_doctor_without_torch(folder, bundle):
         assert skipped == wanted | (
             {"bundle parity"} if named else set()
         )  # a folder has no weights to compare with
+        if not named:
+            assert "against eager fp32 where the folder was exported" in checks["bundle parity"]["detail"]
         why = "asked for" if named else "the folder holds graphs and no weights"
         assert f"onnx ({why})" in checks["bundle engine"]["detail"]
         assert checks["bundle inference"]["status"] == "ok"

@@ -25,7 +25,7 @@ from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import GATES
 from sinew.eval.report.quantization import cache_name, lacking
 from sinew.families.smolvla.model import SmolVLA
-from sinew.policy import load
+from sinew.policy import Policy, load
 from tests.engines import run_one
 from tests.golden import Golden
 
@@ -404,6 +404,49 @@ def test_error_over_episodes_and_gate_of_an_embedded_task(tmp_path, capsys):
     assert found["success"] == asdict(record.success)
     assert status == (0 if "passes" in found["gate"] else 1)
     assert cache_name(out).exists()  # the graphs of the bundle before its success was known
+    assert (record.validated.engine, record.validated.observations) == ("plan", 2)
+    assert 0 < record.validated.error < 1e-3
+    assert found["validated"] == asdict(record.validated)
+    assert found["warnings"] == []
+    assert "2 episodes fail it from" in found["gate"] or "fails" in found["gate"]
+    assert main(["inspect", str(out)]) == 0
+    assert "before, plan within" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_bundle_that_fails_its_validation_is_not_quantised(tmp_path, capsys, monkeypatch):
+    """What is wrong before would be told as the cost of fewer bits."""
+    shutil.copyfile(DATA / "pen.gguf", tmp_path / "pen.gguf")
+    opened = Policy.__init__
+
+    def broken(self: Policy, *arguments: object, **options: object) -> None:
+        opened(self, *arguments, **options)
+        if self.engine_name == "plan":
+            weight = self.engine.model.expert.layers[0].mlp.down_proj.weight
+            weight.data = weight.data.clone().mul_(1.05)
+
+    monkeypatch.setattr(Policy, "__init__", broken)
+    out = tmp_path / "int8.gguf"
+    for recipe in (["--recipe", "vision=int8"], ["--search", "--budget", "300KB"]):
+        command = ["quantize", str(tmp_path / "pen.gguf"), "--out", str(out), "--observations", "1", *recipe]
+        assert main([*command, "--episodes", "0"]) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert (
+            "expected a bundle whose plan computes what eager fp32 does over 1 observations, got head" in said
+        )
+        assert not out.exists()
+
+
+@pytest.mark.parametrize(("recipe", "warned"), [("vision=int8", False), ("vision=int8,head=int8", True)])
+def test_a_head_in_few_bits_is_discouraged(recipe, warned, tmp_path, capsys):
+    out = tmp_path / "few.gguf"
+    command = ["quantize", str(DATA / "pen.gguf"), "--out", str(out), "--recipe", recipe, "--engine", "cpu"]
+    assert main([*command, "--observations", "1", "--episodes", "0"]) == 0
+    text = capsys.readouterr().out
+    warnings = json.loads(text.splitlines()[-1])["warnings"]
+    assert bool(warnings) == warned
+    if warned:
+        assert "head in int8: its errors add up from step to step; no episodes were played" in warnings[0]
+        assert warnings[0] in " ".join(text.split())
 
 
 # ----------------------------------------------------------------------------- FP8, which the CUDA engine follows

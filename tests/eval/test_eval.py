@@ -565,6 +565,16 @@ def test_gate_rules(tmp_path: Path) -> None:
     assert not gate.judge(episodes_with(4, 20))[0]
     with pytest.raises(SinewError, match="the record has seeds 0 to 199"):
         gate.judge(episodes_with(0, 201))
+    for episodes, least in ((200, 8), (20, 4), (10, 3), (4, 2), (1, 1)):
+        # A gate says what its episodes can see: with so many lost it fails, with one less it passes.
+        assert gate.fails_from(range(episodes)) == least
+        lost = episodes_with(least, episodes)
+        for episode in lost[least:]:
+            episode.success = True  # also those that the reference lost
+        assert not gate.judge(lost)[0]
+        assert gate.judge([*episodes_with(least - 1, episodes)])[0]
+        assert f"; {episodes} episodes fail it from {least} lost on" in gate.judge(lost)[1]
+    assert Gate({}, 0, 5, tuple(range(5)), {}).fails_from(range(5)) == 0  # nothing that could be lost
     gate.write(tmp_path / "gate.json")
     assert read_gate(tmp_path / "gate.json") == gate
     (tmp_path / "gate.json").write_text("{}")

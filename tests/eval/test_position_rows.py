@@ -12,6 +12,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from benchmarks import position_rows as ablation
+from sinew.cli.bench import make_observation
 from sinew.core import Observation
 from sinew.layers.vit import position_rows
 from sinew.policy import load
@@ -86,3 +88,40 @@ def test_indices_in_half_precision_are_refused(smolvla_bundle):
     table = load(smolvla_bundle("smolvla-2cam"), engine="eager").engine.model.vision.position_embedding
     with pytest.raises(TypeError, match="int64 or int32"):
         table(torch.arange(4, dtype=torch.bfloat16))
+
+
+def test_played_episodes_read_the_wrong_rows(monkeypatch):
+    """The program's ablation reaches the engine that plays: its episodes see other positions."""
+    seen: list[bool] = []
+
+    class Played:
+        def __init__(self, *arguments: object) -> None:
+            self.policy = load(ablation.BUNDLE, "cpu", engine=arguments[4])
+            expected = ablation.naive_rows(8, 8, 8)
+            reads = self.policy.engine.model.vision.position_embedding
+            reads.register_forward_pre_hook(lambda _, args: seen.append(torch.equal(args[0].cpu(), expected)))
+
+    def play(env: object, adapter: object, policy: Played, conduct: object, seed: int) -> object:
+        policy.policy.infer(make_observation(policy.policy.spec, None, "pick up the red cube", None))
+        return type("Result", (), {"success": False})
+
+    monkeypatch.setattr(ablation, "InProcess", Played)
+    monkeypatch.setattr(ablation, "run_episode", play)
+    with ablation.wrong_rows():
+        ablation.play(1)
+    assert seen
+    assert all(seen)
+
+
+def test_a_table_that_is_resized_moves_by_rounding_alone(case_bundle):
+    """The second half of the appendix's table 7, on GR00T N1.6's tower: half precision moves the positions by about
+    0.1 % and the chunk by as little at one step as at sixteen; a wrong row moves the other kind of tower by a third."""
+    found = ablation.resized(case_bundle("groot-n16"), 2)
+    assert found["relative_error"] == pytest.approx(3e-4, rel=0.9)
+    moved = [row["resized_in_half"] for row in found["rows"]]
+    assert max(moved) < 0.01 * found["rows"][0]["largest_action"]
+    assert moved[-1] < 3 * moved[0] + 1e-6
+    tower = load(ablation.BUNDLE, "cpu", engine="eager").engine.model.vision
+    assert ablation.relative_error(tower, 8, 8, ablation.wrong_rows()) > 0.3
+    with pytest.raises(SystemExit, match="got none"):
+        ablation.resized(ablation.BUNDLE, 1)

@@ -553,7 +553,15 @@ def perf(walk: Walk) -> None:
     walk.type("sinew perf scenario pi0 --device agx-orin --server h200 --network wifi7 --codec jpeg")
     walk.type("sinew perf stream pi0 --camera-hz 30 --hz 480")
     walk.type("sinew perf fit pi0.5 --hardware orin-nano", status=1, says=("does not fit",))
+    walk.type(
+        "sinew perf run pi0 --hardware rtx4090-boosted --cameras 2 --chunk 63 --prompt-tokens 0 "
+        "--traffic weights --operators",
+        says=("512x2048x32768",),
+    )
+    walk.type("sinew perf sync", says=("one by one",))
+    walk.type("sinew perf tiers", says=("GR00T-N1.5",))
     walk.type("sinew perf paper")
+    walk.type("sinew perf paper realtime-vla", says=("1378",))
     walk.type("sinew perf calibrate policy.gguf")
     walk.type("sinew perf machines")
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from sinew.families.evo1.model import Evo1Context
+from sinew.layers.attention import block_mask
+from sinew.layers.rope import Rotation
 from sinew.policy import Policy, load
 from tests.closeness import assert_close, rounding
 from tests.golden import Golden
@@ -143,6 +145,16 @@ def test_flash_attention_gives_masked_rows_nothing(golden, evo1_bundle):
     finally:
         object.__setattr__(model.config, "masked_attend", True)
     torch.testing.assert_close(found[valid], attending[valid])
+    # vla.cpp's engine: whatever a masked row attends to, its branch is multiplied by zero (src/models/evo1.cpp, qmask)
+    every = torch.ones_like(valid)
+    config, positions = model.config.language, every.long().cumsum(dim=1) - 1
+    rotate = Rotation.at(positions, config.head_dim, config.rope_theta)
+    sees = block_mask(every, every) & valid[:, None]
+    engine = x
+    for layer in model.language.layers:
+        q, k, v = layer.project(engine, rotate)
+        engine = layer.finish(engine, layer.attn.attend(q, (k, v), sees) * valid[..., None])
+    torch.testing.assert_close(found, model.language.norm(engine))
     alone = x[~valid]
     for layer in model.language.layers:
         alone = alone + layer.mlp(layer.post_norm(alone))

@@ -9,24 +9,16 @@ from typing import Any
 import pytest
 
 import sinew
-from sinew.cli import perf_machine, terminal
+from sinew.cli import perf_machine, perf_tiers, terminal
 from sinew.core import SinewError
 from sinew.perf.request import TracedRequest
+from sinew.perf.tiers import measured
 
 MIB = 1 << 20
-# Their table "Hardware Tiers" (Orin Nano, resident MiB): beside a simulator, only without it, or not at all.
-TIERS: dict[str, tuple[str, int | None]] = {
-    "smolvla": ("fits", 2031),
-    "bitvla": ("fits", 2199),
-    "evo1": ("fits", 2135),
-    "gr00t-n1.5": ("alone", 5975),
-    "pi0": ("alone", 6068),
-    "gr00t-n1.6": ("no", None),
-    "gr00t-n1.7": ("no", None),
-}
+TIERS = {row.preset: (row.tier, row.rss) for row in measured()}  # their table "Hardware Tiers"
 # What their leaderboard measured on a GPU with memory of its own (MiB), and what CUDA and buffers took of it: pi0's
 # 5,548 less its weights without the token table.
-ON_GPU = {"gr00t-n1.5": 4866, "gr00t-n1.6": 6048, "gr00t-n1.7": 6302, "evo1": 1564, "pi0": 5548}
+ON_GPU = {row.preset: row.vram for row in measured() if row.preset not in ("smolvla", "bitvla")}
 BUFFERS = 370
 
 
@@ -64,6 +56,52 @@ def test_seven_policies_on_an_eight_gigabyte_board(source, capsys) -> None:
     ours = {"gr00t-n1.5": "fits", "gr00t-n1.6": "fits", "gr00t-n1.7": "alone"}
     if gr00t:
         assert tier(fit(capsys, source)) == ours[source]
+
+
+PRINTED = """
+BitVLA BitNet-SigLIP 8 100.0 37.85 235.9 1312 101.11 355.65 2199
+GR00T-N1.7 Cosmos 16 98.0 10.26 84.1 6302 26.84 - -
+GR00T-N1.6 Eagle 16 86.5 10.29 83.6 6048 26.70 - -
+GR00T-N1.5 Eagle 16 96.0 14.17 147.0 4866 28.78 84.76* 5975
+Evo-1 InternVL3 8 94.5 63.60 131.0 1564 131.01 458.84 2135
+SmolVLA SmolVLM2 4 90.5 28.16 54.8 1410 65.41 141.81 2031
+pi0 PaliGemma 32 87.5 9.74 207.2 5548 27.90 39.10* 6068
+"""  # leaderboard, then AGX Orin, Orin Nano and its resident memory; *: simulator elsewhere
+
+
+@pytest.mark.slow  # seven programs of full size are traced
+def test_tiers_print_every_number_of_theirs(capsys) -> None:
+    assert perf_tiers.tiers() == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["policies"]
+    assert [row["measured"]["rank"] for row in rows] == list(range(1, 8))
+    for line in PRINTED.split("\n")[1:-1]:
+        title, *numbers = line.split()
+        own = " ".join(text.replace(",", "") for text in shown if title in text)
+        assert all(number.rstrip("*") in own.split() for number in numbers), (title, own)
+    for row in rows:
+        theirs = row["measured"]
+        assert (
+            row["tier"] == theirs["tier"] if "tier" in theirs else row["tier"] == TIERS[theirs["preset"]][0]
+        )
+        assert row["steps"] == (theirs["steps"] or 0)
+        assert row["ms"]["rtx3060"] < theirs["inference"]  # a bound is below what was measured
+        assert row["params"] == pytest.approx(theirs["params"], rel=0.25)
+        if (
+            theirs["prefix_share"] is not None
+        ):  # prefix-dominated as said; the compact ones less so in practice
+            assert row["prefix_share"] > 50
+    shares = {row["measured"]["preset"]: row["prefix_share"] for row in rows}
+    assert shares["bitvla"] == max(shares.values()) == pytest.approx(99.5, abs=1)
+    assert shares["pi0"] == pytest.approx(75, abs=6)
+
+
+def test_some_tiers(capsys) -> None:
+    assert perf_tiers.tiers("SmolVLA") == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["policies"]
+    assert row["measured"]["preset"] == "smolvla"
+    with pytest.raises(SinewError, match="policy: expected one of bitvla, .*, got 'zebra'"):
+        perf_tiers.tiers("zebra")
 
 
 def test_what_a_board_cannot_be_asked_is_named() -> None:

@@ -86,7 +86,7 @@ def compare(policy: Policy, reference: Policy, observations: Iterable[Observatio
             traces.append(each.engine.trace(inputs.batched(), noise[None], steps))
         _stages(found, *traces)
         wanted, got = (each.infer(observation).actions for each in (reference, policy))
-        spread = _spread(reference)
+        spread = spread_of(reference)
         found.stages["actions"].errors.append(distance(got / spread, wanted / spread))
         if not np.isfinite(got).all():
             found.faults.append("actions that are not finite")
@@ -142,7 +142,7 @@ def _same_rows(got: np.ndarray, wanted: np.ndarray) -> bool:
     return len(got) >= count and any(np.array_equal(part, wanted) for part in (got[:count], got[-count:]))
 
 
-def _spread(policy: Policy) -> np.ndarray:
+def spread_of(policy: Policy) -> np.ndarray:
     """[D]: the scale of each action in the statistics, so that metres and degrees count alike."""
     normalizer = policy.processor.action_normalizer
     width = normalizer.width

@@ -5,29 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from sinew.engine.cpu.fuse import FusedDecoderLayer, FusedViTLayer, decoder_apart, rounds_attention, vit_apart
 from sinew.engine.cpu.kernels.float_kernels import attend, gelu_, silu_times_
 from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.rewrite import RewriteOutcome, Status, become, foreign, left_out, spans
-from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
-from sinew.layers.stores.codes import Ternary, apart, codes_of, together
-from sinew.layers.vit import ViTAttention, ViTMLP
+from sinew.layers.decoder import DecoderAttention, DecoderLayer, GatedMLP, KeyValue
+from sinew.layers.stores.codes import apart, together
+from sinew.layers.vit import ViTAttention, ViTLayer, ViTMLP
 
 
 class CompiledViTAttention(ViTAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = (-1, self.head_dim)
         q, k, v = (part.unflatten(-1, heads) for part in (q, k, v))
-        return attend(q, k, v, None, _rounded(self))
+        return attend(q, k, v, None, rounds_attention(self))
 
 
 class CompiledAttention(DecoderAttention):
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
-        if own is not None:
-            kv = torch.cat([kv[0], own[0]], dim=1), torch.cat([kv[1], own[1]], dim=1)
-        return attend(q, *kv, mask, _rounded(self))
+        return attend(q, *kv, mask, rounds_attention(self), *(own or (None, None)))
 
 
 class CompiledViTMLP(ViTMLP):
@@ -70,14 +68,6 @@ class SharedMLP(CompiledMLP):
         return gate, up
 
 
-def _rounded(attention: nn.Module) -> bool:
-    """Return True where queries, keys and values are sums of products of rounded numbers: 16 bits are finer than those.
-    BitNet's own arithmetic (ternary) keeps attention in floats."""
-    layers = (getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj"))
-    stores = [codes_of(layer) for layer in layers]
-    return all(store is not None and not isinstance(store, Ternary) for store in stores)
-
-
 def _always(_: Any) -> str | None:
     return None
 
@@ -112,6 +102,8 @@ COMPILED: tuple[tuple[str, type[nn.Module], Callable[[Any], str | None], type[nn
     ("round once in", ViTAttention, _attention_apart, SharedViTAttention),
     ("round once in", DecoderAttention, _attention_apart, SharedAttention),
     ("round once in", GatedMLP, _gated_apart, SharedMLP),
+    ("two calls for", DecoderLayer, decoder_apart, FusedDecoderLayer),
+    ("two calls for", ViTLayer, vit_apart, FusedViTLayer),
 )
 
 
@@ -130,6 +122,8 @@ def compile_floats(plan: Plan) -> Plan:
                 left[name] = why
                 continue
             become(module, into)
+            if isinstance(module, (FusedDecoderLayer, FusedViTLayer)):
+                module.fuse()
             done.append(name)
         reason = "compiled for this CPU" if done or left else "the model has none"
         status: Status = "applied" if done else "not applicable"

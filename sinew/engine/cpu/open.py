@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from sinew.bundle import Bundle
 from sinew.engine.backend import EngineOptions
@@ -16,8 +17,9 @@ from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.engine.plan.plan import Plan
 from sinew.engine.stores import Storage, stored_recipe
 from sinew.layers.linear import Linear
+from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Codes, Panels, codes_of
-from sinew.layers.stores.lowbit import lay_out, lies_in_panels
+from sinew.layers.stores.lowbit import LayOut, lies_in_panels
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,9 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     storage = Storage(lowbit=True, half=bool(options.storage), tables=True)
     model = load_model(bundle, where, options.dtype, storage)
     if kernels.panels:
-        lay_out_codes(model, lambda: bundle.release(model.parameters()))
-    plan = Plan.of(model, bundle.manifest.spec.solver_steps, set(ON_CPU) - {"sigmoid-gelu"})
+        lay_out_codes(model, kernels.lay_out, bundle.release)
+    rewrites = set(ON_CPU) - {"sigmoid-gelu"}
+    plan = Plan.of(model, bundle.manifest.spec.solver_steps, rewrites, in_place=True)
     recipe = stored_recipe(bundle, model)
     engine = PlannedEngine(compile_floats(plan) if kernels.compiled else plan, where, recipe)
     bundle.release(engine.model.parameters())
@@ -40,24 +43,38 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     return engine
 
 
-def lay_out_codes(model: nn.Module, copied: Callable[[], object] = lambda: None) -> int:
+def lay_out_codes(
+    model: nn.Module,
+    lay_out: LayOut = lowbit.lay_out_into,
+    copied: Callable[[Iterable[Tensor]], object] = lambda _: None,
+) -> int:
     """Lay out the int8 weights of a model's linear layers as :class:`Panels`, and return how many bytes they are.
 
-    Each is copied out of the bundle's map. copied: called whenever PORTION bytes more have been, so that their pages go
-    before all are there twice. A weight that does not divide stays as it is.
+    Each is copied out of the bundle's map. lay_out: what writes a weight's panels. copied: called with the tensors that
+    stay in the map whenever PORTION bytes more have been copied, so that the pages of the others go before all are
+    there twice. A weight that does not divide stays as it is.
     """
-    done = since = 0
+    found = []
     for layer in model.modules():
         if not isinstance(layer, Linear):
             continue
         store, (rows, width) = codes_of(layer), layer.weight.shape
-        if type(store) is not Codes or store.name != "int8" or not lies_in_panels(rows, width):
-            continue
-        layer.weight = nn.Parameter(lay_out(layer.weight), requires_grad=False)
+        if type(store) is Codes and store.name == "int8" and lies_in_panels(rows, width):
+            found.append((layer, store))
+    weights = {id(layer.weight) for layer, _ in found}
+    mapped = {id(layer.weight): layer.weight for layer, _ in found}
+    kept = [tensor for tensor in model.parameters() if id(tensor) not in weights]
+    done = since = 0
+    for layer, store in found:
+        weight = layer.weight
+        mapped.pop(id(weight), None)  # two layers may share it
+        panels = torch.empty_like(weight)
+        lay_out(weight, panels)
+        layer.weight = nn.Parameter(panels, requires_grad=False)
         layer.store = Panels(store.name, store.width, store.scales)
-        done, since = done + layer.weight.nbytes, since + layer.weight.nbytes
+        done, since = done + weight.nbytes, since + weight.nbytes
         if since >= PORTION:
-            copied()
+            copied([*kept, *mapped.values()])
             since = 0
-    copied()
+    copied(kept)
     return done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,14 +90,17 @@ def check_bits(folder: Path) -> None:
         )
 
 
-def export_folder(bundle: Bundle, folder: Path) -> None:
+def export_folder(
+    bundle: Bundle, folder: Path, also: Callable[[Bundle, Path], None] = lambda *_: None
+) -> None:
     """Write a new folder that runs without torch: graphs, recipes, tokenizer. Raises :class:`SinewError` for one that
-    is there."""
+    is there. also: writes more into it, before it stands."""
     if folder.exists():
         raise SinewError(f"--onnx {folder}: expected a new folder, got one that is there")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with scratch.beside(folder) as partial:
         write_folder(bundle, partial, folder)
+        also(bundle, partial)
         publish(partial, folder)
 
 

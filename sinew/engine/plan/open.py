@@ -18,7 +18,7 @@ def open_planned(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     say_widened(bundle, model, "plan")
     rewrites = ON_CPU if where.type == "cpu" else None
     steps = bundle.manifest.spec.solver_steps
-    plan = Plan.of(model, steps, rewrites)
+    plan = Plan.of(model, steps, rewrites, in_place=not options.adapters)
     engine = PlannedEngine(plan, where)
     engine.adapters = {
         name: PlannedEngine(Plan.of(with_adapter(model, adapter), steps, rewrites, plan), where)

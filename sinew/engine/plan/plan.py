@@ -57,8 +57,9 @@ class Plan:
         steps: int | Sequence[int] = (),
         rewrites: Iterable[str] | None = None,
         beside: Plan | None = None,
+        in_place: bool = False,
     ) -> Plan:
-        """Rewrite ``model``, which is left as it is.
+        """Rewrite ``model``, which is left as it is, unless ``in_place``: for a caller that lets go of it.
 
         steps: numbers of solver steps whose tables are made now; others get theirs when they are asked for.
         rewrites: names from ``REWRITES``; None is all. beside: of the same model without an adapter: what both have
@@ -68,7 +69,7 @@ class Plan:
         if unknown := chosen.difference(REWRITES):
             known = ", ".join(REWRITES)
             raise SinewError(f"rewrites: expected names of {known}, got {', '.join(sorted(unknown))}")
-        rewritten = clone_model(model)
+        rewritten = model if in_place else clone_model(model)
         outcomes = [
             rewrite(rewritten) if name in chosen else RewriteOutcome(name, "off", "switched off")
             for name, rewrite in REWRITES.items()

@@ -7,7 +7,7 @@ which the reference failed, and so allows paired comparison over any prefix of i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,23 +65,43 @@ class Gate:
         wins, count = sum(run.values()), len(run)
         reference_wins = sum(recorded[seed] for seed in run)
         low, high = stats.wilson(reference_wins, count)
-        upper = stats.wilson(wins, count)[1]
-        drop = (reference_wins - wins) / count
         test = stats.mcnemar({seed: recorded[seed] for seed in run}, run)
         text = (
             f"{wins}/{count} against {reference_wins}/{count} recorded"
             f" (interval {100 * low:.1f} to {100 * high:.1f} %), McNemar p = {test.p_value:.3g}"
         )
+        faults = self._faults(wins, count, reference_wins, test.p_value)
+        if self.fails_from(run):
+            text += f"; {count} episodes fail it from {self.fails_from(run)} lost on"
+        return not faults, f"{'fails' if faults else 'passes'}: {'; '.join([text, *faults])}"
+
+    def fails_from(self, seeds: Iterable[int]) -> int:
+        """How many of the episodes of ``seeds`` that the reference won a run must lose to fail, winning all others;
+        0 if so few episodes cannot fail it."""
+        outcomes = {seed: self.outcomes[seed] for seed in seeds}
+        won = [seed for seed, success in outcomes.items() if success]
+        for lost in range(1, len(won) + 1):
+            run = {seed: seed not in won[:lost] for seed in outcomes}
+            p_value = stats.mcnemar(outcomes, run).p_value
+            if self._faults(sum(run.values()), len(run), len(won), p_value):
+                return lost
+        return 0
+
+    def _faults(self, wins: int, count: int, reference_wins: int, p_value: float) -> list[str]:
+        """What of the rule so many wins of ``count`` break."""
+        low = stats.wilson(reference_wins, count)[0]
+        upper = stats.wilson(wins, count)[1]
+        drop = (reference_wins - wins) / count
         faults = []
         if upper < self.rule.floor:
             faults.append(
                 f"the upper end of the interval, {100 * upper:.1f} %, is below {100 * self.rule.floor:g} %"
             )
-        if drop > self.rule.max_drop and test.p_value < self.rule.alpha:
+        if drop > self.rule.max_drop and p_value < self.rule.alpha:
             faults.append(f"{100 * drop:.1f} points below the reference at p < {self.rule.alpha:g}")
         if self.rule.inside and wins / count < low:
             faults.append("below the recorded interval")
-        return not faults, f"{'fails' if faults else 'passes'}: {'; '.join([text, *faults])}"
+        return faults
 
     def held(
         self, task: Task, given: Mapping[str, Any], flags: Mapping[str, Any]

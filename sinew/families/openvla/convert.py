@@ -212,7 +212,16 @@ def notes(checkpoint: PrismaticCheckpoint, robot: RobotFacts) -> tuple[str, ...]
     """What no file says and was inferred or given."""
     return (
         f"statistics {checkpoint.statistics[0]!r} ({robot.mode})",
-        f"{robot.chunk} actions per chunk; cameras {', '.join(robot.cameras)}",
+        f"{robot.chunk} actions per chunk; cameras {', '.join(robot.cameras)}{camera_reason(checkpoint)}",
+    )
+
+
+def camera_reason(checkpoint: PrismaticCheckpoint) -> str:
+    """Say where the cameras come from: upstream's programs count the views, its files do not."""
+    if checkpoint.options.cameras:
+        return ", as given"
+    return (
+        ": upstream's for a robot of these sizes, as no file says them; yours, in their order, with --cameras"
     )
 
 

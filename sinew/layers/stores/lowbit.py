@@ -62,6 +62,11 @@ def lay_out(weight: Tensor) -> Tensor:
     return (words.transpose(1, 2).contiguous().view(torch.uint8) ^ 0x80).view(rows, k)
 
 
+def lay_out_into(weight: Tensor, panels: Tensor) -> None:
+    """Write :func:`lay_out` of ``weight`` to ``panels``, of the same shape."""
+    panels.copy_(lay_out(weight))
+
+
 def laid_back(weight: Tensor) -> Tensor:
     """Return the stored rows of weights that :func:`lay_out` ordered."""
     rows, k = weight.shape
@@ -133,10 +138,16 @@ def reference_all(
     return [reference(x, weight, scale, bias, name, smallest) for weight, scale, bias in layers]
 
 
+LayOut = Callable[[Tensor, Tensor], None]
 MultiplyAll = Callable[
     [Tensor, Sequence[Tensor], "Sequence[Tensor | None]", "Sequence[Tensor | None]", str, float], list[Tensor]
 ]
 _on_cpu: list[MultiplyAll] = [reference_all]  # the one in use
+
+
+def installed() -> MultiplyAll:
+    """Return what operators compute with on CPUs."""
+    return _on_cpu[0]
 
 
 def install(multiply_all: MultiplyAll) -> None:

@@ -41,7 +41,8 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         fitted = own or eager
         runs_torch = policy.engine.model is not None
         if fitted is None and runs_torch:
-            return {"reason": f"not calibrated for {threads} threads: sinew perf calibrate BUNDLE"}
+            command = f"sinew perf calibrate {policy.bundle.path} --threads {threads}"
+            return {"reason": f"not calibrated for {threads} threads: {command}"}
         # PyTorch's kernels say nothing of ONNX Runtime's, and fp32 nothing of int8.
         predictable = (own is not None or runs_torch) and not policy.recipe
         image = policy.manifest.processing.image
@@ -56,9 +57,11 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         if program is None:
             return {"reason": f"{policy.bundle.path} has no weights whose shapes could be counted"}
         fused, unfused = program.components("fused"), program.components("unfused")
-        stages = {}
+        stages: dict[str, dict[str, float | None]] = {}
         for ideal, real in zip(fused, unfused, strict=True):
-            stage = {"gflop": 1e-9 * ideal.repeats * sum(r.count * r.flops for r in calibration.work(ideal))}
+            stage: dict[str, float | None] = {
+                "gflop": 1e-9 * ideal.repeats * sum(r.count * r.flops for r in calibration.work(ideal))
+            }
             stages[ideal.name] = stage
             if fitted is None:
                 continue
@@ -66,7 +69,8 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
             if predictable:
                 predicted = fitted.predict(real)
                 stage["predicted"] = 1e3 * predicted.seconds
-                stage["low"], stage["high"] = 1e3 * predicted.low, 1e3 * predicted.high
+                stage["low"] = 1e3 * predicted.low
+                stage["high"] = None if predicted.high is None else 1e3 * predicted.high
     except SinewError as error:
         return {"reason": str(error)}
     if fitted is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
@@ -44,11 +44,12 @@ def measure(
     options: dict[str, Any],
     observe: Callable[[PolicySpec], dict[str, Any]],
     advance: Callable[[str], None] = lambda _: None,
+    fit_steps: Sequence[int] = (),
 ) -> BenchResult:
     """Load, warm up and run.
 
     options: of ``sinew.load``. observe: makes the observation that is sent. advance: is called with what comes next, in
-    :data:`PHASES` and ``runs`` parts.
+    :data:`PHASES` and ``runs`` parts. fit_steps: numbers of solver steps that a line is fitted to, none if empty.
     """
     from sinew.engine.backend import BACKENDS
     from sinew.engine.choose import choose
@@ -82,6 +83,7 @@ def measure(
         advance("steady state")
     seconds = clock() - warm
     apart = stages_apart(policy, observation, runs)
+    fitted = line_over_steps(policy, observation, fit_steps, runs) if fit_steps else None
 
     rate = runs / seconds
     described = describe(policy, observation)
@@ -107,6 +109,7 @@ def measure(
         },
         "samples_ms": {"total": [round(value, 3) for value in totals]},
         "roofline": roofline_record(policy, policy.threads, described),
+        **({} if fitted is None else {"fit": fitted}),
     }
     return BenchResult(record, timings, totals, apart)
 
@@ -141,6 +144,37 @@ def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list
         policy.engine.run(prepared.inputs.batched(), prepared.noise[None], prepared.steps, watch=watch)
         found.append(watch.timing())
     return found[1:]  # the first records them
+
+
+def line_over_steps(
+    policy: Policy, observation: dict[str, Any], counts: Sequence[int], runs: int
+) -> dict[str, Any]:
+    """Return inference(T) = prefix + T * step in milliseconds, by least squares over the medians of ``runs`` each,
+    taken in turns so that a busy machine meets them alike. residual_ms: the largest distance from the line.
+
+    The way in which the authors of vla.cpp tell pi0's phases apart (appendix D).
+    """
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for count in counts:  # some engines make a program for each number
+        policy.infer({**observation, "seed": 0, "solver_steps": count})
+    for run in range(runs):
+        for count, found in times.items():
+            begin = time.perf_counter()
+            policy.infer({**observation, "seed": run, "solver_steps": count})
+            found.append((time.perf_counter() - begin) * 1e3)
+    medians = np.array([float(np.median(found)) for found in times.values()])
+    across = np.stack([np.ones(len(counts)), np.array(counts, float)], axis=1)
+    (prefix, step), *_ = np.linalg.lstsq(across, medians, rcond=None)
+    steps = observation["solver_steps"] or policy.spec.solver_steps
+    whole = prefix + steps * step
+    return {
+        "steps": list(counts),
+        "median_ms": [round(float(value), 4) for value in medians],
+        "prefix_ms": float(prefix),
+        "step_ms": float(step),
+        "residual_ms": float(np.abs(across @ np.array([prefix, step]) - medians).max()),
+        "prefix_share": float(prefix / whole) if whole > 0 else 0.0,
+    }
 
 
 def hardware() -> dict[str, Any]:

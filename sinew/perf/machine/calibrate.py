@@ -16,7 +16,7 @@ from sinew.perf.machine import fit as calibration
 from sinew.perf.machine.fit import Calibration, Sample, work
 from sinew.perf.machine.measure import DTYPES, MeasuredSizes, StageTime, measure_speeds, measure_stages
 from sinew.perf.machine.measure_engine import measure_engine, requests_of
-from sinew.perf.program import PRESETS, PublishedProgram, of_model, preset
+from sinew.perf.program import PublishedProgram, is_sizes_alone, of_model, preset
 from sinew.perf.trace import STAGES
 
 Report = Callable[[str], None]
@@ -35,7 +35,8 @@ def calibrate(
 ) -> tuple[Calibration, Path]:
     """Measure ``source`` (a bundle, or a preset with random weights) on the CPU; fit, store, and say where.
 
-    engine: other engines than eager run a bundle as it is, so they need one. requests: what to measure;
+    engine: other engines than eager run a bundle as it is, so they need one. threads: :func:`threads_of` if absent.
+    requests: what to measure;
     :func:`default_requests` or :func:`sinew.perf.machine.measure_engine.requests_of` if absent.
     Samples of other policies in an earlier calibration of this processor, number of threads and engine stay in the fit.
     """
@@ -44,9 +45,9 @@ def calibrate(
     if dtype not in DTYPES:
         raise SinewError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or machine.recommended_threads()[0])
     say = report or (lambda _: None)
     try:
+        torch.set_num_threads(threads or threads_of(source, engine, dtype))
         say(f"measuring the machine with {torch.get_num_threads()} threads")
         speeds = measure_speeds(dict.fromkeys(("fp32", dtype)))
         if engine == "eager":
@@ -63,6 +64,18 @@ def calibrate(
         return fitted, calibration.save(fitted, directory)
     finally:
         torch.set_num_threads(before)
+
+
+def threads_of(source: str | Path, engine: str, dtype: str) -> int:
+    """Return the number of threads with which an engine computes a bundle where nobody says one: what ``sinew bench``
+    measures, and looks a calibration up for. Of sizes alone one per core."""
+    if is_sizes_alone(source):
+        return machine.recommended_threads()[0]
+    from sinew.policy import load
+
+    policy = load(source, "cpu", dtype, engine)
+    policy.warm_up()  # which settles them
+    return policy.threads
 
 
 def measure_samples(
@@ -87,7 +100,7 @@ def engine_samples(
     """Stages of a bundle under another engine, beside the operators of the planned program that it runs."""
     from sinew.policy import load
 
-    if str(source) in PRESETS:
+    if is_sizes_alone(source):
         raise SinewError(f"source: expected a bundle for engine {engine}, got the preset {source}")
     policy = load(source, "cpu", dtype, engine, threads=threads, allow_missing_cameras=True)  # views vary
     asked = requests_of(policy) if requests is None else requests
@@ -129,7 +142,7 @@ def default_requests(program: PublishedProgram) -> list[MeasuredSizes]:
 
 def loaded(source: str | Path, dtype: str) -> tuple[Model, PublishedProgram]:
     """The model on the CPU with its weights, or random ones for a preset, and its program."""
-    if str(source) in PRESETS:
+    if is_sizes_alone(source):
         program = preset(str(source)).cast(dtype)
         model = random_weights(on_meta(program.model))
     else:

@@ -67,11 +67,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds. ``low`` and ``high`` are the band of the calibration around it."""
+    """Seconds. ``low`` and ``high`` are the band of the calibration around it; ``high`` is None where the band is so
+    wide that it bounds nothing."""
 
     seconds: float
     low: float
-    high: float
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class Calibration:
     def predict(self, component: Component) -> Prediction:
         """A stage with all its repeats; ``component`` with unfused traffic, as the samples had."""
         seconds = component.repeats * seconds_of(work(component), self.speeds, self.factors)
-        return Prediction(seconds, seconds * (1 - min(self.band, 1.0)), seconds * (1 + self.band))
+        # Errors are predicted / measured - 1, so measured times lie from predicted / (1 + band) to / (1 - band).
+        high = seconds / (1 - self.band) if self.band < 1 else None
+        return Prediction(seconds, seconds / (1 + self.band), high)
 
 
 def work(component: Component) -> tuple[Work, ...]:

@@ -8,26 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sinew.core import CameraSpec, PolicySpec, VectorSpec
-from sinew.perf import events
-from sinew.perf.paper.layers import decode, parallel_decode
 from sinew.perf.paper.published import CORRECTIONS, corrected_study
-from sinew.perf.paper.study import (
-    CAMERAS,
-    CHUNK,
-    DOF,
-    GEMMA,
-    GIB,
-    LANGUAGE,
-    PATCHES,
-    PAYLOAD,
-    STEPS,
-    Study,
-)
-from sinew.perf.roofline import seconds
-from sinew.perf.scenarios import Codec, Payload, asynchronous_hz, payload, synchronous_s
+from sinew.perf.paper.study import CAMERAS, CHUNK, DOF, LANGUAGE, STEPS, Study
+from sinew.perf.scenarios import Codec, Payload, payload
 
-CONTEXT = CAMERAS * PATCHES + LANGUAGE
-VOCABULARY = 257_152  # PaliGemma's
 Values = Iterator[tuple[str, float, float]]  # quantity, as published, put right
 
 
@@ -60,54 +44,51 @@ def defects() -> list[Defect]:
 
 def _payload(codec: Codec) -> Callable[[Study], Values]:
     def values(study: Study) -> Values:
-        compute = study.e2e("b100")
+        right = Study(payload=sent(codec))
         for title, link in (("5G", "5g"), ("4G", "4g")):
-            route = [study.links[link]]
-            old, new = (1e3 * synchronous_s(compute, size, route) for size in (PAYLOAD, sent(codec)))
+            old, new = (1e3 * each.over("b100", [link]) for each in (study, right))
             yield f"B100 over {title}, latency ms", old, new
-            old, new = (asynchronous_hz(compute, size, route) for size in (PAYLOAD, sent(codec)))
+            old, new = (each.asynchronous([link]) for each in (study, right))
             yield f"B100 over {title}, asynchronous Hz", old, new
 
     return values
 
 
 def _vision(study: Study) -> Values:
-    old = study.collaboration("ethernet-10g")
-    yield "split over Ethernet 10G, ms", 1e3 * old, 1e3 * (old + study.stages("b100")[0].seconds)
+    right = Study(put_right=["vision-in-split"])
+    old, new = (1e3 * each.collaboration("ethernet-10g") for each in (study, right))
+    yield "split over Ethernet 10G, ms", old, new
 
 
 def _dual(study: Study) -> Values:
     """The machine computes System 2 while System 1's bytes are on their way: played out in time."""
-    published = {(where, what): value for where, what, value in study.table9()}
-    vision, language, action = (stage.seconds for stage in study.stages("b100"))
-    for title, link in (("WiFi 7", "wifi7"), ("5G", "5g")):
-        network_s = synchronous_s(0.0, PAYLOAD, [study.links[link]])
-        played = events.dual_system(vision + action, language, 10, network_s=network_s)
-        yield (
-            f"B100 over {title}, System 1 beside 10 Hz, Hz",
-            published["T9", f"{title} cap10 Hz"],
-            played.fast_hz,
-        )
+    old, new = (
+        {what: value for _, what, value in each.table9()}
+        for each in (study, Study(put_right=["network-not-machine"]))
+    )
+    for title in ("WiFi 7", "5G"):
+        quantity = f"{title} cap10 Hz"
+        yield f"B100 over {title}, System 1 beside 10 Hz, Hz", old[quantity], new[quantity]
 
 
 def _diffusion_large(study: Study) -> Values:
-    vision, language, _ = study.stages("b100")
-    head = parallel_decode(GEMMA, CHUNK, CONTEXT, study.how, STEPS)
-    right = vision.seconds + language.seconds + seconds([head], study.machines["b100"])
-    yield "Diffusion-Large, chunk 50, ms", 1e3 * study.decoding("diffusion-large", CHUNK), 1e3 * right
+    right = Study(put_right=["one-token-per-action"])
+    old, new = (1e3 * each.decoding("diffusion-large", CHUNK) for each in (study, right))
+    yield "Diffusion-Large, chunk 50, ms", old, new
 
 
 def _suffix(study: Study) -> Values:
-    vision, language, _ = study.stages("b100")
-    tokens = [decode(GEMMA, CONTEXT, n, study.how, 1) for n in range(1, DOF * CHUNK + 1)]
-    right = vision.seconds + language.seconds + seconds(tokens, study.machines["b100"])
-    yield "autoregressive, chunk 50, ms", 1e3 * study.decoding("autoregressive", CHUNK), 1e3 * right
+    right = Study(put_right=["growing-suffix"])
+    old, new = (1e3 * each.decoding("autoregressive", CHUNK) for each in (study, right))
+    yield "autoregressive, chunk 50, ms", old, new
 
 
 def _memory(study: Study) -> Values:
-    ((_, _, old), *_) = study.table6()
+    (_, _, old), *_ = study.table6()
+    (_, _, new), *_ = Study(put_right=["token-table"]).table6()
     assert old is not None
-    yield "pi0, GiB", old, old + 2 * VOCABULARY * GEMMA.hidden / GIB
+    assert new is not None
+    yield "pi0, GiB", old, new
 
 
 def _thor(_: Study) -> Values:

@@ -1,4 +1,4 @@
-"""VLA-Perf's numbers (arXiv 2602.18397), computed: tables 1, 3, 4, 5, 6, 8, 9, 11, sections 4.5, 4.6, 4.8.
+"""VLA-Perf's numbers (arXiv 2602.18397), computed: tables 1 to 11, sections 4.5, 4.6, 4.8, figures 5 to 9.
 
 ``PAPER`` of layers.py and ``as_published`` below are the assumptions under which they come out; the defects among
 them, and what each correction changes, are in ``published.py``.
@@ -6,13 +6,15 @@ them, and what each correction changes, are in ``published.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sinew.perf import events
 from sinew.perf.hardware import Hardware, Network, hardware, networks
 from sinew.perf.operators import Component
 from sinew.perf.paper.layers import PAPER, Accounting, Net, decode, parallel_decode, prefill
+from sinew.perf.paper.realtime import MEASURED_MS
 from sinew.perf.roofline import StageTiming, seconds, timing
 from sinew.perf.scenarios import Payload, asynchronous_hz, dual_system_hz, synchronous_s
 
@@ -27,6 +29,7 @@ LLAMA_70B = Net("Llama2-70B", 80, 8192, 64, 8, 128, 28672)
 PATCHES = 256  # tokens per camera
 LANGUAGE = 32  # tokens of the instruction
 STEPS, CHUNK, CAMERAS, DOF = 10, 50, 3, 14
+VOCABULARY = 257_152  # PaliGemma's
 
 
 def expert_of(language: Net) -> Net:
@@ -91,18 +94,34 @@ def as_published(machine: Hardware) -> Hardware:
 # ----------------------------------------------------------------------------- tables
 
 
-class Study:
-    """The tables under one set of assumptions."""
+Value = (
+    float | str | None
+)  # a word of table 4, a tick of table 2; None where the model does not fit the machine
 
-    def __init__(self, how: Accounting = PAPER, machine: Callable[[Hardware], Hardware] = as_published):
-        self.how = how
+
+class Study:
+    """The tables under one set of assumptions. put_right: names of ``defects.py``'s that this study does not have."""
+
+    def __init__(
+        self,
+        how: Accounting = PAPER,
+        machine: Callable[[Hardware], Hardware] = as_published,
+        put_right: Collection[str] = (),
+        payload: Payload = PAYLOAD,
+    ):
+        self.how, self.put_right, self.payload = how, frozenset(put_right), payload
         self.machines = {name: machine(entry) for name, entry in hardware().items()}
         self.links = networks()
+        if "measured-thor" in self.put_right:
+            self.machines["thor"] = replace(self.machines["thor-measured"], title="Jetson Thor, measured")
 
-    def numbers(self) -> dict[tuple[str, str], float | None]:
-        """(where, quantity) -> value; None where the model does not fit the machine."""
-        tables = (self.table1, self.table3, self.table4, self.table5, self.table6, self.table8, self.table9)
-        rest = (self.table11, self.section45, self.section46, self.section48)
+    def numbers(self) -> dict[tuple[str, str], Value]:
+        """(where, quantity) -> value."""
+        tables = (
+            *(self.table1, self.table2, self.table3, self.table4, self.table5, self.table6, self.table7),
+            *(self.table8, self.table9, self.table10, self.table11),
+        )
+        rest = (self.section45, self.section46, self.section48)
         return {(where, what): value for table in (*tables, *rest) for where, what, value in table()}
 
     def e2e(self, machine: str, family: StudyFamily = PI0, **shape: int) -> float:
@@ -116,28 +135,48 @@ class Study:
             for cameras in (1, 2, 3):
                 s = self.e2e(machine, cameras=cameras, prompt=0, chunk=63)
                 yield where, f"{title} {cameras} cam ms", 1e3 * s
+                if machine == "rtx4090":
+                    real = MEASURED_MS[cameras]
+                    yield where, f"{title} {cameras} cam real ms", real
+                    yield where, f"{title} {cameras} cam accuracy %", 100 * 1e3 * s / real
+
+    def table2(self) -> Iterator[tuple[str, str, str]]:
+        """Where which machine is considered: the places of figure 8."""
+        for machine, place in PLACES:
+            yield "T2", f"{dict(MACHINES)[machine]} {place}", "\u2713"
 
     def table3(self) -> Iterator[tuple[str, str, float]]:
         for machine, title in MACHINES:
             stages = self.stages(machine)
-            for stage, name in zip(stages, ("vision", "VLM", "action"), strict=True):
+            for stage, name in zip(stages, PARTS, strict=True):
                 yield "T3", f"{title} {name} ms", 1e3 * stage.seconds
             total = sum(stage.seconds for stage in stages)
             yield "T3", f"{title} E2E ms", 1e3 * total
             yield "T3", f"{title} E2E Hz", 1 / total
 
-    def table4(self) -> Iterator[tuple[str, str, float]]:
+    def intensities(self) -> dict[str, float]:
+        """Table 4's operational intensities of pi0's three parts."""
         rows = (CAMERAS * PATCHES, CAMERAS * PATCHES + LANGUAGE, CHUNK + self.how.state_token)
-        parts = PI0.components(self.how)
-        for part, net, tokens, name in zip(parts, PI0.nets, rows, ("vision", "VLM", "action"), strict=True):
-            yield "T4", f"{name} OI", intensity(part, net, tokens)
+        parts = zip(PARTS, PI0.components(self.how), PI0.nets, rows, strict=True)
+        return {name: intensity(part, net, tokens) for name, part, net, tokens in parts}
+
+    def balance(self, machine: str) -> float:
+        """FLOP per byte of the data sheet, which is where the paper's own table has decimal gigabytes."""
+        return hardware()[self.machines[machine].name].balance
+
+    def table4(self) -> Iterator[tuple[str, str, float | str]]:
+        found = self.intensities()
+        for name, value in found.items():
+            yield "T4", f"{name} OI", value
         for machine, title in MACHINES:
-            yield "T4", f"{title} balance OI", hardware()[machine].balance
+            yield "T4", f"{title} balance OI", self.balance(machine)
+            for name, value in found.items():
+                yield "T4", f"{title} {name} bound", "Compute" if value > self.balance(machine) else "Memory"
 
     def table5(self) -> Iterator[tuple[str, str, float | None]]:
         for family in SCALED:
             yield "T5", f"{family.name} total params B", family.parameters / 1e9
-            for net, name in zip(family.nets, ("vision", "VLM", "action"), strict=True):
+            for net, name in zip(family.nets, PARTS, strict=True):
                 yield "T5", f"{family.name} {name} params B", net.parameters / 1e9
             context = CAMERAS * PATCHES + LANGUAGE
             need = (2 * family.parameters + family.language.kv_bytes(context)) / GIB
@@ -149,15 +188,17 @@ class Study:
         twice = 1 + self.how.second_qkv
         weights = 2 * sum(net.product_weights for net in PI0.nets)
         weights += 2 * (twice - 1) * ACT_M.layers * ACT_M.hidden * ACT_M.qkv
+        table = 2 * VOCABULARY * GEMMA.hidden / GIB if "token-table" in self.put_right else 0.0
         for n in (1, 10, 100, 1000, 10_000):
             context = n * CAMERAS * PATCHES + LANGUAGE
             cache = GEMMA.kv_bytes(context) / GIB
-            total = weights / GIB + cache
+            total = weights / GIB + cache + table
             yield "T6", f"n={n} total GiB", total
             yield "T6", f"n={n} KV GiB", cache
             for machine, title in (("thor", "Thor"), ("rtx4090", "RTX4090"), ("b100", "B100")):
                 fits = total <= self.machines[machine].memory_gib
                 yield "T6", f"n={n} {title} ms", 1e3 * self.long_context(machine, n) if fits else None
+                yield "T6", f"n={n} {title} Hz", 1 / self.long_context(machine, n) if fits else None
 
     def long_context(self, machine: str, observations: int) -> float:
         """Seconds with the keys and values of ``observations`` - 1 earlier ones kept."""
@@ -184,13 +225,16 @@ class Study:
         machine = self.machines["b100"]
         vision, language, _ = PI0.components(self.how)
         context, tokens = CAMERAS * PATCHES + LANGUAGE, dof * chunk
-        action = {
-            "diffusion": lambda: PI0.components(self.how, chunk=chunk)[2],
-            "diffusion-large": lambda: parallel_decode(GEMMA, tokens, context, self.how, STEPS),
-            "parallel": lambda: parallel_decode(GEMMA, tokens, context, self.how),
-            "autoregressive": lambda: decode(GEMMA, context, tokens, self.how, tokens),
+        denoised = chunk if "one-token-per-action" in self.put_right else tokens
+        each = range(1, tokens + 1)
+        grown = [(n, 1) for n in each] if "growing-suffix" in self.put_right else [(tokens, tokens)]
+        action: dict[str, Callable[[], list[Component]]] = {
+            "diffusion": lambda: [PI0.components(self.how, chunk=chunk)[2]],
+            "diffusion-large": lambda: [parallel_decode(GEMMA, denoised, context, self.how, STEPS)],
+            "parallel": lambda: [parallel_decode(GEMMA, tokens, context, self.how)],
+            "autoregressive": lambda: [decode(GEMMA, context, n, self.how, times) for n, times in grown],
         }
-        return seconds([vision, language, action[kind]()], machine)
+        return seconds([vision, language, *action[kind]()], machine)
 
     def section46(self) -> Iterator[tuple[str, str, float]]:
         slow, fast = self.decoding("autoregressive", CHUNK), self.decoding("diffusion", CHUNK)
@@ -203,12 +247,24 @@ class Study:
             yield "4.6", f"parallel decode OI chunk {chunk}", intensity(part, GEMMA, DOF * chunk)
         yield "4.6", "VLM/action size ratio", GEMMA.parameters / ACT_M.parameters
 
+    def table7(self) -> Iterator[tuple[str, str, float]]:
+        for link in self.links.values():
+            for name, rate in (("up", link.upload), ("down", link.download)):
+                unit, of = ("Gbps", 1e9) if rate >= 1e9 else ("Mbps", 1e6)
+                yield "T7", f"{link.title} {name} {unit}", rate / of
+            yield "T7", f"{link.title} base ms", link.base_ms
+
+    def over(self, machine: str, links: Iterable[str]) -> float:
+        """Seconds from an observation to its actions, computed by ``machine`` behind these links."""
+        return synchronous_s(self.e2e(machine), self.payload, [self.links[name] for name in links])
+
+    def asynchronous(self, links: Iterable[str], machine: str = "b100") -> float:
+        """Chunks per second with requests in flight at once."""
+        return asynchronous_hz(self.e2e(machine), self.payload, [self.links[name] for name in links])
+
     def table8(self) -> Iterator[tuple[str, str, float]]:
-        compute = self.e2e("b100")
         for title, links in _ROUTES:
-            route = [self.links[name] for name in links]
-            latency = synchronous_s(compute, PAYLOAD, route)
-            rate = asynchronous_hz(compute, PAYLOAD, route)
+            latency, rate = self.over("b100", links), self.asynchronous(links)
             yield "T8", f"{title} latency ms", 1e3 * latency
             yield "T8", f"{title} sync Hz", 1 / latency
             yield "T8", f"{title} async Hz", rate
@@ -219,11 +275,13 @@ class Study:
             yield "4.8", f"KV download {title} ms", 1e3 * kv_download_s(self.links[name])
 
     def collaboration(self, link: str) -> float:
-        """Seconds with the language model on a B100 and the action expert on a Thor; vision left out, as printed."""
+        """Seconds with the language model on a B100 and the action expert on a Thor; vision left out, as printed,
+        unless that is put right."""
         server, device = self.stages("b100"), self.stages("thor")
         network = self.links[link]
-        up = network.base_ms / 1e3 + network.up_s(PAYLOAD.up)
-        return up + server[1].seconds + kv_download_s(network) + device[2].seconds
+        up = network.base_ms / 1e3 + network.up_s(self.payload.up)
+        vision = server[0].seconds if "vision-in-split" in self.put_right else 0.0
+        return up + vision + server[1].seconds + kv_download_s(network) + device[2].seconds
 
     def table9(self) -> Iterator[tuple[str, str, float]]:
         for title, machine, links in (
@@ -234,20 +292,37 @@ class Study:
         ):
             vision, language, action = (stage.seconds for stage in self.stages(machine))
             route = [self.links[name] for name in links]
-            fast = synchronous_s(vision + action, PAYLOAD, route) if route else vision + action
+            network_s = synchronous_s(0.0, self.payload, route) if route else 0.0
+            fast = network_s + vision + action
             whole = fast + language
             yield "T9", f"{title} S1 ms", 1e3 * fast
             yield "T9", f"{title} S2 ms", 1e3 * language
             yield "T9", f"{title} sync Hz", 1 / whole
             for cap in (5, 10):
                 rate = dual_system_hz(fast, language, cap, 1 / whole)
+                if "network-not-machine" in self.put_right:
+                    played = events.dual_system(vision + action, language, cap, network_s=network_s)
+                    rate = played.fast_hz
                 yield "T9", f"{title} cap{cap} Hz", rate
                 yield "T9", f"{title} cap{cap} x", rate * whole
 
+    def table10(self) -> Iterator[tuple[str, str, float]]:
+        """What the machines are described with, as their data sheets have it."""
+        for machine, title in MACHINES:
+            sheet = hardware()[machine]
+            for dtype, unit in (("fp32", "FP32 TFLOP/s"), ("bf16", "BF16 TFLOP/s"), ("int8", "INT8 TOP/s")):
+                yield "T10", f"{title} {unit}", sheet.peak[dtype] / 1e12
+            yield "T10", f"{title} memory GB", sheet.memory_gib
+            yield "T10", f"{title} bandwidth GB/s", sheet.bandwidth / 1e9
+
     def table11(self) -> Iterator[tuple[str, str, float]]:
-        yield "T11", "vision params M", SIGLIP.parameters / 1e6
-        yield "T11", "VLM params B", GEMMA.parameters / 1e9
-        yield "T11", "action params M", ACT_M.parameters / 1e6
+        for name, net, unit, of in zip(PARTS, PI0.nets, "MBM", (1e6, 1e9, 1e6), strict=True):
+            yield "T11", f"{name} layers", net.layers
+            yield "T11", f"{name} hidden", net.hidden
+            yield "T11", f"{name} intermediate", net.ffn
+            yield "T11", f"{name} query heads", net.heads
+            yield "T11", f"{name} key heads", net.kv_heads
+            yield "T11", f"{name} params {unit}", net.parameters / of
 
     # ------------------------------------------------------------------------- figures
 
@@ -267,8 +342,11 @@ class Study:
                 f.nets, (timing(c, self.machines[m]) for c in f.components(self.how)), strict=True
             )
         ]
-        steps = [self._action_row(steps=n) for n in (1, 2, 5, 10, 20, 50)]
-        chunks = [self._action_row(chunk=n) for n in (5, 10, 25, 50, 100, 250)]
+        grid = [
+            self._action_row(steps=steps, chunk=chunk)
+            for chunk in (5, 10, 25, 50, 100, 250)
+            for steps in (1, 2, 5, 10, 20, 50)
+        ]
         kinds = ("diffusion", "diffusion-large", "parallel", "autoregressive")
         decoding = [
             {"kind": k, "chunk": n, "dof": DOF, "ms": 1e3 * self.decoding(k, n)}
@@ -280,23 +358,25 @@ class Study:
             for k in kinds
             for n in (7, 14, 28, 42)
         ]
-        placement: list[dict[str, Any]] = [
-            self._place("Thor on device", self.e2e("thor"), *self.stages("thor"))
-        ]
-        for machine in ("rtx4090", "b100"):
-            for title, links in _ROUTES:
-                route = [self.links[name] for name in links]
-                s = synchronous_s(self.e2e(machine), PAYLOAD, route)
+        placement: list[dict[str, Any]] = []
+        for machine, place in PLACES:
+            for links in ROUTES_TO[place]:
+                seconds_ = self.over(machine, links) if links else self.e2e(machine)
+                title = " + ".join(self.links[name].title for name in links) or place
                 where = f"{self.machines[machine].title}, {title}"
-                placement.append(self._place(where, s, *self.stages(machine)))
-        parts = (None, self.stages("b100")[1], self.stages("thor")[2])
-        split = [
-            self._place(f"split over {self.links[link].title}", self.collaboration(link), *parts)
-            for link in ("ethernet-10g", "wifi7", "5g")
-        ]
+                placement.append(self._place(where, seconds_, *self.stages(machine)))
+        server = self.stages("b100")
+        seen = server[0] if "vision-in-split" in self.put_right else None
+        parts = (seen, server[1], self.stages("thor")[2])
+        device = self._place(f"{self.machines['thor'].title} alone", self.e2e("thor"), *self.stages("thor"))
+        split = [device]
+        for link in EDGE:
+            title = self.links[link].title
+            split.append(self._place(f"server, {title}", self.over("b100", [link]), *server))
+            split.append(self._place(f"split over {title}", self.collaboration(link), *parts))
         return {
             "figure 5": scaled,
-            "figure 6": [*steps, *chunks],
+            "figure 6": grid,
             "figure 7": [*decoding, *single],
             "figure 8": placement,
             "figure 9": split,
@@ -332,6 +412,21 @@ MACHINES = (
     ("h100", "H100"),
     ("b100", "B100"),
 )
+PARTS = ("vision", "VLM", "action")
+# Where which machine is considered, table 2; and over which links one gets there, table 7.
+PLACES = (
+    ("thor", "on device"),
+    ("rtx4090", "edge server"),
+    ("b100", "edge server"),
+    ("b100", "cloud server"),
+)
+EDGE = ("ethernet-10g", "ethernet-1g", "wifi7", "wifi6", "5g", "4g")
+CLOUD = ("fast-cloud", "slow-cloud")
+ROUTES_TO: dict[str, tuple[tuple[str, ...], ...]] = {
+    "on device": ((),),
+    "edge server": tuple((link,) for link in EDGE),
+    "cloud server": tuple((link, cloud) for cloud in CLOUD for link in EDGE),
+}
 _ROUTES = (
     ("Ethernet 10G", ("ethernet-10g",)),
     ("Ethernet 1G", ("ethernet-1g",)),

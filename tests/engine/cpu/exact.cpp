@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -14,10 +15,21 @@ extern "C" const char* lowbit_kernels(int index);
 extern "C" int lowbit_takes_panels(int index);
 extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
                                const int64_t* layers, int count, int threads);
-extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const uint8_t* mask, float* out,
-                             const int64_t* sizes, float scale, int threads);
+extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const float* own_k,
+                             const float* own_v, const uint8_t* mask, float* out, const int64_t* sizes, float scale,
+                             int threads);
 extern "C" int lowbit_gelu(int kernels, float* x, int64_t count, int threads);
 extern "C" int lowbit_silu_times(int kernels, float* gate, const float* up, int64_t count, int threads);
+
+extern "C" int lowbit_norm(int kernels, const float* x, int64_t rows, int64_t k, int centred, float eps, const float* weight,
+                           const float* bias, float* out, int threads);
+extern "C" int lowbit_project(int kernels, const void* projection, const float* x, int64_t rows, float* const* y,
+                              const float* cosines, const float* sines, int64_t period, int threads);
+extern "C" int lowbit_finish(int kernels, const void* finishing, const float* x, const float* attended, int64_t rows,
+                             float* out, int threads);
+extern "C" int lowbit_encode(int kernels, const void* projection, const void* finishing, const float* x, int64_t batch,
+                             int64_t rows, float* out, const float* cosines, const float* sines, int64_t period, int rounded,
+                             int threads);
 
 using namespace lowbit;
 static std::mt19937_64 random_bits;
@@ -179,13 +191,23 @@ static bool check_between(int kernels) {
   std::vector<float> out(batch * queries * heads * size);
   const float scale = 1 / std::sqrt(float(size));
   const int64_t q_row = heads * size, k_row = key_heads * size;
-  int64_t sizes[13] = {batch,           queries, keys,         heads, key_heads,    size,
-                             queries * q_row, q_row,   keys * k_row, k_row, keys * k_row, k_row, 0};
+  const int64_t before = below(int(keys) + 1);  // the others lie in tensors of their own, which end with them, too
+  const auto parted = [&](const std::vector<float>& whole, bool own) {
+    std::vector<float> made;
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t i = own ? before : 0; i < (own ? keys : before); ++i)
+        for (int64_t d = 0; d < key_heads * size; ++d) made.push_back(whole[(b * keys + i) * key_heads * size + d]);
+    return made;
+  };
+  const std::vector<float> first_k = parted(k, false), first_v = parted(v, false), own_k = parted(k, true), own_v = parted(v, true);
+  int64_t sizes[18] = {batch,           queries, keys,         heads, key_heads,    size,
+                             queries * q_row, q_row,   before * k_row, k_row, before * k_row, k_row, 0,
+                             before, (keys - before) * k_row, k_row, (keys - before) * k_row, k_row};
   std::vector<float> rounded(out.size());
   const uint8_t* seen = masked ? mask.data() : nullptr;
-  if (lowbit_attend(kernels, q.data(), k.data(), v.data(), seen, out.data(), sizes, scale, threads) != 0) return false;
+  if (lowbit_attend(kernels, q.data(), first_k.data(), first_v.data(), own_k.data(), own_v.data(), seen, out.data(), sizes, scale, threads) != 0) return false;
   sizes[12] = 1;
-  if (lowbit_attend(kernels, q.data(), k.data(), v.data(), seen, rounded.data(), sizes, scale, threads) != 0) return false;
+  if (lowbit_attend(kernels, q.data(), first_k.data(), first_v.data(), own_k.data(), own_v.data(), seen, rounded.data(), sizes, scale, threads) != 0) return false;
   for (int64_t b = 0; b < batch; ++b)
     for (int64_t i = 0; i < queries; ++i)
       for (int64_t h = 0; h < heads; ++h) {
@@ -228,6 +250,137 @@ static bool check_between(int kernels) {
   return true;
 }
 
+// As layer.cpp and layer_kernels.py have them.
+struct GivenLayer {
+  const uint8_t* weight;
+  const float *scale, *bias;
+  int64_t channels, scales;
+};
+struct GivenProduct {
+  int32_t format, count;
+  int64_t k;
+  float smallest;
+  const GivenLayer* layers;
+};
+struct GivenNorm {
+  int32_t there, centred;
+  float eps;
+  const float *weight, *bias;
+};
+struct GivenProjection {
+  GivenNorm norm;
+  GivenProduct product;
+  int32_t turned, head;
+};
+struct GivenFinish {
+  GivenProduct output;
+  GivenNorm norm;
+  GivenProduct up, down;
+  int32_t action;
+  const float *output_gate, *down_gate;
+};
+
+static GivenLayer given(const Layer& from, const float* bias) {
+  return {from.stored.data(), from.scale.empty() ? nullptr : from.scale.data(), bias, int64_t(from.w.size()),
+          int64_t(from.scale.size())};
+}
+
+// The halves of a layer and the whole of it against the library's own parts, one by one, bit by bit.
+static bool check_layer(int kernels, int format) {
+  const int head = 16, heads = 2, width = head * heads, inner = 32 * (1 + below(2)), threads = 1 + below(3);
+  const int64_t batch = 1 + below(2), rows = below(8) == 0 ? 505 + below(20) : 1 + below(20), all = batch * rows;
+  const auto floats = [](int64_t n) {
+    std::vector<float> made(n);
+    for (float& value : made) value = below(1 << 24) / float(1 << 23) - 1;
+    return made;
+  };
+  std::vector<Layer> layers;
+  for (const auto& [out, k] : {std::pair<int, int>{width, width}, {width, width}, {width, width}, {width, width},
+                               {inner, width}, {inner, width}, {width, inner}})
+    layers.push_back(layer(format, out, k, 0));
+  const std::vector<float> bias = floats(inner), weight = floats(width), shift = floats(width), gate = floats(width);
+  const std::vector<float> x = floats(all * width), cosines = floats(rows * head / 2), sines = floats(rows * head / 2);
+  std::vector<GivenLayer> at;
+  for (const Layer& each : layers) at.push_back(given(each, below(2) ? bias.data() : nullptr));
+  const bool normed = below(2), gated = below(2), turned = below(2), silu = below(2), rounded = below(2);
+  const GivenNorm norm = {1, below(2), 1e-5f, weight.data(), below(2) ? shift.data() : nullptr};
+  const auto product = [&](int first, int count, int64_t k) {
+    return GivenProduct{format, count, k, 1e-30f, at.data() + first};
+  };
+  const GivenProjection before = {normed ? norm : GivenNorm{}, product(0, 3, width), 2, head};
+  const int action = gated ? silu ? 4 : 3 : 2;
+  const GivenFinish behind = {product(3, 1, width), norm, product(4, gated ? 2 : 1, width), product(6, 1, inner), action,
+                              gate.data(), below(2) ? gate.data() : nullptr};
+  const float *c = turned ? cosines.data() : nullptr, *s = turned ? sines.data() : nullptr;
+  std::vector<float> y[3], out(all * width), whole(all * width);
+  for (auto& each : y) each.resize(all * width);
+  float* const made[3] = {y[0].data(), y[1].data(), y[2].data()};
+  if (lowbit_project(kernels, &before, x.data(), all, made, c, s, rows, threads) != 0) return false;
+
+  const auto times = [&](const std::vector<float>& from, int index, int64_t k) {
+    std::vector<float> to(all * at[index].channels);
+    const auto address = [](const void* p) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(p)); };
+    const int64_t one[6] = {address(at[index].weight), address(at[index].scale),  address(at[index].bias),
+                            address(to.data()),        at[index].channels, at[index].scales};
+    lowbit_multiply(kernels, format, from.data(), all, k, 1e-30f, one, 1, threads);
+    return to;
+  };
+  const auto norm_of = [&](const std::vector<float>& from) {
+    std::vector<float> to(from.size());
+    lowbit_norm(kernels, from.data(), all, width, norm.centred, norm.eps, norm.weight, norm.bias, to.data(), threads);
+    return to;
+  };
+  const auto join = [&](const std::vector<float>& stream, std::vector<float> branch, const float* gates) {
+    for (int64_t i = 0; i < all * width; ++i) {
+      volatile float scaled = gates == nullptr ? branch[i] : branch[i] * gates[i % width];
+      branch[i] = stream[i] + scaled;
+    }
+    return branch;
+  };
+  const auto equal = [&](const std::vector<float>& a, const std::vector<float>& b, const char* what) {
+    for (size_t i = 0; i < a.size(); ++i)
+      if (!same(a[i], b[i])) {
+        std::printf("%s format %d %s: expected %.9g, got %.9g\n", lowbit_kernels(kernels), format, what, a[i], b[i]);
+        return false;
+      }
+    return true;
+  };
+  for (int i = 0; i < 3; ++i) {
+    std::vector<float> wanted = times(normed ? norm_of(x) : x, i, width);
+    for (int64_t h = 0; turned && i < 2 && h < all * heads; ++h)
+      for (int d = 0; d < head / 2; ++d) {
+        const int64_t row = h / heads % rows;
+        float &a = wanted[h * head + d], &b = wanted[h * head + head / 2 + d];
+        const float cosine = cosines[row * head / 2 + d], sine = sines[row * head / 2 + d];
+        volatile float ac = a * cosine, bs = b * sine, bc = b * cosine, as = a * sine;
+        a = ac - bs;
+        b = bc + as;
+      }
+    if (!equal(wanted, y[i], "projection")) return false;
+  }
+  std::vector<float> attended(all * width);
+  const int64_t sizes[18] = {batch, rows, rows, heads, heads, head, rows * width, width, rows * width, width, rows * width,
+                             width, rounded, rows, 0, 0, 0, 0};
+  const float scale = float(1 / std::sqrt(double(head)));
+  if (lowbit_attend(kernels, y[0].data(), y[1].data(), y[2].data(), nullptr, nullptr, nullptr, attended.data(), sizes, scale,
+                    threads) != 0)
+    return false;
+  const std::vector<float> joined = join(x, times(attended, 3, width), behind.output_gate);
+  std::vector<float> between = times(norm_of(joined), 4, width);
+  if (action == 4) {
+    lowbit_silu_times(kernels, between.data(), times(norm_of(joined), 5, width).data(), all * inner, threads);
+  } else {
+    lowbit_gelu(kernels, between.data(), all * inner, threads);
+    const std::vector<float> up = gated ? times(norm_of(joined), 5, width) : std::vector<float>();
+    for (size_t i = 0; i < up.size(); ++i) between[i] *= up[i];
+  }
+  const std::vector<float> wanted = join(joined, times(between, 6, inner), behind.down_gate);
+  if (lowbit_finish(kernels, &behind, x.data(), attended.data(), all, out.data(), threads) != 0 ||
+      lowbit_encode(kernels, &before, &behind, x.data(), batch, rows, whole.data(), c, s, rows, rounded, threads) != 0)
+    return false;
+  return equal(wanted, out, "finish") && equal(wanted, whole, "layer");
+}
+
 int main(int count, char** arguments) {
   const int cases = count > 1 ? std::atoi(arguments[1]) : 200;
   random_bits.seed(count > 2 ? std::atoi(arguments[2]) : 1);
@@ -244,6 +397,7 @@ int main(int count, char** arguments) {
       const bool taken = format != INT8_PANELS || lowbit_takes_panels(kernels);
       if (taken && !check(kernels, format, 1 + below(large ? 30 : 14), k, channels, extreme, 1 + below(3))) return 1;
       if (!check_between(kernels)) return 1;
+      if (taken && !check_layer(kernels, format)) return 1;
     }
     std::printf("%s: %d cases exact\n", lowbit_kernels(kernels), cases);
   }

@@ -17,6 +17,7 @@ from sinew.bundle.writer import ArraySlice
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
 from sinew.core import BundleError, SinewError
+from sinew.engine.cpu.kernels import layer_kernels
 from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.linear import Linear
 from sinew.layers.stores import lowbit
@@ -82,6 +83,8 @@ def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
     if extension().compiled:
         applied = {outcome.name for outcome in cpu.engine.plan.outcomes if outcome.status == "applied"}
         assert {"round once in DecoderAttention", "round once in GatedMLP"} <= applied
+        if recipe != "mixed":
+            assert {"two calls for DecoderLayer", "two calls for ViTLayer"} <= applied
 
 
 @pytest.mark.parametrize("name", ["evo1", "groot-n15", "openvla-oft"])
@@ -120,9 +123,11 @@ def test_compiled_and_plain_pytorch_give_the_same_actions(case, tmp_path) -> Non
     compiled = chunk(policy, g)
     try:
         lowbit.install(lowbit.reference_all)
+        layer_kernels.install(replace(layer_kernels.REFERENCES, norm=extension().layers.norm))
         plain = chunk(policy, g)
     finally:
         lowbit.install(extension().multiply_all)
+        layer_kernels.install(extension().layers)
     np.testing.assert_array_equal(compiled, plain)
 
 

@@ -111,6 +111,12 @@ def test_weights_that_were_laid_out_give_the_same_bits(all_kernels, rows, groups
     x, weight, scale, bias, name, smallest = problem("int8", rows, 8 * groups, 16 * panels, kind, seed)
     wanted = lowbit.reference(x, weight, scale, bias, name, smallest).nan_to_num(nan=1e30)
     laid = lowbit.lay_out(weight)
+    library = next(iter(all_kernels.values())).args[0]
+    for index, name in enumerate(compiled.kernel_names(library)):
+        if library.lowbit_takes_panels(index):
+            made = torch.full_like(weight, 99)
+            compiled._lay_out(library, index, weight, made)
+            assert torch.equal(made, laid), name
     assert torch.equal(lowbit.laid_back(laid), weight)
     assert torch.equal(
         lowbit.reference(x, laid, scale, bias, lowbit.PANELS, smallest).nan_to_num(nan=1e30), wanted
@@ -243,10 +249,11 @@ def test_a_library_that_computes_something_else_is_found_out() -> None:
     def off_in_panels(*arguments):
         return lowbit.reference(*arguments) * (1 if arguments[4] != lowbit.PANELS else 1 + 2e-7)
 
-    assert compiled.differs(lowbit.reference, True) == ""
-    assert compiled.differs(slightly_off, True) == "q8_0"
-    assert compiled.differs(off_in_panels, False) == ""
-    assert compiled.differs(off_in_panels, True) == lowbit.PANELS
+    assert compiled.differs(lowbit.reference, lowbit.lay_out_into) == ""
+    assert compiled.differs(slightly_off, lowbit.lay_out_into) == "q8_0"
+    assert compiled.differs(off_in_panels, None) == ""
+    assert compiled.differs(off_in_panels, lowbit.lay_out_into) == lowbit.PANELS
+    assert compiled.differs(lowbit.reference, lambda rows, panels: panels.copy_(rows)) == lowbit.PANELS
 
 
 def test_without_a_compiler_the_reference_says_so(tmp_path) -> None:

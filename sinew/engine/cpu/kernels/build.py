@@ -29,7 +29,7 @@ NAME, HASH = "lowbit.so", "lowbit.sha256"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
 FUSED = "-ffp-contract=fast"  # but what stands between products promises no bit
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-EVERYWHERE = ("portable", "floats_portable", "dispatch", "product", "floats")
+EVERYWHERE = ("portable", "floats_portable", "dispatch", "product", "layer", "floats")
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "floats_avx2": ("-mavx2", "-mfma", FUSED),

@@ -8,6 +8,7 @@ largest value at worst (``tests/engine/cpu/test_float_kernels.py`` holds all of 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,22 @@ from torch import Tensor
 from sinew.layers.attention import attend as attend_masked
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _rounded: bool = False) -> Tensor:
-    """Return the attention of q [B, Lq, H, D] over k, v [B, Lk, Hkv, D] as [B, Lq, H * D]; mask: bool [B, Lq, Lk].
+def attend_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    _rounded: bool = False,
+    own_k: Tensor | None = None,
+    own_v: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of q [B, Lq, H, D] over k, v [B, Lk, Hkv, D], and behind them over own_k and own_v, as
+    [B, Lq, H * D]; mask: bool [B, Lq, Lk], of all keys.
 
-    The last argument allows products rounded to 16 bits, which the reference does not need.
+    ``_rounded`` allows products rounded to 16 bits, which the reference does not need.
     """
+    if own_k is not None and own_v is not None:
+        k, v = torch.cat([k, own_k], dim=1), torch.cat([v, own_v], dim=1)
     if mask is None:
         mask = torch.ones(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
     return attend_masked(q, k, v, mask)
@@ -59,27 +71,43 @@ class FloatKernels:
 
 
 def _attend(
-    library: Any, kernels: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rounded: bool = False
+    library: Any,
+    kernels: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    rounded: bool = False,
+    own_k: Tensor | None = None,
+    own_v: Tensor | None = None,
 ) -> Tensor:
     B, Lq, H, D = q.shape
-    Lk, Hkv = k.shape[1:3]
+    before, Hkv = k.shape[1:3]
+    own = (k, v) if own_k is None or own_v is None else (own_k, own_v)  # of no key where there are none
+    Lk = before + (0 if own_k is None else own_k.shape[1])
     if mask is not None:
         mask = mask.contiguous()
     fits = (
-        all(t.dtype == torch.float32 and _heads_lie_together(t) for t in (q, k, v))
-        and k.shape == v.shape == (B, Lk, Hkv, D)
+        all(t.dtype == torch.float32 and _heads_lie_together(t) for t in (q, k, v, *own))
+        and (own_k is None) == (own_v is None)
+        and k.shape == v.shape == (B, before, Hkv, D)
+        and own[0].shape == own[1].shape == (B, own[0].shape[1], Hkv, D)
         and H % Hkv == 0
         and (mask is None or (mask.dtype == torch.bool and mask.shape == (B, Lq, Lk)))
     )
     if not fits:
-        given = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (q, k, v, mask) if t is not None)
+        given = ", ".join(
+            f"{t.dtype} {list(t.shape)}" for t in (q, k, v, own_k, own_v, mask) if t is not None
+        )
         raise ValueError(f"attention: {given} do not fit")
     out = torch.empty(B, Lq, H * D)
     rows = [stride for t in (q, k, v) for stride in (t.stride(0), t.stride(1))]
-    sizes = torch.tensor([B, Lq, Lk, H, Hkv, D, *rows, rounded])
+    strides = [stride for t in own for stride in (t.stride(0), t.stride(1))]
+    sizes = (ctypes.c_int64 * 18)(B, Lq, Lk, H, Hkv, D, *rows, rounded, before, *strides)
     status = library.lowbit_attend(
-        *(kernels, q.data_ptr(), k.data_ptr(), v.data_ptr(), None if mask is None else mask.data_ptr()),
-        *(out.data_ptr(), sizes.data_ptr(), D**-0.5, torch.get_num_threads()),
+        *(kernels, q.data_ptr(), k.data_ptr(), v.data_ptr(), own[0].data_ptr(), own[1].data_ptr()),
+        *(None if mask is None else mask.data_ptr(), out.data_ptr(), ctypes.addressof(sizes)),
+        *(D**-0.5, torch.get_num_threads()),
     )
     if status:
         raise RuntimeError(f"attention: status {status} for {list(q.shape)} over {list(k.shape)}")
@@ -125,9 +153,10 @@ def differs(floats: FloatKernels) -> str:
         activated, gated = 4 * q, 4 * q
         each.gelu(activated)
         each.silu_times(gated, q)
+        parts = k[:, :12], v[:, :12], mask
         attended = {
             "attention": each.attend(q, k, v, mask),
-            "rounded attention": each.attend(q, k, v, mask, True),
+            "rounded attention": each.attend(q, *parts, True, k[:, 12:], v[:, 12:]),
         }
         made[name] = attended | {"gelu": activated, "silu": gated}
     bounds = dict.fromkeys(made["made"], 1e-5) | {"rounded attention": 5e-3}
@@ -167,7 +196,10 @@ def _in_place(*_: Any) -> None:
 
 
 _LIBRARY = torch.library.Library("sinew", "FRAGMENT")
-_LIBRARY.define("cpu_attend(Tensor q, Tensor k, Tensor v, Tensor? mask, bool rounded=False) -> Tensor")
+_LIBRARY.define(
+    "cpu_attend(Tensor q, Tensor k, Tensor v, Tensor? mask, bool rounded=False, Tensor? own_k=None,"
+    " Tensor? own_v=None) -> Tensor"
+)
 _LIBRARY.define("cpu_gelu_(Tensor(a!) x) -> ()")
 _LIBRARY.define("cpu_silu_times_(Tensor(a!) gate, Tensor up) -> ()")
 _LIBRARY.impl("cpu_attend", _attend_here, "CPU")

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from sinew.bundle.quant import FORMATS, pack_ternary
-from sinew.engine.cpu.kernels import float_kernels
+from sinew.engine.cpu.kernels import float_kernels, layer_kernels
 from sinew.engine.cpu.kernels.build import build
-from sinew.engine.cpu.kernels.float_kernels import REFERENCES, FloatKernels
+from sinew.engine.cpu.kernels.float_kernels import FloatKernels
+from sinew.engine.cpu.kernels.layer_kernels import STATUS, LayerKernels, check_codes, number_of
 from sinew.layers.stores import lowbit
 
 log = logging.getLogger(__name__)
 
 SWITCH = "SINEW_CPU_KERNELS"  # "off", or the name of the kernels to use
-PANELS_NUMBER = 4  # of kernels.h, after those of FORMATS
-STATUS = {1: "arguments that make no sense", 2: "not enough memory"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,9 @@ class Extension:
     panels: bool = False  # multiplies int8 weights that lie as lowbit.PANELS
     multiply: Callable[..., Tensor] = lowbit.reference
     multiply_all: Callable[..., list[Tensor]] = lowbit.reference_all
-    floats: FloatKernels = REFERENCES
+    lay_out: lowbit.LayOut = lowbit.lay_out_into
+    floats: FloatKernels = float_kernels.REFERENCES
+    layers: LayerKernels = layer_kernels.REFERENCES
 
     @property
     def compiled(self) -> bool:
@@ -55,6 +56,7 @@ def extension() -> Extension:
     found = _load(os.environ.get(SWITCH, ""))
     lowbit.install(found.multiply_all)
     float_kernels.install(found.floats)
+    layer_kernels.install(found.layers)
     if not found.compiled:
         log.warning("low-bit products are computed by PyTorch, slowly: %s", found.reason)
     return found
@@ -75,14 +77,21 @@ def _load(asked: str) -> Extension:
         return Extension("reference", f"{SWITCH}={asked}: this CPU has {', '.join(names)}", names)
     index = names.index(asked) if asked else 0
     multiply = partial(_multiply, library, index)
-    floats = FloatKernels.compiled(library, index)
-    if wrong := differs(multiply, bool(library.lowbit_takes_panels(index))) or float_kernels.differs(floats):
+    multiply_all = partial(_multiply_all, library, index)
+    panels = bool(library.lowbit_takes_panels(index))
+    floats, layers = FloatKernels.compiled(library, index), LayerKernels.compiled(library, index)
+    lay_out = partial(_lay_out, library, index)
+    if wrong := (
+        differs(multiply, lay_out if panels else None)
+        or float_kernels.differs(floats)
+        or layer_kernels.differs(layers, floats, multiply_all)
+    ):
         return Extension(
             "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
-    multiply_all = partial(_multiply_all, library, index)
-    panels = bool(library.lowbit_takes_panels(index))
-    return Extension(names[index], built.reason, names, panels, multiply, multiply_all, floats)
+    return Extension(
+        names[index], built.reason, names, panels, multiply, multiply_all, lay_out, floats, layers
+    )
 
 
 def load(path: str) -> Any:
@@ -96,7 +105,8 @@ def load(path: str) -> Any:
         *(pointer, integer, integer, ctypes.c_float),  # x, rows, k, smallest
         *(pointer, ctypes.c_int, ctypes.c_int),  # layers, how many, threads
     ]
-    library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 6, ctypes.c_float, ctypes.c_int]
+    library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
+    library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 8, ctypes.c_float, ctypes.c_int]
     library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
     library.lowbit_silu_times.argtypes = [ctypes.c_int, pointer, pointer, integer, ctypes.c_int]
     return library
@@ -135,35 +145,20 @@ def _multiply_all(
     smallest: float,
 ) -> list[Tensor]:
     """As :func:`sinew.layers.stores.lowbit.reference_all`. Raises ValueError for tensors that do not fit each other."""
-    panels = name == lowbit.PANELS
-    stored = FORMATS["int8" if panels else name]
     rows, k = x.shape
+    if x.dtype != torch.float32:
+        raise ValueError(f"{name}: x {x.dtype} {list(x.shape)} and float32 products do not fit")
     layers, results = [], []
     for weight, scale, bias in zip(weights, scales, biases, strict=True):
-        channels = weight.shape[0]
-        count = 0 if scale is None else scale.numel()
-        fits = (
-            weight.dtype == torch.uint8
-            and weight.is_contiguous()
-            and weight.shape[1] == stored.row_bytes(k)
-            and not (panels and not lowbit.lies_in_panels(channels, k))
-            and (count == 0 if stored.group else count in (1, channels))
-            and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (scale, bias))
-            and (bias is None or bias.shape == (channels,))
-            and x.dtype == torch.float32
-        )
-        if not fits:
-            raise ValueError(
-                f"{name}: x {x.dtype} {list(x.shape)}, weight {weight.dtype} {list(weight.shape)}"
-                f" and {count} scales do not fit"
-            )
+        check_codes(weight, scale, bias, name, k)
+        channels, count = weight.shape[0], 0 if scale is None else scale.numel()
         y = torch.empty(rows, channels)
         addresses = (0 if t is None else t.data_ptr() for t in (weight, scale, bias, y))
         layers += [*addresses, channels, count]
         results.append(y)
     x, given = x.contiguous(), torch.tensor(layers)
     status = library.lowbit_multiply(
-        *(kernels, PANELS_NUMBER if panels else stored.number, x.data_ptr(), rows, k, smallest),
+        *(kernels, number_of(name), x.data_ptr(), rows, k, smallest),
         *(given.data_ptr(), len(results), torch.get_num_threads()),
     )
     if status:
@@ -171,11 +166,23 @@ def _multiply_all(
     return results
 
 
-def differs(multiply: Callable[..., Tensor], panels: bool) -> str:
+def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None:
+    """As :func:`sinew.layers.stores.lowbit.lay_out_into`. Raises ValueError for tensors that do not fit each other."""
+    fits = all(t.dtype == torch.uint8 and t.is_contiguous() for t in (weight, panels))
+    if not fits or weight.shape != panels.shape or not lowbit.lies_in_panels(*weight.shape):
+        raise ValueError(f"panels: weight {list(weight.shape)} and panels {list(panels.shape)} do not fit")
+    status = library.lowbit_lay_out(
+        kernels, weight.data_ptr(), panels.data_ptr(), *weight.shape, torch.get_num_threads()
+    )
+    if status:
+        raise RuntimeError(f"panels: {STATUS.get(status, status)}")
+
+
+def differs(multiply: Callable[..., Tensor], lay_out: lowbit.LayOut | None) -> str:
     """Return the name of a format in which ``multiply`` differs from the reference; empty if there is none.
 
-    panels: int8 is multiplied as :data:`sinew.layers.stores.lowbit.PANELS`, too. A miscompiled library, or one made
-    for another machine, shows here and not in a robot's actions.
+    lay_out: where int8 is multiplied as :data:`sinew.layers.stores.lowbit.PANELS`, too, what lays it out. A
+    miscompiled library, or one made for another machine, shows here and not in a robot's actions.
     """
     random = torch.Generator().manual_seed(0)
     for name, stored in FORMATS.items():
@@ -192,11 +199,12 @@ def differs(multiply: Callable[..., Tensor], panels: bool) -> str:
         arguments = (x, weight, scale, None, name, lowbit.TINY)
         if not torch.equal(multiply(*arguments), lowbit.reference(*arguments)):
             return name
-        if name == "int8" and panels:
+        if name == "int8" and lay_out is not None:
             rows, scales = weight[:32].contiguous(), None if scale is None else scale[:32].contiguous()
             wanted = lowbit.reference(x, rows, scales, None, name, lowbit.TINY)
-            if not torch.equal(
-                multiply(x, lowbit.lay_out(rows), scales, None, lowbit.PANELS, lowbit.TINY), wanted
-            ):
+            laid = torch.empty_like(rows)
+            lay_out(rows, laid)
+            given = (x, laid, scales, None, lowbit.PANELS, lowbit.TINY)
+            if not torch.equal(laid, lowbit.lay_out(rows)) or not torch.equal(multiply(*given), wanted):
                 return lowbit.PANELS
     return ""

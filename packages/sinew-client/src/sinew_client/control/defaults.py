@@ -88,3 +88,15 @@ def stated(policy: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if values["kind"] == "relative":  # scale and range are an offset's
         values = {name: value for name, value in values.items() if name in ("kind", "action", "state")}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def usual_guidance(policy: Mapping[str, Any]) -> tuple[str, str]:
+    """Return how the whole chunks of a stream continue what runs where nobody says it, and why. policy: what it says
+    of itself. A head with a time per row continues by itself, whatever is said here."""
+    kind = str((policy.get("solver") or {}).get("kind", "euler"))
+    if kind != "euler":
+        return "none", f"its head ({kind}) makes a chunk that nothing can guide"
+    return (
+        "none",
+        "a newer window replaces the old one at once: of 20 pens 18 were caught so, 10 guided (docs/stream.md)",
+    )

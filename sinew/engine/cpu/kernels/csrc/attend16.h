@@ -103,13 +103,13 @@ inline float round16(const float* x, int64_t size, int64_t padded, int limit, in
 }
 
 // Keys of one head -> panels [padded / COLUMNS][units][COLUMNS], with what each contributes alone and its step.
-inline void keys16(const Attention& a, const float* k, int64_t padded, int64_t units, int limit, int32_t* panels,
+inline void keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t units, int limit, int32_t* panels,
                    int32_t* alone, float* steps, int32_t* row) {
   for (int64_t i = 0; i < padded; ++i) {
     alone[i] = 0;
     steps[i] = 0.0f;
     if (i < a.keys)
-      steps[i] = round16(k + i * a.k_row, a.size, 2 * units, limit, row, alone + i);
+      steps[i] = round16(a.key(b, head, i), a.size, 2 * units, limit, row, alone + i);
     else
       std::memset(row, 0, 4 * units);
     int32_t* to = panels + i / COLUMNS * units * COLUMNS + i % COLUMNS;
@@ -119,16 +119,16 @@ inline void keys16(const Attention& a, const float* k, int64_t padded, int64_t u
 
 // Values of one head -> panels [width / COLUMNS][padded / 2][COLUMNS] of units that hold keys i and i + 8 of each 16, what
 // each column contributes alone to DEPTH keys, [blocks][width], and the steps of columns.
-inline void values16(const Attention& a, const float* v, int64_t padded, int64_t width, int32_t* panels, int32_t* alone,
+inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t width, int32_t* panels, int32_t* alone,
                      float* steps) {
   for (int64_t d = 0; d < width; d += LANES) {
     const int there = static_cast<int>(a.size - d < LANES ? (a.size > d ? a.size - d : 0) : LANES);
     alignas(32) int32_t lanes[LANES];
     for (int i = 0; i < LANES; ++i) lanes[i] = i < there ? -1 : 0;
     const __m256i mask = load16(lanes), absolute = _mm256_set1_epi32(0x7fffffff);
-    const int64_t keys = a.keys, stride = a.v_row;
-    const float* from = v + d;
-    const auto row = [=](int64_t i) { return i < keys ? _mm256_maskload_ps(from + i * stride, mask) : _mm256_setzero_ps(); };
+    const auto row = [&, mask](int64_t i) {
+      return i < a.keys ? _mm256_maskload_ps(a.value(b, head, i) + d, mask) : _mm256_setzero_ps();
+    };
     __m256i top = _mm256_setzero_si256();
     for (int64_t i = 0; i < a.keys; ++i)
       top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_castps_si256(row(i)), absolute));
@@ -206,7 +206,7 @@ inline float weights16(float* scores, const uint8_t* seen, int64_t keys, int64_t
 
 // As attend(); right to 4e-3 of the largest value at worst, a tenth of that where numbers are random.
 void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
-  const int64_t padded = round_up(a.keys, COLUMNS), width = round_up(a.size, COLUMNS), shared = a.heads / a.key_heads;
+  const int64_t padded = round_up(a.keys, COLUMNS), width = round_up(a.size, COLUMNS);
   const int64_t units = width / 2, stride = score_stride(a.keys), blocks = (padded + DEPTH - 1) / DEPTH;
   int64_t limit = 16383;  // the sum of `size` products of such numbers stays below 2^31
   while (a.size * limit * limit > 0x7fffffff) --limit;
@@ -225,15 +225,15 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
   int32_t* weight_alone = reinterpret_cast<int32_t*>(take(TOGETHER16 * blocks));
   int32_t* queries = reinterpret_cast<int32_t*>(take(TOGETHER16 * units));
   float* out = reinterpret_cast<float*>(take(TOGETHER16 * width));
-  keys16(a, a.k + b * a.k_batch + head / shared * a.size, padded, units, limit, keys, key_alone, key_steps, queries);
-  values16(a, a.v + b * a.v_batch + head / shared * a.size, padded, width, values, value_alone, value_steps);
+  keys16(a, b, head, padded, units, limit, keys, key_alone, key_steps, queries);
+  values16(a, b, head, padded, width, values, value_alone, value_steps);
   for (int64_t row = first; row < last; row += TOGETHER16) {
     const int rows = static_cast<int>(last - row < TOGETHER16 ? last - row : TOGETHER16);
     const int behind = (rows + ROWS16 - 1) / ROWS16 * ROWS16;  // the last tile's, with rows that are not there
     int32_t alone[TOGETHER16];
     float factors[TOGETHER16], totals[TOGETHER16];
     for (int r = 0; r < behind; ++r) {  // the last one stands for those that are not there
-      const float* q = a.q + b * a.q_batch + (row + (r < rows ? r : rows - 1)) * a.q_row + head * a.size;
+      const float* q = a.query(b, head, row + (r < rows ? r : rows - 1));
       factors[r] = a.scale * round16(q, a.size, 2 * units, limit, queries + r * units, alone + r);
     }
     for (int64_t i = 0; i < padded; i += COLUMNS)
@@ -241,7 +241,7 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
         tile16<true>(queries + r * units, units, keys + i * units, units, alone + r, key_alone + i, key_steps + i,
                      scores + r * stride + i, stride, false);
     for (int r = 0; r < behind; ++r) {
-      const uint8_t* seen = a.mask == nullptr || r >= rows ? nullptr : a.mask + (b * a.queries + row + r) * a.keys;
+      const uint8_t* seen = r >= rows ? nullptr : a.seen(b, row + r);
       totals[r] = weights16(scores + r * stride, seen, a.keys, padded, factors[r], weight_alone + r * blocks);
     }
     for (int64_t block = 0; block < blocks; ++block)
@@ -256,7 +256,7 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
         }
     for (int r = 0; r < rows; ++r) {
       const float inverse = 1.0f / totals[r];
-      float* y = a.out + ((b * a.queries + row + r) * a.heads + head) * a.size;
+      float* y = a.result(b, head, row + r);
       for (int64_t d = 0; d < a.size; ++d) y[d] = out[r * width + d] * value_steps[d] * inverse;
     }
   }

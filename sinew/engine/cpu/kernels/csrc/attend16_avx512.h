@@ -85,14 +85,14 @@ inline float round16(const float* x, int64_t size, int64_t padded, int limit, in
 }
 
 // Keys of one head -> panels [padded / WIDE][units][WIDE], with the step of each; `rows`: CHANNELS rows of units.
-inline void keys16(const Attention& a, const float* k, int64_t padded, int64_t units, int limit, int32_t* panels,
+inline void keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t units, int limit, int32_t* panels,
                    float* steps, int32_t* rows) {
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512i apart = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int32_t>(units)));
   for (int64_t i = 0; i < padded; i += CHANNELS) {
     for (int64_t j = 0; j < CHANNELS; ++j) {
       const bool there = i + j < a.keys;
-      steps[i + j] = there ? round16(k + (i + j) * a.k_row, a.size, 2 * units, limit, rows + j * units) : 0.0f;
+      steps[i + j] = there ? round16(a.key(b, head, i + j), a.size, 2 * units, limit, rows + j * units) : 0.0f;
       if (!there) std::memset(rows + j * units, 0, 4 * units);
     }
     int32_t* to = panels + i / WIDE * units * WIDE + i % WIDE;
@@ -102,11 +102,11 @@ inline void keys16(const Attention& a, const float* k, int64_t padded, int64_t u
 
 // Values of one head -> panels [width / WIDE][padded / 2][WIDE] of units that hold keys i and i + 16 of each 32, and the
 // steps of columns.
-inline void values16(const Attention& a, const float* v, int64_t padded, int64_t width, int32_t* panels, float* steps) {
+inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t width, int32_t* panels, float* steps) {
   for (int64_t d = 0; d < width; d += CHANNELS) {
     const __mmask16 there = first16(a.size - d);
     const auto row = [&](int64_t i) {
-      return i < a.keys ? _mm512_maskz_loadu_ps(there, v + i * a.v_row + d) : _mm512_setzero_ps();
+      return i < a.keys ? _mm512_maskz_loadu_ps(there, a.value(b, head, i) + d) : _mm512_setzero_ps();
     };
     __m512i top = _mm512_setzero_si512();
     for (int64_t i = 0; i < a.keys; ++i) top = _mm512_max_epi32(top, magnitude(row(i)));
@@ -165,7 +165,7 @@ inline float weights16(float* scores, const uint8_t* seen, int64_t keys, int64_t
 
 // As attend(); right to 4e-3 of the largest value at worst, a tenth of that where numbers are random.
 void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
-  const int64_t padded = round_up(a.keys, WIDE), width = round_up(a.size, WIDE), shared = a.heads / a.key_heads;
+  const int64_t padded = round_up(a.keys, WIDE), width = round_up(a.size, WIDE);
   const int64_t units = width / 2, stride = score_stride(a.keys);
   int64_t limit = 16383;  // the sum of `size` products of such numbers stays below 2^31
   while (a.size * limit * limit > 0x7fffffff) --limit;
@@ -181,14 +181,14 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
   float* value_steps = reinterpret_cast<float*>(take(width));
   int32_t* queries = reinterpret_cast<int32_t*>(take(TOGETHER16 * units));
   float* out = reinterpret_cast<float*>(take(TOGETHER16 * width));
-  keys16(a, a.k + b * a.k_batch + head / shared * a.size, padded, units, static_cast<int>(limit), keys, key_steps, queries);
-  values16(a, a.v + b * a.v_batch + head / shared * a.size, padded, width, values, value_steps);
+  keys16(a, b, head, padded, units, static_cast<int>(limit), keys, key_steps, queries);
+  values16(a, b, head, padded, width, values, value_steps);
   for (int64_t row = first; row < last; row += TOGETHER16) {
     const int rows = static_cast<int>(last - row < TOGETHER16 ? last - row : TOGETHER16);
     const int behind = (rows + ROWS16 - 1) / ROWS16 * ROWS16;  // the last tile's, with rows that are not there
     float factors[TOGETHER16], totals[TOGETHER16];
     for (int r = 0; r < behind; ++r) {  // the last one stands for those that are not there
-      const float* q = a.q + b * a.q_batch + (row + (r < rows ? r : rows - 1)) * a.q_row + head * a.size;
+      const float* q = a.query(b, head, row + (r < rows ? r : rows - 1));
       factors[r] = a.scale * round16(q, a.size, width, static_cast<int>(limit), queries + r * units);
     }
     for (int64_t i = 0; i < padded; i += WIDE)
@@ -196,7 +196,7 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
         tile16<true>(queries + r * units, units, keys + i * units, units, key_steps + i, scores + r * stride + i, stride,
                      false);
     for (int r = 0; r < behind; ++r) {
-      const uint8_t* seen = a.mask == nullptr || r >= rows ? nullptr : a.mask + (b * a.queries + row + r) * a.keys;
+      const uint8_t* seen = r >= rows ? nullptr : a.seen(b, row + r);
       totals[r] = weights16(scores + r * stride, seen, a.keys, padded, factors[r]);
     }
     for (int64_t i = 0; i < padded; i += DEPTH)
@@ -207,7 +207,7 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
                         out + r * width + d, width, i > 0);
     for (int r = 0; r < rows; ++r) {
       const __m512 inverse = _mm512_set1_ps(1.0f / totals[r]);
-      float* y = a.out + ((b * a.queries + row + r) * a.heads + head) * a.size;
+      float* y = a.result(b, head, row + r);
       for (int64_t d = 0; d < a.size; d += CHANNELS) {
         const __m512 values = _mm512_mul_ps(_mm512_loadu_ps(out + r * width + d), _mm512_loadu_ps(value_steps + d));
         _mm512_mask_storeu_ps(y + d, first16(a.size - d), _mm512_mul_ps(values, inverse));

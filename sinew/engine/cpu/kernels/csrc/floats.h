@@ -83,6 +83,34 @@ void silu_times(float* gate, const float* up, int64_t count) {
   }
 }
 
+inline float row_sum(const float* x, int64_t k, float less, bool squares) {
+  Floats sums[4] = {};  // several, for each waits for the last
+  const auto term = [&](Floats v) {
+    v = v - less;
+    return squares ? v * v : v;
+  };
+  int64_t i = 0;
+  for (; i + 4 * LANES <= k; i += 4 * LANES)
+    for (int s = 0; s < 4; ++s) sums[s] += term(load(x + i + s * LANES));
+  for (; i + LANES <= k; i += LANES) sums[0] += term(load(x + i));
+  const Floats all_of = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  float total = 0;
+  for (int s = 0; s < LANES; ++s) total += all_of[s];
+  for (; i < k; ++i) total += squares ? (x[i] - less) * (x[i] - less) : x[i] - less;
+  return total;
+}
+
+// See Norm. `out` may not be x.
+void norm(const float* x, int64_t k, const Norm& of, float* __restrict out) {
+  const float mean = of.centred ? row_sum(x, k, 0.0f, false) / k : 0.0f;
+  const float scale = 1.0f / __builtin_sqrtf(row_sum(x, k, mean, true) / k + of.eps);
+  for (int64_t i = 0; i < k; ++i) out[i] = (x[i] - mean) * scale;
+  if (of.weight != nullptr)
+    for (int64_t i = 0; i < k; ++i) out[i] *= of.weight[i];
+  if (of.bias != nullptr)
+    for (int64_t i = 0; i < k; ++i) out[i] += of.bias[i];
+}
+
 // [R][COLUMNS] sums of a[r * stride + i] * b[i][COLUMNS] over i < n, added to what is there if `more`.
 template <int R>
 inline void tile(const float* a, int64_t stride, const float* b, int64_t n, float* out, int64_t out_stride, bool more) {
@@ -135,32 +163,31 @@ inline float weights(float* scores, const uint8_t* seen, int64_t keys, int64_t p
   return total;
 }
 
-// One head of `a`: queries `first` to `last` of batch b over all keys. `memory`: attend_bytes(). TILES tiles of queries go
+// One key head of `a`: its rows `first` to `last` of batch b over all keys. `memory`: attend_bytes(). TILES tiles of queries go
 // together, so that what they read of keys and values is read from the first cache.
 void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
-  const int64_t padded = round_up(a.keys, COLUMNS), width = round_up(a.size, COLUMNS), shared = a.heads / a.key_heads;
+  const int64_t padded = round_up(a.keys, COLUMNS), width = round_up(a.size, COLUMNS);
   const int64_t stride = score_stride(a.keys);
   float* keys = reinterpret_cast<float*>(memory);          // [padded / COLUMNS][size][COLUMNS]
   float* values = keys + padded * width;                   // [width / COLUMNS][padded][COLUMNS]
   float* scores = values + padded * width;                 // [TILES * TILE][stride]
   float* queries = scores + TILES * TILE * stride;         // [TILES * TILE][size]
   float* out = queries + TILES * TILE * width;             // [TILES * TILE][width]
-  const float* k = a.k + b * a.k_batch + head / shared * a.size;
-  const float* v = a.v + b * a.v_batch + head / shared * a.size;
   std::memset(memory, 0, 2 * padded * width * sizeof(float));
   for (int64_t i = 0; i < a.keys; ++i) {
     float* to = keys + i / COLUMNS * a.size * COLUMNS + i % COLUMNS;
-    for (int64_t d = 0; d < a.size; ++d) to[d * COLUMNS] = k[i * a.k_row + d];
+    const float *k = a.key(b, head, i), *v = a.value(b, head, i);
+    for (int64_t d = 0; d < a.size; ++d) to[d * COLUMNS] = k[d];
     for (int64_t d = 0; d < a.size; d += COLUMNS) {
       const int64_t there = a.size - d < COLUMNS ? a.size - d : COLUMNS;
-      std::memcpy(values + (d * padded / COLUMNS + i) * COLUMNS, v + i * a.v_row + d, there * sizeof(float));
+      std::memcpy(values + (d * padded / COLUMNS + i) * COLUMNS, v + d, there * sizeof(float));
     }
   }
   for (int64_t row = first; row < last; row += TILES * TILE) {
     const int rows = static_cast<int>(last - row < TILES * TILE ? last - row : TILES * TILE);
     const int behind = (rows + TILE - 1) / TILE * TILE;  // the last tile's, with rows that are not there
     for (int r = 0; r < behind; ++r) {
-      const float* q = a.q + b * a.q_batch + (row + (r < rows ? r : 0)) * a.q_row + head * a.size;
+      const float* q = a.query(b, head, row + (r < rows ? r : 0));
       for (int64_t d = 0; d < a.size; ++d) queries[r * a.size + d] = r < rows ? q[d] * a.scale : 0.0f;
     }
     for (int64_t i = 0; i < padded; i += COLUMNS)
@@ -168,7 +195,7 @@ void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t 
         tile<TILE>(queries + r * a.size, a.size, keys + i * a.size, a.size, scores + r * stride + i, stride, false);
     float totals[TILES * TILE];
     for (int r = 0; r < behind; ++r) {
-      const uint8_t* seen = a.mask == nullptr || r >= rows ? nullptr : a.mask + (b * a.queries + row + r) * a.keys;
+      const uint8_t* seen = r >= rows ? nullptr : a.seen(b, row + r);
       totals[r] = weights(scores + r * stride, seen, a.keys, padded);
     }
     for (int64_t i = 0; i < a.keys; i += DEPTH)
@@ -178,13 +205,13 @@ void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t 
                      a.keys - i < DEPTH ? a.keys - i : DEPTH, out + r * width + d, width, i > 0);
     for (int r = 0; r < rows; ++r) {
       const float inverse = 1.0f / totals[r];
-      float* y = a.out + ((b * a.queries + row + r) * a.heads + head) * a.size;
+      float* y = a.result(b, head, row + r);
       for (int64_t d = 0; d < a.size; ++d) y[d] = out[r * width + d] * inverse;
     }
   }
 }
 
-const FloatKernels FLOATS = {TILES * TILE, attend, attend, gelu, silu_times};
+const FloatKernels FLOATS = {TILES * TILE, TILE, attend, attend, gelu, silu_times, norm};
 
 }  // namespace
 }  // namespace lowbit

@@ -6,7 +6,7 @@
 namespace lowbit {
 
 const FloatKernels* avx512_floats() {
-  static const FloatKernels all = {FLOATS.rows, attend, attend16, gelu, silu_times};
+  static const FloatKernels all = {FLOATS.rows, FLOATS.tile, attend, attend16, gelu, silu_times, norm};
   return &all;
 }
 

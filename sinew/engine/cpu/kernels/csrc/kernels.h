@@ -18,7 +18,7 @@ namespace lowbit {
 constexpr int CHANNELS = 16;  // of a panel
 constexpr int MAX_ROWS = 12;  // of a tile, over all kernels
 
-// The numbers are part of the interface (sinew/engine/cpu/library.py).
+// The numbers are part of the interface (sinew/engine/cpu/kernels/library.py).
 enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, INT8_PANELS = 4, FORMATS = 5 };
 
 // How far sums of products may go in 16 bits before they are widened; kernels without such sums ignore it.
@@ -85,24 +85,55 @@ constexpr int64_t row_bytes(int format, int64_t k) {
 }
 
 // Attention of float32 tensors whose heads lie side by side in a row: q [batch, queries, heads, size], k and v
-// [batch, keys, key_heads, size], out [batch, queries, heads, size], which is dense; the others have strides, in values.
+// [batch, keys, key_heads, size], out [batch, queries, heads, size], which is dense; the others have strides, in values. The
+// keys from `before` on, with their values, lie in own_k and own_v.
 struct Attention {
-  const float *q, *k, *v;
+  const float *q, *k, *v, *own_k, *own_v;
   const uint8_t* mask;  // [batch, queries, keys], 1 where a query sees a key; or null
   float* out;
   int64_t batch, queries, keys, heads, key_heads, size;
   int64_t q_batch, q_row, k_batch, k_row, v_batch, v_row;
+  int64_t before, own_k_batch, own_k_row, own_v_batch, own_v_row;
   float scale;
+
+  const float* key(int64_t b, int64_t head, int64_t i) const {
+    return (i < before ? k + b * k_batch + i * k_row : own_k + b * own_k_batch + (i - before) * own_k_row) + head * size;
+  }
+  const float* value(int64_t b, int64_t head, int64_t i) const {
+    return (i < before ? v + b * v_batch + i * v_row : own_v + b * own_v_batch + (i - before) * own_v_row) + head * size;
+  }
+  // Queries that read the same key head are rows of one matrix, `rows()` of them: head by head of a query, query by query.
+  int64_t shared() const { return heads / key_heads; }
+  int64_t rows() const { return queries * shared(); }
+  const float* query(int64_t b, int64_t head, int64_t row) const {
+    return q + b * q_batch + row / shared() * q_row + (head * shared() + row % shared()) * size;
+  }
+  float* result(int64_t b, int64_t head, int64_t row) const {
+    return out + ((b * queries + row / shared()) * heads + head * shared() + row % shared()) * size;
+  }
+  const uint8_t* seen(int64_t b, int64_t row) const {
+    return mask == nullptr ? nullptr : mask + (b * queries + row / shared()) * keys;
+  }
+};
+
+// A norm of a row: (x - mean) / sqrt(variance + eps) where it is centred (LayerNorm), else x / sqrt(mean of squares + eps)
+// (RMSNorm); times weight [k] and plus bias [k], where they are not null.
+struct Norm {
+  int centred;
+  float eps;
+  const float *weight, *bias;
 };
 
 // What stands between products (floats.h).
 struct FloatKernels {
-  int rows;  // that attention takes together
+  int rows, tile;  // that attention takes together; of its smallest tile
+  // Rows `first` to `last` of a key head.
   void (*attend)(const Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
   // The same where products may be rounded to 16 bits; `attend` itself where that is not faster.
   void (*attend_rounded)(const Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
   void (*gelu)(float* x, int64_t count);
   void (*silu_times)(float* gate, const float* up, int64_t count);
+  void (*norm)(const float* x, int64_t k, const Norm& norm, float* out);
 };
 
 // Floats from one row of scores to the next: never a multiple of 4 KiB, where rows would share the same lines of a cache.

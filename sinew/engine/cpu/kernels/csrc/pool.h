@@ -1,9 +1,12 @@
-// Threads that take numbered tasks from a counter and sleep in between: on a robot other programs want the cores, and a
-// thread that spins takes their time (docs/log/2026-11-21.md). Results do not depend on how many there are.
+// Threads that take numbered tasks from a counter. In between they look for the next job for PATIENCE and then sleep: on a
+// robot other programs want the cores, and a thread that spins takes their time (docs/log/2026-11-21.md), but a chunk has
+// thousands of jobs a few microseconds apart, and to wake a thread takes tens of them. Time bounds it, not turns: a thread
+// that was given no core meanwhile sleeps at once. Results do not depend on how many there are.
 #pragma once
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -31,12 +34,17 @@ class Pool {
   // Call task(0) .. task(tasks - 1) on this thread and up to threads - 1 others; returns when all are done. While
   // another caller has the pool, this thread does its own tasks alone.
   void run(int threads, int tasks, const std::function<void(int)>& task) {
+    if (threads <= 1 || tasks <= 1) {
+      for (int i = 0; i < tasks; ++i) task(i);
+      return;
+    }
     std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-    if (threads <= 1 || tasks <= 1 || !turn.owns_lock()) {
+    if (!turn.owns_lock()) {
       for (int i = 0; i < tasks; ++i) task(i);
       return;
     }
     auto job = std::make_shared<Job>(task, tasks);
+    bool asleep;
     {
       std::lock_guard<std::mutex> held(lock_);
       while (workers_ < threads - 1) {
@@ -45,17 +53,26 @@ class Pool {
       }
       job_ = job;
       helpers_ = threads - 1 < tasks - 1 ? threads - 1 : tasks - 1;
-      ++number_;
+      number_.fetch_add(1, std::memory_order_release);
+      asleep = sleeping_ > 0;
     }
-    wake_.notify_all();
+    if (asleep) wake_.notify_all();
     job->take();
-    std::unique_lock<std::mutex> held(lock_);
     // Only tasks are waited for, never a thread that has not been given a core yet.
-    done_.wait(held, [&] { return job->done == job->tasks; });
+    const auto finished = [&] { return job->done.load(std::memory_order_acquire) == job->tasks; };
+    const bool soon = within_patience(finished);
+    std::unique_lock<std::mutex> held(lock_);
+    if (!soon) {
+      waiting_ = true;
+      done_.wait(held, finished);
+      waiting_ = false;
+    }
     job_.reset();
   }
 
  private:
+  static constexpr std::chrono::microseconds PATIENCE{60};
+
   struct Job {
     Job(const std::function<void(int)>& f, int n) : task(f), tasks(n) {}
     // A task that was claimed keeps run() waiting, so `task` is alive wherever it is called.
@@ -69,26 +86,55 @@ class Pool {
     std::atomic<int> next{0}, done{0};
   };
 
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  // Whether `condition` came true before PATIENCE was over.
+  template <class Condition>
+  static bool within_patience(const Condition& condition) {
+    const auto start = std::chrono::steady_clock::now();
+    do {
+      for (int i = 0; i < 8; ++i) {
+        if (condition()) return true;
+        pause();
+      }
+    } while (std::chrono::steady_clock::now() - start < PATIENCE);
+    return condition();
+  }
+
   void work(int index) {
     long seen = 0;
-    std::unique_lock<std::mutex> held(lock_);
+    const auto called = [&] { return number_.load(std::memory_order_acquire) != seen; };
     for (;;) {
-      wake_.wait(held, [&] { return number_ != seen; });
+      const bool soon = within_patience(called);
+      std::unique_lock<std::mutex> held(lock_);
+      if (!soon) {
+        ++sleeping_;
+        wake_.wait(held, called);
+        --sleeping_;
+      }
       seen = number_;
       if (index >= helpers_ || !job_) continue;
       std::shared_ptr<Job> job = job_;
       held.unlock();
       const bool last = job->take() == job->tasks;
+      if (!last) continue;
       held.lock();
-      if (last) done_.notify_one();
+      if (waiting_) done_.notify_one();
     }
   }
 
   std::mutex turn_, lock_;
   std::condition_variable wake_, done_;
   std::shared_ptr<Job> job_;
-  int workers_ = 0, helpers_ = 0;
-  long number_ = 0;
+  int workers_ = 0, helpers_ = 0, sleeping_ = 0;
+  bool waiting_ = false;
+  std::atomic<long> number_{0};
 };
 
 }  // namespace lowbit

@@ -1,38 +1,25 @@
-// Products of layers that read the same rows, and the C interface that sinew/engine/cpu/library.py calls.
+// Products of layers that read the same rows, and the C interface that sinew/engine/cpu/kernels/library.py calls.
+#include <cstring>
+
 #include "buffer.h"
 #include "kernels.h"
 #include "pool.h"
+#include "product.h"
 
 namespace lowbit {
 namespace {
 
 constexpr int PANELS = 4;                    // that a task multiplies, at most: rows stay in the first cache meanwhile
 constexpr int64_t PANELS_BYTES = 256 << 10;  // half of a second cache of 512 KiB
-constexpr int MOST_LAYERS = 16;
 
-struct Layer {
-  Weights weights;
-  const float* bias;
-  float* y;
-  int64_t panels() const { return (weights.channels + CHANNELS - 1) / CHANNELS; }
-};
-
-struct Call {
+struct Plan : Call {
   const Kernels* kernels;
-  const Layer* layers;
-  int count;
-  const float* x;
-  float smallest;
-  int64_t rows, k;
-  int format;
-
-  // Derived.
   Traits traits;
   int wide, unit, bytes, offset, groups, units, width;
   bool paired;
   int64_t padded, blocks;
 
-  void plan() {
+  explicit Plan(const Call& call) : Call(call), kernels(call.set->products) {
     traits = TRAITS[format];
     wide = traits.width >= EIGHT_BITS;
     unit = wide ? kernels->wide_unit : kernels->unit;
@@ -59,17 +46,40 @@ struct Call {
   int64_t group_bytes() const { return static_cast<int64_t>(groups) * CHANNELS * 4; }  // scales or bases of a panel
 };
 
+// The row of activations that is rounded: what lies at `index`, or what its action makes of that in `memory` [k].
+const float* row_of(const Plan& c, int64_t index, float* memory) {
+  const float* x = c.x + index * c.k;
+  const FloatKernels* floats = c.set->floats;
+  if (c.action == AS_IS) return x;
+  if (c.action == NORMED) {
+    floats->norm(x, c.k, c.norm, memory);
+    return memory;
+  }
+  std::memcpy(memory, x, c.k * sizeof(float));
+  if (c.action == SILU_TIMES) {
+    floats->silu_times(memory, c.up + index * c.k, c.k);
+    return memory;
+  }
+  floats->gelu(memory, c.k);
+  if (c.action == GELU_TIMES) {
+    const float* up = c.up + index * c.k;
+    for (int64_t i = 0; i < c.k; ++i) memory[i] *= up[i];
+  }
+  return memory;
+}
+
 // Rows of activations -> blocks of int8, their offsets and the inverse of their scales.
-void quantize_block(const Call& c, int64_t block, char* blocks, int32_t* offsets, float* inverses) {
+void quantize_block(const Plan& c, int64_t block, char* blocks, int32_t* offsets, float* inverses) {
   thread_local Buffer buffer;
   const int rows = c.size(block), width = c.width_of(block);
-  int8_t* values = static_cast<int8_t*>(buffer.get(rows * c.padded));
+  float* memory = static_cast<float*>(buffer.get(round_up(c.k, 16) * sizeof(float) + rows * c.padded));
+  int8_t* values = reinterpret_cast<int8_t*>(memory + round_up(c.k, 16));
   offsets += block * c.groups * c.width;
   for (int i = 0; i < c.groups * width; ++i) offsets[i] = 0;
   for (int r = 0; r < rows; ++r) {
     int8_t* row = values + r * c.padded;
     const int64_t index = c.first(block) + r;
-    inverses[index] = 1.0f / c.kernels->quantize(c.x + index * c.k, c.k, c.smallest, row);
+    inverses[index] = 1.0f / c.kernels->quantize(row_of(c, index, memory), c.k, c.smallest, row);
     for (int64_t i = c.k; i < c.padded; ++i) row[i] = 0;
     if (c.offset == 0 && !c.paired) continue;
     const int64_t group = c.traits.group ? c.traits.group : c.padded;
@@ -86,8 +96,21 @@ void quantize_block(const Call& c, int64_t block, char* blocks, int32_t* offsets
   c.kernels->pack(values, c.padded, rows, width, c.wide, blocks + block * c.block_bytes());
 }
 
+// y = add + y * gate of a tile that is done: two roundings, in this order.
+void join(const Layer& layer, int64_t row, int rows, int64_t channel, int there) {
+  const int64_t channels = layer.weights.channels;
+  for (int r = 0; r < rows; ++r) {
+    float* y = layer.y + (row + r) * channels + channel;
+    if (layer.gate != nullptr)
+      for (int i = 0; i < there; ++i) y[i] *= layer.gate[channel + i];
+    if (layer.add == nullptr) continue;
+    const float* add = layer.add + (row + r) * channels + channel;
+    for (int i = 0; i < there; ++i) y[i] = add[i] + y[i];
+  }
+}
+
 // All rows times `count` panels of a layer, from `panel` on.
-void multiply_panels(const Call& c, const Layer& layer, int64_t panel, int count, const char* blocks,
+void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count, const char* blocks,
                      const int32_t* offsets, const float* inverses) {
   thread_local Buffer buffer;
   char* memory = static_cast<char*>(buffer.get(count * (c.panel_bytes() + 2 * c.group_bytes())));
@@ -124,14 +147,17 @@ void multiply_panels(const Call& c, const Layer& layer, int64_t panel, int count
         c.kernels->finish(out + i * MAX_ROWS * CHANNELS, tile.rows, there, inverses + row,
                           layer.bias == nullptr ? nullptr : layer.bias + channel, layer.y + row * channels + channel,
                           channels);
+        if (layer.gate != nullptr || layer.add != nullptr) join(layer, row, tile.rows, channel, there);
       }
     }
   }
 }
 
-void multiply(Call& c, int threads) {
+}  // namespace
+
+void multiply(const Call& call, int threads) {
   thread_local Buffer buffer;
-  c.plan();
+  const Plan c(call);
   const int64_t offsets_bytes = round_up(c.blocks * c.groups * c.width * sizeof(int32_t), 64);
   const int64_t inverses_bytes = round_up(c.rows * sizeof(float), 64);
   char* blocks = static_cast<char*>(buffer.get(offsets_bytes + inverses_bytes + c.blocks * c.block_bytes()));
@@ -157,12 +183,21 @@ void multiply(Call& c, int threads) {
   });
 }
 
-template <class T>
-T* pointer(int64_t address) {
-  return reinterpret_cast<T*>(static_cast<intptr_t>(address));
+bool fits(const Call& c, int threads) {
+  const bool scaled = c.format == TERNARY || c.format == INT8 || c.format == INT8_PANELS;
+  if (c.set == nullptr || c.format < 0 || c.format >= FORMATS || c.rows < 0 || c.k < 1 || c.k > (1 << 16) || threads < 1 ||
+      !(c.smallest > 0) || (!scaled && c.k % 32 != 0) || c.count < 1 || c.count > MOST_LAYERS || c.action < 0 ||
+      c.action >= ACTIONS)
+    return false;
+  if (c.format == INT8_PANELS && (!c.set->products->takes_panels() || c.k % 8 != 0)) return false;
+  for (int i = 0; i < c.count; ++i) {
+    const Weights& w = c.layers[i].weights;
+    if (w.channels < 0 || (scaled && w.scales != 1 && w.scales != w.channels)) return false;
+    if (c.format == INT8_PANELS && w.channels % CHANNELS != 0) return false;
+  }
+  return true;
 }
 
-}  // namespace
 }  // namespace lowbit
 
 extern "C" {
@@ -174,26 +209,18 @@ extern "C" {
 PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
                            const int64_t* layers, int count, int threads) {
   using namespace lowbit;
-  const Set* chosen = set_here(kernels);
-  const bool scaled = format == TERNARY || format == INT8 || format == INT8_PANELS;
-  if (chosen == nullptr || format < 0 || format >= FORMATS || rows < 0 || k < 1 || k > (1 << 16) || threads < 1 ||
-      !(smallest > 0) || (!scaled && k % 32 != 0) || count < 1 || count > MOST_LAYERS)
-    return 1;
-  if (format == INT8_PANELS && (!chosen->products->takes_panels() || k % 8 != 0)) return 1;
-  Layer made[MOST_LAYERS];
+  if (count < 1 || count > MOST_LAYERS) return 1;
+  Layer made[MOST_LAYERS] = {};
   int64_t all = 0;
   for (int i = 0; i < count; ++i) {
     const int64_t* at = layers + 6 * i;
-    const int64_t channels = at[4], scales = at[5];
-    if (channels < 0 || (scaled && scales != 1 && scales != channels)) return 1;
-    if (format == INT8_PANELS && channels % CHANNELS != 0) return 1;
-    made[i] = {{pointer<const uint8_t>(at[0]), pointer<const float>(at[1]), scales, channels, k, format},
-               pointer<const float>(at[2]), pointer<float>(at[3])};
-    all += channels;
+    made[i].weights = {reinterpret_cast<const uint8_t*>(at[0]), reinterpret_cast<const float*>(at[1]), at[5], at[4], k, format};
+    made[i].bias = reinterpret_cast<const float*>(at[2]);
+    made[i].y = reinterpret_cast<float*>(at[3]);
+    all += at[4];
   }
-  if (rows == 0 || all == 0) return 0;
   Call call = {};
-  call.kernels = chosen->products;
+  call.set = set_here(kernels);
   call.layers = made;
   call.count = count;
   call.x = x;
@@ -201,11 +228,30 @@ PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows
   call.rows = rows;
   call.k = k;
   call.format = format;
+  if (!fits(call, threads)) return 1;
+  if (rows == 0 || all == 0) return 0;
   try {
     multiply(call, threads);
   } catch (const std::exception&) {
     return 2;
   }
+  return 0;
+}
+
+// Rows of int8 [channels, k] -> INT8_PANELS. Returns 1 for sizes that do not divide, and kernels that do not take them.
+PUBLIC int lowbit_lay_out(int kernels, const uint8_t* rows, uint8_t* panels, int64_t channels, int64_t k, int threads) {
+  using namespace lowbit;
+  const Set* chosen = set_here(kernels);
+  if (chosen == nullptr || !chosen->products->takes_panels() || channels < 0 || channels % CHANNELS != 0 || k < 1 ||
+      k > (1 << 16) || k % 8 != 0 || threads < 1)
+    return 1;
+  const float none = 0;
+  const Weights weights = {rows, &none, 1, channels, k, INT8};
+  Pool::get().run(threads, static_cast<int>(channels / CHANNELS), [&](int panel) {
+    float scales[CHANNELS];
+    int32_t bases[CHANNELS];
+    chosen->products->expand(weights, static_cast<int64_t>(panel) * CHANNELS, panels + panel * CHANNELS * k, scales, bases);
+  });
   return 0;
 }
 

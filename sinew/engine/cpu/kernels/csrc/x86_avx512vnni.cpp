@@ -29,7 +29,7 @@ struct Multiply {
     for (int g = 0; g < t.groups; ++g) {
       __m512i sums[R];
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) sums[r] = _mm512_set1_epi32(-t.offsets[g * R + r]);
+      for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_si512();
       for (int u = 0; u < t.units; ++u, x += R, w += 4 * CHANNELS) {
         const __m512i codes = _mm512_loadu_si512(w);
 #pragma GCC unroll 16
@@ -37,7 +37,10 @@ struct Multiply {
       }
       const __m512 scales = _mm512_loadu_ps(t.scales + g * CHANNELS);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) out[r] = _mm512_add_ps(out[r], _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r]), scales));
+      for (int r = 0; r < R; ++r) {  // taken away behind the loop, where an operand in memory may be broadcast
+        const __m512i whole = _mm512_sub_epi32(sums[r], _mm512_set1_epi32(t.offsets[g * R + r]));
+        out[r] = _mm512_add_ps(out[r], _mm512_mul_ps(_mm512_cvtepi32_ps(whole), scales));
+      }
     }
     for (int r = 0; r < R; ++r) _mm512_storeu_ps(t.out + r * CHANNELS, out[r]);
   }

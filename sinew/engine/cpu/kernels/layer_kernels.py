@@ -1,0 +1,476 @@
+"""The two halves of a transformer layer around its attention, one compiled call each, and both with it.
+
+    project: norm(x) times each of several layers; heads of the first ones are turned
+    finish:  h = x + gate * (attended W_o), then h + gate * down(action(up(norm(h))))
+    encode:  project, attention in which every row sees every row, finish
+
+Layers may have any format of codes. Each is what its parts give one by one, in every bit: the norm and the
+activation of this library, the product of ``lowbit.py``, PyTorch's rotation and sums; the references here are those
+parts, and ``tests/engine/cpu/test_layer_kernels.py`` holds the calls to them. A call saves what lies between the parts:
+about 25 us each of PyTorch and Python, tensors that are written and read once, and what one thread does while others
+wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.bundle.quant import FORMATS
+from sinew.engine.cpu.kernels import float_kernels
+from sinew.engine.cpu.kernels.float_kernels import FloatKernels
+from sinew.layers.linear import Linear, hold
+from sinew.layers.rope import Rotation
+from sinew.layers.stores import lowbit
+from sinew.layers.stores.codes import Codes, codes, together
+
+PANELS_NUMBER = 4  # of kernels.h, after those of FORMATS
+ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # of product.h
+STATUS = {1: "arguments that make no sense", 2: "not enough memory"}
+
+
+def number_of(order: str) -> int:
+    """Return the number of kernels.h of codes in this order."""
+    return PANELS_NUMBER if order == lowbit.PANELS else FORMATS[order].number
+
+
+def check_codes(weight: Tensor, scale: Tensor | None, bias: Tensor | None, order: str, k: int) -> None:
+    """Raise ValueError unless weights uint8 [channels, bytes], their scales and their bias are those of rows of k in
+    this order."""
+    stored = FORMATS["int8" if order == lowbit.PANELS else order]
+    channels, count = len(weight), 0 if scale is None else scale.numel()
+    fits = (
+        weight.dtype == torch.uint8
+        and weight.is_contiguous()
+        and weight.shape[1] == stored.row_bytes(k)
+        and not (order == lowbit.PANELS and not lowbit.lies_in_panels(channels, k))
+        and (count == 0 if stored.group else count in (1, channels))
+        and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (scale, bias))
+        and (bias is None or bias.shape == (channels,))
+    )
+    if not fits:
+        raise ValueError(
+            f"{order}: weight {weight.dtype} {list(weight.shape)} and {count} scales do not fit rows of {k}"
+        )
+
+
+class _GivenLayer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "bias")),
+        *((name, ctypes.c_int64) for name in ("channels", "scales")),
+    ]
+
+
+class _GivenProduct(ctypes.Structure):
+    _fields_ = [
+        ("format", ctypes.c_int32),
+        ("count", ctypes.c_int32),
+        ("k", ctypes.c_int64),
+        ("smallest", ctypes.c_float),
+        ("layers", ctypes.POINTER(_GivenLayer)),
+    ]
+
+
+class _GivenNorm(ctypes.Structure):
+    _fields_ = [
+        ("there", ctypes.c_int32),
+        ("centred", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    ]
+
+
+class _GivenProjection(ctypes.Structure):
+    _fields_ = [
+        ("norm", _GivenNorm),
+        ("product", _GivenProduct),
+        ("turned", ctypes.c_int32),
+        ("head", ctypes.c_int32),
+    ]
+
+
+class _GivenFinish(ctypes.Structure):
+    _fields_ = [
+        ("output", _GivenProduct),
+        ("norm", _GivenNorm),
+        ("up", _GivenProduct),
+        ("down", _GivenProduct),
+        ("action", ctypes.c_int32),
+        ("output_gate", ctypes.c_void_p),
+        ("down_gate", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class NormOf:
+    """A norm of rows: LayerNorm where it is centred, else RMSNorm; weight and bias float32 [k] or None."""
+
+    centred: bool
+    eps: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Projection:
+    """What stands before an attention. turned: how many of ``layers`` are turned, their heads of ``head`` channels."""
+
+    norm: NormOf | None
+    layers: Sequence[Linear]
+    turned: int = 0
+    head: int = 0
+    _given: Any = field(default=None, repr=False)
+
+    def fill(self) -> tuple[_GivenProjection, list[Any]]:
+        """Return the C struct and what has to live as long as it."""
+        held: list[Any] = []
+        product = _product(self.layers, held)
+        made = _GivenProjection(_norm(self.norm, product.k, held), product, self.turned, self.head)
+        return made, held
+
+
+@dataclass(eq=False)
+class Finish:
+    """What stands behind an attention. up: one layer, or gate and up; action: a name of :data:`ACTIONS`. The gates are
+    float32 [channels] of ``output`` and ``down``, or None."""
+
+    output: Linear
+    norm: NormOf
+    up: Sequence[Linear]
+    action: str
+    down: Linear
+    output_gate: Tensor | None = None
+    down_gate: Tensor | None = None
+    _given: Any = field(default=None, repr=False)
+
+    def fill(self) -> tuple[_GivenFinish, list[Any]]:
+        """Return the C struct and what has to live as long as it."""
+        held: list[Any] = []
+        up = _product(self.up, held)
+        made = _GivenFinish(
+            _product([self.output], held),
+            _norm(self.norm, up.k, held),
+            up,
+            _product([self.down], held),
+            ACTIONS[self.action],
+            _gate(self.output_gate, self.output, held),
+            _gate(self.down_gate, self.down, held),
+        )
+        return made, held
+
+
+def _address(tensor: Tensor | None, held: list[Any]) -> int | None:
+    if tensor is None:
+        return None
+    held.append(tensor)
+    return tensor.data_ptr()
+
+
+def _gate(gate: Tensor | None, layer: Linear, held: list[Any]) -> int | None:
+    if gate is not None and (gate.shape != (len(layer.weight),) or gate.dtype != torch.float32):
+        raise ValueError(f"gate: expected float32 [{len(layer.weight)}], got {gate.dtype} {list(gate.shape)}")
+    return _address(None if gate is None else gate.contiguous(), held)
+
+
+def _norm(norm: NormOf | None, width: int, held: list[Any]) -> _GivenNorm:
+    if norm is None:
+        return _GivenNorm()
+    if any(
+        t is not None and (t.shape != (width,) or t.dtype != torch.float32) for t in (norm.weight, norm.bias)
+    ):
+        given = [None if t is None else list(t.shape) for t in (norm.weight, norm.bias)]
+        raise ValueError(f"norm: expected float32 weight and bias of [{width}], got {given}")
+    return _GivenNorm(1, norm.centred, norm.eps, _address(norm.weight, held), _address(norm.bias, held))
+
+
+def _product(layers: Sequence[Linear], held: list[Any]) -> _GivenProduct:
+    made = (_GivenLayer * len(layers))()
+    store = layers[0].store
+    assert isinstance(store, Codes)
+    for at, layer in zip(made, layers, strict=True):
+        bias = None if layer.bias is None else layer.bias.float()
+        check_codes(layer.weight, layer.scale, bias, store.order, store.width)
+        at.weight, at.scale, at.bias = (_address(t, held) for t in (layer.weight, layer.scale, bias))
+        at.channels, at.scales = len(layer.weight), 0 if layer.scale is None else layer.scale.numel()
+    held.append(made)
+    return _GivenProduct(number_of(store.order), len(layers), store.width, store.smallest, made)
+
+
+def _given(half: Projection | Finish, weights: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    """Return the struct of a half, made anew where a weight was exchanged."""
+    known = half._given  # noqa: SLF001 - it is made here
+    if known is None or any(now is not then for now, then in zip(weights, known[2], strict=True)):
+        known = half._given = (*half.fill(), weights)  # noqa: SLF001
+    return known[0], known[1]
+
+
+def norm_reference(norm: NormOf, x: Tensor) -> Tensor:
+    """Return the norm of each row of x float32 [..., k] by PyTorch."""
+    if norm.centred:
+        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
+    out = out if norm.weight is None else out * norm.weight
+    return out if norm.bias is None else out + norm.bias
+
+
+def project_reference(half: Projection, x: Tensor, rotate: Rotation | None = None) -> list[Tensor]:
+    """Return what each layer of ``half`` gives for x float32 [B, L, k], [B, L, channels] each; its parts one by one."""
+    h = x if half.norm is None else _on_cpu[0].norm(half.norm, x)
+    parts = together(half.layers, h)
+    if rotate is not None:
+        for i, part in enumerate(parts[: half.turned]):
+            parts[i] = rotate(part.unflatten(-1, (-1, half.head))).flatten(-2)
+    return parts
+
+
+def finish_reference(half: Finish, x: Tensor, attended: Tensor) -> Tensor:
+    """Return the layer's output [B, L, width] of its input x and what its attention gave [B, L, k]; part by part."""
+    branch = half.output(attended)
+    h = x + (branch if half.output_gate is None else branch * half.output_gate)
+    inner = together(half.up, _on_cpu[0].norm(half.norm, h))
+    if half.action == "silu_times":
+        float_kernels.silu_times_(inner[0], inner[1])
+    else:
+        float_kernels.gelu_(inner[0])
+    if half.action == "gelu_tanh_times":
+        inner[0].mul_(inner[1])
+    branch = half.down(inner[0])
+    return h + (branch if half.down_gate is None else branch * half.down_gate)
+
+
+def encode_reference(
+    before: Projection, behind: Finish, x: Tensor, rotate: Rotation | None = None, rounded: bool = False
+) -> Tensor:
+    """Return the output [B, L, width] of a layer whose rows all see each other; part by part.
+
+    The layers of ``before`` are queries, keys and values; rounded: attention may be, as :func:`.attend_reference` says.
+    """
+    q, k, v = (part.unflatten(-1, (-1, before.head)) for part in _on_cpu[0].project(before, x, rotate))
+    return _on_cpu[0].finish(behind, x, float_kernels.attend(q, k, v, None, rounded))
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """The implementations in use."""
+
+    norm: Callable[[NormOf, Tensor], Tensor] = norm_reference
+    project: Callable[..., list[Tensor]] = project_reference
+    finish: Callable[[Finish, Tensor, Tensor], Tensor] = finish_reference
+    encode: Callable[..., Tensor] = encode_reference
+
+    @classmethod
+    def compiled(cls, library: Any, kernels: int) -> LayerKernels:
+        """Return those of a loaded library (:func:`sinew.engine.cpu.kernels.library.load`)."""
+        declare(library)
+        return cls(
+            partial(_compiled_norm, library, kernels),
+            partial(_compiled_project, library, kernels),
+            partial(_compiled_finish, library, kernels),
+            partial(_compiled_encode, library, kernels),
+        )
+
+
+def declare(library: Any) -> None:
+    """Declare the functions of a loaded library."""
+    integer, long, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    library.lowbit_norm.argtypes = [
+        *(integer, pointer, long, long, integer),
+        *(ctypes.c_float, pointer, pointer, pointer, integer),
+    ]
+    library.lowbit_project.argtypes = [integer, pointer, pointer, long, *[pointer] * 3, long, integer]
+    library.lowbit_encode.argtypes = [
+        *(integer, pointer, pointer, pointer, long, long),
+        *(pointer, pointer, pointer, long, integer, integer),
+    ]
+    library.lowbit_finish.argtypes = [integer, pointer, pointer, pointer, long, pointer, integer]
+
+
+def _dense(x: Tensor, width: int, what: str) -> Tensor:
+    """Return x as dense rows. Raises ValueError where it is not float32 [..., width] on the CPU."""
+    if x.dtype != torch.float32 or x.shape[-1] != width or x.device.type != "cpu":
+        raise ValueError(
+            f"{what}: expected float32 [..., {width}] on cpu, got {x.dtype} {list(x.shape)} on {x.device}"
+        )
+    return x.contiguous()
+
+
+def _checked(status: int, what: str) -> None:
+    if status:
+        raise RuntimeError(f"{what}: {STATUS.get(status, status)}")
+
+
+def _compiled_norm(library: Any, kernels: int, norm: NormOf, x: Tensor) -> Tensor:
+    x = _dense(x, x.shape[-1], "norm")
+    out, k = torch.empty_like(x), x.shape[-1]
+    held: list[Any] = []
+    given = _norm(norm, k, held)
+    status = library.lowbit_norm(
+        *(kernels, x.data_ptr(), x.numel() // k, k, given.centred, given.eps, given.weight, given.bias),
+        *(out.data_ptr(), torch.get_num_threads()),
+    )
+    _checked(status, "norm")
+    return out
+
+
+def _tables(
+    half: Projection, rotate: Rotation | None, rows: int, period: int
+) -> tuple[tuple[int | None, int | None, int], Any]:
+    """Return the addresses of cosines and sines, after how many rows they begin anew, and what holds them."""
+    if rotate is None:
+        return (None, None, 0), None
+    cosines, sines = rotate.cos.contiguous(), rotate.sin.contiguous()
+    there = cosines.numel() // max(half.head // 2, 1)
+    fits = (
+        cosines.dtype == sines.dtype == torch.float32
+        and cosines.shape == sines.shape
+        and cosines.shape[-1] * 2 == half.head
+        and there in (rows, period)
+    )
+    if not fits:
+        raise ValueError(
+            f"projection: expected a rotation of {rows} or {period} rows of heads of {half.head},"
+            f" got {list(cosines.shape)}"
+        )
+    return (cosines.data_ptr(), sines.data_ptr(), there), (cosines, sines)
+
+
+def _compiled_project(
+    library: Any, kernels: int, half: Projection, x: Tensor, rotate: Rotation | None = None
+) -> list[Tensor]:
+    given, _ = _given(half, tuple(layer.weight for layer in half.layers))
+    x = _dense(x, given.product.k, "projection")
+    shape = x.shape[:-1]
+    rows = x.numel() // given.product.k
+    made = [torch.empty(*shape, len(layer.weight)) for layer in half.layers]
+    tables, _held = _tables(half, rotate, rows, x.shape[-2])
+    addresses = (ctypes.c_void_p * len(made))(*[y.data_ptr() for y in made])
+    status = library.lowbit_project(
+        *(kernels, ctypes.addressof(given), x.data_ptr(), rows, ctypes.addressof(addresses), *tables),
+        torch.get_num_threads(),
+    )
+    _checked(status, "projection")
+    return made
+
+
+def _compiled_finish(library: Any, kernels: int, half: Finish, x: Tensor, attended: Tensor) -> Tensor:
+    weights = (half.output.weight, *(layer.weight for layer in half.up), half.down.weight)
+    given, _ = _given(half, weights)
+    attended = _dense(attended, given.output.k, "finish")
+    x = _dense(x, given.up.k, "finish")
+    if x.shape[:-1] != attended.shape[:-1]:
+        raise ValueError(f"finish: {list(x.shape)} and {list(attended.shape)} have different rows")
+    out = torch.empty_like(x)
+    status = library.lowbit_finish(
+        *(kernels, ctypes.addressof(given), x.data_ptr(), attended.data_ptr(), x.numel() // given.up.k),
+        *(out.data_ptr(), torch.get_num_threads()),
+    )
+    _checked(status, "finish")
+    return out
+
+
+def _compiled_encode(
+    library: Any,
+    kernels: int,
+    before: Projection,
+    behind: Finish,
+    x: Tensor,
+    rotate: Rotation | None = None,
+    rounded: bool = False,
+) -> Tensor:
+    given, _ = _given(before, tuple(layer.weight for layer in before.layers))
+    weights = (behind.output.weight, *(layer.weight for layer in behind.up), behind.down.weight)
+    rest, _ = _given(behind, weights)
+    x = _dense(x, given.product.k, "layer")
+    if x.ndim != 3 or rest.up.k != given.product.k:
+        raise ValueError(f"layer: expected [B, L, {rest.up.k}], got {list(x.shape)}")
+    batch, rows, _ = x.shape
+    tables, _held = _tables(before, rotate, batch * rows, rows)
+    out = torch.empty_like(x)
+    status = library.lowbit_encode(
+        *(kernels, ctypes.addressof(given), ctypes.addressof(rest), x.data_ptr(), batch, rows),
+        *(out.data_ptr(), *tables, rounded, torch.get_num_threads()),
+    )
+    _checked(status, "layer")
+    return out
+
+
+REFERENCES = LayerKernels()
+
+
+def differs(kernels: LayerKernels, floats: FloatKernels, multiply_all: lowbit.MultiplyAll) -> str:
+    """Return the name of an operation in which ``kernels`` is not its parts; empty if there is none.
+
+    The norm is compared with PyTorch's, within 1e-5; the halves with it and the other two's operations, in every bit.
+    """
+    random = torch.Generator().manual_seed(0)
+    width, inner, rows = 64, 96, 7
+
+    def layer(out: int, k: int) -> Linear:
+        made = Linear(k, out)
+        hold(made, codes("int8", k, out))
+        stored = torch.randint(0, 256, (out, k), generator=random, dtype=torch.uint8)
+        made.weight, made.scale = nn.Parameter(stored, False), nn.Parameter(torch.rand(out) / 2000, False)
+        return made
+
+    def times(x: Tensor, *layers: Any) -> list[Tensor]:
+        weights, scales, biases = (
+            [getattr(layer, name) for layer in layers] for name in ("weight", "scale", "bias")
+        )
+        made = multiply_all(x.view(-1, x.shape[-1]), weights, scales, biases, "int8", lowbit.TINY)
+        return [each.view(1, rows, -1) for each in made]
+
+    x = torch.randn(1, rows, width, generator=random)
+    rotate = Rotation.at(torch.arange(rows)[None], 16, 100.0)
+    with torch.no_grad():
+        norm = NormOf(True, 1e-6, *torch.rand(2, width, generator=random).unbind())
+        if not torch.allclose(kernels.norm(norm, x), norm_reference(norm, x), rtol=1e-5, atol=1e-5):
+            return "norm"
+        before = Projection(norm, [layer(width, width), layer(32, width)], 1, 16)
+        q, k = times(kernels.norm(norm, x), *before.layers)
+        turned = rotate(q.unflatten(-1, (-1, 16))).flatten(-2)
+        if not all(map(torch.equal, kernels.project(before, x, rotate), (turned, k))):
+            return "projection"
+        behind = Finish(layer(width, width), norm, [layer(inner, width)], "gelu_tanh", layer(width, inner))
+        h = x + times(x, behind.output)[0]
+        (up,) = times(kernels.norm(norm, h), *behind.up)
+        floats.gelu(up)
+        wanted = h + times(up, behind.down)[0]
+        return "" if torch.equal(kernels.finish(behind, x, x), wanted) else "finish"
+
+
+_on_cpu: list[LayerKernels] = [REFERENCES]  # the one in use
+
+
+def install(kernels: LayerKernels) -> None:
+    """Let layers compute with ``kernels`` on CPUs."""
+    _on_cpu[:] = [kernels]
+
+
+def usable(x: Tensor) -> bool:
+    """Return True where a compiled half may be given x: numbers of a CPU that no gradient is asked of."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not x.requires_grad
+
+
+def project(half: Projection, x: Tensor, rotate: Rotation | None = None) -> list[Tensor]:
+    """Return :func:`project_reference`."""
+    return _on_cpu[0].project(half, x, rotate)
+
+
+def finish(half: Finish, x: Tensor, attended: Tensor) -> Tensor:
+    """Return :func:`finish_reference`."""
+    return _on_cpu[0].finish(half, x, attended)
+
+
+def encode(
+    before: Projection, behind: Finish, x: Tensor, rotate: Rotation | None = None, rounded: bool = False
+) -> Tensor:
+    """Return :func:`encode_reference`."""
+    return _on_cpu[0].encode(before, behind, x, rotate, rounded)

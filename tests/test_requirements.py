@@ -1,0 +1,171 @@
+"""docs/requirements.md, the table of what the project started from: what it names is there, and what it says is so."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import re
+import shlex
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclopts import App
+
+from sinew.cli import build_app, main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "requirements.md"
+OPEN = ("partial", "absent")
+STATES = ("works", *OPEN, "needs a GPU", "needs a board", "not to build")
+DOCUMENTS = (36, 23, 52, 74, 44)  # rows of each, in the page's order
+# Commands of the table that cost little, and what they exit with: each is run.
+CHEAP = {
+    "sinew perf paper": 0,
+    "sinew perf paper realtime-vla": 0,
+    "sinew perf machines": 0,
+    "sinew perf run pi0 --hardware rtx5070 --cameras 2": 0,
+    "sinew perf run pi0-xl --hardware b100": 0,
+    "sinew perf sync": 0,
+    "sinew perf fit pi0 --hardware orin-nano --alone": 0,
+    "sinew doctor": 0,
+}
+
+
+@dataclass(frozen=True)
+class Requirement:
+    number: int
+    what: str
+    state: str
+    proofs: tuple[str, ...]
+    figure: str
+
+    @property
+    def tests(self) -> list[tuple[str, str]]:
+        return [tuple(proof.split("::")) for proof in self.proofs if "::" in proof]
+
+    @property
+    def commands(self) -> list[str]:
+        return [proof for proof in self.proofs if proof.startswith("sinew ")]
+
+    @property
+    def programs(self) -> list[str]:
+        return [proof for proof in self.proofs if proof.startswith("python ")]
+
+
+@cache
+def rows() -> list[Requirement]:
+    found = []
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if re.match(r"\| \d+ \|", line):
+            number, what, state, proofs, figure = (cell.strip() for cell in line.strip("|").split("|"))
+            named = tuple(re.findall(r"`([^`]+)`", proofs))
+            assert re.sub(r"`[^`]+`|[, ]", "", proofs) == "", f"{number}: {proofs}"
+            found.append(Requirement(int(number), what, state, named, figure))
+    return found
+
+
+@cache
+def functions(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_row_is_there_once() -> None:
+    assert [row.number for row in rows()] == list(range(1, sum(DOCUMENTS) + 1))
+    assert {row.state for row in rows()} == set(STATES)
+    assert len({row.what for row in rows()}) == len(rows())
+
+
+def test_the_sums_are_those_of_the_rows() -> None:
+    table = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.endswith(" |")]
+    header = next(line for line in table if line.startswith("| document"))
+    assert [cell.strip() for cell in header.strip("|").split("|")[1:-1]] == list(STATES)
+    sums = table[table.index(header) + 1 :][: len(DOCUMENTS) + 1]
+    printed = [[int(cell) for cell in line.strip("|").split("|")[1:]] for line in sums]
+    first, counted = 0, []
+    for count in DOCUMENTS:
+        own = Counter(row.state for row in rows()[first : first + count])
+        counted.append([*(own[state] for state in STATES), count])
+        first += count
+    assert printed == [*counted, [sum(column) for column in zip(*counted, strict=True)]]
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: str(row.number))
+def test_every_row_is_proved(row: Requirement) -> None:
+    """What works names a test or a command; what does not names what is missing, or nothing is claimed for it."""
+    if row.state == "works" or row.state.startswith("needs"):
+        assert row.proofs
+    elif row.state == "partial":
+        assert row.figure
+    elif row.state == "not to build":
+        assert not row.proofs
+    assert all(proof.startswith(("sinew ", "python -m benchmarks.", "tests/")) for proof in row.proofs), row
+    for path, name in row.tests:
+        assert name in functions(path), f"{path} has no {name}"
+    for program in row.programs:
+        module = program.split()[2].replace(".", "/")
+        assert (ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists(), program
+
+
+@pytest.fixture(scope="module")
+def app() -> App:
+    return build_app()
+
+
+@pytest.mark.parametrize("command", sorted({each for row in rows() for each in row.commands}))
+def test_every_command_is_understood(command: str, app: App) -> None:
+    words = shlex.split(command)[1:]
+    try:
+        app.parse_args(words, exit_on_error=False, print_error=False)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the line is wrong
+        pytest.fail(f"{command}\n{error}")
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, dict[str, Any]]:
+    return {}
+
+
+@pytest.mark.parametrize("command", CHEAP)
+def test_what_costs_little_runs(command: str, ran: dict[str, dict[str, Any]], capsys: Any) -> None:
+    assert any(command in row.commands for row in rows()), "the page does not name it any more"
+    assert main([*shlex.split(command)[1:], "--json"]) == CHEAP[command]
+    ran[command] = json.loads(capsys.readouterr().out)
+
+
+def test_verdicts_are_those_that_are_printed(ran: dict[str, dict[str, Any]], capsys: Any) -> None:
+    """Rows of VLA-Perf's takeaways say what the verb says: as published, then where a correction changes it."""
+    if "sinew perf paper" not in ran:
+        test_what_costs_little_runs("sinew perf paper", ran, capsys)
+    judged = {each["number"]: each["verdicts"] for each in ran["sinew perf paper"]["takeaways"]}
+    told = {row.what: row.figure for row in rows() if row.what.startswith("takeaway ")}
+    assert len(told) == len(judged) == 15
+    for number, verdicts in judged.items():
+        figure = told[f"takeaway {number}"]
+        published, corrected, raw = (each["holds"] for each in verdicts.values())
+        assert figure.startswith("holds" if published else "does not"), (number, figure)
+        assert ("corrected holds" in figure) == (corrected and raw), (number, figure)
+        assert ("corrected does not" in figure) == (published and not corrected), (number, figure)
+        assert ("not with raw pictures" in figure) == (corrected and not raw), (number, figure)
+
+
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [(64, "vla-perf"), (65, "vla-perf"), (83, "vla-perf"), (204, "realtime-vla"), (207, "realtime-vla")],
+)
+def test_figures_of_the_papers_are_those_that_are_printed(number: int, command: str, tmp_path: Path) -> None:
+    """Each number of such a row is one of the verb's, rounded as the row rounds it."""
+    path = tmp_path / "rows.csv"
+    assert main(["perf", "paper", command, "--table", str(path)]) == 0
+    with path.open(newline="", encoding="utf-8") as file:
+        ours = [float(row["ours"]) for row in csv.DictReader(file) if re.fullmatch(r"\d+\.\d+", row["ours"])]
+    figures = re.findall(r"\d+\.\d+", rows()[number - 1].figure)
+    assert len(figures) >= 3
+    for figure in figures:
+        digits = len(figure.partition(".")[2])
+        assert any(f"{value:.{digits}f}" == figure for value in ours), (number, figure)
