@@ -57,9 +57,7 @@ PERF = {
         "perf_machine:predict",
     ),
     "sync": Verb("What lies between two kernels here.", "perf sync --products 1378", "perf_machine:sync"),
-    "tiers": Verb(
-        "Seven policies on three boards, printed and traced.", "perf tiers pi0 smolvla", "perf_tiers:tiers"
-    ),
+    "tiers": Verb("Seven policies on three boards, printed and traced.", "perf tiers", "perf_tiers:tiers"),
     "machines": Verb("The machines and networks that are known.", "perf machines", "perf:machines"),
     "paper": Verb("VLA-Perf's printed numbers against ours.", "perf paper --correct all", "perf:paper"),
 }

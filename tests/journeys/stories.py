@@ -423,6 +423,18 @@ def suites(walk: Walk) -> None:
             status=1,
             says=(f"error: {name} is not installed: sinew eval --setup {name}",),
         )
+    benchmarks = "tests/eval/test_vla_eval.py plays a benchmark, and a task of ours with a model server"
+    walk.leaves(
+        "sinew eval policy.gguf --suite vla-eval/libero --interpreter sims/bin/python --env-options"
+        """ '{"params": {"suite": "libero_goal"}}'""",
+        benchmarks,
+    )
+    walk.leaves(
+        "sinew eval policy.gguf --env vla-eval/my_benchmark:Mine --interpreter sims/bin/python --env-options"
+        """ '{"control_hz": 20}'""",
+        benchmarks,
+    )
+    walk.leaves("sinew eval vla-eval://gpu-machine:8000 --env sinew/Blocks-v0", benchmarks)
 
 
 def evaluation(walk: Walk) -> None:
