@@ -32,7 +32,7 @@ from sinew.families.act.model import ACT, ActConfig, ActContext, view_places
 from sinew.layers.resnet import ResNetConfig
 from sinew.sim.prompts import COLORS, SIDES
 from sinew.solvers import SINGLE
-from train.blocks import auxiliary, statistics
+from train.blocks import VECTORS, auxiliary, statistics
 from train.blocks_demos import HOLD, record_shard
 from train.checkpoint import Statistics
 from train.curve import plot
@@ -169,8 +169,12 @@ def write_policy(path: Path, state: dict[str, Tensor], stats: Statistics) -> Non
             architecture="act",
             name=NAME,
             cameras=tuple(CameraSpec(name, SIDE, SIDE) for name in CAMERAS),
-            state=VectorSpec(4 + GOAL, ("x", "y", "z", "opening", *COLORS, *SIDES)),
-            action=VectorSpec(4, ("x", "y", "z", "gripper")),
+            state=VectorSpec(
+                4 + GOAL,
+                (*VECTORS["state"]["names"], *COLORS, *SIDES),
+                (*VECTORS["state"]["units"], *[""] * GOAL),
+            ),
+            action=VectorSpec(4, *(tuple(VECTORS["action"][key]) for key in ("names", "units"))),
             chunk_size=CONFIG.chunk_size,
             noise_dim=0,
             solver_steps=1,

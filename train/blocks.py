@@ -19,6 +19,7 @@ from torch import multiprocessing
 import sinew.sim  # noqa: F401 - registers the environments
 from benchmarks.handovers import OFFSETS
 from sinew.families.smolvla.model import SmolVLA
+from sinew.sim.blocks import STEP_SIZE, BlocksEnv
 from sinew.sim.blocks_scene import FRONT, WRIST
 from sinew.sim.prompts import COLORS, PHRASINGS, SIDES, instruction, vocabulary
 from train.blocks_demos import HOLD, record_shard
@@ -28,6 +29,13 @@ from train.objective import Batch, Objective
 from train.rollout import Episode, encode, normalised, run_episodes, to_pixels
 from train.shard import Shards
 
+VECTORS = {
+    "state": {"names": ["x", "y", "z", "opening"], "units": ["m"] * 4},
+    "action": {
+        "names": list(BlocksEnv.action_names),
+        "units": [f"{1e3 * STEP_SIZE:g} mm"] * 3 + ["open above 0"],
+    },
+}
 DESIGN = Design(
     name="blocks",
     cameras=("front", "wrist"),
@@ -38,6 +46,7 @@ DESIGN = Design(
     control_hz=20,
     motion=OFFSETS,
     words=vocabulary(),
+    vectors=VECTORS,
 )
 REPLAN = 8
 POSITION_SCALE = np.array([0.1, 0.1, 0.05], dtype=np.float32)  # metres per unit of the auxiliary outputs

@@ -7,7 +7,8 @@ converter's own reader, so a trained policy cannot differ from what its checkpoi
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ class Design:
     chunk_size: int
     control_hz: float
     words: tuple[str, ...]
+    vectors: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # names and units, as of `sinew convert --vectors`
     patch_size: int = 8
     pixel_shuffle: int = 2
     vision_width: int = 96

@@ -156,6 +156,7 @@ def train(
         name=design.name,
         control_hz=design.control_hz,
         motion=design.motion,
+        vectors=design.vectors,
         settings={"committed_rows": str(COMMITTED)},
     )
 

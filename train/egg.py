@@ -30,6 +30,10 @@ DESIGN = Design(
     chunk_size=ROWS,
     control_hz=240,
     words=tuple(sorted(PROMPT.split())),
+    vectors={
+        "state": {"names": ["opening", "force"], "units": ["80 mm", "10 N"]},
+        "action": {"names": ["speed"], "units": ["0.2 m/s"]},
+    },
     patch_size=16,
     vision_width=32,
     vision_ffn=64,

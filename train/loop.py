@@ -160,6 +160,7 @@ def export(out: Path, design: Design) -> Path:
         name=design.name,
         control_hz=design.control_hz,
         motion=design.motion,
+        vectors=design.vectors,
     )
     plot(out / "log.json", out / "curve.png")
     return bundle

@@ -32,6 +32,10 @@ DESIGN = Design(
     control_hz=60,
     motion={"kind": "absolute"},
     words=tuple(sorted(PROMPT.split())),
+    vectors={
+        "state": {"names": ["opening"], "units": ["1 open, 0 closed"]},
+        "action": {"names": ["close"], "units": ["closed from 0.5"]},
+    },
     vision_width=48,
     vision_ffn=128,
     vision_layers=2,

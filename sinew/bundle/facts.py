@@ -68,7 +68,7 @@ def words(bundle: Bundle) -> dict[str, str]:
 
 
 def _vector(what: Any, recipe: Any, parts: Any, steps: Any) -> str:
-    named = f": {', '.join(what.names)}" if what.names else ""
+    named = f": {', '.join(what.labels)}" if what.labels else ""
     if parts:
         modes = ", ".join(f"{part.name} {_form(part)}" for part in parts)
         words = f"{what.dim} values{named}; {modes}"

@@ -37,6 +37,7 @@ def convert(
     settings: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     control_hz: float | None = None,
     motion: str | None = None,
+    vectors: str | None = None,
     name: str | None = None,
     force: Flag = False,
 ) -> int:
@@ -65,6 +66,8 @@ def convert(
         stats_key: which of several sets of statistics (arm/dataset where there are two levels).
         settings: NAME=VALUE for a choice that the files leave open, such as solver_steps=5; may be given several times.
         control_hz: actions per second at which the chunk is meant to be executed; upstream files do not say it.
+        vectors: JSON object, names and units of the numbers of state and action, in their order, where the checkpoint
+            does not have them: {"action": {"names": ["pan", "lift"], "units": ["deg", "deg"]}}.
         motion: JSON object, what the actions are measured from: {"kind": "absolute"} ... (docs/control.md). Robots then
             take the hand-over that fits by themselves; upstream files do not say it.
         name: the policy's name; the checkpoint directory's if absent.
@@ -73,7 +76,7 @@ def convert(
     from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.bundle.seen import renamed
     from sinew.convert import ConvertOptions, read
-    from sinew.convert.options import parse_motion, parse_settings
+    from sinew.convert.options import parse_motion, parse_settings, parse_vectors
     from sinew.core import ConvertError
 
     if out.exists() and not force:
@@ -95,6 +98,7 @@ def convert(
         stats_key=stats_key,
         control_hz=control_hz,
         motion=parse_motion(json_object("--motion", motion)),
+        vectors=parse_vectors(json_object("--vectors", vectors)),
         settings=parse_settings(settings or []),
     )
     renames = parse_renames(rename)

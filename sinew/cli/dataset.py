@@ -25,6 +25,7 @@ def dataset(
     successes: Flag = False,
     hz: PositiveIfAny = None,
     bundle: Path | None = None,
+    corrections: Flag = False,
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
 ) -> int:
@@ -32,7 +33,8 @@ def dataset(
 
     Args:
         source: a policy as of `sinew eval`, or `expert`: it plays episodes, and every control step is a frame. Or the
-            folder that `sinew serve --record` wrote: every request is a frame.
+            folder that `sinew serve --record` wrote: every request is a frame. Or that of `sinew run --frames`: every
+            control step is, and says in LeRobot's `intervention` whether a human drove.
         out: a new folder.
         env: gymnasium id; if absent, the embedded task that the policy fits.
         episodes: to play, one per seed.
@@ -41,6 +43,7 @@ def dataset(
         successes: leave out episodes that failed.
         hz: of records: requests per second; the control rate of --bundle if absent.
         bundle: of records: the policy, which gives the joints their names.
+        corrections: of records: only the steps in which a human drove.
     """
     from sinew.eval.dataset.make import of_episodes, of_records
     from sinew.eval.settings import Task, parse_replan
@@ -49,10 +52,12 @@ def dataset(
     if Path(source).is_dir() and next(Path(source).glob("*.npz"), None) is not None:
         if env is not None or successes:
             raise SinewError("--env, --successes: belong to episodes that are played, not to records")
-        counts: dict[str, Any] = of_records(Path(source), out, hz, bundle)
+        counts: dict[str, Any] = of_records(Path(source), out, hz, bundle, corrections)
     else:
-        if hz is not None or bundle is not None:
-            raise SinewError("--hz, --bundle: belong to records, and the environment has its own rate")
+        if hz is not None or bundle is not None or corrections:
+            raise SinewError(
+                "--hz, --bundle, --corrections: belong to records, and the environment has its own rate"
+            )
         try:
             task = Task(env or default_env(source, cameras.rename, **cameras.allowed))
             (variant,) = variants(runs.variant(source, cameras, replan=parse_replan(replan)))

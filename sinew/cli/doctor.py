@@ -31,6 +31,7 @@ def doctor(
     observe: str | None = None,
     robot_options: str | None = None,
     rename: Texts = (),
+    rename_joint: Texts = (),
     seconds: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=600))] = 3.0,
     learn: Path | None = None,
     out: Path | None = None,
@@ -45,6 +46,7 @@ def doctor(
             --record`, and say what is wired otherwise than in the training data; nothing else is checked then.
         robot_options: of --observe, as of `sinew run`.
         rename: of --observe, NEW=CAMERA, as of `sinew run`; repeatable.
+        rename_joint: of --observe, NEW=JOINT, as of `sinew run`; repeatable.
         seconds: of --observe.
         learn: a folder of `sinew serve --record`, of the right robot: write the bundle once more to --out with what its
             cameras and joints look like, which --observe compares with.
@@ -62,7 +64,7 @@ def doctor(
                 "--observe, --learn: expected one of them, without --verify and flags of engines"
             )
         if observe is not None:
-            return wiring.observe(bundle, observe, robot_options, rename, seconds)
+            return wiring.observe(bundle, observe, robot_options, rename, rename_joint, seconds)
         if out is None:
             raise SinewError("--learn: expected --out, the bundle to write")
         assert learn is not None

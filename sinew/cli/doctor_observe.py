@@ -24,7 +24,14 @@ MARKS = {
 }
 
 
-def observe(policy: Path, robot: str, options: str | None, rename: tuple[str, ...], seconds: float) -> int:
+def observe(
+    policy: Path,
+    robot: str,
+    options: str | None,
+    rename: tuple[str, ...],
+    joints: tuple[str, ...],
+    seconds: float,
+) -> int:
     """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does."""
     from sinew.checks.wiring import CANNOT_TELL
     from sinew.checks.wiring import observe as looking
@@ -32,13 +39,15 @@ def observe(policy: Path, robot: str, options: str | None, rename: tuple[str, ..
 
     manifest = open_bundle(policy).manifest
     if records(robot):
-        if options is not None or rename:
-            raise SinewError("--robot-options, --rename: expected none with records, which are as they are")
+        if options is not None or rename or joints:
+            raise SinewError(
+                "--robot-options, --rename, --rename-joint: expected none with records, which are as they are"
+            )
         with progress.task(f"reading {robot}"):
             looks, found = looking.recorded(Path(robot), manifest)
         what = f"{looks} records of {robot}"
     else:
-        looks, found = _live(robot, options, rename, manifest, seconds)
+        looks, found = _live(robot, options, rename, joints, manifest, seconds)
         what = f"{robot}: {looks} looks in {seconds:g} s; it was not commanded"
     wrong = sum(each.level != CANNOT_TELL for each in found)
     _print(found)
@@ -57,12 +66,17 @@ def records(robot: str) -> bool:
 
 
 def _live(
-    robot: str, options: str | None, rename: tuple[str, ...], manifest: Manifest, seconds: float
+    robot: str,
+    options: str | None,
+    rename: tuple[str, ...],
+    joints: tuple[str, ...],
+    manifest: Manifest,
+    seconds: float,
 ) -> tuple[int, list[Finding]]:
     from sinew.checks.wiring import observe as looking
     from sinew.cli.run_robot import robot_opener
 
-    opener = robot_opener(robot, options, rename, None)
+    opener = robot_opener(robot, options, rename, None, joints)
     try:
         with (
             looking.closing(opener(manifest.spec.to_dict())[0]) as machine,

@@ -1,6 +1,6 @@
 """``sinew run``: a policy drives a robot.
 
-Space pauses and holds, or goes on; ``p`` changes the instruction; ``q`` stops.
+Space pauses and holds, or goes on; ``p`` changes the instruction; ``t`` takes over, or gives back; ``q`` stops.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from sinew.cli.run_connection import (
     open_assist,
     open_connection,
 )
+from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, LeaderFlags
 from sinew.cli.run_robot import ROBOT, RobotFlags, drive, episodes_of, episodes_row, refusal
 from sinew.cli.run_view import Keys, RunView
 from sinew.core import SinewError
@@ -60,6 +61,8 @@ def run(
     assist_timeout: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 5.0,
     api_key_file: Path | None = None,
     go: Annotated[bool, Parameter(negative="")] = False,
+    lead: LeaderFlags = LEADER,
+    envelope: EnvelopeFlags = ENVELOPE,
     runs: Runs = RUNS,
 ) -> int:
     """Drive a robot with a policy: chunks become one command per control step, whatever the network does.
@@ -97,6 +100,7 @@ def run(
         try:
             key = api_key_of(api_key_file)
             rule = assist_rule(target, assist, assist_when)
+            lead.check()
             edge = None if edge_adapter is None else Adapter.read(edge_adapter)
             open_robot = on.opener()  # before anything is loaded
             policy, about, connect = open_connection(target, runs, split, key)
@@ -112,21 +116,24 @@ def run(
                 edge.check(policy, robot.rate)
             settings = Settings(
                 hz=robot.rate, handover=chosen.handover, replan=replan, motion=chosen.motion,
-                limits=robot.limits, max_age=max_age, deadline=timeout,
+                limits=lead.limits(robot, chosen.motion, policy), max_age=max_age, deadline=timeout,
                 stale=on.stale, finish=finish, future=future, substeps=substeps,
                 committed_rows=int(policy.get("committed_rows") or 0),
                 refine=0 if edge is None else edge.form.max_age,
                 # A far policy's chunks may be longer, and nobody knows them while it is not there.
                 chunk_size=0 if assist is not None else int(policy.get("chunk_size") or 0), watchdog=on.watchdog,
+                **envelope.settings(),
             )  # fmt: skip
+            machine, takeover = lead.opened(stack, robot, settings, policy)
             assisted = None
             if assist is not None and rule is not None:
                 connect = assisted = open_assist(assist, rule, assist_timeout, connect, policy, settings, key)
                 stack.callback(assisted.close)
             history = History.of(policy)
             loop = Loop(
-                robot.machine, connect, settings, robot.dim, robot.prompt, adapter=edge, history=history
-            )
+                machine, connect, settings, robot.dim, robot.prompt, adapter=edge, history=history,
+                takeover=takeover, keep=lead.keeper(stack, robot, robot.rate),
+            )  # fmt: skip
             stack.callback(loop.close)
             said = {"advantage": advantage, "guidance_scale": guidance_scale}
             on.follow(stack, loop, robot, settings, target, **said)
@@ -135,7 +142,7 @@ def run(
                 loop.listeners.append(watch.put)
             if handover == AUTO:
                 terminal.say(str(chosen))
-            cadence = _drive(loop, on.ticks(robot.rate), go)
+            cadence = _drive(loop, on.ticks(robot.rate), go, lead.takeover_key)
         except Refused as error:
             raise SinewError(refusal(str(error), robot.machine, policy)) from error
         except ClientError as error:
@@ -162,7 +169,7 @@ def run(
     return status.ended(failed)
 
 
-def _drive(loop: Loop, steps: int | None, go: bool) -> Cadence:
+def _drive(loop: Loop, steps: int | None, go: bool, key: str) -> Cadence:
     """Run the loop under its live view; without a terminal it begins at once."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if steps is None and not interactive and not hasattr(loop.robot, "episodes"):
@@ -173,7 +180,7 @@ def _drive(loop: Loop, steps: int | None, go: bool) -> Cadence:
         return loop.report()
     if not go:
         loop.pause()
-    with Keys(loop) as keys, RunView(loop, keys):
+    with Keys(loop, key) as keys, RunView(loop, keys):
         drive(loop, steps)
     return loop.report()
 

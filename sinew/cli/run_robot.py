@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,11 @@ from typing import Any
 from cyclopts import Parameter
 from sinew_client import ClientError
 from sinew_client.control import Journal, Limits, Loop, Settings
-from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot
+from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
 
 from sinew.bundle.rename import parse_renames
 from sinew.cli import terminal
-from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
+from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object, pairs
 from sinew.core import SinewError
 from sinew.eval.report.stats import wilson
 from sinew.signals import handled
@@ -36,12 +36,15 @@ class RobotFlags:
             lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         rename: NEW=CAMERA, repeatable: the policy's CAMERA is called NEW by your robot, as front=camera1.
+        rename_joint: NEW=JOINT, repeatable: the same of joints, where robot and policy call them otherwise. Where both
+            have names they are matched by them, whatever their order.
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: control rate; the policy's own, or the environment's, if absent.
         motion: JSON object, what actions are measured from; {"kind": "absolute"} ...; as the policy states it if
             absent, {"kind": "as is"} for rows as they come.
-        limits: .toml or .json with low, high, velocity, acceleration and still (the command at which the robot stands
-            still, such as 0 of velocities) per joint; the policy's own if absent.
+        limits: .toml or .json with low, high, velocity, acceleration, jerk, jump, workspace_low, workspace_high and
+            still (the command at which the robot stands still, such as 0 of velocities) per joint; the policy's own if
+            absent.
         stale: seconds beyond which a frame is too old to act on.
         watchdog: hold the robot from another thread while its own methods block; --no-watchdog for one that must not be
             held while it observes.
@@ -53,6 +56,7 @@ class RobotFlags:
     robot: str = "dry"
     robot_options: str | None = None
     rename: Texts = ()
+    rename_joint: Texts = ()
     prompt: str = ""
     hz: PositiveIfAny = None
     motion: str | None = None
@@ -65,7 +69,7 @@ class RobotFlags:
 
     def opener(self) -> Callable[[dict[str, Any]], Opened]:
         """Return what opens the robot for a policy (:func:`robot_opener`)."""
-        return robot_opener(self.robot, self.robot_options, self.rename, self.episodes)
+        return robot_opener(self.robot, self.robot_options, self.rename, self.episodes, self.rename_joint)
 
     def opened(
         self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Opened], policy: dict[str, Any]
@@ -77,7 +81,7 @@ class RobotFlags:
         if not (rate := self.hz or own_rate or policy.get("control_hz")):
             raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
         dim = int(policy["action"]["dim"])
-        found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
+        found = Limits.from_metadata(policy) if self.limits is None else self._limits(policy, dim)
         return Driven(
             machine,
             choose_prompt(self.prompt, instruction, policy),
@@ -85,6 +89,11 @@ class RobotFlags:
             dim,
             None if found is None else found.to_dict(),
         )
+
+    def _limits(self, policy: dict[str, Any], dim: int) -> Limits:
+        assert self.limits is not None
+        found = Limits.read(self.limits, dim)
+        return found.ordered(policy["action"].get("names") or (), str(self.limits))
 
     def follow(
         self, stack: ExitStack, loop: Loop, robot: Driven, settings: Settings, target: str, **said: Any
@@ -131,17 +140,25 @@ EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pe
 
 
 def robot_opener(
-    text: str, options: str | None, rename: Iterable[str], episodes: int | None
+    text: str,
+    options: str | None,
+    rename: Iterable[str],
+    episodes: int | None,
+    joints: Iterable[str] = (),
 ) -> Callable[[dict[str, Any]], Opened]:
     """Return what opens a robot for a policy: the robot, its own instruction and its own rate.
 
     What can be wrong without a policy is said here, before one is loaded.
     """
-    given, pairs = json_object("--robot-options", options) or {}, _of_policy(rename)
+    given = json_object("--robot-options", options) or {}
+    cameras = _of_policy("--rename", "camera", parse_renames(tuple(rename)))
+    places = _of_policy("--rename-joint", "joint", pairs("--rename-joint", "JOINT", joints))
     text = EMBEDDED.get(text, text)
     kind, _, rest = text.partition(":")
     if episodes is not None and kind != "gym":
         raise SinewError("--episodes: belongs to --robot gym:ENV")
+    if places and (kind in ("gym", "dry") or text == "dry"):
+        raise SinewError(f"--rename-joint: expected none with --robot {text}, which has no names of its own")
     if kind == "gym" and rest:
         from sinew.eval.adapters import make_env
         from sinew.eval.robot import SimulatedRobot
@@ -149,32 +166,37 @@ def robot_opener(
         env, adapter = make_env(rest, env_options=given)
 
         def simulated(policy: dict[str, Any]) -> Opened:
-            if fit := getattr(adapter, "fit_actions" if pairs else "fit", None):
+            if fit := getattr(adapter, "fit_actions" if cameras else "fit", None):
                 fit(policy)
-            robot = SimulatedRobot(env, adapter, episodes, cameras=pairs)
+            robot = SimulatedRobot(env, adapter, episodes, cameras=cameras)
             return robot, robot.task, adapter.control_hz
 
         return simulated
     if kind == "lerobot" and rest:
-        return lambda policy: (open_lerobot(rest, given, policy, pairs), "", None)
+        return lambda policy: (open_lerobot(rest, given, policy, cameras, places), "", None)
     if text == "dry":
-        if pairs:
+        if cameras:
             raise SinewError("--rename: expected none with --robot dry, which has the policy's own")
         return lambda policy: (Dry(policy), "", None)
     if rest:
         find_class(text)
-        return lambda _policy: (open_class(text, given, pairs), "", None)
+
+        def own(policy: dict[str, Any]) -> Opened:
+            robot = ordered(open_class(text, given, cameras), policy, places)
+            return robot, str(getattr(robot, "task", "")), None
+
+        return own
     raise SinewError(
         f"--robot: expected dry, blocks, pen, egg, gym:ENV, module:Class or lerobot:TYPE, got {text!r}"
     )
 
 
-def _of_policy(texts: Iterable[str]) -> dict[str, str]:
-    """Return the policy's cameras -> the robot's, of ROBOT=CAMERA."""
-    names = parse_renames(tuple(texts))
-    found = {camera: own for own, camera in names.items()}
+def _of_policy(flag: str, what: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the policy's cameras or joints -> the robot's, of the robot's -> the policy's."""
+    found = {old: own for own, old in names.items()}
     if len(found) < len(names):
-        raise SinewError(f"--rename: expected each camera once, got {', '.join(texts)}")
+        texts = ", ".join(f"{own}={old}" for own, old in names.items())
+        raise SinewError(f"{flag}: expected each {what} once, got {texts}")
     return found
 
 

@@ -29,13 +29,14 @@ RATE = 8  # pictures per second
 
 
 class Keys:
-    """Reads single keys on a thread: space pauses or goes on, ``p`` begins an instruction, ``q`` stops.
+    """Reads single keys on a thread: space pauses or goes on, ``p`` begins an instruction, ``q`` stops, and
+    ``takeover`` takes over or gives back.
 
     typing: the instruction so far, None while none is typed.
     """
 
-    def __init__(self, loop: Loop):
-        self.loop = loop
+    def __init__(self, loop: Loop, takeover: str = "t"):
+        self.loop, self.takeover = loop, takeover
         self.typing: str | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._read, name="sinew-keys", daemon=True)
@@ -85,6 +86,11 @@ class Keys:
             self.typing = ""
         elif key == "q":
             self.loop.stop()
+        elif key == self.takeover:
+            if self.loop.driver == "policy":
+                self.loop.take_over()
+            else:
+                self.loop.hand_back()
 
 
 class RunView:
@@ -123,6 +129,9 @@ class RunView:
         assert isinstance(controller, Controller)
         state = "paused" if loop.paused else "holds" if command is None or command.row is None else "moves"
         colour = {"paused": "yellow", "holds": "red", "moves": "green"}[state]
+        if loop.takeover is not None and not loop.paused:
+            who = {"policy": "policy drives", "human": "human drives", "aligning": "is aligned"}[loop.driver]
+            state += f", {who}"
         facts = Table.grid(padding=(0, 2))
         facts.add_row("instruction", Text(loop.prompt or "-"))
         if (own := getattr(loop.robot, "task", "")) and own != loop.prompt:
@@ -142,6 +151,8 @@ class RunView:
         )
         delay = 1e3 * controller.delay.steps / loop.settings.hz
         facts.add_row("chunk age", f"{age}, a request takes {delay:.0f} ms{hz(delay)}")
+        if loop.takeover is not None and loop.takeover.apart and loop.driver == "aligning":
+            facts.add_row("leader", Text(loop.takeover.apart, style="yellow"))
         if failed := str(controller.faults):
             facts.add_row("errors", Text(failed, style="red"))
         facts.add_row("steps", f"{loop.steps} at {loop.settings.hz:g} Hz, {loop.pace.late} late")
@@ -149,5 +160,6 @@ class RunView:
         facts.add_row("held", f"{sum(held.values())} steps, clipped {controller.clipped_commands} commands")
         if command is not None and command.row is not None:
             facts.add_row("command", Text(" ".join(f"{value:+.3f}" for value in command.row[:8])))
-        help_line = Text("space pauses or goes on   p instruction   q stops", style="dim")
+        taken = "" if loop.takeover is None else f"   {self.keys.takeover} takes over or gives back"
+        help_line = Text(f"space pauses or goes on   p instruction   q stops{taken}", style="dim")
         return Panel(Group(facts, Text("\n".join(self._events), style="dim"), help_line), title="sinew run")

@@ -15,7 +15,7 @@ from sinew.bundle.writer import Progress
 from sinew.convert import advantage
 from sinew.convert.lerobot.folder import read_dataset, resolve
 from sinew.convert.lerobot.stats import seen_in
-from sinew.convert.options import COMPAT, ConvertOptions, parse_motion
+from sinew.convert.options import COMPAT, ConvertOptions, parse_motion, parse_vectors
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
@@ -58,6 +58,7 @@ def convert(
     *,
     cameras: tuple[str, ...] = (),
     motion: Mapping[str, object] | None = None,
+    vectors: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
     name: str | None = None,
     merge: bool = True,
@@ -73,6 +74,7 @@ def convert(
     given = ConvertOptions(
         cameras=tuple(cameras),
         motion=parse_motion(motion),
+        vectors=parse_vectors(vectors),
         settings={key: str(value) for key, value in (settings or {}).items()},
         **options,
     )

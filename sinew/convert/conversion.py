@@ -21,7 +21,7 @@ from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
 from sinew.bundle.seen import Seen
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
 from sinew.convert.lerobot.folder import name_of, resolve
-from sinew.convert.options import ConvertOptions
+from sinew.convert.options import ConvertOptions, Joints
 from sinew.core import BundleError, ConvertError, MotionSpec, PolicySpec
 from sinew.models import build_on_meta, mismatch
 
@@ -95,6 +95,8 @@ class Conversion:
                         name=name,
                         control_hz=options.control_hz or self.spec.control_hz,
                         motion=options.motion or self.spec.motion or _motion(self.spec, self.processing),
+                        state=options.vectors.get("state", Joints()).named("state", self.spec.state),
+                        action=options.vectors.get("action", Joints()).named("action", self.spec.action),
                     ),
                     processing=replace(self.processing, compat=options.compat),
                     provenance=Provenance(

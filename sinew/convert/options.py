@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import Any
 
 from sinew.bundle.schema import from_builtins
-from sinew.core import BundleError, ConvertError, MotionSpec
+from sinew.core import BundleError, ConvertError, MotionSpec, VectorSpec
 
 COMPAT = ("lerobot-0.4", "lerobot-0.6", "openpi")
-COMMON = ("compat", "control_hz", "motion", "settings")  # options of every family
+COMMON = ("compat", "control_hz", "motion", "settings", "vectors")  # options of every family
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,27 @@ SOLVER_STEPS_SETTING = Setting(int, "solver steps of a request that does not say
 
 
 @dataclass(frozen=True)
+class Joints:
+    """Names and units of a vector's numbers, in their order; empty where they are not given."""
+
+    names: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+
+    def named(self, key: str, vector: VectorSpec | None = None) -> VectorSpec:
+        """Return a vector with these names and units. Raises :class:`ConvertError` where there are more or fewer than
+        it has numbers, or where its source calls them otherwise."""
+        size = len(self.names or self.units)
+        found = VectorSpec(size) if vector is None else vector
+        for what, given, own in (("names", self.names, found.names), ("units", self.units, found.units)):
+            if given and len(given) != found.dim:
+                raise ConvertError(f"--vectors: {key}.{what}: expected {found.dim}, got {len(given)}")
+            if given and own and given != own:
+                told = f"expected {', '.join(own)}, as the checkpoint says, got {', '.join(given)}"
+                raise ConvertError(f"--vectors: {key}.{what}: {told}")
+        return replace(found, names=self.names or found.names, units=self.units or found.units)
+
+
+@dataclass(frozen=True)
 class ConvertOptions:
     """What the user can add to a checkpoint: see ``sinew convert --help``. Empty values were not given."""
 
@@ -74,6 +95,9 @@ class ConvertOptions:
     stats_key: str = ""
     control_hz: float | None = None  # actions per second; no upstream config says it
     motion: MotionSpec | None = None  # what actions are measured from; no upstream config says it
+    vectors: Mapping[str, Joints] = field(
+        default_factory=dict
+    )  # of "state" and "action"; no config has units
     settings: Mapping[str, Any] = field(default_factory=dict)  # of --set; text until a family has read it
 
     def setting(self, name: str, default: Any) -> Any:
@@ -122,6 +146,8 @@ class ConvertOptions:
                 found |= {f"set {key}": _text(setting) for key, setting in value.items()}
             elif name == "motion":
                 found[name] = value.kind
+            elif name == "vectors":
+                found |= {f"vectors.{key}": ", ".join(each.named(key).labels) for key, each in value.items()}
             else:
                 found[_flag(name)[2:]] = _text(value)
         return found
@@ -135,6 +161,22 @@ def parse_motion(given: Mapping[str, Any] | None) -> MotionSpec | None:
         return from_builtins(dict(given), MotionSpec, "--motion")
     except BundleError as error:
         raise ConvertError(str(error)) from None
+
+
+def parse_vectors(given: Mapping[str, Any] | None) -> dict[str, Joints]:
+    """Return what ``--vectors`` says of state and action. Raises :class:`ConvertError`."""
+    found = {}
+    for key, values in (given or {}).items():
+        if key not in ("state", "action") or not isinstance(values, Mapping):
+            raise ConvertError(
+                f"--vectors: expected state and action, each an object with names or units, got {key!r:.80}"
+            )
+        try:
+            found[key] = from_builtins(dict(values), Joints, f"--vectors: {key}")
+        except BundleError as error:
+            raise ConvertError(str(error)) from None
+        found[key].named(key)
+    return found
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, str]:

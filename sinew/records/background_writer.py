@@ -24,7 +24,8 @@ RETRY_S = 10.0  # after a failure of what takes them, until it is tried again
 
 
 class Entry(NamedTuple):
-    """One request and its answer. when: seconds since the epoch. server: what it said of itself then."""
+    """One request and its answer. when: seconds since the epoch. server: what it said of itself then. by: who drove the
+    robot, of a control step (``sinew run --frames``)."""
 
     when: float
     wire: str
@@ -32,6 +33,7 @@ class Entry(NamedTuple):
     observation: Observation
     outcome: ActionChunk | SinewError
     server: Mapping[str, Any]
+    by: str = ""
 
 
 class BackgroundWriter(ABC):
@@ -59,12 +61,13 @@ class BackgroundWriter(ABC):
         observation: Observation,
         outcome: ActionChunk | SinewError,
         server: Mapping[str, Any] = MappingProxyType({}),
+        by: str = "",
     ) -> None:
-        """Keep one request and its answer. server: of the metadata, what answered. Never blocks."""
+        """Keep one request and its answer. server: of the metadata, what answered. by: who drove. Never blocks."""
         try:
             if self._waiting_bytes > BACKLOG_BYTES:
                 raise Full
-            self._queue.put_nowait(Entry(time.time(), wire, session, observation, outcome, server))
+            self._queue.put_nowait(Entry(time.time(), wire, session, observation, outcome, server, by))
             self._waiting_bytes += _size(observation)
         except Full:
             self._dropped += 1

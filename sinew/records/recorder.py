@@ -3,9 +3,10 @@
 A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``tokens``, ``previous`` and the moments
 before as ``earlier/<0, 1 ...>/images/<camera>`` and ``earlier/<0, 1 ...>/state``, oldest first; ``actions`` or nothing;
 and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, which words were asked for and the ``text``
-that was said, the error if there was one, whether the answer was a ``context``, which is not kept, and ``server``,
-what decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it
-without pickle.
+that was said, the error if there was one, whether the answer was a ``context``, which is not kept, who drove the robot
+(``by``, of ``sinew run --frames``, where a record is a control step and its action the command), and ``server``, what
+decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it without
+pickle.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -52,6 +53,11 @@ class Record:
     error: str
     meta: dict[str, Any]
     server: dict[str, Any]
+
+    @property
+    def by(self) -> str:
+        """Return who drove, "policy" or "human", of a control step of ``sinew run --frames``; else ""."""
+        return self.meta.get("by", "")
 
     @property
     def text(self) -> str:
@@ -90,6 +96,7 @@ class _Meta(msgspec.Struct):
     adapter: str = ""
     advantage: str | None = None
     guidance_scale: float | None = None
+    by: Literal["", "policy", "human"] = ""
     server: dict[str, Any] = {}
 
 
@@ -118,7 +125,7 @@ class Recorder(BackgroundWriter):
         return self._left <= 0
 
     def _write(self, entry: Entry) -> None:
-        when, wire, session, observation, outcome, server = entry
+        when, wire, session, observation, outcome, server, by = entry
         arrays: dict[str, Any] = {}
         for index, moment in enumerate(observation.moments, start=-len(observation.earlier)):
             prefix = f"earlier/{index + len(observation.earlier)}/" if index else ""
@@ -130,6 +137,8 @@ class Recorder(BackgroundWriter):
                 arrays[name] = np.asarray(getattr(observation, name))
         meta = {"recorded": when, "wire": wire, **{name: getattr(observation, name) for name in _PLAIN}}
         meta["session"] = session or observation.session
+        if by:
+            meta["by"] = by
         if observation.asks:
             meta |= {name: getattr(observation, name) for name in WORDS}
         if server:

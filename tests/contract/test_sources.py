@@ -284,7 +284,7 @@ class TwoPlaces(Case):
     """Vision and prefix on a real server, the head here. The first number of a row is the script's."""
 
     settings = {**Case.settings, "deadline": 2.0}  # noqa: RUF012
-    misfit = "state.0: expected"
+    misfit = "state.opening: expected"
 
     def robot(self) -> Robot:
         self.policy = load(ASSETS / "pen.gguf", device="cpu", engine="eager", threads=1)

@@ -523,7 +523,7 @@ def test_after_a_pause_nothing_leads_back_to_where_the_robot_was(moved: bool) ->
 def test_limits_begin_where_something_says_the_robot_is() -> None:
     """Its state says where it stands, of positions; commands that hold at a number of their own say it themselves."""
     given = {"velocity": [1, None, 2], "names": ["x", "y", "grip"]}
-    said = r"limits.velocity, limits.acceleration: expected a motion .* got neither for {}"
+    said = r"limits.velocity: expected a motion .* got neither for {}"
     columns = {"action": [0, 1], "state": [0, 1]}
     for motion, missing in (
         (None, "x, grip"),

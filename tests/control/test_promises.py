@@ -163,11 +163,14 @@ Promises.TestCase.settings = settings(
 TestPromises = Promises.TestCase
 
 
-def kept(limits: Limits, before: np.ndarray, moved: np.ndarray, row: np.ndarray) -> None:
-    """Check a command as the robot sees it: float32, after ``before``, to which it went by ``moved``.
+def kept(
+    limits: Limits, before: np.ndarray, moved: np.ndarray, row: np.ndarray, changed: np.ndarray | None = None
+) -> None:
+    """Check a command as the robot sees it: float32, after ``before``, to which it went by ``moved``, a step that
+    differed from the one before by ``changed``.
 
     Range and velocity to the bit. Acceleration to the bit where the robot gets faster; slowing down it may be one step
-    of float32 more, where no number in between can be sent.
+    of float32 more, where no number in between can be sent. Where a jerk is limited, both but for rounding.
     """
     assert row.dtype == np.float32
     assert row.shape == before.shape
@@ -177,6 +180,11 @@ def kept(limits: Limits, before: np.ndarray, moved: np.ndarray, row: np.ndarray)
     assert (row <= np.maximum(high, before)).all()
     move = row.astype(np.float64) - before
     assert (np.abs(move) <= limits.velocity * PERIOD).all()
+    ulp = np.spacing(np.maximum(np.abs(row), np.abs(before)).max() + 1)
+    if np.isfinite(limits.jerk).any() and changed is not None:
+        assert (np.abs(move - moved) <= limits.acceleration * PERIOD**2 + 16 * ulp).all()
+        assert (np.abs(move - moved - changed) <= limits.jerk * PERIOD**3 + 16 * ulp).all()
+        return
     slack = np.where(np.abs(move) < np.abs(moved), np.spacing(np.maximum(np.abs(row), np.abs(before))), 0.0)
     assert (np.abs(move - moved) <= limits.acceleration * PERIOD**2 + slack).all()
 
@@ -268,14 +276,19 @@ class Hostile(RuleBasedStateMachine):
         ),
         velocity=st.sampled_from([0.3, 2.0]),
         acceleration=st.sampled_from([None, 1.0, 40.0]),
+        jerk=st.sampled_from([None, None, 20.0, 2000.0]),
+        smooth=st.sampled_from(["", "", "lowpass:3", "ema:0.4"]),
+        speed=st.sampled_from([1.0, 1.0, 0.5]),
         max_age=st.sampled_from([0.2, 0.5]),
         start=st.tuples(st.floats(-3, 3), st.floats(-3, 3)),
     )
-    def begin(self, handover, replan, motion, velocity, acceleration, max_age, start) -> None:
-        limits = {"low": -2, "high": 2, "velocity": velocity, "acceleration": acceleration}
+    def begin(
+        self, handover, replan, motion, velocity, acceleration, jerk, smooth, speed, max_age, start
+    ) -> None:
+        limits = {"low": -2, "high": 2, "velocity": velocity, "acceleration": acceleration, "jerk": jerk}
         self.limits = Limits.parse(limits, DIM)
         self.time, self.true, self.lost = 1000.0, 0.0, 0.0  # lost: seconds in which the process did not run
-        self.position, self.moved = np.float32(start), np.zeros(DIM)
+        self.position, self.moved, self.changed = np.float32(start), np.zeros(DIM), np.zeros(DIM)
         self.frame, self.state = 0.0, "good"
         self.last_true: float | None = None  # of the last command or hold
         self.last_step = -1
@@ -287,7 +300,8 @@ class Hostile(RuleBasedStateMachine):
         self.waiting: SimpleQueue = SimpleQueue()  # of calls: what each is to answer goes there
         self.pending: SimpleQueue | None = None  # of the newest call
         self.hanging: list[SimpleQueue] = []  # of calls that were given up
-        options = {"max_age": max_age, "deadline": DEADLINE, "stale": STALE}
+        options = {"max_age": max_age, "deadline": DEADLINE, "stale": STALE, "filter": smooth}
+        options["speed"] = 1.0 if handover.startswith("rtc") else speed
         chosen = Settings(
             1 / PERIOD, handover, replan, motion=motion, limits=limits, chunk_size=40, **options
         )
@@ -314,15 +328,19 @@ class Hostile(RuleBasedStateMachine):
     def act(self, row: np.ndarray) -> None:
         assert self.expected is not None
         self.noted()
-        kept(self.limits, self.position, self.moved, row)
-        self.moved = row.astype(np.float64) - self.position
+        kept(self.limits, self.position, self.moved, row, self.changed)
+        moved = row.astype(np.float64) - self.position
+        self.moved, self.changed = moved, moved - self.moved
         self.position = row
         self.acted += 1
 
     def hold(self) -> None:
         assert self.expected is None
         self.noted()
-        self.moved = np.zeros(DIM)
+        self.stands()
+
+    def stands(self) -> None:
+        self.moved, self.changed = np.zeros(DIM), np.zeros(DIM)
 
     def hear(self, event: str, values: Mapping[str, Any]) -> None:
         if event == "arrived":
@@ -342,7 +360,7 @@ class Hostile(RuleBasedStateMachine):
     def watch(self, command: Command) -> None:
         assert command.step > self.last_step
         if command.step > self.last_step + 1:
-            self.moved = np.zeros(DIM)  # it was sent nothing for a while, and stands
+            self.stands()  # it was sent nothing for a while
         self.last_step = command.step
         self.expected = command.row
         if self.seen_bad or self.loop.paused:
@@ -466,13 +484,15 @@ class Hostile(RuleBasedStateMachine):
         """Somebody moves the robot by hand, which is why it was paused."""
         self.loop.pause()
         self.ticks(1)
-        self.position, self.moved = np.float32(to), np.zeros(DIM)
+        self.position = np.float32(to)
+        self.stands()
         self.loop.resume()
 
     @rule(to=st.tuples(st.floats(-2, 2), st.floats(-2, 2)))
     def another_episode(self, to: tuple[float, float]) -> None:
         self.loop.restart("a new episode", "another")
-        self.position, self.moved = np.float32(to), np.zeros(DIM)
+        self.position = np.float32(to)
+        self.stands()
 
     @rule()
     def all_is_well(self) -> None:

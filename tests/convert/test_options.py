@@ -8,8 +8,8 @@ import pytest
 
 from sinew.bundle import Bundle
 from sinew.convert import convert
-from sinew.convert.options import ConvertOptions, Setting, parse_settings
-from sinew.core import ConvertError
+from sinew.convert.options import ConvertOptions, Joints, Setting, parse_settings
+from sinew.core import ConvertError, VectorSpec
 from sinew.steps.prompt.advantage import Advantage
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.suffix import Suffix
@@ -55,6 +55,47 @@ def test_settings_out_of_range(golden, tmp_path, text, message):
     case = golden / CASE
     with pytest.raises(ConvertError, match=f"--set solver_steps: .*{message}"):
         convert(case / "checkpoint", tmp_path / "o.gguf", vlm=case / "vlm", settings={"solver_steps": text})
+
+
+def test_names_and_units_are_used_and_recorded(golden, tmp_path):
+    case = golden / CASE
+    names = [f"joint {k}" for k in range(6)]
+    given = {"state": {"names": names, "units": ["deg"] * 6}, "action": {"units": ["rad"] * 6}}
+    out = convert(case / "checkpoint", tmp_path / "o.gguf", vlm=case / "vlm", vectors=given)
+    spec = Bundle(out).manifest.spec
+    assert spec.state.names == tuple(names)
+    assert spec.state.labels[0] == "joint 0 [deg]"
+    assert spec.action.labels == tuple(f"{k} [rad]" for k in range(6))
+    options = Bundle(out).manifest.provenance.options
+    assert options["vectors.state"] == ", ".join(spec.state.labels)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"state": {"names": ["a"]}}, "--vectors: state.names: expected 6, got 1"),
+        ({"action": {"units": ["m"] * 7}}, "--vectors: action.units: expected 6, got 7"),
+        ({"force": {"names": ["a"]}}, "--vectors: expected state and action, .* got 'force'"),
+        ({"state": ["a"]}, "--vectors: expected state and action"),
+        ({"state": {"name": ["a"]}}, "--vectors: state"),
+        ({"state": {"names": "a"}}, "--vectors: state"),
+        ({"state": {"names": ["a"] * 6, "units": ["m"]}}, "--vectors: state.units: expected 6, got 1"),
+    ],
+)
+def test_names_and_units_that_do_not_fit_are_refused(golden, tmp_path, given, message):
+    case = golden / CASE
+    with pytest.raises(ConvertError, match=message):
+        convert(case / "checkpoint", tmp_path / "o.gguf", vlm=case / "vlm", vectors=given)
+    assert not (tmp_path / "o.gguf").exists()
+
+
+def test_other_names_than_the_checkpoints_are_refused():
+    own = VectorSpec(2, ("pan", "lift"), ("deg", "deg"))
+    assert Joints(("pan", "lift")).named("state", own) == own
+    with pytest.raises(
+        ConvertError, match=r"state.names: expected pan, lift, as the checkpoint says, got lift, pan"
+    ):
+        Joints(("lift", "pan")).named("state", own)
 
 
 def test_settings_as_text():

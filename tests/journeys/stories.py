@@ -298,6 +298,11 @@ def control(walk: Walk) -> None:
             """ '{"port": "/dev/ttyACM0"}'""",
             ARM,
         )
+        walk.leaves(
+            "sinew run tcp://server:5555 --robot lerobot:so101_follower --takeover lerobot:so101_leader --align 5"
+            " --frames frames/",
+            ARM,
+        )
         simulated = "import my_robot; from my_robot import bus, camera\n"
         walk.program(
             0,
@@ -307,6 +312,16 @@ def control(walk: Walk) -> None:
             after="assert report.executed > 0, report",
         )
     walk.type("sinew client --replay run.jsonl", says=("0 differ",))
+    found = walk.type(
+        "sinew run policy.gguf --robot blocks --episodes 20 --takeover expert --takeover-options"
+        """ '{"after": 40}' --frames frames/""",
+        instead=("20", "3"),
+    )
+    assert found.result["handed"]["to_human"], found
+    walk.type(
+        "sinew recording dataset frames/ fixes/ --corrections --hz 20 --bundle policy.gguf",
+        says=("episodes",),
+    )
     walk.copy(FIXTURES / "pi05-2cam" / "checkpoint", "checkpoint")
     walk.copy(FIXTURES / "pi05-2cam" / "arch.json", "arch.json")
     walk.type(

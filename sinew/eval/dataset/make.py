@@ -11,11 +11,14 @@ from sinew.eval.dataset.writer import DatasetWriter
 from sinew.eval.settings import Task, Variant
 
 
-def of_records(records: Path, out: Path, hz: float | None, bundle: Path | None) -> dict[str, Any]:
+def of_records(
+    records: Path, out: Path, hz: float | None, bundle: Path | None, corrections: bool = False
+) -> dict[str, Any]:
     """Write the requests of a recording as frames, and return what was counted.
 
-    hz: requests per second; None: the control rate of ``bundle``, which also names the joints. Raises
-    :class:`SinewError` where neither says the rate, or where no two requests follow each other.
+    hz: requests per second; None: the control rate of ``bundle``, which also names the joints. corrections: only
+    the control steps in which a human drove (:func:`sinew.eval.dataset.records.episodes`). Raises :class:`SinewError`
+    where neither says the rate, or where no two requests follow each other.
     """
     from sinew.eval.dataset.records import episodes
     from sinew.policy import open_bundle
@@ -25,8 +28,10 @@ def of_records(records: Path, out: Path, hz: float | None, bundle: Path | None) 
     rate = hz or (None if spec is None else spec.control_hz)
     if rate is None:
         raise SinewError("--hz: expected the rate of the requests; there is no --bundle that states one")
-    found = episodes(read_records(records), rate)
+    found = episodes(read_records(records), rate, corrections)
     first = next(found, None)
+    if first is None and corrections:
+        raise SinewError(f"{records}: no two steps that follow each other in which a human drove")
     if first is None:
         raise SinewError(f"{records}: no two requests of a session follow each other")
     state, action = ((), ()) if spec is None else (spec.state.names, spec.action.names)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from sinew_client.control.takeover import HUMAN
 
 from sinew.core import SinewError
 from sinew.eval.dataset.writer import DatasetFrame
@@ -26,19 +27,24 @@ class _RecordedRequest:
     prompt: str
 
 
-def episodes(records: Iterable[Record], hz: float) -> Iterator[list[DatasetFrame]]:
+def episodes(records: Iterable[Record], hz: float, corrections: bool = False) -> Iterator[list[DatasetFrame]]:
     """Yield the frames of each episode: the requests of a session that follow each other at ``hz`` requests a second.
 
     A longer pause than 2.5 periods begins another episode, so does another instruction. The action of a frame is the
     first row of the answer; a request that was answered with an error ends an episode, too. Raises
     :class:`SinewError` where the requests did not come at that rate: a data set has one rate, and nothing here
-    invents frames in between. Each record is read twice, so that no more than one episode is in memory.
+    invents frames in between. corrections: only of control steps in which a human drove; what a policy did between two
+    of them ends an episode. Each record is read twice, so that no more than one episode is in memory.
     """
     running: dict[str, list[_RecordedRequest]] = defaultdict(list)
     steps: list[float] = []
     found: list[list[_RecordedRequest]] = []
     for record in records:
         session = running[str(record.observation.session or record.wire)]
+        if corrections and record.by != HUMAN:
+            found.append(session.copy())
+            session.clear()
+            continue
         request = _RecordedRequest(record.path, _when(record), record.observation.prompt)
         if session:
             before = session[-1]
@@ -74,4 +80,5 @@ def _frame(record: Record) -> DatasetFrame:
     seen, rows = record.observation, parts.rows(record)
     images = {name: parts.pixels(record, name) for name in seen.images}
     assert rows is not None
-    return DatasetFrame(images, np.asarray(seen.state), rows[0], str(seen.prompt))
+    human = record.by == HUMAN if record.by else None
+    return DatasetFrame(images, np.asarray(seen.state), rows[0], str(seen.prompt), human)

@@ -30,6 +30,7 @@ MAX_FPS = 10_000
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
+INTERVENTION = "intervention"
 INDICES = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -41,12 +42,16 @@ INDICES = {
 
 @dataclass(frozen=True)
 class DatasetFrame:
-    """One control step: images {camera: uint8 [h, w, 3]}, state float [S], action float [A], and the instruction."""
+    """One control step: images {camera: uint8 [h, w, 3]}, state float [S], action float [A], and the instruction.
+
+    human: whether a person drove, LeRobot's ``intervention``; None where nobody knows. What the first has, all have.
+    """
 
     images: Mapping[str, np.ndarray]
     state: np.ndarray
     action: np.ndarray
     task: str
+    human: bool | None = None
 
 
 class DatasetWriter:
@@ -120,6 +125,10 @@ class DatasetWriter:
         }
         if "next.success" in self._features:
             columns["next.success"] = columns["next.done"] & bool(success)
+        if INTERVENTION in self._features:
+            columns[INTERVENTION] = np.array([bool(each.human) for each in frames])
+        elif any(each.human is not None for each in frames):
+            raise SinewError(f"{INTERVENTION}: expected none, as of the first frame")
         for key in (STATE, ACTION):
             name = "state" if key == STATE else "action"
             columns[key] = np.stack([self._vector(key, getattr(frame, name)) for frame in frames])
@@ -251,7 +260,8 @@ class DatasetWriter:
                 raise SinewError(f"{key}: expected one number or more, got none")
             names = self._names[key] if len(self._names[key]) == size else [f"{key}.{i}" for i in range(size)]
             features[key] = {"dtype": "float32", "shape": [size], "names": names}
-        for name in ("next.done", "next.success")[: 2 if judged else 1]:
+        marked = () if frame.human is None else (INTERVENTION,)
+        for name in (*marked, *("next.done", "next.success")[: 2 if judged else 1]):
             features[name] = {"dtype": "bool", "shape": [1], "names": None}
         return {**features, **{k: {"dtype": v, "shape": [1], "names": None} for k, v in INDICES.items()}}
 

@@ -29,7 +29,16 @@ from sinew_client.control.requester import Outcome, Requester
 from sinew_client.control.safety import Guard, Limits, LimitsError
 from sinew_client.control.servers import Servers
 from sinew_client.control.settings import Settings, SettingsError
+from sinew_client.control.smoothing import Filter, parse_filter
 from sinew_client.control.stream import Stream, StreamReport
+from sinew_client.control.takeover import (
+    HandedOver,
+    Leader,
+    LeaderError,
+    Onlooker,
+    ShadowAgreement,
+    Takeover,
+)
 from sinew_client.control.trajectory import Node, Trajectory
 from sinew_client.control.windows import StreamController
 
@@ -45,10 +54,14 @@ __all__ = [
     "Choice",
     "Command",
     "Controller",
+    "Filter",
     "Fusion",
     "Guard",
+    "HandedOver",
     "Handover",
     "Journal",
+    "Leader",
+    "LeaderError",
     "Limits",
     "LimitsError",
     "Loop",
@@ -58,6 +71,7 @@ __all__ = [
     "NoObservation",
     "Node",
     "Offsets",
+    "Onlooker",
     "Outcome",
     "Pace",
     "Planner",
@@ -69,17 +83,20 @@ __all__ = [
     "Servers",
     "Settings",
     "SettingsError",
+    "ShadowAgreement",
     "SimulatedPace",
     "Source",
     "Stopped",
     "Stream",
     "StreamController",
     "StreamReport",
+    "Takeover",
     "Trajectory",
     "choose",
     "fit_offsets",
     "is_journal",
     "parse_assist",
+    "parse_filter",
     "parse_fusion",
     "parse_handover",
     "parse_rule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable
 
 import numpy as np
@@ -12,7 +12,9 @@ import numpy as np
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.motion import Motion
 from sinew_client.control.player import ChunkRequest, Player
-from sinew_client.control.safety import Guard, RowsError, checked_rows
+from sinew_client.control.safety import OUTSIDE, Guard, RowsError, checked_rows
+from sinew_client.control.smoothing import Smoothing
+from sinew_client.control.takeover import ALIGNING, ALIGNS, HUMAN, POLICY, SILENT, HandedOver
 from sinew_client.control.trajectory import Trajectory
 from sinew_client.faults import Faults
 from sinew_client.protocol import MAX_ROWS
@@ -34,7 +36,9 @@ class Command:
     """The command of one control step. row: float32 [D] for the robot; None: it holds, for ``reason``.
 
     clipped: limits that changed the row. age: control steps since the frame that it comes from. chunk, index: where
-    the row comes from; -1 where it holds. seam: True for the first row of another chunk than before.
+    the row comes from; -1 where it holds, and of a human's. seam: True for the first row of another chunk than before.
+    by: who drives, "policy", "human" or, until the leader is where the robot is, "aligning". wanted: what the policy
+    would have sent while somebody else drives (``BaseController.shadow``).
     """
 
     step: int
@@ -45,6 +49,8 @@ class Command:
     chunk: int = -1
     index: int = -1
     seam: bool = False
+    by: str = POLICY
+    wanted: np.ndarray | None = None
 
 
 class BaseController:
@@ -86,6 +92,10 @@ class BaseController:
         self._fault = ""  # why the robot holds until an answer arrives
         self._chunk = -1
         self._step: int | None = None  # of the last command
+        self.driver = POLICY
+        self.shadow = False  # the policy says what it would do while somebody else drives
+        self.handed = HandedOver()
+        self._led: tuple[int, np.ndarray | None, str] = (-1, None, SILENT)  # the newest row of a leader
 
     # ------------------------------------------------------------------------- what a subclass says
 
@@ -149,6 +159,11 @@ class BaseController:
     def _planned(self, step: int, state: np.ndarray | None) -> Command:
         raise NotImplementedError
 
+    def _wanted(self, step: int, state: np.ndarray | None) -> np.ndarray | None:
+        """Commit a step that somebody else drives; return what the policy would have sent, before the limits."""
+        self.trajectory.take(step)
+        return None
+
     def _commanded(self, command: Command, state: np.ndarray | None) -> None:
         """Take note of what is sent: after the limits."""
 
@@ -162,6 +177,7 @@ class BaseController:
         """Hold from the next command on; the plan is dropped, what is under way is ignored."""
         self._tell("pause", {})
         self.paused = True
+        self._leaves_alone()
         self._drop()
 
     def resume(self, position: np.ndarray | None = None, moved: bool = True) -> None:
@@ -182,7 +198,7 @@ class BaseController:
         """Return True if a row is due in this step and the limits need to know where the robot is (:meth:`stands`)."""
         if self.paused or self.guard is None or self.guard.known:
             return False
-        return self.trajectory.at(step) is not None
+        return self.driver == HUMAN or self.trajectory.at(step) is not None
 
     def stands(self, position: np.ndarray | None) -> None:
         """Take note of where the robot is, standing still: in the numbers of a command, NaN where it is not known."""
@@ -196,6 +212,54 @@ class BaseController:
         if self.guard is not None:
             self.guard.held()
 
+    def _leaves_alone(self) -> None:
+        """Let the policy drive again: what somebody took over has ended without a hand-over."""
+        if self.driver != POLICY:
+            self.driver = ALIGNING if self.shadow else POLICY
+
+    # ------------------------------------------------------------------------- somebody else drives
+
+    def take_over(self, step: int, shadow: bool = False) -> None:
+        """Hold from this step on, until a leader is where the robot is (:meth:`aligned`). shadow: for good, while the
+        policy says what it would do."""
+        self._tell("take_over", {"step": step, "shadow": shadow})
+        self.driver, self.shadow, self._fault = ALIGNING, shadow, ""
+        self._drop()
+
+    def aligned(self, step: int) -> None:
+        """Follow a leader from this step on."""
+        self._tell("aligned", {"step": step})
+        self.driver = HUMAN
+        self.handed.changed(HUMAN)
+
+    def led(self, step: int, row: np.ndarray | None, reason: str = "") -> None:
+        """Take a leader's row of this step, float32 [D]; None: hold, for ``reason``."""
+        self._tell("led", {"step": step, "row": row, "reason": reason})
+        self._led = (step, row, reason)
+
+    def hand_back(self, step: int) -> None:
+        """Hold from this step on, until the policy has a fresh answer."""
+        self._tell("hand_back", {"step": step})
+        if self.driver == HUMAN:
+            self.handed.changed(POLICY)
+        self.driver, self._fault = POLICY, self.starting
+        self._drop()
+
+    def _followed(self, step: int, state: np.ndarray | None) -> Command:
+        """Return the command of a step in which somebody else drives or wants to."""
+        wanted = self._wanted(step, state)
+        if self.paused:
+            return Command(step, None, PAUSED, by=self.driver, wanted=wanted)
+        at, row, reason = self._led
+        if self.driver == ALIGNING or at != step or row is None:
+            why = ALIGNS if self.driver == ALIGNING else reason if at == step and reason else SILENT
+            return Command(step, None, why, by=self.driver, wanted=wanted)
+        try:
+            found = self._bounded(step, self.motion.reached(row, state), state, 0, -1, -1, row)
+        except ValueError as error:  # a state that the motion cannot read
+            found = Command(step, None, str(error))
+        return replace(found, by=HUMAN, wanted=wanted, seam=False)
+
     # ------------------------------------------------------------------------- commands
 
     def command(self, step: int, state: np.ndarray | None = None) -> Command:
@@ -205,17 +269,54 @@ class BaseController:
         """
         if self.guard is not None and self._step is not None and step > self._step + 1:
             self.guard.skipped()
-        found = self._planned(step, state)
+        found = (self._planned if self.driver == POLICY else self._followed)(step, state)
         self._step = step
         if found.row is None:
-            self._hold(found)
+            self._hold(found, state)
         else:
             self._commanded(found, state)
-            self.ages[found.age] += 1
+            if found.by == HUMAN:
+                self.handed.steps += 1
+            else:
+                self.ages[found.age] += 1
+            if self.guard is not None and self.guard.limits is not None:
+                self.handed.commanded(found.row, self.guard.before, self.guard.limits.names)
         self.clipped.update(found.clipped)
         self.clipped_commands += bool(found.clipped)
         self._tell("command", {"command": found, "state": state})
         return found
+
+    def _bounded(
+        self,
+        step: int,
+        target: np.ndarray,
+        state: np.ndarray | None,
+        age: int,
+        chunk: int,
+        index: int,
+        row: np.ndarray | None = None,
+    ) -> Command:
+        """Return the command of a target: inside the workspace, then behind the guard. row: what says it already.
+        Raises ValueError for a state that the motion cannot read."""
+        limits = None if self.guard is None else self.guard.limits
+        if limits is None or not limits.boxed.any():
+            sent = self.motion.command(target, state) if row is None else row
+            return self._guarded(step, sent, age, chunk, index)
+        low, high = limits.workspace_low, limits.workspace_high
+        inside = np.clip(target, low.astype(np.float32), high.astype(np.float32))
+        met = tuple(f"{limits.name(int(at))}.workspace" for at in np.flatnonzero(inside != target))
+        if met and limits.when == "hold":
+            return Command(step, None, "beyond {}".format(", ".join(met)), met)
+        sent = self.motion.command(inside, state) if row is None or met else row
+        found = self._guarded(step, sent, age, chunk, index)
+        if found.row is not None:
+            # The limits of a command may carry it on where it should turn: a stop comes first.
+            reached, here = self.motion.reached(found.row, state), self.motion.pose(state, limits.dim)
+            ends = np.fmin(low, here), np.fmax(high, here)  # one that stands outside is led back
+            slack = 4.0 * np.spacing(np.maximum(np.abs(reached), np.abs(inside)))
+            if np.any((reached < ends[0] - slack) | (reached > ends[1] + slack)):
+                return Command(step, None, OUTSIDE, (*found.clipped, *met))
+        return replace(found, clipped=(*found.clipped, *met)) if met else found
 
     def _guarded(self, step: int, row: np.ndarray, age: int, chunk: int, index: int) -> Command:
         """Return the command of a row behind the guard, or the hold that the guard wants."""
@@ -227,7 +328,7 @@ class BaseController:
             return Command(step, None, verdict.reason, verdict.clipped)
         return Command(step, verdict.row, "", verdict.clipped, age, chunk, index, seam)
 
-    def _hold(self, found: Command) -> None:
+    def _hold(self, found: Command, state: np.ndarray | None) -> None:
         known = found.reason in self.held or len(self.held) < REASONS
         self.held[found.reason if known else OTHER] += 1
         if self.guard is not None:
@@ -254,8 +355,11 @@ class Controller(BaseController):
         finish: bool = False,
         dim: int = 0,
         max_rows: int = MAX_ROWS,
+        smoothing: Smoothing | None = None,
     ):
         super().__init__(player.trajectory, player.motion, player.delay, guard, dim, max_rows)
+        self.smoothing = smoothing
+        self._reached: np.ndarray | None = None  # the target of the last command
         self.player, self.max_age, self.finish = player, max_age, finish
         self.needs_state = player.motion.needs_state
 
@@ -266,7 +370,8 @@ class Controller(BaseController):
     # ------------------------------------------------------------------------- events
 
     def wants_chunk(self, step: int) -> bool:
-        return not self.paused and self.player.wants_chunk(step)
+        asks = self.driver == POLICY or self.shadow
+        return asks and not self.paused and self.player.wants_chunk(step)
 
     def ask(
         self,
@@ -299,7 +404,7 @@ class Controller(BaseController):
         return True
 
     def refines(self, step: int) -> bool:
-        return not self.paused and self.player.refines(step)
+        return not self.paused and self.driver == POLICY and self.player.refines(step)
 
     def refined(self, step: int, rows: np.ndarray, state: np.ndarray | None = None) -> None:
         """Take an edge adapter's rows, see :meth:`Player.refined`. What is no chunk is a fault."""
@@ -330,8 +435,11 @@ class Controller(BaseController):
         """Hold until a fresh chunk: the observation cannot be trusted, or the robot says so."""
         self._tell("fault", {"step": step, "reason": reason, "moved": moved})
         self._fail(step, reason, drop=True)
-        if moved and self.guard is not None:
-            self.guard.start(None)
+        if moved:
+            self._leaves_alone()
+            self._places(None)
+            if self.guard is not None:
+                self.guard.start(None)
 
     def _fail(self, step: int, reason: str, drop: bool) -> None:
         self.player.failed()
@@ -363,13 +471,13 @@ class Controller(BaseController):
             self.player.restart(step)
             self._fault = f"rows are older than {self.max_age} steps"
             return Command(step, None, self._fault)
+        target = node.row if self.smoothing is None else self.smoothing.next(node, self.trajectory)
         try:
-            row = self.player.motion.command(node.row, state)
+            found = self._bounded(step, target, state, age, node.chunk, node.index)
         except ValueError as error:  # the state has another width than before
             self.player.restart(step)
             self._fault = str(error)
             return Command(step, None, self._fault)
-        found = self._guarded(step, row, age, node.chunk, node.index)
         if found.row is None:
             self.player.restart(step)
             self._fault = found.reason
@@ -377,4 +485,48 @@ class Controller(BaseController):
 
     def _commanded(self, command: Command, state: np.ndarray | None) -> None:
         assert command.row is not None
+        self._reached = self.motion.reached(command.row, state)
         self.player.commanded(command.step, command.row, state)
+        if command.by == HUMAN:
+            self._rests(state)
+
+    def _wanted(self, step: int, state: np.ndarray | None) -> np.ndarray | None:
+        node = self.player.take(step)
+        if node is None or not self.shadow:
+            return None
+        if self.max_age is not None and step - node.frame > self.max_age:
+            return None
+        try:
+            return self.motion.command(node.row, state)
+        except ValueError:  # the person drives on, whatever the policy makes of the state
+            return None
+
+    # ------------------------------------------------------------------------- where a filter begins
+
+    def resume(self, position: np.ndarray | None = None, moved: bool = True) -> None:
+        super().resume(position, moved)
+        if moved or position is not None:
+            self._places(position)
+
+    def stands(self, position: np.ndarray | None) -> None:
+        super().stands(position)
+        self._places(position)
+
+    def _hold(self, found: Command, state: np.ndarray | None) -> None:
+        super()._hold(found, state)
+        self._rests(state)
+
+    def _places(self, position: np.ndarray | None) -> None:
+        """Note that the robot is where ``position`` says, in the numbers of a command; None: not known."""
+        self._reached = None if position is None else np.asarray(position, np.float32)
+        self._rests(None)
+
+    def _rests(self, state: np.ndarray | None) -> None:
+        """Let the filter begin anew from where the robot is: where its state says, else where it was sent."""
+        if self.smoothing is None:
+            return
+        at = np.full(self.dim, np.nan) if self._reached is None else self._reached
+        if self.needs_state and state is not None:
+            here = self.motion.pose(state, self.dim)
+            at = np.where(np.isnan(here), at, here)
+        self.smoothing.rest(at)

@@ -22,7 +22,10 @@ class Robot(Protocol):
     def observe(self) -> Mapping[str, Any]:
         """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; where the robot knows it ``time``,
         seconds of the loop's clock (time.monotonic) at which the newest frame was exposed, or ``age``, seconds since
-        then. Raises :class:`NoObservation` where there is nothing to act on. What goes to a stream
+        then; ``times``, the same of each camera by its name, and of the "state", where they differ
+        (``Settings.stale_of``, ``Settings.skew``); ``action`` float [D], what somebody else has it do, where it is only
+        looked at (:class:`~sinew_client.control.takeover.Onlooker`). Raises :class:`NoObservation` where there is
+        nothing to act on. What goes to a stream
         (:class:`~sinew_client.control.stream.Watching`) is without ``images`` where there is no newer frame, and has
         ``blind``, the reason, where one should be there."""
 

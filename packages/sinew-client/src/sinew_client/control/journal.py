@@ -265,6 +265,8 @@ _FIELDS: dict[str, dict[str, Callable[[str, Any], None]]] = {
         "reason": _plain_text,
         "clipped": _texts,
         "seam": _flag,
+        "by": _plain_text,
+        "wanted": _vector,
     },
     "ask": {"step": _step, "frame": _step, "state": _vector, "time": _time},
     "arrived": {"step": _step, "actions": _rows},
@@ -273,8 +275,12 @@ _FIELDS: dict[str, dict[str, Callable[[str, Any], None]]] = {
     "failed": {"step": _step, "reason": _plain_text, "kind": _plain_text},
     "fault": {"step": _step, "reason": _plain_text},
     "resume": {"position": _vector, "moved": _flag},
+    "take_over": {"step": _step, "shadow": _flag},
+    "aligned": {"step": _step},
+    "led": {"step": _step, "row": _vector, "reason": _plain_text},
+    "hand_back": {"step": _step},
 }
-_OPTIONAL = ("kind", "moved", "time")  # older journals lack them; the last one is of streams
+_OPTIONAL = ("kind", "moved", "time", "by", "wanted")  # older journals lack them; the time is of streams
 
 
 def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
@@ -282,7 +288,8 @@ def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
     kind = event["event"]
     if kind == "command":
         values = dict(event["command"])
-        return Command(**{**values, "row": _array(values["row"]), "clipped": tuple(values["clipped"])})
+        arrays = {name: _array(values.get(name)) for name in ("row", "wanted")}
+        return Command(**{**values, **arrays, "clipped": tuple(values["clipped"])})
     if kind == "ask":
         controller.ask(event["step"], event["frame"], _array(event["state"]), event.get("time", 0.0))
     elif kind == "arrived":
@@ -311,6 +318,14 @@ def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
         controller.pause()
     elif kind == "resume":
         controller.resume(_array(event["position"]), event.get("moved", True))
+    elif kind == "take_over":
+        controller.take_over(event["step"], event["shadow"])
+    elif kind == "aligned":
+        controller.aligned(event["step"])
+    elif kind == "led":
+        controller.led(event["step"], _array(event["row"]), event["reason"])
+    elif kind == "hand_back":
+        controller.hand_back(event["step"])
     return None  # anything else tells people something and the controller nothing
 
 
@@ -319,9 +334,15 @@ def _array(values: Any) -> np.ndarray | None:
 
 
 def _same(then: Command, now: Command) -> bool:
-    rows = (then.row is None) == (now.row is None) and (then.row is None or np.array_equal(then.row, now.row))
-    facts = (then.reason, then.clipped, then.age, then.chunk, then.index, then.seam)
-    return bool(rows) and facts == (now.reason, now.clipped, now.age, now.chunk, now.index, now.seam)
+    facts = (then.reason, then.clipped, then.age, then.chunk, then.index, then.seam, then.by)
+    same = facts == (now.reason, now.clipped, now.age, now.chunk, now.index, now.seam, now.by)
+    return same and _equal(then.row, now.row) and _equal(then.wanted, now.wanted)
+
+
+def _equal(then: np.ndarray | None, now: np.ndarray | None) -> bool:
+    if then is None or now is None:
+        return then is now
+    return bool(np.array_equal(then, now))
 
 
 def _text(command: Command) -> str:

@@ -20,6 +20,7 @@ from sinew_client.control.refinement import Refinement
 from sinew_client.control.report import Cadence, cadence
 from sinew_client.control.requester import Call, Requester
 from sinew_client.control.settings import Settings, SettingsError
+from sinew_client.control.takeover import HUMAN, POLICY, Onlooker, ShadowAgreement, Takeover
 from sinew_client.control.watchdog import watchdog_of
 from sinew_client.errors import Refused
 from sinew_client.faults import PERMANENT
@@ -41,7 +42,9 @@ class Loop:
     ``refine`` is its ``max_age``. hold_refused: hold also where the very first request is refused for what it is, and
     ask again: of a robot whose instruction or cameras come later. history: of the moments that the policy reads
     (``History.of``): of more than one, the robot is observed at every control step, and requests have those before
-    (``earlier``).
+    (``earlier``). takeover: who may drive in the policy's place (:meth:`take_over`), or does so from the beginning.
+    keep: called after every control step that sent a command, with what was observed in it, the instruction and the
+    command; the robot is then observed at every control step. Must be quick.
 
     While it runs a watchdog holds the robot where the loop is late by two periods, unless the settings or the robot say
     that it must not (``Settings.watchdog``, ``Robot.concurrent_hold``).
@@ -61,6 +64,8 @@ class Loop:
         adapter: Adapter | None = None,
         hold_refused: bool = False,
         history: History | None = None,
+        takeover: Takeover | None = None,
+        keep: Callable[[Mapping[str, Any], str, Command], None] | None = None,
     ):
         if bool(settings.refine) != (adapter is not None):
             raise SettingsError(
@@ -88,7 +93,15 @@ class Loop:
         self.watchdog = watchdog_of(robot, self.pace.period, settings.watchdog, self.pace.real)
         self.listeners: list[Callable[[str, dict], None]] = self.controller.listeners
         self.steps = 0
-        self._watch, self._hold_refused = watch, hold_refused
+        self._watch, self._hold_refused, self._keep = watch, hold_refused, keep
+        self.takeover = takeover
+        self.agreement: ShadowAgreement | None = (
+            None  # of the policy with who drives, where that is all it is asked for
+        )
+        if takeover is not None and takeover.shadow:
+            limits = self.controller.guard.limits if self.controller.guard is not None else None
+            self.agreement = ShadowAgreement(() if limits is None else limits.names)
+            self.controller.take_over(0, shadow=True)
         self._history = history or History()
         self._calls: list[Callable[[], None]] = []  # of other threads, carried out between two ticks
         self._lock = threading.Lock()
@@ -97,6 +110,10 @@ class Loop:
         self._command: Command | None = None
         self._state: np.ndarray | None = None
         self._images: Mapping[str, Any] = {}  # of the newest frame
+        self._seen: tuple[int, Mapping[str, Any]] = (
+            -1,
+            {},
+        )  # the step of the newest observation, and what it was
         self._age = 0.0  # of the newest frame when the present tick began, seconds
 
     def watch(self, watcher: Callable[[Command], None]) -> None:
@@ -115,6 +132,19 @@ class Loop:
 
     def resume(self) -> None:
         self._between_ticks(self._resume)
+
+    def take_over(self) -> None:
+        """Hold within one period, bring the leader to where the robot is, and follow it until :meth:`hand_back`."""
+        self._between_ticks(self._take_over)
+
+    def hand_back(self) -> None:
+        """Hold within one period, until the policy has a fresh answer."""
+        self._between_ticks(self._hand_back)
+
+    @property
+    def driver(self) -> str:
+        """Return who drives: "policy", "human", or "aligning" while the leader is brought to where the robot is."""
+        return self.controller.driver
 
     def say(self, prompt: str) -> None:
         """Change the instruction; rows that follow the old one are dropped, but a stream's windows follow the new one
@@ -156,6 +186,7 @@ class Loop:
             self.source.failures,
             self.settings.substeps,
             self.watchdog,
+            self.agreement,
         )
 
     # ------------------------------------------------------------------------- the loop
@@ -197,7 +228,8 @@ class Loop:
         if command.row is None:
             self.robot.hold()
         elif self.settings.substeps == 1:
-            self.controller.leaves(command, self._time(step))  # before: acting may take its time
+            if command.by == POLICY:
+                self.controller.leaves(command, self._time(step))  # before: acting may take its time
             self.robot.act(command.row)
         else:
             self.robot.act(interpolate(self._last, command.row, (part + 1) / self.settings.substeps))
@@ -212,7 +244,7 @@ class Loop:
             call()
         self._poll(step, now)
         seen = None
-        needed = self.controller.needs_state or self._history.moments > 1
+        needed = self.controller.needs_state or self._history.moments > 1 or self._keep is not None
         if (needed and not self.paused) or self.controller.refines(step):
             seen = self._observe(step, now)
         if self.controller.wants_chunk(step) and self.source.ready(now):
@@ -221,6 +253,7 @@ class Loop:
                 self._poll(step, now)  # an answer that takes no time
         if self._edge is not None and seen is not None:
             self._adapted(step, self._edge.refine, step, seen)
+        self._follow(step, now, seen)
         if self.controller.wants_position(step) and (seen or self._observe(step, now)) is not None:
             self.controller.stands(self._measured(self._state))
 
@@ -229,6 +262,10 @@ class Loop:
         if self._last is None and command.row is not None:
             self._last = self._from()
         self.steps += 1
+        if self.agreement is not None and command.row is not None:
+            self.agreement.add(command.wanted, command.row)
+        if self._keep is not None and command.row is not None and self._seen[0] == step:
+            self._keep(self._seen[1], self.prompt, command)
         self._log(command)
         if self._watch is not None:
             self._watch(command)
@@ -265,6 +302,8 @@ class Loop:
             self._fault(step, str(blind))
             return None
         self._state = np.asarray(seen["state"], np.float32)
+        times = seen.pop("times", None) or {}
+        seen = {**exposed(times, seen), **seen}
         given, age = seen.get("time") or None, float_of(seen.pop("age", 0.0))
         if given is None:
             self._age, seen["time"] = age, now - age
@@ -274,12 +313,15 @@ class Loop:
             age = self.pace.now() - seen["time"]  # after a look that took its time
         # Of a stream a node counts, and the frame that it was made from.
         reason = frame_fault(age, math.inf if self.controller.continuous else self.settings.stale)
+        if not reason:
+            reason = sources_fault(times, seen.get("images", {}), self.pace.now(), self.settings)
         if not reason and not np.all(np.isfinite(self._state)):
             reason = "the state is not finite"
         if reason:
             self._fault(step, reason)
             return None
         self._images = seen.get("images", self._images)
+        self._seen = (step, seen)
         self._history.see(step, self._images, self._state)
         return seen
 
@@ -334,9 +376,36 @@ class Loop:
                 self._history.clear()
             self.controller.resume(self._position(), moved)
 
+    def _take_over(self) -> None:
+        if self.takeover is None or self.controller.paused or self.controller.driver != POLICY:
+            return
+        self.source.cancel()
+        self.controller.take_over(self._next)
+
+    def _hand_back(self) -> None:
+        if self.takeover is None or self.takeover.shadow or self.controller.driver == POLICY:
+            return
+        self.controller.hand_back(self._next)
+
+    def _follow(self, step: int, now: float, seen: dict[str, Any] | None) -> None:
+        """Do what is due with a leader."""
+        if self.takeover is None or self.controller.paused:
+            return
+        if (asked := self.takeover.asks()) is not None:
+            (self._take_over if asked else self._hand_back)()
+        if self.controller.driver == POLICY:
+            return
+        here = None if self.controller.guard is None else self.controller.guard.here
+        lost = self.controller.driver != HUMAN and (here is None or np.any(np.isnan(here)))
+        if lost and (seen is not None or self._observe(step, now) is not None):
+            here = self._measured(self._state)
+        if isinstance(self.robot, Onlooker):  # what was done is in what it shows
+            self._observe(step, now)
+        self.takeover.follow(self.controller, step, here)
+
     def _restart(self, reason: str, prompt: str) -> None:
         self.source.cancel()
-        self.controller.fault(0 if self._command is None else self._command.step + 1, reason, moved=True)
+        self.controller.fault(self._next, reason, moved=True)
         self._last = None
         self._history.clear()
         if prompt:
@@ -346,9 +415,8 @@ class Loop:
         """Ask with another instruction from the next request on, and let the journal know."""
         if prompt != self.prompt:
             self.prompt = prompt
-            step = 0 if self._command is None else self._command.step + 1
             for listener in self.listeners:
-                listener("prompt", {"step": step, "prompt": prompt})
+                listener("prompt", {"step": self._next, "prompt": prompt})
 
     def _say(self, prompt: str) -> None:
         if prompt != self.prompt:
@@ -359,6 +427,11 @@ class Loop:
             self._pause()
             if not paused:
                 self._resume(moved=False)
+
+    @property
+    def _next(self) -> int:
+        """Return the first control step without a command."""
+        return 0 if self._command is None else self._command.step + 1
 
     def _position(self) -> np.ndarray | None:
         """Return where the robot is in the numbers of a command, if those are the state's."""
@@ -395,3 +468,31 @@ def frame_fault(age: float, stale: float) -> str:
     if age < -AHEAD_S:
         return OTHER_CLOCK + f"{-age:.3g} s ahead of it"
     return f"the newest frame is older than {stale:g} s" if age > stale else ""
+
+
+def exposed(times: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ``time`` of an observation that says only when the frame of each camera was exposed: the oldest."""
+    frames = [float_of(times[name]) for name in seen.get("images", {}) if name in times]
+    return {"time": min(frames)} if frames and "age" not in seen else {}
+
+
+def sources_fault(times: Mapping[str, Any], images: Mapping[str, Any], now: float, settings: Settings) -> str:
+    """Return why what each camera and the state show may not be acted on together; "" if it may.
+
+    times: when each was exposed or measured, seconds of the loop's clock. What the settings bound has to have one.
+    """
+    of, skew = settings.stale_of, settings.skew
+    wanted = [*of, *(images if skew is not None else ())]
+    for name in wanted:
+        if name not in times:
+            return f"{name}: expected when it was seen (times of the observation), got nothing"
+    for name in times:
+        limit = math.inf if settings.fusion else settings.stale
+        if reason := frame_fault(now - float_of(times[name]), of.get(name, limit)):
+            return f"{name}: {reason}"
+    frames = {name: float_of(times[name]) for name in images if name in times}
+    if skew is not None and len(frames) > 1:
+        first, last = min(frames, key=frames.__getitem__), max(frames, key=frames.__getitem__)
+        if frames[last] - frames[first] > skew:
+            return f"frames of {first} and {last} are more than {skew:g} s apart"
+    return ""

@@ -48,9 +48,17 @@ class Motion:
         """Return where the robot is in the ``dim`` numbers of a command; NaN where the state does not say so."""
         return np.full(dim, np.nan, np.float32)
 
+    def pose(self, state: np.ndarray | None, dim: int) -> np.ndarray:
+        """Return where the robot is in the ``dim`` numbers of a target; NaN where the state does not say so."""
+        return np.full(dim, np.nan, np.float32) if state is None else self.position(state, dim)
+
     def still(self, dim: int) -> np.ndarray:
         """Return the command of a robot that stands still, float [dim]; NaN where that is the last one repeated."""
         return np.full(dim, np.nan)
+
+    def posed(self, dim: int) -> np.ndarray:
+        """Return which numbers of a target are places, between which there is a way, bool [dim]."""
+        return self.placed(dim)
 
     def placed(self, dim: int) -> np.ndarray:
         """Return of which numbers of a command a state tells where the robot is, bool [dim]."""
@@ -150,6 +158,15 @@ class Offsets(_Columns):
     def still(self, dim: int) -> np.ndarray:
         return np.where(np.isin(np.arange(dim), self.action), 0.0, np.nan)
 
+    def pose(self, state: np.ndarray | None, dim: int) -> np.ndarray:
+        found = np.full(dim, np.nan, np.float32)
+        if state is not None and max(self.action) < dim and max(self.state) < len(state):
+            found[list(self.action)] = self._at(state)
+        return found
+
+    def posed(self, dim: int) -> np.ndarray:
+        return np.isin(np.arange(dim), self.action)
+
     def targets(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
         moved = np.array(rows, np.float32)
         columns = list(self.action)
@@ -195,6 +212,24 @@ def parse_motion(values: Mapping[str, Any] | None) -> Motion:
         return kinds[kind](**columns, **given)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"motion: {error!s:.300}") from error
+
+
+def slowed(rows: np.ndarray, start: np.ndarray, speed: float, posed: np.ndarray) -> np.ndarray:
+    """Return the targets of a chunk that is played at ``speed``, 0 to 1, float32 [H / speed, D].
+
+    rows: float32 [H, D], row k due k + 1 steps after ``start`` [D], where the robot was; NaN: not known, then the first
+    row. posed: numbers that are places, which are interpolated; of the others, such as a gripper's command, each row
+    stands until the next is reached.
+    """
+    size = int(np.floor(len(rows) / speed + 1e-9))
+    at = np.round((np.arange(size) + 1.0) * speed - 1.0, 9)
+    path = np.concatenate([np.where(np.isnan(start), rows[0], start)[None], rows]).astype(np.float64)
+    low = np.floor(at).astype(int)
+    part = (at - low)[:, None]
+    following = np.minimum(low + 2, len(rows))
+    between = path[low + 1] + part * (path[following] - path[low + 1])
+    steps = rows[np.maximum(0, np.ceil(at).astype(int))]
+    return np.where(posed, between, steps).astype(np.float32)
 
 
 def interpolate(last: np.ndarray | None, row: np.ndarray, part: float) -> np.ndarray:

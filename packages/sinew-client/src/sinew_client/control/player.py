@@ -9,7 +9,7 @@ import numpy as np
 
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.handover import Handover, Placed
-from sinew_client.control.motion import Motion
+from sinew_client.control.motion import Motion, slowed
 from sinew_client.control.replan import ReplanRule, ReplanState, disagreement
 from sinew_client.control.trajectory import Node, Trajectory
 
@@ -37,6 +37,7 @@ class Player:
     future: tell the policy the state that the robot will have when the answer arrives (VLASH, arXiv 2512.01031).
     committed_rows: rows of a frame's chunk that a policy was trained to continue; 0: no bound. Where a delay is longer,
     the robot executes so many rows and stands still until the answer is there (real-time chunking as trained alone).
+    speed: at which chunks are played, above 0 and at most 1: rows are so many times further apart.
     refine: control steps after a chunk's frame up to which an edge adapter's rows take the place of its own
         (:meth:`refined`); 0: there is no adapter.
     """
@@ -49,8 +50,10 @@ class Player:
         future: bool = False,
         committed_rows: int = 0,
         refine: int = 0,
+        speed: float = 1.0,
     ):
         self.handover, self.rule, self.future, self.refine = handover, rule, future, refine
+        self.speed = speed
         self.committed_rows = committed_rows if handover.as_trained else 0
         self.stopping = (
             False  # the robot stands still before the answer under way comes, for want of such rows
@@ -120,6 +123,10 @@ class Player:
         passed = max(0, self._stopped - request.frame) if self._fresh else step - request.frame
         origin = step - passed if self.handover.timed else step
         targets = self.motion.targets(actions, request.state)
+        if self.speed < 1.0:
+            dim = targets.shape[1]
+            start = self.motion.pose(request.state, dim)
+            targets = slowed(targets, start, self.speed, self.motion.posed(dim))
         self.chunks += 1
         if self._halts(targets, passed, step):
             self.restart(step)
@@ -132,7 +139,7 @@ class Player:
         self.trajectory.clear()
         self.trajectory.put(nodes)
         self._disagreement = disagreement(running, self.trajectory.rows_from(step))
-        self.size, self._started, self._fresh = len(actions), step, False
+        self.size, self._started, self._fresh = len(targets), step, False
 
     def _halts(self, targets: np.ndarray, passed: int, step: int) -> bool:
         """Return True if a chunk's first ``passed`` rows [H, D] lead elsewhere than what was executed instead of them.

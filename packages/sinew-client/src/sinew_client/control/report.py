@@ -8,8 +8,9 @@ from typing import Any, Iterable
 
 import numpy as np
 
-from sinew_client.control.controller import BaseController
+from sinew_client.control.controller import BaseController, Controller
 from sinew_client.control.pace import Pace
+from sinew_client.control.takeover import HandedOver, ShadowAgreement, agreement_rows
 from sinew_client.control.watchdog import Watchdog
 
 
@@ -22,7 +23,10 @@ class Cadence:
     without an answer that could be executed, of which ``faults`` are errors (:class:`~sinew_client.faults.Faults`) and
     the others were late or lost; unanswered: how many of them came after the last chunk. request_ms: what the last
     requests took, in control steps, as the next one is planned for. watchdog: True if one watched the loop;
-    watchdog_holds: holds that it gave, and longest_gap_ms: between two of all commands and holds.
+    watchdog_holds: holds that it gave, and longest_gap_ms: between two of all commands and holds. handed: hand-overs
+    between the policy and a human (:class:`~sinew_client.control.takeover.HandedOver`); filter: its text, its delay in
+    milliseconds, which rows of later steps make up for, and the control steps in which they were not there; agreement:
+    of a policy that is only watched (:class:`~sinew_client.control.takeover.ShadowAgreement`).
     """
 
     hz: float
@@ -45,6 +49,9 @@ class Cadence:
     watchdog: bool = False
     watchdog_holds: int = 0
     longest_gap_ms: float = 0.0
+    handed: dict[str, Any] = field(default_factory=dict)
+    filter: dict[str, Any] = field(default_factory=dict)
+    agreement: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,7 +75,13 @@ class Cadence:
         found += [
             ("", f"{count} x {name}") for name, count in sorted(self.clipped.items(), key=lambda x: -x[1])
         ]
-        return found
+        if self.filter:
+            ms, missing = self.filter["delay_ms"], self.filter["missing"]
+            made = f"{ms:.0f} ms behind, made up for by later rows but in {missing} steps"
+            found.append(("filter", f"{self.filter['filter']}: {made}"))
+        if self.handed:
+            found.append(("hand-overs", HandedOver(**self.handed).text()))
+        return found + (agreement_rows(self.agreement) if self.agreement else [])
 
     def _failed(self) -> str:
         errors = self.faults.get("total", 0)
@@ -76,9 +89,16 @@ class Cadence:
 
 
 def cadence(
-    controller: BaseController, pace: Pace, steps: int, failed: int, substeps: int, watchdog: Watchdog
+    controller: BaseController,
+    pace: Pace,
+    steps: int,
+    failed: int,
+    substeps: int,
+    watchdog: Watchdog,
+    agreement: ShadowAgreement | None = None,
 ) -> Cadence:
     """Return the report of a run. steps: control steps with a command or a hold. failed: requests without answer."""
+    smoothing = controller.smoothing if isinstance(controller, Controller) else None
     span = (pace.ticks + pace.skipped) * pace.period
     period = pace.period * substeps
     ages = {1e3 * period * age: count for age, count in controller.ages.items()}
@@ -87,7 +107,7 @@ def cadence(
         seconds=round(span, 3),
         rate_hz=round(steps / span, 3) if span else 0.0,
         steps=steps,
-        executed=sum(controller.ages.values()),
+        executed=sum(controller.ages.values()) + controller.handed.steps,
         late=pace.late,
         skipped=pace.skipped,
         jitter_ms=percentiles(1e3 * second for second in pace.lateness),
@@ -103,6 +123,15 @@ def cadence(
         watchdog=watchdog.active,
         watchdog_holds=watchdog.holds,
         longest_gap_ms=round(1e3 * watchdog.longest, 3),
+        handed=controller.handed.to_dict(),
+        filter={}
+        if smoothing is None
+        else {
+            "filter": smoothing.design.text,
+            "delay_ms": round(1e3 * period * smoothing.design.lag, 3),
+            "missing": smoothing.missing,
+        },
+        agreement={} if agreement is None else agreement.to_dict(),
     )
 
 

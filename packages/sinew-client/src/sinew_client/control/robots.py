@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import pkgutil
 import time
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
 from sinew_client.control.interfaces import Robot
 from sinew_client.errors import ClientError
+from sinew_client.given import shown
 from sinew_client.modules import load_named
 
 
@@ -49,7 +51,9 @@ class LeRobotArm:
     """One of LeRobot's robots: joints by name in the order of its action features, cameras by their names.
 
     robot: has ``action_features``, ``observation_features``, ``get_observation`` and ``send_action`` (LeRobot 0.4).
-    cameras: camera of the policy -> camera of the robot; the same names where absent. Holding sends the last action
+    cameras: camera of the policy -> camera of the robot; the same names where absent. joints: the same of joints
+    (:func:`match_joints`), of a policy that names its numbers; of one that does not, the robot's joints in their order.
+    Holding sends the last action
     again, before the first one the present position. motion: what commands are measured from, where their names say it.
     Its bus is read while it observes and takes one caller at a time, so it is not held meanwhile; servos keep their
     goal.
@@ -57,21 +61,28 @@ class LeRobotArm:
 
     concurrent_hold = False
 
-    def __init__(self, robot: Any, policy: Mapping[str, Any], cameras: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        robot: Any,
+        policy: Mapping[str, Any],
+        cameras: Mapping[str, str] | None = None,
+        joints: Mapping[str, str] | None = None,
+    ):
         self.robot, self._cameras = robot, dict(cameras or {})
-        self._joints = [name for name, kind in robot.action_features.items() if not isinstance(kind, tuple)]
+        had = [name for name, kind in robot.action_features.items() if not isinstance(kind, tuple)]
         features = robot.observation_features
-        missing = [name for name in self._joints if name not in features]
+        missing = [name for name in had if name not in features]
         if missing:
             raise RobotError(
                 f"robot: expected the joints of its actions in its state, {missing[0]} is not there"
             )
         for what in ("state", "action"):
-            if int(policy[what]["dim"]) != len(self._joints):
+            if int(policy[what]["dim"]) != len(had):
                 raise RobotError(
-                    f"robot: the policy's {what} has {policy[what]['dim']} numbers, the robot has {len(self._joints)}"
-                    f" joints: {', '.join(self._joints)}"
+                    f"robot: the policy's {what} has {policy[what]['dim']} numbers, the robot has {len(had)}"
+                    f" joints: {', '.join(had)}"
                 )
+        self._states, self.joints = joints_of(policy, had, had, joints or {})
         for camera in (camera["name"] for camera in policy["cameras"]):
             name = self._cameras.setdefault(camera, camera)
             if name not in features:
@@ -80,7 +91,7 @@ class LeRobotArm:
                     f"cameras: the policy wants {camera}; the robot has {', '.join(known) or 'none'}"
                 )
         # LeRobot's own arms call goal positions so, in actions and in the state.
-        absolute = all(name.endswith(".pos") for name in self._joints)
+        absolute = all(name.endswith(".pos") for name in self.joints)
         self.motion = {"kind": "absolute"} if absolute else None
         self._last: dict[str, float] | None = None
 
@@ -88,25 +99,74 @@ class LeRobotArm:
         taken = time.monotonic()
         seen = self.robot.get_observation()
         images = {camera: np.asarray(seen[name], np.uint8) for camera, name in self._cameras.items()}
-        state = np.array([float(seen[name]) for name in self._joints], np.float32)
+        state = np.array([float(seen[name]) for name in self._states], np.float32)
         return {"images": images, "state": state, "time": taken}
 
     def act(self, row: np.ndarray) -> None:
-        self._last = {name: float(value) for name, value in zip(self._joints, row)}
+        self._last = {name: float(value) for name, value in zip(self.joints, row)}
         self.robot.send_action(self._last)
 
     def hold(self) -> None:
         if self._last is None:
             seen = self.robot.get_observation()
-            self._last = {name: float(seen[name]) for name in self._joints}
+            self._last = {name: float(seen[name]) for name in self.joints}
         self.robot.send_action(self._last)
 
     def close(self) -> None:
         self.robot.disconnect()
 
 
+def joints_of(
+    policy: Mapping[str, Any], state: Sequence[str], action: Sequence[str], given: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """Return the robot's joints in the order of a policy's state and action; in its own where the policy has no names.
+
+    given: joint of the policy -> the robot's. Raises :class:`RobotError` where they do not fit.
+    """
+    found, told = [], {**given}
+    for what, had in (("state", state), ("action", action)):
+        wanted = list(policy[what].get("names") or ())
+        found.append(match_joints(wanted, had, given, what) if wanted else list(had))
+        told = {name: other for name, other in told.items() if name not in wanted}
+    if told:
+        known = [name for what in ("state", "action") for name in policy[what].get("names") or ()]
+        raise RobotError(
+            f"--rename-joint: expected joints of the policy, {', '.join(dict.fromkeys(known)) or 'which names none'},"
+            f" got {', '.join(told)}"
+        )
+    return found[0], found[1]
+
+
+def match_joints(
+    wanted: Sequence[str], had: Sequence[str], given: Mapping[str, str], what: str = "joints"
+) -> list[str]:
+    """Return which of a robot's joints each of a policy's is: the one that ``given`` says, of the same name, or of the
+    same name without LeRobot's ``.pos``. Raises :class:`RobotError` that says what is missing and how to say it."""
+    found = []
+    for name in wanted:
+        names = [given[name]] if name in given else [name, f"{name}.pos"]
+        if name.endswith(".pos") and name not in given:
+            names.append(name[: -len(".pos")])
+        found.append(next((other for other in names if other in had), ""))
+    lost = [name for name, other in zip(wanted, found) if not other]
+    spare = [name for name in had if name not in found]
+    if lost or spare or len(set(found)) < len(found):
+        example = " ".join(
+            f"--rename-joint {other}={name}" for name, other in zip(lost or wanted, spare or had)
+        )
+        raise RobotError(
+            f"robot: the policy's {what} has the joints {', '.join(wanted)}, the robot {', '.join(had) or 'none'}; say"
+            f" which is which, such as {example}"
+        )
+    return found
+
+
 def open_lerobot(
-    kind: str, options: Mapping[str, Any], policy: Mapping[str, Any], cameras: Mapping[str, str] | None = None
+    kind: str,
+    options: Mapping[str, Any],
+    policy: Mapping[str, Any],
+    cameras: Mapping[str, str] | None = None,
+    joints: Mapping[str, str] | None = None,
 ) -> LeRobotArm:
     """Return one of LeRobot's robots, connected. kind: its type, such as ``so101_follower``; options: its fields."""
     try:
@@ -115,16 +175,28 @@ def open_lerobot(
         raise RobotError(
             f"--robot lerobot:{kind} needs the package lerobot in this environment ({error})"
         ) from error
-    with contextlib.suppress(ImportError):  # somebody's own type is registered by whoever imported it
-        importlib.import_module(f"lerobot.robots.{kind}")
     try:
-        config = robots.RobotConfig.get_choice_class(kind)(**options)
+        config = lerobot_choice(robots, robots.RobotConfig, kind)(**options)
         robot = robots.make_robot_from_config(config)
-        arm = LeRobotArm(robot, policy, cameras)
+        arm = LeRobotArm(robot, policy, cameras, joints)
         robot.connect()
     except (KeyError, TypeError, ValueError, OSError, ImportError) as error:
         raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
     return arm
+
+
+def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
+    """Return the class of LeRobot's configurations that a type names. package: where types lie, each of which is
+    registered when its module is imported; one may hold several (``so_follower``), and somebody's own type is
+    registered by whoever imported it. Raises KeyError where none is called so."""
+    folders = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", ()))]
+    for name in ("", kind, *folders):
+        if name:
+            with contextlib.suppress(ImportError):  # of another type, whose driver is not installed
+                importlib.import_module(f"{package.__name__}.{name}")
+        with contextlib.suppress(KeyError):
+            return base.get_choice_class(kind)
+    raise KeyError(kind)
 
 
 def find_class(text: str) -> Callable[..., Robot]:
@@ -150,6 +222,40 @@ def open_class(text: str, options: Mapping[str, Any], cameras: Mapping[str, str]
     return Renamed(robot, cameras) if cameras else robot
 
 
+def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> Any:
+    """Return a robot whose numbers are in the order of a policy's. Its ``joints`` are the names of its numbers, a list,
+    or one for each of "state" and "action"; one without them is taken as it is, and so is any for a policy without.
+
+    given: joint of the policy -> the robot's. Raises :class:`RobotError` where they do not fit, and where joints are
+    given and the robot has no names.
+    """
+    names = getattr(robot, "joints", None)
+    if not (given or policy["state"].get("names") or policy["action"].get("names")):
+        return robot
+    if names is None:
+        if given:
+            raise RobotError(
+                "--rename-joint: expected a robot that says what its joints are called (joints), got one without"
+            )
+        return robot
+    each = names if isinstance(names, Mapping) else {"state": names, "action": names}
+    if not all(
+        isinstance(each.get(what), (list, tuple)) and all(isinstance(name, str) for name in each[what])
+        for what in ("state", "action")
+    ):
+        raise RobotError(f"robot: joints: expected names of its numbers, got {shown(names)}")
+    for what in ("state", "action"):
+        if len(each[what]) != int(policy[what]["dim"]):
+            raise RobotError(
+                f"robot: joints: expected {policy[what]['dim']} names of its {what}, got {len(each[what])}"
+            )
+    states, actions = joints_of(policy, each["state"], each["action"], given)
+    if states == list(each["state"]) and actions == list(each["action"]):
+        return robot
+    places = [each["state"].index(name) for name in states]
+    return Ordered(robot, places, [actions.index(name) for name in each["action"]], actions)
+
+
 class Renamed:
     """A robot whose cameras are called as the policy calls them; everything else of it is its own.
 
@@ -164,6 +270,37 @@ class Renamed:
         return {**seen, "images": renamed(seen["images"], self._cameras)}
 
     def __getattr__(self, name: str) -> Any:
+        return getattr(self._robot, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._robot, name, value)
+
+
+class Ordered:
+    """A robot whose numbers are in the order of a policy's; everything else of it is its own.
+
+    states: place of each number of the policy's state among the robot's. actions: place of each number of the robot's
+    command among the policy's. joints: what the robot calls the numbers of a command, in the policy's order.
+    """
+
+    def __init__(self, robot: Any, states: Sequence[int], actions: Sequence[int], joints: Sequence[str]):
+        vars(self).update(_robot=robot, _states=list(states), _actions=list(actions), joints=list(joints))
+
+    def observe(self) -> dict[str, Any]:
+        seen = dict(self._robot.observe())
+        found = {**seen, "state": np.asarray(seen["state"])[self._states]}
+        if seen.get("action") is not None:  # what somebody else has it do
+            place = np.argsort(self._actions)
+            found["action"] = np.asarray(seen["action"])[place]
+        return found
+
+    def act(self, row: np.ndarray) -> None:
+        self._robot.act(np.asarray(row)[self._actions])
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sense":
+            sense = self._robot.sense  # no such method: the whole is looked at
+            return lambda: np.asarray(sense())[self._states]
         return getattr(self._robot, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

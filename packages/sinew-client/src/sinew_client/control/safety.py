@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from sinew_client.control.jerk import JerkLimit, StepBounds
 from sinew_client.errors import ClientError
 from sinew_client.given import named, read_text, shown
 from sinew_client.protocol import MAX_ROWS
 
 MAX_DIM = 8192  # numbers in a command
-_NAMES = ("low", "high", "velocity", "acceleration", "still")
+RATES = ("velocity", "acceleration", "jerk", "jump")
+_BOX = ("workspace_low", "workspace_high")
+_NAMES = ("low", "high", *RATES, *_BOX, "still")
 UNPLACED = "where the robot is is not known, from which its limits of velocity and acceleration begin"
+OUTSIDE = "the next command would leave the workspace"
 
 
 class LimitsError(ClientError, ValueError):
@@ -55,15 +59,24 @@ def checked_rows(
 class Limits:
     """Limits of each number of a command, in its own units, seconds and float64 [D]; infinite where there is no limit.
 
-    low, high: range of a command. velocity: per second. acceleration: per second squared. still: the command of a robot
-    that stands still where its number is one for itself, such as 0 of a velocity; NaN where holding repeats the last
-    command. when: "clip" sends the nearest allowed command and counts it, "hold" holds instead.
+    low, high: range of a command. velocity: per second. acceleration: per second squared. jerk: per second cubed.
+    jump: by which a row may differ from the command before it; one that differs by more is not sent, and the robot
+    holds. workspace_low, workspace_high: of the pose that a command leads to, in the numbers of the state, where
+    actions are measured from that (:class:`~sinew_client.control.motion.Offsets`); without limits for what is measured
+    from nothing.
+    still: the command of a robot that stands still where its number is one for itself, such as 0 of a velocity; NaN
+    where holding repeats the last command. when: "clip" sends the nearest allowed command and counts it, "hold" holds
+    instead.
     """
 
     low: np.ndarray
     high: np.ndarray
     velocity: np.ndarray
     acceleration: np.ndarray
+    jerk: np.ndarray
+    jump: np.ndarray
+    workspace_low: np.ndarray
+    workspace_high: np.ndarray
     still: np.ndarray
     names: tuple[str, ...] = ()
     when: str = "clip"
@@ -71,12 +84,14 @@ class Limits:
     def __post_init__(self) -> None:
         if self.when not in ("clip", "hold"):
             raise LimitsError(f"limits.when: expected clip or hold, got {shown(self.when)}")
-        if np.any(self.low > self.high):
-            joint = int(np.argmax(self.low > self.high))
-            raise LimitsError(
-                f"limits.low: expected at most high, got {self.low[joint]} > {self.high[joint]} at {joint}"
-            )
-        for name in ("velocity", "acceleration"):
+        for first, last in (("low", "high"), _BOX):
+            low, high = getattr(self, first), getattr(self, last)
+            if np.any(low > high):
+                joint = int(np.argmax(low > high))
+                raise LimitsError(
+                    f"limits.{first}: expected at most {last}, got {low[joint]} > {high[joint]} at {joint}"
+                )
+        for name in RATES:
             if np.any(getattr(self, name) <= 0):
                 raise LimitsError(f"limits.{name}: expected numbers above 0, got {getattr(self, name).min()}")
         if np.any((self.still < self.low) | (self.still > self.high)):
@@ -88,8 +103,13 @@ class Limits:
 
     @property
     def paced(self) -> np.ndarray:
-        """Return which numbers have a limit of velocity or acceleration, bool [D]."""
-        return np.isfinite(self.velocity) | np.isfinite(self.acceleration)
+        """Return which numbers have a limit that counts from the command before, bool [D]."""
+        return np.any([np.isfinite(getattr(self, name)) for name in RATES], axis=0)
+
+    @property
+    def boxed(self) -> np.ndarray:
+        """Return which numbers have a workspace, bool [D]."""
+        return np.isfinite(self.workspace_low) | np.isfinite(self.workspace_high)
 
     def name(self, joint: int) -> str:
         return self.names[joint] if joint < len(self.names) else str(joint)
@@ -109,7 +129,8 @@ class Limits:
                     "{}.{}: unknown; known are {}".format(where, named(key), ", ".join(sorted(known)))
                 )
         vectors = [
-            _vector(given.get(name), dim, f"{where}.{name}", -1 if name == "low" else 1) for name in _NAMES
+            _vector(given.get(name), dim, f"{where}.{name}", -1 if name.endswith("low") else 1)
+            for name in _NAMES
         ]
         vectors[-1] = np.where(np.isinf(vectors[-1]), np.nan, vectors[-1])
         names = given.get("names") or ()
@@ -148,6 +169,19 @@ class Limits:
         if not isinstance(given, dict) or not isinstance(action.get("dim"), int):
             raise LimitsError(f"action: expected its dim and its limits as a table, got {shown(action)}")
         return cls.parse({"names": action.get("names"), **given}, action["dim"], "action.limits")
+
+    def ordered(self, names: Sequence[str], where: str = "limits") -> Limits:
+        """Return the limits of numbers that are called so, in their order; those without names are in it already.
+        Raises :class:`LimitsError` for limits of others."""
+        if not self.names or not names or self.names == tuple(names):
+            return self if self.names or not names else replace(self, names=tuple(names))
+        if sorted(self.names) != sorted(names) or len(set(names)) < len(names):
+            raise LimitsError(
+                f"{where}.names: expected {', '.join(names)}, as the policy says, got {', '.join(self.names)}"
+            )
+        places = [self.names.index(name) for name in names]
+        vectors = {name: getattr(self, name)[places] for name in _NAMES}
+        return replace(self, names=tuple(names), **vectors)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that :meth:`parse` takes; None where there is no limit."""
@@ -204,6 +238,10 @@ class Guard:
     the last command) is always allowed, whatever the acceleration: a stop comes first. A range counts as commands can
     say it, its ends rounded to float32.
 
+    Where a jerk is limited, a command goes towards the wanted one as fast as it may without passing it, if that can
+    still be had (:mod:`~sinew_client.control.jerk`); range and velocity then hold to the bit as well, acceleration and
+    jerk but for the rounding of commands, up to 16 steps of float32.
+
     Velocity and acceleration are those of the commands as they are sent, float32, from where the robot stands on
     (:meth:`start`); until that is known, nothing may be sent. Range and velocity hold to the bit; a robot may slow down
     by less than one float32 step more than its acceleration allows, where no number in between can be sent. One that
@@ -217,6 +255,12 @@ class Guard:
             self._low, self._high = (_sent(end) for end in (limits.low, limits.high))
             other = np.full(limits.dim, np.nan) if still is None else still
             self._still = _sent(np.where(np.isnan(limits.still), other, limits.still))
+            self._jerky = np.isfinite(limits.jerk)
+            bounds = StepBounds(
+                self._low, self._high, limits.velocity * period, limits.acceleration * period**2,
+                limits.jerk * period**3,
+            )  # fmt: skip
+            self._smooth = JerkLimit(bounds.take(self._jerky))
         self._last = np.zeros(0)  # float64 [D], numbers of float32; NaN where it is not known
         self._step = np.zeros(0)  # what the last command moved by
         self.before: np.ndarray | None = None  # float32 [D], what the last command moved from; NaN: not known
@@ -226,6 +270,11 @@ class Guard:
     def known(self) -> bool:
         """Return True if all is known that the limits need of where the robot is."""
         return self.limits is None or not np.any(np.isnan(self._last) & self.limits.paced)
+
+    @property
+    def here(self) -> np.ndarray | None:
+        """Return the last command, float64 [D], NaN where it is not known; None without limits."""
+        return None if self.limits is None else self._last
 
     def start(self, position: np.ndarray | None) -> None:
         """Begin where the robot is, standing still. position: float [D], NaN where it is not known; None: nowhere."""
@@ -245,6 +294,8 @@ class Guard:
     def skipped(self) -> None:
         """Note that the robot has been sent nothing for a while: its last command still stands."""
         self._step = np.zeros(len(self._last))
+        if self.limits is not None:
+            self._smooth.rest(self._last[self._jerky])
 
     def check(self, row: np.ndarray) -> Verdict:
         """Return what may be sent in place of ``row`` float [D], and remember it as sent."""
@@ -262,12 +313,17 @@ class Guard:
         if not self.known:
             return Verdict(None, UNPLACED)
         last = np.where(np.isnan(self._last), wanted, self._last)  # where only a range is limited
+        jumps = np.abs(wanted - last) > self.limits.jump
+        if jumps.any():
+            names = _named([("jump", jumps)], self.limits)
+            return Verdict(None, "too far from the command before: {}".format(", ".join(names)), names)
         allowed, clipped = self._allowed(wanted, last, self.limits)
         if clipped and self.limits.when == "hold":
             return Verdict(None, "beyond {}".format(", ".join(clipped)), clipped)
         self.before = self._last.astype(np.float32)
         self._last = allowed.astype(np.float64)
         self._step = self._last - last
+        self._smooth.sent()
         # A command that was not touched goes out bit for bit.
         return Verdict(allowed if clipped else row, "", clipped)
 
@@ -291,8 +347,22 @@ class Guard:
         went = sent.astype(np.float64) - last
         sent = np.where((went > 0) & (went > up), np.nextafter(sent, np.float32(-np.inf)), sent)
         sent = np.where((went < 0) & (went < down), np.nextafter(sent, np.float32(np.inf)), sent)
+        if self._jerky.any():
+            sent, hits = self._smoothed(inside, last, sent, hits)
         ends = (np.minimum(self._low, last), np.maximum(self._high, last))
         return np.clip(sent, *(end.astype(np.float32) for end in ends)), _named(hits, limits)
+
+    def _smoothed(
+        self, inside: np.ndarray, last: np.ndarray, sent: np.ndarray, hits: list[tuple[str, np.ndarray]]
+    ) -> tuple[np.ndarray, list[tuple[str, np.ndarray]]]:
+        """Return commands and which limits changed them, where those of limited jerk are theirs."""
+        jerky, wanted = self._jerky, inside.astype(np.float32)
+        sent = sent.copy()
+        sent[jerky] = self._smooth.towards(inside[jerky], last[jerky])
+        reached = jerky & (sent == wanted)  # whatever a step without a limit of jerk would have met
+        hits = [hits[0], *((name, mask & ~reached) for name, mask in hits[1:])]
+        named = np.any([mask for _, mask in hits], axis=0)
+        return sent, [*hits, ("jerk", jerky & ~reached & ~named)]
 
 
 def _sent(numbers: np.ndarray) -> np.ndarray:

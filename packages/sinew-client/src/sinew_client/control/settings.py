@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
 from typing import Any, Mapping
 
@@ -15,22 +15,24 @@ from sinew_client.control.handover import parse_handover
 from sinew_client.control.motion import Absolute, Motion, Relative, parse_motion
 from sinew_client.control.player import Player
 from sinew_client.control.replan import parse_rule
-from sinew_client.control.safety import Guard, Limits
+from sinew_client.control.safety import RATES, Guard, Limits
+from sinew_client.control.smoothing import Smoothing, parse_filter
 from sinew_client.control.windows import StreamController
 from sinew_client.errors import ClientError
-from sinew_client.given import shown
+from sinew_client.given import named, shown
 from sinew_client.protocol import MAX_ROWS
 
 LARGEST_CHUNK = 8192  # rows, as bundles have them
 _KINDS: Mapping[str, tuple] = {
-    **dict.fromkeys(("handover", "replan", "fusion"), (str,)),
+    **dict.fromkeys(("handover", "replan", "fusion", "filter"), (str,)),
     **dict.fromkeys(("motion", "limits"), (Mapping, type(None))),
+    "stale_of": (Mapping,),
     **dict.fromkeys(("finish", "future", "watchdog"), (bool,)),
     **dict.fromkeys(("substeps", "committed_rows", "refine", "chunk_size"), (Integral,)),
 }
 # What says how chunks are asked for and played, which a stream has nothing to do with.
 _OF_CHUNKS = (
-    "handover", "replan", "max_age", "finish", "future", "substeps", "committed_rows", "refine"
+    "handover", "replan", "max_age", "finish", "future", "substeps", "committed_rows", "refine", "filter", "speed"
 )  # fmt: skip
 
 
@@ -60,6 +62,11 @@ class Settings:
     chunk_size: rows of the policy's chunks, as it states them: more are not taken; 0: not known, then
         :data:`~sinew_client.protocol.MAX_ROWS`.
     watchdog: hold the robot from another thread while its loop is late, as where ``observe`` blocks (:class:`Loop`).
+    filter: of the rows before they are sent (:func:`~sinew_client.control.smoothing.parse_filter`); "": none.
+    speed: at which chunks are played, above 0 and at most 1.
+    stale_of: seconds beyond which a frame is too old to act on, of cameras that differ from ``stale``, and of "state".
+    skew: seconds by which the newest frames of two cameras may be apart; None: any. Both count where the robot says
+        when each frame was exposed (``times`` of its observations).
     fusion: how the windows of a stream are fused (:func:`~sinew_client.control.blend.parse_fusion`); "": chunks are
         asked for. Of a stream, ``hz`` is the rate of its nodes, ``stale`` counts for the frame that a node was made
         from, ``chunk_size`` for the nodes of a window, and motion says only where the robot is before its first
@@ -82,19 +89,25 @@ class Settings:
     chunk_size: int = 0
     watchdog: bool = True
     fusion: str = ""
+    filter: str = ""
+    speed: float = 1.0
+    stale_of: Mapping[str, float] = field(default_factory=dict)
+    skew: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hz", "deadline", "stale", "max_age"):
+        for name in ("hz", "deadline", "stale", "max_age", "speed", "skew"):
             value = getattr(self, name)
-            if value is None and name == "max_age":
-                continue
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < 1e30:
-                raise SettingsError(f"{name}: expected a number above 0, got {shown(value)}")
+            if not (value is None and name in ("max_age", "skew")):
+                _above_zero(name, value)
         for name, kinds in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 words = " or ".join(kind.__name__ for kind in kinds)
                 raise SettingsError(f"{name}: expected {words}, got {shown(value)}")
+        for name, value in self.stale_of.items():
+            _above_zero(f"stale_of.{named(name)}", value)
+        if self.speed > 1.0:
+            raise SettingsError(f"speed: expected at most 1, as the policy was trained, got {self.speed:g}")
         if not 1 <= self.substeps <= 100:
             raise SettingsError(f"substeps: expected 1 to 100, got {self.substeps}")
         if self.committed_rows < 0:
@@ -131,7 +144,10 @@ class Settings:
         except ValueError as error:
             raise SettingsError(str(error)) from error
         motion = self.parse_motion()
-        guard = Guard(self._limits(dim), self.period, motion.still(dim))
+        limits = self._limits(dim)
+        if limits is not None and limits.boxed.any():
+            raise SettingsError("limits.workspace_low, limits.workspace_high: expected none beside fusion")
+        guard = Guard(limits, self.period, motion.still(dim))
         return StreamController(fusion, self.hz, self.stale, motion, guard, dim, self.chunk_size or MAX_ROWS)
 
     def of_chunks(self, dim: int) -> Controller:
@@ -144,7 +160,10 @@ class Settings:
                 self.future,
                 self.committed_rows,
                 self.refine,
+                self.speed,
             )
+            design = parse_filter(self.filter, self.hz)
+            smoothing = None if design is None else Smoothing(design, player.motion.posed(dim))
         except ValueError as error:
             raise SettingsError(str(error)) from error
         if self.future and type(player.motion) is Motion:
@@ -160,9 +179,29 @@ class Settings:
             raise SettingsError(
                 "substeps: expected motion absolute or relative; between other rows there is no way"
             )
+        self._check_speed(player)
         max_age = None if self.max_age is None else int(self.max_age * self.hz)
-        guard = Guard(self._limits(dim), self.period, player.motion.still(dim))
-        return Controller(player, guard, max_age, self.finish, dim, self.chunk_size or MAX_ROWS)
+        limits = self._limits(dim)
+        if limits is not None:
+            check_workspace(limits, player.motion)
+        guard = Guard(limits, self.period, player.motion.still(dim))
+        return Controller(
+            player, guard, max_age, self.finish, dim, self.chunk_size or MAX_ROWS, smoothing=smoothing
+        )
+
+    def _check_speed(self, player: Player) -> None:
+        """Raise :class:`SettingsError` where chunks cannot be played slower than they come."""
+        if self.speed == 1.0:
+            return
+        if type(player.motion) is Motion:
+            raise SettingsError(
+                "speed: expected motion absolute, relative or offsets; between other rows there is no way"
+            )
+        if self.refine or self.future or player.handover.method == "rtc":
+            raise SettingsError(
+                "speed: expected 1 beside real-time chunking, an edge adapter or future, which count rows as the policy"
+                f" was trained, got {self.speed:g}"
+            )
 
     def check_start(self, dim: int) -> None:
         """Raise :class:`SettingsError` where limits of velocity or acceleration have nothing to begin with."""
@@ -184,14 +223,30 @@ class Settings:
         return asdict(self)
 
 
+def _above_zero(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < 1e30:
+        raise SettingsError(f"{name}: expected a number above 0, got {shown(value)}")
+
+
+def check_workspace(limits: Limits, motion: Motion) -> None:
+    """Raise :class:`SettingsError` where nothing says to which pose a command leads that has a workspace."""
+    lost = [limits.name(int(at)) for at in np.flatnonzero(limits.boxed & ~motion.posed(limits.dim))]
+    if lost:
+        raise SettingsError(
+            "limits.workspace_low, limits.workspace_high: expected a motion that says to which pose a command leads"
+            f" (absolute, or relative and offsets of these columns), got none for {', '.join(lost)}"
+        )
+
+
 def check_start(limits: Limits, motion: Motion) -> None:
     """Raise :class:`SettingsError` where nothing says from where limits of velocity or acceleration count: the first
     command would not be limited."""
     known = motion.placed(limits.dim) | ~np.isnan(motion.still(limits.dim)) | ~np.isnan(limits.still)
     missing = [limits.name(int(joint)) for joint in np.flatnonzero(limits.paced & ~known)]
     if missing:
+        given = [f"limits.{name}" for name in RATES if np.isfinite(getattr(limits, name)).any()]
         raise SettingsError(
-            "limits.velocity, limits.acceleration: expected a motion that says where the robot is before its first"
-            ' command ({"kind": "absolute"}: where its state says), or limits.still, the command of a robot that stands'
-            f" still (0 of velocities and offsets), got neither for {', '.join(missing)}"
+            f"{', '.join(given)}: expected a motion that says where the robot is before its first command"
+            ' ({"kind": "absolute"}: where its state says), or limits.still, the command of a robot that stands still'
+            f" (0 of velocities and offsets), got neither for {', '.join(missing)}"
         )

@@ -149,6 +149,7 @@ class StreamController(BaseController):
         if not moved:
             self._blind = (step, reason or BLIND)
             return
+        self._leaves_alone()
         self._drop()
         self._fault = reason
         if self.guard is not None:

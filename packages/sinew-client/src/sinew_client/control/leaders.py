@@ -1,0 +1,95 @@
+"""Leaders by name: one of LeRobot's teleoperators, or any class with a method ``read``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from sinew_client.control.robots import lerobot_choice
+from sinew_client.control.takeover import LeaderError
+from sinew_client.modules import load_named
+
+SHARE = 0.1  # of the way to the robot, which a leader with motors goes in each control step
+
+
+class LeRobotLeader:
+    """One of LeRobot's teleoperators: its joints by name, in the order of a robot's commands.
+
+    teleoperator: has ``action_features``, ``feedback_features``, ``get_action`` and ``send_feedback`` (LeRobot 0.4 to
+    0.6). names: of the robot's commands; those that its actions have otherwise are refused by name. One whose feedback
+    has all of them is brought to the robot by its own motors, a tenth of the way in each control step, and set free
+    when it is there; another one is brought by the person who takes over.
+    """
+
+    def __init__(self, teleoperator: Any, names: Sequence[str]):
+        self.teleoperator, self._names = teleoperator, list(names)
+        had = list(teleoperator.action_features)
+        missing, strange = [n for n in names if n not in had], [n for n in had if n not in names]
+        if missing or strange:
+            raise LeaderError(
+                f"--takeover: expected a leader with the joints {', '.join(names)}, got {', '.join(had)}"
+            )
+        if set(names) <= set(teleoperator.feedback_features or {}):
+            self.align = self._align
+        self._stiff = False
+
+    def read(self) -> Any:
+        given = self.teleoperator.get_action()
+        return [float(given[name]) for name in self._names]
+
+    def free(self) -> None:
+        """Let the person move it."""
+        self._torque("disable_torque")
+        self._stiff = False
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # what is unplugged cannot be set free
+            self.free()
+        self.teleoperator.disconnect()
+
+    def _align(self, position: np.ndarray) -> None:
+        if not self._stiff:
+            self._torque("enable_torque")
+            self._stiff = True
+        now = np.array(self.read(), np.float64)
+        goal = now + SHARE * (np.where(np.isnan(position), now, position) - now)
+        self.teleoperator.send_feedback(dict(zip(self._names, map(float, goal))))
+
+    def _torque(self, method: str) -> None:
+        if callable(change := getattr(self.teleoperator, method, None)):
+            change()
+
+
+def open_lerobot_leader(kind: str, options: Mapping[str, Any], names: Sequence[str]) -> LeRobotLeader:
+    """Return one of LeRobot's teleoperators, connected. kind: its type, such as ``so101_leader``; options: its
+    fields; names: of the robot's commands."""
+    try:
+        teleoperators = importlib.import_module("lerobot.teleoperators")
+    except ImportError as error:
+        raise LeaderError(
+            f"--takeover lerobot:{kind} needs the package lerobot in this environment ({error})"
+        ) from error
+    try:
+        config = lerobot_choice(teleoperators, teleoperators.TeleoperatorConfig, kind)(**options)
+        leader = LeRobotLeader(teleoperators.make_teleoperator_from_config(config), names)
+        leader.teleoperator.connect()
+    except (KeyError, TypeError, ValueError, OSError, ImportError) as error:
+        raise LeaderError(f"--takeover lerobot:{kind}: {type(error).__name__}: {error}") from error
+    return leader
+
+
+def open_leader(text: str, options: Mapping[str, Any]) -> Any:
+    """Return an instance of ``module:Class``, of the current folder or installed; it has a method ``read``."""
+    made = load_named(text, f"--takeover {text}")
+    if not callable(made):
+        raise LeaderError(f"--takeover {text}: expected a class, got {type(made).__name__}")
+    try:
+        leader = made(**options)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise LeaderError(f"--takeover {text}: {type(error).__name__}: {error}") from error
+    if not callable(getattr(leader, "read", None)):
+        raise LeaderError(f"--takeover {text}: expected a method read; it is missing")
+    return leader

@@ -1,0 +1,294 @@
+"""Somebody takes over: a person at a leader arm, or an expert, drives the robot, and gives it back to the policy.
+
+On take-over the robot holds until the leader is where the robot is; then the leader's rows are its commands, behind
+the same limits as the policy's. On the way back it holds until the policy has a fresh chunk. So neither hand-over is a
+jump: both begin from what the robot was sent last, and a limit of velocity or acceleration bounds the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Mapping, Protocol
+
+import numpy as np
+
+from sinew_client.control.interfaces import Robot
+from sinew_client.control.motion import Motion
+from sinew_client.control.safety import Limits, RowsError, checked_rows
+from sinew_client.errors import ClientError
+
+if TYPE_CHECKING:
+    from sinew_client.control.controller import BaseController
+
+logger = logging.getLogger(__name__)
+
+POLICY, ALIGNING, HUMAN = "policy", "aligning", "human"
+ALIGNS = "taking over: the leader is brought to where the robot is"
+SILENT = "the leader says nothing"
+ALIGN_SHARE = 0.05  # of a number's range, by which a leader may be elsewhere where nothing else is said
+KEPT = 100_000  # control steps of an agreement
+
+
+class LeaderError(ClientError):
+    """A leader cannot be opened, or does not fit the policy; the message says what was expected."""
+
+
+class Leader(Protocol):
+    """What somebody moves a robot with. Each call should return well within a period.
+
+    Optional: ``wanted``, a bool that a button of its own changes: True takes over, False hands back.
+    ``align(position)`` moves the leader, float [D], towards where the robot is, NaN where that is not known, and
+    ``free()`` lets go of it when it is there; one without them is moved by the person who takes over. ``close()`` at
+    the end.
+    """
+
+    def read(self) -> Any:
+        """Return the command that the leader stands for now, float [D] in the policy's units; None for none."""
+
+
+@dataclass
+class HandedOver:
+    """What is known of hand-overs. to_human, to_policy: how many. steps: control steps with a human's command.
+
+    largest: the largest difference between the first command after a hand-over and the one before it, and ``number``,
+    whose it was. unknown: hand-overs from a place that was not known.
+    """
+
+    to_human: int = 0
+    to_policy: int = 0
+    steps: int = 0
+    largest: float = 0.0
+    number: str = ""
+    unknown: int = 0
+    _due: bool = field(default=False, repr=False)
+
+    def changed(self, driver: str) -> None:
+        """Note a hand-over."""
+        self.to_human += driver == HUMAN
+        self.to_policy += driver == POLICY
+        self._due = True
+
+    def commanded(self, row: np.ndarray, before: np.ndarray | None, names: tuple[str, ...]) -> None:
+        """Note a command, float32 [D], and the one before."""
+        if not self._due:
+            return
+        self._due = False
+        if before is None or np.all(np.isnan(before)):
+            self.unknown += 1
+            return
+        moved = np.abs(np.asarray(row, np.float64) - before)
+        worst = int(np.nanargmax(moved))
+        if moved[worst] >= self.largest:
+            self.largest = float(moved[worst])
+            self.number = names[worst] if worst < len(names) else str(worst)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values; none where nobody has taken over."""
+        if not (self.to_human or self.to_policy):
+            return {}
+        names = ("to_human", "to_policy", "steps", "largest", "number", "unknown")
+        return {name: getattr(self, name) for name in names}
+
+    def text(self) -> str:
+        """Return the hand-overs for people."""
+        lost = f", {self.unknown} from a place that was not known" if self.unknown else ""
+        return (
+            f"{self.to_human} to a human, {self.to_policy} back, {self.steps} steps by hand; largest step at a"
+            f" hand-over {self.largest:.4g} ({self.number or '-'}){lost}"
+        )
+
+
+class Takeover:
+    """Reads a leader once per control step and says who drives. It belongs to one loop.
+
+    align: by how much each number of the leader may differ from where the robot is when it takes over; None: 0.05 of
+    the range that ``limits`` give it. shadow: the leader drives from the beginning and the policy only says what it
+    would do.
+
+    Raises :class:`LeaderError` where it is not known whether the leader's numbers are places, or how near is near.
+    """
+
+    def __init__(
+        self,
+        leader: Leader,
+        motion: Motion,
+        dim: int,
+        limits: Limits | None,
+        align: float | None = None,
+        shadow: bool = False,
+    ):
+        if not np.any(motion.posed(dim)):
+            raise LeaderError(
+                "--takeover: expected --motion absolute, relative or offsets, which says whether the leader has to be"
+                " where the robot is, got rows as they come"
+            )
+        self.leader, self.shadow = leader, shadow
+        self._dim, self._placed = dim, motion.placed(dim)
+        self._names = tuple(map(str, range(dim))) if limits is None or not limits.names else limits.names
+        self._near = np.full(dim, np.inf)
+        if align is not None:
+            self._near[self._placed] = align
+        elif self._placed.any():
+            span = np.full(dim, np.inf) if limits is None else limits.high - limits.low
+            if lost := [self._names[at] for at in np.flatnonzero(self._placed & ~np.isfinite(span))]:
+                raise LeaderError(
+                    "--align: expected by how much the leader may be elsewhere when it takes over; there is no range"
+                    f" of {', '.join(lost)} to take {ALIGN_SHARE:g} of"
+                )
+            self._near[self._placed] = ALIGN_SHARE * span[self._placed]
+        self.apart = ""  # what keeps the leader from being aligned
+        self.failures: Counter = Counter()  # reason -> control steps
+        self._wanted = bool(getattr(leader, "wanted", False))
+
+    def asks(self) -> bool | None:
+        """Return True where the leader's own button asks for a take-over, False where it gives back, None while it does
+        not change."""
+        wanted = getattr(self.leader, "wanted", None)
+        if wanted is None or bool(wanted) == self._wanted:
+            return None
+        self._wanted = bool(wanted)
+        return self._wanted
+
+    def follow(self, controller: BaseController, step: int, here: np.ndarray | None) -> None:
+        """Do what is due in a control step while somebody drives or wants to. here: where the robot is, float [D], NaN
+        where that is not known."""
+        row, reason = self._read()
+        if controller.driver == ALIGNING:
+            self.apart = reason or self._apart(row, here)
+            if self.apart:
+                self._align(here)
+                return
+            self._do("free")
+            if self.apart:
+                return
+            controller.aligned(step)
+        if controller.driver == HUMAN:
+            controller.led(step, row, reason)
+
+    def close(self) -> None:
+        """End the leader, where it can be."""
+        if callable(close := getattr(self.leader, "close", None)):
+            close()
+
+    def _read(self) -> tuple[np.ndarray | None, str]:
+        """Return the leader's row, or why there is none."""
+        try:
+            given = self.leader.read()
+            if given is None:
+                return None, SILENT
+            return checked_rows([given], self._dim, 1, what="the leader's row")[0], ""
+        except RowsError as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - the robot holds, whatever a leader raises
+            reason = f"the leader failed: {type(error).__name__}: {error!s:.200}"
+        if reason not in self.failures and len(self.failures) < 100:
+            logger.warning("%s", reason)
+        self.failures[reason] += 1
+        return None, reason
+
+    def _apart(self, row: np.ndarray | None, here: np.ndarray | None) -> str:
+        """Return by how much the leader is elsewhere, "" where it is near enough."""
+        assert row is not None
+        if not self._placed.any():
+            return ""
+        if here is None or np.any(np.isnan(here[self._placed])):
+            return "where the robot is is not known"
+        differ = np.where(self._placed, np.abs(row.astype(np.float64) - here), 0.0)
+        far = np.flatnonzero(differ > self._near)
+        return ", ".join(f"{self._names[at]} by {differ[at]:.4g}, at most {self._near[at]:.4g}" for at in far)
+
+    def _align(self, here: np.ndarray | None) -> None:
+        if here is not None:
+            self._do("align", here)
+
+    def _do(self, what: str, *given: Any) -> None:
+        """Call a method that a leader may have; where it fails, the robot goes on holding."""
+        if not callable(method := getattr(self.leader, what, None)):
+            return
+        try:
+            method(*given)
+        except Exception as error:  # noqa: BLE001 - the robot holds, whatever a leader raises
+            self.apart = f"the leader could not be aligned: {type(error).__name__}: {error!s:.200}"
+
+
+class Onlooker:
+    """A robot that somebody else drives: it is looked at and never commanded. It is its own leader.
+
+    What was done is the ``action`` of its observations, float [D], else where its state is, of actions that are places.
+    """
+
+    concurrent_hold = False
+
+    def __init__(self, robot: Robot, motion: Motion, dim: int):
+        self.robot, self._motion, self._dim = robot, motion, dim
+        self._did: np.ndarray | None = None
+
+    def observe(self) -> Mapping[str, Any]:
+        seen = dict(self.robot.observe())
+        did = seen.pop("action", None)
+        if did is None:
+            here = self._motion.position(np.asarray(seen["state"], np.float32), self._dim)
+            did = here if np.all(np.isfinite(here)) else None
+        self._did = did
+        return seen
+
+    def read(self) -> Any:
+        return self._did
+
+    def act(self, row: np.ndarray) -> None:
+        """Do nothing: somebody else drives."""
+
+    def hold(self) -> None:
+        """Do nothing: somebody else drives."""
+
+    def close(self) -> None:
+        """Close the robot, where it can be."""
+        with contextlib.suppress(AttributeError):
+            self.robot.close()  # type: ignore[attr-defined]
+
+
+class ShadowAgreement:
+    """How near what a policy would have done is to what was done, control step by control step."""
+
+    def __init__(self, names: tuple[str, ...] = ()):
+        self._names = names
+        self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
+        self.missing = 0  # control steps in which the policy had no row
+
+    def add(self, wanted: np.ndarray | None, did: np.ndarray) -> None:
+        """Note one control step: what the policy would have sent, and what was sent, float32 [D]."""
+        if wanted is None:
+            self.missing += 1
+        elif len(self._pairs) < KEPT:
+            self._pairs.append((wanted, did))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return, for each number, the median, p95 and largest difference, and ``explained``: the share of the
+        variance of what was done that the policy explains, 1 - mean squared difference / variance; None where it did
+        not vary."""
+        if not self._pairs:
+            return {"steps": 0, "missing": self.missing, "numbers": {}}
+        wanted, did = (np.array(rows, np.float64) for rows in zip(*self._pairs))
+        apart, spread = np.abs(wanted - did), did.var(axis=0)
+        numbers = {}
+        for at in range(did.shape[1]):
+            explained = None if spread[at] == 0.0 else 1.0 - float(np.mean(apart[:, at] ** 2) / spread[at])
+            numbers[self._names[at] if at < len(self._names) else str(at)] = {
+                "p50": float(np.percentile(apart[:, at], 50)),
+                "p95": float(np.percentile(apart[:, at], 95)),
+                "max": float(apart[:, at].max()),
+                "explained": explained,
+            }
+        return {"steps": len(did), "missing": self.missing, "numbers": numbers}
+
+
+def agreement_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what :meth:`ShadowAgreement.to_dict` says in lines for people: a name and its text."""
+    lines = [("agreement", f"{found['steps']} steps, {found['missing']} without a row of the policy")]
+    for name, each in found["numbers"].items():
+        share = "-" if each["explained"] is None else f"{100 * each['explained']:.0f} %"
+        lines.append(("", f"{name}: p50 {each['p50']:.3g}, p95 {each['p95']:.3g}, {share} explained"))
+    return lines

@@ -1,0 +1,231 @@
+"""Who may drive in the policy's place, and within what, of ``sinew run``: leaders, shadows, frames, filters, ages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter, validators
+from sinew_client import ClientError
+from sinew_client.control import Command, Limits, Onlooker, Settings, Takeover
+from sinew_client.control.defaults import stated
+from sinew_client.control.leaders import open_leader, open_lerobot_leader
+from sinew_client.control.motion import Motion, parse_motion
+
+from sinew.cli import terminal
+from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
+from sinew.cli.run_robot import Driven
+from sinew.core import ActionChunk, Observation, SinewError
+
+EXPERT = "expert"
+
+
+@Parameter(name="*", group="Take-over")
+@dataclass(frozen=True)
+class LeaderFlags:
+    """Who may drive in the policy's place, and what is kept of it.
+
+    Attributes:
+        takeover: what somebody drives with after the key of --takeover-key: lerobot:TYPE (a teleoperator of LeRobot's),
+            expert (of gym:ENV and the embedded tasks) or module:Class (method read; the current folder is searched
+            first). The robot holds until the leader is where it is, and on the way back until there is a fresh chunk.
+        takeover_options: JSON object, arguments of the leader's constructor or fields of LeRobot's configuration; of
+            expert {"after": STEPS}, the control steps of an episode after which it takes over by itself.
+        takeover_key: that takes over and gives back; one that a pedal types, for instance.
+        align: by how much each number of the leader may be elsewhere when it takes over; a twentieth of the range that
+            the limits give it if absent.
+        shadow: the policy computes and somebody else drives: the leader of --takeover, or whoever drives a robot that
+            is then only looked at. The report says how well they agree.
+        frames: folder; each control step with a command is kept, with what was seen and who drove: `sinew
+            recording dataset FOLDER OUT` makes a LeRobot data set of them.
+    """
+
+    takeover: str | None = None
+    takeover_options: str | None = None
+    takeover_key: str = "t"
+    align: PositiveIfAny = None
+    shadow: Flag = False
+    frames: Path | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Return True if somebody else may drive."""
+        return self.takeover is not None or self.shadow
+
+    def check(self) -> None:
+        """Raise :class:`SinewError` for flags that do not go together, before anything is loaded."""
+        if len(self.takeover_key) != 1 or self.takeover_key in " pq\x1b\r\n":
+            raise SinewError(
+                f"--takeover-key: expected one character other than space, p and q, got {self.takeover_key!r}"
+            )
+        for flag, value in (("--takeover-options", self.takeover_options),):
+            if value is not None and self.takeover is None:
+                raise SinewError(f"{flag}: expected --takeover beside it, got none")
+        if self.align is not None and not self.wanted:
+            raise SinewError("--align: expected --takeover or --shadow beside it, got none")
+
+    def limits(
+        self, robot: Driven, given: Mapping[str, Any] | None, policy: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return the robot's limits; where somebody may take over there are some, so that steps are measured, from
+        where a robot that moves by offsets stands still. given: the motion of the settings."""
+        if not self.wanted:
+            return robot.limits
+        found = dict(robot.limits or {"names": list(policy["action"].get("names") or ())})
+        still = _motion(robot, given, policy).still(robot.dim)
+        if not any(x is not None for x in found.get("still") or ()):
+            found["still"] = [None if x != x else float(x) for x in still]
+        return found
+
+    def opened(
+        self, stack: ExitStack, robot: Driven, settings: Settings, policy: Mapping[str, Any]
+    ) -> tuple[Any, Takeover | None]:
+        """Return the robot that the loop drives, and who may take over, which the stack closes."""
+        if not self.wanted:
+            return robot.machine, None
+        motion = _motion(robot, settings.motion, policy)
+        limits = None if settings.limits is None else Limits.parse(settings.limits, robot.dim)
+        if self.takeover is None:
+            if hasattr(robot.machine, "episodes"):
+                raise SinewError(
+                    "--shadow: expected --takeover beside it with a simulated robot, which nobody else drives"
+                )
+            machine = leader = Onlooker(robot.machine, motion, robot.dim)
+        else:
+            machine = robot.machine
+            leader = self._leader(robot, policy)
+        found = Takeover(leader, motion, robot.dim, limits, self.align, self.shadow)
+        stack.callback(found.close if machine is not leader else (lambda: None))
+        if self.takeover is not None and limits is not None and not self.shadow:
+            terminal.say(_bounds(limits))
+        return machine, found
+
+    def _leader(self, robot: Driven, policy: Mapping[str, Any]) -> Any:
+        assert self.takeover is not None
+        options = json_object("--takeover-options", self.takeover_options) or {}
+        kind, _, rest = self.takeover.partition(":")
+        if self.takeover == EXPERT:
+            from sinew.eval.leader import ExpertLeader
+            from sinew.eval.robot import SimulatedRobot
+
+            if not isinstance(robot.machine, SimulatedRobot):
+                raise SinewError("--takeover expert: expected a simulated robot, whose state it reads")
+            try:
+                return ExpertLeader(robot.machine, **options)
+            except TypeError as error:
+                raise SinewError(f"--takeover-options: {error}") from error
+        if kind == "lerobot" and rest:
+            names = getattr(robot.machine, "joints", None) or policy["action"].get("names")
+            names = names["action"] if isinstance(names, Mapping) else names
+            if not names:
+                raise SinewError(
+                    "--takeover lerobot: expected a policy or a robot that names its joints, got neither"
+                )
+            return open_lerobot_leader(rest, options, names)
+        if rest:
+            return open_leader(self.takeover, options)
+        raise SinewError(f"--takeover: expected lerobot:TYPE, expert or module:Class, got {self.takeover!r}")
+
+    def keeper(
+        self, stack: ExitStack, robot: Driven, hz: float
+    ) -> Callable[[Mapping[str, Any], str, Command], None] | None:
+        """Return what keeps the frames of a run, which the stack closes; None where they are not kept."""
+        if self.frames is None:
+            return None
+        from sinew.records.recorder import Recorder
+
+        recorder = Recorder(self.frames)
+        stack.callback(recorder.close)
+
+        def keep(seen: Mapping[str, Any], prompt: str, command: Command) -> None:
+            images = {name: _pixels(name, frame) for name, frame in seen["images"].items()}
+            state = _copied(seen["state"])
+            moment = Observation(
+                images, state, prompt=prompt or str(seen.get("prompt", "")), time=command.step / hz
+            )
+            episode = getattr(robot.machine, "finished", 0)
+            assert command.row is not None
+            recorder.put("run", f"episode {episode}", moment, ActionChunk(command.row[None]), by=command.by)
+
+        return keep
+
+
+LEADER = LeaderFlags()
+
+
+@Parameter(name="*", group="Envelope")
+@dataclass(frozen=True)
+class EnvelopeFlags:
+    """What the policy's rows go through, and how old each source may be.
+
+    Attributes:
+        filter: of the rows before they are sent: ema:SHARE or lowpass:HZ, behind either :COLUMNS. Its delay is in the
+            report and made up for by looking as many rows ahead.
+        speed: above 0, at most 1: at which chunks are played.
+        stale_of: CAMERA=SECONDS, repeatable: as --stale, of one camera, or of state; the robot has to say when each was
+            seen.
+        skew: seconds by which the frames of two cameras may be apart.
+    """
+
+    filter: str = ""
+    speed: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 1.0
+    stale_of: Texts = ()
+    skew: PositiveIfAny = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of a loop."""
+        return {
+            "filter": self.filter,
+            "speed": self.speed,
+            "stale_of": _seconds(self.stale_of),
+            "skew": self.skew,
+        }
+
+
+ENVELOPE = EnvelopeFlags()
+
+
+def _motion(robot: Driven, given: Mapping[str, Any] | None, policy: Mapping[str, Any]) -> Motion:
+    """Return what actions are measured from, also where a hand-over plays them as they come."""
+    return parse_motion(given or stated(policy) or getattr(robot.machine, "motion", None))
+
+
+def _seconds(texts: Iterable[str]) -> dict[str, float]:
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            equals = ""
+        if not (equals and name):
+            raise SinewError(f"--stale-of: expected CAMERA=SECONDS, got {text!r}")
+    return found
+
+
+def _bounds(limits: Limits) -> str:
+    """Return what bounds the step of a hand-over, for people."""
+    paced = limits.paced
+    free = [limits.name(at) for at in range(limits.dim) if not paced[at]]
+    if not free:
+        return "take-over: limits of velocity, acceleration, jerk or jump bound the step at each hand-over"
+    return (
+        f"take-over: nothing bounds the step at a hand-over of {', '.join(free)}; the largest is in the report, and"
+        " --limits bounds it"
+    )
+
+
+def _pixels(name: str, frame: Any) -> Any:
+    found = _copied(frame)
+    if found.ndim != 3 or found.shape[2] != 3:
+        raise ClientError(f"images.{name}: expected [height, width, 3], got {list(found.shape)}")
+    return found
+
+
+def _copied(values: Any) -> Any:
+    import numpy as np
+
+    return np.array(values)

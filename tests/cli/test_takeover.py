@@ -1,0 +1,291 @@
+"""``sinew run --takeover``, ``--shadow`` and ``--frames``: from the command line to a data set of corrections."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sinew_client.control import LeaderError
+from sinew_client.control.leaders import LeRobotLeader
+
+from sinew.cli import main
+from sinew.records.recorder import read_records
+from tests.cli.test_run import BLOCKS, PLAIN, last_json
+from tests.serve.lerobot_releases import CLIENTS, ROOT, lerobot_folder, newest_release
+from tests.serve.test_lerobot_plugin import lerobot
+
+SIMULATED = ("--robot", "blocks", "--hz", "100", "--handover", "freeze", "--replan", "8", "--timeout", "60")
+
+
+class Follower:
+    """Two joints that go where they are told; ``after`` looks somebody else has moved them."""
+
+    motion = {"kind": "absolute"}  # noqa: RUF012 - as a driver states it
+
+    def __init__(self) -> None:
+        self.state = np.zeros(4, np.float32)
+        self.commands = self.holds = 0
+
+    def observe(self) -> dict[str, Any]:
+        frame = np.zeros((64, 64, 3), np.uint8)
+        images = {"front": frame, "wrist": frame}
+        return {"images": images, "state": self.state.copy(), "time": time.monotonic()}
+
+    def act(self, row: np.ndarray) -> None:
+        self.commands += 1
+        self.state = row
+
+    def hold(self) -> None:
+        self.holds += 1
+
+
+class Watched(Follower):
+    """Somebody else drives it; it must never be commanded."""
+
+    looks = 0
+
+    def observe(self) -> dict[str, Any]:
+        Watched.looks += 1
+        did = np.float32([np.sin(Watched.looks), 0.1, 0.2, 1.0])
+        return {**super().observe(), "action": did}
+
+    def act(self, row: np.ndarray) -> None:
+        raise AssertionError("commanded")
+
+    hold = act  # type: ignore[assignment]
+
+
+class Button:
+    """A leader whose button is pressed from its third look on; it stands where the robot began."""
+
+    def __init__(self, elsewhere: float = 0.0):
+        self.wanted, self.reads = False, 0
+        self.elsewhere = elsewhere
+
+    @property
+    def wanted(self) -> bool:
+        self._looks += 1
+        return self._looks > 10
+
+    @wanted.setter
+    def wanted(self, _value: bool) -> None:
+        self._looks = 0
+
+    def read(self) -> Any:
+        self.reads += 1
+        return [0.0, self.elsewhere, 0.0, 1.0]
+
+
+@newest_release
+def test_an_expert_corrects_and_lerobot_reads_what_it_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], release: str
+) -> None:
+    """Frames of a run are marked by who drove; those of the expert become a data set, which LeRobot opens; the whole
+    run becomes one with LeRobot's own mark."""
+    pytest.importorskip("mujoco")
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    frames = tmp_path / "frames"
+    lead = ("--takeover", "expert", "--takeover-options", '{"after": 12}', "--frames", str(frames))
+    journal = ("--record", str(tmp_path / "run.jsonl"))
+    assert main(["run", str(BLOCKS), *SIMULATED, "--episodes", "2", *lead, *journal, "--json"]) == 0
+    report = last_json(capsys)
+    assert report["handed"]["to_human"] == 2
+    assert report["handed"]["steps"] > 20
+    records = list(read_records(frames))
+    by = [record.by for record in records]
+    assert by.count("human") == report["handed"]["steps"]
+    assert len(by) == report["executed"]
+    assert set(by) == {"human", "policy"}
+    lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    commands = [line["command"] for line in lines if line["event"] == "command"]
+    sent = [command for command in commands if command["row"] is not None]
+    for record, command in zip(records, sent, strict=True):
+        assert record.by == command["by"]
+        assert record.actions is not None
+        np.testing.assert_array_equal(record.actions, np.float32([command["row"]]))
+    assert main(["client", "--replay", str(tmp_path / "run.jsonl"), "--json"]) == 0
+    assert last_json(capsys)["differ"] == 0
+
+    made = ("--hz", "100", "--bundle", str(BLOCKS))
+    assert (
+        main(["recording", "dataset", str(frames), str(tmp_path / "fixes"), "--corrections", *made, "--json"])
+        == 0
+    )
+    counts = last_json(capsys)
+    assert counts["episodes"] >= 2  # a period that was skipped ends one
+    assert 20 < counts["frames"] <= by.count("human")
+    assert main(["recording", "dataset", str(frames), str(tmp_path / "all"), *made]) == 0
+    capsys.readouterr()
+    known = {
+        np.float32([*record.observation.state, *np.ravel(record.actions)]).tobytes(): record for record in records
+    }  # fmt: skip
+    for name, whose in (("fixes", {"human"}), ("all", {"human", "policy"})):
+        done = lerobot(release, tmp_path, "dataset", tmp_path / name)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["fps"] == 100
+        if name == "all":
+            assert {frame["intervention"] for frame in found["frames"]} == {True, False}
+        assert len(found["frames"]) > 20
+        for frame in found["frames"]:
+            record = known[np.float32(frame["state"] + frame["action"]).tobytes()]
+            assert record.by in whose
+            assert frame["intervention"] == (record.by == "human")
+            assert frame["task"] == record.observation.prompt
+
+
+def test_a_class_takes_over_within_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a button of its own; the step at the hand-over is what the limits allow."""
+    limits = tmp_path / "limits.json"
+    limits.write_text(json.dumps({"low": -3, "high": 3, "velocity": 2.0, "jerk": 4000}))
+    robot = ("--robot", f"{__name__}:Follower", "--motion", '{"kind": "absolute"}', "--limits", str(limits))
+    lead = ("--takeover", f"{__name__}:Button", "--align", "2.5")
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, *lead, "--seconds", "2", "--no-watchdog", "--json"]) == 0
+    said = capsys.readouterr()
+    handed = json.loads(said.out.strip().splitlines()[-1])["handed"]
+    assert handed["to_human"] == 1
+    assert handed["steps"] > 10
+    assert handed["largest"] <= 2.0 / 20
+    assert "bound the step at each hand-over" in said.err
+
+
+def test_a_leader_that_is_elsewhere_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    robot = ("--robot", f"{__name__}:Follower", "--motion", '{"kind": "absolute"}')
+    lead = ("--takeover", f"{__name__}:Button", "--takeover-options", '{"elsewhere": 50}', "--align", "0.5")
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, *lead, "--seconds", "1", "--json"]) == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out.strip().splitlines()[-1])
+    assert report["held"]["taking over: the leader is brought to where the robot is"] >= 8
+    assert report["handed"] == {}
+    assert "nothing bounds the step at a hand-over of" in said.err
+
+
+def test_a_shadow_commands_nothing_and_says_how_well_it_agrees(capsys: pytest.CaptureFixture[str]) -> None:
+    robot = ("--robot", f"{__name__}:Watched", "--motion", '{"kind": "absolute"}')
+    assert (
+        main(["run", str(BLOCKS), *PLAIN, *robot, "--shadow", "--align", "99", "--seconds", "3", "--json"])
+        == 0
+    )
+    found = last_json(capsys)["agreement"]
+    assert found["steps"] > 30
+    assert found["steps"] + found["missing"] <= 60
+    assert len(found["numbers"]) == 4
+
+
+def test_what_the_rows_go_through_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    motion = ("--motion", '{"kind": "absolute"}', "--filter", "lowpass:3", "--speed", "0.5")
+    assert main(["run", str(BLOCKS), *PLAIN, *motion, "--seconds", "2", "--json"]) == 0
+    report = last_json(capsys)
+    assert report["settings"]["speed"] == 0.5
+    assert report["filter"]["filter"] == "lowpass:3"
+    assert 0 < report["filter"]["delay_ms"] < 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--takeover", "pedal"), "--takeover: expected lerobot:TYPE, expert or module:Class, got 'pedal'"),
+        (("--takeover", "expert"), "--takeover expert: expected a simulated robot"),
+        (("--takeover", "no.such:Arm"), "--takeover no.such:Arm: no module 'no'"),
+        (("--takeover", "builtins:list"), "expected a method read; it is missing"),
+        (("--takeover", "lerobot:so101_leader"), "--takeover lerobot"),
+        (("--takeover-options", "{}"), "--takeover-options: expected --takeover beside it"),
+        (("--takeover", "expert", "--takeover-key", "q"), "--takeover-key: expected one character"),
+        (("--align", "1"), "--align: expected --takeover or --shadow"),
+        (("--shadow", "--robot", "blocks"), "--shadow: expected --takeover beside it"),
+        (
+            ("--takeover", "expert", "--robot", "blocks", "--takeover-options", '{"after": 0}'),
+            "after: expected a whole number of steps",
+        ),
+        (("--takeover", "expert", "--robot", "blocks", "--takeover-options", '{"soon": 1}'), "soon"),
+        (("--filter", "box:1"), "filter: expected ema:SHARE or lowpass:HZ"),
+        (("--stale-of", "wrist"), "--stale-of: expected CAMERA=SECONDS"),
+        (("--speed", "0.5", "--motion", '{"kind": "as is"}'), "speed: expected motion"),
+        (("--takeover", "expert", "--robot", "blocks", "--motion", '{"kind": "as is"}'), "expected --motion absolute"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(BLOCKS), *PLAIN, "--seconds", "1", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------- LeRobot's teleoperators
+
+
+class Teleoperator:
+    """What a LeRobot teleoperator has: joints in another order than the robot's."""
+
+    def __init__(self, feedback: bool = True, names: tuple[str, ...] = ("b.pos", "a.pos")):
+        self.action_features = dict.fromkeys(names, float)
+        self.feedback_features = self.action_features if feedback else {}
+        self.at = dict.fromkeys(names, 10.0)
+        self.torque: list[bool] = []
+        self.connected = True
+
+    def get_action(self) -> dict[str, float]:
+        return dict(self.at)
+
+    def send_feedback(self, feedback: dict[str, float]) -> None:
+        assert self.torque[-1]
+        self.at = dict(feedback)
+
+    def enable_torque(self) -> None:
+        self.torque.append(True)
+
+    def disable_torque(self) -> None:
+        self.torque.append(False)
+
+    def disconnect(self) -> None:
+        self.connected = False
+
+
+def test_a_teleoperator_is_brought_to_the_robot_and_set_free() -> None:
+    """By name, a tenth of the way in each control step; then its motors are off."""
+    device = Teleoperator()
+    leader = LeRobotLeader(device, ["a.pos", "b.pos"])
+    device.at = {"b.pos": 10.0, "a.pos": 0.0}
+    assert leader.read() == [0.0, 10.0]
+    for _ in range(60):
+        leader.align(np.array([5.0, -5.0]))
+    np.testing.assert_allclose(leader.read(), [5.0, -5.0], atol=0.05)
+    assert device.torque == [True]
+    leader.free()
+    leader.close()
+    assert device.torque[1:] == [False, False]
+    assert not device.connected
+    assert not hasattr(LeRobotLeader(Teleoperator(feedback=False), ["a.pos", "b.pos"]), "align")
+
+
+def test_a_teleoperator_of_another_robot_is_refused() -> None:
+    with pytest.raises(LeaderError, match="expected a leader with the joints a.pos, c.pos, got b.pos, a.pos"):
+        LeRobotLeader(Teleoperator(), ["a.pos", "c.pos"])
+
+
+@newest_release
+def test_types_of_lerobot_are_found_where_they_are_registered(release: str) -> None:
+    """Two arms share a module that is called after neither."""
+    code = (
+        "import lerobot.robots as r, lerobot.teleoperators as t\n"
+        "from sinew_client.control.robots import lerobot_choice\n"
+        "print(lerobot_choice(t, t.TeleoperatorConfig, 'so101_leader').__name__)\n"
+        "print(lerobot_choice(r, r.RobotConfig, 'so101_follower').__name__)\n"
+        "try:\n    lerobot_choice(t, t.TeleoperatorConfig, 'toaster')\nexcept KeyError as e:\n    print(e)\n"
+    )
+    paths = (lerobot_folder(release), ROOT / "packages" / "sinew-client" / "src")
+    done = subprocess.run(
+        [CLIENTS, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-3:] == ["SOLeaderTeleopConfig", "SOFollowerRobotConfig", "'toaster'"]

@@ -1,0 +1,516 @@
+"""What goes out keeps the envelope, whatever comes in: jerk, jumps, workspace, filters, speed, cameras that differ."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sinew_client.control import (
+    Guard,
+    Limits,
+    LimitsError,
+    Loop,
+    Offsets,
+    Settings,
+    SettingsError,
+    SimulatedPace,
+    parse_filter,
+)
+from sinew_client.control.jerk import StepBounds, next_step, stop, stopped
+from sinew_client.control.motion import slowed
+from sinew_client.control.smoothing import Smoothing
+from sinew_client.control.trajectory import Node, Trajectory
+
+PERIOD = 0.05
+HOSTILE = st.one_of(
+    st.floats(-3, 3, width=32), st.sampled_from([0.0, 1e30, -1e30, 1e-30, 5.0, -5.0, math.pi])
+)
+FAST = settings(max_examples=120, deadline=None, derandomize=True)
+
+
+# ----------------------------------------------------------------------------- jerk
+
+
+def fastest_stop(u: float, a: float, jerk: float) -> int:
+    """Return the steps of the fastest stop, found by trying every profile of ramps (a plain search)."""
+    for steps in range(1, 60):
+        for first in range(steps + 1):  # ``first`` steps of -jerk (or +jerk), then back
+            for sign in (-1.0, 1.0):
+                change, step, at_rest = a, u, False
+                for index in range(steps):
+                    change += sign * jerk * (1 if index < first else -1)
+                    step += change
+                at_rest = abs(step) <= jerk * steps**2 * 1e-9 and abs(change) <= 1e-9
+                if at_rest:
+                    return steps
+    raise AssertionError("no stop found")
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 5, 8])
+def test_a_stop_is_the_fastest_that_a_jerk_allows(first: int) -> None:
+    """From a step that such a profile ends at: down to -first, back to 0, one jerk a step."""
+    jerk = 0.5
+    profile = [*range(1, first + 1), *range(first - 1, -1, -1)]
+    u = np.array([jerk * sum(profile)])
+    a, steps = np.zeros(1), 0
+    start = float(u[0])
+    while u[0] != 0.0 or a[0] != 0.0:
+        change = stop(u, a, np.array([np.inf]), np.array([jerk]))
+        assert abs(change[0] - a[0]) <= jerk + 1e-12
+        a, u, steps = change, u + change, steps + 1
+        assert steps < 60
+    assert steps == fastest_stop(start, 0.0, jerk) == len(profile)
+
+
+def test_a_stop_that_is_not_safe_is_said() -> None:
+    bounds = StepBounds(*(np.array([x]) for x in (-1.0, 1.0, np.inf, np.inf, 0.1)))
+    _, fits = stopped(np.array([[0.0]] * 2), np.array([[0.1], [0.9]]), np.zeros((2, 1)), bounds)
+    assert fits.tolist() == [[True], [False]]
+
+
+@FAST
+@given(
+    wanted=st.lists(st.tuples(HOSTILE, HOSTILE), min_size=1, max_size=60),
+    span=st.floats(0.1, 10),
+    velocity=st.one_of(st.none(), st.floats(0.01, 50)),
+    acceleration=st.one_of(st.none(), st.floats(0.05, 500)),
+    jerk=st.floats(0.5, 20_000),
+    start=st.floats(-12, 12),
+    holds=st.sets(st.integers(0, 59)),
+)
+def test_no_limit_is_exceeded_whatever_is_asked_for(
+    wanted: list[tuple[float, float]],
+    span: float,
+    velocity: float | None,
+    acceleration: float | None,
+    jerk: float,
+    start: float,
+    holds: set[int],
+) -> None:
+    """Range and velocity to the bit, acceleration and jerk but for the rounding of commands; a hold stops at once."""
+    limits = Limits.parse(
+        {
+            "low": -span,
+            "high": span,
+            "velocity": velocity,
+            "acceleration": acceleration,
+            "jerk": [jerk, None],
+        },
+        2,
+    )
+    guard = Guard(limits, PERIOD)
+    guard.start(np.array([start, start]))
+    position = np.float32([start, start])
+    step, change = np.zeros(2), np.zeros(2)
+    seen = [np.abs(position)]
+    low, high = np.minimum(np.float32(-span), position), np.maximum(np.float32(span), position)
+    for number, row in enumerate(wanted):
+        if number in holds:
+            guard.held()
+            step, change = np.zeros(2), np.zeros(2)
+        verdict = guard.check(np.float32(row))
+        assert verdict.row is not None
+        assert bool(verdict.clipped) == bool(np.any(verdict.row != np.float32(row)))
+        assert (low <= verdict.row).all()
+        assert (verdict.row <= high).all()
+        moved = verdict.row.astype(np.float64) - position
+        assert (np.abs(moved) <= limits.velocity * PERIOD).all()
+        seen = [*seen[-3:], np.abs(verdict.row)]
+        ulp = 16 * np.spacing(np.max(seen, axis=0))  # of the places that the differences are of
+        changed = moved - step
+        assert np.abs(changed)[0] <= limits.acceleration[0] * PERIOD**2 + ulp[0]
+        assert np.abs(changed - change)[0] <= jerk * PERIOD**3 + ulp[0]
+        position, step, change = verdict.row, moved, changed
+        low, high = np.minimum(np.float32(-span), position), np.maximum(np.float32(span), position)
+
+
+@settings(FAST, max_examples=30)
+@given(
+    targets=st.lists(st.floats(-0.9, 0.9), min_size=1, max_size=6),
+    velocity=st.floats(0.3, 5),
+    acceleration=st.floats(1, 50),
+    jerk=st.floats(20, 2000),
+)
+def test_what_is_limited_arrives_and_does_not_swing(
+    targets: list[float], velocity: float, acceleration: float, jerk: float
+) -> None:
+    """A place that stays is reached to the bit, and never passed by a robot that stood before."""
+    limits = Limits.parse(
+        {"low": -1, "high": 1, "velocity": velocity, "acceleration": acceleration, "jerk": jerk}, 1
+    )
+    guard = Guard(limits, PERIOD)
+    guard.start(np.zeros(1))
+    at = 0.0
+    for target in targets:
+        place = np.float32([target])
+        first, path = at, []
+        for _ in range(800):
+            row = guard.check(place).row
+            assert row is not None
+            path.append(float(row[0]))
+            if row[0] == place[0]:
+                break
+        assert path[-1] == place[0]
+        # It may still be under way when it is there, and has to pass then; one step at rest shows that it was not.
+        ends = sorted((first, float(place[0])))
+        slack = 16 * float(np.spacing(np.float32(1)))
+        assert ends[0] - slack <= min(path)
+        assert max(path) <= ends[1] + slack
+        guard.held()
+        at = float(place[0])
+
+
+def test_the_next_step_goes_where_it_is_told_if_it_may() -> None:
+    bounds = StepBounds(*(np.full(1, x) for x in (-1.0, 1.0, 0.5, 0.5, 0.5)))
+    zero = np.zeros(1)
+    assert next_step(zero, zero, zero, np.array([0.1]), bounds) == 0.1
+    assert 0.0 < next_step(zero, zero, zero, np.array([0.9]), bounds) < 0.9
+
+
+def test_velocity_holds_to_the_bit_where_float32_is_coarser_behind_than_ahead() -> None:
+    """From 0.2 to 0.004 there are many numbers between two roundings of the place that was left."""
+    limits = Limits.parse({"velocity": 4.0, "jerk": 1e6}, 1)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        guard, place = Guard(limits, PERIOD), np.float32(rng.uniform(0.15, 0.25, 1))
+        guard.start(place)
+        for wanted in rng.uniform(-0.3, 0.3, 12):
+            row = guard.check(np.float32([wanted])).row
+            assert row is not None
+            assert abs(float(row[0]) - float(place[0])) <= 4.0 * PERIOD
+            place = row
+
+
+# ----------------------------------------------------------------------------- jumps
+
+
+@FAST
+@given(rows=st.lists(st.tuples(HOSTILE, HOSTILE), min_size=1, max_size=30), jump=st.floats(0.01, 3))
+def test_a_jump_is_never_sent(rows: list[tuple[float, float]], jump: float) -> None:
+    limits = Limits.parse({"jump": [jump, None], "names": ["elbow", "grip"]}, 2)
+    guard = Guard(limits, PERIOD)
+    guard.start(np.zeros(2))
+    last = np.zeros(2)
+    for row in rows:
+        verdict = guard.check(np.float32(row))
+        far = abs(float(np.float32(row[0])) - last[0]) > jump
+        assert (verdict.row is None) == far
+        if far:
+            assert verdict.clipped == ("elbow.jump",)
+            assert verdict.reason == "too far from the command before: elbow.jump"
+            guard.held()
+        else:
+            last = np.float32(row).astype(np.float64)
+
+
+# ----------------------------------------------------------------------------- a robot that moves by offsets
+
+
+class Gantry:
+    """A robot that is moved by offsets of ``scale``, or goes where it is told, and a server that says what it likes."""
+
+    def __init__(self, scale: float | None, start: list[float]):
+        self.scale, self.position = scale, np.float32(start)
+        self.path: list[np.ndarray] = [self.position]
+        self.sent: list[np.ndarray] = []
+
+    def observe(self) -> dict[str, Any]:
+        return {"images": {}, "state": self.position.copy()}
+
+    def act(self, row: np.ndarray) -> None:
+        self.sent.append(row)
+        self.position = row if self.scale is None else self.position + np.float32(self.scale) * row
+        self.path.append(self.position)
+
+    def hold(self) -> None:
+        self.path.append(self.position)
+
+
+def driven(robot: Gantry, chunks: list[list], steps: int, **options: Any) -> Loop:
+    """Return a loop that has run so many steps over chunks that come again and again."""
+    asked = [0]
+
+    def call(observation: Any, seconds: float) -> np.ndarray:
+        asked[0] += 1
+        return np.float32(chunks[asked[0] % len(chunks)])
+
+    chosen = Settings(20.0, **{"handover": "aligned", "replan": "full", **options})
+
+    class Now:
+        """Answers in the control step in which it is asked."""
+
+        continuous, failures = False, 0
+        answer: np.ndarray | None = None
+
+        def ready(self, now: float) -> bool:
+            return True
+
+        def ask(self, observation: Any, now: float) -> None:
+            self.answer = call(observation, 0.0)
+
+        def poll(self, now: float) -> Any:
+            from sinew_client.control import Outcome
+
+            found, self.answer = self.answer, None
+            return None if found is None else Outcome(found)
+
+        def cancel(self) -> None:
+            self.answer = None
+
+        def close(self, wait: float = 0.0) -> None:
+            pass
+
+    loop = Loop(robot, Now(), chosen, len(robot.position), "go", SimulatedPace(20.0))  # type: ignore[arg-type]
+    loop.run(steps)
+    return loop
+
+
+ROWS = st.lists(
+    st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=8), min_size=1, max_size=4
+)
+OFFSETS = {"kind": "offsets", "action": [0, 1], "state": [0, 1], "scale": 0.05, "low": -1.0, "high": 1.0}
+
+
+@FAST
+@given(
+    chunks=ROWS,
+    start=st.tuples(st.floats(-0.5, 0.5), st.floats(-0.5, 0.5)),
+    acceleration=st.one_of(st.none(), st.floats(1, 100)),
+    offsets=st.booleans(),
+)
+def test_the_workspace_is_never_left(
+    chunks: list, start: tuple[float, float], acceleration: float | None, offsets: bool
+) -> None:
+    """Of offsets, the pose that they lead to; a robot that stands outside only comes nearer."""
+    box = {"workspace_low": [-0.2, -0.1], "workspace_high": [0.2, 0.3], "acceleration": acceleration}
+    robot = Gantry(0.05 if offsets else None, list(start))
+    driven(
+        robot, chunks, 40, motion=OFFSETS if offsets else {"kind": "absolute"}, limits={**box, "still": None}
+    )
+    path = np.array(robot.path, np.float64)
+    low, high = np.array([-0.2, -0.1]), np.array([0.2, 0.3])
+    beyond = np.maximum(np.maximum(low - path, path - high), 0.0)
+    assert (np.diff(beyond, axis=0) <= 1e-6).all()  # never further out
+    assert (beyond[np.cumsum(beyond == 0.0, axis=0) > 0] <= 1e-6).all()  # and once inside, inside
+
+
+def test_a_workspace_of_what_is_measured_from_nothing_is_refused() -> None:
+    with pytest.raises(SettingsError, match="workspace_low.*got none for z"):
+        Settings(
+            20.0,
+            motion={**OFFSETS, "action": [0], "state": [0]},
+            limits={"workspace_low": 0.0, "names": ["x", "z"]},
+        ).controller(2)
+    with pytest.raises(SettingsError, match="workspace_low.*got none for 0, 1"):
+        Settings(20.0, limits={"workspace_low": 0.0}).controller(2)
+    with pytest.raises(LimitsError, match="workspace_low: expected at most workspace_high"):
+        Limits.parse({"workspace_low": 1, "workspace_high": 0}, 1)
+
+
+# ----------------------------------------------------------------------------- filters
+
+
+@pytest.mark.parametrize("text", ["ema:0.3", "ema:1", "lowpass:3", "lowpass:0.7", "ema:0.45"])
+def test_a_delay_is_what_is_stated_and_made_up_for(text: str) -> None:
+    """A motion at constant speed comes out late by the lag without a look ahead, and on time with one."""
+    design = parse_filter(text, 20.0)
+    assert design is not None
+    rows = 0.01 * np.arange(400, dtype=np.float32)[:, None]
+    nodes = [Node(k, row, 0, 0, k) for k, row in enumerate(rows)]
+    ahead, whole = Smoothing(design, np.ones(1, bool)), Trajectory()
+    whole.put(nodes)
+    out = np.array([ahead.next(node, whole)[0] for node in nodes[:300]])
+    np.testing.assert_allclose(out[250:], rows[250:300, 0], atol=2e-6)
+    assert ahead.missing == 0
+    late, nothing = Smoothing(design, np.ones(1, bool)), Trajectory()
+    out = np.array([late.next(node, nothing)[0] for node in nodes[:300]])
+    np.testing.assert_allclose(out[250:], rows[250:300, 0] - 0.01 * design.lag, atol=2e-6)
+    assert late.missing == (300 if design.lag else 0)
+
+
+@pytest.mark.parametrize("hz", [0.5, 2.0, 6.0])
+def test_a_low_pass_has_its_frequency(hz: float) -> None:
+    """The amplitude of a sine at the frequency is 1 / sqrt(2) of what went in."""
+    design = parse_filter(f"lowpass:{hz}", 20.0)
+    assert design is not None
+    time = np.arange(8000) / 20.0
+    wave = np.sin(2 * np.pi * hz * time)
+    smooth, nothing = Smoothing(design, np.ones(1, bool)), Trajectory()
+    out = [smooth.next(Node(k, np.float32([x]), 0, 0, k), nothing)[0] for k, x in enumerate(wave)]
+    fitted = np.linalg.lstsq(
+        np.stack([np.sin(2 * np.pi * hz * time), np.cos(2 * np.pi * hz * time)], 1)[4000:],
+        np.array(out)[4000:],
+        rcond=None,
+    )[0]
+    assert abs(np.hypot(*fitted) - math.sqrt(0.5)) < 1e-4
+
+
+@FAST
+@given(
+    chunks=ROWS,
+    start=st.tuples(st.floats(-3, 3), st.floats(-3, 3)),
+    text=st.sampled_from(["ema:0.2", "lowpass:2", "lowpass:1:1"]),
+)
+def test_a_filter_goes_nowhere_that_no_row_is(chunks: list, start: tuple[float, float], text: str) -> None:
+    """What is sent lies between where the robot stood and the rows; columns that are not named are sent as they are."""
+    robot = Gantry(None, list(start))
+    loop = driven(robot, chunks, 30, motion={"kind": "absolute"}, filter=text)
+    every = np.concatenate([np.float32(chunk) for chunk in chunks] + [np.float32([start])])
+    sent = np.array(robot.sent)
+    slack = 1e-6 * (1 + np.abs(every).max())
+    assert (sent >= every.min(axis=0) - slack).all()
+    assert (sent <= every.max(axis=0) + slack).all()
+    if text.endswith(":1"):
+        assert np.isin(sent[:, 0], every[:, 0]).all()
+    report = loop.report().to_dict()["filter"]
+    design = parse_filter(text, 20.0)
+    assert design is not None
+    assert report == {
+        "filter": text,
+        "delay_ms": round(50 * design.lag, 3),
+        "missing": loop.controller.smoothing.missing,  # type: ignore[attr-defined]
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ema",
+        "ema:0",
+        "ema:1.5",
+        "ema:nan",
+        "lowpass:10",
+        "lowpass:-1",
+        "box:3",
+        "ema:0.5:x",
+        "ema:1e-3",
+        "ema:1:0,0",
+    ],
+)
+def test_what_is_no_filter_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="^filter: expected"):
+        Settings(20.0, filter=text).controller(2)
+
+
+# ----------------------------------------------------------------------------- speed
+
+
+@FAST
+@given(
+    rows=st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=40),
+    start=st.tuples(st.floats(-3, 3), st.floats(-3, 3)),
+    speed=st.sampled_from([1.0, 0.5, 0.25, 0.2, 0.1, 0.3, 0.75]),
+)
+def test_a_slower_chunk_is_the_same_path(
+    rows: list[tuple[float, float]], start: tuple[float, float], speed: float
+) -> None:
+    """No step is longer than ``speed`` times the longest row's; every row is met; other numbers only take rows."""
+    given_rows, begun = np.float32(rows), np.float32(start)
+    found = slowed(given_rows, begun, speed, np.array([True, False]))
+    assert len(found) == math.floor(len(rows) / speed + 1e-9)
+    path = np.concatenate([begun[None], given_rows]).astype(np.float64)
+    longest = np.abs(np.diff(path[:, 0])).max()
+    steps = np.abs(np.diff(np.concatenate([begun[:1], found[:, 0]]).astype(np.float64)))
+    assert steps.max() <= speed * longest + 4 * np.spacing(np.float32(np.abs(path).max()))
+    assert np.isin(found[:, 1], given_rows[:, 1]).all()
+    every = round(1 / speed)
+    if speed == 1 / every:
+        np.testing.assert_array_equal(found[every - 1 :: every], given_rows)
+
+
+def test_a_robot_at_half_speed_takes_twice_the_steps() -> None:
+    """Offsets at half speed lead to the same place, by steps of half the length."""
+    chunk = [[1.0, -0.5]] * 8
+    ways = {}
+    for speed in (1.0, 0.5):
+        robot = Gantry(0.05, [0.0, 0.0])
+        driven(robot, [chunk], round(8 / speed), motion=OFFSETS, speed=speed)
+        ways[speed] = np.array(robot.path)
+    np.testing.assert_allclose(ways[1.0][-1], ways[0.5][-1], atol=1e-5)
+    assert np.abs(np.diff(ways[0.5], axis=0)).max() <= 0.5 * np.abs(np.diff(ways[1.0], axis=0)).max() + 1e-6
+
+
+def test_a_speed_that_has_no_way_is_refused() -> None:
+    with pytest.raises(SettingsError, match="speed: expected motion"):
+        Settings(20.0, speed=0.5).controller(2)
+    with pytest.raises(SettingsError, match="speed: expected 1 beside real-time chunking"):
+        Settings(20.0, speed=0.5, handover="rtc", motion={"kind": "absolute"}).controller(2)
+    for value in (0.0, 1.5, -1.0, math.nan):
+        with pytest.raises(SettingsError, match="^speed: expected"):
+            Settings(20.0, speed=value)
+
+
+def test_offsets_say_where_they_begin() -> None:
+    motion = Offsets((0, 2), (1, 0), scale=0.1)
+    np.testing.assert_array_equal(motion.posed(3), [True, False, True])
+    np.testing.assert_array_equal(motion.pose(np.float32([5, 7]), 3), np.float32([7, np.nan, 5]))
+
+
+# ----------------------------------------------------------------------------- cameras that differ
+
+
+class Cameras(Gantry):
+    """Two cameras whose frames are so old, and a state that is."""
+
+    def __init__(self, now: Any, ages: dict[str, float]):
+        super().__init__(None, [0.0, 0.0])
+        self.now, self.ages = now, ages
+
+    def observe(self) -> dict[str, Any]:
+        images = {name: np.zeros((2, 2, 3), np.uint8) for name in ("front", "wrist")}
+        times = {name: self.now() - age for name, age in self.ages.items()}
+        return {"images": images, "state": self.position.copy(), "times": times}
+
+
+@pytest.mark.parametrize(
+    ("ages", "options", "reason"),
+    [
+        ({"front": 0.1, "wrist": 0.1, "state": 0.0}, {}, ""),
+        ({"front": 0.1, "wrist": 0.6}, {}, r"the newest frame is older than 0.5 s"),
+        ({"front": 0.1, "wrist": 0.6}, {"stale_of": {"wrist": 1.0}, "stale": 0.7}, ""),
+        ({"front": 0.1, "wrist": 0.3}, {"stale_of": {"wrist": 0.2}}, r"wrist: the newest frame is older than 0.2 s"),
+        ({"front": 0.1, "wrist": 0.3}, {"skew": 0.1}, r"frames of wrist and front are more than 0.1 s apart"),
+        ({"front": 0.1, "wrist": 0.15}, {"skew": 0.1}, ""),
+        ({"front": 0.1}, {"skew": 0.1}, r"wrist: expected when it was seen"),
+        ({"front": 0.1, "wrist": 0.1}, {"stale_of": {"state": 0.1}}, r"state: expected when it was seen"),
+        ({"front": 0.1, "wrist": 0.1, "state": 0.2}, {"stale_of": {"state": 0.1}}, r"state: the newest frame is older"),
+        ({"front": 0.1, "wrist": math.nan}, {}, r"not of this clock"),
+        ({"front": 0.1, "wrist": -30.0}, {}, r"not of this clock"),
+    ],
+)  # fmt: skip
+def test_each_source_has_its_own_age(ages: dict[str, float], options: dict[str, Any], reason: str) -> None:
+    """The oldest frame is that which a chunk counts from; what is too old, too far apart or not said holds."""
+    pace = SimulatedPace(20.0)
+    robot = Cameras(pace.now, ages)
+    asked: list[dict[str, Any]] = []
+
+    def connect() -> Any:
+        raise AssertionError("nothing is asked through it")
+
+    loop = Loop(
+        robot, connect, Settings(20.0, handover="aligned", motion={"kind": "absolute"}, **options), 2, "go", pace
+    )  # fmt: skip
+    loop.source.ask = lambda observation, now: asked.append(dict(observation))  # type: ignore[method-assign]
+    loop.run(1)
+    if reason:
+        assert not asked
+        assert re.search(reason, loop.reason), loop.reason
+    else:
+        assert "times" not in asked[0]
+        assert asked[0]["time"] == pytest.approx(pace.now() - max(a for n, a in ages.items() if n != "state"))
+
+
+def test_bounds_of_sources_are_checked() -> None:
+    for options in (
+        {"skew": 0.0},
+        {"skew": math.nan},
+        {"stale_of": {"front": -1}},
+        {"stale_of": {"front": "x"}},
+    ):
+        with pytest.raises(SettingsError, match="expected"):
+            Settings(20.0, **options)  # type: ignore[arg-type]

@@ -1,0 +1,224 @@
+"""Names of joints: matched by name whatever their order, mapped where they differ, refused where nothing says which."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from sinew_client.control import Limits, LimitsError
+from sinew_client.control.robots import LeRobotArm, RobotError, joints_of, match_joints, ordered
+
+from sinew.cli import main
+from sinew.policy import open_bundle
+from tests.cli.test_run import BLOCKS, PLAIN, last_json
+
+ASSETS = BLOCKS.parent
+POLICY: dict[str, Any] = {
+    "cameras": [],
+    "state": {"dim": 3, "names": ["pan", "lift", "grip"]},
+    "action": {"dim": 3, "names": ["pan", "lift", "grip"]},
+}
+
+
+class Arm:
+    """A robot whose numbers are in its own order, which it says."""
+
+    def __init__(self, joints: Any = ("grip", "pan", "lift")):
+        self.joints = joints
+        self.state = np.float32([0.3, 0.1, 0.2])
+        self.sent: list[np.ndarray] = []
+
+    def observe(self) -> dict[str, Any]:
+        return {"images": {}, "state": self.state, "action": self.state * 10}
+
+    def sense(self) -> np.ndarray:
+        return self.state
+
+    def act(self, row: np.ndarray) -> None:
+        self.sent.append(row)
+
+    def hold(self) -> None:
+        pass
+
+
+def test_a_robot_in_another_order_is_matched_by_name() -> None:
+    robot = Arm()
+    found = ordered(robot, POLICY, {})
+    seen = found.observe()
+    np.testing.assert_array_equal(seen["state"], np.float32([0.1, 0.2, 0.3]))
+    np.testing.assert_array_equal(seen["action"], np.float32([1, 2, 3]))
+    np.testing.assert_array_equal(found.sense(), np.float32([0.1, 0.2, 0.3]))
+    found.act(np.float32([1, 2, 3]))  # pan, lift, grip
+    np.testing.assert_array_equal(robot.sent[0], [3, 1, 2])
+    assert found.joints == ["pan", "lift", "grip"]
+    same = Arm(["pan", "lift", "grip"])
+    assert ordered(same, POLICY, {}) is same
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(order=st.permutations(range(6)), states=st.permutations(range(6)), rename=st.booleans())
+def test_every_order_comes_out_right(order: list[int], states: list[int], rename: bool) -> None:
+    """What the policy says for a name reaches the joint of that name, and what a joint measures its number."""
+    names = [f"joint {k}" for k in range(6)]
+    theirs = {name: f"motor {name[-1]}" if rename else name for name in names}
+    policy = {"state": {"dim": 6, "names": names}, "action": {"dim": 6, "names": names}}
+    joints = {"state": [theirs[names[k]] for k in states], "action": [theirs[names[k]] for k in order]}
+    robot = Arm(joints)
+    robot.state = np.float32([100 + k for k in states])
+    found = ordered(robot, policy, theirs if rename else {})
+    np.testing.assert_array_equal(found.observe()["state"], 100 + np.arange(6))
+    found.act(np.arange(6, dtype=np.float32))
+    np.testing.assert_array_equal(robot.sent[0], order)
+
+
+@pytest.mark.parametrize(
+    ("joints", "given_names", "message"),
+    [
+        (["pan", "lift", "jaw"], {}, "the policy's state has the joints pan, lift, grip, the robot pan, lift, jaw;"),
+        (["pan", "lift", "jaw"], {"grip": "claw"}, "--rename-joint jaw=grip"),
+        (["pan", "lift", "jaw"], {"grip": "jaw", "wrist": "pan"}, "--rename-joint: expected joints of the policy, pan"),
+        (["pan", "lift", "jaw"], {"grip": "pan", "pan": "pan"}, "say which is which"),
+        (["pan", "lift"], {}, "joints: expected 3 names of its state, got 2"),
+        ("pan", {}, "joints: expected names of its numbers"),
+        ([1, 2, 3], {}, "joints: expected names of its numbers"),
+        ({"state": ["pan", "lift", "grip"]}, {}, "joints: expected names of its numbers"),
+        (None, {"grip": "jaw"}, "--rename-joint: expected a robot that says what its joints are called"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(joints: Any, given_names: dict[str, str], message: str) -> None:
+    with pytest.raises(RobotError) as error:
+        ordered(Arm(joints), POLICY, given_names)
+    assert message in str(error.value)
+
+
+def test_lerobots_ending_is_no_difference() -> None:
+    assert match_joints(["pan", "lift.pos"], ["lift", "pan.pos"], {}) == ["pan.pos", "lift"]
+    with pytest.raises(RobotError, match="shoulder"):
+        match_joints(["shoulder"], ["shou"], {})
+    assert joints_of({"state": {"dim": 1}, "action": {"dim": 1}}, ["a"], ["b"], {}) == (["a"], ["b"])
+
+
+class Bus:
+    """What one of LeRobot's robots has."""
+
+    action_features: dict[str, Any] = dict.fromkeys(("grip.pos", "pan.pos", "lift.pos"), float)
+    observation_features = action_features
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, float]] = []
+
+    def get_observation(self) -> dict[str, float]:
+        return {"grip.pos": 3.0, "pan.pos": 1.0, "lift.pos": 2.0}
+
+    def send_action(self, action: dict[str, float]) -> None:
+        self.sent.append(action)
+
+
+def test_lerobots_joints_are_taken_by_name() -> None:
+    bus = Bus()
+    arm = LeRobotArm(bus, POLICY)
+    np.testing.assert_array_equal(arm.observe()["state"], [1, 2, 3])
+    arm.act(np.float32([10, 20, 30]))
+    assert bus.sent == [{"pan.pos": 10.0, "lift.pos": 20.0, "grip.pos": 30.0}]
+    arm.hold()
+    assert bus.sent[1] == bus.sent[0]
+    assert arm.motion == {"kind": "absolute"}
+    other = {**POLICY, "action": {"dim": 3, "names": ["a", "b", "c"]}}
+    with pytest.raises(RobotError, match="the policy's action has the joints a, b, c, the robot"):
+        LeRobotArm(Bus(), other)
+    mapped = LeRobotArm(Bus(), other, joints={"a": "lift.pos", "b": "grip.pos", "c": "pan.pos"})
+    assert mapped.joints == ["lift.pos", "grip.pos", "pan.pos"]
+
+
+def test_limits_are_of_the_joints_that_they_name() -> None:
+    found = Limits.parse({"low": [-1, -2, -3], "jerk": [1, None, 3], "names": ["grip", "pan", "lift"]}, 3)
+    put = found.ordered(["pan", "lift", "grip"])
+    assert put.names == ("pan", "lift", "grip")
+    assert put.low.tolist() == [-2, -3, -1]
+    assert put.jerk.tolist() == [np.inf, 3, 1]
+    assert Limits.parse({"low": 0}, 2).ordered(["a", "b"]).names == ("a", "b")
+    assert found.ordered([]) is found
+    with pytest.raises(
+        LimitsError, match="limits.names: expected a, b, c, as the policy says, got grip, pan, lift"
+    ):
+        found.ordered(["a", "b", "c"])
+
+
+# ----------------------------------------------------------------------------- bundles, and the command line
+
+
+@pytest.mark.parametrize("path", sorted(ASSETS.glob("*.gguf")), ids=lambda path: path.stem)
+def test_every_packaged_policy_names_its_numbers_and_says_their_units(path: Path) -> None:
+    """As the environment that it plays has them."""
+    spec = open_bundle(path).manifest.spec
+    for vector in (spec.state, spec.action):
+        assert len(vector.names) == len(vector.units) == vector.dim
+        assert len(set(vector.names)) == vector.dim
+    if "blocks" in path.stem or path.stem == "act":
+        pytest.importorskip("mujoco")
+        from sinew.sim.blocks import STEP_SIZE, BlocksEnv
+
+        assert spec.action.names == BlocksEnv.action_names
+        assert spec.action.units[0] == f"{1e3 * STEP_SIZE:g} mm"
+
+
+def test_names_and_units_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(BLOCKS)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "x [m], y [m], z [m], opening [m]" in said
+    Image.new("RGB", (64, 64)).save(tmp_path / "frame.png")
+    frames = [word for name in ("front", "wrist") for word in ("--image", f"{name}={tmp_path / 'frame.png'}")]
+    state = ("--state", "0,0,0.1,0.06", "--prompt", "put the red block into the left bin")
+    assert main(["infer", str(BLOCKS), *frames, *state]) == 0
+    assert "x [20 mm]" in capsys.readouterr().out
+
+
+class Gantry(Arm):
+    """The blocks task's hand, whose numbers are in another order."""
+
+    motion = {"kind": "absolute"}  # noqa: RUF012 - as a driver states it
+    sent_rows: list[np.ndarray] = []  # noqa: RUF012 - read by the test
+
+    def __init__(self, gripper: str = "gripper", opening: str = "opening"):
+        super().__init__({"state": [opening, "z", "y", "x"], "action": [gripper, "z", "y", "x"]})
+        self.state = np.float32([0.06, 0.1, 0, 0])
+
+    def observe(self) -> dict[str, Any]:
+        frame = np.zeros((64, 64, 3), np.uint8)
+        return {"images": {"front": frame, "wrist": frame}, "state": self.state, "time": time.monotonic()}
+
+    def act(self, row: np.ndarray) -> None:
+        Gantry.sent_rows.append(row)
+
+
+def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same rows reach the robot, each number at the joint of its name, and limits bind those that they name."""
+    limits = tmp_path / "limits.json"
+    names = ["gripper", "x", "y", "z"]
+    limits.write_text(json.dumps({"low": [-9, 0.25, -9, -9], "high": [9, 0.25, 9, 9], "names": names}))
+    robot = ("--robot", f"{__name__}:Gantry", "--limits", str(limits), "--seconds", "1")
+    Gantry.sent_rows.clear()
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, "--record", str(tmp_path / "run.jsonl"), "--json"]) == 0
+    assert last_json(capsys)["settings"]["limits"]["names"] == ["x", "y", "z", "gripper"]
+    lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    rows = [line["command"]["row"] for line in lines if line["event"] == "command" and line["command"]["row"]]
+    assert len(rows) > 3
+    np.testing.assert_array_equal(np.float32(rows)[:, ::-1], np.array(Gantry.sent_rows))
+    assert (np.float32(rows)[:, 0] == 0.25).all()
+    other = ("--robot-options", '{"gripper": "jaw", "opening": "gap"}')
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, *other]) == 1
+    assert "say which is which, such as --rename-joint gap=opening" in capsys.readouterr().err
+    mapped = ("--rename-joint", "gap=opening", "--rename-joint", "jaw=gripper")
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, *other, *mapped]) == 0
+    capsys.readouterr()
+    assert main(["run", str(BLOCKS), *PLAIN, "--seconds", "1", "--rename-joint", "x=y"]) == 1
+    assert "--rename-joint: expected none with --robot dry" in capsys.readouterr().err
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, "--rename-joint", "x"]) == 1
+    assert "--rename-joint x: expected NAME=JOINT" in capsys.readouterr().err

@@ -1,0 +1,376 @@
+"""Somebody takes over and gives back: no jump, whatever the policy, the leader and the robot do."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sinew_client.control import (
+    Command,
+    Journal,
+    LeaderError,
+    Limits,
+    Loop,
+    Onlooker,
+    Outcome,
+    Settings,
+    ShadowAgreement,
+    SimulatedPace,
+    Takeover,
+    repeat,
+)
+from sinew_client.control.motion import Absolute, Motion, Offsets
+from sinew_client.control.takeover import ALIGNS, SILENT
+
+HZ, DIM = 20.0, 3
+LIMITS = {"low": -2, "high": 2, "velocity": [1.0, 0.5, 4.0], "names": ["a", "b", "c"]}
+NAMES = ("a", "b", "c")
+
+
+class Robot:
+    """Goes where it is told; ``droop``: its state says another place than its last command."""
+
+    def __init__(self, start: Any, droop: float = 0.0):
+        self.position, self.droop = np.float32(start), droop
+        self.sent: list[np.ndarray | None] = []
+
+    def observe(self) -> dict[str, Any]:
+        return {
+            "images": {"front": np.full((2, 2, 3), len(self.sent) % 256, np.uint8)},
+            "state": self.position + np.float32(self.droop),
+        }
+
+    def act(self, row: np.ndarray) -> None:
+        self.position = row
+        self.sent.append(row)
+
+    def hold(self) -> None:
+        self.sent.append(None)
+
+
+class Policy:
+    """A source that answers with what it likes, after ``delay`` control steps."""
+
+    continuous, failures = False, 0
+
+    def __init__(self, rng: np.random.Generator, delay: int = 0):
+        self.rng, self.delay = rng, delay
+        self.asked = 0
+        self._due: float | None = None
+
+    def ready(self, now: float) -> bool:
+        return self._due is None
+
+    def ask(self, observation: Any, now: float) -> None:
+        self.asked += 1
+        self._due = now + self.delay / HZ
+
+    def poll(self, now: float) -> Outcome | None:
+        if self._due is None or now < self._due - 1e-9:
+            return None
+        self._due = None
+        return Outcome(np.float32(self.rng.uniform(-3, 3, (int(self.rng.integers(1, 12)), DIM))))
+
+    def cancel(self) -> None:
+        self._due = None
+
+    def close(self, wait: float = 0.0) -> None:
+        pass
+
+
+class Hand:
+    """A leader arm. ``follows``: has motors that bring it where it is told."""
+
+    def __init__(self, at: Any, follows: bool = True):
+        self.at: Any = np.float32(at)
+        if follows:
+            self.align = self._align
+        self.aligned_to: list[np.ndarray] = []
+
+    def read(self) -> Any:
+        return self.at
+
+    def _align(self, position: np.ndarray) -> None:
+        self.aligned_to.append(np.array(position))
+        self.at = np.where(np.isnan(position), self.at, self.at + np.clip(position - self.at, -0.2, 0.2))
+
+
+def loop_of(robot: Robot, source: Any, hand: Any, **options: Any) -> Loop:
+    align, shadow = options.pop("align", 0.05), options.pop("shadow", False)
+    extra = {name: options.pop(name) for name in ("keep", "watch") if name in options}
+    chosen = Settings(
+        HZ, **{"handover": "aligned", "motion": {"kind": "absolute"}, "limits": LIMITS, **options}
+    )
+    limits = None if chosen.limits is None else Limits.parse(chosen.limits, DIM)
+    takeover = Takeover(hand, chosen.parse_motion(), DIM, limits, align, shadow)
+    return Loop(robot, source, chosen, DIM, "go", SimulatedPace(HZ), takeover=takeover, **extra)  # type: ignore[arg-type]
+
+
+def until(loop: Loop, steps: int) -> None:
+    """Run until so many control steps were taken; ``run`` would hold the robot at its end."""
+    while loop.steps < steps:
+        loop.tick(loop.pace.next())
+
+
+def ticks(loop: Loop, count: int) -> None:
+    until(loop, loop.steps + count)
+
+
+def test_a_thousand_hand_overs_have_no_jump() -> None:
+    """Both ways, of a policy and a person who are anywhere: no step is larger than velocity allows, and the report's
+    largest is the largest."""
+    rng = np.random.default_rng(38)
+    most = np.array(LIMITS["velocity"]) / HZ
+    to_human = to_policy = 0
+    largest = 0.0
+    for _ in range(130):
+        robot = Robot(rng.uniform(-2, 2, DIM), rng.choice([0.0, 0.01]))
+        hand = Hand(rng.uniform(-2, 2, DIM), follows=bool(rng.random() < 0.7))
+        options = {
+            "limits": {**LIMITS, "acceleration": rng.choice([None, 30.0]), "jerk": rng.choice([None, 900.0])}
+        }
+        loop = loop_of(robot, Policy(rng, int(rng.integers(0, 4))), hand, **options)
+        driver: list[str] = []
+        loop.watch(lambda command, seen=driver: seen.append(command.by))
+        for _ in range(4):
+            ticks(loop, int(rng.integers(3, 20)))
+            loop.take_over()
+            if not hasattr(hand, "align"):  # the person brings it there
+                ticks(loop, 2)
+                hand.at = np.float32(robot.position + rng.uniform(-0.04, 0.04, DIM))
+            for _ in range(100):
+                ticks(loop, 1)
+                if loop.driver == "human":
+                    break
+            assert loop.driver == "human"
+            for _ in range(int(rng.integers(1, 15))):
+                hand.at = np.float32(rng.uniform(-4, 4, DIM))  # shaken as fast as one likes
+                ticks(loop, 1)
+            loop.hand_back()
+        ticks(loop, 30)
+        last: np.ndarray | None = None
+        by = ""
+        for row, who in zip(robot.sent, driver, strict=True):
+            if row is None:
+                continue
+            if last is not None:
+                moved = np.abs(row.astype(np.float64) - last)
+                assert (moved <= most).all()
+                if by and who != by:
+                    largest = max(largest, float(moved.max()))
+                    to_human += who == "human"
+                    to_policy += who == "policy"
+            last, by = row, who
+        handed = loop.report().handed
+        assert handed["to_human"] == handed["to_policy"] == 4
+        assert handed["unknown"] == 0
+        assert handed["largest"] <= most.max()
+        assert handed["number"] in NAMES
+    assert to_human + to_policy >= 1000
+    assert 0.0 < largest <= most.max()
+
+
+def test_a_leader_that_is_elsewhere_is_not_followed() -> None:
+    """Until the person has brought it near, the robot holds, and it is said by how much it is elsewhere."""
+    robot, hand = Robot([0.0, 0.0, 0.0]), Hand([1.0, 0.0, 0.0], follows=False)
+    loop = loop_of(robot, Policy(np.random.default_rng(0)), hand, align=0.1)
+    until(loop, 5)
+    loop.take_over()
+    until(loop, 15)
+    assert loop.driver == "aligning"
+    assert loop.reason == ALIGNS
+    here = robot.position
+    assert all(row is None for row in robot.sent[5:])
+    assert loop.takeover is not None
+    assert loop.takeover.apart.startswith(f"a by {abs(1.0 - float(here[0])):.4g}, at most 0.1")
+    hand.at = here + np.float32([0.05, 0.0, 0.0])
+    until(loop, 16)
+    assert loop.driver == "human"
+    np.testing.assert_allclose(robot.sent[-1], hand.at, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (None, SILENT),
+        ([math.nan, 0.0, 0.0], "the leader's row is not finite"),
+        ([0.0], "the leader's row: expected 1 to 1 rows of 3 numbers"),
+        (["x", "y", "z"], "the leader's row: expected real numbers"),
+        (RuntimeError("unplugged"), "the leader failed: RuntimeError: unplugged"),
+    ],
+)
+def test_a_leader_that_fails_holds_the_robot(said: Any, reason: str) -> None:
+    robot, hand = Robot([0.0, 0.0, 0.0]), Hand([0.0, 0.0, 0.0])
+    loop = loop_of(robot, Policy(np.random.default_rng(0)), hand)
+    until(loop, 3)
+    loop.take_over()
+    until(loop, 30)
+    assert loop.driver == "human"
+
+    def read() -> Any:
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    hand.read = read  # type: ignore[method-assign]
+    until(loop, 33)
+    assert robot.sent[-3:] == [None] * 3
+    assert loop.reason.startswith(reason)
+    del hand.read
+    until(loop, 34)
+    assert robot.sent[-1] is not None
+
+
+def test_what_is_decided_is_repeated_to_the_bit(tmp_path: Path) -> None:
+    """A journal with hand-overs, filters, jerk and a shadow says the same once more."""
+    for shadow in (False, True):
+        rng = np.random.default_rng(1)
+        robot, hand = Robot([0.1, 0.2, 0.3]), Hand([0.5, -0.5, 0.0])
+        options = {"limits": {**LIMITS, "jerk": 500, "jump": 5}, "filter": "lowpass:3", "speed": 0.5}
+        loop = loop_of(robot, Policy(rng, 2), hand, shadow=shadow, **options)
+        journal = Journal(tmp_path / f"{shadow}.jsonl", loop.settings, DIM)
+        loop.listeners.append(journal.put)
+        if shadow:
+            loop.controller.take_over(0, shadow=True)  # again, for the journal, which begins here
+        for _ in range(3):
+            ticks(loop, 12)
+            loop.take_over()
+            ticks(loop, 20)
+            hand.at = np.float32(rng.uniform(-1, 1, DIM))
+            ticks(loop, 5)
+            loop.hand_back()
+        journal.close()
+        found = repeat(tmp_path / f"{shadow}.jsonl")
+        assert found.differences == []
+        assert found.commands == loop.steps
+        assert (loop.report().agreement["missing"] < 20) if shadow else not loop.report().agreement
+
+
+def test_a_shadow_drives_nothing_and_is_compared() -> None:
+    """The policy's rows are computed and never sent; what it says is compared with what the person does."""
+
+    class Same(Policy):
+        """Says what the person does, but for the last number."""
+
+        def poll(self, now: float) -> Outcome | None:
+            if super().poll(now) is None:
+                return None
+            steps = round(now * HZ) + np.arange(8)
+            return Outcome(np.float32([[0.1 * np.sin(k), 0.2, 0.5] for k in steps]))
+
+    robot, hand = Robot([0.0, 0.2, 0.0]), Hand([0.0, 0.2, 0.0])
+    source = Same(np.random.default_rng(0))
+    loop = loop_of(robot, source, hand, shadow=True, replan="4", limits={"names": list(NAMES)}, align=1.0)
+    for step in range(60):
+        hand.at = np.float32([0.1 * np.sin(step), 0.2, 0.1 * np.cos(step)])
+        until(loop, step + 1)
+    sent = np.array([row for row in robot.sent if row is not None])
+    assert len(sent) == 60
+    assert (sent[:, 2] < 0.2).all()  # nothing of the policy's
+    assert source.asked > 10
+    report = loop.report().agreement
+    assert report["steps"] == 60
+    assert report["numbers"]["a"]["max"] < 1e-6
+    assert report["numbers"]["a"]["explained"] == pytest.approx(1.0)
+    assert report["numbers"]["b"]["explained"] is None  # it never varied
+    cosine = 0.1 * np.cos(np.arange(60))
+    assert report["numbers"]["c"]["max"] == pytest.approx(float(np.abs(0.5 - cosine).max()), abs=1e-6)
+    assert report["numbers"]["c"]["explained"] == pytest.approx(
+        1 - np.mean((0.5 - cosine) ** 2) / np.var(cosine), rel=1e-4
+    )
+    loop.hand_back()  # a shadow does not drive
+    until(loop, 62)
+    assert loop.driver == "human"
+
+
+def test_an_onlooker_commands_nothing() -> None:
+    """A robot that somebody else drives: what was done is its action, or where its state is."""
+
+    class Driven(Robot):
+        action: Any = None
+
+        def observe(self) -> dict[str, Any]:
+            self.position = np.float32(np.sin(np.arange(DIM) + len(self.looks)))
+            self.looks.append(self.position)
+            return {**super().observe(), **({} if self.action is None else {"action": self.action})}
+
+    for action in (None, [0.5, 0.5, 0.5]):
+        robot = Driven([0.0] * DIM)
+        robot.looks, robot.action = [], action  # type: ignore[attr-defined]
+        eyes = Onlooker(robot, Absolute(), DIM)
+        loop = loop_of(eyes, Policy(np.random.default_rng(0)), eyes, shadow=True, limits={}, align=10.0)  # type: ignore[arg-type]
+        until(loop, 20)
+        assert robot.sent == []
+        assert loop.report().agreement["steps"] >= 19
+        if action is not None:
+            assert loop.takeover is not None
+            np.testing.assert_array_equal(loop.takeover.leader.read(), action)
+
+
+def test_frames_are_marked_by_who_drives() -> None:
+    """Each control step with a command is kept once, with what was seen in it, and who said the command."""
+    kept: list[tuple[int, Command, str]] = []
+    robot, hand = Robot([0.0, 0.0, 0.0]), Hand([0.3, 0.0, 0.0])
+    loop = loop_of(
+        robot,
+        Policy(np.random.default_rng(3)),
+        hand,
+        keep=lambda seen, prompt, command: kept.append((int(seen["images"]["front"][0, 0, 0]), command, prompt)),
+    )  # fmt: skip
+    until(loop, 10)
+    loop.take_over()
+    until(loop, 25)
+    loop.hand_back()
+    until(loop, 40)
+    assert [command.step for _, command, _ in kept] == [
+        at for at, row in enumerate(robot.sent) if row is not None
+    ]
+    assert all(image == command.step % 256 for image, command, _ in kept)
+    by = [command.by for _, command, _ in kept]
+    assert by[0] == by[-1] == "policy"
+    assert 5 < by.count("human") <= 15
+    first = by.index("human")
+    assert set(by[first : first + by.count("human")]) == {"human"}
+    assert {prompt for _, _, prompt in kept} == {"go"}
+
+
+def test_a_button_takes_over_and_pausing_ends_it() -> None:
+    robot, hand = Robot([0.0, 0.0, 0.0]), Hand([0.0, 0.0, 0.0])
+    hand.wanted = False  # type: ignore[attr-defined]
+    loop = loop_of(robot, Policy(np.random.default_rng(0)), hand)
+    until(loop, 4)
+    assert loop.driver == "policy"
+    hand.wanted = True  # type: ignore[attr-defined]
+    until(loop, 30)
+    assert loop.driver == "human"
+    loop.pause()
+    until(loop, 31)
+    assert (loop.driver, loop.reason) == ("policy", "paused")
+    loop.resume()
+    until(loop, 33)
+    assert loop.driver == "policy"  # the button has not changed
+    hand.wanted = False  # type: ignore[attr-defined]
+    until(loop, 34)
+    hand.wanted = True  # type: ignore[attr-defined]
+    until(loop, 60)
+    assert loop.driver == "human"
+    loop.restart("a new episode")
+    until(loop, 61)
+    assert loop.driver == "policy"
+
+
+def test_how_near_is_near_has_to_be_known() -> None:
+    with pytest.raises(LeaderError, match="--takeover: expected --motion"):
+        Takeover(Hand([0.0] * DIM), Motion(), DIM, None, 0.1)
+    with pytest.raises(LeaderError, match="--align: expected .* range of 0, 1, 2"):
+        Takeover(Hand([0.0] * DIM), Absolute(), DIM, None)
+    Takeover(Hand([0.0] * DIM), Offsets((0, 1), (0, 1)), DIM, None)  # offsets are nowhere
+    near = Takeover(Hand([0.0] * DIM), Absolute(), DIM, Limits.parse(LIMITS, DIM))
+    assert near._near.tolist() == [0.2] * DIM
+
+
+def test_agreement_of_nothing() -> None:
+    assert ShadowAgreement().to_dict() == {"steps": 0, "missing": 0, "numbers": {}}
