@@ -19,10 +19,9 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sinew.bundle import Bundle, GGUFFile, TensorSource, write_bundle
-from sinew.bundle.schema import Manifest, PolicySpec, Processing, from_json
+from sinew.bundle import Bundle, GGUFFile, TensorSource, facts, write_bundle
+from sinew.bundle.schema import Manifest, Normalization, PolicySpec, Processing, from_json
 from sinew.bundle.writer import ArraySlice
-from sinew.cli import serve
 from sinew.core import BundleError, SinewError, VectorSpec
 from sinew.eval.report import card
 from sinew.policy import load
@@ -398,11 +397,12 @@ def test_the_file_may_be_replaced_while_it_is_open(path, tmp_path):
         ((), (), ()),
         (("x", "grip"), (), ("x", "grip")),
         (("x", "grip"), ("m", ""), ("x [m]", "grip")),
-        ((), ("", "opening"), ("0", "1 [opening]")),  # ended `sinew serve` when it printed what it serves
+        ((), ("", "opening"), ("0", "1 [opening]")),  # once ended `sinew serve`, which printed what it serves
     ],
 )
 def test_a_vector_is_shown_by_names_units_or_both(names, units, labels):
     assert VectorSpec(2, names, units).labels == labels
     shown = f": {', '.join(labels)}" if labels else ""
-    for place in (serve, card):
-        assert place._vector(VectorSpec(2, names, units)).replace("\\", "") == f"2 numbers{shown}"
+    spec = VectorSpec(2, names, units)
+    assert card._vector(spec).replace("\\", "") == f"2 numbers{shown}"
+    assert facts._vector(spec, Normalization("identity"), (), ()) == f"2 values{shown}, identity"

@@ -279,7 +279,7 @@ COMMAND = {
     ("line", "said"),
     [
         ({**BEGIN, "settings": 5}, "line 1: settings: expected an object, got 5"),
-        ({**BEGIN, "settings": {"speed": 5}}, "line 1: .*speed"),
+        ({**BEGIN, "settings": {"pace": 5}}, "line 1: .*pace"),
         ({**BEGIN, "dim": 10**12}, "line 1: dim: expected a whole number from 1 to 8192"),
         ({**BEGIN, "dim": 1e400}, "line 1: dim"),
         ({**ASK, "step": "a"}, "step: expected a whole number"),
@@ -310,7 +310,7 @@ def test_journals(tmp_path: Path, line: dict, said: str) -> None:
     path.write_text("".join(json.dumps(each) + "\n" for each in lines))
     with pytest.raises(JournalError, match=said):
         repeat(path)
-    if "speed" not in said:
+    if "pace" not in said:
         with pytest.raises(JournalError, match=said):
             watched(path)
 

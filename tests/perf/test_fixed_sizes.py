@@ -100,7 +100,7 @@ def test_a_stage_without_products_takes_no_time_in_a_roofline() -> None:
     parts = program_of(make("convolutions")).components()
     rows = {
         row["component"]: row
-        for row in components_record(machine, [timing(p, machine) for p in parts])["components"]
+        for row in components_record(machine, [timing(p, machine) for p in parts], 0, 0.0)["components"]
     }
     assert (rows["prefix"]["ms"], rows["prefix"]["tflops"]) == (0.0, 0.0)
     assert rows["head"]["tflops"] > 0

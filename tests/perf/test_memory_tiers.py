@@ -70,10 +70,11 @@ pi0 PaliGemma 32 87.5 9.74 207.2 5548 27.90 39.10* 6068
 
 
 @pytest.mark.slow  # seven programs of full size are traced
-def test_tiers_print_every_number_of_theirs(capsys) -> None:
+def test_tiers_print_every_number_of_theirs(capsys, tmp_path) -> None:
+    terminal.take_json(["--json", str(tmp_path / "tiers.json")])
     assert perf_tiers.tiers() == 0
-    *shown, last = capsys.readouterr().out.splitlines()
-    rows = json.loads(last)["policies"]
+    shown = capsys.readouterr().out.splitlines()
+    rows = json.loads((tmp_path / "tiers.json").read_text())["policies"]
     assert [row["measured"]["rank"] for row in rows] == list(range(1, 8))
     for line in PRINTED.split("\n")[1:-1]:
         title, *numbers = line.split()
@@ -97,6 +98,7 @@ def test_tiers_print_every_number_of_theirs(capsys) -> None:
 
 
 def test_some_tiers(capsys) -> None:
+    terminal.take_json(["--json"])
     assert perf_tiers.tiers("SmolVLA") == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["policies"]
     assert row["measured"]["preset"] == "smolvla"

@@ -528,12 +528,14 @@ def test_the_lower_bound_of_the_traced_program(capsys, views, printed_ms):
     assert one_less <= ours.keys()
 
 
-def test_perf_run_shows_shares_and_intensities(capsys):
+def test_perf_run_shows_shares_and_intensities(capsys, tmp_path):
     """S1's table 4: about three quarters of pi0 are the prefix on an RTX 5070, at 256 to 530 FLOP per byte; the head
     has about 50."""
-    assert main(["perf", "run", "pi0", "--hardware", "rtx5070", "--cameras", "2"]) == 0
-    *shown, last = capsys.readouterr().out.splitlines()
-    vision, prefix, head = json.loads(last)["machines"][0]["components"]
+    out = tmp_path / "out.json"
+    options = ("--hardware", "rtx5070", "--cameras", "2", "--json", str(out))
+    assert main(["perf", "run", "pi0", *options]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    vision, prefix, head = json.loads(out.read_text())["machines"][0]["components"]
     assert (
         vision["share"] + prefix["share"] == pytest.approx(1 - head["share"]) == pytest.approx(0.75, abs=0.06)
     )
@@ -595,11 +597,12 @@ def test_a_file_that_describes_no_model_is_refused(tmp_path, capsys, change, mes
 
 
 @pytest.mark.parametrize("count", [1, 200])
-def test_perf_sync(capsys, count):
+def test_perf_sync(capsys, tmp_path, count):
     """A chain of sums takes at least as long as one call; what is told is what `perf run` takes."""
-    assert main(["perf", "sync", "--products", str(count), "--threads", "1"]) == 0
-    *shown, last = capsys.readouterr().out.splitlines()
-    settings = {row["name"]: row for row in json.loads(last)["settings"]}
+    out = tmp_path / "out.json"
+    assert main(["perf", "sync", "--products", str(count), "--threads", "1", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    settings = {row["name"]: row for row in json.loads(out.read_text())["settings"]}
     assert set(settings) == {"one by one", "one call"}
     assert settings["one call"]["us_each"] == 0
     assert all(row["ms"] > 0 for row in settings.values())

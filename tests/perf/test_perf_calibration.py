@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sinew import load, machine
-from sinew.cli import main, perf_machine
+from sinew.cli import main, perf_machine, terminal
 from sinew.core import SinewError, Timing
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
@@ -238,13 +238,17 @@ def test_a_band_holds_every_time_that_it_was_made_from(band: float) -> None:
 
 
 def test_a_band_that_bounds_nothing_is_said(
-    quick: Path, capsys: pytest.CaptureFixture, calibrated: Any
+    quick: Path, capsys: pytest.CaptureFixture, calibrated: Any, tmp_path: Path
 ) -> None:
     calibration.save(replace(calibrated[0], band=1.96))
+    out = tmp_path / "out.json"
+    terminal.take_json(["--json", str(out)])
     assert perf_machine.predict("smolvla", threads=1, request=TracedRequest(steps=4)) == 0
-    *report, last = capsys.readouterr().out.splitlines()
+    report = capsys.readouterr().out.splitlines()
     assert "bounds no time from above: calibrate again" in " ".join("\n".join(report).split())
-    assert all(row["high"] is None and row["low"] > 0 for row in json.loads(last)["stages_ms"].values())
+    assert all(
+        row["high"] is None and row["low"] > 0 for row in json.loads(out.read_text())["stages_ms"].values()
+    )
 
 
 def test_a_bundle_is_calibrated_with_the_threads_that_bench_runs(
@@ -255,10 +259,11 @@ def test_a_bundle_is_calibrated_with_the_threads_that_bench_runs(
     monkeypatch.setattr("sinew.engine.eager.engine.tune_threads", settles_on_one)
     threads = torch.get_num_threads()
     try:
+        terminal.take_json(["--json"])
         assert perf_machine.calibrate(str(golden.BUNDLE), runs=1, engine="plan") == 0
         made = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert made["speeds"]["threads"] == 1
-        assert main(["bench", str(golden.BUNDLE), "--runs", "2", "--engine", "plan"]) == 0
+        assert main(["bench", str(golden.BUNDLE), "--runs", "2", "--engine", "plan", "--json"]) == 0
     finally:
         torch.set_num_threads(threads)
     assert "band" in json.loads(capsys.readouterr().out.splitlines()[-1])["roofline"]
