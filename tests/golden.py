@@ -18,7 +18,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def decoded(file: np.ndarray) -> np.ndarray:
-    """Return the frame of a PNG file, uint8 [height, width, 3]; fixtures hold frames so, which is smaller."""
+    """Return the frame of a PNG or WebP file, uint8 [height, width, 3]; fixtures hold frames so, which is smaller."""
     return np.array(Image.open(io.BytesIO(file.tobytes())))
 
 
