@@ -1,4 +1,4 @@
-"""What a bundle says about itself, in words and as plain containers (``sinew inspect``)."""
+"""Describe a bundle in words and as plain containers (``sinew inspect``)."""
 
 from __future__ import annotations
 

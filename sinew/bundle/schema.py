@@ -137,8 +137,8 @@ class Success:
 
 @dataclass(frozen=True)
 class Validated:
-    """What ``sinew quantize`` saw before it rounded anything: ``engine`` against eager float32 over ``observations``
-    observations; error: the worst relative L2 of the actions."""
+    """Hold what ``sinew quantize`` saw before it rounded anything: ``engine`` against eager float32 over
+    ``observations`` observations; error: the worst relative L2 of the actions."""
 
     engine: str
     observations: int

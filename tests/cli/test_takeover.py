@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from sinew_client.control import LeaderError
 from sinew_client.control.leaders import LeRobotLeader
+from sinew_client.control.smoothing import parse_filter
 
 from sinew.cli import main
 from sinew.records.recorder import read_records
@@ -184,7 +185,9 @@ def test_what_the_rows_go_through_is_reported(capsys: pytest.CaptureFixture[str]
     report = last_json(capsys)
     assert report["settings"]["speed"] == 0.5
     assert report["filter"]["filter"] == "lowpass:3"
-    assert 0 < report["filter"]["delay_ms"] < 200
+    hz = report["settings"]["hz"]
+    lag = parse_filter("lowpass:3", hz).lag
+    assert report["filter"]["delay_ms"] == pytest.approx(1e3 * lag / hz, abs=1e-3)
 
 
 @pytest.mark.parametrize(

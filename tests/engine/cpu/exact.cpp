@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "layer.h"
 
 extern "C" const char* lowbit_kernels(int index);
 extern "C" int lowbit_takes_panels(int index);
@@ -250,35 +251,7 @@ static bool check_between(int kernels) {
   return true;
 }
 
-// As layer.cpp and layer_kernels.py have them.
-struct GivenLayer {
-  const uint8_t* weight;
-  const float *scale, *bias;
-  int64_t channels, scales;
-};
-struct GivenProduct {
-  int32_t format, count;
-  int64_t k;
-  float smallest;
-  const GivenLayer* layers;
-};
-struct GivenNorm {
-  int32_t there, centred;
-  float eps;
-  const float *weight, *bias;
-};
-struct GivenProjection {
-  GivenNorm norm;
-  GivenProduct product;
-  int32_t turned, head;
-};
-struct GivenFinish {
-  GivenProduct output;
-  GivenNorm norm;
-  GivenProduct up, down;
-  int32_t action;
-  const float *output_gate, *down_gate;
-};
+using namespace lowbit;
 
 static GivenLayer given(const Layer& from, const float* bias) {
   return {from.stored.data(), from.scale.empty() ? nullptr : from.scale.data(), bias, int64_t(from.w.size()),

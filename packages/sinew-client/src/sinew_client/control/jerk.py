@@ -19,7 +19,7 @@ _LOOKS = 3
 
 @dataclass(frozen=True)
 class StepBounds:
-    """What holds for each number of a command, float64 [D]: furthest places, largest step, change of it, and of
+    """Hold the limits of each number of a command, float64 [D]: furthest places, largest step, change of it, and of
     that."""
 
     low: np.ndarray

@@ -37,7 +37,7 @@ class LeaderError(ClientError):
 
 
 class Leader(Protocol):
-    """What somebody moves a robot with. Each call should return well within a period.
+    """Drive a robot in place of the policy. Each call should return well within a period.
 
     Optional: ``wanted``, a bool that a button of its own changes: True takes over, False hands back.
     ``align(position)`` moves the leader, float [D], towards where the robot is, NaN where that is not known, and
@@ -51,7 +51,7 @@ class Leader(Protocol):
 
 @dataclass
 class HandedOver:
-    """What is known of hand-overs. to_human, to_policy: how many. steps: control steps with a human's command.
+    """Hold what is known of hand-overs. to_human, to_policy: how many. steps: control steps with a human's command.
 
     largest: the largest difference between the first command after a hand-over and the one before it, and ``number``,
     whose it was. unknown: hand-overs from a place that was not known.

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "buffer.h"
+#include "layer.h"
 #include "pool.h"
 #include "product.h"
 
@@ -10,36 +11,6 @@ namespace lowbit {
 namespace {
 
 constexpr int64_t SLICE = 504;  // rows that a perceptron takes at once: what lies between its products stays near the cores
-
-// The structs of layer_kernels.py. Addresses of what is not there are null.
-struct GivenLayer {
-  const uint8_t* weight;
-  const float *scale, *bias;
-  int64_t channels, scales;
-};
-struct GivenProduct {
-  int32_t format, count;
-  int64_t k;
-  float smallest;
-  const GivenLayer* layers;
-};
-struct GivenNorm {
-  int32_t there, centred;
-  float eps;
-  const float *weight, *bias;
-};
-struct GivenProjection {
-  GivenNorm norm;
-  GivenProduct product;
-  int32_t turned, head;  // the first layers whose heads of that many channels are turned
-};
-struct GivenFinish {
-  GivenProduct output;
-  GivenNorm norm;
-  GivenProduct up, down;  // up: gate and up where an action takes two
-  int32_t action;
-  const float *output_gate, *down_gate;
-};
 
 struct Product {
   Layer layers[MOST_LAYERS] = {};
