@@ -280,7 +280,8 @@ def test_types_of_lerobot_are_found_where_they_are_registered(release: str) -> N
         "from sinew_client.control.robots import lerobot_choice\n"
         "print(lerobot_choice(t, t.TeleoperatorConfig, 'so101_leader').__name__)\n"
         "print(lerobot_choice(r, r.RobotConfig, 'so101_follower').__name__)\n"
-        "try:\n    lerobot_choice(t, t.TeleoperatorConfig, 'toaster')\nexcept KeyError as e:\n    print(e)\n"
+        "try:\n    lerobot_choice(t, t.TeleoperatorConfig, 'toaster')\n"
+        "except (KeyError, ImportError) as e:\n    print(e)\n"
     )
     paths = (lerobot_folder(release), ROOT / "packages" / "sinew-client" / "src")
     done = subprocess.run(
@@ -291,4 +292,6 @@ def test_types_of_lerobot_are_found_where_they_are_registered(release: str) -> N
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split()[-3:] == ["SOLeaderTeleopConfig", "SOFollowerRobotConfig", "'toaster'"]
+    *_, leader, follower, said = done.stdout.splitlines()
+    assert (leader, follower) == ("SOLeaderTeleopConfig", "SOFollowerRobotConfig")
+    assert "toaster" in said  # beside the modules whose drivers are not here

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from sinew_client.control import Limits, LimitsError
-from sinew_client.control.robots import LeRobotArm, RobotError, joints_of, match_joints, ordered
+from sinew_client.control.robots import (
+    LeRobotArm,
+    RobotError,
+    joints_of,
+    lerobot_choice,
+    match_joints,
+    ordered,
+)
 
 from sinew.cli import main
 from sinew.policy import open_bundle
@@ -222,3 +232,28 @@ def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.Ca
     assert "--rename-joint: expected none with --robot dry" in capsys.readouterr().err
     assert main(["run", str(BLOCKS), *PLAIN, *robot, "--rename-joint", "x"]) == 1
     assert "--rename-joint x: expected NAME=JOINT" in capsys.readouterr().err
+
+
+def test_a_type_whose_driver_is_missing_says_so(tmp_path, monkeypatch) -> None:
+    """And not that no type is called so; one that is there is found beside it."""
+    package = tmp_path / "arms"
+    for name, text in (("", ""), ("with_driver", "import a_driver_that_nobody_has"), ("plain", "KNOWN = 1")):
+        (package / name).mkdir(parents=True, exist_ok=True)
+        (package / name / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arms = importlib.import_module("arms")
+
+    def known(kind: str) -> type:
+        if f"arms.{kind}" in sys.modules:
+            return int
+        raise KeyError(kind)
+
+    base = SimpleNamespace(get_choice_class=known)
+    assert lerobot_choice(arms, base, "plain") is int
+    with pytest.raises(
+        ImportError, match="got with_driver.*with_driver: No module named 'a_driver_that_nobody"
+    ):
+        lerobot_choice(arms, base, "with_driver")
+    (package / "with_driver" / "__init__.py").write_text("")
+    with pytest.raises(KeyError):
+        lerobot_choice(arms, base, "toaster")

@@ -188,14 +188,23 @@ def open_lerobot(
 def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
     """Return the class of LeRobot's configurations that a type names. package: where types lie, each of which is
     registered when its module is imported; one may hold several (``so_follower``), and somebody's own type is
-    registered by whoever imported it. Raises KeyError where none is called so."""
+    registered by whoever imported it. Raises KeyError where none is called so, ImportError where it may be that of a
+    module which cannot be imported, as without its driver."""
     folders = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", ()))]
+    broken = {}
     for name in ("", kind, *folders):
-        if name:
-            with contextlib.suppress(ImportError):  # of another type, whose driver is not installed
-                importlib.import_module(f"{package.__name__}.{name}")
+        module = f"{package.__name__}.{name}"
+        try:
+            if name:
+                importlib.import_module(module)
+        except ImportError as error:
+            if error.name != module:
+                broken[name] = str(error)
         with contextlib.suppress(KeyError):
             return base.get_choice_class(kind)
+    if broken:
+        others = "; ".join(f"{name}: {why}" for name, why in broken.items())
+        raise ImportError(f"expected a type that is known, got {kind}; these could not be imported: {others}")
     raise KeyError(kind)
 
 
