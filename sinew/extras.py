@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from urllib.parse import unquote, urlsplit
 
@@ -42,7 +41,6 @@ def install(module: str) -> str:
     return f"pip install --force-reinstall '{source()}'"
 
 
-@cache
 def source() -> str:
     """Return what pip was given for this distribution: a checkout's folder, which pip writes down (PEP 610), else its
     name."""
