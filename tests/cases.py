@@ -3,7 +3,7 @@
 ``python -m tests.cases`` prints the folder in which they are; programs call :func:`golden_cases`. In tests/fixtures a
 large file is stored compressed (``NAME.xz``) or by rule (tests/rules.py), or partly one and partly the other:
 ``weights.json`` and ``model.safetensors.xz`` give ``model.safetensors``, ``fixture.json`` and
-``fixture.safetensors.xz`` give ``fixture.safetensors``. Everything else is stored as it is.
+``fixture.safetensors.xz`` give ``fixture.safetensors``; rules may lie compressed too. Everything else is stored as it is.
 """
 
 from __future__ import annotations
@@ -91,14 +91,22 @@ def golden_cases() -> Path:
 
 def content(path: Path) -> bytes:
     """Return a file's bytes as unpacked, whether tests/fixtures stores them, packs them or has rules for them."""
-    packed, found = path.with_name(path.name + PACKED), path.with_name(RULES.get(path.name, path.name))
-    if path.name in RULES and found.exists():
-        stored = lzma.decompress(packed.read_bytes()) if packed.exists() else None
+    stored = _stored(path)
+    rule = path.with_name(RULES.get(path.name, path.name))
+    if rule != path and (found := _stored(rule)) is not None:
         try:
-            return rules.build(json.loads(found.read_text()), stored, lambda name: content(FIXTURES / name))
+            return rules.build(json.loads(found), stored, lambda name: content(FIXTURES / name))
         except ValueError as error:
-            raise ValueError(f"{found}: {error}") from None
-    return lzma.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
+            raise ValueError(f"{rule}: {error}") from None
+    return path.read_bytes() if stored is None else stored
+
+
+def _stored(path: Path) -> bytes | None:
+    """Return what lies under a name or, compressed, beside it; None where neither does."""
+    packed = path.with_name(path.name + PACKED)
+    if packed.exists():
+        return lzma.decompress(packed.read_bytes())
+    return path.read_bytes() if path.exists() else None
 
 
 def unpack(source: Path, target: Path) -> None:
@@ -108,8 +116,8 @@ def unpack(source: Path, target: Path) -> None:
         if path.is_dir():
             unpack(path, target / path.name)
     made_of = {rule: name for name, rule in RULES.items()}
-    files = [path for path in source.iterdir() if path.is_file()]
-    for name in {made_of.get(path.name, path.name.removesuffix(PACKED)) for path in files}:
+    names = {path.name.removesuffix(PACKED) for path in source.iterdir() if path.is_file()}
+    for name in {made_of.get(name, name) for name in names}:
         (target / name).write_bytes(content(source / name))
 
 

@@ -216,6 +216,16 @@ def test_a_changed_file_is_unpacked_anew(checkout: Path) -> None:
     assert (second / "case" / "checkpoint" / "head.pt").read_bytes() == b"tail"
 
 
+def test_rules_may_lie_compressed(checkout: Path) -> None:
+    plain = (find() / "case" / "checkpoint" / "model.safetensors").read_bytes()
+    path = checkout / "tests" / "fixtures" / "case" / "checkpoint" / "weights.json"
+    path.with_name("weights.json.xz").write_bytes(lzma.compress(path.read_bytes()))
+    path.unlink()
+    folder = find() / "case" / "checkpoint"
+    assert (folder / "model.safetensors").read_bytes() == plain
+    assert not list(folder.glob("weights*"))
+
+
 def test_a_part_that_was_left_is_no_case(checkout: Path) -> None:
     """Somebody was ended while he unpacked."""
     home = find()

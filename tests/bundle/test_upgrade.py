@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import shutil
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from sinew.steps.prompt.base import Sentence
 from tests.golden import Golden
 
 # As every converter wrote them.
-RECORDS = json.loads(Path(__file__).with_name("processing-2.json").read_text())
+RECORDS = json.loads(lzma.decompress(Path(__file__).with_name("processing-2.json.xz").read_bytes()))
 LATER = {"config": ("norm", "activation", "qkv_bias", "qk_norm", "sub_norms"), "spec": ("solver",)}
 
 
