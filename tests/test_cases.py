@@ -67,12 +67,9 @@ def test_tracked_files_are_small() -> None:
 def test_every_stored_file_is_unpacked(golden: Path) -> None:
     made = {path.relative_to(golden) for path in golden.rglob("*") if path.is_file()}
     kept = {path.relative_to(cases.FIXTURES) for path in cases.FIXTURES.rglob("*") if path.is_file()}
-    rule_files = {path for path in kept if path.name in cases.RULES.values()}
-    names = {path.with_name(path.name.removesuffix(".xz")) for path in kept - rule_files}
-    drawn = {
-        path.with_name(name) for path in rule_files for name, of in cases.RULES.items() if of == path.name
-    }
-    assert made == names | drawn
+    made_of = {rule: name for name, rule in cases.RULES.items()}
+    names = {path.with_name(path.name.removesuffix(cases.PACKED)) for path in kept}
+    assert made == {path.with_name(made_of.get(path.name, path.name)) for path in names}
     assert not {path.suffix for path in made} & {".xz"}
 
 
