@@ -27,6 +27,8 @@ SOURCES := pyproject.toml constraints.txt packages/sinew-client/pyproject.toml
 SUM := $(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 LIGHT := $(VENV)/demo-$(SUM)
 READY := $(VENV)/ready-$(SUM)
+# Bytecode is kept whatever the environment says: tests start hundreds of processes, each would compile all of it.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help

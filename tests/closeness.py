@@ -69,7 +69,7 @@ class Noise(TorchDispatchMode):
     def __init__(self, seed: int, seen: Seen) -> None:
         super().__init__()
         random = torch.Generator().manual_seed(seed)
-        self.normal = torch.randn(POOL, generator=random)
+        self.normal = torch.randn(POOL, generator=random).repeat(2)  # twice, for those that pass its end
         self.starts = iter(torch.randint(POOL, (1 << 16,), generator=random).tolist())
         self.seen, self.products = seen, 0
 
@@ -90,16 +90,25 @@ class Noise(TorchDispatchMode):
         count, both_signs = terms(func, args, result)
         if not count or result.dtype != torch.float32:
             return result
-        size = result.square().mean(-1, keepdim=True).sqrt() if both_signs else result.abs()
-        return torch.addcmul(result, size * (UNIT * math.sqrt(count)), self.normals(result.shape))
+        unit = UNIT * math.sqrt(count)
+        if both_signs:  # the root mean square of the row
+            size, unit = (
+                torch.linalg.vector_norm(result, dim=-1, keepdim=True),
+                unit / math.sqrt(result.shape[-1]),
+            )
+        else:
+            size = result  # whose sign does not matter: normal numbers have either
+        return torch.addcmul(result, size, self.normals(result.shape), value=unit)
 
     def normals(self, shape: torch.Size) -> Tensor:
-        """Return standard normal numbers, from a pool: drawing them anew would take longer than the models."""
+        """Return standard normal numbers, from a pool: drawing them anew would take longer than the models. Rows of
+        more than the pool overlap, shifted against one another."""
         start, count = next(self.starts), shape.numel()
-        pool = self.normal.roll(-start) if count > POOL - start else self.normal[start:]
-        return (
-            pool.repeat(-(-count // POOL))[:count].view(shape) if count > POOL else pool[:count].view(shape)
-        )
+        if count <= POOL:
+            return self.normal[start : start + count].view(shape)
+        rows = count // shape[-1]
+        shift = max(1, (2 * POOL - start - shape[-1]) // rows)
+        return self.normal[start:].as_strided((rows, shape[-1]), (shift, 1)).view(shape)
 
 
 def lowbit(func: Any) -> bool:

@@ -34,6 +34,7 @@ FAST = (
 )  # what exports in seconds; of the others it takes half a minute to minutes
 TWICE = [
     ("plan", "evo1-mint"),
+    ("cuda", "evo1-mint"),
     ("onnx", "act-env"),
     ("onnx", "diffusion-ddpm"),
     ("onnx", "xvla-auto"),

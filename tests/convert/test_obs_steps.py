@@ -18,7 +18,7 @@ import pytest
 from sinew.bundle import Bundle
 from sinew.convert import convert
 from tests.cases import cases
-from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder
+from tests.serve.lerobot_releases import CLIENTS, lerobot_folder, older_are_slow
 
 CASES = (
     *("smolvla-2cam", "pi0-2cam", "pi05-2cam", "pi05-mem", "pi0fast-2cam"),
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_more_steps_is_the_same_policy(
     assert ours.manifest.spec.history == (3 if case == "pi05-mem" else 1)
 
 
-@each_release
+@older_are_slow
 def test_lerobot_reads_the_newest_observation_whatever_it_says(release: str) -> None:
     folder = lerobot_folder(release)
     done = subprocess.run(

@@ -80,7 +80,7 @@ def alone() -> list[dict[str, Any]]:
 
 
 @needs_pen
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_play_the_same_episodes(shards: int, alone: list[dict[str, Any]], tmp_path: Path) -> None:
     found = campaign.run(TASK, [pen()], SEEDS, workers=shards, out=tmp_path)
     assert content(found[0]) == alone
