@@ -9,9 +9,9 @@ from sinew import machine
 if TYPE_CHECKING:
     from sinew_client.policy import connect
 
-    from sinew.engine.exploration import Exploration
+    from sinew.eval.learning.exploration import Exploration
+    from sinew.eval.learning.rollouts import RolloutPolicy, RolloutSample
     from sinew.eval.report.evaluation import Evaluation, evaluate
-    from sinew.eval.rollouts import RolloutPolicy, RolloutSample
     from sinew.eval.runner import Episode
     from sinew.policy import Policy, load
 
@@ -51,11 +51,11 @@ def __getattr__(name: str) -> Any:
             raise MissingPackageError("sinew.evaluate", error.name or "gymnasium") from None
         return getattr(evaluation, name)
     if name == "Exploration":
-        from sinew.engine.exploration import Exploration
+        from sinew.eval.learning.exploration import Exploration
 
         return Exploration
     if name in ("RolloutPolicy", "RolloutSample"):
-        from sinew.eval import rollouts
+        from sinew.eval.learning import rollouts
 
         return getattr(rollouts, name)
     if name == "connect":

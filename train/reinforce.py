@@ -168,6 +168,7 @@ def main() -> None:
     test = range(700_000, 700_000 + args.test)
     history: list[dict[str, Any]] = [{"before": measured(args.policy, args.delay, test)} if args.test else {}]
     log.info("%s", json.dumps(history[-1]))
+    bundle = args.out / "policy.gguf"
     for iteration in range(args.iterations):
         begun = time.process_time()
         seeds = range(800_000 + iteration * args.episodes, 800_000 + (iteration + 1) * args.episodes)
@@ -179,8 +180,7 @@ def main() -> None:
         found |= {"play_s": round(drawn - begun, 1), "learn_s": round(time.process_time() - drawn, 1)}
         history.append(found)
         log.info("%s", json.dumps(found))
-    bundle = args.out / "policy.gguf"
-    policy.save(bundle)
+        policy.save(bundle)
     if args.test:
         history.append({"after": measured(str(bundle), args.delay, test)})
         log.info("%s", json.dumps(history[-1]))

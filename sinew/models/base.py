@@ -284,7 +284,7 @@ class Speaker(Model):
     sentence, may be cancelled between two tokens, and exports one of them.
 
     choose: takes the token that is said from the scores [B, 1, vocabulary], int64 [B]; the likeliest unless somebody
-        draws (:mod:`sinew.engine.exploration`).
+        draws (:mod:`sinew.eval.learning.exploration`).
 
     Spoken is what the tokens so far left: the newest token, keys and values in room for the longest sentence, so
     that its shapes stay. It is never written to: each token makes a new one. A batch speaks in step.

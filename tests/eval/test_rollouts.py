@@ -16,7 +16,7 @@ import torch
 
 import sinew
 from sinew.core import ObservationError, SinewError
-from sinew.eval.rollouts import RolloutPolicy
+from sinew.eval.learning.rollouts import RolloutPolicy
 from tests.eval.test_eval import PEN, needs_pen
 
 pytestmark = needs_pen
@@ -162,3 +162,24 @@ def test_what_cannot_explore_says_so(policy: RolloutPolicy) -> None:
     planned = sinew.load(PEN, engine="plan")
     with pytest.raises(SinewError, match="planned: expected one that can exchange weights, such as eager"):
         planned.exchange({})
+
+
+def test_a_policy_that_says_tokens_draws_them(openvla_bundle: Any) -> None:
+    """The golden OpenVLA: other seeds say other sentences, the same one the same, in any batch; and how likely."""
+    drawn = RolloutPolicy(openvla_bundle("openvla-ar"), sinew.Exploration("tokens", 1.5), batch=3, threads=1)
+    frame = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    asks = [
+        {"images": {drawn.spec.cameras[0].name: frame}, "state": np.zeros(0), "prompt": "lift", "seed": seed}
+        for seed in range(4)
+    ]
+    samples = [each for each in drawn.sample(asks) if isinstance(each, sinew.RolloutSample)]
+    assert len({sample.chain.tobytes() for sample in samples}) == 4
+    assert np.array_equal(drawn.infer(asks[3]).actions, samples[3].chunk.actions)
+    assert all(sample.log_probs.shape == (7,) and sample.log_prob < 0 for sample in samples)
+    learner = drawn.learner()
+    found = drawn.log_probs(samples[:3], learner)
+    assert np.array_equal(found.detach().numpy(), np.stack([each.log_probs for each in samples[:3]]))
+    found.sum().backward()
+    assert any(weight.grad is not None and weight.grad.any() for weight in learner.parameters())
+    with pytest.raises(SinewError, match="tokens: expected a policy, one that says them, got smolvla"):
+        RolloutPolicy(PEN, sinew.Exploration("tokens", 1.0))

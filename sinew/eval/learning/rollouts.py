@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 from sinew.bundle.writer import ArraySlice, TensorSource, write_bundle
 from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.engine.engine import Watch
-from sinew.engine.exploration import (
+from sinew.eval.learning.exploration import (
     Chain,
     Exploration,
     TokenChooser,
@@ -21,16 +22,14 @@ from sinew.engine.exploration import (
     choosing,
     exploring,
     flow_log_probs,
-    speaks,
     token_log_probs,
 )
 from sinew.policy import Policy, open_bundle
 from sinew.processing import Prepared, stack_prompts
+from sinew.processing.given import observation as given_as
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sinew.models.base import Model
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ class RolloutPolicy(Policy):
             raise SinewError(f"batch: expected 1 or more, got {batch}")
         bundle = open_bundle(path)
         self._stored = manifest = bundle.manifest
-        self._speaks = speaks(manifest.architecture)
-        solver = exploring(manifest.spec.solver, exploration, self._speaks)
+        solver = exploring(manifest.spec.solver, exploration)
         steps = solver_steps or manifest.spec.solver_steps
         try:
             solver.steps(steps)
@@ -94,6 +92,12 @@ class RolloutPolicy(Policy):
         bundle.manifest = replace(manifest, spec=replace(manifest.spec, solver=solver, solver_steps=steps))
         super().__init__(bundle, device, dtype, "eager", **options)
         self.exploration, self.batch, self.version = exploration, batch, 0
+        self._speaks = hasattr(self.engine.model, "action_tokens")
+        if exploration is not None and (exploration.kind == "tokens") != self._speaks:
+            says = "one that says them" if exploration.kind == "tokens" else "one that integrates a velocity"
+            raise SinewError(
+                f"exploration: {exploration.kind}: expected a policy, {says}, got {manifest.architecture}"
+            )
         if batch > 1 and self.unbatched:
             raise SinewError(f"batch: expected 1, got {batch}: {self.unbatched}")
 
@@ -104,7 +108,7 @@ class RolloutPolicy(Policy):
         place. Raises :class:`ObservationError` for what is no observation of this policy."""
         return self._sampled([self.prepare(each) for each in observations])
 
-    def log_probs(self, samples: Sequence[RolloutSample], model: Model | None = None) -> Tensor:
+    def log_probs(self, samples: Sequence[RolloutSample], model: nn.Module | None = None) -> Tensor:
         """Return the log-probabilities of samples under other weights, float32 [B, K, H, A], or [B, n] of tokens, 0
         behind a sentence's end. Autograd goes through them to the weights of ``model``.
 
@@ -117,12 +121,12 @@ class RolloutPolicy(Policy):
             return token_log_probs(found, inputs, [each.chain for each in samples], self.exploration.level)
         return flow_log_probs(found, inputs, np.stack([each.chain for each in samples]))
 
-    def learner(self) -> Model:
+    def learner(self) -> nn.Module:
         """Return a copy of the model whose weights can be trained: its ``state_dict`` is what :meth:`exchange` takes.
 
         Raises :class:`SinewError` for weights that are no floats.
         """
-        learner: Model = copy.deepcopy(self.engine.model)
+        learner: nn.Module = copy.deepcopy(self.engine.model)
         for name, weight in learner.state_dict().items():
             if not weight.is_floating_point():
                 raise SinewError(f"learner: {name}: expected a weight in floats, got {weight.dtype}")
@@ -154,7 +158,11 @@ class RolloutPolicy(Policy):
         write_bundle(Path(path), lambda: self._stored, tensors)
 
     def prepare(self, observation: Observation | Mapping[str, Any]) -> Prepared:
+        observation = given_as(observation, self.spec)
         found = super().prepare(observation)
+        if self._speaks and found.seed is None:  # such a policy draws no noise otherwise
+            seed = secrets.randbits(63) if observation.seed is None else int(observation.seed)
+            found = replace(found, seed=seed)
         for name, given in (
             ("previous", found.continuation),
             ("guidance_scale", found.unconditional),

@@ -12,7 +12,7 @@ import torch
 
 from sinew.core import SinewError
 from sinew.engine.eager.engine import EagerEngine
-from sinew.engine.exploration import (
+from sinew.eval.learning.exploration import (
     Chain,
     Exploration,
     TokenChooser,
@@ -43,7 +43,7 @@ def velocity(x: np.ndarray, s: float) -> np.ndarray:
 @pytest.mark.parametrize(("kind", "level"), [("flow-sde", 0.5), ("flow-sde", 1.0)])
 def test_what_is_drawn_is_distributed_as_without_noise(kind: str, level: float, base: Solver) -> None:
     """The stochastic solvers keep the marginals of the flow, in either direction of time."""
-    count, solver = 200, exploring(base, Exploration(kind, level), False)
+    count, solver = 200, exploring(base, Exploration(kind, level))
     noise = np.random.default_rng(0).standard_normal((20_000, count + 1, 1, 1))
     sign = base.start - base.end  # dx / dt where time runs the other way
     got = solve(
@@ -54,13 +54,13 @@ def test_what_is_drawn_is_distributed_as_without_noise(kind: str, level: float, 
     )
     assert np.mean(got) == pytest.approx(MEAN, abs=0.03)
     assert np.std(got) == pytest.approx(DEVIATION, abs=0.03)
-    euler = exploring(base, Exploration("flow-noise", 0.05), False).steps(count)[0]
+    euler = exploring(base, Exploration("flow-noise", 0.05)).steps(count)[0]
     assert euler._replace(fresh=0.0, draw=0) == pytest.approx(base.steps(count)[0])
 
 
 def test_steps_are_those_of_pi_rl() -> None:
     """By hand, of four steps: sigma = 0.5 sqrt(t / (1 - t)), at t = 1 with the next step's 1 - t = 0.25."""
-    steps = exploring(FLOW, Exploration("flow-sde", 0.5), False).steps(4)
+    steps = exploring(FLOW, Exploration("flow-sde", 0.5)).steps(4)
     sigma = [0.5 * math.sqrt(1 / 0.25), 0.5 * math.sqrt(0.75 / 0.25), 0.5, 0.5 * math.sqrt(0.25 / 0.75)]
     assert [step.fresh for step in steps] == pytest.approx([0.5 * s for s in sigma])
     for step, s in zip(
@@ -71,13 +71,13 @@ def test_steps_are_those_of_pi_rl() -> None:
         assert step.keep == pytest.approx(1 - (t - 0.25) + x1)
         assert step.gain == pytest.approx(-t * (1 - (t - 0.25)) + (1 - t) * x1)
     assert [step.draw for step in steps] == [1, 2, 3, 4]
-    second, last = exploring(FLOW, Exploration("flow-cps", 0.5), False).steps(4)[1::2]
+    second, last = exploring(FLOW, Exploration("flow-cps", 0.5)).steps(4)[1::2]
     x0 = 0.5  # by hand: the share of actions of the schedule, and of noise, cos^2 + sin^2 of it
     noise = second.keep - x0
     assert second.gain == pytest.approx(-0.75 * x0 + 0.25 * noise)
     assert math.hypot(noise, second.fresh) == pytest.approx(0.5)
     assert last == FLOW.steps(4)[-1]._replace(keep=pytest.approx(1.0), gain=pytest.approx(-0.25))
-    only = exploring(FLOW, Exploration("flow-sde", 0.5, step=2), False).steps(4)
+    only = exploring(FLOW, Exploration("flow-sde", 0.5, step=2)).steps(4)
     assert [bool(step.draw) for step in only] == [False, False, True, False]
     assert only[0] == FLOW.steps(4)[0]
 
@@ -94,7 +94,7 @@ def inputs_of(model: Any, count: int) -> Any:
 
 
 def slope(
-    value: Callable[[], torch.Tensor], weights: list[torch.Tensor], gradients: Sequence[Any]
+    value: Callable[[], torch.Tensor], weights: Sequence[torch.Tensor], gradients: Sequence[Any]
 ) -> tuple[float, float]:
     """Return how fast a value changes along its gradient, by a central difference and as the gradient says."""
     found = [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
@@ -109,18 +109,17 @@ def slope(
 
 
 FLOWS = {
-    "flow-sde": exploring(Solver(start=0.0, end=1.0), Exploration("flow-sde", 0.7), False),
-    "flow-noise, one step": exploring(
-        Solver(start=0.0, end=1.0), Exploration("flow-noise", 0.2, step=1), False
-    ),
-    "ddpm": exploring(Solver("diffusion", levels=NoiseLevels(100, fresh=True, clip=1.0)), None, False),
+    "flow-sde": exploring(Solver(start=0.0, end=1.0), Exploration("flow-sde", 0.7)),
+    "flow-noise, one step": exploring(Solver(start=0.0, end=1.0), Exploration("flow-noise", 0.2, step=1)),
+    "ddpm": exploring(Solver("diffusion", levels=NoiseLevels(100, fresh=True, clip=1.0)), None),
 }
 
 
 @pytest.mark.parametrize("solver", FLOWS.values(), ids=FLOWS)
 def test_of_a_flow_what_is_drawn_is_recomputed_and_differentiated(solver: Solver) -> None:
     """On random weights: from the stored chain, from the noise alone, and the gradient against a finite difference."""
-    model, count = make("hidden states"), 3
+    model: Any = make("hidden states")
+    count = 3
     model.solver = solver
     if solver.levels is not None:  # its times are levels, which are buckets already
         model.embed_time = lambda t: model.buckets(t.long())
@@ -136,7 +135,7 @@ def test_of_a_flow_what_is_drawn_is_recomputed_and_differentiated(solver: Solver
     def recomputed() -> torch.Tensor:
         return flow_log_probs(model, inputs, chains)
 
-    weights = list(model.requires_grad_(True).parameters())
+    weights = list(model.requires_grad_().parameters())
     again = recomputed()
     assert np.array_equal(again.detach().numpy(), drawn)
     gradients = torch.autograd.grad(again.sum(), weights, allow_unused=True)
@@ -147,7 +146,7 @@ def test_of_a_flow_what_is_drawn_is_recomputed_and_differentiated(solver: Solver
 
 def test_of_tokens_what_is_drawn_is_recomputed_and_differentiated() -> None:
     """The same of a head that says tokens, of which one sentence ends before the other."""
-    model = make("speaking")
+    model: Any = make("speaking")
     temperature = 0.8
     inputs = inputs_of(model, 4)
     numbers = np.random.default_rng(3).random((4, model.action_tokens.most))
@@ -159,7 +158,7 @@ def test_of_tokens_what_is_drawn_is_recomputed_and_differentiated() -> None:
     likeliest = engine.say(engine.read(inputs))
     assert not np.array_equal(tokens, likeliest)  # and outside, the likeliest again
     sentences = list(tokens)
-    weights = list(model.requires_grad_(True).parameters())
+    weights = list(model.requires_grad_().parameters())
     again = token_log_probs(model, inputs, sentences, temperature)
     assert np.array_equal(again.detach().numpy(), drawn)
     gradients = torch.autograd.grad(again.sum(), weights, allow_unused=True)
@@ -199,10 +198,8 @@ def test_behind_the_end_of_a_sentence_nothing_counts() -> None:
         (lambda: Exploration("flow-sde", 0.0), "level: expected a number above 0, got 0"),
         (lambda: Exploration("flow-cps", 1.5), "level: expected a number above 0, at most 1, got 1.5"),
         (lambda: Exploration("tokens", 1.0, step=1), "step: expected one of a flow's steps, got 1 of tokens"),
-        (lambda: exploring(FLOW, None, False), "expected one of a policy that draws no noise"),
-        (lambda: exploring(FLOW, Exploration("tokens", 1.0), False), "got tokens of solver euler"),
-        (lambda: exploring(SINGLE, Exploration("flow-sde", 1.0), False), "got flow-sde of solver single"),
-        (lambda: exploring(SINGLE, None, True), "expected tokens of a policy that says them, got none"),
+        (lambda: exploring(FLOW, None), "expected one of a policy that draws no noise"),
+        (lambda: exploring(SINGLE, Exploration("flow-sde", 1.0)), "got flow-sde of solver single"),
     ],
 )
 def test_what_does_not_fit_is_refused(make_it: Callable[[], Any], message: str) -> None:

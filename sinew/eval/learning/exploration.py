@@ -20,20 +20,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+from sinew_client.solver import Solver, Step
 
 from sinew.core import SinewError
 from sinew.engine.example import Inputs
 from sinew.processing import ModelInputs
-from sinew.solvers import Solver, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from sinew.models.base import Model, Speaker
 
 Kind = Literal["flow-sde", "flow-cps", "flow-noise", "tokens"]
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -102,33 +100,24 @@ class ExploringSolver(Solver):
         return found
 
 
-def speaks(architecture: str) -> bool:
-    """Return True for an architecture whose head says tokens in turn."""
-    from sinew.models import model_class
-    from sinew.models.base import Speaker
-
-    return issubclass(model_class(architecture), Speaker)
-
-
-def exploring(solver: Solver, exploration: Exploration | None, tokens: bool) -> Solver:
-    """Return the solver of a policy that explores. tokens: its head says them.
+def exploring(solver: Solver, exploration: Exploration | None) -> Solver:
+    """Return the solver of a policy that explores.
 
     Raises :class:`SinewError` for an exploration that does not fit, and where nothing would be drawn.
     """
-    kind = None if exploration is None else exploration.kind
-    if tokens:
-        if kind != "tokens":
-            raise SinewError(f"exploration: expected tokens of a policy that says them, got {kind or 'none'}")
-        return replace(solver, noise="normal")  # of which the seed alone is used
     if exploration is None:
         if solver.draws(2) == 1:
             raise SinewError(
                 "exploration: expected one of a policy that draws no noise between its steps, got none"
             )
         return solver
-    if solver.kind != "euler" or kind == "tokens":
-        wanted = "tokens of a policy that says them, noise of one that integrates a velocity"
-        raise SinewError(f"exploration: expected {wanted}, got {kind} of solver {solver.kind}")
+    if exploration.kind == "tokens":
+        return solver
+    if solver.kind != "euler":
+        raise SinewError(
+            "exploration: expected tokens of a policy that says them, noise of one that integrates a velocity,"
+            f" got {exploration.kind} of solver {solver.kind}"
+        )
     return ExploringSolver(solver.kind, solver.start, solver.end, solver.noise, exploration=exploration)
 
 
@@ -217,7 +206,7 @@ class TokenChooser:
 
 
 @contextmanager
-def choosing(model: Speaker, chooser: TokenChooser) -> Iterator[None]:
+def choosing(model: Any, chooser: TokenChooser) -> Iterator[None]:
     """Let ``chooser`` take the model's tokens inside."""
     model.choose = chooser
     try:
@@ -226,12 +215,12 @@ def choosing(model: Speaker, chooser: TokenChooser) -> Iterator[None]:
         del model.choose
 
 
-def allowed_tokens(model: Speaker) -> tuple[int, int] | None:
+def allowed_tokens(model: Any) -> tuple[int, int] | None:
     """Return the first and the last id of tokens that mean something, where they lie together."""
     return getattr(model.action_tokens, "ids", None)
 
 
-def flow_log_probs(model: Model, inputs: ModelInputs, chains: np.ndarray) -> Tensor:
+def flow_log_probs(model: Any, inputs: ModelInputs, chains: np.ndarray) -> Tensor:
     """Return the log-probabilities of chains under a model, float32 [B, K, H, A], through which autograd goes.
 
     inputs: of B observations, with a batch axis. chains: float32 [B, K + 1, H, A], of a solution of ``model.solver``.
@@ -254,7 +243,7 @@ def flow_log_probs(model: Model, inputs: ModelInputs, chains: np.ndarray) -> Ten
 
 
 def token_log_probs(
-    model: Speaker, inputs: ModelInputs, sentences: Sequence[np.ndarray], temperature: float
+    model: Any, inputs: ModelInputs, sentences: Sequence[np.ndarray], temperature: float
 ) -> Tensor:
     """Return the log-probabilities of sentences under a model, float32 [B, n] of the longest, through which autograd
     goes; 0 behind a shorter one's end. sentences: int64 [n] each."""
