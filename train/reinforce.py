@@ -49,7 +49,7 @@ class DelayedPen(gymnasium.Wrapper):
         return self.env.step(self.sent.popleft())
 
 
-gymnasium.register(DELAYED, DelayedPen, max_episode_steps=120)
+gymnasium.register(DELAYED, "train.reinforce:DelayedPen", max_episode_steps=120)
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,10 @@ def improve(
 
 def measured(path: str, delay: int, seeds: Sequence[int]) -> dict[str, Any]:
     """Return the success of a bundle without exploration: what :func:`sinew.evaluate` finds."""
-    policy = sinew.load(path, engine="eager")
-    found = sinew.evaluate(
-        policy, gymnasium.make(DELAYED, delay=delay), episodes=len(seeds), seed=seeds[0], replan=REPLAN
-    )
-    policy.close()
+    with sinew.load(path, engine="eager") as policy:
+        found = sinew.evaluate(
+            policy, lambda: gymnasium.make(DELAYED, delay=delay), episodes=seeds, replan=REPLAN, batch=16
+        )
     low, high = wilson(found.successes, len(seeds))
     return {"wins": found.successes, "episodes": len(seeds), "interval": [round(low, 3), round(high, 3)]}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -192,9 +192,9 @@ def test_behind_the_end_of_a_sentence_nothing_counts() -> None:
     ("make_it", "message"),
     [
         (
-            lambda: Exploration("noise", 1.0),
+            lambda: Exploration(cast(Any, "noise"), 1.0),
             "expected one of flow-sde, flow-cps, flow-noise, tokens, got 'noise'",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: Exploration("flow-sde", 0.0), "level: expected a number above 0, got 0"),
         (lambda: Exploration("flow-cps", 1.5), "level: expected a number above 0, at most 1, got 1.5"),
         (lambda: Exploration("tokens", 1.0, step=1), "step: expected one of a flow's steps, got 1 of tokens"),

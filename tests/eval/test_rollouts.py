@@ -32,6 +32,14 @@ def policy() -> RolloutPolicy:
     return opened()
 
 
+def drawn_of(policy: RolloutPolicy, *seeds: int) -> list[sinew.RolloutSample]:
+    return [
+        each
+        for each in policy.sample([asked(seed) for seed in seeds])
+        if isinstance(each, sinew.RolloutSample)
+    ]
+
+
 def asked(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     frames = {name: rng.integers(0, 256, (64, 64, 3), np.uint8) for name in ("now", "previous")}
@@ -40,10 +48,9 @@ def asked(seed: int) -> dict[str, Any]:
 
 def test_the_same_actions_in_any_batch(policy: RolloutPolicy) -> None:
     """To the bit: alone, among others, in any place; and through every call of a policy."""
-    alone = {seed: policy.sample([asked(seed)])[0] for seed in range(5)}
+    alone = {seed: drawn_of(policy, seed)[0] for seed in range(5)}
     for seeds in ((0, 1, 2, 3), (3, 1, 4, 0), (4, 4, 2, 1, 0, 3)):
-        for seed, found in zip(seeds, policy.sample([asked(seed) for seed in seeds]), strict=True):
-            assert isinstance(found, sinew.RolloutSample)
+        for seed, found in zip(seeds, drawn_of(policy, *seeds), strict=True):
             assert np.array_equal(found.chunk.actions, alone[seed].chunk.actions)
             assert np.array_equal(found.chain, alone[seed].chain)
             assert np.array_equal(found.log_probs, alone[seed].log_probs)
@@ -57,7 +64,7 @@ def test_the_same_actions_in_any_batch(policy: RolloutPolicy) -> None:
 def test_a_learner_is_exchanged_and_saved(policy: RolloutPolicy, tmp_path: Path) -> None:
     """A step up the gradient makes the samples likelier, for the learner, for the policy, and in the bundle."""
     policy = opened()
-    samples = policy.sample([asked(seed) for seed in range(4)])
+    samples = drawn_of(policy, *range(4))
     learner = policy.learner()
     before = policy.log_probs(samples, learner)
     assert np.array_equal(before.detach().numpy(), np.stack([each.log_probs for each in samples]))
@@ -73,16 +80,16 @@ def test_a_learner_is_exchanged_and_saved(policy: RolloutPolicy, tmp_path: Path)
     policy.exchange(head)
     assert policy.version == 1
     assert torch.equal(policy.log_probs(samples).sum(), after)
-    moved = policy.sample([asked(0)])[0]
+    moved = drawn_of(policy, 0)[0]
     assert moved.version == 1
     assert not np.array_equal(moved.chain, samples[0].chain)
     with torch.no_grad():
         next(iter(head.values())).add_(1.0)  # the learner's own from here on
-    assert np.array_equal(policy.sample([asked(0)])[0].chain, moved.chain)
+    assert np.array_equal(drawn_of(policy, 0)[0].chain, moved.chain)
 
     policy.save(tmp_path / "tuned.gguf")
     again = RolloutPolicy(tmp_path / "tuned.gguf", SDE, batch=4, solver_steps=3)
-    assert np.array_equal(again.sample([asked(0)])[0].chain, moved.chain)
+    assert np.array_equal(drawn_of(again, 0)[0].chain, moved.chain)
     with sinew.load(tmp_path / "tuned.gguf", engine="eager") as still, sinew.load(PEN) as old:
         assert still.spec == old.spec
         first = still.infer(asked(0)).actions
@@ -104,7 +111,7 @@ def test_no_request_is_dropped_while_weights_are_exchanged(policy: RolloutPolicy
     def ask() -> None:
         try:
             while not done.is_set():
-                found.extend(policy.sample([asked(0)]))  # type: ignore[arg-type]
+                found.extend(drawn_of(policy, 0))
         except SinewError as error:
             failed.append(error)
 
@@ -143,10 +150,10 @@ def test_no_request_is_dropped_while_weights_are_exchanged(policy: RolloutPolicy
     ],
 )
 def test_weights_that_do_not_fit_change_nothing(policy: RolloutPolicy, weights: Any, message: str) -> None:
-    before = policy.sample([asked(0)])[0]
+    before = drawn_of(policy, 0)[0]
     with pytest.raises(SinewError, match=message):
         policy.exchange(weights)
-    after = policy.sample([asked(0)])[0]
+    after = drawn_of(policy, 0)[0]
     assert (after.version, after.chain.tobytes()) == (before.version, before.chain.tobytes())
 
 

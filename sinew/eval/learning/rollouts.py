@@ -121,12 +121,12 @@ class RolloutPolicy(Policy):
             return token_log_probs(found, inputs, [each.chain for each in samples], self.exploration.level)
         return flow_log_probs(found, inputs, np.stack([each.chain for each in samples]))
 
-    def learner(self) -> nn.Module:
+    def learner(self) -> Any:
         """Return a copy of the model whose weights can be trained: its ``state_dict`` is what :meth:`exchange` takes.
 
         Raises :class:`SinewError` for weights that are no floats.
         """
-        learner: nn.Module = copy.deepcopy(self.engine.model)
+        learner = copy.deepcopy(self.engine.model)
         for name, weight in learner.state_dict().items():
             if not weight.is_floating_point():
                 raise SinewError(f"learner: {name}: expected a weight in floats, got {weight.dtype}")
@@ -232,4 +232,4 @@ class RolloutPolicy(Policy):
             int(np.argmax(row == tokens.end)) + 1 if (row == tokens.end).any() else len(row) for row in said
         ]
         cut = [[row[:n] for row, n in zip(each, lengths, strict=True)] for each in (said, found)]
-        return chunks, *cut
+        return chunks, cut[0], cut[1]
