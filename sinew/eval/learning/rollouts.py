@@ -92,7 +92,8 @@ class RolloutPolicy(Policy):
         bundle.manifest = replace(manifest, spec=replace(manifest.spec, solver=solver, solver_steps=steps))
         super().__init__(bundle, device, dtype, "eager", **options)
         self.exploration, self.batch, self.version = exploration, batch, 0
-        self._speaks = hasattr(self.engine.model, "action_tokens")
+        model = self.engine.model
+        self._speaks = hasattr(model, "action_tokens")
         if exploration is not None and (exploration.kind == "tokens") != self._speaks:
             says = "one that says them" if exploration.kind == "tokens" else "one that integrates a velocity"
             raise SinewError(
