@@ -9,6 +9,8 @@ from sinew import machine
 if TYPE_CHECKING:
     from sinew_client.policy import connect
 
+    from sinew.eval.learning.exploration import Exploration
+    from sinew.eval.learning.rollouts import RolloutPolicy, RolloutSample
     from sinew.eval.report.evaluation import Evaluation, evaluate
     from sinew.eval.runner import Episode
     from sinew.policy import Policy, load
@@ -16,7 +18,18 @@ if TYPE_CHECKING:
 machine.limit_spinning()  # here, because torch's OpenMP runtime reads the environment when it is loaded
 
 __version__ = "0.1.0"
-__all__ = ["Episode", "Evaluation", "Policy", "__version__", "connect", "evaluate", "load"]
+__all__ = [
+    "Episode",
+    "Evaluation",
+    "Exploration",
+    "Policy",
+    "RolloutPolicy",
+    "RolloutSample",
+    "__version__",
+    "connect",
+    "evaluate",
+    "load",
+]
 
 
 def __dir__() -> list[str]:
@@ -37,6 +50,14 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             raise MissingPackageError("sinew.evaluate", error.name or "gymnasium") from None
         return getattr(evaluation, name)
+    if name == "Exploration":
+        from sinew.eval.learning.exploration import Exploration
+
+        return Exploration
+    if name in ("RolloutPolicy", "RolloutSample"):
+        from sinew.eval.learning import rollouts
+
+        return getattr(rollouts, name)
     if name == "connect":
         from sinew_client.policy import connect
 

@@ -423,6 +423,16 @@ class Policy(OpenPolicy):
             self.check_files()
         return pack(context, form)
 
+    def exchange(self, weights: Mapping[str, Any]) -> None:
+        """Take other weights between two inferences, by their names in the bundle: tensors or arrays, which are copied;
+        those that are not named stay. Requests that wait are computed with the new ones; none is dropped.
+
+        Raises :class:`SinewError` for names, shapes and numbers that do not fit, and for an engine that cannot
+        (all but eager compute with weights that they have rewritten); the old ones then stay.
+        """
+        with self._lock:
+            self.engine.exchange(weights)
+
     def batch_key(self, prepared: Prepared) -> BatchKey | None:
         """Return what other observations must have in common with this one to be run with it; None for one that is to
         be told in words, which are said for one alone."""

@@ -26,6 +26,7 @@ WALLS = {
     "sim": {"opening.py", "eval"},
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
+    "eval/learning": set(),
     "serve/dashboard": {"serve/wires/__init__.py"},
     "serve/fleet": {"cli/fleet.py"},
 }

@@ -69,7 +69,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     workers: Annotated[
         int | None, Parameter(name=("--workers", "--shards"), validator=validators.Number(gte=1))
     ] = None,
-    join: Path | None = None,
+    join: str | None = None,
+    listen: str | None = None,
     batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1,
     realtime: Annotated[bool, Parameter(negative="")] = False,
     noise: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
@@ -120,7 +121,9 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         workers: processes that play, of a queue of episodes: one that is killed loses nothing, and the same command
             goes on where it was; the number of cores if absent, 1 in real time.
         join: instead of a target: the --out folder of a run of several shards that plays now, there or on another
-            machine; helps it with --shards processes.
+            machine, or the http:// address of one with --listen; helps it with --shards processes.
+        listen: HOST:PORT where other hosts may --join without seeing the folder; beyond 127.0.0.1 with the key of
+            SINEW_API_KEY, which they have too.
         batch: episodes that each shard plays in lockstep, so that one inference answers what they ask at the same
             moment: a number, or `auto` for what is fastest here; one after the other if absent.
         realtime: pace the environment by the clock and use measured latency.
@@ -220,8 +223,12 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         raise SinewError(
             "--rerun: this environment asks a server; start `sinew serve --rerun` and give its address"
         )
+    if listen is not None and (elsewhere or recording or realtime):
+        raise SinewError(
+            "--listen: expected simulated time in this interpreter, without --rerun and --realtime"
+        )
     workers = workers or usual_workers(alone=realtime or recording is not None)
-    report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording)
+    report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording, listen)
     failed = held is not None and not held.judge_report(report)
     broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
     report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
@@ -278,14 +285,14 @@ def _fastest_batch(policy: Policy) -> tuple[int, str]:
     return batcher.limit, batcher.reason
 
 
-def _join(folder: Path, target: str | None, shards: int) -> int:
+def _join(run: str, target: str | None, shards: int) -> int:
     from sinew.eval import farm
 
     if target is not None:
         raise SinewError(f"--join: expected no target, as the run has one, got {target}")
-    played = farm.join(folder, shards)
+    played = farm.join(run, shards)
     terminal.console().print(f"played here  {played} episodes", markup=False)
-    terminal.emit({"joined": str(folder), "episodes": played})
+    terminal.emit({"joined": run, "episodes": played})
     return 0
 
 
@@ -341,6 +348,7 @@ def _run(
     out: Path | None,
     elsewhere: Foreign | None,
     recording: Path | str | None = None,
+    listen: str | None = None,
 ) -> dict[str, Any]:
     """The report, with the episodes themselves under "episodes"."""
     try:
@@ -398,6 +406,7 @@ def _run(
             on_todo=begin,
             elsewhere=elsewhere,
             player=player,
+            listen=listen,
         )
     command = shlex.join(["sinew", *sys.argv[1:]])
     report = document(task, control_hz, variants, results, workers=workers, command=command)

@@ -206,6 +206,11 @@ class Engine(ABC):
         """Choose the number of threads by trying, and return the reason; "" where there is nothing to choose."""
         return ""
 
+    def exchange(self, weights: Mapping[str, Any]) -> None:
+        """Take other weights, by their names in the bundle, for all that is read and solved from now on; those that are
+        not named stay. Raises :class:`SinewError` for weights that do not fit, and then changes none."""
+        raise self._cannot("exchange weights")
+
     # ------------------------------------------------------------------------- of language heads
 
     def say_text(
@@ -240,4 +245,6 @@ class Engine(ABC):
 
     def _cannot(self, what: str) -> SinewError:
         name = type(self).__name__.removesuffix("Engine").lower()
-        return SinewError(f"engine {name}: expected one that can {what}, such as eager or plan")
+        return SinewError(
+            f"engine {name}: expected one that can {what}, such as eager{'' if 'weights' in what else ' or plan'}"
+        )

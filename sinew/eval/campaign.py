@@ -41,6 +41,7 @@ def run(
     on_todo: Callable[[int], None] | None = None,
     elsewhere: Elsewhere | None = None,
     player: Callable[[Task], EpisodePlayer] | None = None,
+    listen: str | None = None,
 ) -> list[list[Episode]]:
     """Episodes of every variant, in the order of ``seeds``.
 
@@ -48,6 +49,7 @@ def run(
     workers: 1 plays in this process, more start that many (:mod:`sinew.eval.farm`), each with one compute thread; with
         ``out`` others can join them.
     on_episode: called for each episode, also for those found in the log. on_todo: called once with how many are not.
+    listen: HOST:PORT where other hosts may join (:mod:`sinew.eval.hosts`), also with one worker.
     elsewhere: plays instead of this interpreter. player: makes what plays in this process, with one worker.
 
     Raises what an episode raises, and :class:`SinewError` where another run plays into ``out``; what was finished
@@ -77,7 +79,9 @@ def run(
                     on_episode(variant, found)
         if on_todo is not None:
             on_todo(len(todo))
-        for index, group in _play(task, variants, todo, workers, queue, elsewhere, player or EpisodePlayer):
+        for index, group in _play(
+            task, variants, todo, workers, queue, elsewhere, player or EpisodePlayer, listen
+        ):
             if file is not None:
                 _append(file, keys[index], group)
             for episode in group:
@@ -129,6 +133,7 @@ def _play(
     queue: Path | None,
     elsewhere: Elsewhere | None,
     make: Callable[[Task], EpisodePlayer],
+    listen: str | None,
 ) -> Iterator[tuple[int, Sequence[Episode]]]:
     """Yield the variant's index and the episodes of a group. queue: the folder of what several workers play; None makes
     one."""
@@ -139,12 +144,12 @@ def _play(
         return
     env, _ = make_env(task.env, task.adapter, task.env_options)
     env.close()  # what is wrong with it is said once, and here
-    if workers > 1:
+    if workers > 1 or listen is not None:
         with contextlib.ExitStack() as stack:
             if queue is None:
                 place = Path(tempfile.gettempdir()) / "sinew-eval"
                 queue = stack.enter_context(scratch.beside(place)) / farm.FOLDER
-            yield from farm.play(queue, farm.FarmPlan.of(task, variants, todo), workers)
+            yield from farm.play(queue, farm.FarmPlan.of(task, variants, todo), workers, listen)
         return
     player = make(task)
     try:

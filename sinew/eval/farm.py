@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -29,11 +30,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sinew.core import SinewError
 from sinew.eval.player import EpisodePlayer, groups, key, one_thread
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
+
+if TYPE_CHECKING:
+    from sinew.eval.hosts import RemoteQueue
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +53,10 @@ MAX_BYTES = 64 << 20  # of a file that is read here
 REFUSED = 65  # exit status of a shard that ends with an error for people
 LINES = 15  # of a shard's last words
 HEAD = "head"  # how the names of a run's own shards begin
-NOTHING = "nothing is played here; expected the folder of a running `sinew eval --shards N --out FOLDER`"
+NOTHING = (
+    "nothing is played here; expected the folder of a running `sinew eval --shards N --out FOLDER`, or the http://"
+    " address of one with --listen"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,36 @@ class EpisodeQueue:
             return False
         return True
 
+    @property
+    def goes_on(self) -> bool:
+        """Return True until the run has ended."""
+        return (self.folder / PLAN).exists()
+
+    @property
+    def held(self) -> list[str]:
+        with self._lock:
+            return list(self._held)
+
+    def adopt(self) -> None:
+        """Hold the leases that have this worker's name."""
+        for path in (self.folder / LEASES).iterdir():
+            with contextlib.suppress(OSError):
+                if path.read_text() == self.worker:
+                    self._held.add(path.name)
+
+    def take(self, left: list[Job]) -> Job | None:
+        """Claim the first group that nobody has played or plays; take it, and those that were played, out of ``left``.
+        None where others play all of them: they may die."""
+        for job in list(left):
+            if self.claim(job):
+                left.remove(job)
+                return job
+            if self.played(job):
+                left.remove(job)
+        for job in left:
+            self.expire(job)
+        return None
+
     def expire(self, job: Job) -> None:
         """End the lease of a group on which nobody has given a sign of life for long enough."""
         state = _state(self.folder / LEASES / job.name)
@@ -177,7 +215,11 @@ class EpisodeQueue:
 
     def store(self, job: Job, key: str, episodes: Sequence[Episode]) -> None:
         """Put the episodes of a group where they count, and give it back."""
-        _put(self.folder / PLAYED / job.name, b"".join(line(key, episode) for episode in episodes))
+        self.put(job, b"".join(line(key, episode) for episode in episodes))
+
+    def put(self, job: Job, lines: bytes) -> None:
+        """Do that with episodes that are lines of JSON already."""
+        _put(self.folder / PLAYED / job.name, lines)
         self.give_back(job)
 
     def read(self, job: Job, key: str) -> list[Episode] | None:
@@ -200,9 +242,7 @@ class EpisodeQueue:
 
     def beat(self) -> None:
         """Give a sign of life on every lease that is held."""
-        with self._lock:
-            held = list(self._held)
-        for name in held:
+        for name in self.held:
             with contextlib.suppress(FileNotFoundError):  # somebody thought that this process was dead
                 os.utime(self.folder / LEASES / name)
 
@@ -307,11 +347,14 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def play(folder: Path, plan: FarmPlan, shards: int) -> Iterator[tuple[int, list[Episode]]]:
+def play(
+    folder: Path, plan: FarmPlan, shards: int, listen: str | None = None
+) -> Iterator[tuple[int, list[Episode]]]:
     """Play a plan with so many processes, and whoever joins; yield a variant's index and episodes of a group as they
     come.
 
-    folder: of the queue, which stays until it is removed. Raises :class:`SinewError` with what a shard could not do,
+    folder: of the queue, which stays until it is removed. listen: HOST:PORT where others may ask for a part
+    (:mod:`sinew.eval.hosts`). Raises :class:`SinewError` with what a shard could not do,
     and where shards die again and again in one group.
     """
     queue = EpisodeQueue(folder, HEAD)
@@ -321,6 +364,11 @@ def play(folder: Path, plan: FarmPlan, shards: int) -> Iterator[tuple[int, list[
     left: dict[str, list[Job]] = {}
     for job in plan.jobs:
         left.setdefault(job.name, []).append(job)
+    from sinew.eval.hosts import QueueServer
+
+    server = None if listen is None else QueueServer(folder, plan, listen)
+    if server is not None:
+        logger.warning("others help with `sinew eval --join %s`", server.address)
     crew = Crew(folder, min(shards, len(left)), HEAD, folder / LOGS)
     try:
         while left:
@@ -335,22 +383,34 @@ def play(folder: Path, plan: FarmPlan, shards: int) -> Iterator[tuple[int, list[
             time.sleep(max(LOOK_S, 10 * (time.monotonic() - begun)) if left else 0.0)
     finally:
         crew.close()
+        if server is not None:
+            server.close()
 
 
-def join(folder: Path, shards: int) -> int:
-    """Help a run that plays in ``folder``, until everything is played; return the episodes that were played here.
+def join(run: str, shards: int) -> int:
+    """Help a run until everything is played; return the episodes that were played here.
 
-    folder: the run's, on a disk that both see. Raises :class:`SinewError` where nothing is played, where the plan's
+    run: its folder, on a disk that both see, or the address that it listens on (http://HOST:PORT), from which the
+    bundles come that are not here. Raises :class:`SinewError` where nothing is played, where the plan's
     bundles are others here, and what :func:`play` raises of shards.
     """
+    from sinew.eval import hosts
+
+    address = run if run.startswith(hosts.SCHEME) else ""
+    folder = Path(run)
     if (folder / FOLDER).is_dir():
         folder = folder / FOLDER
-    if not (folder / PLAN).is_file():
+    if not address and not (folder / PLAN).is_file():
         raise SinewError(f"{folder}: {NOTHING}")
     with tempfile.TemporaryDirectory(
         prefix="sinew-eval-"
     ) as logs:  # the run may end, and remove its own, at any time
-        crew = Crew(folder, shards, f"{socket.gethostname()[:60]}-{secrets.token_hex(4)}", Path(logs))
+        if address:
+            folder = Path(logs) / FOLDER
+            EpisodeQueue(folder, "").make()
+            hosts.fetch(address, folder)
+        name = f"{re.sub(r'[^a-zA-Z0-9.-]', '-', socket.gethostname())[:60]}-{secrets.token_hex(4)}"
+        crew = Crew(folder, shards, name, Path(logs), address)
         try:
             while crew.tend():
                 time.sleep(LOOK_S)
@@ -363,14 +423,15 @@ def join(folder: Path, shards: int) -> int:
 
 
 class Crew:
-    """Processes of this machine that play, each started anew when it dies.
+    """Processes of this machine that play, each started anew when it dies. address: of the run, where its folder is
+    elsewhere.
 
     Raises :class:`SinewError` from ``tend`` for what one of them has found to be wrong, and for DEATHS in one group, or
     before the first.
     """
 
-    def __init__(self, folder: Path, count: int, name: str, logs: Path):
-        self.folder, self.name, self._logs = folder, name, logs
+    def __init__(self, folder: Path, count: int, name: str, logs: Path, address: str = ""):
+        self.folder, self.name, self._logs, self._address = folder, name, logs, address
         self.episodes = 0  # by processes that have come to their end
         self._queue = EpisodeQueue(folder, name)
         self._begun = 0
@@ -433,7 +494,7 @@ class Crew:
         places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
         with self._log(name).open("wb") as log:
             self._shards[name] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "sinew.eval.farm", str(self.folder), name],
+                [sys.executable, "-P", "-m", "sinew.eval.farm", str(self.folder), name, self._address],
                 stdin=subprocess.PIPE,  # its end is the end of this process, whatever ended it
                 stdout=log,
                 stderr=log,
@@ -457,45 +518,44 @@ def _lines(log: Path) -> list[str]:
 # ----------------------------------------------------------------------------- a shard
 
 
-def work(folder: Path, worker: str) -> int:
+def work(folder: Path, worker: str, address: str = "") -> int:
     """Play what is open in a queue until nothing is; return how many episodes were played here.
 
-    Whoever has nothing to take waits for those who have: they may die. Raises :class:`SinewError` where there is no
-    plan, and what an episode raises.
+    Whoever has nothing to take waits for those who have: they may die. address: of the run, where ``folder`` has but
+    its plan. Raises :class:`SinewError` where there is no plan, and what an episode raises.
     """
+    from sinew.eval.hosts import RemoteQueue
+
     try:
         plan = FarmPlan.read(folder)
     except FileNotFoundError:
         raise SinewError(f"{folder}: {NOTHING}") from None
-    queue, count, checked = EpisodeQueue(folder, worker, plan.lease_s), 0, set[int]()
+    queue = (
+        RemoteQueue(address, worker, plan.lease_s) if address else EpisodeQueue(folder, worker, plan.lease_s)
+    )
+    count, checked = 0, set[int]()
     ended = threading.Event()
     beats = threading.Thread(target=_beat, args=(queue, ended), daemon=True)
     beats.start()
     player: EpisodePlayer | None = None
     try:
         left = list(plan.jobs)
-        while left and (folder / PLAN).exists():
-            others = []
-            for job in left:
-                if not queue.claim(job):
-                    if not queue.played(job):
-                        others.append(job)
-                    continue
-                variant = plan.variants[job.variant]
-                if job.variant not in checked and not worker.startswith(HEAD):
-                    plan.check(job.variant)
-                    checked.add(job.variant)
-                player = player or EpisodePlayer(plan.task)
-                with one_thread([variant]):
-                    episodes = player.play_group(variant, job.seeds)
-                queue.store(job, plan.keys[job.variant], episodes)
-                count += len(episodes)
-            left = others
-            for job in left:
-                queue.expire(job)
-            time.sleep(LOOK_S if left else 0.0)
+        while left and queue.goes_on:
+            job = queue.take(left)
+            if job is None:
+                time.sleep(LOOK_S if left and queue.goes_on else 0.0)
+                continue
+            variant = plan.variants[job.variant]
+            if job.variant not in checked and not worker.startswith(HEAD):
+                plan.check(job.variant)
+                checked.add(job.variant)
+            player = player or EpisodePlayer(plan.task)
+            with one_thread([variant]):
+                episodes = player.play_group(variant, job.seeds)
+            queue.store(job, plan.keys[job.variant], episodes)
+            count += len(episodes)
     except FileNotFoundError:
-        if (folder / PLAN).exists():
+        if queue.goes_on:
             raise  # else the run has ended, and its queue is gone
     finally:
         ended.set()
@@ -504,7 +564,7 @@ def work(folder: Path, worker: str) -> int:
     return count
 
 
-def _beat(queue: EpisodeQueue, ended: threading.Event) -> None:
+def _beat(queue: EpisodeQueue | RemoteQueue, ended: threading.Event) -> None:
     while not ended.wait(queue.lease_s / BEATS):
         queue.beat()
 
@@ -516,12 +576,12 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def main(folder: str, worker: str) -> int:
+def main(folder: str, worker: str, address: str) -> int:
     """Play as a shard of the process that started this one; its standard input tells that the parent lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the shards; Ctrl-C reaches them too
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        sys.stdout.write(f"\n{work(Path(folder), worker)}\n")
+        sys.stdout.write(f"\n{work(Path(folder), worker, address)}\n")
     except SinewError as error:
         sys.stderr.write("\n" + " ".join(str(error).split()) + "\n")
         return REFUSED
@@ -529,4 +589,4 @@ def main(folder: str, worker: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3]))
+    sys.exit(main(*sys.argv[1:4]))

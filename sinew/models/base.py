@@ -25,7 +25,7 @@ A model whose bundle keeps its language head (``has_lm_head``) says text as well
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
@@ -283,11 +283,15 @@ class Speaker(Model):
     """A model whose head says the chunk token by token. The engine owns the loop: it ends at the token that ends a
     sentence, may be cancelled between two tokens, and exports one of them.
 
+    choose: takes the token that is said from the scores [B, 1, vocabulary], int64 [B]; the likeliest unless somebody
+        draws (:mod:`sinew.eval.learning.exploration`).
+
     Spoken is what the tokens so far left: the newest token, keys and values in room for the longest sentence, so
     that its shapes stay. It is never written to: each token makes a new one. A batch speaks in step.
     """
 
     solver = SINGLE
+    choose: Callable[[Tensor], Tensor] = staticmethod(lambda scores: scores.argmax(dim=-1)[:, 0])
 
     @property
     @abstractmethod

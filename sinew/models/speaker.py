@@ -42,8 +42,8 @@ class DecoderSpeaker(Speaker):
     def logits(self, h: Tensor) -> Tensor:  # [B, 1, C] -> [B, 1, vocabulary]
         """Return the scores of the token that follows, of what the final norm gave."""
 
-    def likeliest(self, h: Tensor) -> Tensor:  # [B, 1, C], before the final norm -> int64 [B]
-        return self.logits(self.language.norm(h)).argmax(dim=-1)[:, 0]
+    def chosen(self, h: Tensor) -> Tensor:  # [B, 1, C], before the final norm -> int64 [B]
+        return self.choose(self.logits(self.language.norm(h)))
 
     def first(self, context: ReadPrompt) -> SpokenTokens:
         room = max(self.action_tokens.most - 1, 1)  # nothing reads the last token
@@ -52,7 +52,7 @@ class DecoderSpeaker(Speaker):
             return x.new_zeros(x.shape[0], room, x.shape[2], x.shape[3])
 
         kv = tuple((empty(k), empty(v)) for k, v in context.kv)
-        return SpokenTokens(self.likeliest(context.last), context.length.new_zeros(1), kv)
+        return SpokenTokens(self.chosen(context.last), context.length.new_zeros(1), kv)
 
     def next(self, spoken: SpokenTokens, context: ReadPrompt) -> SpokenTokens:
         config, count = self.language.config, spoken.before
@@ -67,4 +67,4 @@ class DecoderSpeaker(Speaker):
             q, k, v = layer.project(h, rotate)
             own.append((torch.where(here, k, keys), torch.where(here, v, values)))  # [B, T, Hkv, D] each
             h = layer.finish(h, layer.attn.attend(q, prompt, sees, own=own[-1]))
-        return SpokenTokens(self.likeliest(h), count + 1, tuple(own))
+        return SpokenTokens(self.chosen(h), count + 1, tuple(own))

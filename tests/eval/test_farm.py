@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -23,7 +24,7 @@ pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
 from sinew.cli import main
 from sinew.core import SinewError
-from sinew.eval import campaign, farm
+from sinew.eval import campaign, farm, hosts
 from sinew.eval.player import groups, key
 from sinew.eval.settings import Latency, Task, Variant
 from sinew.policy import Policy
@@ -320,6 +321,99 @@ def _shards_of(queue: Path) -> Iterator[int]:
 
 
 @needs_pen
+def test_hosts_that_see_no_folder_join_by_address(
+    tmp_path: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundle comes with the plan; the head is killed; nothing is lost, nothing is there twice."""
+    _kill_heads_and_hosts(tmp_path, alone, monkeypatch, kills=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@needs_pen
+def test_thirty_kills_of_heads_and_hosts_lose_nothing(
+    tmp_path: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _kill_heads_and_hosts(tmp_path, alone, monkeypatch, kills=30)
+
+
+def _kill_heads_and_hosts(
+    tmp_path: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    """Kill the run and one that helps it in turn; each begins again with the same command."""
+    monkeypatch.setenv("SINEW_API_KEY", "a key")
+    there, here, out = tmp_path / "there", tmp_path / "here", tmp_path / "out"
+    there.mkdir(), here.mkdir()
+    shutil.copy(PEN, there / "own.gguf")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    head = [*command(out, "--shards", 1, "--listen", address)]
+    head[head.index(PEN)] = "own.gguf"
+    join = [sys.executable, "-m", "sinew", "eval", "--join", f"http://{address}", "--shards", 1]
+    rng = random.Random(2)
+
+    def begin(words: list[Any], folder: Path) -> processes.Process:
+        return processes.Process(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    run, helper = begin(head, there), begin(join, here)
+    for turn in range(kills):
+        before = len(_played(out))
+        wait_for(lambda p=run, n=before: len(_played(out)) > n or p.poll() is not None)
+        time.sleep(rng.uniform(0, 0.2))
+        killed = helper if turn % 2 else run
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        if turn % 2:
+            helper = begin(join, here)
+        else:
+            run = begin(head, there)
+    assert run.wait(PATIENCE) == 0, run.stderr.read()
+    if kills == 1:
+        assert helper.wait(PATIENCE) == 0, helper.stderr.read()
+    helper.kill()
+    helper.wait()
+    assert [outcomes(out)[seed] for seed in SEEDS] == alone
+    assert not (out / farm.FOLDER).exists()
+
+
+def test_a_queue_answers_whoever_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim whose answer was lost is answered again, also by a new head; names are those of the plan."""
+    monkeypatch.setenv("SINEW_API_KEY", "a key")
+    expert = Variant("expert", handover="aligned")
+    plan = farm.FarmPlan.of(TASK, [expert], [(0, seed) for seed in range(2)])
+    farm.EpisodeQueue(tmp_path, "").make()
+    plan.write(tmp_path)
+    server = hosts.QueueServer(tmp_path, plan, "127.0.0.1:0")
+    one, two = (hosts.RemoteQueue(server.address, name, 1.0) for name in ("one.", "two."))
+    job = one.take(list(plan.jobs))
+    assert job is not None
+    assert one.take(list(plan.jobs)) == job
+    other = two.take(list(plan.jobs))
+    assert other not in (None, job)
+    server.close()
+    server = hosts.QueueServer(tmp_path, plan, server.address.removeprefix("http://"))
+    assert one.take(list(plan.jobs)) == job
+    one.beat()
+    episodes = campaign.run(TASK, [expert], range(2))[0]
+    for queue, each in ((one, job), (two, other)):
+        queue.store(each, plan.keys[0], [next(e for e in episodes if e.seed == each.seeds[0])])
+        queue.store(each, plan.keys[0], [next(e for e in episodes if e.seed == each.seeds[0])])
+    assert one.take(list(plan.jobs)) is None
+    assert not one.goes_on
+    assert set(farm.left_over(tmp_path)) == {(plan.keys[0], 0), (plan.keys[0], 1)}
+    for path in ("/bundle/7", "/bundle/x", "/leases", f"/store/{job.name}?worker=../x"):
+        with pytest.raises(SinewError, match="404 not found"):
+            one.ask("POST" if "store" in path else "GET", path, b"{}")
+    monkeypatch.setenv("SINEW_API_KEY", "another")
+    with pytest.raises(SinewError, match="401 expected the key of the run in SINEW_API_KEY"):
+        one.beat()
+    server.close()
+    monkeypatch.setattr(hosts, "AWAY_S", 0.1)
+    with pytest.raises(SinewError, match=r"no answer for 0.1 s .*the run has ended, or is to be begun again"):
+        one.beat()
+
+
+@needs_pen
 def test_another_bundle_under_the_same_name_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,6 +446,9 @@ def test_one_head_for_a_folder(tmp_path: Path) -> None:
         (("pen", "--batch", "4", "--stream", "10:2"), "got a stream"),
         (("pen", "--batch", "4", "--realtime"), "--batch: expected simulated time"),
         (("pen", "--batch", "0"), "batch"),
+        (("expert", "--env", "sinew/Pen-v0", "--listen", "7777"), "--listen: expected HOST:PORT, got '7777'"),
+        (("expert", "--env", "sinew/Pen-v0", "--listen", "0.0.0.0:0"), "expected a key in SINEW_API_KEY"),
+        (("expert", "--listen", "127.0.0.1:0", "--realtime"), "--listen: expected simulated time"),
     ],
 )
 def test_mistakes_are_named(

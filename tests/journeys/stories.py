@@ -472,6 +472,18 @@ def evaluation(walk: Walk) -> None:
         0.9,
     )
     walk.leaves("sinew eval --join runs/blocks --shards 8", "tests/eval/test_farm.py joins a run that plays")
+    evaluated(
+        walk.type(
+            "sinew eval blocks --episodes 2000 --shards 8 --out runs/far --listen 0.0.0.0:7777",
+            instead=(
+                "2000 --shards 8 --out runs/far --listen 0.0.0.0:7777",
+                "6 --out runs/far --listen 127.0.0.1:0",
+            ),
+            says=("sinew eval --join http://127.0.0.1:",),
+        ),
+        0.6,
+    )
+    walk.leaves("sinew eval --join http://head:7777 --shards 8", "tests/eval/test_farm.py joins by address")
     lockstep = walk.type(
         "sinew eval blocks --episodes 2000 --shards 2 --batch auto",
         instead=("2000", "20"),
@@ -479,6 +491,9 @@ def evaluation(walk: Walk) -> None:
     )
     evaluated(lockstep, 0.9)
     walk.program(0, after="assert found.success >= 0.9")
+    walk.program(
+        1, after="assert policy.version == 1\nsinew.load('tuned.gguf').infer(policy.dummy_observation())"
+    )
     walk.type("sinew recording dataset blocks build/episodes --episodes 20 --successes", instead=("20", "3"))
     written(walk, "build/episodes", 3)
     walk.type(

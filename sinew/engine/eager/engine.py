@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sinew import machine
-from sinew.core import RTC
+from sinew.core import RTC, SinewError, did_you_mean
 from sinew.engine.engine import Context, Engine, Facts, Watch
 from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
@@ -174,6 +174,28 @@ class EagerEngine(Engine):
         return self.model.continue_text(
             said, torch.tensor(tokens, dtype=torch.int64, device=self.device)[None]
         )
+
+    def exchange(self, weights: Mapping[str, Any]) -> None:
+        if self.adapters:
+            raise SinewError("weights: expected a policy without adapters, which lie over the old ones")
+        own = self.model.state_dict()
+        found: dict[str, Tensor] = {}
+        for name, given in weights.items():
+            if name not in own:
+                raise SinewError(
+                    f"weights: expected names of the bundle, got {name!r}{did_you_mean(name, own)}"
+                )
+            value, old = torch.as_tensor(given).detach(), own[name]
+            if value.shape != old.shape or not (value.is_floating_point() and old.is_floating_point()):
+                wanted, got = (f"{list(each.shape)} of {each.dtype}" for each in (old, value))
+                raise SinewError(f"weights: {name}: expected {wanted}, got {got}")
+            if not value.isfinite().all():
+                raise SinewError(f"weights: {name}: expected finite numbers")
+            found[name] = value.to(
+                old.device, old.dtype, copy=True
+            )  # whoever gave them goes on to train them
+        self.model.load_state_dict(own | found, strict=True, assign=True)
+        self.model.requires_grad_(False)
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         """Return what each step takes from the time, or from the times of its rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ class PlannedEngine(EagerEngine):
     def __init__(self, plan: Plan, device: torch.device, recipe: Mapping[str, str] | None = None):
         super().__init__(plan.model, device, recipe)
         self.plan = plan
+
+    def exchange(self, weights: Mapping[str, Any]) -> None:
+        raise self._cannot("exchange weights")  # rewritten from the old ones
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         if getattr(guidance, "committed", None) is not None:

@@ -34,6 +34,11 @@ class BinTokens(ActionTokens):
     def most(self) -> int:  # type: ignore[override]
         return self.rows * self.dims
 
+    @property
+    def ids(self) -> tuple[int, int]:
+        """Return the first and the last id that is a bin."""
+        return self.below - self.points + 1, self.below - 1
+
     def chunk(self, said: np.ndarray) -> np.ndarray:
         return bin_centres(said, self.points, self.below).reshape(self.rows, self.dims).astype(np.float32)
 

@@ -1,0 +1,183 @@
+"""One run on one process, on two, and on three hosts that are network namespaces: the same outcomes, how much faster.
+
+    python -m benchmarks.hosts --episodes 200 [--delay 20] [--loss 1]          # as root, on Linux
+
+Each host has its own network and sees the others over a link on which every packet that it sends waits ``--delay``
+milliseconds and is lost with ``--loss`` percent: what ``tc netem`` would do, in a program that forwards packets between
+the hosts' TUN devices, as many kernels are built without netem. The second and the third host take part by
+``sinew eval --join http://...``, in a folder of their own. With ``--kill SECONDS`` the three play once more, and one of
+them, the run itself among them, is ended at random about as often by SIGKILL; the same command begins it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import heapq
+import json
+import os
+import random
+import re
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+CLONE_NEWNET = 0x40000000
+TUNSETIFF, IFF_TUN_NO_PI = 0x400454CA, 0x1001
+CLOCKS = ("latency_ms", "wall_s", "peak_bytes", "key")
+HOSTS = 3
+PORT = 7790
+
+
+def address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+@contextlib.contextmanager
+def network(delay_s: float, loss: float) -> Iterator[list[str]]:
+    """Yield the names of HOSTS namespaces that reach each other through :func:`forward`."""
+    names = [f"sinew-{os.getpid()}-{host}" for host in range(HOSTS)]
+    ended = threading.Event()
+    try:
+        tuns = [_device(name, host) for host, name in enumerate(names)]
+        forwarding = threading.Thread(target=forward, args=(tuns, delay_s, loss, ended), daemon=True)
+        forwarding.start()
+        yield names
+        ended.set()
+        forwarding.join()
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
+
+
+def _device(name: str, host: int) -> int:
+    """Make a namespace, and return its TUN device, opened."""
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    found: list[int] = []
+
+    def inside() -> None:  # a namespace is a thread's
+        with open(f"/run/netns/{name}") as place:
+            if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH", b"sinew", IFF_TUN_NO_PI))
+        found.append(tun)
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    for words in (f"addr add {address(host)}/24 dev sinew", "link set sinew up", "link set lo up"):
+        subprocess.run(["ip", "-n", name, *words.split()], check=True)
+    return found[0]
+
+
+def forward(tuns: Sequence[int], delay_s: float, loss: float, ended: threading.Event) -> None:
+    """Send each packet to the host of its destination, ``delay_s`` after it came, or never."""
+    rng, waiting, count = random.Random(0), list[tuple[float, int, int, bytes]](), 0
+    while not ended.is_set():
+        pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
+        for tun in select.select(tuns, [], [], min(pause, 0.2))[0]:
+            with contextlib.suppress(BlockingIOError):
+                while packet := os.read(tun, 65536):
+                    to = packet[19] - 1 if packet[0] >> 4 == 4 else -1
+                    if 0 <= to < len(tuns) and rng.random() >= loss:
+                        count += 1
+                        heapq.heappush(waiting, (time.monotonic() + delay_s, count, tuns[to], packet))
+        while waiting and waiting[0][0] <= time.monotonic():
+            *_, tun, packet = heapq.heappop(waiting)
+            with contextlib.suppress(BlockingIOError):
+                os.write(tun, packet)
+
+
+def outcomes(out: Path) -> dict[int, dict[str, Any]]:
+    """Return the episodes of a run by seed, without what the clock says; each is there once."""
+    rows = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+    found = {row["seed"]: {k: v for k, v in row.items() if k not in CLOCKS} for row in rows}
+    assert len(found) == len(rows), f"{out}: {len(rows) - len(found)} episodes are there twice"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--policy", default="pen")
+    parser.add_argument("--env", default="sinew/Pen-v0")
+    parser.add_argument("--episodes", type=int, default=200)
+    parser.add_argument("--delay", type=float, default=20.0, help="of each packet, in ms")
+    parser.add_argument("--loss", type=float, default=1.0, help="of packets, in percent")
+    parser.add_argument("--kill", type=float, help="seconds between two kills of a host, about")
+    args, more = parser.parse_known_args()
+    work = Path(tempfile.mkdtemp(prefix="sinew-hosts-"))
+    environment = {**os.environ, "SINEW_API_KEY": "of this run", "PYTHONPATH": os.pathsep.join(sys.path)}
+    verb = [sys.executable, "-m", "sinew", "eval"]
+    play = [*verb, args.policy, "--env", args.env, "--episodes", str(args.episodes), *more]
+    found: dict[str, Any] = {}
+
+    def begin(words: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+        folder.mkdir(parents=True, exist_ok=True)
+        log = (folder / "log").open("ab")
+        return subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=log)
+
+    def row(name: str, out: Path, begun: float, **more: Any) -> None:
+        played = outcomes(out)
+        first = found.setdefault("_first", played)
+        took = time.monotonic() - begun
+        found[name] = {
+            "seconds": round(took, 1),
+            "episodes": len(played),
+            "won": sum(each["success"] for each in played.values()),
+            "equal": sum(first[seed] == each for seed, each in played.items()),
+            **more,
+        }
+        print(json.dumps({name: found[name]}), flush=True)
+
+    for shards in (1, 2):
+        out, begun = work / f"{shards}", time.monotonic()
+        assert begin([*play, "--shards", str(shards), "--out", str(out)], work / f"at{shards}").wait() == 0
+        row(f"{shards} processes", out, begun)
+    with network(args.delay / 1e3, args.loss / 100) as names:
+        for often in (None,) if args.kill is None else (None, args.kill):
+            label = "3 hosts" if often is None else "3 hosts, killed"
+            at, out = f"{address(0)}:{PORT}", work / label
+            commands = [[*play, "--shards", "1", "--out", str(out), "--listen", at]]
+            commands += [[*verb, "--join", f"http://{at}", "--shards", "1"]] * (HOSTS - 1)
+
+            def start(host: int, words: list[str], label: str = label) -> subprocess.Popen[bytes]:
+                return begin(["ip", "netns", "exec", names[host], *words], work / f"{label} {host}")
+
+            begun, rng, kills = time.monotonic(), random.Random(0), 0
+            running = [start(host, commands[host]) for host in range(HOSTS)]
+            while running[0].poll() is None:
+                if often is None:
+                    running[0].wait()
+                    break
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    running[0].wait(rng.expovariate(1 / often))
+                    break
+                host = rng.randrange(HOSTS)
+                running[host].kill()
+                running[host].wait()
+                running[host], kills = start(host, commands[host]), kills + 1
+            log = work / f"{label} 0" / "log"
+            assert running[0].returncode == 0, log.read_text()[-2000:]
+            for process in running[1:]:
+                if often is not None:  # it may have begun behind the end
+                    process.kill()
+                process.wait()
+            said = "".join((work / f"{label} {host}" / "log").read_text() for host in range(1, HOSTS))
+            elsewhere = [int(n) for n in re.findall(r"played here +(\d+) episodes", said)]
+            row(label, out, begun, kills=kills, elsewhere=elsewhere)
+    shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()

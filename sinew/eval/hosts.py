@@ -1,0 +1,238 @@
+"""The queue of a run for hosts that do not see its folder: asked over HTTP, at the address that the run listens on.
+
+    GET  /plan                  the plan, as it lies in the folder
+    GET  /bundle/N              the bytes of variant N's bundle
+    POST /claim    {worker}     -> {job, over}: a group to play, its name; None: others play what is left
+    POST /beat     {worker}     a sign of life
+    POST /store/NAME?worker=W   the episodes of a group, a line of JSON each
+
+Leases and episodes are the same files as those of shards beside the run (:mod:`sinew.eval.farm`), so its promises
+hold: whatever is killed, an episode counts once. Every request may be sent again: a worker holds one group at a time,
+and is told it again. A run that was killed is asked until its successor answers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from sinew.auth import KEY_VARIABLE, key_from_environment
+from sinew.core import SinewError
+from sinew.eval.farm import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job, line
+from sinew.eval.runner import Episode
+
+SCHEME = "http://"
+ANSWER_S = 10.0  # for an answer, until it is asked again
+AWAY_S = 60.0  # without one, until a worker gives up
+AGAIN_S = 0.2  # between two tries
+TOLD_S = 3.0  # for workers to hear that all is played
+KEY_HEADER = "X-API-Key"
+WORKER = re.compile(r"[\w.-]{1,100}")
+
+
+class QueueServer:
+    """Answers for a queue until it is closed. address: ``HOST:PORT``; port 0 takes a free one.
+
+    Raises :class:`SinewError` for an address that cannot be listened on, and for one that others reach without a key.
+    """
+
+    def __init__(self, folder: Path, plan: FarmPlan, address: str):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise SinewError(f"--listen: expected HOST:PORT, got {address!r}")
+        self._key = key_from_environment()
+        if host not in ("127.0.0.1", "localhost", "[::1]") and not self._key:
+            raise SinewError(f"--listen {address}: expected a key in {KEY_VARIABLE}, as others can reach it")
+        self._folder, self._plan = folder, plan
+        self._jobs = {job.name: job for job in plan.jobs}
+        self._left = dict(self._jobs)
+        self._queues: dict[str, EpisodeQueue] = {}
+        self._untold: set[str] = set()
+        self._lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = 4 * AWAY_S
+
+            def do_GET(self) -> None:
+                server.answer(self, b"")
+
+            def do_POST(self) -> None:
+                length = self.headers.get("Content-Length", "")
+                if not length.isdecimal() or int(length) > MAX_BYTES:
+                    self.send_error(413)
+                    return
+                server.answer(self, self.rfile.read(int(length)))
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+        try:
+            self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
+        except (OSError, OverflowError) as error:
+            raise SinewError(f"--listen {address}: {error}") from None
+        self._server.daemon_threads = True
+        self.address = f"{SCHEME}{host}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        """Wait for workers to hear that all is played, if it is, for up to TOLD_S; then end."""
+        until = time.monotonic() + TOLD_S
+        while not self._still() and self._untold and time.monotonic() < until:
+            time.sleep(0.05)
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+        """Answer a request, or refuse it by its status."""
+        given = request.headers.get(KEY_HEADER, "")
+        if not hmac.compare_digest(given.encode(), self._key.encode()):
+            request.send_error(401, f"expected the key of the run in {KEY_VARIABLE}")
+            return
+        url = urlsplit(request.path)
+        try:
+            found = self._found(request.command, url.path.split("/")[1:], parse_qs(url.query), body)
+        except (KeyError, ValueError, IndexError, OSError) as error:
+            request.send_error(404, f"not found: {type(error).__name__}")
+            return
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(found)))
+        request.end_headers()
+        request.wfile.write(found)
+
+    def _found(self, verb: str, place: Sequence[str], query: Mapping[str, list[str]], body: bytes) -> bytes:
+        if verb == "GET" and place == ["plan"]:
+            return (self._folder / PLAN).read_bytes()
+        if verb == "GET" and place[0] == "bundle":
+            return Path(self._plan.variants[int(place[1])].target).read_bytes()
+        if verb == "POST" and place == ["claim"]:
+            return json.dumps(self._claimed(_worker(json.loads(body)["worker"]))).encode()
+        if verb == "POST" and place == ["beat"]:
+            self._queue(_worker(json.loads(body)["worker"])).beat()
+            return b"{}"
+        if verb == "POST" and place[0] == "store":
+            if job := self._jobs.get(place[1]):  # else an earlier head has it in its log
+                self._queue(_worker(query["worker"][0])).put(job, body)
+            return b"{}"
+        raise KeyError(verb)
+
+    def _claimed(self, worker: str) -> dict[str, Any]:
+        queue = self._queue(worker)
+        with self._lock:
+            for name in queue.held:
+                if name in self._jobs and not queue.played(self._jobs[name]):
+                    return {"job": name, "over": False}  # the answer was lost
+            left = list(self._still().values())
+            job = queue.take(left)
+            if not left and job is None:
+                self._untold.discard(worker)
+            return {"job": None if job is None else job.name, "over": not left and job is None}
+
+    def _still(self) -> dict[str, Job]:
+        queue = EpisodeQueue(self._folder, "")
+        for name in [name for name, job in self._left.items() if queue.played(job)]:
+            del self._left[name]
+        return self._left
+
+    def _queue(self, worker: str) -> EpisodeQueue:
+        with self._lock:
+            if worker not in self._queues:
+                self._queues[worker] = EpisodeQueue(self._folder, worker, self._plan.lease_s)
+                self._queues[worker].adopt()  # of an earlier head
+                self._untold.add(worker)
+            return self._queues[worker]
+
+
+def _worker(name: str) -> str:
+    if not isinstance(name, str) or not WORKER.fullmatch(name):
+        raise ValueError(name)
+    return name
+
+
+class RemoteQueue:
+    """What a shard asks of a queue elsewhere; see :class:`sinew.eval.farm.EpisodeQueue`.
+
+    Raises :class:`SinewError` after AWAY_S without an answer, and for a refusal.
+    """
+
+    def __init__(self, address: str, worker: str, lease_s: float):
+        self.address, self.worker, self.lease_s = address, worker, lease_s
+        self.over = False
+        self._local = threading.local()
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.over
+
+    def take(self, left: list[Job]) -> Job | None:
+        found = json.loads(self.ask("POST", "/claim", {"worker": self.worker}))
+        self.over = bool(found["over"])
+        job = next((job for job in left if job.name == found["job"]), None)
+        if job is None and found["job"] is not None:
+            raise SinewError(f"{self.address}: expected a group of the plan that was read, got another run's")
+        return job
+
+    def store(self, job: Job, key: str, episodes: Sequence[Episode]) -> None:
+        lines = b"".join(line(key, episode) for episode in episodes)
+        self.ask("POST", f"/store/{job.name}?worker={self.worker}", lines)
+
+    def beat(self) -> None:
+        self.ask("POST", "/beat", {"worker": self.worker})
+
+    def ask(self, verb: str, path: str, given: Mapping[str, Any] | bytes | None = None) -> bytes:
+        """Return an answer, asked for until there is one."""
+        body = given if isinstance(given, bytes | None) else json.dumps(given).encode()
+        began = time.monotonic()
+        while True:
+            try:
+                connection = getattr(self._local, "connection", None)
+                if connection is None:
+                    host = urlsplit(self.address).netloc
+                    connection = self._local.connection = http.client.HTTPConnection(host, timeout=ANSWER_S)
+                connection.request(verb, path, body, {KEY_HEADER: key_from_environment()})
+                answer = connection.getresponse()
+                found: bytes = answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                self._local.connection = None
+                if time.monotonic() - began > AWAY_S:
+                    why = f"no answer for {AWAY_S:g} s ({error}); the run has ended, or is to be begun again"
+                    raise SinewError(f"{self.address}: {why}") from None
+                time.sleep(AGAIN_S)
+                continue
+            if answer.status != 200:
+                raise SinewError(f"{self.address}: {answer.status} {answer.reason}")
+            return found
+
+
+def fetch(address: str, folder: Path) -> FarmPlan:
+    """Write the plan of a run elsewhere into ``folder``, and the bundles that are not here; return it."""
+    queue = RemoteQueue(address, "", 0.0)
+    (folder / PLAN).write_bytes(queue.ask("GET", "/plan"))
+    plan = FarmPlan.read(folder)
+    variants = []
+    for index, variant in enumerate(plan.variants):
+        try:
+            plan.check(index)
+        except (SinewError, OSError):
+            if "://" in variant.target:
+                raise
+            path = folder / f"{index}-{Path(variant.target).name}"
+            path.write_bytes(queue.ask("GET", f"/bundle/{index}"))
+            variant = replace(variant, target=str(path))
+        variants.append(variant)
+    plan = replace(plan, variants=tuple(variants))
+    for index in range(len(variants)):
+        plan.check(index)
+    plan.write(folder)
+    return plan

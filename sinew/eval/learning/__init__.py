@@ -1,0 +1,1 @@
+"""What policy gradients need of a policy: drawn actions, their log-probabilities, weights that are exchanged."""
