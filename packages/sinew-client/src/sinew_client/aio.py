@@ -11,7 +11,7 @@ from sinew_client import protocol, zmtp
 from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost
-from sinew_client.link import MAX_REPLY, payload_of, set_options
+from sinew_client.link import MAX_REPLY, payload_of, set_options, unix_place
 from sinew_client.policy import asking
 from sinew_client.types import ActionChunk, Observation
 
@@ -319,9 +319,10 @@ class AsyncLink(asyncio.BufferedProtocol):
 
 
 async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
-    """Return a TCP connection to (host, port), as :func:`sinew_client.link.connected` does."""
-    host, port = place
-    found = await _within(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), end)
+    """Return a connection to (host, port) or (path,), as :func:`sinew_client.link.connected` does."""
+    found = unix_place(place)
+    if not found:
+        found = await _within(loop.getaddrinfo(*place, type=socket.SOCK_STREAM), end)
     error = OSError("the host has no address")
     for index, (family, kind, number, _, address) in enumerate(found):
         made = socket.socket(family, kind, number)

@@ -20,7 +20,8 @@ from sinew_client.types import ActionChunk, Observation, PolicySpec
 class Client(BaseClient):
     """Talks to one ``sinew serve``.
 
-    address: ZeroMQ address of the server, ``tcp://host:port`` or ``host:port``; or several of them. Then a request
+    address: ZeroMQ address of the server, ``tcp://host:port`` or ``host:port``, on this machine also ``ipc:///path``
+        of a Unix socket (and ``#NAME`` behind it for a policy by name); or several of them. Then a request
         that finds no server, whose connection breaks, or that a stopping or unhealthy server refuses goes to the next
         one at once, in the same call, each address once; the client stays with the server that answered.
         ``host:port/NAME`` asks the server's policy of that name, the same at all addresses; without it the first.

@@ -39,18 +39,19 @@ _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
 
 
 def split_address(address: str) -> tuple:
-    """Return (ZeroMQ address, policy) of ``[tcp://]host:port[/policy]``. Raises :class:`ClientError`.
-
-    The one place where an address is refused, for every kind of client: TCP is what a server listens on.
+    """Return (ZeroMQ address, policy) of ``[tcp://]host:port[/policy]`` or ``ipc:///path[#policy]``. Raises
+    :class:`ClientError`: the one place where an address is refused, for every kind of client.
     """
     scheme, separator, rest = address.rpartition("://")
+    if scheme == "ipc" and rest.startswith("/"):
+        path, _, policy = rest.partition("#")
+        return "ipc://" + path, policy
     place, _, policy = rest.partition("/")
     host, _, port = place.rpartition(":")
     if scheme not in ("", "tcp") or not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ClientError(
             f"address: expected tcp://HOST:PORT of the native wire (5555 unless `--wire native:PORT` says otherwise),"
-            f" got {address!r}"
-            + ("; a server listens on TCP alone, no Unix socket" if scheme in ("ipc", "inproc") else "")
+            f" or the ipc:///PATH that `--wire native:ipc:///PATH` names, got {address!r}"
         )
     return "tcp://" + place, policy
 
