@@ -90,7 +90,7 @@ class Listen:
             if os.path.lexists(self.path):
                 self._take_away()
             made.bind(self.path)
-            os.chmod(self.path, 0o600)  # before anybody can connect
+            Path(self.path).chmod(0o600)  # before anybody can connect
             made.listen(self.max_connections)
         except OSError as error:
             made.close()
@@ -106,7 +106,7 @@ class Listen:
             probe.setblocking(False)
             if probe.connect_ex(self.path) != errno.ECONNREFUSED:
                 raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        os.unlink(self.path)
+        Path(self.path).unlink()
 
     def tls(self) -> ssl.SSLContext | None:
         """Return the server's TLS context, None without files for it. Raises SinewError for unusable files."""

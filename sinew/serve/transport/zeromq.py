@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
-import os
 import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sinew_client import zmtp
@@ -102,8 +102,7 @@ class ZeroMQWire:
         for each in (self._socket, self._wake_reader, self._wake_writer):
             each.close()
         if self._path:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
+            Path(self._path).unlink(missing_ok=True)
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
         return self.codec.guide(spec, self.address)
@@ -175,7 +174,9 @@ class ZeroMQWire:
             made.setblocking(False)
             with contextlib.suppress(OSError):
                 set_options(made)
-            peer = Peer(self, made, "ipc" if self._path else address[0], zmtp.Framing(self._limit), time.monotonic())
+            peer = Peer(
+                self, made, "ipc" if self._path else address[0], zmtp.Framing(self._limit), time.monotonic()
+            )
             if not self._ledger.admit(peer, time.monotonic()):
                 peer.end()
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from sinew_client import protocol, zmtp
 from sinew_client.addresses import pauses
@@ -44,6 +44,15 @@ class AsyncClient(BaseClient):
         asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
         parts = self._encoded(given, request_id)
         return self._accepted(await self._drive(self._asking(parts, request_id, timeout)), given, asked)
+
+    async def infer_all(
+        self, observations: Sequence[Observation | Mapping[str, Any]], *, timeout: float | None = None
+    ) -> list[ActionChunk | ClientError]:
+        """Return the actions for several observations, asked in one message (``Client.infer_all``)."""
+        asked, request_id = time.perf_counter(), next(self._ids)
+        given = [protocol.given(each) for each in observations]
+        parts = self._encoded_all(given, request_id)
+        return self._accepted_all(await self._drive(self._asking(parts, request_id, timeout)), given, asked)
 
     async def ask(
         self,

@@ -105,6 +105,18 @@ class BaseClient:
         self._warn(chunk.warnings)
         return chunk
 
+    def _encoded_all(self, observations: Sequence[Mapping[str, Any]], request_id: int) -> list:
+        return protocol.infer_all_parts(
+            observations, request_id, self.jpeg_quality, self.api_key, self.policy
+        )
+
+    def _accepted_all(self, reply: Any, observations: Sequence[Mapping[str, Any]], asked: float) -> list:
+        """Return the chunk, or the error, of each observation; see :meth:`_accepted`."""
+        found = protocol.accepted_all(reply, observations, asked, self.max_age, self.limits, self.max_rows)
+        for each in found:
+            self._warn(getattr(each, "warnings", ()))
+        return found
+
     def _warn(self, warnings: Sequence[str]) -> None:
         for warning in warnings:
             if warning not in self._warned and len(self._warned) < MOST_WARNINGS:

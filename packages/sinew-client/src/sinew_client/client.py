@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sinew_client import protocol
 from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
-from sinew_client.errors import ConnectionLost
+from sinew_client.errors import ClientError, ConnectionLost
 from sinew_client.link import Link
 from sinew_client.policy import asking
 from sinew_client.types import ActionChunk, Observation, PolicySpec
@@ -78,6 +78,25 @@ class Client(BaseClient):
         asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
         parts = self._encoded(given, request_id)
         return self._accepted(self._drive(self._asking(parts, request_id, timeout)), given, asked)
+
+    def infer_all(
+        self, observations: Sequence[Observation | Mapping[str, Any]], *, timeout: float | None = None
+    ) -> list[ActionChunk | ClientError]:
+        """Return the actions for several observations, asked in one message, in their order.
+
+        A server that computes several at once (``sinew serve --max-batch``) computes those that fit together in one
+        inference, and whoever asks beside them in none of these.
+
+        observations: 1 to 64, each as :meth:`infer` takes it, but for ``deadline_ms``.
+
+        What is wrong with one of them stands in its place, the error that :meth:`infer` would raise, and the others are
+        answered. Raises what concerns them all: InvalidObservation before sending, RequestTimeout, ConnectionLost,
+        ServerError.
+        """
+        asked, request_id = time.perf_counter(), next(self._ids)
+        given = [protocol.given(each) for each in observations]
+        parts = self._encoded_all(given, request_id)
+        return self._accepted_all(self._drive(self._asking(parts, request_id, timeout)), given, asked)
 
     def ask(
         self,

@@ -6,7 +6,7 @@ import functools
 import io
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -27,6 +27,7 @@ MAX_ROWS, MAX_DIM = (
     1024,
 )  # of an answer: rows where nobody says what its policy states, numbers of a row
 
+MOST_TOGETHER = 64  # observations of one message
 _KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(
     (
@@ -35,6 +36,7 @@ _SCALARS = frozenset(
     )
 )
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
+_OBSERVATIONS = schema.PredictRequest.DESCRIPTOR.fields_by_name["observations"].number
 _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
 
 
@@ -122,6 +124,57 @@ def infer_parts(
             _assign(key, setattr, request, key, value)
 
     return with_frames(request, frames, jpeg_quality)
+
+
+def infer_all_parts(
+    observations: Sequence[Mapping[str, Any]],
+    request_id: int,
+    jpeg_quality: int | None = None,
+    api_key: str = "",
+    policy: str = "",
+) -> list:
+    """Return one INFER request of several observations, as :func:`infer_parts` does that of one. Raises
+    :class:`InvalidObservation` naming the observation, and its field, that does not fit."""
+    if not 0 < len(observations) <= MOST_TOGETHER:
+        raise InvalidObservation("observations", f"1 to {MOST_TOGETHER}", str(len(observations)))
+    parts = [schema.PredictRequest(request_id=request_id, api_key=api_key, policy=policy).SerializeToString()]
+    for index, observation in enumerate(observations):
+        try:
+            if observation.get("deadline_ms") is not None:
+                raise InvalidObservation("deadline_ms", "none, of one of several observations", "one")
+            inner = infer_parts(observation, 0, jpeg_quality)
+        except InvalidObservation as error:
+            raise InvalidObservation(
+                f"observations[{index}].{error.field}", error.expected, error.got
+            ) from None
+        parts += [_prefix(_OBSERVATIONS, sum(map(len, inner))), *inner]
+    return parts
+
+
+def accepted_all(
+    reply,
+    observations: Sequence[Mapping[str, Any]],
+    asked: float,
+    max_age: float | None,
+    limits,
+    max_rows: int = MAX_ROWS,
+) -> list:
+    """Return what each observation of a request got, in their order: a chunk as of :func:`accepted`, or the error that
+    it would raise. Raises :class:`ClientError` where the reply has not an answer for each."""
+    if len(reply.answers) != len(observations):
+        raise ClientError(
+            f"the reply holds {len(reply.answers)} answers to {len(observations)} observations in one message; does"
+            " this server know such messages?"
+        )
+
+    def outcome(answer, observation: Mapping[str, Any]):
+        try:
+            raise_error(answer)
+            return accepted(answer, observation, asked, max_age, limits, max_rows)
+        except ClientError as error:
+            return error
+
+    return [outcome(*each) for each in zip(reply.answers, observations)]
 
 
 def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[np.ndarray]]:
