@@ -238,13 +238,23 @@ class Scheduler:
                     request.begun = None
                     told, request.gathered = request.gathered, True
                 if not told:
-                    release([request] if request.together is None else request.together.arrived(request))
+                    self._decoded(request)
             except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
                 self._abandon(request, error)
             finally:
                 with self._lock:
                     self._decoding.discard(request)
                 del request
+
+    def _decoded(self, request: Request) -> None:
+        """Let a decoded request have its turn, with the others of its message, or without those for which there is no
+        room: they would wait for each other."""
+        found = [request]
+        if request.together is not None:
+            found = request.together.arrived(request)
+            if self._ahead >= AHEAD:
+                found += request.together.decoded()
+        release(found)
 
     def ready(self, decoded: list[Request]) -> None:
         """Let decoded requests of one client, which were submitted here, have their turns."""
