@@ -22,9 +22,7 @@ def to_planes(frame: np.ndarray) -> np.ndarray:
     return to_unit(np.ascontiguousarray(frame.transpose(2, 0, 1)))
 
 
-def resize_bilinear(
-    frame: np.ndarray, height: int, width: int, out: np.ndarray | None = None
-) -> np.ndarray:
+def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray | None = None) -> np.ndarray:
     """uint8 or float32 [h, w, C] -> float32 [C, height, width] in [0, 1], into ``out`` where it is given."""
     size, channels = frame.shape[:2], frame.shape[2]
     rows, first_row, second_row, upper_weight, weight = row_taps(size[0], height)
@@ -77,7 +75,13 @@ def row_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     of the two, float32 [target, 1]."""
     first, second, weight = taps(size, target)
     rows = np.unique(np.concatenate([first, second]))
-    return rows, np.searchsorted(rows, first), np.searchsorted(rows, second), 1 - weight[:, None], weight[:, None]
+    return (
+        rows,
+        np.searchsorted(rows, first),
+        np.searchsorted(rows, second),
+        1 - weight[:, None],
+        weight[:, None],
+    )
 
 
 @lru_cache(maxsize=64)
