@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -67,25 +65,3 @@ def test_whose_the_name_is(tmp_path: Path) -> None:
     for name in ("native:ipc://s", "native:ipc://@s", "native:ipc:///s#x", "http:ipc:///s"):
         with pytest.raises(SinewError, match=f"--wire {name}: expected (ipc:///PATH without|a port; a Unix)"):
             parse([name])
-
-
-@pytest.mark.slow
-def test_the_lines_that_are_typed(tmp_path: Path) -> None:
-    sinew, address = [sys.executable, "-m", "sinew"], f"ipc://{tmp_path}/s"
-    serve = [*sinew, "serve", "sinew/assets/pen.gguf", "--no-prepare", "--wire", f"native:{address}"]
-    client = [*sinew, "client", address, "--requests", "3", "--timeout"]
-    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            assert server.stdout.readline() == f"ready on {address}\n"
-            asked = subprocess.run(
-                [*client, str(WAIT_S)], capture_output=True, text=True, timeout=10 * WAIT_S
-            )
-        finally:
-            server.terminate()
-        server.communicate()
-    assert asked.returncode == server.returncode == 0, asked.stderr
-    assert f"at {address}" in asked.stdout
-    again = subprocess.run([*client, "0.5"], capture_output=True, text=True, timeout=10 * WAIT_S)
-    assert again.returncode == 1
-    assert f"no answer from {address} within 0.5 s" in again.stderr

@@ -49,10 +49,9 @@ class AsyncClient(BaseClient):
         self, observations: Sequence[Observation | Mapping[str, Any]], *, timeout: float | None = None
     ) -> list[ActionChunk | ClientError]:
         """Return the actions for several observations, asked in one message (``Client.infer_all``)."""
-        asked, request_id = time.perf_counter(), next(self._ids)
-        given = [protocol.given(each) for each in observations]
-        parts = self._encoded_all(given, request_id)
-        return self._accepted_all(await self._drive(self._asking(parts, request_id, timeout)), given, asked)
+        asking, outcomes = self._all(observations, timeout)
+        found: list = outcomes(await self._drive(asking))
+        return found
 
     async def ask(
         self,

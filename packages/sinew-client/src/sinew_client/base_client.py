@@ -6,6 +6,7 @@ a link of its own kind, and so both fail over, retry and time out alike.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -105,17 +106,17 @@ class BaseClient:
         self._warn(chunk.warnings)
         return chunk
 
-    def _encoded_all(self, observations: Sequence[Mapping[str, Any]], request_id: int) -> list:
-        return protocol.infer_all_parts(
-            observations, request_id, self.jpeg_quality, self.api_key, self.policy
-        )
+    def _all(self, observations: Sequence[Any], timeout: float | None) -> tuple:
+        """Return the attempts at one message of several observations, and what makes their outcomes of its reply."""
+        asked, request_id = time.perf_counter(), next(self._ids)
+        given = [protocol.given(each) for each in observations]
+        parts = protocol.infer_all_parts(given, request_id, self.jpeg_quality, self.api_key, self.policy)
 
-    def _accepted_all(self, reply: Any, observations: Sequence[Mapping[str, Any]], asked: float) -> list:
-        """Return the chunk, or the error, of each observation; see :meth:`_accepted`."""
-        found = protocol.accepted_all(reply, observations, asked, self.max_age, self.limits, self.max_rows)
-        for each in found:
-            self._warn(getattr(each, "warnings", ()))
-        return found
+        def outcomes(reply: Any) -> list:
+            chunk = functools.partial(self._accepted, asked=asked)
+            return protocol.accepted_all(reply, given, chunk)
+
+        return self._asking(parts, request_id, timeout), outcomes
 
     def _warn(self, warnings: Sequence[str]) -> None:
         for warning in warnings:

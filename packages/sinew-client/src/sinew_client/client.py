@@ -84,19 +84,15 @@ class Client(BaseClient):
     ) -> list[ActionChunk | ClientError]:
         """Return the actions for several observations, asked in one message, in their order.
 
-        A server that computes several at once (``sinew serve --max-batch``) computes those that fit together in one
-        inference, and whoever asks beside them in none of these.
-
         observations: 1 to 64, each as :meth:`infer` takes it, but for ``deadline_ms``.
 
         What is wrong with one of them stands in its place, the error that :meth:`infer` would raise, and the others are
         answered. Raises what concerns them all: InvalidObservation before sending, RequestTimeout, ConnectionLost,
         ServerError.
         """
-        asked, request_id = time.perf_counter(), next(self._ids)
-        given = [protocol.given(each) for each in observations]
-        parts = self._encoded_all(given, request_id)
-        return self._accepted_all(self._drive(self._asking(parts, request_id, timeout)), given, asked)
+        asking, outcomes = self._all(observations, timeout)
+        found: list = outcomes(self._drive(asking))
+        return found
 
     def ask(
         self,

@@ -6,7 +6,7 @@ import functools
 import io
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -151,26 +151,19 @@ def infer_all_parts(
     return parts
 
 
-def accepted_all(
-    reply,
-    observations: Sequence[Mapping[str, Any]],
-    asked: float,
-    max_age: float | None,
-    limits,
-    max_rows: int = MAX_ROWS,
-) -> list:
-    """Return what each observation of a request got, in their order: a chunk as of :func:`accepted`, or the error that
-    it would raise. Raises :class:`ClientError` where the reply has not an answer for each."""
+def accepted_all(reply, observations: Sequence[Mapping[str, Any]], chunk: Callable) -> list:
+    """Return what each observation of a request got, in their order: what ``chunk`` makes of its reply and of itself,
+    or the error that it raises. Raises :class:`ClientError` where the reply has not an answer for each."""
     if len(reply.answers) != len(observations):
         raise ClientError(
-            f"the reply holds {len(reply.answers)} answers to {len(observations)} observations in one message; does"
-            " this server know such messages?"
+            f"the reply: expected {len(observations)} answers, got {len(reply.answers)}; does this server know"
+            " messages of several observations?"
         )
 
     def outcome(answer, observation: Mapping[str, Any]):
         try:
             raise_error(answer)
-            return accepted(answer, observation, asked, max_age, limits, max_rows)
+            return chunk(answer, observation)
         except ClientError as error:
             return error
 
