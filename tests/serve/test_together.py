@@ -164,8 +164,8 @@ def test_what_native_refuses(served: SimpleNamespace) -> None:
     ]
     found = asked(observations=inside)
     assert (found.request_id, found.error) == (7, "")
-    for answer, (name, *_) in zip(found.answers, inside, strict=True):
-        assert answer.error == f"{name}: expected beside observations, for all of them, got one inside"
+    said = "observations: expected kind, policy, api_key and deadline_ms beside them alone"
+    assert [each.error for each in found.answers] == [said] * 4
 
 
 def test_eval_asks_a_server_in_messages(

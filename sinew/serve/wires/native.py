@@ -229,15 +229,11 @@ class NativeCodec:
         header = self.peek(payload, policy)
         if header.error is not None:
             raise header.error
-        for name, found in (
-            ("kind", header.kind != Kind.INFER),
-            ("observations", header.members is not None),
-            ("policy", header.policy != policy),
-            ("api_key", bool(header.api_key)),
-            ("deadline_ms", header.deadline_ms is not None),
-        ):
-            if found:
-                raise RequestError(f"{name}: expected beside observations, for all of them, got one inside")
+        inside = header.kind != Kind.INFER or header.members or header.api_key or header.policy != policy
+        if inside or header.deadline_ms is not None:
+            raise RequestError(
+                "observations: expected kind, policy, api_key and deadline_ms beside them alone"
+            )
         return self.decode(payload, budget, policy, header.found)
 
     def decode(
