@@ -61,9 +61,10 @@ def read(payload: bytes) -> OpenPIMessage:
     tree = unpack(payload)
     if not isinstance(tree, Mapping):
         raise RequestError(f"expected a map of observation keys, got {type(tree).__name__}")
-    if SEVERAL in tree:
-        return _several(tree)
-    return _one(tree)
+    if SEVERAL not in tree:
+        return _one(tree)
+    members = [_one(each) for each in members_of(tree, ("deadline_ms",))]
+    return replace(_one({key: tree[key] for key in tree if key != SEVERAL}), observations=members)
 
 
 def _one(tree: Mapping[str, Any]) -> OpenPIMessage:
@@ -78,14 +79,6 @@ def _one(tree: Mapping[str, Any]) -> OpenPIMessage:
     )
 
 
-def _several(tree: Mapping[str, Any]) -> OpenPIMessage:
-    members = [_one(each) for each in members_of(tree, ("endpoint", "deadline_ms"))]
-    outer = _one({key: value for key, value in tree.items() if key != SEVERAL})
-    if outer.endpoint != "infer":
-        raise RequestError(f"endpoint: expected infer, of several observations, got {outer.endpoint}")
-    return replace(outer, observations=members)
-
-
 def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[str, Any]]:
     """Return the observations of a message of several. alone: what may stand beside them, for all of them, and not in
     them. Raises RequestError."""
@@ -98,7 +91,7 @@ def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[st
     for index, each in enumerate(members):
         if not isinstance(each, Mapping):
             raise RequestError(f"{SEVERAL}[{index}]: expected a map, got {type(each).__name__}")
-        if inside := [key for key in (SEVERAL, *alone) if key in each]:
+        if inside := [key for key in (SEVERAL, "endpoint", *alone) if key in each]:
             raise RequestError(f"{SEVERAL}[{index}].{inside[0]}: expected none inside of one, got one")
     return members
 
