@@ -223,10 +223,6 @@ class Scheduler:
 
     def _decode_loop(self) -> None:
         while (request := self._received.get()) is not None:
-            if (
-                request.together is not None and self._ahead >= AHEAD
-            ):  # what is decoded would wait for what is not
-                release(request.together.decoded())
             with self._lock:
                 self._room.wait_for(lambda: self._ahead < AHEAD or self._stopping)
                 self._decoding.add(request)

@@ -101,7 +101,6 @@ def test_native(served: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("wire", ["openpi", "http"])
 def test_web(served: SimpleNamespace, wire: str) -> None:
-    """What openpi's own client sends and takes: a map, with the map of each observation as it would be alone."""
     body = msgpack.packb({"observations": ASKED}, default=_pack)
     if wire == "openpi":
         client = OpenPI(served.openpi)
@@ -215,8 +214,8 @@ def together(service: Service, count: int, prompt: str = "go") -> tuple[threadin
     done, found = threading.Event(), list[Any]()
 
     def made(index: int) -> Request:
-        seen = Observation(GOOD["images"], np.full(2, index, np.float32), prompt)
-        return Request("native", lambda _budget: seen, "there")
+        state = np.full(2, index, np.float32)
+        return Request("native", lambda _budget: Observation(GOOD["images"], state, prompt), "there")
 
     service.submit_all([made(n) for n in range(count)], lambda outcomes: (found.extend(outcomes), done.set()))
     return done, found
