@@ -166,16 +166,13 @@ class Service:
 
     async def infer(self, request: Request) -> ActionChunk:
         """``submit`` for coroutines. Cancelling the coroutine abandons the request: the client has left."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[ActionChunk] = loop.create_future()
-        self.submit(request, partial(_call_soon, loop, future))
+        (outcome,) = await self.infer_all([request])
         try:
-            return await future
-        except asyncio.CancelledError:
-            self.cancel(request)
-            raise
+            if isinstance(outcome, SinewError):
+                raise outcome
+            return outcome
         finally:
-            del future  # an error knows this frame, and this the error: a circle that keeps the request
+            del outcome  # an error knows this frame, and this the error: a circle that keeps the request
 
     def cancel(self, request: Request) -> None:
         """The client of this request has left."""
@@ -368,21 +365,17 @@ def _adapter(request: Request) -> str:
 
 
 def _call_soon(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], outcome: Outcome | list[Outcome]
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[list[Outcome]], outcomes: list[Outcome]
 ) -> None:
     try:
-        loop.call_soon_threadsafe(_settle, future, outcome)
+        loop.call_soon_threadsafe(_settle, future, outcomes)
     except RuntimeError:  # the wire has stopped; nobody waits
         logger.debug("an answer came after its wire had closed")
 
 
-def _settle(future: asyncio.Future[Any], outcome: Outcome | list[Outcome]) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, SinewError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+def _settle(future: asyncio.Future[list[Outcome]], outcomes: list[Outcome]) -> None:
+    if not future.done():
+        future.set_result(outcomes)
 
 
 def _never(_budget: PixelBudget) -> Observation:
