@@ -145,6 +145,8 @@ class Service:
 
         for index, request in enumerate(requests):
             request.together = together
+            if together is not None:
+                request.episode = None  # they do not replace each other
             try:
                 self.submit(request, partial(settle, index))
             except SinewError as error:

@@ -351,7 +351,7 @@ class WebServer:
                 dialect.name,
                 partial(dialect.observation, each, spec),
                 client,
-                "" if several else each.session,
+                each.session,
                 message.deadline_ms,
                 arrived,
                 connection=connection,

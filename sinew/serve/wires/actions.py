@@ -76,7 +76,7 @@ class Actions:
                 "http",
                 partial(_decoded, ask, each, spec),
                 request.remote or "",
-                "" if several else each.session,
+                each.session,
                 message.deadline_ms,
                 arrived,
                 connection=connection_of(request),
