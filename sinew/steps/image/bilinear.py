@@ -57,8 +57,8 @@ _kept = threading.local()
 
 
 def _scratch(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return a buffer of this thread's that the next call writes over: memory that the system has just given costs a
-    page fault for each 4 KiB, which is most of a resize in a process that gives it back each time."""
+    """Return a buffer of this thread that the next call writes over: memory that the system has just given costs a page
+    fault for each 4 KiB."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size > MOST_KEPT:
         return np.empty(shape, dtype)
