@@ -49,12 +49,8 @@ MOST_TOGETHER = 64  # observations of one message
 
 
 class Together:
-    """The requests of one message: an inference takes those that fit together, in their order, and nobody else's, so
-    that what is computed with what follows from the message alone. They are ready when each of them is decoded or has
-    ended. Thread-safe.
-
-    count: how many there are.
-    """
+    """The requests of one message, so many: an inference takes those that fit together, in their order, and nobody
+    else's. They are ready when each of them is decoded or has ended. Thread-safe."""
 
     def __init__(self, count: int):
         self._lock = threading.Lock()

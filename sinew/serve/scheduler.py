@@ -243,8 +243,7 @@ class Scheduler:
                 del request
 
     def _decoded(self, request: Request) -> None:
-        """Let a decoded request have its turn, with the others of its message, or without those for which there is no
-        room: they would wait for each other."""
+        """Let a decoded request have its turn, with the others of its message for which there is room."""
         found = [request]
         if request.together is not None:
             found = request.together.arrived(request)
