@@ -41,8 +41,8 @@ from sinew import machine
 from sinew.bundle import Bundle
 
 BUNDLE = Path(__file__).resolve().parents[1] / "sinew" / "assets" / "pen.gguf"  # the smallest: two cameras
-WIRES = ("native", "openpi", "http", "groot", "lerobot")
-GOALS_MS = {"native": 0.7, "openpi": 1.0}  # p50
+WIRES = ("native", "ipc", "openpi", "http", "groot", "lerobot")  # ipc: native over a Unix socket
+GOALS_MS = {"native": 0.35, "openpi": 1.0}  # p50
 SIDE = 224  # of the square frames that are sent, in pixels
 STEPS = 1  # of the solver: as little inference as there can be
 
@@ -116,8 +116,9 @@ class Served(Asked):
         self._access = access if wire == "lerobot" else None
         # A thread for torch and the wire's: a second one for torch would take the wire's core on small machines.
         log = ["--access-log", access] if self._access else []
-        address, _ = stack.enter_context(serving(BUNDLE, "--wire", f"{wire}:0", "--threads", 1, *log))
-        super().__init__(stack, wire, address, side)
+        where = f"native:ipc://{access.with_suffix('.sock')}" if wire == "ipc" else f"{wire}:0"
+        address, _ = stack.enter_context(serving(BUNDLE, "--wire", where, "--threads", 1, *log))
+        super().__init__(stack, "native" if wire == "ipc" else wire, address, side)
         if wire == "lerobot":
             self._client.policy = "pen"
 

@@ -125,7 +125,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         listen: HOST:PORT where other hosts may --join without seeing the folder; beyond 127.0.0.1 with the key of
             SINEW_API_KEY, which they have too.
         batch: episodes that each shard plays in lockstep, so that one inference answers what they ask at the same
-            moment: a number, or `auto` for what is fastest here; one after the other if absent.
+            moment: a number, or `auto` for what is fastest here (of a server, the most that it computes at once); one
+            after the other if absent.
         realtime: pace the environment by the clock and use measured latency.
         noise: a number that enters every noise seed; 0 if absent.
         adapter: for environments of other makers: a .json mapping or module:Class.

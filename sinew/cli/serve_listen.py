@@ -30,7 +30,8 @@ class Listening:
 
     Args:
         wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), vla-eval (8000), http (8000),
-            groot (5555), lerobot (8080); native and openpi if absent. Port 0 picks a free one.
+            groot (5555), lerobot (8080); native and openpi if absent. Port 0 picks a free one. On a Unix
+            socket, for robots of this user on this machine: native:ipc:///PATH.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
         deadline_ms: refuse requests that would begin later than this after their arrival.
         api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.
@@ -53,7 +54,7 @@ class Listening:
 
     def prepared(
         self, dashboard: Literal["auto", "on", "off"] = "auto", **bounds: Any
-    ) -> tuple[dict[str, int], Listen, str]:
+    ) -> tuple[dict[str, int | str], Listen, str]:
         """Return the ports by wire, how they are listened on, and the key that is wanted. bounds: of :class:`Listen`.
 
         Raises the process's limit of descriptors, and :class:`SinewError` for files that are unusable: before anything
@@ -78,7 +79,8 @@ LISTENING = Listening()
 
 
 def warn_of_exposure(host: str, wires: Sequence[Listener], key: bool, tls: bool) -> None:
-    if not key:
+    wires = [wire for wire in wires if not wire.address.startswith("ipc://")]
+    if wires and not key:
         logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
     plain = [wire.name for wire in wires if not tls or wire.address.startswith("tcp://")]
     if plain:

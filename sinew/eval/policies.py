@@ -147,12 +147,34 @@ class ServerPolicy(EpisodePolicy):
 
     def __init__(self, address: str, solver_steps: int | None, timeout: float = 60.0):
         from sinew_client import Client
+        from sinew_client.protocol import MOST_TOGETHER
 
         client = Client(address, timeout=timeout, api_key=key_from_environment())
         metadata = client.metadata()
         self.engine: dict[str, Any] = metadata["server"]
         super().__init__(client, solver_steps)
         self.served = metadata["policy"]
+        self.max_batch = min(int(metadata["server"].get("max_batch", 1)), MOST_TOGETHER)
+
+    @property
+    def one_by_one(self) -> str:
+        """Return why several observations are computed one after the other; "" where they are computed at once."""
+        if self.max_batch > 1:
+            return ""
+        return "this server computes one observation at a time; `sinew serve --max-batch auto`, or a number"
+
+    def infer_all(
+        self, requests: Sequence[tuple[Mapping[str, Any], int, str]]
+    ) -> list[tuple[np.ndarray, float] | Exception]:
+        """Ask for several at once, in messages that the server computes in one inference each."""
+        client: Any = self.policy
+        found: list[Any] = []
+        for start in range(0, len(requests), self.max_batch):
+            part = requests[start : start + self.max_batch]
+            found += client.infer_all(
+                [{**self._request(seen, seed), "session": session} for seen, seed, session in part]
+            )
+        return [each if isinstance(each, Exception) else (each.actions, each.round_trip_ms) for each in found]
 
 
 def open_policy(variant: Variant, env_id: str) -> EvalPolicy:

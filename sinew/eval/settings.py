@@ -115,12 +115,10 @@ class Variant:
                 raise SinewError("edge_adapter: expected chunks; a stream has its own head beside the robot")
         if self.batch < 1:
             raise SinewError(f"batch: expected 1 or more, got {self.batch}")
-        if self.batch > 1 and (self.stream or self.target == "expert" or "://" in self.target):
+        foreign = "://" in self.target and not self.target.startswith(("tcp://", "ipc://"))
+        if self.batch > 1 and (self.stream or self.target == "expert" or foreign):
             got = "a stream" if self.stream else self.target
-            raise SinewError(
-                f"batch: expected a policy that is loaded here and asked for chunks, got {got}; a server makes batches"
-                " of what several shards ask (`sinew serve --max-batch auto`)"
-            )
+            raise SinewError(f"batch: expected a bundle or a server that is asked for chunks, got {got}")
         if self.engine not in (None, AUTO, *BACKENDS):
             raise SinewError(f"engine: expected one of {', '.join((AUTO, *BACKENDS))}, got {self.engine!r}")
 

@@ -112,16 +112,19 @@ def in_lockstep(
     """Return the variant with the batch that is fastest here, and print why; with that of the log where a run goes on,
     whose episodes were played so. fastest: measures an open policy, and says the batch and why."""
     from sinew.eval.campaign import batch_played
-    from sinew.eval.policies import InProcess, open_policy
+    from sinew.eval.policies import InProcess, ServerPolicy, open_policy
 
     if out is not None and (before := batch_played(task, variant, out)) is not None:
         progress.say(f"{variant.show('target')}: batches of {before}, as in {out}")
         return replaced(variant, batch=before)
     replaced(variant, batch=2)  # refuses what has no batches
     policy = open_policy(variant, task.env)
-    assert isinstance(policy, InProcess)
     try:
-        batch, why = fastest(policy.policy)
+        if isinstance(policy, ServerPolicy):
+            batch, why = policy.max_batch, policy.one_by_one or "the most that this server computes at once"
+        else:
+            assert isinstance(policy, InProcess)
+            batch, why = fastest(policy.policy)
     finally:
         policy.close()
     progress.say(f"{variant.show('target')}: batches of {batch}: {why}")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 
 from sinew.core import BusyError
-from sinew.serve.request import Request
+from sinew.serve.request import Request, Together
 
 
 class Admission:
-    """size: requests that may wait. per_client: of one client. ``count``: that do."""
+    """size: places of those that wait. per_client: of one client. ``count``: that are taken. The requests of one
+    message have one place."""
 
     def __init__(self, size: int, per_client: int):
         self.size, self.per_client = size, per_client
         self.count = 0
         self._waiting: dict[Hashable, list[Request]] = {}  # by client
         self._newest: dict[Hashable, Request] = {}  # the waiting request of each session that has one
+        self._members: Counter[Together] = Counter()  # that wait, of each message of several
 
     def __iter__(self) -> Iterator[Request]:
         return (request for requests in self._waiting.values() for request in requests)
@@ -24,14 +27,17 @@ class Admission:
         """Return the waiting request of a session, which a newer one replaces."""
         return None if session is None else self._newest.get(session)
 
-    def room(self, client: Hashable | None) -> Request | None:
-        """Return the request that goes for a new one of this client, None while there is room. Raises BusyError."""
-        mine = len(self._waiting.get(client, ()))
+    def room(self, request: Request) -> list[Request]:
+        """Return the requests that go for a new one, none while there is room. Raises BusyError."""
+        if request.together in self._members:
+            return []
+        client = request.connection
+        mine = len(_places(self._waiting.get(client, ())))
         if client is not None and mine >= self.per_client:
             raise BusyError(f"{mine} requests of this client wait, and no client may have more")
         if self.count < self.size:
-            return None
-        most = max(self._waiting.values(), key=len)
+            return []
+        most = max(map(_places, self._waiting.values()), key=len)
         if client is None or mine or len(most) < 2:
             raise BusyError(f"the queue is full: {self.count} requests wait")
         return most[-1]
@@ -41,18 +47,35 @@ class Admission:
         if request.episode is not None:
             self._newest[request.episode] = request
         self._waiting.setdefault(request.connection, []).append(request)
-        self.count += 1
+        if request.together is None:
+            self.count += 1
+        else:
+            self.count += request.together not in self._members
+            self._members[request.together] += 1
 
     def leave(self, request: Request) -> bool:
         """Count a request out; False if it was not among those that wait."""
         if not request.waiting:
             return False
         request.waiting = False
-        self.count -= 1
         requests = self._waiting[request.connection]
         requests.remove(request)
         if not requests:
             del self._waiting[request.connection]
         if self._newest.get(request.episode) is request:
             del self._newest[request.episode]
+        if request.together is not None:
+            self._members[request.together] -= 1
+            if self._members[request.together]:
+                return True
+            del self._members[request.together]
+        self.count -= 1
         return True
+
+
+def _places(requests: Sequence[Request]) -> list[list[Request]]:
+    """Return a client's waiting requests by the places that they take, in their order."""
+    found: dict[object, list[Request]] = {}
+    for request in requests:
+        found.setdefault(request.together or request, []).append(request)
+    return list(found.values())

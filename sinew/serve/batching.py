@@ -162,15 +162,19 @@ class Batcher:
 
         waiting: what is ready beside it, in the order in which it would be taken. beside: requests of other policies,
         whose turn comes after this inference; they are taken to cost what ``first`` does, and their deadlines count.
+        Of what came in one message, all that fit are computed at once, whatever it costs others, and by themselves.
         """
         kind = first.kind
+        if first.together is not None and kind is not None:
+            own = (each for each in waiting if each.together is first.together and each.kind == kind)
+            return [first, *(each for each in own if not _hopeless(each, now))][: self.limit]
         alone = self.costs.surely(kind, 1)
         if kind is None or alone is None or self.limit < 2:
             return [first]
         line = [first, *waiting]
-        fit = [request for request in line if request.kind == kind and not _hopeless(request, now)][
-            : self.limit
-        ]
+        fit = [
+            each for each in line if each.kind == kind and each.together is None and not _hopeless(each, now)
+        ][: self.limit]
         best, least = [first], self._sum(line, [first])
         for size in range(2, len(fit) + 1):
             chosen = fit[:size]

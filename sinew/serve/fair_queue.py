@@ -34,16 +34,17 @@ class FairQueue(Generic[T]):
         self._signals: SimpleQueue[None] = SimpleQueue()  # there is something to look at
         self._ended = False
 
-    def put(self, owner: Hashable, item: T) -> None:
-        """Add an item behind the others of its owner that came before it."""
+    def put(self, owner: Hashable, *items: T) -> None:
+        """Add items behind the others of their owner that came before them; nobody sees some of them alone."""
         with self._lock:
             if hash(owner) not in self._turns:
                 self._turn(owner)
             line = self._lines.setdefault(owner, deque())
-            line.append(item)
+            line.extend(items)
             if self._key is not None and len(line) > 1:
                 self._lines[owner] = deque(sorted(line, key=self._key))
-        self._signals.put(None)
+        for _ in items:
+            self._signals.put(None)
 
     def get(self) -> T | None:
         """Wait for an item whose owner's turn it is. None after ``end``: there are no more."""

@@ -45,6 +45,32 @@ def bare(error: SinewError) -> SinewError:
 
 
 Outcome = ActionChunk | SinewError
+MOST_TOGETHER = 64  # observations of one message
+
+
+class Together:
+    """The requests of one message, so many: an inference takes those that fit together, in their order, and nobody
+    else's. They are ready when each of them is decoded or has ended. Thread-safe."""
+
+    def __init__(self, count: int):
+        self._lock = threading.Lock()
+        self._left, self._decoded = count, list[Request]()
+
+    def arrived(self, request: Request | None) -> list[Request]:
+        """Note a request that is decoded, or None for one that ended before; return those that are ready now."""
+        with self._lock:
+            self._left -= 1
+            if request is not None:
+                self._decoded.append(request)
+        return [] if self._left else self.decoded()
+
+    def decoded(self) -> list[Request]:
+        """Return those that are decoded and were not returned before, as they came."""
+        with self._lock:
+            found, self._decoded = self._decoded, []
+        return sorted(found, key=lambda request: request.accepted)
+
+
 Check = Callable[[], None]  # raises an error once nobody wants the result any more
 
 
@@ -61,13 +87,13 @@ class Request:
         they are of one ``owner`` too (None: the connection). Empty: none.
     deadline_ms: from ``arrived`` on; a request whose turn comes later is not computed. None: what the server says.
     arrived: ``time.perf_counter()`` when the last byte was there. policy: which one is to answer; "": the first.
-    deadline: by that clock; the service finds it.
+    deadline: by that clock; the service finds it. together: the others of its message, if there are any.
 
     What follows is filled in on the way. deployment: what answers it. observation: once it is decoded. episode: what
     ``session`` is one of. home: the scheduler that it was given to, at ``accepted`` by that clock; on_done: takes the
     outcome, once. begun: when decoding or inference began; None while it waits. prepared: what the policy made of the
-    observation. kind: what those that may be computed with it have in common. size: bytes of its decoded frames, while
-    it is not answered.
+    observation. kind: what those that may be computed with it have in common. gathered: ``together`` knows of it.
+    size: bytes of its decoded frames, while it is not answered.
     """
 
     wire: str
@@ -80,6 +106,7 @@ class Request:
     owner: Hashable | None = None
     policy: str = ""
     deadline: float | None = None
+    together: Together | None = None
 
     deployment: Deployment | None = field(default=None, init=False)
     observation: Observation | None = field(default=None, init=False)
@@ -92,6 +119,7 @@ class Request:
     decode_s: float = field(default=0.0, init=False)
     prepared: Any = field(default=None, init=False)
     kind: Hashable | None = field(default=None, init=False)
+    gathered: bool = field(default=False, init=False)
     size: int = field(default=0, init=False)
     cancel: threading.Event = field(default_factory=threading.Event, init=False)
     waiting: bool = field(default=True, init=False)

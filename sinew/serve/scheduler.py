@@ -20,7 +20,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 
 from sinew.core import BusyError, CancelledError, SinewError
@@ -115,25 +115,25 @@ class Scheduler:
         Raises BusyError or ShuttingDownError, and then does not call ``on_done``.
         """
         request.accepted = time.perf_counter()
-        displaced = None
+        displaced: list[Request] = []
         with self._lock:
             if self._stopping or self._draining:
                 raise ShuttingDownError
             older = self._admission.newest(request.episode)
             if older is None:
-                displaced = self._make_place(request.connection)
+                displaced = self._make_place(request)
             else:
                 self._leave(older)
                 self._counts["superseded"] += 1
-            idle = not self._admission.count and not self._running
+            idle = not self._admission.count and not self._running and request.together is None
             request.home, request.on_done = self, on_done
             self._admission.enter(request)
             # One change of threads less when nothing could overlap; the inference thread decodes it then.
             (self._ready if idle else self._received).put(request.connection, request)
         if older is not None:
             self._finish(older, SupersededError("a newer observation of this session has arrived"))
-        if displaced is not None:
-            self._finish(displaced, BusyError("the queue is full, and others waited with less in it"))
+        for each in displaced:
+            self._finish(each, BusyError("the queue is full, and others waited with less in it"))
         return request
 
     def cancel(self, request: Request) -> None:
@@ -195,8 +195,11 @@ class Scheduler:
             self._stopping = True
             self._room.notify_all()
             busy = [*self._decoding, *self._running]
+            held = [request for request in self._admission if request.together is not None]
         for request in busy:
             request.cancel.set()
+        for request in held:  # some are in no queue: they wait for the others of their message
+            self._abandon(request, ShuttingDownError())
         for queue, threads in ((self._received, DECODERS), (self._ready, self._workers)):
             for request in queue.drain():
                 self._abandon(request, ShuttingDownError())
@@ -226,17 +229,33 @@ class Scheduler:
             try:
                 self._raise_if_abandoned(request)
                 self._decode(request)
-                with self._lock:  # or stop() could empty the queue just before this request enters it
+                with self._lock:
                     self._raise_if_abandoned(request)
                     request.begun = None
-                    if request.waiting:
-                        self._ready.put(request.connection, request)
+                    told, request.gathered = request.gathered, True
+                if not told:
+                    self._decoded(request)
             except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
                 self._abandon(request, error)
             finally:
                 with self._lock:
                     self._decoding.discard(request)
                 del request
+
+    def _decoded(self, request: Request) -> None:
+        """Let a decoded request have its turn, with the others of its message for which there is room."""
+        found = [request]
+        if request.together is not None:
+            found = request.together.arrived(request)
+            if self._ahead >= AHEAD:
+                found += request.together.decoded()
+        release(found)
+
+    def ready(self, decoded: list[Request]) -> None:
+        """Let decoded requests of one client, which were submitted here, have their turns."""
+        with self._lock:  # or stop() could empty the queue just before they enter it
+            if waiting := [each for each in decoded if each.waiting and not self._stopping]:
+                self._ready.put(waiting[0].connection, *waiting)
 
     def _decode(self, request: Request) -> None:
         start = request.begun = time.perf_counter()
@@ -333,17 +352,17 @@ class Scheduler:
 
     # ------------------------------------------------------------------------- places in the queue
 
-    def _make_place(self, client: Hashable | None) -> Request | None:
-        """With the lock held. Returns the request that has to go for a new one of this client. Raises BusyError."""
+    def _make_place(self, new: Request) -> list[Request]:
+        """With the lock held. Returns the requests that have to go for a new one. Raises BusyError."""
         try:
-            request = self._admission.room(client)
+            going = self._admission.room(new)
         except BusyError:
             self._counts["busy"] += 1
             raise
-        if request is not None:
+        for request in going:
             self._counts["busy"] += 1
             self._leave(request)
-        return request
+        return going
 
     def _leave(self, request: Request) -> bool:
         """Count a request out of the waiting ones; False if it was not among them. With the lock held."""
@@ -368,6 +387,9 @@ class Scheduler:
             answered, request.answered = request.answered, True
             self._ahead, request.size = self._ahead - request.size, 0
             self._room.notify_all()
+            gathered, request.gathered = request.gathered, True
+        if request.together is not None and not gathered:
+            release(request.together.arrived(None))
         # An outcome's traceback may know the request: a circle would keep its frames.
         on_done, request.on_done = request.on_done, None
         if answered or on_done is None:
@@ -403,3 +425,10 @@ class Scheduler:
                 if limit and begun is not None and now - begun > limit:
                     return f"a request is being {what} for {now - begun:.0f} s"
         return None
+
+
+def release(decoded: list[Request]) -> None:
+    """Let decoded requests of one client have their turns, at the schedulers that they were submitted to."""
+    for home in dict.fromkeys(each.home for each in decoded):
+        if home is not None:
+            home.ready([each for each in decoded if each.home is home])

@@ -12,8 +12,9 @@ import contextlib
 import hmac
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,8 +26,8 @@ from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
 from sinew.serve.policies import MAX_NAME, Deployment, Policies
-from sinew.serve.request import Outcome, Request, ShuttingDownError, bare
-from sinew.serve.scheduler import Scheduler
+from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, bare
+from sinew.serve.scheduler import Scheduler, release
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("sinew.access")
@@ -125,18 +126,55 @@ class Service:
         on_done(outcome)
         self._tell(request, outcome, seconds)
 
-    async def infer(self, request: Request) -> ActionChunk:
-        """``submit`` for coroutines. Cancelling the coroutine abandons the request: the client has left."""
+    def submit_all(self, requests: Sequence[Request], on_done: Callable[[list[Outcome]], None]) -> None:
+        """Queue the requests of one message, to be computed at once where they fit together (``Together``).
+
+        ``on_done`` is called exactly once, with the outcome of each in their order: those that are refused here have
+        their error in their place, and the others are answered.
+        """
+        count = len(requests)
+        found: dict[int, Outcome] = {}
+        lock, together = threading.Lock(), Together(count) if count > 1 else None
+
+        def settle(index: int, outcome: Outcome) -> None:
+            with lock:
+                found[index] = outcome
+                whole = len(found) == count
+            if whole:
+                on_done([found[each] for each in range(count)])
+
+        for index, request in enumerate(requests):
+            request.together = together
+            if together is not None:
+                request.episode = None  # they do not replace each other
+            try:
+                self.submit(request, partial(settle, index))
+            except SinewError as error:
+                if together is not None:
+                    release(together.arrived(None))
+                settle(index, bare(error))
+
+    async def infer_all(self, requests: Sequence[Request]) -> list[Outcome]:
+        """``submit_all`` for coroutines. Cancelling the coroutine abandons the requests: the client has left."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[ActionChunk] = loop.create_future()
-        self.submit(request, partial(_call_soon, loop, future))
+        future: asyncio.Future[list[Outcome]] = loop.create_future()
+        self.submit_all(requests, partial(_call_soon, loop, future))
         try:
             return await future
         except asyncio.CancelledError:
-            self.cancel(request)
+            for request in requests:
+                self.cancel(request)
             raise
+
+    async def infer(self, request: Request) -> ActionChunk:
+        """``submit`` for coroutines. Cancelling the coroutine abandons the request: the client has left."""
+        (outcome,) = await self.infer_all([request])
+        try:
+            if isinstance(outcome, SinewError):
+                raise outcome
+            return outcome
         finally:
-            del future  # an error knows this frame, and this the error: a circle that keeps the request
+            del outcome  # an error knows this frame, and this the error: a circle that keeps the request
 
     def cancel(self, request: Request) -> None:
         """The client of this request has left."""
@@ -329,21 +367,17 @@ def _adapter(request: Request) -> str:
 
 
 def _call_soon(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future[ActionChunk], outcome: Outcome
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[list[Outcome]], outcomes: list[Outcome]
 ) -> None:
     try:
-        loop.call_soon_threadsafe(_settle, future, outcome)
+        loop.call_soon_threadsafe(_settle, future, outcomes)
     except RuntimeError:  # the wire has stopped; nobody waits
         logger.debug("an answer came after its wire had closed")
 
 
-def _settle(future: asyncio.Future[ActionChunk], outcome: Outcome) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, SinewError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+def _settle(future: asyncio.Future[list[Outcome]], outcomes: list[Outcome]) -> None:
+    if not future.done():
+        future.set_result(outcomes)
 
 
 def _never(_budget: PixelBudget) -> Observation:

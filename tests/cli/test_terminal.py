@@ -153,7 +153,14 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
             "expected tcp://HOST:PORT of the native wire (5555 unless `--wire native:PORT` says otherwise)",
         ),
         (["client", "ws://127.0.0.1:8000/x"], "got 'ws://127.0.0.1:8000/x'"),
-        (["client", "ipc:///tmp/x"], "a server listens on TCP alone, no Unix socket"),
+        (
+            ["client", "ipc://tmp/x"],
+            "or the ipc:///PATH that `--wire native:ipc:///PATH` names, got 'ipc://tmp/x'",
+        ),
+        (
+            ["serve", PEN, "--wire", "openpi:ipc:///tmp/x"],
+            "expected a port; a Unix socket is for the wire native",
+        ),
         (["client", "tcp://"], "got 'tcp://'"),
         (["client", "--replay", ROOT / "docs"], "no records (*.npz) there"),
         (["perf", "run", "pi0.5", "--hardware", "nope"], "hardware 'nope'"),

@@ -238,7 +238,7 @@ def test_an_error_of_an_episode_ends_all_of_them() -> None:
         ((PEN, Reach), {}, "observation: expected a dict with images, state and prompt|max_episode_steps"),
         ((PEN, pen), {"adapter": {"images": {}, "sate": []}}, "adapter: .*sate"),
         ((PEN, pen), {"latency": "soon"}, "latency: expected N"),
-        (("expert", pen), {"batch": 4}, "batch: expected a policy that is loaded here"),
+        (("expert", pen), {"batch": 4}, "batch: expected a bundle or a server"),
     ],
 )
 def test_mistakes_are_named(arguments: tuple[Any, Any], options: dict[str, Any], message: str) -> None:

@@ -441,8 +441,11 @@ def test_one_head_for_a_folder(tmp_path: Path) -> None:
     [
         (("--join", "nowhere"), "nothing is played here; expected the folder of a running"),
         (("expert", "--join", "nowhere"), "--join: expected no target"),
-        (("expert", "--batch", "4"), "batch: expected a policy that is loaded here"),
-        (("tcp://127.0.0.1:1", "--batch", "4"), "sinew serve --max-batch auto"),
+        (
+            ("expert", "--batch", "4"),
+            "batch: expected a bundle or a server that is asked for chunks, got expert",
+        ),
+        (("vla-eval://127.0.0.1:1", "--batch", "4"), "batch: expected a bundle or a server"),
         (("pen", "--batch", "4", "--stream", "10:2"), "got a stream"),
         (("pen", "--batch", "4", "--realtime"), "--batch: expected simulated time"),
         (("pen", "--batch", "0"), "batch"),

@@ -898,6 +898,8 @@ def wires(walk: Walk) -> None:
         instead=("--wire http", "--wire http:8001"),
     ):
         pass
+    with walk.serving("sinew serve policy.gguf --wire native:ipc:///tmp/sinew.sock"):
+        walk.run("sinew client ipc:///tmp/sinew.sock --requests 3")
     with walk.serving(
         "sinew serve policy.gguf --host 0.0.0.0 --api-key-file key.txt --tls-cert cert.pem --tls-key key.pem",
         instead=("0.0.0.0", LOOPBACK),

@@ -125,7 +125,10 @@ def test_replies_of_any_bytes() -> None:
             assert robot.infer(OBSERVATION).actions.shape == (2, 1)
 
 
-@pytest.mark.parametrize("address", ["ipc:///tmp/x", "tcp://host:0", "tcp://host:65536", "tcp://:1", "a:b:c"])
+@pytest.mark.parametrize(
+    "address",
+    ["ipc://tmp/x", "ipc://@x", "inproc://x", "tcp://host:0", "tcp://host:65536", "tcp://:1", "a:b:c"],
+)
 def test_addresses_that_are_none(address: str) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ClientError, match="expected tcp://HOST:PORT of the native wire"):

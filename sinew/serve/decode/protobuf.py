@@ -69,7 +69,11 @@ def _varint(buffer: memoryview, start: int) -> tuple[int, int]:
 
 def packed(number: int, values: np.ndarray) -> bytes:
     """A repeated float field, written without making a Python number of each value."""
-    data = values.astype("<f4", copy=False).tobytes()
+    return nested(number, values.astype("<f4", copy=False).tobytes())
+
+
+def nested(number: int, data: bytes) -> bytes:
+    """A field of so many bytes: a message inside another, or packed numbers."""
     return _write_varint(number << 3 | BYTES) + _write_varint(len(data)) + data
 
 

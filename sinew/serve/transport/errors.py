@@ -21,9 +21,14 @@ _STATUS = {
 }
 
 
-def error_answer(error: SinewError) -> tuple[int, bytes]:
-    """(status, body)"""
+def error_entry(error: SinewError) -> dict[str, dict[str, str]]:
+    """Return what is said of an error, ready for JSON and msgpack."""
     entry = {"code": error.code, "message": str(error)[:1000]}
     if isinstance(error, ObservationError):
         entry["field"] = error.field[:100]
-    return _STATUS.get(error.code, 500), json.dumps({"error": entry}).encode()
+    return {"error": entry}
+
+
+def error_answer(error: SinewError) -> tuple[int, bytes]:
+    """(status, body)"""
+    return _STATUS.get(error.code, 500), json.dumps(error_entry(error)).encode()

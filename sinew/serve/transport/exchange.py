@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from sinew_client.zmtp import Frame, Message
 
-from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
+from sinew.core import BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.request import Outcome, Request
 from sinew.serve.service import Service
@@ -65,8 +65,8 @@ class Codec(Protocol):
     def decoders(self, header: Any, payload: memoryview) -> Sequence[Decoder]:
         """The observations of one request, usually one; each runs on the decode thread."""
 
-    def encode(self, header: Any, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
-        """The reply to an inference, a chunk per decoder. server_ms: from arrival to now."""
+    def encode(self, header: Any, outcomes: Sequence[Outcome], server_ms: float) -> bytes:
+        """The reply to an inference, an outcome per decoder. server_ms: from arrival to now."""
 
     def encode_error(self, header: Any, error: SinewError) -> bytes:
         """The reply to a request that failed; header is None where the message could not be read."""
@@ -157,7 +157,7 @@ class Exchange:
                 connection=asker,
                 policy=header.policy,
             )
-            for decode in reversed(decoders)
+            for decode in decoders
         ]
         series.on_end = partial(self._reply, asker, envelope, header, arrived, series)
         asker.requests.add(series)
@@ -173,16 +173,11 @@ class Exchange:
         outcomes: Sequence[Outcome],
     ) -> None:
         """Runs on a thread of the scheduler, or on the loop."""
-        chunks = [outcome for outcome in outcomes if isinstance(outcome, ActionChunk)]
-        errors = [outcome for outcome in outcomes if isinstance(outcome, SinewError)]
         asker.requests.discard(series)
         try:
-            if errors:
-                reply = self._codec.encode_error(header, errors[0])
-                if isinstance(errors[0], BusyError):
-                    asker.refuse(errors[0])
-            else:
-                reply = self._codec.encode(header, chunks, (time.perf_counter() - arrived) * 1e3)
+            if busy := next((each for each in outcomes if isinstance(each, BusyError)), None):
+                asker.refuse(busy)
+            reply = self._codec.encode(header, outcomes, (time.perf_counter() - arrived) * 1e3)
         except Exception:  # a client that gets no reply waits for ever
             logger.exception("a reply could not be written")
             reply = self._codec.encode_error(header, SinewError("internal error"))
@@ -190,52 +185,28 @@ class Exchange:
 
 
 class Series:
-    """The requests of one message, an observation each, submitted one after the other: a batch takes one place in the
-    queue, other clients get their turn in between, and the first failure ends it.
-
-    requests: the last one first. size: bytes that it keeps in memory.
-    """
+    """The requests of one message, an observation each. size: bytes that it keeps in memory."""
 
     def __init__(self, service: Service, size: int):
         self.size = size
         self.requests: list[Request] = []
         self.on_end: Callable[[Sequence[Outcome]], None] = _nothing
         self._service = service
-        self._outcomes: list[Outcome] = []
-        self._asked: Request | None = None
-        self._abandoned = self._ended = False
 
     def ask(self) -> None:
-        try:
-            request = self._service.submit(self.requests.pop(), self._settle)
-        except SinewError as error:  # counted by submit
-            self._end(error)
-            return
-        self._asked = None if self._ended else request
-        if self._abandoned:
-            self._service.cancel(request)
+        """Submit them. ``on_end`` gets the outcome of each."""
+        self._service.submit_all(self.requests, self._end)
 
     def abandon(self) -> None:
         """Nobody waits for it any more."""
-        self._abandoned = True
-        asked = self._asked
-        if asked is not None:
-            self._service.cancel(asked)
+        for request in self.requests:
+            self._service.cancel(request)
 
-    def _settle(self, outcome: Outcome) -> None:
-        """Runs on a thread of the scheduler."""
-        if self.requests and not self._abandoned and not isinstance(outcome, SinewError):
-            self._outcomes.append(outcome)
-            self.ask()
-        else:
-            self._end(outcome)
-
-    def _end(self, outcome: Outcome) -> None:
-        # The request knows this object, and with it the frames; a circle would keep them until the collector comes.
-        self._ended, self._asked = True, None
+    def _end(self, outcomes: Sequence[Outcome]) -> None:
+        # The requests know this object, and with it the frames; a circle would keep them until the collector comes.
         on_end, self.on_end = self.on_end, _nothing
         self.requests = []
-        on_end([*self._outcomes, outcome])
+        on_end(outcomes)
 
 
 def _nothing(_outcomes: Sequence[Outcome]) -> None: ...

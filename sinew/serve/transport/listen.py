@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
 import ssl
-from dataclasses import dataclass
+import stat
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sinew.core import SinewError
@@ -23,6 +25,7 @@ class AddressError(SinewError):
 @dataclass(frozen=True, slots=True)
 class Listen:
     """host: an address of this machine; the default is reachable from this machine only. port: 0 picks a free one.
+    path: of a Unix socket in their place, for the wires of ZeroMQ.
 
     max_message_bytes: of one request. max_connections: open at once, where the wire can tell. arrival_s: seconds from a
         request's first byte to its last, beyond which its connection is closed.
@@ -34,6 +37,7 @@ class Listen:
 
     host: str = "127.0.0.1"
     port: int = 0
+    path: str = ""
     max_message_bytes: int = 64 << 20
     max_connections: int = 256
     arrival_s: float = ARRIVAL_S
@@ -73,6 +77,36 @@ class Listen:
             raise AddressError(f"cannot listen on {self.host}:{self.port}: {why}") from error
         made.setblocking(False)
         return made
+
+    def at(self, place: int | str) -> Listen:
+        """Return the same on a port, or at the path of a Unix socket."""
+        return replace(self, path=place) if isinstance(place, str) else replace(self, port=place)
+
+    def unix_socket(self) -> socket.socket:
+        """A bound and listening Unix socket at ``path``, which this user alone may connect to. One that a killed server
+        left there is replaced. Raises :class:`AddressError`."""
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if os.path.lexists(self.path):
+                self._take_away()
+            made.bind(self.path)
+            Path(self.path).chmod(0o600)  # before anybody can connect
+            made.listen(self.max_connections)
+        except OSError as error:
+            made.close()
+            raise AddressError(f"cannot listen on ipc://{self.path}: {error.strerror or error}") from error
+        made.setblocking(False)
+        return made
+
+    def _take_away(self) -> None:
+        """Remove the socket that nobody listens to any more. Raises OSError where there is anything else."""
+        if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
+            raise FileExistsError(errno.EEXIST, "expected a free name or a socket, got another kind of file")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            if probe.connect_ex(self.path) != errno.ECONNREFUSED:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        Path(self.path).unlink()
 
     def tls(self) -> ssl.SSLContext | None:
         """Return the server's TLS context, None without files for it. Raises SinewError for unusable files."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinew.core import ActionChunk, Observation, PolicySpec, SinewError
+from sinew.serve.request import Outcome
 from sinew.serve.transport.routes import Routes
 
 PING_S = 20.0  # between pings; a WebSocket that does not answer is closed
@@ -29,6 +30,8 @@ class Dialect:
     error: makes the answer that says what is wrong, after which the connection goes on; None, or where it makes None:
         the connection ends. waits: a client that sends more than may wait is not read from meanwhile, instead of being
         refused. beside: routes on the same port that belong to the protocol.
+    answers: from the outcomes of a message whose ``observations`` are several, each a message itself, with the
+        milliseconds of ``answer``; None: there are no such messages.
     """
 
     name: str
@@ -45,3 +48,4 @@ class Dialect:
     error: Callable[[SinewError], bytes | None] | None = None
     waits: bool = False
     beside: Routes | None = None
+    answers: Callable[[Sequence[Outcome], float, float | None], bytes] | None = None

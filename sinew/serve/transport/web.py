@@ -342,19 +342,27 @@ class WebServer:
         if dialect.reset is not None and message.endpoint == "reset":
             service.reset(message.session, policy)
             return dialect.reset()
-        decode = partial(dialect.observation, message, service.policies.get(policy).spec)
-        chunk = await service.infer(
+        spec, several = (
+            service.policies.get(policy).spec,
+            () if dialect.answers is None else message.observations,
+        )
+        requests = [
             Request(
                 dialect.name,
-                decode,
+                partial(dialect.observation, each, spec),
                 client,
-                message.session,
+                each.session,
                 message.deadline_ms,
                 arrived,
                 connection=connection,
                 policy=policy,
             )
-        )
+            for each in several or [message]
+        ]
+        if dialect.answers is not None and several:
+            outcomes = await service.infer_all(requests)
+            return dialect.answers(outcomes, 1e3 * (time.perf_counter() - arrived), previous_ms)
+        chunk = await service.infer(requests[0])
         return dialect.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
 
     async def _fail(self, socket: web.WebSocketResponse, text: str) -> None:

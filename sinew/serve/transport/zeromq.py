@@ -1,4 +1,4 @@
-"""ZeroMQ transport: one loop over plain sockets that speaks ZMTP (``zmtp.py``), for any codec.
+"""ZeroMQ transport: one loop over plain sockets, TCP or Unix, that speaks ZMTP (``zmtp.py``), for any codec.
 
 The loop sleeps in one poll. Requests wake it through their sockets. Replies are sent by the thread that made them, as
 far as the socket takes them at once; the loop sends the rest. Everything that a peer can make the server keep has a
@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sinew_client import zmtp
@@ -55,7 +56,8 @@ class ZeroMQWire:
         self._limit = listen.max_message_bytes
         self._stop = False
         self._quiet = RateLimitedLog(logger)
-        self._socket = listen.tcp_socket()
+        self._path = listen.path
+        self._socket = listen.unix_socket() if self._path else listen.tcp_socket()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -73,8 +75,11 @@ class ZeroMQWire:
         self._paused: list[tuple[float, int, Peer | None]] = []  # until when; None: the listening socket
         self._streams: Any = None  # the codec's, which end without a word from their robots
         self._thread: threading.Thread | None = None
-        host, port = self._socket.getsockname()[:2]
-        self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        if self._path:
+            self.address = f"ipc://{self._path}"
+        else:
+            host, port = self._socket.getsockname()[:2]
+            self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
     def start(self, service: Service) -> None:
         self._service = service
@@ -96,6 +101,8 @@ class ZeroMQWire:
         self._selector.close()
         for each in (self._socket, self._wake_reader, self._wake_writer):
             each.close()
+        if self._path:
+            Path(self._path).unlink(missing_ok=True)
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
         return self.codec.guide(spec, self.address)
@@ -167,7 +174,9 @@ class ZeroMQWire:
             made.setblocking(False)
             with contextlib.suppress(OSError):
                 set_options(made)
-            peer = Peer(self, made, address[0], zmtp.Framing(self._limit), time.monotonic())
+            peer = Peer(
+                self, made, "ipc" if self._path else address[0], zmtp.Framing(self._limit), time.monotonic()
+            )
             if not self._ledger.admit(peer, time.monotonic()):
                 peer.end()
                 continue

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sinew.core import SinewError
@@ -73,31 +72,42 @@ DEFAULT = ("native", "openpi")
 NATIVE_BESIDE_GROOT = 5556
 
 
-def parse(names: Sequence[str]) -> dict[str, int]:
-    """``["native", "openpi:9000"]`` -> {wire: port}; port 0 picks a free one. Raises SinewError."""
-    found: dict[str, int] = {}
+def parse(names: Sequence[str]) -> dict[str, int | str]:
+    """``["native", "openpi:9000"]`` -> {wire: port}; port 0 picks a free one, ``native:ipc:///path`` has a path in the
+    port's place. Raises SinewError."""
+    found: dict[str, int | str] = {}
     for name in names or DEFAULT:
         wire, colon, port = name.partition(":")
         if wire not in WIRES:
             raise SinewError(f"--wire {name}: expected one of {', '.join(WIRES)}")
         if wire in found:
             raise SinewError(f"--wire {wire}: given twice")
+        if port.startswith("ipc://"):
+            path = port.removeprefix("ipc://")
+            if not path.startswith("/") or "#" in path:
+                raise SinewError(f"--wire {name}: expected ipc:///PATH without a #, got {port!r}")
+            if wire != "native":  # GR00T's clients know hosts and ports alone
+                raise SinewError(f"--wire {name}: expected a port; a Unix socket is for the wire native")
+            found[wire] = path
+            continue
         if colon and not (port.isdigit() and int(port) <= 65535):
-            raise SinewError(f"--wire {name}: expected a port from 0 to 65535 after the colon, got {port!r}")
+            raise SinewError(
+                f"--wire {name}: expected a port from 0 to 65535, or ipc:///PATH, after the colon, got {port!r}"
+            )
         moved = wire == "native" and any(other.split(":")[0] == "groot" for other in names)
         found[wire] = int(port) if colon else NATIVE_BESIDE_GROOT if moved else WIRES[wire].port
     return found
 
 
-def servers(ports: dict[str, int]) -> int:
+def servers(ports: Mapping[str, int | str]) -> int:
     """Return how many servers these wires are: those of one web port share it, and its connections."""
     return len({port if WIRES[name].web else name for name, port in ports.items()})
 
 
-def open_wires(ports: dict[str, int], listen: Listen) -> list[Listener]:
+def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]:
     """Claim the addresses. Raises AddressError, and then leaves none claimed."""
     opened: list[Listener] = []
-    web: dict[int, list[Wire]] = {}
+    web: dict[int | str, list[Wire]] = {}
     for name, port in ports.items():
         wire = WIRES[name]
         if wire.web:
@@ -112,7 +122,7 @@ def open_wires(ports: dict[str, int], listen: Listen) -> list[Listener]:
     page = _page() if web and listen.dashboard else None
     try:
         for name, port in ports.items():
-            wire, here = WIRES[name], replace(listen, port=port)
+            wire, here = WIRES[name], listen.at(port)
             if wire.transport == "zeromq":
                 from sinew.serve.transport.zeromq import ZeroMQWire
 

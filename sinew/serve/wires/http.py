@@ -22,21 +22,22 @@ list of actions) and OpenVLA's (``image``, ``instruction`` -> one action), both 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError
+from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.array import from_base64, from_json_numpy, pack, to_json_numpy, unpack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.decode.msgpack import MAX_VALUES
-from sinew.serve.transport.errors import JSON
+from sinew.serve.request import Outcome
+from sinew.serve.transport.errors import JSON, error_entry
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires import field_names
-from sinew.serve.wires.openpi import OPTIONS, number, options
+from sinew.serve.wires.openpi import OPTIONS, SEVERAL, members_of, number, options
 
 NAME = "http"
 MSGPACK = "application/msgpack"
@@ -45,12 +46,14 @@ MAX_WIDE = 1 << 18  # characters of a text that is no base64
 
 @dataclass(frozen=True, slots=True)
 class HttpMessage:
-    """content: the body's map. session, deadline_ms and policy: what the scheduler needs of it."""
+    """content: the body's map. session, deadline_ms and policy: what the scheduler needs of it. observations: of one
+    that has several."""
 
     content: Mapping[str, Any]
     session: str = ""
     deadline_ms: float | None = None
     policy: str = ""
+    observations: Sequence[HttpMessage] = ()
 
 
 def read(body: bytes | bytearray, content_type: str) -> HttpMessage:
@@ -58,6 +61,13 @@ def read(body: bytes | bytearray, content_type: str) -> HttpMessage:
     tree = unpack(body) if content_type == MSGPACK else _json(body)
     if not isinstance(tree, Mapping):
         raise RequestError(f"expected an object, got {type(tree).__name__}")
+    if SEVERAL in tree:
+        members = [_message(each) for each in members_of(tree, ("deadline_ms", "policy"))]
+        return replace(_message({key: tree[key] for key in tree if key != SEVERAL}), observations=members)
+    return _message(tree)
+
+
+def _message(tree: Mapping[str, Any]) -> HttpMessage:
     deadline = tree.get("deadline_ms")
     return HttpMessage(
         tree,
@@ -100,21 +110,36 @@ def subtask(seen: Observation) -> Observation:
     return replace(seen, subtask=True, text_only=True)
 
 
+def answers(outcomes: Sequence[Outcome], server_ms: float, content_type: str) -> bytes:
+    """Return the answers to several observations, each as :func:`answer` has it or with its own error."""
+    found = [
+        error_entry(each) if isinstance(each, SinewError) else _answer(each, server_ms, content_type)
+        for each in outcomes
+    ]
+    return _written({"answers": found}, content_type)
+
+
 def answer(chunk: ActionChunk, server_ms: float, content_type: str) -> bytes:
+    """Return the answer to one observation."""
+    return _written(_answer(chunk, server_ms, content_type), content_type)
+
+
+def _written(reply: dict[str, Any], content_type: str) -> bytes:
+    return pack(reply) if content_type == MSGPACK else json.dumps(reply).encode()
+
+
+def _answer(chunk: ActionChunk, server_ms: float, content_type: str) -> dict[str, Any]:
     timing = asdict(chunk.timing) | {"server_ms": server_ms}
     reply: dict[str, Any] = {"timing": timing}
     if len(chunk.actions):
-        reply |= {"actions": chunk.actions, "seed": chunk.seed}
+        actions = chunk.actions if content_type == MSGPACK else chunk.actions.tolist()
+        reply |= {"actions": actions, "seed": chunk.seed}
     if timing["text_ms"]:  # words were said, if only that there are none
         reply["text"] = chunk.text
     reply |= {"session": chunk.session, "time": chunk.time, "warnings": list(chunk.warnings)}
     if chunk.adapter:
         reply["adapter"] = chunk.adapter
-    if content_type == MSGPACK:
-        return pack(reply)
-    if len(chunk.actions):
-        reply["actions"] = chunk.actions.tolist()
-    return json.dumps(reply).encode()
+    return reply
 
 
 # ----------------------------------------------------------------------------- OpenVLA

@@ -26,7 +26,6 @@ from google.protobuf.message import DecodeError
 from sinew_client.schema import Image, PredictRequest, PredictResponse
 
 from sinew.core import (
-    ActionChunk,
     Moment,
     Observation,
     ObservationError,
@@ -35,9 +34,10 @@ from sinew.core import (
     SinewError,
 )
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
-from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, Field, fields, packed
+from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, Field, fields, nested, packed
 from sinew.serve.policies import MAX_NAME as MAX_POLICY
 from sinew.serve.policies import Deployment, UnknownPolicyError
+from sinew.serve.request import MOST_TOGETHER, Outcome
 from sinew.serve.service import MAX_SESSION, Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.streams import Streams
@@ -60,6 +60,10 @@ _IMAGE_NUMBERS = {
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 _ACTION_CHUNK = PredictResponse.DESCRIPTOR.fields_by_name["action_chunk"].number
 _IMAGES = _FIELD["images"]
+_OBSERVATIONS = _FIELD["observations"]
+_ANSWERS = PredictResponse.DESCRIPTOR.fields_by_name["answers"].number
+_NAMES = {number: name for name, number in _FIELD.items()}
+_OF_MESSAGES = {_FIELD[name] for name in ("request_id", "kind", "api_key", "policy", "deadline_ms")}
 _ROUTING = {  # what ``peek`` reads or refuses
     _FIELD[name]
     for name in ("request_id", "kind", "session", "api_key", "policy", "deadline_ms", "precomputed_img_emb")
@@ -87,7 +91,8 @@ class NativeHeader:
     """What routing needs to know of a request.
 
     native: False for vla.cpp's form. policy: the name of the one that is asked. error: why the request is refused; the
-    rest is what was found until then. found: the fields of the message, so that they are looked for once.
+    rest is what was found until then. found: the fields of the message, so that they are looked for once. members: the
+    requests inside a message of several observations; None in one of one.
     """
 
     kind: Kind = Kind.INFER
@@ -99,6 +104,7 @@ class NativeHeader:
     policy: str = ""
     error: RequestError | None = None
     found: Sequence[Field] | None = field(default=None, repr=False, compare=False)
+    members: Sequence[memoryview] | None = field(default=None, repr=False, compare=False)
 
 
 class NativeCodec:
@@ -114,11 +120,12 @@ class NativeCodec:
 
     # ------------------------------------------------------------------------- requests
 
-    def peek(self, payload: Payload) -> NativeHeader:
-        """Look a request over without parsing it. Never raises: a refusal is in the header."""
+    def peek(self, payload: Payload, asked: str = "") -> NativeHeader:
+        """Look a request over without parsing it. Never raises: a refusal is in the header. asked: the policy of one
+        that names none."""
         kind, request_id, session, native, error = 0, 0, "", False, None
-        deadline_ms, api_key, policy = None, "", ""
-        images, beside = 0, 0
+        deadline_ms, api_key, policy = None, "", asked
+        images, beside, members, lone = 0, 0, list[memoryview](), ""
         buffer, found = memoryview(payload), list[Field]()
         try:
             fields(buffer, found)
@@ -129,7 +136,12 @@ class NativeCodec:
                 if number == _IMAGES:
                     images += 1
                     continue
+                if number == _OBSERVATIONS and wire_type == BYTES:
+                    members.append(buffer[end - value : end])
+                    continue
                 beside += end - start
+                if number not in _OF_MESSAGES:
+                    lone = lone or _NAMES.get(number, f"field {number}")
                 native = native or number in _NATIVE_FIELDS
                 if number not in _ROUTING:
                     continue
@@ -161,6 +173,13 @@ class NativeCodec:
                 raise RequestError(
                     f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes beside images, got {beside}"
                 )
+            if members and (images or lone or kind != Kind.INFER):
+                what = "images" if images else lone or f"kind {kind}"
+                raise RequestError(f"{what}: expected inside of observations, got one beside them")
+            if len(members) > MOST_TOGETHER:
+                raise RequestError(
+                    f"observations: expected at most {MOST_TOGETHER} in a message, got {len(members)}"
+                )
             if kind not in _KINDS:
                 raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
         except RequestError as refusal:
@@ -175,6 +194,7 @@ class NativeCodec:
             policy,
             error,
             None if error else found,
+            members or None,
         )
 
     def _most_images(self, policy: str) -> int:
@@ -200,7 +220,21 @@ class NativeCodec:
     def decoders(
         self, header: NativeHeader, payload: Payload
     ) -> Sequence[Callable[[PixelBudget], Observation]]:
-        return [partial(self.decode, payload, policy=header.policy, found=header.found)]
+        if header.members is None:
+            return [partial(self.decode, payload, policy=header.policy, found=header.found)]
+        return [partial(self._member, each, header.policy) for each in header.members]
+
+    def _member(self, payload: memoryview, policy: str, budget: PixelBudget) -> Observation:
+        """Return one of several observations of a message. Raises RequestError, ObservationError."""
+        header = self.peek(payload, policy)
+        if header.error is not None:
+            raise header.error
+        inside = header.kind != Kind.INFER or header.members or header.api_key or header.policy != policy
+        if inside or header.deadline_ms is not None:
+            raise RequestError(
+                "observations: expected kind, policy, api_key and deadline_ms beside them alone"
+            )
+        return self.decode(payload, budget, policy, header.found)
 
     def decode(
         self,
@@ -262,8 +296,17 @@ class NativeCodec:
 
     # ------------------------------------------------------------------------- replies
 
-    def encode(self, header: NativeHeader, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
-        (chunk,) = chunks
+    def encode(self, header: NativeHeader, outcomes: Sequence[Outcome], server_ms: float) -> bytes:
+        if header.members is None:
+            return self._encode(header, outcomes[0], server_ms)
+        own = NativeHeader(native=True)
+        answers = [nested(_ANSWERS, self._encode(own, each, server_ms)) for each in outcomes]
+        return b"".join([PredictResponse(request_id=header.request_id).SerializeToString(), *answers])
+
+    def _encode(self, header: NativeHeader, chunk: Outcome, server_ms: float) -> bytes:
+        """The reply to one observation."""
+        if isinstance(chunk, SinewError):
+            return self.encode_error(header, chunk)
         timing, head_ms = chunk.timing, chunk.timing.head_ms
         reply = PredictResponse(
             request_id=header.request_id,

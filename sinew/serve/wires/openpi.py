@@ -13,14 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import ActionChunk, Moment, Observation, ObservationError, PolicySpec, RequestError
+from sinew.core import (
+    ActionChunk,
+    Moment,
+    Observation,
+    ObservationError,
+    PolicySpec,
+    RequestError,
+    SinewError,
+)
 from sinew.serve.decode.array import pack, unpack
 from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.request import MOST_TOGETHER, Outcome
+from sinew.serve.transport.errors import error_entry
 from sinew.serve.transport.listen import reachable
 from sinew.serve.transport.sockets import Dialect
 from sinew.serve.wires import field_names
 
 NAME = "openpi"
+SEVERAL = "observations"  # the key of a message that has more than one
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
 SCALES = ("guidance_scale", "cfg_scale")  # the second is what image generators and their heirs call it
 OPTIONS = (
@@ -36,12 +47,13 @@ IGNORED = {
 
 @dataclass(frozen=True, slots=True)
 class OpenPIMessage:
-    """endpoint: infer or reset. content: the rest, flattened."""
+    """endpoint: infer or reset. content: the rest, flattened. observations: of a message that has several."""
 
     endpoint: str
     session: str
     deadline_ms: float | None
     content: dict[str, Any]
+    observations: Sequence[OpenPIMessage] = ()
 
 
 def read(payload: bytes) -> OpenPIMessage:
@@ -49,6 +61,13 @@ def read(payload: bytes) -> OpenPIMessage:
     tree = unpack(payload)
     if not isinstance(tree, Mapping):
         raise RequestError(f"expected a map of observation keys, got {type(tree).__name__}")
+    if SEVERAL not in tree:
+        return _one(tree)
+    members = [_one(each) for each in members_of(tree, ("deadline_ms",))]
+    return replace(_one({key: tree[key] for key in tree if key != SEVERAL}), observations=members)
+
+
+def _one(tree: Mapping[str, Any]) -> OpenPIMessage:
     flat = field_names.flatten(tree)
     endpoint = field_names.text("endpoint", flat.get("endpoint", "infer"))
     if endpoint not in ("infer", "reset"):
@@ -58,6 +77,23 @@ def read(payload: bytes) -> OpenPIMessage:
     return OpenPIMessage(
         endpoint, session, None if deadline is None else number("deadline_ms", deadline), flat
     )
+
+
+def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return the observations of a message of several. alone: what may stand beside them, for all of them, and not in
+    them. Raises RequestError."""
+    members = tree[SEVERAL]
+    if not isinstance(members, list) or not 0 < len(members) <= MOST_TOGETHER:
+        got = f"{len(members)}" if isinstance(members, list) else type(members).__name__
+        raise RequestError(f"{SEVERAL}: expected a list of 1 to {MOST_TOGETHER} maps, got {got}")
+    if beside := [key for key in tree if key not in (SEVERAL, *alone)]:
+        raise RequestError(f"{str(beside[0])[:40]}: expected inside of {SEVERAL}, got one beside them")
+    for index, each in enumerate(members):
+        if not isinstance(each, Mapping):
+            raise RequestError(f"{SEVERAL}[{index}]: expected a map, got {type(each).__name__}")
+        if inside := [key for key in (SEVERAL, "endpoint", *alone) if key in each]:
+            raise RequestError(f"{SEVERAL}[{index}].{inside[0]}: expected none inside of one, got one")
+    return members
 
 
 def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
@@ -128,7 +164,21 @@ def integer(name: str, value: Any) -> int:
     return value
 
 
+def answers(outcomes: Sequence[Outcome], server_ms: float, previous_ms: float | None) -> bytes:
+    """Return the answers to several observations, each as :func:`answer` has it or with its own error."""
+    found = [
+        error_entry(each) if isinstance(each, SinewError) else _answer(each, server_ms, previous_ms)
+        for each in outcomes
+    ]
+    return pack({"answers": found})
+
+
 def answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> bytes:
+    """Return the answer to one observation."""
+    return pack(_answer(chunk, server_ms, previous_ms))
+
+
+def _answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> dict[str, Any]:
     """server_ms: from arrival to now; previous_ms: the whole of the connection's request before. openpi's example
     client prints a statistic of every number in the two timing maps."""
     timing = chunk.timing
@@ -154,7 +204,7 @@ def answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> b
         reply["adapter"] = chunk.adapter
     if chunk.warnings:
         reply["warnings"] = list(chunk.warnings)
-    return pack(reply)
+    return reply
 
 
 def reset_answer() -> bytes:
@@ -231,4 +281,4 @@ def _bytes(name: str, frame: np.ndarray) -> np.ndarray:
     return (255 * frame).astype(np.uint8)
 
 
-DIALECT = Dialect(NAME, read, observation, answer, guide, greet=metadata, reset=reset_answer)
+DIALECT = Dialect(NAME, read, observation, answer, guide, greet=metadata, reset=reset_answer, answers=answers)

@@ -7,7 +7,10 @@ mixed first, then rows, in the order of torch's own weights, so that the two agr
 
 from __future__ import annotations
 
+import math
+import threading
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -19,43 +22,77 @@ def to_planes(frame: np.ndarray) -> np.ndarray:
     return to_unit(np.ascontiguousarray(frame.transpose(2, 0, 1)))
 
 
-def resize_bilinear(frame: np.ndarray, height: int, width: int) -> np.ndarray:
-    """uint8 or float32 [h, w, C] -> float32 [C, height, width] in [0, 1]."""
+def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray | None = None) -> np.ndarray:
+    """uint8 or float32 [h, w, C] -> float32 [C, height, width] in [0, 1], into ``out`` where it is given."""
     size, channels = frame.shape[:2], frame.shape[2]
-    rows, first_row, second_row, weight = row_taps(size[0], height)
-    columns, column_weight = column_taps(size[1], width, channels)
-    lines = frame.reshape(size[0], -1)
+    rows, first_row, second_row, upper_weight, weight = row_taps(size[0], height)
+    columns, left_weight, column_weight = column_taps(size[1], width, channels)
+    lines, wide = frame.reshape(size[0], -1), channels * width
     if len(rows) < len(lines):
-        lines = lines.take(rows, axis=0)
-    pairs = to_unit(lines.take(columns, axis=1))  # [rows, 2 * C * width]: left neighbours, then right
-    left, right = pairs[:, : channels * width], pairs[:, channels * width :]
-    left *= 1 - column_weight
+        kept = _scratch("lines", (len(rows), lines.shape[1]), frame.dtype)
+        lines = lines.take(rows, axis=0, out=kept, mode="clip")  # every index is there; "raise" would buffer
+    taken = _scratch("taken", (len(lines), 2 * wide), frame.dtype)  # left neighbours, then right
+    pairs = lines.take(columns, axis=1, out=taken, mode="clip")
+    if frame.dtype == np.uint8:
+        pairs = np.divide(pairs, np.float32(255), out=_scratch("pairs", pairs.shape, np.float32))
+    left, right = pairs[:, :wide], pairs[:, wide:]
+    left *= left_weight
     right *= column_weight
     left += right
-    upper, lower = left.take(first_row, axis=0), left.take(second_row, axis=0)  # [height, C * width]
-    upper *= 1 - weight
+    upper, lower = (
+        left.take(which, axis=0, out=_scratch(name, (height, wide), np.float32), mode="clip")
+        for name, which in (("upper", first_row), ("lower", second_row))
+    )
+    upper *= upper_weight
     lower *= weight
-    upper += lower
-    return upper.reshape(height, channels, width).transpose(1, 0, 2)
+    if out is None:
+        out = np.empty((channels, height, width), np.float32)
+    planes = out.transpose(1, 0, 2)
+    np.add(upper.reshape(planes.shape), lower.reshape(planes.shape), out=planes)
+    return out
+
+
+MOST_KEPT = 16 << 20  # bytes of one buffer; a larger one is given back
+_kept = threading.local()
+
+
+def _scratch(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return a buffer of this thread that the next call writes over: memory that the system has just given costs a page
+    fault for each 4 KiB."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size > MOST_KEPT:
+        return np.empty(shape, dtype)
+    kept: np.ndarray | None = getattr(_kept, name, None)
+    if kept is None or len(kept) < size:
+        kept = np.empty(size, np.uint8)
+        setattr(_kept, name, kept)
+    return kept[:size].view(dtype).reshape(shape)
 
 
 @lru_cache(maxsize=64)
-def row_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The source rows that are read, ascending; which of them is each target row's first and second, and the weight
-    of the second, float32 [target, 1]."""
+def row_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The source rows that are read, ascending; which of them is each target row's first and second, and the weights
+    of the two, float32 [target, 1]."""
     first, second, weight = taps(size, target)
     rows = np.unique(np.concatenate([first, second]))
-    return rows, np.searchsorted(rows, first), np.searchsorted(rows, second), weight[:, None]
+    return (
+        rows,
+        np.searchsorted(rows, first),
+        np.searchsorted(rows, second),
+        1 - weight[:, None],
+        weight[:, None],
+    )
 
 
 @lru_cache(maxsize=64)
-def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.ndarray]:
+def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Positions in a line of interleaved pixels, int64 [2 * C * target], first all left neighbours plane by plane,
-    then all right ones; and the weight of the right ones, float32 [C * target]."""
+    then all right ones; and the weights of the left and of the right ones, float32 [C * target]."""
     first, second, weight = taps(size, target)
     planes = np.arange(channels)[:, None]
     where = [(channels * column + planes).reshape(-1) for column in (first, second)]
-    return np.concatenate(where), np.tile(weight, channels)
+    weights = np.tile(weight, channels)
+    return np.concatenate(where), 1 - weights, weights
 
 
 def taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -84,15 +84,17 @@ class Letterbox(ImageStep):
             return self._pillow(frame if frame.dtype == np.uint8 else (frame * 255).astype(np.uint8))
         height, width = frame.shape[:2]
         inner = self.inner(height, width)
-        planes = to_planes(frame) if inner == (height, width) else resize_bilinear(frame, *inner)
+        out = np.empty((3, *self.fixed), np.float32)
+        picture = out
         if inner != self.fixed:
             top, left = self.corner(inner)
-            bottom, right = top + inner[0], left + inner[1]
-            out = np.empty((3, *self.fixed), np.float32)
             out[:] = np.asarray(self.colour, np.float32)[:, None, None]
-            out[:, top:bottom, left:right] = planes
-            planes = out
-        return planes.transpose(1, 2, 0)
+            picture = out[:, top : top + inner[0], left : left + inner[1]]
+        if inner == (height, width):
+            picture[:] = to_planes(frame)
+        else:
+            resize_bilinear(frame, *inner, out=picture)
+        return out.transpose(1, 2, 0)
 
     def _pillow(self, frame: np.ndarray) -> np.ndarray:
         from PIL import Image  # here: the CUDA engine resizes on the device

@@ -40,7 +40,7 @@ class Addresses:
 
     @property
     def host_and_port(self) -> tuple:
-        """(host, port) of the present address."""
+        """(host, port) of the present address, or the (path,) of a Unix socket."""
         return self._places[self.place]
 
     def move(self, place: int, why: str) -> bool:

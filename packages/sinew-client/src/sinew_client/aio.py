@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from sinew_client import protocol, zmtp
 from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost
-from sinew_client.link import MAX_REPLY, payload_of, set_options
+from sinew_client.link import MAX_REPLY, payload_of, set_options, unix_place
 from sinew_client.policy import asking
 from sinew_client.types import ActionChunk, Observation
 
@@ -44,6 +44,14 @@ class AsyncClient(BaseClient):
         asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
         parts = self._encoded(given, request_id)
         return self._accepted(await self._drive(self._asking(parts, request_id, timeout)), given, asked)
+
+    async def infer_all(
+        self, observations: Sequence[Observation | Mapping[str, Any]], *, timeout: float | None = None
+    ) -> list[ActionChunk | ClientError]:
+        """Return the actions for several observations, asked in one message (``Client.infer_all``)."""
+        asking, outcomes = self._all(observations, timeout)
+        found: list = outcomes(await self._drive(asking))
+        return found
 
     async def ask(
         self,
@@ -319,9 +327,10 @@ class AsyncLink(asyncio.BufferedProtocol):
 
 
 async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
-    """Return a TCP connection to (host, port), as :func:`sinew_client.link.connected` does."""
-    host, port = place
-    found = await _within(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), end)
+    """Return a connection to (host, port) or (path,), as :func:`sinew_client.link.connected` does."""
+    found = unix_place(place)
+    if not found:
+        found = await _within(loop.getaddrinfo(*place, type=socket.SOCK_STREAM), end)
     error = OSError("the host has no address")
     for index, (family, kind, number, _, address) in enumerate(found):
         made = socket.socket(family, kind, number)

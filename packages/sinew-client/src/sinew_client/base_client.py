@@ -6,6 +6,7 @@ a link of its own kind, and so both fail over, retry and time out alike.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -104,6 +105,18 @@ class BaseClient:
         chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits, self.max_rows)
         self._warn(chunk.warnings)
         return chunk
+
+    def _all(self, observations: Sequence[Any], timeout: float | None) -> tuple:
+        """Return the attempts at one message of several observations, and what makes their outcomes of its reply."""
+        asked, request_id = time.perf_counter(), next(self._ids)
+        given = [protocol.given(each) for each in observations]
+        parts = protocol.infer_all_parts(given, request_id, self.jpeg_quality, self.api_key, self.policy)
+
+        def outcomes(reply: Any) -> list:
+            chunk = functools.partial(self._accepted, asked=asked)
+            return protocol.accepted_all(reply, given, chunk)
+
+        return self._asking(parts, request_id, timeout), outcomes
 
     def _warn(self, warnings: Sequence[str]) -> None:
         for warning in warnings:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sinew_client import protocol
 from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
-from sinew_client.errors import ConnectionLost
+from sinew_client.errors import ClientError, ConnectionLost
 from sinew_client.link import Link
 from sinew_client.policy import asking
 from sinew_client.types import ActionChunk, Observation, PolicySpec
@@ -20,7 +20,8 @@ from sinew_client.types import ActionChunk, Observation, PolicySpec
 class Client(BaseClient):
     """Talks to one ``sinew serve``.
 
-    address: ZeroMQ address of the server, ``tcp://host:port`` or ``host:port``; or several of them. Then a request
+    address: ZeroMQ address of the server, ``tcp://host:port`` or ``host:port``, on this machine also ``ipc:///path``
+        of a Unix socket (and ``#NAME`` behind it for a policy by name); or several of them. Then a request
         that finds no server, whose connection breaks, or that a stopping or unhealthy server refuses goes to the next
         one at once, in the same call, each address once; the client stays with the server that answered.
         ``host:port/NAME`` asks the server's policy of that name, the same at all addresses; without it the first.
@@ -77,6 +78,21 @@ class Client(BaseClient):
         asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
         parts = self._encoded(given, request_id)
         return self._accepted(self._drive(self._asking(parts, request_id, timeout)), given, asked)
+
+    def infer_all(
+        self, observations: Sequence[Observation | Mapping[str, Any]], *, timeout: float | None = None
+    ) -> list[ActionChunk | ClientError]:
+        """Return the actions for several observations, asked in one message, in their order.
+
+        observations: 1 to 64, each as :meth:`infer` takes it, but for ``deadline_ms``.
+
+        What is wrong with one of them stands in its place, the error that :meth:`infer` would raise, and the others are
+        answered. Raises what concerns them all: InvalidObservation before sending, RequestTimeout, ConnectionLost,
+        ServerError.
+        """
+        asking, outcomes = self._all(observations, timeout)
+        found: list = outcomes(self._drive(asking))
+        return found
 
     def ask(
         self,

@@ -27,7 +27,12 @@ KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  # 
 
 
 def place_of(address: str) -> tuple:
-    """Return (host, port) of what ``split_address`` gave. Raises :class:`ClientError` for a host that cannot be one."""
+    """Return (host, port), or (path,), of what ``split_address`` gave. Raises :class:`ClientError` for a host that
+    cannot be one, and for a path where the system has no Unix sockets."""
+    if address.startswith("ipc://"):
+        if not hasattr(socket, "AF_UNIX"):
+            raise ClientError(f"{address}: expected tcp://HOST:PORT on a system without Unix sockets")
+        return (address[len("ipc://") :],)
     host, _, port = address[len("tcp://") :].rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
@@ -37,12 +42,18 @@ def place_of(address: str) -> tuple:
     return host, int(port)
 
 
+def unix_place(place: tuple) -> list:
+    """Return where a Unix socket is, as ``getaddrinfo`` says it; nothing for (host, port)."""
+    return [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", place[0])] if len(place) == 1 else []
+
+
 def connected(place: tuple, end: float) -> socket.socket:
-    """Return a TCP connection to (host, port). Raises OSError, a ``socket.timeout`` at ``end``.
+    """Return a connection to (host, port) or (path,). Raises OSError, a ``socket.timeout`` at ``end``.
 
     Each address of the host gets its share of the time. The system's resolver takes its own.
     """
-    found, error = socket.getaddrinfo(*place, type=socket.SOCK_STREAM), OSError("the host has no address")
+    found = unix_place(place) or socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+    error = OSError("the host has no address")
     for index, (family, kind, protocol, _, address) in enumerate(found):
         made = socket.socket(family, kind, protocol)
         try:
@@ -66,7 +77,9 @@ def payload_of(message: zmtp.Message, before: int) -> bytes:
 
 
 def set_options(made: socket.socket) -> None:
-    """Have small packets sent at once, and a silent peer found after 25 seconds."""
+    """Have small packets sent at once, and a silent peer found after 25 seconds, where packets and peers are TCP's."""
+    if made.family not in (socket.AF_INET, socket.AF_INET6):
+        return
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE:

@@ -6,7 +6,7 @@ import functools
 import io
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -27,6 +27,7 @@ MAX_ROWS, MAX_DIM = (
     1024,
 )  # of an answer: rows where nobody says what its policy states, numbers of a row
 
+MOST_TOGETHER = 64  # observations of one message
 _KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(
     (
@@ -35,22 +36,24 @@ _SCALARS = frozenset(
     )
 )
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
+_OBSERVATIONS = schema.PredictRequest.DESCRIPTOR.fields_by_name["observations"].number
 _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
 
 
 def split_address(address: str) -> tuple:
-    """Return (ZeroMQ address, policy) of ``[tcp://]host:port[/policy]``. Raises :class:`ClientError`.
-
-    The one place where an address is refused, for every kind of client: TCP is what a server listens on.
+    """Return (ZeroMQ address, policy) of ``[tcp://]host:port[/policy]`` or ``ipc:///path[#policy]``. Raises
+    :class:`ClientError`: the one place where an address is refused, for every kind of client.
     """
     scheme, separator, rest = address.rpartition("://")
+    if scheme == "ipc" and rest.startswith("/"):
+        path, _, policy = rest.partition("#")
+        return "ipc://" + path, policy
     place, _, policy = rest.partition("/")
     host, _, port = place.rpartition(":")
     if scheme not in ("", "tcp") or not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ClientError(
             f"address: expected tcp://HOST:PORT of the native wire (5555 unless `--wire native:PORT` says otherwise),"
-            f" got {address!r}"
-            + ("; a server listens on TCP alone, no Unix socket" if scheme in ("ipc", "inproc") else "")
+            f" or the ipc:///PATH that `--wire native:ipc:///PATH` names, got {address!r}"
         )
     return "tcp://" + place, policy
 
@@ -121,6 +124,50 @@ def infer_parts(
             _assign(key, setattr, request, key, value)
 
     return with_frames(request, frames, jpeg_quality)
+
+
+def infer_all_parts(
+    observations: Sequence[Mapping[str, Any]],
+    request_id: int,
+    jpeg_quality: int | None = None,
+    api_key: str = "",
+    policy: str = "",
+) -> list:
+    """Return one INFER request of several observations, as :func:`infer_parts` does that of one. Raises
+    :class:`InvalidObservation` naming the observation, and its field, that does not fit."""
+    if not 0 < len(observations) <= MOST_TOGETHER:
+        raise InvalidObservation("observations", f"1 to {MOST_TOGETHER}", str(len(observations)))
+    parts = [schema.PredictRequest(request_id=request_id, api_key=api_key, policy=policy).SerializeToString()]
+    for index, observation in enumerate(observations):
+        try:
+            if observation.get("deadline_ms") is not None:
+                raise InvalidObservation("deadline_ms", "none, of one of several observations", "one")
+            inner = infer_parts(observation, 0, jpeg_quality)
+        except InvalidObservation as error:
+            raise InvalidObservation(
+                f"observations[{index}].{error.field}", error.expected, error.got
+            ) from None
+        parts += [_prefix(_OBSERVATIONS, sum(map(len, inner))), *inner]
+    return parts
+
+
+def accepted_all(reply, observations: Sequence[Mapping[str, Any]], chunk: Callable) -> list:
+    """Return what each observation of a request got, in their order: what ``chunk`` makes of its reply and of itself,
+    or the error that it raises. Raises :class:`ClientError` where the reply has not an answer for each."""
+    if len(reply.answers) != len(observations):
+        raise ClientError(
+            f"the reply: expected {len(observations)} answers, got {len(reply.answers)}; does this server know"
+            " messages of several observations?"
+        )
+
+    def outcome(answer, observation: Mapping[str, Any]):
+        try:
+            raise_error(answer)
+            return chunk(answer, observation)
+        except ClientError as error:
+            return error
+
+    return [outcome(*each) for each in zip(reply.answers, observations)]
 
 
 def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[np.ndarray]]:

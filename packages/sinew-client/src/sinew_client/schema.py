@@ -67,6 +67,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (61, "question", "string"),
             (62, "text_only", "bool"),
             (121, "adapter", "string"),
+            (122, "observations", "repeated PredictRequest"),
         ),
     },
     "Timing": {
@@ -126,6 +127,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (60, "text", "string"),
             (111, "context", "bytes"),
             (112, "adapter", "string"),
+            (113, "answers", "repeated PredictResponse"),
         ),
     },
 }

@@ -40,6 +40,7 @@ from sinew.rate_limited_log import Once
 from sinew.registry import hints
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
+from sinew.serve.request import Outcome
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.field_names import MAX_NUMBERS, frame, text
@@ -203,7 +204,10 @@ class GrootCodec:
 
     # ------------------------------------------------------------------------- replies
 
-    def encode(self, header: GrootHeader, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
+    def encode(self, header: GrootHeader, outcomes: Sequence[Outcome], server_ms: float) -> bytes:
+        chunks = [outcome for outcome in outcomes if isinstance(outcome, ActionChunk)]
+        if errors := [outcome for outcome in outcomes if isinstance(outcome, SinewError)]:
+            return self.encode_error(header, errors[0])
         actions = np.stack([np.asarray(chunk.actions, np.float32) for chunk in chunks])  # [B, H, D]
         if not header.batched:
             actions = actions[0]

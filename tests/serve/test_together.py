@@ -1,0 +1,271 @@
+"""Several observations in one message: native, openpi and http, computed together, each with its own answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from sinew_client import Client, InvalidObservation, ServerError
+from sinew_client.aio import AsyncClient
+from sinew_client.link import Link, place_of
+from sinew_client.schema import PredictRequest, PredictResponse
+
+import sinew
+from benchmarks.wire_clients import OpenPI, _pack, _unpack
+from sinew.cli import main
+from sinew.core import Observation
+from sinew.serve import scheduler as scheduling
+from sinew.serve.deploy import Given, deploy
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.policies import Deployment
+from sinew.serve.request import Request, ShuttingDownError
+from sinew.serve.service import Service
+from sinew.serve.supervise import Supervisor
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires import open_wires, parse
+from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, until
+
+
+def observation(seed: int, size: int = 1) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    frames = {name: rng.integers(0, 256, (64, 64, 3), np.uint8) for name in ("now", "previous")}
+    state = np.full(size, 0.9, np.float32)
+    return {"images": frames, "state": state, "prompt": "go", "seed": seed, "solver_steps": 1}
+
+
+ASKED = [observation(1), observation(2, size=3), observation(3), observation(4)]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[SimpleNamespace]:
+    """pen with batches of up to three, on a wire of each kind."""
+    with sinew.load("sinew/assets/pen.gguf", "cpu", threads=1) as pen:
+        deployment = deploy(pen, Given(max_batch=3), Supervisor(), DeviceLock())
+        service = Service(deployment)
+        wires = [
+            *open_wires(parse(["native:0", "openpi:0"]), Listen()),
+            *open_wires(parse(["http:0"]), Listen()),
+        ]
+        for wire in wires:
+            wire.start(service)
+        yield SimpleNamespace(pen=pen, service=service, **{wire.name: wire.address for wire in wires})
+        deployment.scheduler.stop()
+        assert deployment.scheduler.join(WAIT_S)
+        for wire in wires:
+            wire.stop()
+
+
+def check(pen: Any, actions: Sequence[Any], batches: Sequence[float], error: str) -> None:
+    """Hold what the good ones of ``ASKED`` got to what they get alone: plan states no bits for a batch."""
+    assert "state: expected shape [1], got shape [3]" in error
+    for given, found in zip((ASKED[0], *ASKED[2:]), actions, strict=True):
+        np.testing.assert_allclose(found, pen.infer(given).actions, rtol=0, atol=1e-5)
+    assert list(batches) == [3, 3, 3]
+
+
+def test_native(served: SimpleNamespace) -> None:
+    with Client(served.native, timeout=WAIT_S) as client:
+        first, wrong, *rest = client.infer_all(ASKED)
+        assert isinstance(wrong, ServerError)
+        assert wrong.code == "bad_observation"
+        good: list[Any] = [first, *rest]
+        check(served.pen, [each.actions for each in good], [each.timing.batch for each in good], str(wrong))
+        (alone,) = client.infer_all(ASKED[:1])
+        assert alone.actions.tolist() == served.pen.infer(ASKED[0]).actions.tolist()
+        for asked, text in (
+            ([], "observations: expected 1 to 64, got 0"),
+            ([GOOD] * 65, "observations: expected 1 to 64, got 65"),
+            ([ASKED[0], {"sate": 1}], r"observations\[1\].sate: expected"),
+            ([{**GOOD, "deadline_ms": 3}], r"observations\[0\].deadline_ms: expected none"),
+        ):
+            with pytest.raises(InvalidObservation, match=text):
+                client.infer_all(asked)
+
+    async def beside() -> list[Any]:
+        async with AsyncClient(served.native, timeout=WAIT_S) as other:
+            return await other.infer_all(ASKED)
+
+    answers = asyncio.run(beside())
+    assert str(answers.pop(1)) == str(wrong)
+    assert [each.actions.tolist() for each in answers] == [each.actions.tolist() for each in good]
+
+
+@pytest.mark.parametrize("wire", ["openpi", "http"])
+def test_web(served: SimpleNamespace, wire: str) -> None:
+    body = msgpack.packb({"observations": ASKED}, default=_pack)
+    if wire == "openpi":
+        client = OpenPI(served.openpi)
+        client.socket.send(body)
+        reply = client.socket.recv(WAIT_S)
+        client.close()
+    else:
+        reply = post(served.http, body, "application/msgpack")[1]
+    answers = msgpack.unpackb(reply, object_hook=_unpack)["answers"]
+    error = answers.pop(1)["error"]
+    assert (error["code"], error["field"]) == ("bad_observation", "state")
+    timing = "server_timing" if wire == "openpi" else "timing"
+    batches = [each[timing]["batch"] for each in answers]
+    check(served.pen, [each["actions"] for each in answers], batches, error["message"])
+
+
+def post(address: str, body: bytes, kind: str = "application/json") -> tuple[int, bytes]:
+    given = urllib.request.Request(f"{address}/v1/actions", body, {"Content-Type": kind})
+    try:
+        with urllib.request.urlopen(given, timeout=WAIT_S) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"observations": {}}, "observations: expected a list of 1 to 64 maps, got dict"),
+        ({"observations": [{}], "state": [0]}, "state: expected inside of observations, got one beside them"),
+        ({"observations": [{"observations": []}]}, "observations[0].observations: expected none inside"),
+    ],
+)
+def test_what_the_web_refuses(served: SimpleNamespace, message: dict[str, Any], text: str) -> None:
+    status, reply = post(served.http, json.dumps(message).encode())
+    assert status == 400
+    assert text in json.loads(reply)["error"]["message"]
+
+
+def test_what_native_refuses(served: SimpleNamespace) -> None:
+    def asked(**fields: Any) -> Any:
+        link = Link(place_of(served.native), 1e12)
+        reply = link.ask([PredictRequest(request_id=7, **fields).SerializeToString()], 1e12)
+        link.close()
+        return PredictResponse.FromString(reply)
+
+    for fields, text in (
+        ({"observations": [{}] * 65}, "observations: expected at most 64 in a message, got 65"),
+        ({"observations": [{}], "prompt": "go"}, "prompt: expected inside of observations"),
+        ({"observations": [{}], "kind": "RESET"}, "kind 3: expected inside of observations"),
+    ):
+        assert text in asked(**fields).error
+    inside: list[dict[str, Any]] = [
+        {"policy": "x"},
+        {"observations": [{}]},
+        {"kind": "HEALTH"},
+        {"api_key": "k"},
+    ]
+    found = asked(observations=inside)
+    assert (found.request_id, found.error) == (7, "")
+    said = "observations: expected kind, policy, api_key and deadline_ms beside them alone"
+    assert [each.error for each in found.answers] == [said] * 4
+
+
+def test_eval_asks_a_server_in_messages(
+    served: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = served.service.health()
+    typed = [
+        "eval",
+        served.native,
+        "--env",
+        "sinew/Pen-v0",
+        "--episodes",
+        "3",
+        "--batch",
+        "2",
+        "--workers",
+        "1",
+    ]
+    assert main([*typed, "--solver-steps", "1", "--json"]) == 0
+    assert '"batch": 2' in capsys.readouterr().out
+    after = served.service.health()
+    assert after["batches"] - before["batches"] < after["served"] - before["served"]
+    monkeypatch.setitem(served.service.metadata["server"], "max_batch", 1)
+    assert main(typed) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "batch 2: this server computes one observation at a time; `sinew serve --max-batch auto`" in said
+
+
+class Several(Puppet):
+    """A puppet that computes several at once."""
+
+    unbatched = ""
+    batches: list[int]
+
+    def batch_key(self, prepared: Any) -> str:
+        return "all"
+
+    def dummy_observation(self) -> Any:
+        return Observation(GOOD["images"], GOOD["state"], "go")
+
+    def run_batch(self, members: Sequence[Any], *, cancel: Any = None) -> list[Any]:
+        self.batches.append(len(members))
+        return [self.run(each, cancel=cancel) for each in members]
+
+
+def together(service: Service, count: int, prompt: str = "go") -> tuple[threading.Event, list[Any]]:
+    """Give a service a message of so many; what is set when it ends, and where its outcomes will be."""
+    done, found = threading.Event(), list[Any]()
+
+    def made(index: int) -> Request:
+        state = np.full(2, index, np.float32)
+        return Request("native", lambda _budget: Observation(GOOD["images"], state, prompt), "there")
+
+    service.submit_all([made(n) for n in range(count)], lambda outcomes: (found.extend(outcomes), done.set()))
+    return done, found
+
+
+@pytest.fixture
+def held() -> Iterator[SimpleNamespace]:
+    """A service whose one inference waits for ``release``, behind a queue of two."""
+    policy = Several()
+    policy.batches = []
+    scheduler = scheduling.Scheduler(policy, queue_size=2, max_batch=4)
+    scheduler.start()
+    service = Service(Deployment(scheduler, SPEC, {}))
+    together(service, 1, "hang")
+    until(lambda: service.health()["running"])
+    policy.batches.clear()
+    yield SimpleNamespace(policy=policy, service=service, scheduler=scheduler)
+    policy.release.set()
+    scheduler.stop()
+    assert scheduler.join(WAIT_S)
+
+
+def test_a_message_has_one_place_and_inferences_of_its_own(held: SimpleNamespace) -> None:
+    messages = [together(held.service, count) for count in (9, 3)]
+    assert held.service.health()["waiting"] == 2
+    done, refused = together(held.service, 2)  # each client may have two messages waiting
+    assert done.is_set()
+    assert [str(each) for each in refused] == [
+        "2 requests of this client wait, and no client may have more"
+    ] * 2
+    until(lambda: all(each.prepared is not None for each in held.scheduler._admission))
+    held.policy.release.set()
+    for (done, found), count in zip(messages, (9, 3), strict=True):
+        assert done.wait(WAIT_S)
+        assert [each.actions[0, 0] for each in found] == list(range(count))
+    assert sorted(held.policy.batches) == [3, 4, 4]  # nine as 4, 4 and one alone; three by themselves
+
+
+def test_what_waits_for_its_message_ends_with_the_server(held: SimpleNamespace) -> None:
+    done, found = together(held.service, 5)
+    until(lambda: all(each.prepared is not None for each in held.scheduler._admission))
+    held.scheduler.stop()
+    assert done.wait(WAIT_S)
+    assert all(isinstance(each, ShuttingDownError) for each in found)
+
+
+def test_frames_beyond_the_bound_do_not_wait_for_each_other(
+    held: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "AHEAD", 1)
+    held.policy.release.set()
+    done, found = together(held.service, 6)
+    assert done.wait(WAIT_S)
+    assert [each.actions[0, 0] for each in found] == list(range(6))

@@ -1,0 +1,67 @@
+"""The native wire on a Unix socket: every kind of client, whose name it is, what a killed server leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sinew_client import Client, ServerError
+from sinew_client.aio import AsyncClient
+
+from sinew.core import SinewError
+from sinew.serve.transport.listen import AddressError, Listen
+from sinew.serve.wires import open_wires, parse
+from tests.serve.puppet import GOOD, WAIT_S, desk
+
+LARGE = {**GOOD, "images": {"front": np.zeros((480, 640, 3), np.uint8)}}  # more than a socket's buffer holds
+
+
+def test_every_kind_of_client(tmp_path: Path) -> None:
+    path = tmp_path / "sinew.sock"
+    address = f"ipc://{path}"
+    (wire,) = open_wires(parse([f"native:{address}"]), Listen())
+    assert wire.address == address
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with desk() as there:
+        wire.start(there.service)
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03"):  # others, which leave
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.connect(str(path))
+                peer.sendall(said)
+        with Client(address, timeout=WAIT_S) as client:
+            assert client.infer(LARGE).actions.shape == (3, 2)
+            assert [each.actions.shape for each in client.infer_all([LARGE, GOOD])] == [(3, 2)] * 2
+        with Client(f"{address}#arm", timeout=WAIT_S) as client, pytest.raises(ServerError, match="'arm'"):
+            client.infer(GOOD)
+
+        async def asked() -> None:
+            async with AsyncClient(address, timeout=WAIT_S) as other:
+                assert (await other.infer(LARGE)).actions.shape == (3, 2)
+
+        asyncio.run(asked())
+        wire.stop()
+        assert not path.exists()
+        with Client([address, there.native], timeout=WAIT_S) as both:  # the next one, at once
+            assert both.infer(GOOD).actions.shape == (3, 2)
+
+
+def test_whose_the_name_is(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))  # as a server that was killed leaves it
+    (wire,) = open_wires({"native": str(path)}, Listen())
+    with pytest.raises(AddressError, match=f"cannot listen on ipc://{path}: Address already in use"):
+        open_wires({"native": str(path)}, Listen())
+    wire.stop()
+    path.write_text("a file of somebody's")
+    with pytest.raises(AddressError, match="expected a free name or a socket, got another kind of file"):
+        open_wires({"native": str(path)}, Listen())
+    with pytest.raises(AddressError, match=r"cannot listen on ipc://.*too long"):
+        open_wires({"native": "/tmp/" + "x" * 200}, Listen())
+    for name in ("native:ipc://s", "native:ipc://@s", "native:ipc:///s#x", "http:ipc:///s"):
+        with pytest.raises(SinewError, match=f"--wire {name}: expected (ipc:///PATH without|a port; a Unix)"):
+            parse([name])
