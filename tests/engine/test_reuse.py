@@ -28,9 +28,7 @@ def loaded(source: str, engine: str, **options: Any) -> Policy:
 
 def frames(policy: Policy, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {
-        c.name: rng.integers(0, 256, (c.height, c.width, 3), dtype=np.uint8) for c in policy.spec.cameras
-    }
+    return {c.name: rng.integers(0, 256, (c.height, c.width, 3), dtype=np.uint8) for c in policy.spec.cameras}
 
 
 def seen(policy: Policy, seed: int = 0) -> Observation:
@@ -81,7 +79,9 @@ def test_a_trace_is_of_what_is_computed(pair: tuple[Policy, Policy]) -> None:
 
 
 def test_an_engine_that_cannot_is_refused_by_name() -> None:
-    with pytest.raises(SinewError, match="reuse: expected engine eager, plan, cpu or onnx on a CPU, got cuda"):
+    with pytest.raises(
+        SinewError, match="reuse: expected engine eager, plan, cpu or onnx on a CPU, got cuda"
+    ):
         sinew.load("pen", device="cpu", engine="cuda", reuse=True)
 
 
@@ -114,7 +114,7 @@ def test_views_that_a_trial_finds_to_depend_on_each_other_are_computed_together(
         assert (calls, watch.reused_views) == ([2, 2], 0)
     reuse = of(apart)
     assert reuse.tokens(pixels, Watch()) is not None
-    assert not reuse._views  # noqa: SLF001 - nothing is kept before the trial
+    assert not reuse._views
     assert reuse.try_views(pixels.shape) == ""
     calls.clear()
     found = [reuse.tokens(given, Watch()) for given in (pixels, pixels, pixels[:, ::-1].copy())]
@@ -133,7 +133,10 @@ def test_a_state_that_the_head_reads_needs_no_new_prefix() -> None:
     def made(renew: Any) -> Reuse:
         return Reuse(lambda p: p, lambda parts: parts[0], np.array_equal, lambda: 1, renew)
 
-    for renew, wanted in ((lambda context, state: (*context, float(state[0, 0])), ("read", 2.0)), (None, None)):
+    for renew, wanted in (
+        (lambda context, state: (*context, float(state[0, 0])), ("read", 2.0)),
+        (None, None),
+    ):
         reuse = made(renew)
         reuse.keep(arrays(1.0), ("read",))
         assert reuse.context(arrays(1.0), Watch()) == ("read",)

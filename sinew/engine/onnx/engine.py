@@ -8,6 +8,7 @@ head's output out, a few kilobytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,15 +67,13 @@ class OnnxEngine(Engine):
         self._borrowed = (
             weights(bundle, self.graphs, self.directory) if bundle and self.graphs.borrows else {}
         )
-        self.sessions = {
-            stage: open_session(
-                ort,
-                self.directory / f"{stage}.onnx",
-                session_options(self._threads, self._borrowed.get(stage, {})),
-                wanted,
-            )
-            for stage in STAGES
-        }
+        options = [session_options(self._threads, self._borrowed.get(stage, {})) for stage in STAGES]
+        with ThreadPoolExecutor(
+            min(self._threads, len(STAGES))
+        ) as pool:  # weights are laid out while it opens
+            files = [self.directory / f"{stage}.onnx" for stage in STAGES]
+            opened = pool.map(lambda file, given: open_session(ort, file, given, wanted), files, options)
+            self.sessions = dict(zip(STAGES, opened, strict=True))
         self.providers = loaded(self.sessions["step"], wanted)
         self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
         self._check_names()
