@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from sinew_client import Client
 
 import sinew
+from sinew.cli import main
 from sinew.core import Observation, SinewError
 from sinew.engine.engine import Watch
 from sinew.engine.reuse import Reuse
 from sinew.policy import Policy
 from sinew.processing import ModelInputs
+from tests.serve.test_server import serving
 
 ENGINES = ("eager", "plan", "onnx")
 
@@ -83,6 +87,28 @@ def test_an_engine_that_cannot_is_refused_by_name() -> None:
         SinewError, match="reuse: expected engine eager, plan, cpu or onnx on a CPU, got cuda"
     ):
         sinew.load("pen", device="cpu", engine="cuda", reuse=True)
+
+
+def test_a_server_keeps_what_requests_repeat_and_says_so(tmp_path: Path) -> None:
+    with serving(
+        tmp_path, "blocks", "--reuse", "--engine", "plan", "--wire", "native:0", "--threads", 1
+    ) as server:
+        with Client(server.address, timeout=60.0) as client:
+            observation = {
+                "images": {name: np.full((64, 64, 3), 90, np.uint8) for name in ("front", "wrist")},
+                "state": np.zeros(client.spec.state.dim), "prompt": "put the red block into the left bin", "seed": 1,
+            }  # fmt: skip
+            chunks = [client.infer(observation) for _ in range(2)]
+            chunks.append(client.infer({**observation, "state": np.full(client.spec.state.dim, 0.125)}))
+        told = [(chunk.timing.reused_views, chunk.timing.reused_prefix) for chunk in chunks]
+        assert told == [(0, False), (2, True), (2, False)]
+        assert np.array_equal(chunks[0].actions, chunks[1].actions)
+        assert server.stop() == 0
+
+
+def test_a_recording_reuses_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", "--replay", str(tmp_path), "--reuse"]) == 1
+    assert "--reuse: a recording is replayed alone" in capsys.readouterr().err
 
 
 def test_views_that_a_trial_finds_to_depend_on_each_other_are_computed_together() -> None:
