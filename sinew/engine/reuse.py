@@ -27,7 +27,7 @@ class Reuse:
     newer state -> the context that reading it gives; None where the state is read with all else. threads: that compute
     on the calling thread, as sums may depend on them.
 
-    Only observations that are read alone are looked at and kept.
+    Only observations that are read alone, and views of shapes that were tried, are looked at and kept.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Reuse:
         """Return what encoding ``pixels`` gives, of which views that were seen before are not computed."""
         if len(pixels) != 1 or self._tried.get(key := (self._threads(), pixels.shape), "not tried"):
             return self._encode(pixels)
+        kept = tuple(self._views)  # as it is now: a stream reads on a thread of its own
         threads, views = key[0], [pixels[:, [view]] for view in range(pixels.shape[1])]
         found = [
-            next((t for n, seen, t in self._views if n == threads and _equal(seen, view)), None)
-            for view in views
+            next((t for n, seen, t in kept if n == threads and _equal(seen, view)), None) for view in views
         ]
         watch.reused_views = sum(tokens is not None for tokens in found)
         if not watch.reused_views:
@@ -79,16 +79,13 @@ class Reuse:
         else:
             made = [self._encode(v) if t is None else t for v, t in zip(views, found, strict=True)]
             whole = self._join(made)
-        self._views.extend(
-            (threads, view, tokens)
-            for view, old, tokens in zip(views, found, made, strict=True)
-            if old is None
-        )
+        # Those that were found once more: a camera that stands still outlasts one that moves.
+        self._views.extend((threads, view, tokens) for view, tokens in zip(views, made, strict=True))
         return whole
 
     def context(self, inputs: ModelInputs, watch: Watch) -> Any:
         """Return the context of the same inputs, read before; None where there is none."""
-        for threads, seen, context in self._contexts:
+        for threads, seen, context in tuple(self._contexts):
             if threads != self._threads() or not all(
                 _equal(getattr(seen, n), getattr(inputs, n)) for n in FIELDS
             ):

@@ -146,6 +146,10 @@ def test_views_that_a_trial_finds_to_depend_on_each_other_are_computed_together(
     found = [reuse.tokens(given, Watch()) for given in (pixels, pixels, pixels[:, ::-1].copy())]
     assert calls == [2]
     assert np.array_equal(found[2], apart(pixels[:, ::-1]))
+    for number in range(9):  # one camera stands still beside one that moves
+        pixels[0, 1] += np.float32(number + 1)
+        assert np.array_equal(reuse.tokens(pixels, watch := Watch()), apart(pixels))
+        assert watch.reused_views == 1
 
 
 def test_a_state_that_the_head_reads_needs_no_new_prefix() -> None:
