@@ -153,7 +153,7 @@ class Policy(OpenPolicy):
             raise SinewError(
                 f"reuse: expected engine eager, plan, cpu or onnx on a CPU, got {self.engine_name} on {self.device}"
             )
-        self.reuse = "not tried yet" if reuse else "off"
+        self.reuse_reason = "not tried yet" if reuse else "off"
         self._reuse_open = reuse
         self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None
@@ -188,7 +188,7 @@ class Policy(OpenPolicy):
             "unscaled": self.unscaled,
             "unbatched": self.unbatched,
             "unstreamed": self.facts.unshared,
-            "reuse": self.reuse,
+            "reuse": self.reuse_reason,
             "lm_head": self.manifest.config.get("lm_head", ""),
             "says": list(self.says),
             "adapters": {name: {"policy": each.manifest.name} for name, each in self.adapters.items()},
@@ -483,7 +483,7 @@ class Policy(OpenPolicy):
         engine's graphs for frames of the declared sizes, and settles the number of threads where it was left open.
         Call on the thread that will infer."""
         observation = self.dummy_observation()
-        reuse, self._reuse_open = self.reuse != "off", False
+        reuse, self._reuse_open = self.reuse_reason != "off", False
         for engine in (self.engine, *self.engine.adapters.values()):
             engine.reuse = None  # what is measured here is computed
         chunk = self.infer(observation)
@@ -507,7 +507,7 @@ class Policy(OpenPolicy):
             engine.start_reuse(inputs) for engine in (self.engine, *self.engine.adapters.values())
         ]  # each has weights of its own
         apart = next(filter(None, found), "")
-        self.reuse = f"the prefix, but no single view: {apart}" if apart else "views and the prefix"
+        self.reuse_reason = f"the prefix, but no single view: {apart}" if apart else "views and the prefix"
 
     def dummy_observation(self) -> Observation:
         """A valid observation of the spec's shapes: grey frames, zero state, a short instruction."""
