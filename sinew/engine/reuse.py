@@ -102,8 +102,14 @@ class Reuse:
     def keep(self, inputs: ModelInputs, context: Any) -> None:
         """Keep the context of inputs that were just read."""
         if len(inputs.pixels) == 1:
-            arrays = (inputs.pixels, inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
-            self._contexts.append((self._threads(), ModelInputs(*(a.copy() for a in arrays)), context))
+            copied = ModelInputs(
+                inputs.pixels.copy(),
+                inputs.camera_mask.copy(),
+                inputs.tokens.copy(),
+                inputs.token_mask.copy(),
+                inputs.state.copy(),
+            )
+            self._contexts.append((self._threads(), copied, context))
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
