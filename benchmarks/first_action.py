@@ -3,9 +3,9 @@
 python -m benchmarks.first_action BUNDLE [BUNDLE...] [--engine cpu] [--threads 2] [--rounds 5] [--cold]
 
 Laps: `import sinew`, load (opening, weights, kernels), the first inference, and for comparison the second. Warm:
-kernels, graphs and the file's pages are there from the run before, which is not counted. --cold: the file's pages are
-given back to the system before each round, so that weights come from the disk; what is compiled stays. By the clock,
-and processor seconds of the process. The last line is JSON.
+kernels, graphs and the file's pages are there from the run before, which is not counted. --cold: the pages of the file
+and of its graphs are given back to the system before each round, so that weights come from the disk; what is compiled
+stays. By the clock, and processor seconds of the process. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def main() -> None:
     for index in range(arguments.rounds + 1):
         for path in arguments.bundles:
             if arguments.cold and index:
-                forget(path)
+                for file in (path, *path.parent.glob(f"{path.stem}.onnx-*/*")):
+                    forget(file)
             command = [sys.executable, "-m", "benchmarks.first_action", str(path), *options]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             if index:  # the first compiles and warms up

@@ -95,6 +95,9 @@ class Policy(OpenPolicy):
     adapters: name -> file of ``sinew convert --no-merge``: over the bundle's weights, which stay as they are, each
     computes the observations that name it, with its own statistics. Requests that name none get the bundle itself.
     prepared: take what ``sinew prepare`` found to be faster here also where it can do less, as ``sinew serve`` does.
+    reuse: keep what observations repeat to the byte, image tokens and the context of the prefix, for the next ones;
+    answers are the same bits, and ``timing`` says what was not computed (:mod:`sinew.engine.reuse`). It begins with
+    ``warm_up``, or with the first inference, which takes two more passes of the vision tower to try it.
     stream: take an engine that runs a stream (``sinew.stream``) whose whole chunks are continued so: "none", "guided",
     "no-jacobian" or "ramp". None: there is none.
     """
@@ -114,6 +117,7 @@ class Policy(OpenPolicy):
         allow_empty_prompt: bool = False,
         adapters: Mapping[str, str | Path] | None = None,
         prepared: bool = False,
+        reuse: bool = False,
         stream: str | None = None,
     ):
         self.bundle = bundle
@@ -145,6 +149,12 @@ class Policy(OpenPolicy):
         }
         self._engine: Engine | None = BACKENDS[self.engine_name].open(bundle, self.choice.options)
         self.facts = self.engine.facts
+        if reuse and not self.facts.reuses:
+            raise SinewError(
+                f"reuse: expected engine eager, plan, cpu or onnx on a CPU, got {self.engine_name} on {self.device}"
+            )
+        self.reuse_reason = "not tried yet" if reuse else "off"
+        self._reuse_open = reuse
         self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None
         self._files = [bundle.file.in_use, *map(watch, self.facts.files)]
@@ -178,6 +188,7 @@ class Policy(OpenPolicy):
             "unscaled": self.unscaled,
             "unbatched": self.unbatched,
             "unstreamed": self.facts.unshared,
+            "reuse": self.reuse_reason,
             "lm_head": self.manifest.config.get("lm_head", ""),
             "says": list(self.says),
             "adapters": {name: {"policy": each.manifest.name} for name, each in self.adapters.items()},
@@ -357,6 +368,8 @@ class Policy(OpenPolicy):
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
             start, watch = time.perf_counter(), Watch(cancel)
+            if self._reuse_open:
+                self._start_reuse()
             engine = self.engine_of(first.adapter)
             text, context = "", None
             if first.words is None:
@@ -480,6 +493,9 @@ class Policy(OpenPolicy):
         engine's graphs for frames of the declared sizes, and settles the number of threads where it was left open.
         Call on the thread that will infer."""
         observation = self.dummy_observation()
+        reuse, self._reuse_open = self.reuse_reason != "off", False
+        for engine in (self.engine, *self.engine.adapters.values()):
+            engine.reuse = None  # what is measured here is computed
         chunk = self.infer(observation)
         inputs = self.prepare(observation).inputs.batched()
         self.engine.warm(inputs, self.spec.solver_steps, self.spec.max_prompt_tokens)
@@ -490,7 +506,18 @@ class Policy(OpenPolicy):
             self.threads_reason = (
                 self.engine.tune_threads(lambda: self.infer(observation)) or self.threads_reason
             )
+        if reuse:
+            self._start_reuse()
         return chunk
+
+    def _start_reuse(self) -> None:
+        self._reuse_open = False
+        inputs = self.prepare(self.dummy_observation()).inputs.batched()
+        found = [
+            engine.start_reuse(inputs) for engine in (self.engine, *self.engine.adapters.values())
+        ]  # each has weights of its own
+        apart = next(filter(None, found), "")
+        self.reuse_reason = f"the prefix, but no single view: {apart}" if apart else "views and the prefix"
 
     def dummy_observation(self) -> Observation:
         """A valid observation of the spec's shapes: grey frames, zero state, a short instruction."""

@@ -20,6 +20,7 @@ from sinew.cli.options import (
     Cameras,
     Count,
     CountIfAny,
+    Flag,
     NotNegative,
     Positive,
     PositiveIfAny,
@@ -102,6 +103,7 @@ def serve(
     rerun: str | None = None,
     dashboard: Literal["auto", "on", "off"] = "auto",
     prepare: bool = True,
+    reuse: Flag = False,
     bounds: Bounds = Bounds(),
 ) -> int:
     """Serve a bundle to robot clients over one or more wires, until SIGINT or SIGTERM.
@@ -128,6 +130,8 @@ def serve(
         prepare: where an engine may be faster than the one that auto could start at once, export it in the background,
             prove and measure it, and let it take over between two chunks if it is (docs/engines.md); --no-prepare stays
             with what starts at once.
+        reuse: keep image tokens and prefixes of observations that repeat to the byte; the same actions, in less time
+            while cameras and states stand still (docs/engines.md).
     """
     set_up_logs(on.verbose)
     with access_logging(on.access_log):
@@ -142,10 +146,15 @@ def serve(
             from sinew.records.rerun_log import target_of
 
             viewer = target_of(rerun)
-        options = runs.keywords() | cameras.keywords() | {"prepared": prepare}
+        options = runs.keywords() | cameras.keywords() | {"prepared": prepare, "reuse": reuse}
         adapters, more = pairs("--adapter", "FILE", adapter), named_policies(policy)
         if replay is not None:
-            for flag, given in (("--adapter", adapters), ("--policy", more), ("--context", context)):
+            for flag, given in (
+                ("--adapter", adapters),
+                ("--policy", more),
+                ("--context", context),
+                ("--reuse", reuse),
+            ):
                 if given:
                     raise SinewError(f"{flag}: a recording is replayed alone")
             make: Callable[[], Policy | Replay] = _replayer(

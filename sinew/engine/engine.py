@@ -16,13 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sinew.core import CancelledError, SinewError, Timing
 from sinew.processing import ModelInputs
 from sinew.solvers import Guidance
+
+if TYPE_CHECKING:
+    from sinew.engine.reuse import Reuse
 
 Context = Any  # what read leaves for solve, in the engine's own arrays
 
@@ -48,7 +51,8 @@ class Watch:
 
     cancel: ends the run with :class:`CancelledError` when it is set. between: called between two stages; what it raises
     ends the run. trace: gets what the stages of a single
-    observation computed. apart: asks an engine that runs all stages as one for each of them.
+    observation computed. apart: asks an engine that runs all stages as one for each of them. reused_views,
+    reused_prefix: set by an engine that did not compute them (:class:`sinew.core.Timing`).
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Watch:
         between: Callable[[], None] | None = None,
     ):
         self.trace, self.apart = trace, apart or trace is not None
+        self.reused_views, self.reused_prefix = 0, False
         self._cancel, self._between = cancel, between
         self._laps: dict[str, list[float]] = {}
         self._begun = time.perf_counter()
@@ -92,6 +97,8 @@ class Watch:
             step_ms=tuple(laps.get("step", ())),
             batch=batch,
             text_ms=sum(laps.get("text", ())),
+            reused_views=self.reused_views,
+            reused_prefix=self.reused_prefix,
         )
 
 
@@ -109,6 +116,7 @@ class Facts:
     unshared: why its two verbs may not run at the same time on two threads, "" if they may.
     takes_frames: it resizes raw frames on the device. world_units: it returns actions un-normalised.
     one_graph: it runs all stages as one unless a watch asks for them apart.
+    reuses: it can keep what observations repeat (:meth:`Engine.start_reuse`).
     rolling: rows of a chunk are denoised at times of their own (:meth:`Engine.evaluate`). head_reads_state:
         :meth:`Engine.renew` gives a context a newer state. chooses_tokens: a rounded context may give other actions.
         has_lm_head: :meth:`Engine.read_text` and :meth:`Engine.say_text` say something.
@@ -128,6 +136,7 @@ class Facts:
     takes_frames: bool = False
     world_units: bool = False
     one_graph: bool = False
+    reuses: bool = False
     rolling: bool = False
     head_reads_state: bool = False
     chooses_tokens: bool = False
@@ -147,6 +156,7 @@ class Engine(ABC):
     model: the PyTorch model that it runs, on ``device``, with its rewrites in ``plan``; None where it runs something
         else.
     adapters: by name the engines that compute with an adapter over the same weights; contexts are their own.
+    reuse: what it keeps of earlier observations; None: nothing, every read computes all.
     """
 
     facts: Facts
@@ -154,6 +164,7 @@ class Engine(ABC):
     plan: Any = None
     device: Any = None
     adapters: Mapping[str, Engine] = MappingProxyType({})
+    reuse: Reuse | None = None
 
     @property
     @abstractmethod
@@ -201,6 +212,11 @@ class Engine(ABC):
     def warm(self, inputs: ModelInputs, steps: int, longest: int) -> None:
         """Make what requests with such frames and prompts of up to ``longest`` tokens will need, so that none waits."""
         return
+
+    def start_reuse(self, inputs: ModelInputs) -> str:
+        """Keep from now on what observations like ``inputs``, a batch of one, repeat; return why views are not kept
+        one by one, "" if they are (:mod:`sinew.engine.reuse`). Call on the thread that will infer."""
+        raise self._cannot("keep what observations repeat")
 
     def tune_threads(self, infer: Callable[[], object]) -> str:
         """Choose the number of threads by trying, and return the reason; "" where there is nothing to choose."""

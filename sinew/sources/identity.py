@@ -1,26 +1,19 @@
-"""The content of a checkpoint as one key: its files' names and SHA-256, and the code that would convert them.
-
-Hashing gigabytes takes seconds, so digests are remembered by what the file system says of a file, as git's index does:
-a file whose size, inode and times are those of the last look is not read again.
-"""
+"""The content of a checkpoint as one key: its files' names and SHA-256, and the code that would convert them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import tempfile
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import msgspec
-
 import sinew
 from sinew import machine, progress
-from sinew.bundle.files import open_regular
+from sinew.bundle.digests import BLOCK, Memo
+from sinew.bundle.digests import sha256 as digest
 from sinew.core import SinewError
 
 # What trainers leave beside the weights to go on with; no conversion reads it.
@@ -43,8 +36,7 @@ CHECKPOINT = (
 )  # every layout that converts has one of these; openpi's the last two
 WEIGHTS = (".safetensors", ".pt", ".gguf")  # and orbax's folder params/
 MAX_FILES = 10_000
-BLOCK, LONG = 1 << 22, 1 << 28
-RACY_NS = 2_000_000_000  # a file changed this shortly before it was read may change again within one tick of its clock
+LONG = 1 << 28
 CODE = ("convert", "bundle", "models")  # rooms that decide what a conversion writes
 
 
@@ -89,7 +81,7 @@ def _counts(path: Path) -> bool:
 
 def digests(paths: list[Path], root: Path) -> list[FileIdentity]:
     """Return name, size and SHA-256 of files; names are relative to ``root`` where they lie in it."""
-    memo = _Memo(root)
+    memo = Memo(root, machine.cache_folder("digests"), sha256)
     found = [FileIdentity(_name(path, root), path.stat().st_size, memo.digest(path)) for path in paths]
     memo.keep()
     return found
@@ -118,13 +110,8 @@ def _name(path: Path, root: Path) -> str:
 
 def sha256(path: Path, size: int) -> str:
     """Return the SHA-256 of a regular file of ``size`` bytes in hexadecimal digits."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(BLOCK, size) or 1))
-    with open_regular(path) as file, _shown(path, size) as advance:
-        while got := file.readinto(buffer):  # type: ignore[attr-defined]
-            digest.update(buffer[:got])
-            advance("")
-    return digest.hexdigest()
+    with _shown(path, size) as advance:
+        return digest(path, size, advance)
 
 
 def _shown(path: Path, size: int) -> AbstractContextManager[progress.Advance]:
@@ -132,43 +119,3 @@ def _shown(path: Path, size: int) -> AbstractContextManager[progress.Advance]:
     if size < LONG:
         return nullcontext(lambda _: None)
     return progress.task(f"reading {path.name}", -(-size // BLOCK))
-
-
-class _Memo:
-    """Digests of one folder's files from earlier looks. A memo that does not read is an empty one."""
-
-    def __init__(self, root: Path):
-        named = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:32]
-        self.path = machine.cache_folder("digests") / f"{named}.json"
-        try:
-            self.known = msgspec.json.decode(
-                self.path.read_bytes(), type=dict[str, tuple[tuple[int, ...], str]]
-            )
-        except (OSError, msgspec.DecodeError):
-            self.known = {}
-        self.before = dict(self.known)
-
-    def digest(self, path: Path) -> str:
-        where, found = str(path.resolve()), path.stat()
-        seen = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
-        known = self.known.get(where)
-        if known is not None and tuple(known[0]) == seen:
-            return known[1]
-        started = time.time_ns()
-        digest = sha256(path, found.st_size)
-        self.known.pop(where, None)
-        if started - max(found.st_mtime_ns, found.st_ctime_ns) > RACY_NS:
-            self.known[where] = (seen, digest)
-        return digest
-
-    def keep(self) -> None:
-        """Write the memo; where that fails the next look reads the files again."""
-        if self.known == self.before:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".", delete=False) as file:
-                file.write(msgspec.json.encode(self.known))
-            os.replace(file.name, self.path)
-        except OSError:
-            return

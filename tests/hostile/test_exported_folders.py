@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sinew.bundle import Bundle
+from sinew.bundle import Bundle, digests
+from sinew.bundle.files import open_regular
 from sinew.core import BundleError
 from sinew.engine.onnx.borrowed import shipped_folder
 from sinew.engine.onnx.engine import OnnxEngine
@@ -59,6 +60,31 @@ def test_files_that_are_not_as_they_were_written_are_refused(
     change(folder / "step.onnx")
     with pytest.raises(BundleError, match=r"step\.onnx: is (not as it was written|missing).*export again"):
         opened(folder)
+
+
+def test_weights_are_hashed_once_and_again_when_they_were_changed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "RACY_NS", -(10**12))  # as if the files were older than the look
+    graphs, read = GraphSet.load(folder), []
+    monkeypatch.setattr(digests, "open_regular", lambda path: read.append(path.name) or open_regular(path))
+    graphs.check(folder)
+    assert sorted(read) == sorted(graphs.sha256)
+    read.clear()
+    graphs.check(folder)
+    assert not read
+    found = (folder / "step.onnx").stat()
+    scaled(folder / "step.onnx")
+    os.utime(folder / "step.onnx", ns=(found.st_atime_ns, found.st_mtime_ns))  # its time is set back
+    with pytest.raises(BundleError, match=r"step\.onnx: is not as it was written"):
+        graphs.check(folder)
+    assert read == ["step.onnx"]
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # where nothing can be kept all is read
+    read.clear()
+    with pytest.raises(BundleError, match=r"step\.onnx: is not as it was written"):
+        graphs.check(folder)
+    assert sorted(read) == sorted(graphs.sha256)
 
 
 def test_a_file_that_no_export_wrote_is_refused(folder: Path) -> None:

@@ -396,6 +396,24 @@ def install(walk: Walk) -> None:
 def engines(walk: Walk) -> None:
     arm_policy(walk)
     assert walk.type("sinew prepare policy.gguf", says=("proved: ",)).result["seconds"]
+    with walk.serving("sinew serve policy.gguf --reuse", adds="--no-prepare"):
+        walk.write(
+            "still.py",
+            f"""
+import numpy as np
+from sinew_client import Client
+
+with Client("{NATIVE}", timeout=120) as client:
+    spec = client.spec
+    frames = {{c.name: np.full((c.height, c.width, 3), 90, np.uint8) for c in spec.cameras}}
+    seen = {{"images": frames, "state": np.zeros(spec.state.dim), "prompt": "wait", "seed": 1}}
+    first, second = client.infer(seen), client.infer(seen)
+    assert (second.timing.reused_views, second.timing.reused_prefix) == (len(frames), True), second.timing
+    assert not first.timing.reused_views
+    assert np.array_equal(first.actions, second.actions)
+""",
+        )
+        walk.run("python still.py")
     walk.type("sinew export policy.gguf --onnx robot/")
     with walk.serving("sinew serve robot/"):
         walk.run(f"sinew client {NATIVE} --requests 3")

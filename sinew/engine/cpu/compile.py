@@ -112,10 +112,10 @@ def compile_floats(plan: Plan) -> Plan:
 
     Layers that read the same input are one call where their weights are of one format: it is rounded once.
     """
-    outcomes = [*plan.outcomes]
+    outcomes, modules = [*plan.outcomes], list(plan.model.named_modules())  # which stay, in other classes
     for what, kind, mismatch, into in COMPILED:
         done, left = [], {}
-        for name, module in list(plan.model.named_modules()):
+        for name, module in modules:
             if not isinstance(module, kind):
                 continue
             if why := foreign(module, kind) or mismatch(module):

@@ -16,6 +16,7 @@ from sinew.core import RTC, SinewError, did_you_mean
 from sinew.engine.engine import Context, Engine, Facts, Watch
 from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
+from sinew.engine.reuse import Reuse
 from sinew.engine.threads import tune_threads
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Model, Said, Speaker
@@ -42,6 +43,7 @@ class EagerEngine(Engine):
             guides=RTC,  # autograd goes through the head, and a head that can takes a time per row
             shares_views=True,
             unshared="" if device.type == "cpu" else f"expected a CPU, got {device}, whose stream they share",
+            reuses=device.type == "cpu",
             rolling=bool(getattr(model.config, "rolling", False)),
             head_reads_state=model.head_reads_state,
             chooses_tokens=model.chooses_tokens,
@@ -65,12 +67,29 @@ class EagerEngine(Engine):
     def place(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
+    def start_reuse(self, inputs: ModelInputs) -> str:
+        renew = self.renew if self.facts.head_reads_state else None
+        self.reuse = Reuse(
+            self._encode, lambda parts: torch.cat(parts, 1), torch.equal, torch.get_num_threads, renew
+        )
+        return self.reuse.try_views(inputs.pixels.shape)
+
+    @torch.inference_mode()
+    def _encode(self, pixels: np.ndarray) -> Tensor:
+        """Return the image tokens [B, V, N, C] of pixels."""
+        return self.model.embed_images(self.place(pixels))
+
     @torch.inference_mode()
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
         watch = watch or Watch()
+        reuse = self.reuse if watch.trace is None else None  # a trace is of what is computed
+        if reuse is not None and (known := reuse.context(inputs, watch)) is not None:
+            return known
         with self._rows(watch):
             batch = Inputs.of(inputs, self.device)
-            image_tokens = self.model.embed_images(batch.pixels)  # [B, V, N, C]
+            image_tokens = (
+                self.model.embed_images(batch.pixels) if reuse is None else reuse.tokens(inputs.pixels, watch)
+            )  # [B, V, N, C]
             if (prompts := len(batch.tokens) // len(batch.pixels)) > 1:
                 image_tokens = image_tokens.repeat(prompts, 1, 1, 1)
             self._lap(watch, "vision")
@@ -79,6 +98,8 @@ class EagerEngine(Engine):
                 watch.trace.vision = as_array(image_tokens[0])
                 watch.trace.prefix = named_arrays(context)
             self._lap(watch, "prefix")
+            if reuse is not None:
+                reuse.keep(inputs, context)
             return context
 
     def solve(

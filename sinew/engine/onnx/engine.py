@@ -8,6 +8,7 @@ head's output out, a few kilobytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from sinew.engine.onnx.borrowed import weights
 from sinew.engine.onnx.graphs import CONTEXT, NEWEST, ONE_SCALE, PROMPT, STAGES, GraphSet, renewed, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.engine.onnx.sessions import open_axis, open_session, session_options
+from sinew.engine.reuse import Reuse
 from sinew.processing import ModelInputs
 from sinew.solvers import Guidance, Solver, drawn, solve
 from sinew.steps.action_tokens.base import ActionTokens
@@ -65,15 +67,13 @@ class OnnxEngine(Engine):
         self._borrowed = (
             weights(bundle, self.graphs, self.directory) if bundle and self.graphs.borrows else {}
         )
-        self.sessions = {
-            stage: open_session(
-                ort,
-                self.directory / f"{stage}.onnx",
-                session_options(self._threads, self._borrowed.get(stage, {})),
-                wanted,
-            )
-            for stage in STAGES
-        }
+        options = [session_options(self._threads, self._borrowed.get(stage, {})) for stage in STAGES]
+        with ThreadPoolExecutor(
+            min(self._threads, len(STAGES))
+        ) as pool:  # weights are laid out while it opens
+            files = [self.directory / f"{stage}.onnx" for stage in STAGES]
+            opened = pool.map(lambda file, given: open_session(ort, file, given, wanted), files, options)
+            self.sessions = dict(zip(STAGES, opened, strict=True))
         self.providers = loaded(self.sessions["step"], wanted)
         self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
         self._check_names()
@@ -157,6 +157,7 @@ class OnnxEngine(Engine):
             # where the prefix has one scale for all of its tokens, tokens of padding would move it
             exact_lengths="read" in self.by_member,
             shares_views=True,
+            reuses=self._wanted[0] == CPU,
             providers=tuple(self.providers),
             files=tuple(file for file in sorted(self.directory.iterdir()) if file.is_file()),
             notes=(
@@ -166,14 +167,28 @@ class OnnxEngine(Engine):
             ),
         )
 
+    def start_reuse(self, inputs: ModelInputs) -> str:
+        def join(parts: list[np.ndarray]) -> np.ndarray:
+            return np.concatenate(parts, 1)
+
+        self.reuse = Reuse(self._encode, join, np.array_equal, lambda: self._threads)
+        return self.reuse.try_views(inputs.pixels.shape)
+
+    def _encode(self, pixels: np.ndarray) -> np.ndarray:
+        """Return the image tokens [B, V, N, C] of pixels."""
+        vision = self.sessions["vision"]
+        parts = [vision.run(None, {"pixels": pixels[rows]})[0] for rows in self._calls("vision", len(pixels))]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> list[Any]:
         """Return the tensors of ``graphs.reads`` in ONNX Runtime's memory."""
         watch, count = watch or Watch(), len(inputs.tokens)
-        vision = self.sessions["vision"]
-        seen = len(inputs.pixels)  # each perhaps by several prompts
-        parts = [vision.run(None, {"pixels": inputs.pixels[rows]})[0] for rows in self._calls("vision", seen)]
-        parts *= count // seen
-        image_tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        reuse = self.reuse if watch.trace is None else None  # a trace is of what is computed
+        if reuse is not None and (known := reuse.context(inputs, watch)) is not None:
+            return list(known)
+        image_tokens = self._encode(inputs.pixels) if reuse is None else reuse.tokens(inputs.pixels, watch)
+        if (prompts := count // len(inputs.pixels)) > 1:  # over the same views
+            image_tokens = np.concatenate([image_tokens] * prompts)
         watch.lap("vision")
         image_tokens, camera_mask = self._all_views(image_tokens, inputs.camera_mask)
         given = dict(
@@ -197,6 +212,8 @@ class OnnxEngine(Engine):
                 if name.startswith(own)
             }
         watch.lap("prefix")
+        if reuse is not None:
+            reuse.keep(inputs, context)
         return context
 
     def solve(

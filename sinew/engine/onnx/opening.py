@@ -54,7 +54,9 @@ def graphs_of(bundle: Bundle) -> Path:
     """Return the folder of graphs of the bundle, quantised as its recipe says; export it if it is missing."""
     variant_here = variant(usable_bits(bundle))
     where = cache_folder(bundle.path, variant_here)
-    if not (where / "graphs.json").exists() and (ours := shipped(bundle.path)):
+    if (where / "graphs.json").exists():
+        return where
+    if ours := shipped(bundle.path):
         return ours
     return cached_graphs(bundle.path, lambda folder: write_graphs(bundle, folder, where), variant_here)
 

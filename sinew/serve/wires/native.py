@@ -326,6 +326,7 @@ class NativeCodec:
             setattr(reply.timing, name, getattr(timing, name))
         reply.timing.step_ms.extend(timing.step_ms)
         reply.timing.server_ms, reply.timing.batch = server_ms, timing.batch
+        reply.timing.reused_views, reply.timing.reused_prefix = timing.reused_views, timing.reused_prefix
 
         actions = np.asarray(chunk.actions, np.float32)  # [H, dim]
         horizon, dim = actions.shape

@@ -327,6 +327,8 @@ def decode_timing(reply) -> Timing:
         server_ms=found.server_ms,
         batch=found.batch or 1,  # of a server that does not know the field
         text_ms=found.text_ms,
+        reused_views=found.reused_views,
+        reused_prefix=found.reused_prefix,
     )
 
 

@@ -83,6 +83,8 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (8, "server_ms", "float"),
             (9, "batch", "uint32"),
             (60, "text_ms", "float"),
+            (61, "reused_views", "uint32"),
+            (62, "reused_prefix", "bool"),
         ),
     },
     "Window": {

@@ -284,6 +284,8 @@ class Timing:
 
     An engine that runs all of it as one graph (cuda) has no parts to time: the whole stands in ``step_ms``.
     ``text_ms``: of the words that were said before the actions, or in their place.
+    ``reused_views``, ``reused_prefix``: views whose image tokens, and whether what the prefix leaves for the head, were
+    kept from an earlier observation of the same bytes and not computed (docs/engines.md).
     ``batch``: how many requests were computed at once; the engine's times are those of all of them.
     """
 
@@ -297,6 +299,8 @@ class Timing:
     server_ms: float = 0.0  # everything in a server: frame received to reply ready
     batch: int = 1
     text_ms: float = 0.0
+    reused_views: int = 0
+    reused_prefix: bool = False
 
     @property
     def head_ms(self) -> float:

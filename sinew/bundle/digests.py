@@ -1,0 +1,80 @@
+"""SHA-256 of files, remembered: hashing gigabytes takes seconds.
+
+Digests are remembered by what the file system says of a file, as git's index does: a file whose size, inode and times
+are those of the last look is not read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from sinew.bundle.files import open_regular
+
+BLOCK = 1 << 22
+RACY_NS = 2_000_000_000  # a file changed this shortly before it was read may change again within one tick of its clock
+
+
+def sha256(path: Path, size: int, advance: Callable[[str], object] = lambda _: None) -> str:
+    """Return the SHA-256 of a regular file of ``size`` bytes in hexadecimal digits. advance: called after each block.
+
+    Raises OSError.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(BLOCK, size) or 1))
+    with open_regular(path) as file:
+        while got := file.readinto(buffer):  # type: ignore[attr-defined]
+            digest.update(buffer[:got])
+            advance("")
+    return digest.hexdigest()
+
+
+class Memo:
+    """Digests of one folder's files from earlier looks. A memo that does not read is an empty one.
+
+    home: the folder where memos are kept. read: computes the digest of a file of so many bytes.
+    """
+
+    def __init__(self, root: Path, home: Path, read: Callable[[Path, int], str] = sha256):
+        self._read = read
+        named = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:32]
+        self.path = home / f"{named}.json"
+        try:
+            self.known = msgspec.json.decode(
+                self.path.read_bytes(), type=dict[str, tuple[tuple[int, ...], str]]
+            )
+        except (OSError, msgspec.DecodeError):
+            self.known = {}
+        self.before = dict(self.known)
+
+    def digest(self, path: Path) -> str:
+        """Return the SHA-256 of a regular file, which is read unless it was read before. Raises OSError."""
+        where, found = str(path.resolve()), path.stat()
+        seen = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+        known = self.known.get(where)
+        if known is not None and tuple(known[0]) == seen:
+            return known[1]
+        started = time.time_ns()
+        digest = self._read(path, found.st_size)
+        self.known.pop(where, None)
+        if started - max(found.st_mtime_ns, found.st_ctime_ns) > RACY_NS:
+            self.known[where] = (seen, digest)
+        return digest
+
+    def keep(self) -> None:
+        """Write the memo; where that fails the next look reads the files again."""
+        if self.known == self.before:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".", delete=False) as file:
+                file.write(msgspec.json.encode(self.known))
+            os.replace(file.name, self.path)
+        except OSError:
+            return

@@ -1,0 +1,177 @@
+"""What observations repeat is not computed again, and no bit of an answer shows it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sinew_client import Client
+
+import sinew
+from sinew.cli import main
+from sinew.core import Observation, SinewError
+from sinew.engine.engine import Watch
+from sinew.engine.reuse import Reuse
+from sinew.policy import Policy
+from sinew.processing import ModelInputs
+from tests.serve.test_server import serving
+
+ENGINES = ("eager", "plan", "onnx")
+
+
+def loaded(source: str, engine: str, **options: Any) -> Policy:
+    if engine == "onnx":
+        pytest.importorskip("onnxruntime")
+    policy = sinew.load(source, device="cpu", engine=engine, threads=1, **options)
+    policy.warm_up()
+    return policy
+
+
+def frames(policy: Policy, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {c.name: rng.integers(0, 256, (c.height, c.width, 3), dtype=np.uint8) for c in policy.spec.cameras}
+
+
+def seen(policy: Policy, seed: int = 0) -> Observation:
+    state = np.random.default_rng(seed).uniform(-0.2, 0.2, policy.spec.state.dim).astype(np.float32)
+    return Observation(frames(policy, seed), state, prompt="put the red block into the left bin", seed=seed)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def pair(request: pytest.FixtureRequest) -> tuple[Policy, Policy]:
+    """One that keeps what is repeated, one that computes all."""
+    return loaded("blocks", request.param, reuse=True), loaded("blocks", request.param)
+
+
+def test_every_kind_of_repetition_gives_the_bits_of_computing_it(pair: tuple[Policy, Policy]) -> None:
+    keeps, computes = pair
+    assert keeps.describe()["reuse"] == "views and the prefix"
+    assert computes.describe()["reuse"] == "off"
+    first, views = seen(keeps), len(keeps.spec.cameras)
+    assert views > 1
+    camera = keeps.spec.cameras[0].name
+    moved = replace(first, images={**first.images, camera: frames(keeps, 5)[camera]})
+    for observation, reused, prefix in (
+        (first, 0, False),
+        (first, views, True),
+        (replace(first, seed=9), views, True),
+        (replace(first, solver_steps=None, prompt="another task"), views, False),
+        (replace(first, state=first.state + np.float32(0.125)), views, False),
+        (moved, views - 1, False),
+        (moved, views, True),
+        (seen(keeps, 3), 0, False),
+        (first, views, False),  # its views are still there, its context has gone
+    ):
+        chunk = keeps.infer(observation)
+        assert (chunk.timing.reused_views, chunk.timing.reused_prefix) == (reused, prefix)
+        wanted = computes.infer(observation)
+        assert np.array_equal(chunk.actions, wanted.actions)
+        assert (wanted.timing.reused_views, wanted.timing.reused_prefix) == (0, False)
+
+
+def test_a_trace_is_of_what_is_computed(pair: tuple[Policy, Policy]) -> None:
+    keeps, _ = pair
+    prepared = keeps.prepare(seen(keeps))
+    inputs, noise = prepared.inputs.batched(), prepared.noise[None]
+    keeps.engine.run(inputs, noise, prepared.steps)
+    trace = keeps.engine.trace(inputs, noise, prepared.steps)
+    assert trace.vision.size
+    assert trace.prefix
+
+
+def test_an_engine_that_cannot_is_refused_by_name() -> None:
+    with pytest.raises(
+        SinewError, match="reuse: expected engine eager, plan, cpu or onnx on a CPU, got cuda"
+    ):
+        sinew.load("pen", device="cpu", engine="cuda", reuse=True)
+
+
+def test_a_server_keeps_what_requests_repeat_and_says_so(tmp_path: Path) -> None:
+    with serving(
+        tmp_path, "blocks", "--reuse", "--engine", "plan", "--wire", "native:0", "--threads", 1
+    ) as server:
+        with Client(server.address, timeout=60.0) as client:
+            observation = {
+                "images": {name: np.full((64, 64, 3), 90, np.uint8) for name in ("front", "wrist")},
+                "state": np.zeros(client.spec.state.dim), "prompt": "put the red block into the left bin", "seed": 1,
+            }  # fmt: skip
+            chunks = [client.infer(observation) for _ in range(2)]
+            chunks.append(client.infer({**observation, "state": np.full(client.spec.state.dim, 0.125)}))
+        told = [(chunk.timing.reused_views, chunk.timing.reused_prefix) for chunk in chunks]
+        assert told == [(0, False), (2, True), (2, False)]
+        assert np.array_equal(chunks[0].actions, chunks[1].actions)
+        assert server.stop() == 0
+
+
+def test_a_recording_reuses_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", "--replay", str(tmp_path), "--reuse"]) == 1
+    assert "--reuse: a recording is replayed alone" in capsys.readouterr().err
+
+
+def test_views_that_a_trial_finds_to_depend_on_each_other_are_computed_together() -> None:
+    """Encoders whose views see each other, by much or by a rounding, or that add one of their own."""
+    calls: list[int] = []
+
+    def of(encode: Any) -> Reuse:
+        def counted(pixels: np.ndarray) -> np.ndarray:
+            calls.append(pixels.shape[1])
+            return encode(pixels)
+
+        return Reuse(counted, lambda parts: np.concatenate(parts, 1), np.array_equal, lambda: 1)
+
+    pixels = np.random.default_rng(1).uniform(-1, 1, (1, 2, 3, 4, 4)).astype(np.float32)
+
+    def apart(p: np.ndarray) -> np.ndarray:
+        return p.reshape(*p.shape[:2], 12, -1)
+
+    for encode, why in (
+        (lambda p: apart(p) - p.mean(), "a view's tokens depend on the others"),
+        (lambda p: apart(p) * np.float32(1 + 2**-23 * (p.shape[1] > 1)), "if only by a rounding"),
+        (lambda p: np.concatenate([apart(p)[:, :1], apart(p)], 1), "encodes 3 views where 2 are given"),
+    ):
+        reuse = of(encode)
+        assert why in reuse.try_views(pixels.shape)
+        calls.clear()
+        for _ in range(2):
+            assert np.array_equal(reuse.tokens(pixels, watch := Watch()), encode(pixels))
+        assert (calls, watch.reused_views) == ([2, 2], 0)
+    reuse = of(apart)
+    assert reuse.tokens(pixels, Watch()) is not None
+    assert not reuse._views
+    assert reuse.try_views(pixels.shape) == ""
+    calls.clear()
+    found = [reuse.tokens(given, Watch()) for given in (pixels, pixels, pixels[:, ::-1].copy())]
+    assert calls == [2]
+    assert np.array_equal(found[2], apart(pixels[:, ::-1]))
+    for number in range(9):  # one camera stands still beside one that moves
+        pixels[0, 1] += np.float32(number + 1)
+        assert np.array_equal(reuse.tokens(pixels, watch := Watch()), apart(pixels))
+        assert watch.reused_views == 1
+
+
+def test_a_state_that_the_head_reads_needs_no_new_prefix() -> None:
+    def arrays(state: float) -> ModelInputs:
+        ones = np.ones((1, 1), bool)
+        return ModelInputs(
+            np.zeros((1, 1, 3, 2, 2), np.float32), ones, np.ones((1, 1), np.int64), ones,
+            np.full((1, 2), state, np.float32),
+        )  # fmt: skip
+
+    def made(renew: Any) -> Reuse:
+        return Reuse(lambda p: p, lambda parts: parts[0], np.array_equal, lambda: 1, renew)
+
+    for renew, wanted in (
+        (lambda context, state: (*context, float(state[0, 0])), ("read", 2.0)),
+        (None, None),
+    ):
+        reuse = made(renew)
+        reuse.keep(arrays(1.0), ("read",))
+        assert reuse.context(arrays(1.0), Watch()) == ("read",)
+        assert reuse.context(arrays(2.0), watch := Watch()) == wanted
+        assert watch.reused_prefix == (wanted is not None)
+    assert made(None).context(arrays(-0.0), Watch()) is None
+    reuse.keep(arrays(0.0), ("zero",))
+    assert reuse.context(arrays(-0.0), Watch()) is None  # other bytes, whatever they mean
