@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WALLS = {
     "engine/cuda": {"eval/report/quantization.py", "checks/__init__.py"},
     "perf": {"cli"},
+    "cli/perf": set(),
     "vlacpp": {"cli/export.py"},
     "sim": {"opening.py", "eval"},
     "eval/suites": {"cli/eval.py", "eval"},
