@@ -109,7 +109,7 @@ def _model_config(
             f"{vlm.path}: vision_config.image_size is {vision['image_size']}, the checkpoint's images are {parts.side}"
             " pixels wide: --vlm names another model"
         )
-    layers, sizes = text["num_hidden_layers"], parts.sizes
+    layers = text["num_hidden_layers"]
     blank = (np.float32(0) - np.asarray(IMAGE_MEAN, np.float32)) / np.asarray(IMAGE_STD, np.float32)
     every: dict[str, Any] = {}
     if parts.every_row:
@@ -136,18 +136,11 @@ def _model_config(
                 qkv_bias=True,
             ),
             vocab_size=text["vocab_size"],
-            chunk_size=sizes.chunk,
-            max_state_dim=sizes.state,
-            max_action_dim=sizes.action,
             action_dim=parts.action.dim,
             views=parts.views,
             image_token=tokenizer.token_id(PLACEHOLDER),
             unshuffle=round(1 / vlm["downsample_ratio"]),
-            head_layers=sizes.layers,
-            head_heads=sizes.heads,
-            head_size=sizes.embed,
-            decoder_size=sizes.hidden,
-            state_size=sizes.state_hidden,
+            **parts.sizes,
             **every,
         )
     except (ValueError, TypeError) as error:
@@ -175,8 +168,8 @@ def _spec(parts: Parts, options: ConvertOptions) -> PolicySpec:
         cameras=parts.cameras,
         state=parts.state,
         action=parts.action,
-        chunk_size=parts.sizes.chunk,
-        noise_dim=parts.sizes.action,
+        chunk_size=parts.sizes["chunk_size"],
+        noise_dim=parts.sizes["max_action_dim"],
         solver=SOLVER,
         solver_steps=options.setting("solver_steps", parts.solver_steps),
         max_prompt_tokens=parts.max_tokens,
