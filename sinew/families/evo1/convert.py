@@ -111,10 +111,10 @@ def _model_config(
         )
     layers = text["num_hidden_layers"]
     blank = (np.float32(0) - np.asarray(IMAGE_MEAN, np.float32)) / np.asarray(IMAGE_STD, np.float32)
-    every: dict[str, Any] = {}
+    head: dict[str, Any] = dict(parts.sizes)
     if parts.every_row:
-        every = {"rows": parts.max_tokens, "blank": tuple(map(float, blank)), "pad_token": _pad(tokenizer)}
-        every["masked_attend"] = options.setting("masked_rows", "attend") == "attend"
+        head |= {"rows": parts.max_tokens, "blank": tuple(map(float, blank)), "pad_token": _pad(tokenizer)}
+        head["masked_attend"] = options.setting("masked_rows", "attend") == "attend"
     elif "masked_rows" in options.settings:
         raise ConvertError("--set masked_rows: LeRobot's head reads no masked row")
     try:
@@ -140,8 +140,7 @@ def _model_config(
             views=parts.views,
             image_token=tokenizer.token_id(PLACEHOLDER),
             unshuffle=round(1 / vlm["downsample_ratio"]),
-            **parts.sizes,
-            **every,
+            **head,
         )
     except (ValueError, TypeError) as error:
         raise ConvertError(f"{vlm.path} and the checkpoint's config.json: {error}") from None
