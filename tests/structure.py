@@ -27,6 +27,7 @@ WALLS = {
     "sim": {"opening.py", "eval"},
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
+    "records/viewers": {"cli/eval.py", "cli/mcap.py", "cli/serve.py", "eval/rerun.py", "serve/launch.py"},
     "serve/dashboard": {"serve/wires/__init__.py"},
     "serve/fleet": {"cli/fleet.py"},
 }
