@@ -111,6 +111,7 @@ def _standings(path: Path, record: Mapping[str, Any]) -> Iterator[Standing]:
         target = str(entry["variant"]["target"]).replace("\\", "/").rsplit("/", 1)[-1]
         latency, per_chunk = entry["latency_ms"], entry["actions_per_chunk"]
         step = latency["p50"] / per_chunk if latency and per_chunk else None
+        seconds = None if steps is None else round(float(steps) / float(record["control_hz"]), 3)
         told = {
             "report": str(path),
             "policy": str(entry["policy"]["id"]),
@@ -122,7 +123,7 @@ def _standings(path: Path, record: Mapping[str, Any]) -> Iterator[Standing]:
             "by_task": {str(name): dict(each) for name, each in entry["by_task"].items() if name},
             "step_ms": None if step is None else round(float(step), 4),
             "inference_ms": float(latency["p50"]) if latency else None,
-            "seconds_to_success": None if steps is None else round(steps / float(record["control_hz"]), 3),
+            "seconds_to_success": seconds,
             "peak_bytes": entry.get("peak_bytes"),
             "size_bytes": bundle.get("bytes"),
         }
