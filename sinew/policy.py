@@ -456,7 +456,10 @@ class Policy(OpenPolicy):
 
     def problem(self) -> str | None:
         """Return a sentence if a file of weights was written to or truncated since it was loaded, else None."""
-        return next(filter(None, (file.problem() for file in self._files)), None)
+        for file in self._files:
+            if problem := file.problem():
+                return problem
+        return None
 
     def check_files(self) -> None:
         """Raise :class:`BundleError` if a file of weights was written to or truncated since it was loaded."""
