@@ -26,7 +26,7 @@ from sinew.bundle import Bundle
 from sinew.bundle.writer import rewrite
 from sinew.engine.example import Inputs, Shapes
 from sinew.models import build_on_meta
-from sinew.models.published import published
+from sinew.perf.published import published
 from sinew.policy import Policy, load
 from sinew.steps.prompt.advantage import Advantage
 

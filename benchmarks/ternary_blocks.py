@@ -30,7 +30,7 @@ from sinew.layers.stores.codes import codes_of
 from sinew.layers.stores.lowbit import dequantize
 from sinew.models import build_on_meta
 from sinew.models.base import Model
-from sinew.models.published import published
+from sinew.perf.published import published
 
 
 def models(layers: int) -> tuple[Model, Model, Shapes]:

@@ -254,10 +254,7 @@ class Policy(OpenPolicy):
 
     def check(self, observation: Observation | Mapping[str, Any]) -> None:
         """Raise :class:`ObservationError` for a field that this policy cannot take; computes nothing."""
-        observation = given.observation(observation, self.spec)
-        self._check_guided(observation)
-        self._check_speaks(observation)
-        self._check_scaled(observation)
+        observation = self._taken(observation)
         self.processor_of(observation).check(observation)
 
     def infer(
@@ -310,12 +307,17 @@ class Policy(OpenPolicy):
         A server does it while another observation is computed. Raises :class:`ObservationError`.
         """
         self._refuse_closed()
-        observation = given.observation(observation, self.spec)
+        observation = self._taken(observation)
+        processor = self.processor_of(observation)
+        return processor.prepare(observation, pixels=not self.facts.takes_frames)
+
+    def _taken(self, found: Observation | Mapping[str, Any]) -> Observation:
+        """Return an observation in our form. Raises :class:`ObservationError` for what this engine cannot do of it."""
+        observation = given.observation(found, self.spec)
         self._check_guided(observation)
         self._check_speaks(observation)
         self._check_scaled(observation)
-        processor = self.processor_of(observation)
-        return processor.prepare(observation, pixels=not self.facts.takes_frames)
+        return observation
 
     def processor_of(self, observation: Observation) -> Processor:
         """Return what prepares an observation: its adapter's. Raises :class:`ObservationError` for one that is not
@@ -484,9 +486,8 @@ class Policy(OpenPolicy):
 
     def check_files(self) -> None:
         """Raise :class:`BundleError` if a file of weights was written to or truncated since it was loaded."""
-        for file in self._files:
-            if problem := file.problem():
-                raise BundleError(problem)
+        if problem := self.problem():
+            raise BundleError(problem)
 
     def warm_up(self) -> ActionChunk:
         """Inference on grey frames: pages the weights in, lets torch allocate and pick its kernels, records the CUDA

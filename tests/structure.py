@@ -22,11 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 WALLS = {
     "engine/cuda": {"eval/report/quantization.py", "checks/__init__.py"},
     "perf": {"cli"},
+    "cli/perf": set(),
     "vlacpp": {"cli/export.py"},
     "sim": {"opening.py", "eval"},
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
     "eval/learning": set(),
+    "records/viewers": {"cli/eval.py", "cli/mcap.py", "cli/serve.py", "eval/rerun.py", "serve/launch.py"},
     "serve/dashboard": {"serve/wires/__init__.py"},
     "serve/fleet": {"cli/fleet.py"},
 }

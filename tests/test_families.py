@@ -34,7 +34,7 @@ MEANT_OTHERWISE = {
         ({"gr00t"}, "a convention of statistics, which bundles name"),
     ),
     "sinew/perf/paper": ({"pi0"}, "the rows of a published table"),
-    "sinew/cli/perf.py": ({"pi0", "pi0.5"}, "titles of that table, and what `perf need` asks for by default"),
+    "sinew/cli/perf": ({"pi0", "pi0.5"}, "titles of that table, and what `perf need` asks for by default"),
 }
 
 

@@ -326,7 +326,7 @@ def _elsewhere(task: Task, interpreter: Path | None, out: Path | None) -> Foreig
 
 def _recording(text: str, workers: int | None, realtime: bool, stream: str | None) -> Path | str:
     """Return where --rerun goes. Raises :class:`SinewError` for what cannot be recorded from here."""
-    from sinew.records.rerun_log import target_of
+    from sinew.records.viewers.rerun_log import target_of
 
     if workers not in (None, 1):
         raise SinewError(f"--rerun: expected one worker, which writes the recording, got --workers {workers}")

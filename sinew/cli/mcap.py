@@ -48,7 +48,7 @@ def mcap(records: Path, out: Path, /, *, named: Named = NAMED) -> int:
         records: the folder that --record wrote.
         out: the file to write, OUT.mcap.
     """
-    from sinew.records.mcap_file import write_mcap
+    from sinew.records.viewers.mcap_file import write_mcap
 
     return _write(write_mcap, records, out, named, "messages")
 
@@ -60,7 +60,7 @@ def rrd(records: Path, out: Path, /, *, named: Named = NAMED) -> int:
         records: the folder that --record wrote.
         out: the file to write, OUT.rrd.
     """
-    from sinew.records.rerun_records import write_rrd
+    from sinew.records.viewers.rerun_records import write_rrd
 
     return _write(write_rrd, records, out, named, "entries")
 

@@ -32,7 +32,7 @@ from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_ex
 from sinew.core import SinewError
 from sinew.perf.policy_memory import memory_need
 from sinew.serve.access_log import access_logging
-from sinew.serve.launch import ServerLaunch, changer, loader, recorders
+from sinew.serve.launch import ServerLaunch, ServingLimits, changer, loader, recorders
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import STUCK_S
 from sinew.serve.transport.greeting import ready_text
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @Parameter(name="*", group="Limits")
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(ServingLimits):
     """What clients may make the server hold and do.
 
     Args:
@@ -143,7 +143,7 @@ def serve(
         )
         viewer = None
         if rerun is not None:
-            from sinew.records.rerun_log import target_of
+            from sinew.records.viewers.rerun_log import target_of
 
             viewer = target_of(rerun)
         options = runs.keywords() | cameras.keywords() | {"prepared": prepare, "reuse": reuse}

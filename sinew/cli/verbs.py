@@ -25,41 +25,43 @@ PERF = {
     "run": Verb(
         "Latency by component on one or more machines.",
         "perf run policy.gguf --hardware thor --hardware h200",
-        "perf:run",
+        "perf.run:run",
     ),
     "fit": Verb(
-        "Does it fit a board's memory?", "perf fit policy.gguf --hardware orin-nano", "perf_machine:fit"
+        "Does it fit a board's memory?", "perf fit policy.gguf --hardware orin-nano", "perf.machine:fit"
     ),
-    "need": Verb("Which machine reaches a rate?", "perf need --rate 10 --model policy.gguf", "perf:need"),
+    "need": Verb(
+        "Which machine reaches a rate?", "perf need --rate 10 --model policy.gguf", "perf.need:need"
+    ),
     "scenario": Verb(
         "Where to run it: on the robot, on a server, split.",
         "perf scenario policy.gguf --server h200 --device agx-orin --network wifi7",
-        "perf_scenario:scenario",
+        "perf.scenario:scenario",
     ),
     "stream": Verb(
         "How fast the loops of a stream turn.",
         "perf stream policy.gguf --camera-hz 30 --hz 480",
-        "perf_stream:stream",
+        "perf.stream:stream",
     ),
     "fleet": Verb(
         "How many robots one machine serves.",
         "perf fleet policy.gguf --hz 10 --deadline-ms 100",
-        "perf_fleet:fleet",
+        "perf.fleet:fleet",
     ),
     "calibrate": Verb(
         "Measure this machine, for predictions.",
         "perf calibrate policy.gguf --threads 4",
-        "perf_machine:calibrate",
+        "perf.machine:calibrate",
     ),
     "predict": Verb(
         "What an engine will take on this machine.",
         "perf predict policy.gguf --threads 4",
-        "perf_machine:predict",
+        "perf.machine:predict",
     ),
-    "sync": Verb("What lies between two kernels here.", "perf sync --products 1378", "perf_machine:sync"),
-    "tiers": Verb("Seven policies on three boards, printed and traced.", "perf tiers", "perf_tiers:tiers"),
-    "machines": Verb("The machines and networks that are known.", "perf machines", "perf:machines"),
-    "paper": Verb("VLA-Perf's printed numbers against ours.", "perf paper --correct all", "perf:paper"),
+    "sync": Verb("What lies between two kernels here.", "perf sync --products 1378", "perf.machine:sync"),
+    "tiers": Verb("Seven policies on three boards, printed and traced.", "perf tiers", "perf.tiers:tiers"),
+    "machines": Verb("The machines and networks that are known.", "perf machines", "perf.need:machines"),
+    "paper": Verb("VLA-Perf's printed numbers against ours.", "perf paper --correct all", "perf.paper:paper"),
 }
 RECORDING = {
     "mcap": Verb(

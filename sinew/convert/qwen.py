@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule
+from sinew.convert.widths import decoder, rope_theta
 from sinew.core import ConvertError
 from sinew.layers.decoder import DecoderConfig
 
@@ -15,19 +16,11 @@ def qwen3(text: JsonRecord, layers: int, width: int) -> DecoderConfig:
             f"{text.path}: text_config.hidden_size is {text['hidden_size']}, the checkpoint's"
             f" backbone_embedding_dim {width}: --vlm names another model"
         )
-    theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
-    if theta is None:
-        raise ConvertError(f"{text.path}: text_config has no rope_theta")
-    heads = text["num_attention_heads"]
-    return DecoderConfig(
-        hidden_size=text["hidden_size"],
-        intermediate_size=text["intermediate_size"],
+    return decoder(
+        text,
         num_layers=layers if layers > 0 else text["num_hidden_layers"],
-        num_heads=heads,
         num_kv_heads=text["num_key_value_heads"],
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        norm_eps=text["rms_norm_eps"],
-        rope_theta=float(theta),
+        rope_theta=rope_theta(text),
         qk_norm=True,
     )
 

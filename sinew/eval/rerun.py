@@ -13,7 +13,8 @@ from sinew.eval.player import EpisodePlayer
 from sinew.eval.policies import EvalPolicy
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.records.rerun_log import RerunLog
+from sinew.eval.watched import WatchedSteps
+from sinew.records.viewers.rerun_log import RerunLog
 
 
 class LoggedPlayer(EpisodePlayer):
@@ -25,7 +26,7 @@ class LoggedPlayer(EpisodePlayer):
     simulated time over all episodes, ``step`` and ``episode``. labels: of several variants, whose entities then lie
     under these names; empty for one.
 
-    target: of :func:`sinew.records.rerun_log.target_of`. Raises as :class:`RerunLog` does.
+    target: of :func:`sinew.records.viewers.rerun_log.target_of`. Raises as :class:`RerunLog` does.
     """
 
     def __init__(self, task: Task, target: Path | str, labels: Mapping[Variant, str]):
@@ -35,7 +36,7 @@ class LoggedPlayer(EpisodePlayer):
         except BaseException:
             self.log.discard()
             raise
-        self.env = _Steps(self.env, self)
+        self.env = WatchedSteps(self.env, self.stepped)
         self._labels = labels
         self._steps = self._episodes = 0
         self._wins: dict[str, list[bool]] = {}
@@ -64,8 +65,9 @@ class LoggedPlayer(EpisodePlayer):
         finally:
             self.log.close()
 
-    def stepped(self, seen: Mapping[str, Any], action: Any) -> None:
+    def stepped(self, raw: Any, action: Any, _step: int) -> None:
         """Log what was shown before a control step and what it executed."""
+        seen = self.adapter.observation(raw)
         self._mark()
         if not self._steps:
             self.log.arrange(self.root, seen["images"], ("action", "state", "latency_ms"))
@@ -93,24 +95,6 @@ class LoggedPlayer(EpisodePlayer):
             for kind, found in _names(policy).items()
         }
         return _Heard(policy, self)
-
-
-class _Steps(gymnasium.Wrapper):
-    """An environment that tells a player of every step."""
-
-    def __init__(self, env: gymnasium.Env, player: LoggedPlayer):
-        super().__init__(env)
-        self._player = player
-        self._raw: Any = None
-
-    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        self._raw, info = self.env.reset(**options)
-        return self._raw, info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        self._player.stepped(self._player.adapter.observation(self._raw), action)
-        self._raw, *rest = self.env.step(action)
-        return self._raw, *rest  # type: ignore[return-value]
 
 
 class _Heard:

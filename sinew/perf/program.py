@@ -26,10 +26,10 @@ from sinew.engine.plan.cost import on_meta
 from sinew.engine.plan.plan import Plan
 from sinew.models import build_on_meta
 from sinew.models.base import Model
-from sinew.models.published import described, published
 from sinew.perf.flops import FUSED_ATTENTION
 from sinew.perf.operators import Component, Operator, Residency, Tensor
 from sinew.perf.precision import STAGE_OF, Precision, as_number_format, as_traced, by_stage, dtype_name
+from sinew.perf.published import described, published
 from sinew.perf.request import AS_THE_POLICY, TracedRequest
 from sinew.perf.trace import STAGES, ProgramTrace, TracedCall, trace
 from sinew.policy import open_bundle
@@ -68,7 +68,7 @@ class PublishedProgram:
         engine: Engine = "eager",
     ) -> PublishedProgram:
         """Return the program of ``source``: a bundle's path, one of ``PRESETS`` at its published size, one of
-        ``DESCRIBED``, or a file in their form (:func:`sinew.models.published.described`).
+        ``DESCRIBED``, or a file in their form (:func:`sinew.perf.published.described`).
 
         dtypes: see :func:`sinew.perf.precision.by_stage`; None is what the bundle stores, and bf16 for
         presets. engine: "plan" is with all rewrites; on a CPU the planned engine leaves some out

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from sinew import __version__
@@ -14,6 +13,7 @@ from sinew.processing import Processor
 from sinew.processing.limits import unit_sizes
 from sinew.records import arithmetic
 from sinew.serve.device_lock import DeviceLock
+from sinew.serve.launch import ServingLimits
 from sinew.serve.policies import Deployment
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
@@ -21,38 +21,6 @@ from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import Supervisor
 
 logger = logging.getLogger(__name__)
-
-
-class ServingLimits(Protocol):
-    """What a policy's scheduler and safety take; named as the flags of ``sinew serve``."""
-
-    @property
-    def queue(self) -> int: ...
-    @property
-    def max_batch(self) -> int | Literal["auto"]: ...
-    @property
-    def action_limits(self) -> str: ...
-    @property
-    def action_margin(self) -> float: ...
-    @property
-    def state_margin(self) -> float: ...
-    @property
-    def max_age(self) -> float | None: ...
-    @property
-    def max_megapixels(self) -> float | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Return limits with the defaults of ``sinew serve``."""
-
-    queue: int = 64
-    max_batch: int | Literal["auto"] = 1
-    action_limits: str = "refuse"
-    action_margin: float = 10.0
-    state_margin: float = 20.0
-    max_age: float | None = None
-    max_megapixels: float | None = None
 
 
 def deploy(

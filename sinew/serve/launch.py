@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 from sinew import machine
@@ -18,7 +18,6 @@ from sinew.serve.supervise import Supervisor
 if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.records.background_writer import BackgroundWriter
-    from sinew.serve.deploy import ServingLimits
     from sinew.serve.device_lock import DeviceLock
     from sinew.serve.policies import Deployment
     from sinew.serve.prepare import Preparation
@@ -32,6 +31,19 @@ logger = logging.getLogger(__name__)
 # Makes what loads, exchanges and unloads policies.
 Change = Callable[["Service", Supervisor, "DeviceLock", "WeakSet[Scheduler]"], "Swapper"]
 RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """What a policy's scheduler and safety take, with the names and the defaults of the flags of ``sinew serve``."""
+
+    queue: int = 64
+    max_batch: int | Literal["auto"] = 1
+    action_limits: str = "refuse"
+    action_margin: float = 10.0
+    state_margin: float = 20.0
+    max_age: float | None = None
+    max_megapixels: float | None = None
 
 
 def loader(
@@ -114,7 +126,7 @@ def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | Non
 def recorders(record: Path | None, viewer: Path | str | None) -> dict[str, BackgroundWriter]:
     """Return what takes requests and answers, by the service's names of them."""
     from sinew.records.recorder import Recorder
-    from sinew.records.rerun_records import RerunRecorder
+    from sinew.records.viewers.rerun_records import RerunRecorder
 
     found: dict[str, BackgroundWriter] = {}
     if viewer is not None:

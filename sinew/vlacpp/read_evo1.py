@@ -18,7 +18,7 @@ from sinew.convert.tensors import Rule, apply, read_array
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.evo1 import convert as evo1
 from sinew.families.evo1 import original
-from sinew.families.evo1.parts import HeadSizes, Parts
+from sinew.families.evo1.parts import Parts
 from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 
 ARCHITECTURES = ("evo1",)
@@ -90,16 +90,16 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
         side=original.SIDE,
         resize=original.RESIZE,
         every_row=True,
-        sizes=HeadSizes(
-            chunk=n("horizon"),
-            state=n("state_dim"),
-            action=n("per_action_dim"),
-            embed=n("embed_dim"),
-            hidden=n("mlp_head_hidden"),
-            state_hidden=encoder.shape[0],
-            heads=n("dit_heads"),
-            layers=n("dit_layers"),
-        ),
+        sizes={
+            "chunk_size": n("horizon"),
+            "max_state_dim": n("state_dim"),
+            "max_action_dim": n("per_action_dim"),
+            "head_size": n("embed_dim"),
+            "decoder_size": n("mlp_head_hidden"),
+            "state_size": encoder.shape[0],
+            "head_heads": n("dit_heads"),
+            "head_layers": n("dit_layers"),
+        },
         cameras=tuple(CameraSpec(name, original.SIDE, original.SIDE) for name in cameras),
         state=VectorSpec(state_size),
         action=VectorSpec(action_size),

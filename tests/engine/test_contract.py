@@ -28,7 +28,7 @@ from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.families.smolvla.model import SmolVLA
 from sinew.models import build_on_meta
 from sinew.models.base import Model, Speaker
-from sinew.models.published import published
+from sinew.perf.published import published
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
 from sinew.solvers import Step

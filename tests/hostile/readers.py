@@ -44,8 +44,8 @@ from sinew.engine.onnx.graphs import GraphSet
 from sinew.eval.dataset.records import episodes
 from sinew.perf.hardware import hardware
 from sinew.policy import Policy, load
-from sinew.records.mcap_file import write_mcap
 from sinew.records.recorder import Recorder, read_record, read_records
+from sinew.records.viewers.mcap_file import write_mcap
 from sinew.serve.fleet.config import read as read_fleet
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety

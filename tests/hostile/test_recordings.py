@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from sinew.core import ActionChunk, Observation, SinewError
-from sinew.records.mcap_file import write_mcap
 from sinew.records.recorder import Recorder, read_record, read_records
+from sinew.records.viewers.mcap_file import write_mcap
 from sinew.serve.replay import Replay
 from tests import processes
 
@@ -125,7 +125,7 @@ READERS = """
 import resource, sys
 from pathlib import Path
 from sinew.core import SinewError
-from sinew.records.mcap_file import write_mcap
+from sinew.records.viewers.mcap_file import write_mcap
 from sinew.records.recorder import read_record, read_records
 from sinew.serve.replay import Replay
 from sinew.eval.dataset.records import episodes

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import sinew
-from sinew.cli import perf_machine, perf_tiers, terminal
+from sinew.cli import terminal
+from sinew.cli.perf import machine as perf_machine
+from sinew.cli.perf import tiers as perf_tiers
 from sinew.core import SinewError
 from sinew.perf.request import TracedRequest
 from sinew.perf.tiers import measured

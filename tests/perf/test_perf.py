@@ -12,7 +12,7 @@ import pytest
 
 import sinew
 from sinew.cli import main
-from sinew.cli.perf import write_table
+from sinew.cli.perf.run import write_table
 from sinew.core import CameraSpec, PolicySpec, SinewError, VectorSpec
 from sinew.perf import events, scenarios
 from sinew.perf.hardware import Hardware, Network, hardware, load_hardware, load_network, networks

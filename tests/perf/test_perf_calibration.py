@@ -16,7 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sinew import load, machine
-from sinew.cli import main, perf_machine, terminal
+from sinew.cli import main, terminal
+from sinew.cli.perf import machine as perf_machine
 from sinew.core import SinewError, Timing
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes

@@ -17,8 +17,8 @@ from sinew.families.smolvla.convert import model_config as smolvla_config
 from sinew.families.smolvla.convert import open_checkpoint
 from sinew.families.smolvla.layout import Widths
 from sinew.models import build_on_meta, mismatch
-from sinew.models.published import published
 from sinew.perf.program import PublishedProgram, preset
+from sinew.perf.published import published
 from sinew.perf.request import TracedRequest
 from sinew.registry import presets
 

@@ -21,8 +21,8 @@ from sinew.cli import main
 from sinew.core import ActionChunk, Observation, SinewError, Timing, VectorSpec
 from sinew.extras import MissingPackageError, install
 from sinew.records.recorder import Record, read_records
-from sinew.records.rerun_log import target_of
-from sinew.records.rerun_records import MAX_SESSIONS, OTHERS, RerunRecorder, write_rrd
+from sinew.records.viewers.rerun_log import target_of
+from sinew.records.viewers.rerun_records import MAX_SESSIONS, OTHERS, RerunRecorder, write_rrd
 from tests.serve.puppet import until
 from tests.serve.test_replay import FRAMES, STATE, chunk_of, record
 

@@ -27,8 +27,9 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.convert.lowbit import lowbit_sources
 from sinew.core import SinewError
 from sinew.policy import Policy, load
-from sinew.serve.deploy import Given, deploy
+from sinew.serve.deploy import deploy
 from sinew.serve.device_lock import DeviceLock
+from sinew.serve.launch import ServingLimits
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.safety import Safety
 from sinew.serve.swap import Need, Swapper
@@ -398,7 +399,7 @@ def test_a_stream_goes_on_with_the_policy_that_takes_its_place(rolling_bundle: P
 
     def stood(source: str) -> Deployment:
         found = load(source, engine="eager", threads=1)
-        return deploy(found, Given(), server.service.supervisor, DeviceLock())
+        return deploy(found, ServingLimits(), server.service.supervisor, DeviceLock())
 
     policy = load(rolling_bundle, engine="eager", threads=1)
     with serving(policy) as server, contextlib.ExitStack() as closing:
@@ -427,7 +428,10 @@ def test_streams_of_a_policy_that_is_unloaded_end(rolling_bundle: Path, policy: 
         swapper = Swapper(
             server.service,
             lambda source: deploy(
-                load(source, engine="eager", threads=1), Given(), server.service.supervisor, DeviceLock()
+                load(source, engine="eager", threads=1),
+                ServingLimits(),
+                server.service.supervisor,
+                DeviceLock(),
             ),
             lambda _source: Need(1),
             str(rolling_bundle),

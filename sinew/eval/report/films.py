@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import gymnasium
 import numpy as np
 from PIL import Image, ImageOps
 
@@ -16,6 +15,7 @@ from sinew.eval.player import EpisodePlayer, one_thread
 from sinew.eval.report.animation import compose
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
+from sinew.eval.watched import WatchedSteps
 
 SIDE = 240  # pixels of the scene
 FPS = 10  # pictures per second of the episode's own time, at most
@@ -85,12 +85,12 @@ class _FilmPlayer(EpisodePlayer):
             )
         self.draws = self.env.render_mode == "rgb_array"
         self.every = max(1, round(self.adapter.control_hz / FPS))
-        self.env = _FilmedSteps(self.env, self)
+        self.env = WatchedSteps(self.env, self.show)
         self.pictures: list[Image.Image] = []
         self.label = ""
         self._seen: Mapping[str, Any] = {}
 
-    def show(self, raw: Any, step: int) -> None:
+    def show(self, raw: Any, _action: Any, step: int) -> None:
         """Draw what is there before a control step."""
         if step % self.every == 0:
             self._seen = self.adapter.observation(raw)
@@ -106,27 +106,6 @@ class _FilmPlayer(EpisodePlayer):
         drawn: Any = self.env.render() if self.draws else next(iter(self._seen["images"].values()))
         prompt = str(self._seen.get("prompt", ""))
         self.pictures.append(compose(_square(drawn, SIDE), images, prompt, status, success))
-
-
-class _FilmedSteps(gymnasium.Wrapper):
-    """An environment that shows a player every step."""
-
-    def __init__(self, env: gymnasium.Env, player: _FilmPlayer):
-        super().__init__(env)
-        self._player = player
-        self._raw: Any = None
-        self._step = 0
-
-    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        self._raw, info = self.env.reset(**options)
-        self._step = 0
-        return self._raw, info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        self._player.show(self._raw, self._step)
-        self._step += 1
-        self._raw, *rest = self.env.step(action)
-        return self._raw, *rest  # type: ignore[return-value]
 
 
 def _square(frame: Any, side: int) -> np.ndarray:

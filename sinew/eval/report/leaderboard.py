@@ -36,28 +36,17 @@ TOLD = (
 class Standing:
     """One variant of one report.
 
-    file: of the bundle, or a server's address. wins: seed -> whether it succeeded there. tasks: task -> what a report
-    says of it. chunk: actions of a chunk. step_ms: milliseconds of inference for each executed action; inference_ms: of
-    a chunk, p50. seconds: of the robot's own time to success, mean of the successes. peak_bytes: the most memory of a
+    file: of the bundle, or a server's address. wins: seed -> whether it succeeded there. entry: what a board says of
+    it. chunk: actions of a chunk. step_ms: milliseconds of inference for each executed action; inference_ms: of a
+    chunk, p50. seconds_to_success: of the robot's own time, mean of the successes. peak_bytes: the most memory of a
     process that played, simulator included. size_bytes: of the bundle.
     """
 
     name: str
     file: str
-    path: str
-    policy: str
     variant: Mapping[str, Any]
-    backbone: str
-    dtype: str
-    hardware: str
-    chunk: int
     wins: Mapping[int, bool]
-    tasks: Mapping[str, Mapping[str, Any]]
-    step_ms: float | None
-    inference_ms: float | None
-    seconds: float | None
-    peak_bytes: int | None
-    size_bytes: int | None
+    entry: Mapping[str, Any]
 
     @property
     def rate(self) -> float:
@@ -122,51 +111,36 @@ def _standings(path: Path, record: Mapping[str, Any]) -> Iterator[Standing]:
         target = str(entry["variant"]["target"]).replace("\\", "/").rsplit("/", 1)[-1]
         latency, per_chunk = entry["latency_ms"], entry["actions_per_chunk"]
         step = latency["p50"] / per_chunk if latency and per_chunk else None
-        yield Standing(
-            name=str(bundle.get("name") or target),
-            file=target,
-            path=str(path),
-            policy=str(entry["policy"]["id"]),
-            variant=entry["variant"],
-            backbone=str(bundle.get("backbone", "")),
-            dtype=str(entry["dtype"]),
-            hardware=str(record["hardware"]),
-            chunk=int(entry["chunk_size"]),
-            wins=wins,
-            tasks={str(name): dict(each) for name, each in entry["by_task"].items() if name},
-            step_ms=None if step is None else round(float(step), 4),
-            inference_ms=float(latency["p50"]) if latency else None,
-            seconds=None if steps is None else round(float(steps) / float(record["control_hz"]), 3),
-            peak_bytes=entry.get("peak_bytes"),
-            size_bytes=bundle.get("bytes"),
-        )
+        seconds = None if steps is None else round(float(steps) / float(record["control_hz"]), 3)
+        told = {
+            "report": str(path),
+            "policy": str(entry["policy"]["id"]),
+            "backbone": str(bundle.get("backbone", "")),
+            "dtype": str(entry["dtype"]),
+            "hardware": str(record["hardware"]),
+            "chunk": int(entry["chunk_size"]),
+            **success(list(wins.values())),
+            "by_task": {str(name): dict(each) for name, each in entry["by_task"].items() if name},
+            "step_ms": None if step is None else round(float(step), 4),
+            "inference_ms": float(latency["p50"]) if latency else None,
+            "seconds_to_success": seconds,
+            "peak_bytes": entry.get("peak_bytes"),
+            "size_bytes": bundle.get("bytes"),
+        }
+        yield Standing(str(bundle.get("name") or target), target, entry["variant"], wins, told)
 
 
 def _board(task: Mapping[str, Any], found: Sequence[Standing]) -> dict[str, Any]:
-    ranked = sorted(found, key=lambda each: (-each.rate, each.step_ms is None, each.step_ms or 0.0))
+    def place(each: Standing) -> tuple[float, bool, float]:
+        step = each.entry["step_ms"]
+        return -each.rate, step is None, step or 0.0
+
+    ranked = sorted(found, key=place)
     labels = _labels(ranked)
-    entries = []
-    for label, each in zip(labels, ranked, strict=True):
-        better = sum(other.rate > each.rate for other in ranked)
-        entries.append(
-            {
-                "rank": 1 + better,
-                "label": label,
-                "report": each.path,
-                "policy": each.policy,
-                "backbone": each.backbone,
-                "dtype": each.dtype,
-                "hardware": each.hardware,
-                "chunk": each.chunk,
-                **success(list(each.wins.values())),
-                "by_task": each.tasks,
-                "step_ms": each.step_ms,
-                "inference_ms": each.inference_ms,
-                "seconds_to_success": each.seconds,
-                "peak_bytes": each.peak_bytes,
-                "size_bytes": each.size_bytes,
-            }
-        )
+    entries = [
+        {"rank": 1 + sum(other.rate > each.rate for other in ranked), "label": label, **each.entry}
+        for label, each in zip(labels, ranked, strict=True)
+    ]
     pairs = []
     for (first, a), (second, b) in combinations(zip(labels, ranked, strict=True), 2):
         difference, low, high = paired_difference(a.wins, b.wins)
@@ -199,15 +173,15 @@ def _labels(ranked: Sequence[Standing]) -> list[str]:
             if len({str(other.variant.get(name)) for other in same}) > 1
             and (value := each.variant.get(name)) is not None
         ]
-        if len({other.dtype for other in same}) > 1:
-            told.append(each.dtype)
+        if len({other.entry["dtype"] for other in same}) > 1:
+            told.append(each.entry["dtype"])
         if len({other.file for other in same}) > 1:
             told.append(each.file)
-        if len({other.policy for other in same}) > 1:
-            told.append(each.policy[:8])
+        if len({other.entry["policy"] for other in same}) > 1:
+            told.append(each.entry["policy"][:8])
         found.append(", ".join([each.name, *told]))
     found = [
-        f"{label} ({each.path})" if found.count(label) > 1 else label
+        f"{label} ({each.entry['report']})" if found.count(label) > 1 else label
         for label, each in zip(found, ranked, strict=True)
     ]
     return [

@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.bundle.writer import TensorSource
+from sinew.convert import widths
 from sinew.convert.conversion import Conversion
 from sinew.convert.names import rename
 from sinew.convert.options import ConvertOptions
@@ -162,35 +163,20 @@ def vision(checkpoint: PrismaticCheckpoint) -> tuple[ViTConfig, tuple[str, ...]]
     if not 0 < depth <= total:
         raise ConvertError(f"{where}: vision_feature_layer: expected -1 to -{total}, got {depth - total - 1}")
     try:
-        tower = ViTConfig(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=depth,
-            num_heads=config["num_attention_heads"],
-            image_size=config["image_size"],
-            patch_size=config["patch_size"],
-            norm_eps=config["layer_norm_eps"],
-            final_norm=False,
-            ternary=bits[0] == 1,
-        )
+        found = widths.tower(config, num_layers=depth, final_norm=False, ternary=bits[0] == 1)
     except (KeyError, ValueError, TypeError) as error:
         raise ConvertError(f"{where}: vision_config: {error}") from None
     unread = tuple(f"vision.towers.0.layers.{index}." for index in range(depth, total))
-    return tower, ("vision.towers.0.head.", "vision.towers.0.norm.", *unread)
+    return found, ("vision.towers.0.head.", "vision.towers.0.norm.", *unread)
 
 
 def decoder(checkpoint: PrismaticCheckpoint) -> DecoderConfig:
     """The language model; its ``hidden_act`` says silu, and the code squares a ReLU whatever it says."""
     text: dict[str, Any] = TEXT | {k: v for k, v in checkpoint["text_config"].items() if v is not None}
     try:
-        return DecoderConfig(
-            hidden_size=text["hidden_size"],
-            intermediate_size=text["intermediate_size"],
-            num_layers=text["num_hidden_layers"],
-            num_heads=text["num_attention_heads"],
-            num_kv_heads=text["num_key_value_heads"],
+        return widths.decoder(
+            text,
             head_dim=text["hidden_size"] // text["num_attention_heads"],
-            norm_eps=text["rms_norm_eps"],
             rope_theta=text["rope_theta"],
             activation="relu2",
             sub_norms=True,

@@ -18,14 +18,13 @@ from sinew.convert.lerobot.checkpoint import config_type
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions, Setting
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
+from sinew.convert.widths import decoder, rope_theta, tower
 from sinew.core import ConvertError, PolicySpec
 from sinew.families.evo1 import lerobot
 from sinew.families.evo1 import original as original_layout
 from sinew.families.evo1.model import SOLVER, Evo1Config
 from sinew.families.evo1.parts import IMAGE_MEAN, IMAGE_STD, Parts
 from sinew.families.evo1.weights import rename
-from sinew.layers.decoder import DecoderConfig
-from sinew.layers.vit import ViTConfig
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.strip import Strip
 from sinew.steps.prompt.template import sentence
@@ -110,25 +109,18 @@ def _model_config(
             f"{vlm.path}: vision_config.image_size is {vision['image_size']}, the checkpoint's images are {parts.side}"
             " pixels wide: --vlm names another model"
         )
-    heads, layers = text["num_attention_heads"], text["num_hidden_layers"]
-    theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
-    if theta is None:
-        raise ConvertError(f"{vlm.path}: {text.name}rope_theta is missing")
-    sizes = parts.sizes
+    layers = text["num_hidden_layers"]
     blank = (np.float32(0) - np.asarray(IMAGE_MEAN, np.float32)) / np.asarray(IMAGE_STD, np.float32)
-    every: dict[str, Any] = {}
+    head: dict[str, Any] = dict(parts.sizes)
     if parts.every_row:
-        every = {"rows": parts.max_tokens, "blank": tuple(map(float, blank)), "pad_token": _pad(tokenizer)}
-        every["masked_attend"] = options.setting("masked_rows", "attend") == "attend"
+        head |= {"rows": parts.max_tokens, "blank": tuple(map(float, blank)), "pad_token": _pad(tokenizer)}
+        head["masked_attend"] = options.setting("masked_rows", "attend") == "attend"
     elif "masked_rows" in options.settings:
         raise ConvertError("--set masked_rows: LeRobot's head reads no masked row")
     try:
         return Evo1Config(
-            vision=ViTConfig(
-                hidden_size=vision["hidden_size"],
-                intermediate_size=vision["intermediate_size"],
-                num_layers=vision["num_hidden_layers"],
-                num_heads=vision["num_attention_heads"],
+            vision=tower(
+                vision,
                 image_size=parts.side,
                 patch_size=_side(vision["patch_size"]),
                 norm_eps=vision.get("layer_norm_eps", 1e-6),
@@ -137,31 +129,18 @@ def _model_config(
                 layer_scale=True,
                 final_norm=False,
             ),
-            language=DecoderConfig(
-                hidden_size=text["hidden_size"],
-                intermediate_size=text["intermediate_size"],
+            language=decoder(
+                text,
                 num_layers=min(parts.layers or layers, layers),
-                num_heads=heads,
-                num_kv_heads=text.get("num_key_value_heads", heads),
-                head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-                norm_eps=text["rms_norm_eps"],
-                rope_theta=float(theta),
+                rope_theta=rope_theta(text),
                 qkv_bias=True,
             ),
             vocab_size=text["vocab_size"],
-            chunk_size=sizes.chunk,
-            max_state_dim=sizes.state,
-            max_action_dim=sizes.action,
             action_dim=parts.action.dim,
             views=parts.views,
             image_token=tokenizer.token_id(PLACEHOLDER),
             unshuffle=round(1 / vlm["downsample_ratio"]),
-            head_layers=sizes.layers,
-            head_heads=sizes.heads,
-            head_size=sizes.embed,
-            decoder_size=sizes.hidden,
-            state_size=sizes.state_hidden,
-            **every,
+            **head,
         )
     except (ValueError, TypeError) as error:
         raise ConvertError(f"{vlm.path} and the checkpoint's config.json: {error}") from None
@@ -188,8 +167,8 @@ def _spec(parts: Parts, options: ConvertOptions) -> PolicySpec:
         cameras=parts.cameras,
         state=parts.state,
         action=parts.action,
-        chunk_size=parts.sizes.chunk,
-        noise_dim=parts.sizes.action,
+        chunk_size=parts.sizes["chunk_size"],
+        noise_dim=parts.sizes["max_action_dim"],
         solver=SOLVER,
         solver_steps=options.setting("solver_steps", parts.solver_steps),
         max_prompt_tokens=parts.max_tokens,

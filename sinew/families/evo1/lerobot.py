@@ -11,7 +11,7 @@ from sinew.convert.lerobot.stats import ACTION, STATE
 from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, ProcessorStep
 from sinew.convert.options import ConvertOptions
 from sinew.core import ConvertError
-from sinew.families.evo1.parts import HeadSizes, Parts
+from sinew.families.evo1.parts import Parts
 from sinew.steps.image.resize import Resize
 from sinew.steps.vector.base import VectorStep
 from sinew.steps.vector.threshold import Threshold
@@ -102,16 +102,16 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         side=side,
         resize=Resize(height=side, width=side, method="bicubic_round"),
         every_row=False,
-        sizes=HeadSizes(
-            chunk=checkpoint.size("chunk_size"),
-            state=checkpoint.size("max_state_dim"),
-            action=checkpoint.size("max_action_dim"),
-            embed=checkpoint.size("embed_dim"),
-            hidden=checkpoint.size("hidden_dim"),
-            state_hidden=checkpoint.size("state_hidden_dim"),
-            heads=checkpoint.size("num_heads"),
-            layers=checkpoint.size("num_layers"),
-        ),
+        sizes={
+            "chunk_size": checkpoint.size("chunk_size"),
+            "max_state_dim": checkpoint.size("max_state_dim"),
+            "max_action_dim": checkpoint.size("max_action_dim"),
+            "head_size": checkpoint.size("embed_dim"),
+            "decoder_size": checkpoint.size("hidden_dim"),
+            "state_size": checkpoint.size("state_hidden_dim"),
+            "head_heads": checkpoint.size("num_heads"),
+            "head_layers": checkpoint.size("num_layers"),
+        },
         cameras=cameras,
         state=state,
         action=action,

@@ -12,7 +12,7 @@ from sinew.convert.options import ConvertOptions
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.torch_zip import read_torch
 from sinew.core import CameraSpec, ConvertError, VectorSpec
-from sinew.families.evo1.parts import HeadSizes, Parts
+from sinew.families.evo1.parts import Parts
 from sinew.steps.image.resize import Resize
 
 WEIGHTS, STATISTICS = "mp_rank_00_model_states.pt", "norm_stats.json"
@@ -93,16 +93,16 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         side=SIDE,
         resize=RESIZE,
         every_row=True,
-        sizes=HeadSizes(
-            chunk=horizon,
-            state=config["state_dim"],
-            action=config["per_action_dim"],
-            embed=config.get("embed_dim", 896),
-            hidden=config.get("hidden_dim", 1024),
-            state_hidden=config.get("state_hidden_dim", 1024),
-            heads=config.get("num_heads", 8),
-            layers=config.get("num_layers", 8),
-        ),
+        sizes={
+            "chunk_size": horizon,
+            "max_state_dim": config["state_dim"],
+            "max_action_dim": config["per_action_dim"],
+            "head_size": config.get("embed_dim", 896),
+            "decoder_size": config.get("hidden_dim", 1024),
+            "state_size": config.get("state_hidden_dim", 1024),
+            "head_heads": config.get("num_heads", 8),
+            "head_layers": config.get("num_layers", 8),
+        },
         cameras=tuple(CameraSpec(name, SIDE, SIDE) for name in cameras),
         state=VectorSpec(len(state_stats[names[0]])),
         action=VectorSpec(len(action_stats[names[0]])),

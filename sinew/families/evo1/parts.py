@@ -15,24 +15,11 @@ IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet
 
 
 @dataclass(frozen=True)
-class HeadSizes:
-    """Sizes of the head and of the vectors that it reads and writes, padding included."""
-
-    chunk: int
-    state: int
-    action: int
-    embed: int
-    hidden: int
-    state_hidden: int
-    heads: int
-    layers: int
-
-
-@dataclass(frozen=True)
 class Parts:
     """vlm: name of InternVL's repository. layers: of its language model; 0 for all. category: row of the head's weights
     where it keeps them per category. max_tokens: longest prompt. resize: of frames. every_row: the head reads masked
-    rows. optional_cameras: as in ``Processing``. solver_steps: of a request that does not say how many.
+    rows. sizes: of the head and its vectors, as ``Evo1Config`` calls them. optional_cameras: as in ``Processing``.
+    solver_steps: of a request that does not say how many.
     """
 
     format: str
@@ -45,7 +32,7 @@ class Parts:
     side: int
     resize: ImageStep
     every_row: bool
-    sizes: HeadSizes
+    sizes: dict[str, int]
     cameras: tuple[CameraSpec, ...]
     state: VectorSpec
     action: VectorSpec

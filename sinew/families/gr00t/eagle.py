@@ -16,6 +16,7 @@ from sinew.convert.qwen import language_rules, qwen3
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
+from sinew.convert.widths import tower
 from sinew.core import ConvertError
 from sinew.families.gr00t import n15
 from sinew.families.gr00t.files import (
@@ -99,10 +100,10 @@ def assemble(
         raise ConvertError(
             f"{eagle.path}: expected one connector layer without pixel shuffle or two with it, got {layers}"
         )
-    tower = vision_config(vision)
+    sizes = vision_config(vision)
     language = qwen3(text, parts.layers, parts.head["backbone_embedding_dim"])
     tokenizer = find_tokenizer(options, eagle_dir)
-    unit = tower.patch_size * unshuffle
+    unit = sizes.patch_size * unshuffle
     tokens = (parts.image.height // unit) * (parts.image.width // unit)
     prompt, template_file = eagle_prompt(eagle_dir, parts, tokens, tokenizer, text["vocab_size"], eagle)
     config = Gr00tEagleConfig(
@@ -115,7 +116,7 @@ def assemble(
         image_token=eagle["image_token_index"],
         rows=parts.image.height // unit,
         cols=parts.image.width // unit,
-        vision=tower,
+        vision=sizes,
         unshuffle=unshuffle,
     )
     lm = parts.backbone.replace("\\", "") + "language_model."
@@ -124,7 +125,7 @@ def assemble(
         *head_rules(parts.embodiment.number),
         *language_rules(parts.backbone + r"language_model\.model\.", language.num_layers),
         Rule(parts.backbone + r"language_model\.model\.norm\.(.*)", (r"language.norm.\1",)),
-        *siglip_rules(parts.backbone + r"vision_model\.vision_model\.", tower.patch_size),
+        *siglip_rules(parts.backbone + r"vision_model\.vision_model\.", sizes.patch_size),
         *connector_rules(parts.backbone + r"mlp1\.", unshuffle),
     )
     return Conversion(
@@ -155,15 +156,7 @@ def vision_config(vision: JsonRecord) -> ViTConfig:
     patch = vision["patch_size"]
     patches = vision.get("num_patches")
     side = patch * round(patches**0.5) if patches else vision["image_size"]
-    return ViTConfig(
-        hidden_size=vision["hidden_size"],
-        intermediate_size=vision["intermediate_size"],
-        num_layers=vision["num_hidden_layers"],
-        num_heads=vision["num_attention_heads"],
-        image_size=side,
-        patch_size=patch,
-        norm_eps=vision.get("layer_norm_eps", 1e-6),
-    )
+    return tower(vision, image_size=side, norm_eps=vision.get("layer_norm_eps", 1e-6))
 
 
 def connector_rules(upstream: str, unshuffle: int) -> tuple[Rule, ...]:

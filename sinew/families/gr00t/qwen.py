@@ -12,13 +12,13 @@ from sinew.convert.qwen import language_rules, qwen3
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import apply
 from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
+from sinew.convert.widths import tower
 from sinew.core import ConvertError
 from sinew.families.gr00t.files import NvidiaFiles, head_config, processing, specification, token_prompt
 from sinew.families.gr00t.images import image_recipe
 from sinew.families.gr00t.model import Gr00tQwenConfig
 from sinew.families.gr00t.weights import head_rules, qwen_vision_rules
 from sinew.layers.qwen_vit import QwenViTConfig
-from sinew.layers.vit import ViTConfig
 from sinew.steps.image.grid import Grid
 
 ARCHITECTURE = "gr00t_n1_7"
@@ -50,10 +50,10 @@ def assemble(files: NvidiaFiles) -> Conversion:
         raise ConvertError(
             f"{config.path}: state_history_length: expected 1, got {config['state_history_length']}"
         )
-    tower = vision_config(vision)
+    sizes = vision_config(vision)
 
     preprocessor = JsonRecord(vlm_dir / "preprocessor_config.json")
-    unit = tower.patch_size * tower.merge
+    unit = sizes.patch_size * sizes.merge
     grid = grid_step(preprocessor, unit, "bicubic")
     image, frames = image_recipe(files, preprocessor, grid)
     rows, cols = image.height // unit, image.width // unit
@@ -160,13 +160,11 @@ def vision_config(vision: JsonRecord) -> QwenViTConfig:
     if side**2 != vision["num_position_embeddings"]:
         raise ConvertError(f"{vision.path}: vision_config.num_position_embeddings is not a square")
     return QwenViTConfig(
-        blocks=ViTConfig(
-            hidden_size=vision["hidden_size"],
-            intermediate_size=vision["intermediate_size"],
+        blocks=tower(
+            vision,
             num_layers=vision["depth"],
             num_heads=vision["num_heads"],
             image_size=side * vision["patch_size"],
-            patch_size=vision["patch_size"],
             norm_eps=VISION_EPS,
         ),
         output_size=vision["out_hidden_size"],

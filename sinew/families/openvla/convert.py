@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
+from sinew.convert import widths
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions, Setting
 from sinew.convert.read.files import read_json
@@ -263,25 +264,14 @@ def robot_of(
 
 
 def decoder(checkpoint: PrismaticCheckpoint, text: dict[str, Any]) -> DecoderConfig:
-    heads, where = text["num_attention_heads"], checkpoint.path / "config.json"
-    qwen = text["model_type"] == "qwen2"
+    qwen, where = text["model_type"] == "qwen2", checkpoint.path / "config.json"
     expected: dict[str, Any] = {"hidden_act": "silu"}
     expected |= {"use_sliding_window": False} if qwen else {"attention_bias": False, "mlp_bias": False}
     for name, value in expected.items():
         if text.get(name, value) != value:
             raise ConvertError(f"{where}: text_config.{name}: expected {value}, got {text[name]!r}")
     try:
-        return DecoderConfig(
-            hidden_size=text["hidden_size"],
-            intermediate_size=text["intermediate_size"],
-            num_layers=text["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=text.get("num_key_value_heads", heads),
-            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-            norm_eps=text["rms_norm_eps"],
-            rope_theta=text["rope_theta"],
-            qkv_bias=qwen,
-        )
+        return widths.decoder(text, rope_theta=text["rope_theta"], qkv_bias=qwen)
     except (ValueError, TypeError) as error:
         raise ConvertError(f"{where}: text_config: {error}") from None
 

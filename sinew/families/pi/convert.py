@@ -27,6 +27,7 @@ from sinew.convert.options import (
 )
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
+from sinew.convert.widths import decoder, tower
 from sinew.core import MAX_HISTORY, MAX_HISTORY_STEPS, ConvertError
 from sinew.families.pi.model import Memory, PI0Config, PI05Config
 from sinew.layers.decoder import DecoderConfig
@@ -345,15 +346,7 @@ def paligemma(record: Mapping[str, Any], arch: dict[str, Any]) -> dict[str, Any]
         raise ConvertError(f"image_resolution {resolution}: the SigLIP tower takes square images")
     vision = SO400M | arch.get("vision", {})
     return {
-        "vision": ViTConfig(
-            hidden_size=vision["hidden_size"],
-            intermediate_size=vision["intermediate_size"],
-            num_layers=vision["num_hidden_layers"],
-            num_heads=vision["num_attention_heads"],
-            image_size=resolution[0],
-            patch_size=vision["patch_size"],
-            norm_eps=NORM_EPS,
-        ),
+        "vision": tower(vision, image_size=resolution[0], norm_eps=NORM_EPS),
         "language": gemma(arch, "language", record["paligemma_variant"]),
         "vocab_size": arch.get("language", {}).get("vocab_size", VOCABULARY),
     }
@@ -366,17 +359,8 @@ def gemma(arch: dict[str, Any], component: str, variant: str) -> DecoderConfig:
             f"variant {variant!r} is not one of {', '.join(VARIANTS)}; give widths with --arch FILE"
         )
     widths = arch.get(component) or dict(zip(WIDTHS, VARIANTS[variant], strict=True))
-    return DecoderConfig(
-        hidden_size=widths["hidden_size"],
-        intermediate_size=widths["intermediate_size"],
-        num_layers=widths["num_hidden_layers"],
-        num_heads=widths["num_attention_heads"],
-        num_kv_heads=widths["num_key_value_heads"],
-        head_dim=widths["head_dim"],
-        norm_eps=NORM_EPS,
-        rope_theta=ROPE_THETA,
-        **GEMMA,
-    )
+    strict = {"num_kv_heads": widths["num_key_value_heads"], "head_dim": widths["head_dim"]}
+    return decoder(widths, norm_eps=NORM_EPS, rope_theta=ROPE_THETA, **strict, **GEMMA)
 
 
 def with_memory(checkpoint: LeRobotCheckpoint, config: PI05Config) -> tuple[PI05Config, dict[str, Any]]:

@@ -21,10 +21,9 @@ from sinew.convert.names import rename
 from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
+from sinew.convert.widths import decoder, tower
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.families.smolvla.model import SmolVLAConfig
-from sinew.layers.decoder import DecoderConfig
-from sinew.layers.vit import ViTConfig
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.suffix import Suffix
@@ -178,31 +177,21 @@ def model_config(
 ) -> SmolVLAConfig:
     vision = VISION_DEFAULTS | vlm.get("vision_config", {})
     text = TEXT_DEFAULTS | vlm.get("text_config", {})
-    heads = text["num_attention_heads"]
-    head_dim = text.get("head_dim") or text["hidden_size"] // heads
-    kv_heads = text.get("num_key_value_heads") or heads
     depth = checkpoint["num_vlm_layers"] if checkpoint["num_vlm_layers"] > 0 else text["num_hidden_layers"]
     expert_depth = checkpoint["num_expert_layers"] if checkpoint["num_expert_layers"] > 0 else depth
     expert_width = int(text["hidden_size"] * checkpoint["expert_width_multiplier"])
-
-    def decoder(width: int, hidden: int, layers: int) -> DecoderConfig:
-        eps = text["rms_norm_eps"]
-        return DecoderConfig(width, hidden, layers, heads, kv_heads, head_dim, eps, ROPE_THETA)
-
     every = checkpoint["self_attn_every_n_layers"]
     with checkpoint.named():
+        language = decoder(text, num_layers=depth, rope_theta=ROPE_THETA)
         return SmolVLAConfig(
-            vision=ViTConfig(
-                hidden_size=vision["hidden_size"],
-                intermediate_size=vision["intermediate_size"],
-                num_layers=vision["num_hidden_layers"],
-                num_heads=vision["num_attention_heads"],
-                image_size=vision["image_size"],
-                patch_size=vision["patch_size"],
-                norm_eps=vision["layer_norm_eps"],
+            vision=tower(vision),
+            language=language,
+            expert=replace(
+                language,
+                hidden_size=expert_width,
+                intermediate_size=expert_intermediate_size(expert_width),
+                num_layers=expert_depth,
             ),
-            language=decoder(text["hidden_size"], text["intermediate_size"], depth),
-            expert=decoder(expert_width, expert_intermediate_size(expert_width), expert_depth),
             vocab_size=text["vocab_size"],
             pixel_shuffle=vlm.get("scale_factor", 2),
             chunk_size=checkpoint.size("chunk_size"),

@@ -15,7 +15,7 @@ from sinew.core import Observation, PolicySpec, SinewError, VectorSpec
 from sinew.records import parts
 from sinew.records.background_writer import BackgroundWriter, Entry
 from sinew.records.recorder import Record
-from sinew.records.rerun_log import RerunLog
+from sinew.records.viewers.rerun_log import RerunLog
 
 MAX_SESSIONS = 16  # that have entities of their own; further ones share theirs
 MAX_SESSION = 128  # characters, as of the server
@@ -147,8 +147,8 @@ def _camera(record: Record, name: str) -> str:
 class RerunRecorder(BackgroundWriter):
     """Writes to a file or a viewer from a thread of its own; a slow viewer costs records, never latency.
 
-    target: of :func:`sinew.records.rerun_log.target_of`. A viewer that goes away is looked for every ten seconds.
-    Raises as :class:`RerunLog` does.
+    target: of :func:`target_of`. A viewer that goes away is looked for every ten seconds. Raises as :class:`RerunLog`
+    does.
     """
 
     def __init__(self, target: Path | str):

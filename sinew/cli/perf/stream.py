@@ -9,7 +9,7 @@ from cyclopts import Parameter, validators
 
 from sinew.cli import terminal
 from sinew.cli.options import NotNegative, Positive
-from sinew.cli.perf_options import Asked, dtypes
+from sinew.cli.perf.options import Asked, dtypes
 from sinew.perf.request import AS_THE_POLICY
 
 

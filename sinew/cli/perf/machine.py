@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sinew.cli import terminal
 from sinew.cli.options import Count, CountIfAny, Flag, PositiveIfAny
-from sinew.cli.perf_options import Asked
+from sinew.cli.perf.options import Asked
 from sinew.core import SinewError
 from sinew.perf.request import AS_THE_POLICY
 

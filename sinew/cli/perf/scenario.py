@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, NotNegative, Positive
-from sinew.cli.perf_options import dtypes
+from sinew.cli.perf.options import dtypes
 
 
 def scenario(

@@ -1,0 +1,154 @@
+"""``sinew perf run``: latency by component on one or more machines, from the traced program."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich.table import Table
+
+from sinew import progress
+from sinew.cli import terminal
+from sinew.cli.options import NotNegative
+from sinew.cli.perf.options import Asked, dtypes
+from sinew.perf.request import AS_THE_POLICY
+
+if TYPE_CHECKING:
+    from sinew.perf.hardware import Hardware
+    from sinew.perf.roofline import MatrixProduct
+
+
+def run(
+    source: str,
+    /,
+    *,
+    hardware: Annotated[list[str] | None, Parameter(negative="")] = None,
+    request: Asked = AS_THE_POLICY,
+    dtype: str | None = None,
+    traffic: Literal["fused", "unfused", "weights"] = "fused",
+    engine: Literal["eager", "plan"] = "plan",
+    operators: Annotated[bool, Parameter(negative="")] = False,
+    sync_us: NotNegative = 0.0,
+    data: Path | None = None,
+    table: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Latency by component on one or more machines, from the traced program.
+
+    Args:
+        source: as of `sinew infer`, or a family's preset at its published size, or FILE.json in the form of a family's
+            published.json: a model of any widths. pi0-l, pi0-xl and pi0-xxl are VLA-Perf's.
+        hardware: names of machines (`sinew perf machines`), repeatable or with commas; thor, rtx4090, h200 if absent.
+        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or COMPONENT=..., comma-separated: vision=fp8,language=fp8.
+        traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves; weights
+            moves nothing but weights, the least that any program can.
+        engine: eager, or with the rewrites of the plan.
+        operators: also every product with how often it runs, its shape and its bound.
+        sync_us: microseconds between two products, as `sinew perf sync` measures them: added for each.
+        data: a file with more machines, as sinew/perf/data/hardware.toml.
+        table: write the table as CSV, or as LaTeX (.tex).
+        plot: write the roofline with each component as a point.
+    """
+    from sinew.perf.hardware import load_machines
+
+    machines = load_machines(hardware or ("thor", "rtx4090", "h200"), data)  # before torch
+    from sinew.perf import plots
+
+    if plot is not None:
+        plots.check()
+    from sinew.perf.memory import memory_report, missing
+    from sinew.perf.program import PublishedProgram
+    from sinew.perf.roofline import components_record, products, timing
+
+    with progress.task(f"tracing {source}"):
+        program = PublishedProgram.load(source, request, dtypes=dtypes(dtype), engine=engine)
+        parts = program.components(traffic)
+    timings = {machine.name: [timing(part, machine) for part in parts] for machine in machines}
+    launches = sum(part.launches for part in parts)
+    records = [components_record(machine, timings[machine.name], launches, sync_us) for machine in machines]
+    console = terminal.console()
+    if operators:
+        shown = [product for part in parts for product in products(part)]
+        for machine, record in zip(machines, records, strict=True):
+            record["operators"] = [asdict(each) | {"ms": 1e3 * each.seconds(machine)} for each in shown]
+            console.print(_operators_table(machine, shown))
+    console.print(_component_table(source, records))
+    gib = memory_report(program).weights_nbytes / 2**30
+    console.print(
+        f"weights, tables included: {gib:.2f} GiB; every operator at its best, nothing else counted",
+    )
+    for machine, record in zip(machines, records, strict=True):
+        excess = missing(program, machine)
+        record["fits"] = not excess
+        if excess:
+            why = f"`sinew perf fit {source} --hardware {machine.name}` says what takes it"
+            warning = f"{machine.title}: does not fit its memory, {excess / 2**20:,.0f} MiB too much; {why}"
+            console.print(f"[yellow]{warning}[/]")
+    if plot is not None:
+        formats = {operator.compute_dtype for part in parts for operator in part.operators}
+        plots.roofline(
+            machines, timings, plot, formats, f"{source}, {' and '.join(sorted(formats))}, {traffic} traffic"
+        )
+    if table is not None:
+        write_table(table, [{"machine": r["machine"], **c} for r in records for c in r["components"]])
+    terminal.emit({"schema": "sinew.perf/1", "source": source, "traffic": traffic, "machines": records})
+    return 0
+
+
+def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:
+    columns = (">ms", ">share", "bound", ">FLOP/byte", ">GFLOP", ">GB moved", ">TFLOP/s at best")
+    table = terminal.table(f"{source}: roofline", "machine", "component", *columns)
+    for record in records:
+        for part in record["components"]:
+            bound = (f"{part['ms']:.2f}", f"{part['share']:.1%}", part["bound"], f"{part['intensity']:.1f}")
+            numbers = (f"{part['gflop']:.1f}", f"{part['gbyte']:.2f}", f"{part['tflops']:.1f}")
+            table.add_row(record["title"], part["component"], *bound, *numbers)
+        if record["sync_ms"]:
+            table.add_row("", f"between {record['products']:,} products", f"{record['sync_ms']:.2f}")
+        rate = f"{record['hz']:.1f} Hz"
+        table.add_row("", "end to end", f"{record['ms']:.2f}", "", rate, end_section=True, style="bold")
+    return table
+
+
+def _operators_table(machine: Hardware, shown: Sequence[MatrixProduct]) -> Table:
+    columns = (">times", "shape", ">MFLOP", ">MB moved", "bound", ">ms in all")
+    table = terminal.table(f"products on {machine.title}", "stage", "product", *columns)
+    for each in shown:
+        size = (f"{each.flops / 1e6:.1f}", f"{each.nbytes / 1e6:.2f}", each.bound(machine))
+        ms = f"{1e3 * each.seconds(machine):.3f}"
+        table.add_row(each.stage, each.name, f"{each.times}", each.shape, *size, ms)
+    return table
+
+
+def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows as CSV, or as LaTeX's tabular where the file's name ends in .tex."""
+    if path.suffix == ".tex":
+        lines = [[_latex(cell) for cell in cells] for cells in (rows[0], *(row.values() for row in rows))]
+        head, *body = [" & ".join(cells) + r" \\" for cells in lines]
+        columns = "l" * len(rows[0])
+        text = [
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\hline",
+            head,
+            r"\hline",
+            *body,
+            r"\hline",
+            r"\end{tabular}",
+        ]
+        path.write_text("\n".join(text) + "\n", encoding="utf-8")
+        return
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _latex(cell: object) -> str:
+    text = f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    special |= {letter: f"\\{letter}" for letter in "&%$#_{}"}
+    return "".join(special.get(letter, letter) for letter in text).replace("\u2713", r"$\checkmark$")
