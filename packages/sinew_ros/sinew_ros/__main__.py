@@ -11,9 +11,11 @@ import logging
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from sinew_client import Client, ClientError
 
+from sinew_ros.bag import STORAGES, Bag, Recorded
 from sinew_ros.bridge import Bridge
 from sinew_ros.contract import read, skeleton
 
@@ -26,10 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("contract", type=Path)
     run.add_argument(
         "--transport",
-        choices=("rclpy", "dds"),
         default="rclpy",
-        help="dds: CycloneDDS alone, without an installed ROS",
+        metavar="rclpy|dds|bag:PATH",
+        help="dds: CycloneDDS alone, without an installed ROS; bag: a recording, played once",
     )
+    run.add_argument("--record", type=Path, help="a bag to write: all messages, received and published")
+    run.add_argument("--storage", choices=STORAGES, default=STORAGES[0], help="of that bag")
     run.add_argument("--server", help="address in place of the contract's")
     run.add_argument("--steps", type=int, help="end after so many control steps")
     contract = verbs.add_parser("contract", help="write a contract for a server's policy, to be filled in")
@@ -55,23 +59,38 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
     found = read(given.contract)
     if given.server:
         found = type(found)(**{**found.__dict__, "servers": tuple(given.server.split(","))})
-    if given.transport == "dds":
-        from sinew_ros.dds import Dds
-
-        transport = Dds()
-    else:
-        from sinew_ros.node import Rclpy
-
-        transport = Rclpy(arguments=ros)
+    transport = opened(given.transport, ros)
+    recorded = None
     try:
+        if given.record is not None:
+            transport = recorded = Recorded(transport, given.record, given.storage)
         bridge = Bridge(found, transport)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: bridge.stop())
+        if (begin := getattr(transport, "begin", None)) is not None:  # a bag
+            begin(bridge.stop)
         bridge.run(given.steps)
     finally:
         transport.close()
-    sys.stdout.write(json.dumps(bridge.report()) + "\n")
-    return 0
+    report = {**bridge.report(), **({} if recorded is None else {"bag": recorded.report()})}
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 0 if recorded is None or not recorded.failed else 1
+
+
+def opened(name: str, ros: list[str]) -> Any:
+    """Return a transport by its name. Raises ClientError."""
+    kind, _, path = name.partition(":")
+    if kind == "bag" and path:
+        return Bag(Path(path))
+    if name == "dds":
+        from sinew_ros.dds import Dds
+
+        return Dds()
+    if name == "rclpy":
+        from sinew_ros.node import Rclpy
+
+        return Rclpy(arguments=ros)
+    raise ClientError(f"--transport: expected rclpy, dds or bag:PATH, got {name}")
 
 
 if __name__ == "__main__":
