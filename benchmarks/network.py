@@ -1,8 +1,8 @@
 """A network between two network namespaces: delay, loss and rate of each direction, below the kernel's own TCP and UDP.
 
 Each namespace has a TUN device; this process carries their packets, as ``tc netem`` would where the kernel has it: a
-packet is lost with some probability, waits for those before it (``rate``), and arrives ``delay`` later. What is above is
-the kernel's: retransmissions, congestion control, sockets. Needs root, ``ip`` and /dev/net/tun; Linux alone.
+packet is lost with some probability, waits for those before it (``rate``), and arrives ``delay`` later. What is above
+is the kernel's: retransmissions, congestion control, sockets. Needs root, ``ip`` and /dev/net/tun; Linux alone.
 """
 
 from __future__ import annotations

@@ -29,14 +29,17 @@ LOAD_S, RUN_S = 300.0, 900.0
 ELSEWHERE = ("10.77.0.3", "10.77.0.4")
 
 
+FREE = Way()
+
+
 @dataclass(frozen=True)
 class Condition:
     """roams: seconds between two changes of the robot's address, 0 for none. starts_slowly: TCP begins anew with ten
     packets after each pause, as Linux does where nobody sets net.ipv4.tcp_slow_start_after_idle to 0."""
 
     name: str
-    up: Way = Way()
-    down: Way = Way()
+    up: Way = FREE
+    down: Way = FREE
     roams: float = 0.0
     starts_slowly: bool = True
 

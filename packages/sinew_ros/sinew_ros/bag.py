@@ -6,6 +6,7 @@ A bag that was recorded here is played by ``ros2 bag play``, and the other way r
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from sinew_client import ClientError
 logger = logging.getLogger(__name__)
 
 STORAGES = ("mcap", "sqlite3")
+WAITING = 256  # messages that a disk may be behind
 Take = Callable[[Any], None]
 
 
@@ -97,41 +99,37 @@ class Bag:
 
 
 class Recorded:
-    """A transport whose messages, received and published, are written into a bag as well.
+    """A transport whose messages, received and published, are written into a bag as well, by a thread of its own.
 
-    path: a folder that does not exist yet. storage: one of ``STORAGES``. What cannot be written is counted and told
-    once; the robot is driven on.
+    path: a folder that does not exist yet. storage: one of ``STORAGES``. What a slow or full disk does not take is
+    counted, told once, and does not hold up the robot. Raises ClientError for a folder that is there.
     """
 
     def __init__(self, transport: Any, path: Path, storage: str = "mcap"):
         self._transport, self._store, self.path = transport, types(), path
-        from rosbags.rosbag2 import StoragePlugin, Writer, WriterError
-
-        self._writer = Writer(path, version=9, storage_plugin=StoragePlugin[storage.upper()])
-        try:
-            self._writer.open()
-        except (WriterError, OSError) as error:
-            raise ClientError(f"{path}: expected a folder that does not exist yet, got {error}") from error
-        self._lock, self._open = threading.Lock(), True
-        self._connections: dict[tuple[str, str], Any] = {}
+        if path.exists():
+            raise ClientError(f"--record: expected a folder that does not exist yet, got {path}")
+        self._waiting: queue.Queue = queue.Queue(
+            WAITING
+        )  # (time in ns, topic, type, message), None at the end
         self.written: Counter = Counter()  # topic -> messages
         self.failed = 0
+        self._thread = threading.Thread(target=self._write, args=(storage,), daemon=True)
+        self._thread.start()
 
     def subscribe(self, topic: str, kind: str, quality: str, callback: Take) -> None:
         def take(message: Any) -> None:
-            callback(message)  # first: the robot does not wait for a disk
-            self._write(topic, kind, message)
+            callback(message)  # first: the robot does not wait for a recording
+            self._put(topic, kind, message)
 
-        self._connect(topic, kind)
         self._transport.subscribe(topic, kind, quality, take)
 
     def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
         publish = self._transport.publisher(topic, kind)
-        self._connect(topic, kind)
 
         def both(fields: Mapping[str, Any]) -> None:
             publish(fields)
-            self._write(topic, kind, fields)
+            self._put(topic, kind, fields)
 
         return both
 
@@ -146,36 +144,41 @@ class Recorded:
     def close(self) -> None:
         """End the transport, then complete the bag."""
         self._transport.close()
-        with self._lock:
-            self._open = False
-            try:
-                self._writer.close()
-            except OSError as error:
-                self._fail(error)
+        self._waiting.put(None)
+        self._thread.join()
 
     def report(self) -> dict[str, Any]:
         """Return what was written of each topic, and what could not be."""
         return {"path": str(self.path), "written": dict(self.written), "failed": self.failed}
 
-    def _connect(self, topic: str, kind: str) -> None:
-        if (topic, kind) not in self._connections:
-            made = self._writer.add_connection(topic, kind, typestore=self._store)
-            self._connections[topic, kind] = made
-
-    def _write(self, topic: str, kind: str, message: Any) -> None:
-        stamp = round(self.now() * 1e9)
+    def _put(self, topic: str, kind: str, message: Any) -> None:
         try:
-            data = self._store.serialize_cdr(build(self._store, kind, message), kind)
-            with self._lock:
-                if self._open:
-                    self._writer.write(self._connections[topic, kind], stamp, data)
+            self._waiting.put_nowait((round(self.now() * 1e9), topic, kind, message))
+        except queue.Full:
+            self._fail("the disk is too slow")
+
+    def _write(self, storage: str) -> None:
+        from rosbags.rosbag2 import StoragePlugin, Writer
+
+        writer = Writer(self.path, version=9, storage_plugin=StoragePlugin[storage.upper()])
+        connections: dict[str, Any] = {}
+        try:
+            with writer:
+                while (each := self._waiting.get()) is not None:
+                    stamp, topic, kind, message = each
+                    if topic not in connections:
+                        connections[topic] = writer.add_connection(topic, kind, typestore=self._store)
+                    data = self._store.serialize_cdr(build(self._store, kind, message), kind)
+                    writer.write(connections[topic], stamp, data)
                     self.written[topic] += 1
         except Exception as error:  # noqa: BLE001 - whatever a disk or a message does, the robot is driven on
-            self._fail(error)
+            self._fail(str(error))
+            while self._waiting.get() is not None:
+                self.failed += 1
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, why: str) -> None:
         if not self.failed:
-            logger.warning("%s: cannot be written: %s", self.path, error)
+            logger.warning("%s: messages are not recorded: %s", self.path, why)
         self.failed += 1
 
 
