@@ -37,7 +37,7 @@ def open_connection(
     try:
         travelling = Frames(frames)
     except ValueError as error:
-        raise SinewError(f"--frames-as {error}") from error
+        raise SinewError(str(error).replace("frames", "--frames-as", 1)) from error
     if is_address(target):
         if split is not None:
             raise SinewError(
