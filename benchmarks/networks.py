@@ -34,14 +34,12 @@ FREE = Way()
 
 @dataclass(frozen=True)
 class Condition:
-    """roams: seconds between two changes of the robot's address, 0 for none. starts_slowly: TCP begins anew with ten
-    packets after each pause, as Linux does where nobody sets net.ipv4.tcp_slow_start_after_idle to 0."""
+    """roams: seconds between two changes of the robot's address, 0 for none."""
 
     name: str
     up: Way = FREE
     down: Way = FREE
     roams: float = 0.0
-    starts_slowly: bool = True
 
 
 def both(**way: float) -> tuple[Way, Way]:
@@ -51,7 +49,6 @@ def both(**way: float) -> tuple[Way, Way]:
 CONDITIONS = (
     Condition("wire"),
     Condition("WAN, 100 ms there and back", *both(delay=0.05)),
-    Condition("WAN, no slow start after idle", *both(delay=0.05), starts_slowly=False),
     Condition("1 % loss", *both(loss=0.01)),
     Condition("10 % loss", *both(loss=0.1)),
     Condition("WAN and 1 % loss", *both(delay=0.05, jitter=0.005, loss=0.01)),
@@ -79,9 +76,6 @@ def drive(
     between.shape(condition.up, condition.down)
     address = f"tcp://{between.SERVER}:5555"
     command = sinew("run", address, "--robot", task, "--episodes", episodes, "--json", *more)
-    slow = f"net.ipv4.tcp_slow_start_after_idle={int(condition.starts_slowly)}"
-    for name in (between.robot, between.server):
-        subprocess.run(between.inside(name, "sysctl", "-q", slow), check=True)
     before = between.carried
     with subprocess.Popen(
         between.inside(between.robot, *command), stdout=subprocess.PIPE, stderr=subprocess.PIPE

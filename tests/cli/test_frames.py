@@ -10,14 +10,17 @@ import pytest
 from benchmarks import networks
 from benchmarks.network import why_not
 from sinew.cli import main
-from tests.serve.puppet import desk
+from tests.serve.test_replay import WITHOUT_TORCH, record
+from tests.serve.test_server import serving
 
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
 
 
-def test_how_frames_travelled_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    with desk() as server:
-        line = ["run", server.native, "--robot", "dry", "--hz", "20", "--seconds", "0.5", "--prompt", "go"]
+def test_how_frames_travelled_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = record(tmp_path / "records", {"arm": 3}, (20, 6))
+    arguments = ("--replay", records, "--wire", "native:0", "--replay-latency", "none")
+    with serving(tmp_path, *arguments, command=("-c", WITHOUT_TORCH)) as server:
+        line = ["run", server.address, "--robot", "dry", "--hz", "20", "--seconds", "0.5", "--prompt", "go"]
         for wanted, said in (("raw", "raw: asked for"), ("80", "JPEG 80: asked for")):
             assert main([*line, "--frames-as", wanted, "--json"]) in (0, 3)
             captured = capsys.readouterr()

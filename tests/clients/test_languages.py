@@ -109,11 +109,21 @@ def run(*command: object, status: int = 0, cwd: Path | None = None) -> str:
     return done.stderr if status else done.stdout
 
 
-def built(folder: Path, source: Path, *flags: str) -> Path:
-    compiler = tool("g++", "the C++ client's tests")
-    strict = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{CPP}")
-    run(compiler, *strict, *flags, source, CPP / "sinew_client.cpp", "-o", folder / source.stem)
-    return folder / source.stem
+STRICT = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{CPP}")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C++ client, for the programs that use it."""
+    folder = tmp_path_factory.mktemp("cpp")
+    run(tool("g++", "the C++ client's tests"), *STRICT, "-c", CPP / "sinew_client.cpp", cwd=folder)
+    return folder / "sinew_client.o"
+
+
+def built(source: Path, client: Path, *flags: str) -> Path:
+    made = client.parent / source.stem
+    run("g++", *STRICT, *flags, source, client, "-o", made)
+    return made
 
 
 # ----------------------------------------------------------------------------- bytes
@@ -137,8 +147,8 @@ def test_the_schema_in_cpp_is_the_schema() -> None:
     assert {name for name in sent if name not in encoder + control} == set()
 
 
-def test_cpp_writes_and_reads_what_python_does(tmp_path: Path) -> None:
-    fields = built(tmp_path, ROOT / "tests" / "clients" / "fields.cpp")
+def test_cpp_writes_and_reads_what_python_does(compiled: Path, tmp_path: Path) -> None:
+    fields = built(ROOT / "tests" / "clients" / "fields.cpp", compiled)
     run(fields, "request", tmp_path / "request")
     written = (tmp_path / "request").read_bytes()
     assert written == RECORDED
@@ -180,7 +190,10 @@ def test_cpp_writes_and_reads_what_python_does(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_cpp_under_the_sanitizers(tmp_path: Path) -> None:
     flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
-    fields = built(tmp_path, ROOT / "tests" / "clients" / "fields.cpp", *flags)
+    tool("g++", "the C++ client's tests")
+    sources = (ROOT / "tests" / "clients" / "fields.cpp", CPP / "sinew_client.cpp")
+    fields = tmp_path / "fields"
+    run("g++", *STRICT, *flags, *sources, "-o", fields)
     run(fields, "request", tmp_path / "request")
     rng = np.random.default_rng(1)
     reply = schema.PredictResponse(request_id=7, horizon=2, dim=2, actions=[0, 1, 2, 3], warnings=["x"])
@@ -281,7 +294,9 @@ def rows(text: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("language", ["c++", "javascript"])
-def test_a_live_server_answers_other_languages(language: str, ports: tuple[int, int], tmp_path: Path) -> None:
+def test_a_live_server_answers_other_languages(
+    language: str, ports: tuple[int, int], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     native, web = ports
     asked = ["go", "--state", "0,0,0,0,0,0"]
     for name, frame in FRAMES.items():
@@ -289,7 +304,8 @@ def test_a_live_server_answers_other_languages(language: str, ports: tuple[int, 
         asked += ["--image", f"{name}={tmp_path / name}"]
     command: list[Any]
     if language == "c++":
-        command = [built(tmp_path, CPP / "ask.cpp"), f"tcp://127.0.0.1:{native}"]
+        client = request.getfixturevalue("compiled")
+        command = [built(CPP / "ask.cpp", client), f"tcp://127.0.0.1:{native}"]
     else:
         node = tool("node", "the JavaScript client's tests")
         command = [node, "--experimental-websocket", JS / "ask.js", f"ws://127.0.0.1:{web}"]
