@@ -4,7 +4,8 @@
 
 A server of an embedded policy and a robot, each in its own network namespace, and between them ``benchmarks.network``.
 A row for each network: episodes that succeeded, the control rate that was kept, the longest gap between two commands or
-holds in periods (what this machine kept a sleeping thread waiting), the age of the rows that were executed, holds, requests, and how frames travelled.
+holds in periods (beside it, what this machine kept a thread waiting that only sleeps), the age of the rows that were
+executed, holds, requests, and how frames travelled.
 """
 
 from __future__ import annotations

@@ -181,7 +181,9 @@ function floats(name, values, shape) {
 }
 
 function pixels(name, frame) {
-  const count = frame.height * frame.width, given = frame.data;
+  const given = frame?.data;
+  if (!(given?.buffer instanceof ArrayBuffer)) refuse(`images.${name}`, "{ data, height, width } of bytes", typeof given);
+  const count = frame.height * frame.width;
   const bytes = new Uint8Array(given.buffer, given.byteOffset, given.byteLength);
   if (bytes.length === 3 * count) return array(bytes, "|u1", [frame.height, frame.width, 3]);
   if (bytes.length !== 4 * count) refuse(`images.${name}`, "3 or 4 bytes a pixel", `${bytes.length} for ${count}`);

@@ -7,7 +7,10 @@ import importlib.util
 import json
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from sinew_client import Client, protocol, schema
 
 from sinew.serve.decode.array import pack, unpack
 from sinew.serve.wires import openpi
+from tests.serve import browser
 from tests.serve.test_replay import FRAMES, WITHOUT_TORCH, chunk_of, record
 from tests.serve.test_server import free_port, serving
 
@@ -84,7 +88,8 @@ const kinds = [null, true, -1, -33, -129, -32769, -(2 ** 40), 127, 128, 65535, 6
   [..."x".repeat(20)], new Uint8Array(70000)];
 console.log(hex(pack(kinds)), JSON.stringify(unpack(pack(kinds))) === JSON.stringify(kinds));
 const [images, narrow] = [{ front }, { front: { ...front, width: 3 } }];
-for (const wrong of [{ images, state: [1], stat: 1 }, { images: narrow, state: [1] }])
+const none = { front: { height: 2, width: 2 } };
+for (const wrong of [{ images, state: [1], stat: 1 }, { images: narrow, state: [1] }, { images: none, state: [1] }])
   try { encode(wrong, said); } catch (error) { console.log(error.message); }
 const whole = encode({ images: { front }, ...seen }, said);
 let cut = 0;
@@ -207,7 +212,7 @@ def test_cpp_under_the_sanitizers(tmp_path: Path) -> None:
 def test_javascript_writes_and_reads_what_openpi_does() -> None:
     node = tool("node", "the JavaScript client's tests")
     program = ("--input-type=module", "-e", OPENPI_REQUEST, json.dumps(SAID))
-    bytes_, canvas, kinds, unknown, pixels, cut = run(node, *program, cwd=JS).splitlines()
+    bytes_, canvas, kinds, unknown, pixels, none, cut = run(node, *program, cwd=JS).splitlines()
     assert canvas == bytes_  # a canvas's pixels, without their alpha
     wanted = {
         "images/front": EVERYTHING["images"]["front"],  # type: ignore[index]
@@ -246,6 +251,7 @@ def test_javascript_writes_and_reads_what_openpi_does() -> None:
     assert "stat: expected one of images, state" in unknown
     assert "[bad_observation]" in unknown
     assert pixels == "images.front: expected 3 or 4 bytes a pixel, got 12 for 6 [bad_observation]"
+    assert none == "images.front: expected { data, height, width } of bytes, got undefined [bad_observation]"
     assert cut == "true"
 
 
@@ -326,3 +332,48 @@ def test_a_live_server_answers_other_languages(
     if language == "javascript":
         assert "[connection_lost]" in run(*nobody, *asked, status=1)
     assert "[usage]" in run(*command, status=1)
+
+
+ASKED_BY_A_PAGE = """
+(async () => {
+  const { Client, SinewError } = await import("/sinew.js");
+  const canvas = Object.assign(document.createElement("canvas"), { width: 48, height: 32 });
+  const context = canvas.getContext("2d");
+  context.fillRect(0, 0, 48, 32);
+  const frame = context.getImageData(0, 0, 48, 32);
+  const robot = new Client("ws://127.0.0.1:%d");
+  const images = { camera1: frame, camera2: frame };
+  const { actions, rows, dim } = await robot.infer({ images, state: [0, 0, 0, 0, 0, 0], prompt: "go" });
+  let refused = "";
+  try { await robot.infer({ images, state: [0], prompt: "go" }); } catch (error) { refused = error.message; }
+  const again = await robot.infer({ images, state: [0, 0, 0, 0, 0, 0], prompt: "go" }); // over a new connection
+  let key = "";
+  try { await new Client("ws://127.0.0.1:1", { apiKey: "k" }).metadata(); } catch (error) { key = error.code; }
+  robot.close();
+  return { actions: [...actions], rows, dim, refused, again: again.rows, key };
+})()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.find() is None, reason="needs Chromium or Chrome on the path")
+def test_a_page_in_a_browser_asks(tmp_path: Path) -> None:
+    records = record(tmp_path / "records", {"arm": 3}, (4, 6))
+    pages = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=JS))
+    origin = f"http://127.0.0.1:{pages.server_port}"
+    threading.Thread(target=pages.serve_forever, daemon=True).start()
+    web = free_port()
+    arguments = ("--replay", records, "--wire", f"openpi:{web}", "--replay-latency", "none")
+    try:
+        with (
+            serving(tmp_path, *arguments, "--allow-origin", origin, command=("-c", WITHOUT_TORCH)),
+            browser.browsing(f"{origin}/package.json", tmp_path / "profile") as page,
+        ):
+            found = page.evaluate(ASKED_BY_A_PAGE % web)
+    finally:
+        pages.shutdown()
+        pages.server_close()
+    answered = np.array(found["actions"], np.float32).reshape(found["rows"], found["dim"])
+    np.testing.assert_array_equal(answered, chunk_of("arm", 0, (4, 6)))
+    assert "state: expected 6 numbers" in found["refused"]
+    assert (found["again"], found["key"]) == (4, "unsupported")
