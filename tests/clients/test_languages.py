@@ -108,7 +108,12 @@ def tool(name: str, what: str) -> str:
 
 def run(*command: object, status: int = 0, cwd: Path | None = None) -> str:
     done = subprocess.run(
-        [str(each) for each in command], capture_output=True, text=True, timeout=WAIT_S, cwd=cwd
+        [str(each) for each in command],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=WAIT_S,
+        cwd=cwd,
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stderr if status else done.stdout
@@ -369,6 +374,7 @@ def test_a_page_in_a_browser_asks(tmp_path: Path) -> None:
             serving(tmp_path, *arguments, "--allow-origin", origin, command=("-c", WITHOUT_TORCH)),
             browser.browsing(f"{origin}/package.json", tmp_path / "profile") as page,
         ):
+            page.wait("location.pathname === '/package.json' && document.readyState === 'complete'")
             found = page.evaluate(ASKED_BY_A_PAGE % web)
     finally:
         pages.shutdown()
