@@ -12,7 +12,7 @@ setup(
     packages=[NAME],
     python_requires=">=3.8",
     install_requires=["setuptools", "numpy>=1.21", "pyyaml>=5.3", "sinew-vla-client==0.1.0"],
-    extras_require={"dds": ["cyclonedds>=0.10.5"]},
+    extras_require={"dds": ["cyclonedds>=0.10.5"], "bag": ["rosbags>=0.10"]},
     data_files=[
         ("share/ament_index/resource_index/packages", [f"resource/{NAME}"]),
         (f"share/{NAME}", ["package.xml"]),

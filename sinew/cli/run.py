@@ -59,6 +59,7 @@ def run(
     assist: str | None = None,
     assist_when: str = ASSIST_WHEN,
     assist_timeout: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 5.0,
+    frames_as: str = "raw",
     api_key_file: Path | None = None,
     go: Annotated[bool, Parameter(negative="")] = False,
     lead: LeaderFlags = LEADER,
@@ -93,6 +94,8 @@ def run(
         assist: address of a larger policy that is asked beside the one that is loaded here.
         assist_when: every:SECONDS since its last answer, disagreement:LIMIT, uncertainty:LIMIT; separated by commas.
         assist_timeout: seconds to wait for it.
+        frames_as: how frames travel to a server: raw; a JPEG quality from 1 to 95; or auto, JPEG 90 where requests
+            spend more than 50 ms on the network and it helps. What was sent, and why, is in the report.
         api_key_file: a file with the key of servers; SINEW_API_KEY in the environment if absent.
         go: begin at once, also with a keyboard.
     """
@@ -103,7 +106,8 @@ def run(
             lead.check()
             edge = None if edge_adapter is None else Adapter.read(edge_adapter)
             open_robot = on.opener()  # before anything is loaded
-            policy, about, connect = open_connection(target, runs, split, key)
+            policy, about, connect = open_connection(target, runs, split, key, frames_as)
+            sending = getattr(connect, "frames", None)
             connect = conditioned(connect, about, advantage, guidance_scale)
             robot = on.opened(stack, open_robot, policy)
             own = getattr(robot.machine, "motion", None)
@@ -158,7 +162,11 @@ def run(
     }
     if assisted is not None:
         result["assist"] = assisted.report()
-    print_cadence(cadence, episodes_row(robot.machine))
+    rows = episodes_row(robot.machine)
+    if sending is not None:
+        result["frames"] = sending.text
+        rows = [*rows, ("frames", sending.text)]
+    print_cadence(cadence, rows)
     if (fit := watch.fit()) is not None:
         terminal.say(fit.advice())
         result["motion"] = asdict(fit)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sinew_client import Client, ClientError
-from sinew_client.control import Assist, AssistRule, Servers, Settings, parse_assist
+from sinew_client.control import Assist, AssistRule, Frames, Servers, Settings, parse_assist
 from sinew_client.control.requester import Call
 from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.policy import is_address
@@ -28,17 +28,26 @@ ASSIST_WHEN = "every:5"
 Connection = tuple[dict[str, Any], dict[str, Any], Callable[[], Call]]
 
 
-def open_connection(target: str, runs: Runs, split: str | None = None, key: str = "") -> Connection:
+def open_connection(
+    target: str, runs: Runs, split: str | None = None, key: str = "", frames: str = "raw"
+) -> Connection:
     """Return what the policy says about itself, what is said about what runs it, and what opens a connection to it.
-    split: the server of the first half of a policy whose head runs here. key: of the server."""
+    split: the server of the first half of a policy whose head runs here. key: of the server. frames: how they travel
+    to it."""
+    try:
+        travelling = Frames(frames)
+    except ValueError as error:
+        raise SinewError(str(error).replace("frames", "--frames-as", 1)) from error
     if is_address(target):
         if split is not None:
             raise SinewError(
                 f"--split: expected the bundle here, whose head runs here, got the server {target}"
             )
         served = ask_server(target, runs, key)
-        opener = Servers(target.split(","), key, max_rows=_most_rows(served["policy"]))
+        opener = Servers(target.split(","), key, max_rows=_most_rows(served["policy"]), frames=travelling)
         return served["policy"], served["server"], opener
+    if frames != "raw":
+        raise SinewError(f"--frames-as: expected a server, whose frames travel, got the policy here {target}")
     local, policy = load_here(target, runs)
     if split is not None:
         about = local.describe() | {

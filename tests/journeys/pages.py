@@ -18,8 +18,9 @@ PAGES = {
 }
 TOOLS = ("cp", "curl", "docker", "make", "pip", "python", "source", "sudo", "uv")
 LEROBOT = ("lerobot-eval", "lerobot-record", "lerobot-rollout")
-COMMANDS = frozenset((*TOOLS, *LEROBOT, "rerun", "ros2", "sinew", "sinew-ros"))
-DATA = frozenset(("json", "toml", "yaml", "ini", "text"))  # languages of blocks that nobody types
+LANGUAGES = ("g++", "./ask", "node")
+COMMANDS = frozenset((*TOOLS, *LEROBOT, *LANGUAGES, "rerun", "ros2", "sinew", "sinew-ros"))
+DATA = frozenset(("json", "toml", "yaml", "ini", "text", "js"))  # languages of blocks that nobody types
 SHELL = frozenset(("", "bash", "sh", "console"))
 BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```", re.DOTALL | re.MULTILINE)
 

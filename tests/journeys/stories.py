@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 
 from tests.adapters import ATTENTION, write_folder
 from tests.cases import golden_cases
@@ -84,6 +85,12 @@ TOPICS = {
     r"topic: /arm_controller/joint_trajectory": "topic: /arm",
     r"max_age: 0.2": "max_age: 1.0",
 }
+# Without a picture, which the policy wants.
+CALL = """
+from sinew_ros.dds import Dds
+from sinew_ros.service import KIND, NAME
+print(Dds().call(NAME, KIND, {"state": [0.0], "prompt": "go"}, 60.0).error)
+"""
 # That robot wants a simulator and DDS: the environment of this page, and behind it what the robot's own has.
 TWIN = f"""
 import glob, runpy, site, sys
@@ -656,7 +663,7 @@ def ros(walk: Walk) -> None:
     """Over DDS: a server, the bridge in the robot's own environment, and a robot that knows topics only."""
     blocks(walk)
     walk.run("python -m venv robot")
-    bare = "pip install ./packages/sinew-client './packages/sinew_ros[dds]'"
+    bare = "pip install ./packages/sinew-client './packages/sinew_ros[dds,bag]'"
     serve = "sinew serve policy.gguf"
     if walk.page == "docs/ros.md":
         walk.type(bare, instead=("pip", "robot/bin/pip"))
@@ -677,9 +684,19 @@ def ros(walk: Walk) -> None:
         walk.run(
             "robot/bin/sinew-ros run robot.yaml", status=1, says=("source an installation of ROS 2 first",)
         )
-        drive = "sinew-ros run robot.yaml --transport dds"
-        with walk.beside(walk.meant(drive, ("sinew-ros", "robot/bin/sinew-ros"))) as bridge:
+        here = ("sinew-ros", "robot/bin/sinew-ros")
+        own = walk.page == "docs/ros.md"
+        drive = "sinew-ros run robot.yaml --transport dds" + " --record monday" * own
+        with walk.beside(walk.meant(drive, here)) as bridge:
             twin = walk.run(f"python -c '{TWIN}'", says=('"successes"',))
+        if own:
+            assert json.loads(bridge.text.splitlines()[-1])["bag"]["failed"] == 0
+            played = walk.type("sinew-ros run robot.yaml --transport bag:monday", instead=here)
+            assert json.loads(played.text.splitlines()[-1])["control"]["chunks"] > 0
+            answering = "sinew-ros serve tcp://gpu:5555 --hz 20 --transport dds"
+            with walk.beside(walk.meant(answering, here)) as calls:
+                walk.run(f"robot/bin/python -c '{CALL}'", says=("bad_observation|InvalidObservation",))
+            assert '"failed": 1' in calls.text
     moved = json.loads(twin.text.splitlines()[-1])
     told = json.loads(bridge.text.splitlines()[-1])
     assert moved["successes"] > 0, (moved, told)
@@ -875,6 +892,23 @@ def client(walk: Walk) -> None:
         walk.program(0, before=ROBOT, after="assert chunk.actions.shape == (50, 6)")
 
 
+def language(walk: Walk) -> None:
+    """Clients in C++ and JavaScript, beside a server: a row of actions in each line."""
+    arm_policy(walk)
+    pixels = b"P6\n64 48\n255\n" + bytes(64 * 48 * 3)
+    for name in ("front.ppm", "wrist.ppm"):
+        (walk.folder / name).write_bytes(pixels)
+    with walk.server("sinew serve policy.gguf"):
+        for line in walk.lines:
+            if (tool := shlex.split(line)[0]) != "./ask" and shutil.which(tool) is None:
+                walk.leaves(line, f"there is no {tool} here")
+                return
+            asked = walk.type(line)
+    rows = [row.split() for row in asked.text.splitlines() if row.count(" ") == 5 and "warning" not in row]
+    assert len(rows) == 50, asked.text
+    assert all(abs(float(number)) < 1e6 for row in rows for number in row), asked.text
+
+
 def wires_lerobot(walk: Walk) -> None:
     """LeRobot's client as the server prints its command, with the page's flags, and an arm that is simulated."""
     for line in walk.lines:
@@ -977,5 +1011,7 @@ STORIES: dict[str, Story] = {
     "docs/wiring.md": wiring,
     "packages/lerobot_policy_sinew/README.md": plugin,
     "packages/sinew-client/README.md": client,
+    "packages/sinew-cpp/README.md": language,
+    "packages/sinew-js/README.md": language,
     "packages/sinew_ros/README.md": ros,
 }

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from sinew_client.control import NoObservation
+from sinew_ros.__main__ import main
 from sinew_ros.contract import parse
 from sinew_ros.robot import TopicRobot
 
 from tests.ros.test_bridge import IMAGE, JOINTS, contract
+from tests.serve.puppet import desk
 
 START, STEP = 1_700_000_000.0, 0.02  # seconds of the first message, and between two moments
 LOST, BAD, UNSTAMPED = (
@@ -101,3 +105,45 @@ def test_a_bag_of_a_thousand_messages(tmp_path: Path) -> None:
     assert seen[-1]["images"]["front"].tolist() == np.full((4, 6, 3), 510 % 256).tolist()
     np.testing.assert_array_equal(seen[-1]["state"], [5100, -5100])
     assert not blind  # a bad picture is dropped, and the one before is young enough
+
+
+@pytest.mark.parametrize("storage", ["mcap", "sqlite3"])
+def test_a_bag_drives_the_bridge_and_what_came_is_recorded(
+    storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typesys = pytest.importorskip("rosbags.typesys", reason="the extra `ros` is not installed")
+    from rosbags.rosbag2 import Reader
+
+    store = typesys.get_typestore(typesys.Stores.ROS2_HUMBLE)
+    write(tmp_path / "bag", store, 100)  # of 2 s
+    with desk() as puppet:
+        said = contract(puppet.native, start=True)
+        (tmp_path / "robot.yaml").write_text(yaml.safe_dump(said))
+        line = ["run", str(tmp_path / "robot.yaml"), "--transport", f"bag:{tmp_path / 'bag'}"]
+        kept = ["--record", str(tmp_path / "kept"), "--storage", storage]
+        assert main([*line, *kept]) == 0
+        report = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert main([*line, *kept]) == 1  # it is there already
+        assert "expected a folder that does not exist yet" in capsys.readouterr().err
+        assert main([*line[:-1], f"bag:{tmp_path}"]) == 1
+        assert "expected a rosbag of ROS 2" in capsys.readouterr().err
+        assert main([*line[:-1], "zenoh"]) == 1
+        assert "--transport: expected rclpy, dds or bag:PATH, got zenoh" in capsys.readouterr().err
+    assert report["control"]["chunks"] > 0
+    assert report["bag"]["failed"] == 0
+    assert next((tmp_path / "kept").glob("*.mcap" if storage == "mcap" else "*.db3"))
+    found: dict[str, list[Any]] = {}
+    with Reader(tmp_path / "kept") as kept_bag, Reader(tmp_path / "bag") as given_bag:
+        for connection, _, data in kept_bag.messages():
+            found.setdefault(connection.topic, []).append((connection.msgtype, bytes(data)))
+        given = [(each.topic, each.msgtype, bytes(data)) for each, _, data in given_bag.messages()]
+    for topic in ("/front", "/joint_states"):  # every byte of what was played
+        assert found[topic] == [(kind, data) for name, kind, data in given if name == topic]
+    assert {topic: len(each) for topic, each in found.items()} == report["bag"]["written"]
+    trajectories = [store.deserialize_cdr(data, kind) for kind, data in found["/arm"]]
+    assert len(trajectories) == report["published"]["/arm"]
+    assert all(each.joint_names == ["a"] for each in trajectories)
+    # The puppet's actions are the state's first number, which was 10 x the bag's; out goes what came.
+    sent = {round(point.positions[0]) for each in trajectories for point in each.points}
+    assert sent <= set(range(100))
+    assert sent

@@ -10,12 +10,16 @@ import json
 import logging
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 from sinew_client import Client, ClientError
 
+from sinew_ros.bag import STORAGES, Bag, Recorded
 from sinew_ros.bridge import Bridge
 from sinew_ros.contract import read, skeleton
+from sinew_ros.service import KIND, NAME, ChunkService
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,12 +30,18 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("contract", type=Path)
     run.add_argument(
         "--transport",
-        choices=("rclpy", "dds"),
         default="rclpy",
-        help="dds: CycloneDDS alone, without an installed ROS",
+        metavar="rclpy|dds|bag:PATH",
+        help="dds: CycloneDDS alone, without an installed ROS; bag: a recording, played once",
     )
+    run.add_argument("--record", type=Path, help="a bag to write: all messages, received and published")
+    run.add_argument("--storage", choices=STORAGES, default=STORAGES[0], help="of that bag")
     run.add_argument("--server", help="address in place of the contract's")
     run.add_argument("--steps", type=int, help="end after so many control steps")
+    serve = verbs.add_parser("serve", help=f"answer the service {NAME} ({KIND})")
+    serve.add_argument("server")
+    serve.add_argument("--hz", type=float, help="rows a second of a trajectory; the policy's own if absent")
+    serve.add_argument("--transport", default="rclpy", metavar="rclpy|dds")
     contract = verbs.add_parser("contract", help="write a contract for a server's policy, to be filled in")
     contract.add_argument("server")
     contract.add_argument("--hz", type=float)
@@ -44,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             with Client(given.server, timeout=10.0) as client:
                 sys.stdout.write(skeleton(given.server, client.metadata()["policy"], given.hz))
             return 0
-        return drive(given, ros)
+        return (serve_calls if given.verb == "serve" else drive)(given, ros)
     except ClientError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -55,23 +65,58 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
     found = read(given.contract)
     if given.server:
         found = type(found)(**{**found.__dict__, "servers": tuple(given.server.split(","))})
-    if given.transport == "dds":
-        from sinew_ros.dds import Dds
-
-        transport = Dds()
-    else:
-        from sinew_ros.node import Rclpy
-
-        transport = Rclpy(arguments=ros)
+    transport = opened(given.transport, ros)
+    recorded = None
     try:
+        if given.record is not None:
+            transport = recorded = Recorded(transport, given.record, given.storage)
         bridge = Bridge(found, transport)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: bridge.stop())
+        if (begin := getattr(transport, "begin", None)) is not None:  # a bag
+            begin(bridge.stop)
         bridge.run(given.steps)
     finally:
         transport.close()
-    sys.stdout.write(json.dumps(bridge.report()) + "\n")
+    report = {**bridge.report(), **({} if recorded is None else {"bag": recorded.report()})}
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 0 if recorded is None or not recorded.failed else 1
+
+
+def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:
+    """Answer calls until a signal, and print how many there were as one line of JSON."""
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    service = ChunkService(given.server, given.hz)
+    transport = opened(given.transport, ros)
+    try:
+        if not hasattr(transport, "serve"):
+            raise ClientError(f"--transport: expected rclpy or dds for calls, got {given.transport}")
+        transport.serve(NAME, KIND, service.answer)
+        sys.stderr.write(f"{NAME} is served\n")
+        ended.wait()
+    finally:
+        transport.close()
+        service.close()
+    sys.stdout.write(json.dumps({"answered": service.answered, "failed": service.failed}) + "\n")
     return 0
+
+
+def opened(name: str, ros: list[str]) -> Any:
+    """Return a transport by its name. Raises ClientError."""
+    kind, _, path = name.partition(":")
+    if kind == "bag" and path:
+        return Bag(Path(path))
+    if name == "dds":
+        from sinew_ros.dds import Dds
+
+        return Dds()
+    if name == "rclpy":
+        from sinew_ros.node import Rclpy
+
+        return Rclpy(arguments=ros)
+    raise ClientError(f"--transport: expected rclpy, dds or bag:PATH, got {name}")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,60 @@ class Dds:
         writer = DataWriter(self._participant, self._topic(topic, kind), qos=_qos("command"))
         return lambda fields: writer.write(dds_types.build(dds_types.TYPES[kind], fields))
 
+    def serve(self, name: str, kind: str, answer: Callable[[Any], Mapping[str, Any]]) -> None:
+        """Answer the calls of a service, one after the other, on a thread of its own. Callers are nodes of
+        rmw_cyclonedds: rmw_fastrtps puts its callers' names beside the message, where CycloneDDS does not look."""
+        from cyclonedds.pub import DataWriter
+        from cyclonedds.sub import DataReader
+
+        from sinew_ros import dds_types
+
+        request, response = dds_types.SERVICES[kind]
+        calls = DataReader(
+            self._participant, self._topic(name + "Request", request, "rq"), qos=_qos("command")
+        )
+        replies = DataWriter(
+            self._participant, self._topic(name + "Reply", response, "rr"), qos=_qos("command")
+        )
+
+        def reply(call: Any) -> None:
+            said = dds_types.build(response, answer(call))
+            said.guid, said.seq = call.guid, call.seq
+            replies.write(said)
+
+        thread = threading.Thread(target=self._read, args=(calls, name, reply), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def call(self, name: str, kind: str, fields: Mapping[str, Any], seconds: float) -> Any:
+        """Call a service and return its response; None where there is none in time."""
+        from cyclonedds.pub import DataWriter
+        from cyclonedds.sub import DataReader
+
+        from sinew_ros import dds_types
+
+        request, response = dds_types.SERVICES[kind]
+        replies = DataReader(
+            self._participant, self._topic(name + "Reply", response, "rr"), qos=_qos("command")
+        )
+        calls = DataWriter(
+            self._participant, self._topic(name + "Request", request, "rq"), qos=_qos("command")
+        )
+        asked = dds_types.build(request, fields)
+        asked.guid, asked.seq = int.from_bytes(os.urandom(8), "big"), 1
+        end = time.monotonic() + seconds
+        while not (calls.get_matched_subscriptions() and replies.get_matched_publications()):
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.02)
+        calls.write(asked)
+        while time.monotonic() < end:
+            for sample in replies.take(16):
+                if getattr(sample, "guid", None) == asked.guid and sample.seq == asked.seq:
+                    return sample
+            time.sleep(0.005)
+        return None
+
     def now(self) -> float:
         return time.time()
 
@@ -60,12 +114,13 @@ class Dds:
         for thread in self._threads:
             thread.join(5.0)
 
-    def _topic(self, topic: str, kind: str) -> Any:
+    def _topic(self, topic: str, kind: Any, prefix: str = "rt") -> Any:
+        """kind: ROS's name of a message, or a structure."""
         from cyclonedds.topic import Topic
 
         from sinew_ros import dds_types
 
-        return Topic(self._participant, "rt" + topic, dds_types.TYPES[kind])
+        return Topic(self._participant, prefix + topic, dds_types.TYPES.get(kind, kind))
 
     def _read(self, reader: Any, topic: str, callback: Callable[[Any], None]) -> None:
         from cyclonedds.core import InstanceState, ReadCondition, SampleState, ViewState, WaitSet

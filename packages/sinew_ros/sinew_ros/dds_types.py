@@ -8,7 +8,7 @@ bytes with those of the package rosbags.
 from dataclasses import dataclass, field
 
 from cyclonedds.idl import IdlStruct
-from cyclonedds.idl.types import float64, int32, sequence, uint8, uint32
+from cyclonedds.idl.types import float64, int32, int64, sequence, uint8, uint32, uint64
 
 
 @dataclass
@@ -122,6 +122,31 @@ class DiagnosticArray(IdlStruct, typename="diagnostic_msgs.msg.dds_.DiagnosticAr
     status: sequence[DiagnosticStatus] = field(default_factory=list)
 
 
+# Services: what rmw_cyclonedds sends, whose calls begin with the caller (guid) and the number of its call (seq).
+
+
+@dataclass
+class GetActionChunkRequest(IdlStruct, typename="sinew_msgs.srv.dds_.GetActionChunk_Request_"):
+    guid: uint64 = 0
+    seq: int64 = 0
+    cameras: sequence[str] = field(default_factory=list)
+    images: sequence[CompressedImage] = field(default_factory=list)
+    state: sequence[float64] = field(default_factory=list)
+    prompt: str = ""
+    seed: int64 = -1
+
+
+@dataclass
+class GetActionChunkResponse(IdlStruct, typename="sinew_msgs.srv.dds_.GetActionChunk_Response_"):
+    guid: uint64 = 0
+    seq: int64 = 0
+    error: str = ""
+    trajectory: JointTrajectory = field(default_factory=JointTrajectory)
+    server_ms: float64 = 0.0
+
+
+SERVICES = {"sinew_msgs/srv/GetActionChunk": (GetActionChunkRequest, GetActionChunkResponse)}
+
 # ROS's name -> structure, and the structure of each field that is one (or a sequence of one).
 TYPES = {
     "std_msgs/msg/String": String,
@@ -142,6 +167,8 @@ INNER = {
     "points": JointTrajectoryPoint,
     "status": DiagnosticStatus,
     "values": KeyValue,
+    "images": CompressedImage,
+    "trajectory": JointTrajectory,
 }
 
 

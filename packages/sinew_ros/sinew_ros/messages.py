@@ -106,7 +106,12 @@ def header(seconds: float) -> dict[str, Any]:
 def trajectory(output: Output, rows: np.ndarray, period: float) -> dict[str, Any]:
     """Return a trajectory_msgs/JointTrajectory of ``rows`` [n, D of this output], the first to be reached after one
     period. Its stamp is 0, which tells a controller to begin at once, whatever its clock says."""
-    points = [
+    return points(output.joints, _numbers(output, rows), period)
+
+
+def points(joints: Sequence[str], rows: np.ndarray, period: float) -> dict[str, Any]:
+    """Return the same of rows, float64 [n, D], that are in the message's numbers."""
+    found = [
         {
             "positions": row.tolist(),
             "velocities": [],
@@ -114,9 +119,9 @@ def trajectory(output: Output, rows: np.ndarray, period: float) -> dict[str, Any
             "effort": [],
             "time_from_start": time_of((index + 1) * period),
         }
-        for index, row in enumerate(_numbers(output, rows))
+        for index, row in enumerate(rows)
     ]
-    return {"header": header(0.0), "joint_names": list(output.joints), "points": points}
+    return {"header": header(0.0), "joint_names": list(joints), "points": found}
 
 
 def command(output: Output, row: np.ndarray, now: float) -> dict[str, Any]:

@@ -49,6 +49,22 @@ class Rclpy:
 
         return publish
 
+    def serve(self, name: str, kind: str, answer: Callable[[Any], Mapping[str, Any]]) -> None:
+        """Answer the calls of a service."""
+        from rosidl_runtime_py import set_message_fields
+
+        package, _, service = kind.split("/")
+
+        def reply(request: Any, response: Any) -> Any:
+            set_message_fields(response, dict(answer(request)))
+            return response
+
+        found = getattr(importlib.import_module(f"{package}.srv"), service)
+        self.node.create_service(found, name, reply)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._rclpy.spin, args=(self.node,), daemon=True)
+            self._thread.start()
+
     def now(self) -> float:
         return self.node.get_clock().now().nanoseconds * 1e-9
 

@@ -13,6 +13,7 @@ from sinew_client.control.assist import Assist, AssistRule, parse_assist
 from sinew_client.control.blend import Fusion, parse_fusion
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.defaults import AS_IS, Choice, choose
+from sinew_client.control.frames import Frames
 from sinew_client.control.handover import METHODS, Handover, parse_handover
 from sinew_client.control.interfaces import NoObservation, Robot, Source, Stopped
 from sinew_client.control.journal import Journal, is_journal, repeat, watched
@@ -55,6 +56,7 @@ __all__ = [
     "Command",
     "Controller",
     "Filter",
+    "Frames",
     "Fusion",
     "Guard",
     "HandedOver",

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from sinew_client.client import Client
+from sinew_client.control.frames import Frames
+from sinew_client.errors import RequestTimeout
 from sinew_client.policy import Policy
 from sinew_client.protocol import MAX_ROWS
 
@@ -17,7 +19,7 @@ class Servers:
     once and not with every new connection.
 
     addresses: as :class:`Client` takes them. without: fields of an observation that stay here, such as a ``time`` of
-    another clock than the server's. max_rows: of an answer, as of :class:`Client`.
+    another clock than the server's. max_rows: of an answer, as of :class:`Client`. frames: how they travel.
     """
 
     def __init__(
@@ -26,9 +28,11 @@ class Servers:
         api_key: str = "",
         without: Sequence[str] = (),
         max_rows: int = MAX_ROWS,
+        frames: Frames | None = None,
     ):
         self.addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         self._key, self._without, self._max_rows = api_key, tuple(without), max_rows
+        self.frames = frames or Frames()
 
     def __call__(self) -> Call:
         return Call(self)
@@ -67,7 +71,15 @@ class Call(PolicyCall):
         self._servers = servers
 
     def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
-        return super().__call__(self._servers.sent(observation), limit)
+        frames = self._servers.frames
+        self.policy.jpeg_quality = frames.quality
+        try:
+            chunk = self.policy.infer(self._servers.sent(observation), timeout=limit)
+        except RequestTimeout:
+            frames.took(1e3 * limit)
+            raise
+        frames.took(max(0.0, chunk.round_trip_ms - chunk.timing.server_ms))
+        return chunk.actions
 
     def close(self) -> None:
         self._servers.left_at(self.policy.place)

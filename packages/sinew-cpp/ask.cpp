@@ -1,0 +1,73 @@
+// ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 [--seed N] [--key KEY] [--times N] [--bytes FILE]
+//
+// Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its code. FILE is a PPM
+// (P6) picture, whose pixels are sent as they are, or a JPEG or PNG file. --bytes writes the first request instead.
+
+#include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <list>
+#include <sstream>
+
+#include "sinew_client.hpp"
+
+static sinew::Image picture(const std::string& camera, const std::string& path, std::string& bytes) {
+  std::ifstream file(path, std::ios::binary);
+  bytes.assign(std::istreambuf_iterator<char>(file), {});
+  auto* data = reinterpret_cast<const std::uint8_t*>(bytes.data());
+  unsigned width = 0, height = 0, top = 0;
+  int used = 0;
+  if (std::sscanf(bytes.c_str(), "P6 %u %u %u%n", &width, &height, &top, &used) != 3)
+    return sinew::Image::compressed(camera, data, bytes.size());
+  if (top != 255 || bytes.size() != used + 1 + std::size_t(width) * height * 3)
+    throw sinew::Error("bad_observation", path + ": expected a whole PPM of 8 bits");
+  return sinew::Image::rgb(camera, data + used + 1, height, width);
+}
+
+int main(int count, char** given) try {
+  if (count < 3) throw sinew::Error("usage", "expected ADDRESS PROMPT");
+  sinew::Observation seen;
+  sinew::Options options;
+  std::list<std::string> files;  // what the frames point into
+  std::string bytes;
+  int times = 1;
+  seen.prompt = given[2];
+  for (int index = 3; index < count; index += 2) {
+    std::string option = given[index], value = index + 1 < count ? given[index + 1] : "";
+    if (option == "--image") {
+      std::size_t equal = value.find('=');
+      if (equal == std::string::npos) throw sinew::Error("usage", "--image: expected CAMERA=FILE, got " + value);
+      files.emplace_back();
+      seen.images.push_back(picture(value.substr(0, equal), value.substr(equal + 1), files.back()));
+    } else if (option == "--state") {
+      std::istringstream numbers(value);
+      for (std::string number; std::getline(numbers, number, ',');) seen.state.push_back(std::stof(number));
+    } else if (option == "--seed") {
+      seen.seed = std::stoull(value);
+    } else if (option == "--key") {
+      options.api_key = value;
+    } else if (option == "--times") {
+      times = std::stoi(value);
+    } else if (option == "--bytes") {
+      bytes = value;
+    } else {
+      throw sinew::Error("usage", "unknown option " + option);
+    }
+  }
+  sinew::Client client(given[1], options);
+  if (!bytes.empty()) {
+    std::ofstream(bytes, std::ios::binary) << sinew::encode_infer(seen, 1, options.api_key);
+    return 0;
+  }
+  for (int turn = 0; turn < times; ++turn) {
+    sinew::Chunk chunk = client.infer(seen);
+    for (std::size_t index = 0; index < chunk.actions.size(); ++index)  // 9 digits: every float32 is told apart
+      std::printf("%.9g%c", double(chunk.actions[index]), (index + 1) % chunk.dim ? ' ' : '\n');
+    for (const std::string& warning : chunk.warnings) std::cerr << "warning: " << warning << "\n";
+  }
+  return 0;
+} catch (const std::exception& error) {
+  std::cerr << "error: " << error.what() << "\n";
+  return 1;
+}

@@ -1,0 +1,205 @@
+"""Rosbags as a transport that plays, and beside a transport that records: MCAP or SQLite, by the package rosbags.
+
+A bag that was recorded here is played by ``ros2 bag play``, and the other way round; no ROS is installed for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sinew_client import ClientError
+
+logger = logging.getLogger(__name__)
+
+STORAGES = ("mcap", "sqlite3")
+WAITING = 256  # messages that a disk may be behind
+Take = Callable[[Any], None]
+
+
+def types() -> Any:
+    """Return the definitions of messages, those of Humble. Raises ClientError where rosbags is missing."""
+    try:
+        from rosbags.typesys import Stores, get_typestore
+    except ImportError as error:
+        raise ClientError(f"bags need the package rosbags: pip install 'sinew-ros[bag]' ({error})") from error
+    return get_typestore(Stores.ROS2_HUMBLE)
+
+
+class Bag:
+    """A bag as the transport of a bridge: its messages come at the pace at which they were recorded, and ROS time is
+    the bag's. What is published goes nowhere but into a recording beside.
+
+    Raises ClientError for a folder that is no bag, and for a topic of it that has another type than is subscribed.
+    """
+
+    def __init__(self, path: Path):
+        self._store = types()
+        from rosbags.rosbag2 import Reader, ReaderError
+
+        try:
+            self._reader = Reader(path)
+            self._reader.open()
+        except (ReaderError, OSError) as error:
+            raise ClientError(f"{path}: expected a rosbag of ROS 2, got {error}") from error
+        self._takes: dict[str, list[Take]] = {}
+        self._kinds = {each.topic: each.msgtype for each in self._reader.connections}
+        self._first = self._reader.start_time * 1e-9 if self._reader.message_count else 0.0
+        self._began: float | None = None  # time.monotonic()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def subscribe(self, topic: str, kind: str, quality: str, callback: Take) -> None:
+        if self._kinds.get(topic, kind) != kind:
+            raise ClientError(f"{topic}: expected {kind} in the bag, got {self._kinds[topic]}")
+        self._takes.setdefault(topic, []).append(callback)
+
+    def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
+        return lambda _: None
+
+    def now(self) -> float:
+        return self._first + (0.0 if self._began is None else time.monotonic() - self._began)
+
+    def begin(self, over: Callable[[], None]) -> None:
+        """Begin to play. over: called once the last message was."""
+        missing = sorted(set(self._takes) - set(self._kinds))
+        if missing:
+            logger.warning("the bag has nothing on %s", ", ".join(missing))
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._play, args=(over,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._reader.close()
+
+    def _play(self, over: Callable[[], None]) -> None:
+        try:
+            wanted = [each for each in self._reader.connections if each.topic in self._takes]
+            for connection, stamp, data in self._reader.messages(wanted) if wanted else ():
+                if self._ended.wait(max(0.0, 1e-9 * stamp - self.now())):
+                    return
+                try:
+                    message = self._store.deserialize_cdr(data, connection.msgtype)
+                    for take in self._takes[connection.topic]:
+                        take(message)
+                except Exception:
+                    logger.exception("%s: a message could not be taken", connection.topic)
+        finally:
+            over()
+
+
+class Recorded:
+    """A transport whose messages, received and published, are written into a bag as well, by a thread of its own.
+
+    path: a folder that does not exist yet. storage: one of ``STORAGES``. What a slow or full disk does not take is
+    counted, told once, and does not hold up the robot. Raises ClientError for a folder that is there.
+    """
+
+    def __init__(self, transport: Any, path: Path, storage: str = "mcap"):
+        self._transport, self._store, self.path = transport, types(), path
+        if path.exists():
+            raise ClientError(f"--record: expected a folder that does not exist yet, got {path}")
+        self._waiting: queue.Queue = queue.Queue(
+            WAITING
+        )  # (time in ns, topic, type, message), None at the end
+        self.written: Counter = Counter()  # topic -> messages
+        self.failed = 0
+        self._thread = threading.Thread(target=self._write, args=(storage,), daemon=True)
+        self._thread.start()
+
+    def subscribe(self, topic: str, kind: str, quality: str, callback: Take) -> None:
+        def take(message: Any) -> None:
+            callback(message)  # first: the robot does not wait for a recording
+            self._put(topic, kind, message)
+
+        self._transport.subscribe(topic, kind, quality, take)
+
+    def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
+        publish = self._transport.publisher(topic, kind)
+
+        def both(fields: Mapping[str, Any]) -> None:
+            publish(fields)
+            self._put(topic, kind, fields)
+
+        return both
+
+    def now(self) -> float:
+        return float(self._transport.now())
+
+    def begin(self, over: Callable[[], None]) -> None:
+        """Let a transport that plays begin."""
+        if (begin := getattr(self._transport, "begin", None)) is not None:
+            begin(over)
+
+    def close(self) -> None:
+        """End the transport, then complete the bag."""
+        self._transport.close()
+        self._waiting.put(None)
+        self._thread.join()
+
+    def report(self) -> dict[str, Any]:
+        """Return what was written of each topic, and what could not be."""
+        return {"path": str(self.path), "written": dict(self.written), "failed": self.failed}
+
+    def _put(self, topic: str, kind: str, message: Any) -> None:
+        try:
+            self._waiting.put_nowait((round(self.now() * 1e9), topic, kind, message))
+        except queue.Full:
+            self._fail("the disk is too slow")
+
+    def _write(self, storage: str) -> None:
+        from rosbags.rosbag2 import StoragePlugin, Writer
+
+        writer = Writer(self.path, version=9, storage_plugin=StoragePlugin[storage.upper()])
+        connections: dict[str, Any] = {}
+        try:
+            with writer:
+                while (each := self._waiting.get()) is not None:
+                    stamp, topic, kind, message = each
+                    if topic not in connections:
+                        connections[topic] = writer.add_connection(topic, kind, typestore=self._store)
+                    data = self._store.serialize_cdr(build(self._store, kind, message), kind)
+                    writer.write(connections[topic], stamp, data)
+                    self.written[topic] += 1
+        except Exception as error:  # noqa: BLE001 - whatever a disk or a message does, the robot is driven on
+            self._fail(str(error))
+            while self._waiting.get() is not None:
+                self.failed += 1
+
+    def _fail(self, why: str) -> None:
+        if not self.failed:
+            logger.warning("%s: messages are not recorded: %s", self.path, why)
+        self.failed += 1
+
+
+def build(store: Any, kind: str, value: Any) -> Any:
+    """Return a message of ``kind``, as rosbags has it, of an object or a mapping that has its fields."""
+    if type(value) is store.types[kind]:
+        return value
+    get = value.__getitem__ if isinstance(value, Mapping) else lambda name: getattr(value, name)
+    fields = {name: _field(store, form, get(name)) for name, form in store.fielddefs[kind][1]}
+    return store.types[kind](**fields)
+
+
+def _field(store: Any, form: Any, value: Any) -> Any:
+    node, inner = form
+    if node.name == "NAME":
+        return build(store, inner, value)
+    if node.name == "BASE":
+        return value[0] if inner[0] in ("octet", "byte") and isinstance(value, bytes) else value
+    of = inner[0]  # of an array or a sequence
+    if of[0].name == "BASE" and of[1][0] != "string":
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return np.frombuffer(value, np.uint8)
+        return np.asarray(value, of[1][0])
+    return [_field(store, of, each) for each in value]

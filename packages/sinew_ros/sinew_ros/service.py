@@ -1,0 +1,74 @@
+"""``GetActionChunk`` of ``sinew_msgs``: an observation in, a trajectory out, for programs that call."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import numpy as np
+from sinew_client import Client, ClientError, ServerError
+
+from sinew_ros import messages
+
+logger = logging.getLogger(__name__)
+
+NAME, KIND = "/sinew/get_action_chunk", "sinew_msgs/srv/GetActionChunk"
+
+
+class ChunkService:
+    """Answers one call after the other with what a server says.
+
+    server: address of the native wire. hz: control rate, the policy's own if None. timeout: seconds of each call.
+
+    Raises ClientError where neither says a rate, and for a policy of several moments, of which a call has one.
+    """
+
+    def __init__(self, server: str, hz: float | None = None, timeout: float = 2.0):
+        self._client = Client(server, timeout=timeout, api_key=os.environ.get("SINEW_API_KEY", ""))
+        policy = self._client.metadata(timeout=10.0)["policy"]
+        rate = hz or policy.get("control_hz")
+        if not rate:
+            raise ClientError("--hz: expected a rate; the policy states none")
+        if int(policy.get("history") or 1) > 1:
+            raise ClientError(
+                "this policy reads several moments, and a call has one: expected `sinew-ros run`"
+            )
+        self._period = 1.0 / float(rate)
+        self._prompt = str(policy.get("default_prompt") or "")
+        dim = int(policy["action"]["dim"])
+        self._joints = list(policy["action"].get("names") or (str(index) for index in range(dim)))
+        self.answered = self.failed = 0
+
+    def answer(self, request: Any) -> dict[str, Any]:
+        """Return the fields of a response. An error is one of them: a service of ROS has no other way."""
+        try:
+            response = self._answer(request)
+            self.answered += 1
+        except (ClientError, messages.Refused) as error:
+            self.failed += 1
+            code = "" if isinstance(error, ServerError) else f" [{type(error).__name__}]"
+            logger.warning("refused: %s", error)
+            empty = {"header": messages.header(0.0), "joint_names": [], "points": []}
+            response = {"error": f"{error}{code}", "trajectory": empty, "server_ms": 0.0}
+        return response
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _answer(self, request: Any) -> dict[str, Any]:
+        if len(request.cameras) != len(request.images):
+            raise messages.Refused(
+                f"cameras: expected one for each of {len(request.images)} images, got {len(request.cameras)}"
+            )
+        frames = dict(zip(request.cameras, map(messages.compressed, request.images)))
+        observation: dict[str, Any] = {
+            "images": frames,
+            "state": np.asarray(request.state, np.float32),
+            "prompt": request.prompt or self._prompt,
+        }
+        if request.seed >= 0:
+            observation["seed"] = int(request.seed)
+        chunk = self._client.infer(observation)
+        trajectory = messages.points(self._joints, chunk.actions.astype(np.float64), self._period)
+        return {"error": "", "trajectory": trajectory, "server_ms": float(chunk.timing.server_ms)}

@@ -1,0 +1,46 @@
+"""`sinew run --frames-as`, over a connection between two hosts whose address changes and whose line is slow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import networks
+from benchmarks.network import why_not
+from sinew.cli import main
+from tests.serve.test_replay import WITHOUT_TORCH, record
+from tests.serve.test_server import serving
+
+BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
+
+
+def test_how_frames_travelled_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = record(tmp_path / "records", {"arm": 3}, (20, 6))
+    arguments = ("--replay", records, "--wire", "native:0", "--replay-latency", "none")
+    with serving(tmp_path, *arguments, command=("-c", WITHOUT_TORCH)) as server:
+        line = ["run", server.address, "--robot", "dry", "--hz", "20", "--seconds", "0.5", "--prompt", "go"]
+        for wanted, said in (("raw", "raw: asked for"), ("80", "JPEG 80: asked for")):
+            assert main([*line, "--frames-as", wanted, "--json"]) in (0, 3)
+            captured = capsys.readouterr()
+            assert json.loads(captured.out.splitlines()[-1])["frames"] == said
+            assert said in captured.err
+        assert main([*line, "--frames-as", "png"]) == 1
+        wrong = "--frames-as: expected raw, auto or a JPEG quality from 1 to 95, got 'png'"
+        assert wrong in capsys.readouterr().err
+    assert main(["run", str(BLOCKS), "--robot", "dry", "--frames-as", "auto"]) == 1
+    assert "--frames-as: expected a server, whose frames travel" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_robot_roams_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    if reason := why_not():
+        pytest.skip(f"two hosts need a network of their own: {reason}")
+    assert networks.main(["--only", "roaming", "--episodes", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["roamed"] > 0
+    assert found["failed_requests"] > 0  # those that were under way at the time
+    assert found["unanswered"] == 0  # and at the end it is connected
+    assert found["faults"]["total"] == 0
+    assert found["chunks"] > found["roamed"]

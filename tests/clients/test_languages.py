@@ -1,0 +1,385 @@
+"""Clients in C++ and JavaScript: their bytes are those of the Python client, and so are the actions they get."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sinew_client import Client, protocol, schema
+
+from sinew.serve.decode.array import pack, unpack
+from sinew.serve.wires import openpi
+from tests.serve import browser
+from tests.serve.test_replay import FRAMES, WITHOUT_TORCH, chunk_of, record
+from tests.serve.test_server import free_port, serving
+
+ROOT = Path(__file__).parents[2]
+CPP, JS = ROOT / "packages" / "sinew-cpp", ROOT / "packages" / "sinew-js"
+KEY = "a key of the test"
+WAIT_S = 120.0
+# What fields.cpp asks, as the Python client asks it.
+EVERYTHING = {
+    "images": {
+        "front": np.array([*range(11), 255], np.uint8).reshape(2, 2, 3),
+        "wrist": b"\xff\xd8\xff",
+    },
+    "state": np.array([0.1, -2, 3e8], np.float32),
+    "prompt": "grüß dich",
+    "tokens": [1, 300, 70000],
+    "noise": [[0.5, -0.5]],
+    "seed": 0,
+    "solver_steps": 10,
+    "session": "arm",
+    "time": 12.5,
+    "deadline_ms": 100.0,
+    "previous": [[1.0, 2.0], [3.0, 4.0]],
+    "delay": 0,
+    "horizon": 2,
+    "rtc": "guided",
+    "schedule": "exp",
+    "beta": 5.0,
+    "advantage": "",
+    "guidance_scale": 1.5,
+    "adapter": "kitchen",
+    "subtask": True,
+    "text_only": True,
+    "question": "what?",
+    "text_tokens": 16,
+}
+RECORDED = base64.b64decode(
+    "EgYBrALwogQiCAAAAD8AAAC/KICAgICAIOADAeoDBXdoYXQ/8AMBsgQAuQQAAAAAAAD4P6oGC2dyw7zDnyBkaWNosgYFZnJv"
+    "bnSyBgV3cmlzdLoGDM3MzD0AAADAGA2PTcIGA2FybcgGANAGCtkGAAAAAAAAKUDlBgAAyELqBgNrZXnyBhAAAIA/AAAAQAAA"
+    "QEAAAIBA+AYAgAcCigcGZ3VpZGVkkgcDZXhwnQcAAKBAugcGcG9saWN5wAcQygcHa2l0Y2hlbgoUCAEQAhgCIgwAAQIDBAUG"
+    "BwgJCv8KBSID/9j/"
+)
+# The same for openpi's wire, as far as it has the fields; text_tokens stands for integers of several bytes.
+SAID = {
+    "policy": {"cameras": [{"name": "front"}]},
+    "image_keys": ["images/front"],
+    "state_keys": ["state"],
+    "prompt_key": "prompt",
+}
+OPENPI_REQUEST = """
+import { encode, pack, unpack } from "./sinew.js";
+const said = JSON.parse(process.argv[1]);
+const front = { data: Uint8Array.from([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 255]), height: 2, width: 2 };
+const alpha = [0, 1, 2, 9, 3, 4, 5, 9, 6, 7, 8, 9, 9, 10, 255, 9];
+const canvas = { data: Uint8ClampedArray.from(alpha), height: 2, width: 2 };
+const seen = {
+  state: [0.1, -2, 3e8], prompt: "grüß dich", seed: 2 ** 40, solver_steps: 10, delay: 0, horizon: 200,
+  noise: { data: [0.5, -0.5], shape: [1, 2] }, previous: { data: [1, 2, 3, 4], shape: [2, 2] }, time: 12,
+  beta: 5, rtc: "guided", schedule: "exp", subtask: true, question: "what?", text_only: false, text_tokens: 70000,
+  adapter: "kitchen", advantage: "", guidance_scale: 1.5, session_id: "arm", deadline_ms: 100,
+};
+const hex = (bytes) => Buffer.from(bytes).toString("hex");
+for (const frame of [front, canvas]) console.log(hex(encode({ images: { front: frame }, ...seen }, said)));
+const kinds = [null, true, -1, -33, -129, -32769, -(2 ** 40), 127, 128, 65535, 65536, 2 ** 40, 0.5, "x".repeat(300),
+  [..."x".repeat(20)], new Uint8Array(70000)];
+console.log(hex(pack(kinds)), JSON.stringify(unpack(pack(kinds))) === JSON.stringify(kinds));
+const [images, narrow] = [{ front }, { front: { ...front, width: 3 } }];
+const none = { front: { height: 2, width: 2 } };
+for (const wrong of [{ images, state: [1], stat: 1 }, { images: narrow, state: [1] }, { images: none, state: [1] }])
+  try { encode(wrong, said); } catch (error) { console.log(error.message); }
+const whole = encode({ images: { front }, ...seen }, said);
+let cut = 0;
+for (let size = 0; size < whole.length; size++)
+  try { unpack(whole.subarray(0, size)); } catch (error) { cut += error.code === "bad_reply"; }
+console.log(cut === whole.length);
+"""
+
+
+def tool(name: str, what: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"no {name} here, and {what} need it")
+    return found
+
+
+def run(*command: object, status: int = 0, cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        [str(each) for each in command],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=WAIT_S,
+        cwd=cwd,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stderr if status else done.stdout
+
+
+STRICT = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{CPP}")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C++ client, for the programs that use it."""
+    folder = tmp_path_factory.mktemp("cpp")
+    run(tool("g++", "the C++ client's tests"), *STRICT, "-c", CPP / "sinew_client.cpp", cwd=folder)
+    return folder / "sinew_client.o"
+
+
+def built(source: Path, client: Path, *flags: str) -> Path:
+    made = client.parent / source.stem
+    run("g++", *STRICT, *flags, source, client, "-o", made)
+    return made
+
+
+# ----------------------------------------------------------------------------- bytes
+
+
+def test_the_schema_in_cpp_is_the_schema() -> None:
+    spec = importlib.util.spec_from_file_location("generate", CPP / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    source = generate.SOURCE.read_text()
+    assert generate.generated(source) == source, "run python packages/sinew-cpp/generate.py"
+    # Every field that the Python client sends, so that a new one is not forgotten.
+    sent = set(schema.PredictRequest.DESCRIPTOR.fields_by_name) - {
+        *("state", "precomputed_img_emb", "precomputed_img_emb_n_views", "attention_mask"),  # vla.cpp's form
+        *("rate", "frame_time", "interpolation"),  # of streams
+    }
+    encoder = source[source.index("std::string encode_infer") : source.index("Chunk decode_reply")]
+    control = source[source.index("std::string Client::control") :]
+    assert {name for name in sent if name not in encoder + control} == set()
+
+
+def test_cpp_writes_and_reads_what_python_does(compiled: Path, tmp_path: Path) -> None:
+    fields = built(ROOT / "tests" / "clients" / "fields.cpp", compiled)
+    run(fields, "request", tmp_path / "request")
+    written = (tmp_path / "request").read_bytes()
+    assert written == RECORDED
+    assert written == protocol.encode_infer(EVERYTHING, 1 << 40, None, "key", "policy")
+
+    reply = schema.PredictResponse(request_id=7, horizon=2, dim=3, seed=1 << 63, session="arm", time=0.1)
+    actions = np.random.default_rng(0).normal(size=6).astype(np.float32)
+    reply.actions.extend(actions.tolist())
+    reply.warnings.append("strange")
+    reply.text, reply.adapter = "pick", "kitchen"
+    reply.timing.total_ms, reply.timing.text_ms, reply.timing.batch = 1.5, 0.25, 4
+    reply.timing.step_ms.extend([1.0, 2.0])
+    (tmp_path / "reply").write_bytes(reply.SerializeToString())
+    whole, *cut = run(fields, "reply", tmp_path / "reply").splitlines()
+    numbers, rest, timing = whole.split(" | ")
+    assert numbers.split()[:2] == ["2", "3"]
+    np.testing.assert_array_equal(np.array(numbers.split()[2:], np.float32), actions)
+    assert rest == f"{1 << 63} arm 0.10000000000000001 pick kitchen strange"
+    assert timing == "1.5 2 0.25 4"
+    assert len(cut) == len(reply.SerializeToString())
+    assert all("bad_reply" in line or line.startswith("2 3 ") for line in cut), cut
+
+    for change, said in (
+        ({"request_id": 8}, "request_id: expected 7, got 8 [bad_reply]"),
+        ({"error": "too many", "error_code": "busy"}, "too many [busy]"),
+        ({"horizon": 3}, "the reply holds 6 numbers for 3 actions of 3 dimensions [bad_reply]"),
+        ({"horizon": 1 << 31, "dim": 0}, "[bad_reply]"),
+    ):
+        wrong = schema.PredictResponse.FromString(reply.SerializeToString())
+        for name, value in change.items():
+            setattr(wrong, name, value)
+        (tmp_path / "reply").write_bytes(wrong.SerializeToString())
+        assert said in run(fields, "reply", tmp_path / "reply").splitlines()[0]
+    reply.actions[4] = float("nan")
+    (tmp_path / "reply").write_bytes(reply.SerializeToString())
+    assert "not finite [unsafe_chunk]" in run(fields, "reply", tmp_path / "reply").splitlines()[0]
+
+
+@pytest.mark.slow
+def test_cpp_under_the_sanitizers(tmp_path: Path) -> None:
+    flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
+    tool("g++", "the C++ client's tests")
+    sources = (ROOT / "tests" / "clients" / "fields.cpp", CPP / "sinew_client.cpp")
+    fields = tmp_path / "fields"
+    run("g++", *STRICT, *flags, *sources, "-o", fields)
+    run(fields, "request", tmp_path / "request")
+    rng = np.random.default_rng(1)
+    reply = schema.PredictResponse(request_id=7, horizon=2, dim=2, actions=[0, 1, 2, 3], warnings=["x"])
+    whole = np.frombuffer(reply.SerializeToString(), np.uint8)
+    for _ in range(100):
+        noise = np.where(rng.random(len(whole)) < 0.1, rng.integers(0, 256, len(whole)), whole)
+        (tmp_path / "reply").write_bytes(noise.astype(np.uint8).tobytes())
+        run(fields, "reply", tmp_path / "reply")
+
+
+def test_javascript_writes_and_reads_what_openpi_does() -> None:
+    node = tool("node", "the JavaScript client's tests")
+    program = ("--input-type=module", "-e", OPENPI_REQUEST, json.dumps(SAID))
+    bytes_, canvas, kinds, unknown, pixels, none, cut = run(node, *program, cwd=JS).splitlines()
+    assert canvas == bytes_  # a canvas's pixels, without their alpha
+    wanted = {
+        "images/front": EVERYTHING["images"]["front"],  # type: ignore[index]
+        "state": EVERYTHING["state"],
+        "prompt": "grüß dich",
+        "seed": 1 << 40,
+        "solver_steps": 10,
+        "delay": 0,
+        "horizon": 200,
+        "noise": np.array([[0.5, -0.5]], np.float32),
+        "previous": np.array([[1, 2], [3, 4]], np.float32),
+        "time": 12.0,
+        "beta": 5.0,
+        "rtc": "guided",
+        "schedule": "exp",
+        "subtask": True,
+        "question": "what?",
+        "text_only": False,
+        "text_tokens": 70000,
+        "adapter": "kitchen",
+        "advantage": "",
+        "guidance_scale": 1.5,
+        "session_id": "arm",
+        "deadline_ms": 100.0,
+    }
+    assert {*openpi.OPTIONS, "session_id", "deadline_ms"} - {"cfg_scale"} <= set(wanted)
+    # The order of the options is JavaScript's own; each of them has the bytes that msgpack gives it.
+    read = unpack(bytes.fromhex(bytes_))
+    assert list(read)[:3] == list(wanted)[:3]
+    assert set(read) == set(wanted)
+    assert bytes.fromhex(bytes_) == pack({name: wanted[name] for name in read})
+    written, same = kinds.split()
+    assert same == "true"
+    numbers = [-1, -33, -129, -32769, -(1 << 40), 127, 128, 65535, 65536, 1 << 40, 0.5]
+    assert bytes.fromhex(written) == pack([None, True, *numbers, "x" * 300, [*("x" * 20)], bytes(70000)])
+    assert "stat: expected one of images, state" in unknown
+    assert "[bad_observation]" in unknown
+    assert pixels == "images.front: expected 3 or 4 bytes a pixel, got 12 for 6 [bad_observation]"
+    assert none == "images.front: expected { data, height, width } of bytes, got undefined [bad_observation]"
+    assert cut == "true"
+
+
+def test_the_types_of_javascript_are_those_it_exports(tmp_path: Path) -> None:
+    declared = (JS / "sinew.d.ts").read_text()
+    exported = [
+        line.split()[2].split("(")[0]
+        for line in (JS / "sinew.js").read_text().splitlines()
+        if line.startswith("export ")
+    ]
+    assert exported
+    assert all(f" {name}" in declared for name in exported)
+    fields = declared[declared.index("interface RequestOptions") : declared.index("interface Observation")]
+    assert all(
+        f"  {name}?:" in fields for name in {*openpi.OPTIONS, "session_id", "deadline_ms"} - {"cfg_scale"}
+    )
+    compiler = tool("tsc", "types")
+    (tmp_path / "use.ts").write_text(
+        f'import {{ Client, SinewError }} from "{JS / "sinew"}";\n'
+        'const robot = new Client("ws://host:8000", { timeoutMs: 500 });\n'
+        "const front = { data: new Uint8Array(12), height: 2, width: 2 };\n"
+        'robot.infer({ images: { front }, state: [0], prompt: "go", seed: 1 }).then((chunk) => chunk.rows + 1);\n'
+        'new SinewError("timeout", "x").code.length;\n'
+        "// @ts-expect-error\nrobot.infer({ stat: [0] });\n"
+    )
+    run(compiler, "--strict", "--noEmit", "--target", "es2022", "--module", "nodenext", tmp_path / "use.ts")
+
+
+# ----------------------------------------------------------------------------- a live server
+
+
+@pytest.fixture(scope="module")
+def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
+    folder = tmp_path_factory.mktemp("languages")
+    records = record(folder / "records", {"arm": 3}, (4, 6))
+    (folder / "key").write_text(KEY)
+    native, web = free_port(), free_port()
+    wires = ("--wire", f"native:{native}", "--wire", f"openpi:{web}", "--api-key-file", folder / "key")
+    arguments = ("--replay", records, *wires, "--replay-latency", "none")
+    with serving(folder, *arguments, command=("-c", WITHOUT_TORCH)):
+        yield native, web
+
+
+def rows(text: str) -> np.ndarray:
+    return np.array([line.split() for line in text.splitlines()], np.float32)
+
+
+@pytest.mark.parametrize("language", ["c++", "javascript"])
+def test_a_live_server_answers_other_languages(
+    language: str, ports: tuple[int, int], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    native, web = ports
+    asked = ["go", "--state", "0,0,0,0,0,0"]
+    for name, frame in FRAMES.items():
+        (tmp_path / name).write_bytes(b"P6\n%d %d\n255\n" % frame.shape[1::-1] + frame.tobytes())
+        asked += ["--image", f"{name}={tmp_path / name}"]
+    command: list[Any]
+    if language == "c++":
+        client = request.getfixturevalue("compiled")
+        command = [built(CPP / "ask.cpp", client), f"tcp://127.0.0.1:{native}"]
+    else:
+        node = tool("node", "the JavaScript client's tests")
+        command = [node, "--experimental-websocket", JS / "ask.js", f"ws://127.0.0.1:{web}"]
+    with Client(f"tcp://127.0.0.1:{native}", timeout=WAIT_S, api_key=KEY) as python:
+        python.reset()
+        chunks = [python.infer({"images": FRAMES, "state": np.zeros(6), "prompt": "go"}) for _ in range(3)]
+    # Of a connection without a session the recording is played from its beginning, on either wire.
+    answered = rows(run(*command, *asked, "--key", KEY, "--times", 3)).reshape(3, 4, 6)
+    wanted = np.stack([chunk.actions for chunk in chunks])
+    np.testing.assert_array_equal(sorted(answered.tolist()), sorted(wanted.tolist()))
+    np.testing.assert_array_equal(wanted[0], chunk_of("arm", 0, (4, 6)))
+    wrong = run(*command, *asked, "--key", KEY, "--state", 0, status=1)
+    assert "state: expected 6 numbers" in wrong
+    assert "[bad_observation]" in wrong
+    missing = run(*command, *asked, status=1)
+    assert "unauthorized" in missing if language == "c++" else "the key is not its own" in missing
+    nobody = [str(each).replace(str(native), "1").replace(f":{web}", ":1") for each in command]
+    if language == "javascript":
+        assert "[connection_lost]" in run(*nobody, *asked, status=1)
+    assert "[usage]" in run(*command, status=1)
+
+
+ASKED_BY_A_PAGE = """
+(async () => {
+  const { Client, SinewError } = await import("/sinew.js");
+  const canvas = Object.assign(document.createElement("canvas"), { width: 48, height: 32 });
+  const context = canvas.getContext("2d");
+  context.fillRect(0, 0, 48, 32);
+  const frame = context.getImageData(0, 0, 48, 32);
+  const robot = new Client("ws://127.0.0.1:%d");
+  const images = { camera1: frame, camera2: frame };
+  const { actions, rows, dim } = await robot.infer({ images, state: [0, 0, 0, 0, 0, 0], prompt: "go" });
+  let refused = "";
+  try { await robot.infer({ images, state: [0], prompt: "go" }); } catch (error) { refused = error.message; }
+  const again = await robot.infer({ images, state: [0, 0, 0, 0, 0, 0], prompt: "go" }); // over a new connection
+  let key = "";
+  try { await new Client("ws://127.0.0.1:1", { apiKey: "k" }).metadata(); } catch (error) { key = error.code; }
+  robot.close();
+  return { actions: [...actions], rows, dim, refused, again: again.rows, key };
+})()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.find() is None, reason="needs Chromium or Chrome on the path")
+def test_a_page_in_a_browser_asks(tmp_path: Path) -> None:
+    records = record(tmp_path / "records", {"arm": 3}, (4, 6))
+    pages = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=JS))
+    origin = f"http://127.0.0.1:{pages.server_port}"
+    threading.Thread(target=pages.serve_forever, daemon=True).start()
+    web = free_port()
+    arguments = ("--replay", records, "--wire", f"openpi:{web}", "--replay-latency", "none")
+    try:
+        with (
+            serving(tmp_path, *arguments, "--allow-origin", origin, command=("-c", WITHOUT_TORCH)),
+            browser.browsing(f"{origin}/package.json", tmp_path / "profile") as page,
+        ):
+            page.wait("location.pathname === '/package.json' && document.readyState === 'complete'")
+            found = page.evaluate(ASKED_BY_A_PAGE % web)
+    finally:
+        pages.shutdown()
+        pages.server_close()
+    answered = np.array(found["actions"], np.float32).reshape(found["rows"], found["dim"])
+    np.testing.assert_array_equal(answered, chunk_of("arm", 0, (4, 6)))
+    assert "state: expected 6 numbers" in found["refused"]
+    assert (found["again"], found["key"]) == (4, "unsupported")
