@@ -182,9 +182,10 @@ def _write(
 
 
 def _label(model: Any, stage: str, component_of: Callable[[str], str]) -> None:
-    """Tell every node its component, and drop what else is noted there: the exporter's stack traces make
-    half of the file and name folders of this machine."""
+    """Tell every node its component, and drop what else is noted there: the exporter's stack traces and signatures
+    make most of the file and name folders of this machine."""
     model.metadata_props.clear()
+    model.graph.metadata_props.clear()
     for node in model.graph.all_nodes():
         scope = re.search(r"'model\.(\w+)", node.metadata_props.get("pkg.torch.onnx.name_scopes", ""))
         component = "vision" if stage == "vision" else component_of(scope[1] if scope else "")
