@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import threading
+from dataclasses import replace
 from typing import Any, Callable, Mapping
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
 from sinew_client.control.controller import AHEAD_S, BaseController, Command, Controller
-from sinew_client.control.interfaces import NoObservation, Robot, Source, Stopped
+from sinew_client.control.interfaces import NoCommand, NoObservation, Robot, Source, Stopped
 from sinew_client.control.motion import interpolate
 from sinew_client.control.pace import Pace, SimulatedPace
 from sinew_client.control.refinement import Refinement
@@ -230,10 +231,22 @@ class Loop:
         elif self.settings.substeps == 1:
             if command.by == POLICY:
                 self.controller.leaves(command, self._time(step))  # before: acting may take its time
-            self.robot.act(command.row)
+            self._act(command, command.row)
         else:
-            self.robot.act(interpolate(self._last, command.row, (part + 1) / self.settings.substeps))
+            self._act(command, interpolate(self._last, command.row, (part + 1) / self.settings.substeps))
         self.watchdog.sent()
+
+    def _act(self, command: Command, row: np.ndarray) -> None:
+        """Send a command, or part of it; the robot holds where it does not take it, and for the rest of the step."""
+        try:
+            self.robot.act(row)
+        except NoCommand as refused:
+            self.robot.hold()
+            if refused.reason not in self.controller.held:
+                logger.warning("step %d: holds: %s", command.step, refused)
+            self._command = replace(command, row=None, reason=refused.reason)
+            self._last = None
+            self.controller.unsent(command, refused.reason)
 
     def _prepare(self, step: int) -> None:
         """Do all that may take its time before a control step's command: look, ask, take what has come."""
