@@ -132,13 +132,13 @@ def test_what_is_wrong_with_the_arm_holds_it(controller: Controller, monkeypatch
     assert set(seen["times"]) == {"state", "front", "wrist"}
     controller.safety = 3  # a protective stop
     with pytest.raises(NoObservation, match=r"safety mode is 3, neither normal \(1\) nor reduced \(2\)"):
-        until(arm, again=lambda: arm.observe())
+        until(arm, again=arm.observe)
     controller.safety = 1
     until(arm)
     time.sleep(0.5)  # nothing arrives: the controller's own watchdog stops the arm
     assert controller.stopped == "watchdog"
     with pytest.raises(NoObservation, match="the arm's program does not run"):
-        until(arm, again=lambda: arm.observe())
+        until(arm, again=arm.observe)
     arm.close()
 
 

@@ -276,7 +276,7 @@ class Loop:
             self._last = self._from()
         self.steps += 1
         if self.agreement is not None and command.row is not None:
-            self.agreement.add(command.wanted, command.row)
+            self.agreement.add(command.step, command.wanted, command.row)
         if self._keep is not None and command.row is not None and self._seen[0] == step:
             self._keep(self._seen[1], self.prompt, command)
         self._log(command)
@@ -304,8 +304,18 @@ class Loop:
                 self.controller.failed(step, outcome.reason, outcome.kind)
                 if outcome.kind in PERMANENT and not (self.controller.chunks or self._hold_refused):
                     raise Refused(outcome.reason)
-            elif self.controller.arrived(step, outcome.value) and self._edge is not None:
-                self._edge.arrived(outcome.value)
+            else:
+                self._arrived(step, outcome.value)
+
+    def _arrived(self, step: int, answer: Any) -> None:
+        asked = self.controller.player.request if isinstance(self.controller, Controller) else None
+        if not self.controller.arrived(step, answer):
+            return
+        if self._edge is not None:
+            self._edge.arrived(answer)
+        if self.agreement is not None and asked is not None:
+            rows = self.controller.motion.commands(np.asarray(answer, np.float32), asked.state)
+            self.agreement.said(asked.frame, rows, self.settings.speed)
 
     def _observe(self, step: int, now: float) -> dict[str, Any] | None:
         """Return the robot's observation; None where there is none or its newest frame is too old: the robot holds."""
