@@ -34,6 +34,9 @@ JOINTS = [
     "wrist_3_joint",
 ]
 PROGRAM = """def follow():
+  while read_input_integer_register(24) == 0:
+    sync()
+  end
   rtde_set_watchdog("input_int_register_24", 5, "stop")
   while read_input_integer_register(24) == 1:
     q = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]

@@ -100,6 +100,7 @@ class Conduct:
         None  # see sinew_client.control.Settings; None: as the policy states it
     )
     future: bool = False
+    envelope: Mapping[str, Any] = field(default_factory=dict)  # filter, speed and limits of control.Settings
     edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/fleet.md)
 
 
@@ -188,6 +189,7 @@ def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tupl
         refine=0 if edge is None else edge.form.max_age,
         chunk_size=policy.chunk_size,
         stale=NEVER_S,
+        **conduct.envelope,
     )
     return settings, edge
 

@@ -15,7 +15,7 @@ from sinew_client.control.kinematics import read_chain
 from sinew_client.rotations import from_rpy
 
 from sinew.cli import main
-from tests.cli.test_run import BLOCKS, last_json
+from tests.cli.test_run import BLOCKS, HANGS, last_json
 from tests.robots.ur_controller import Controller
 
 mujoco = pytest.importorskip("mujoco")
@@ -101,10 +101,19 @@ def test_the_recipes_line_drives_the_arm(
     assert controller.programs == 1
     assert table.tilt < 0.1  # the hand points down, but for joints on the way from one command to the next
     assert np.ptp(table.tips, axis=0).max() > 0.01  # metres
-    deadline = time.monotonic() + 60
-    while not controller.stopped and time.monotonic() < deadline:
-        time.sleep(0.01)
+    stops(controller)
     assert controller.stopped == "program"  # in order, and not by its watchdog
+    assert set(report["sources"]) == {"state", "front", "wrist", "skew"}
+    assert report["sources"]["front"]["p50"] > report["sources"]["wrist"]["p50"]  # which is taken after it
+    # A source with a limit that it cannot keep holds the arm, by its name.
+    line_of = line(table, controller, tmp_path, "--seconds", "1")
+    line_of[line_of.index("state=1")] = "front=0.000001"
+    assert main(line_of) == 3
+    report = last_json(capsys)
+    assert report["executed"] == 0
+    assert any(
+        reason.startswith("front: the newest frame is older than 1e-06 s") for reason in report["held"]
+    )
 
 
 @pytest.mark.slow
@@ -135,16 +144,24 @@ def test_what_is_wrong_with_the_arm_holds_it(controller: Controller, monkeypatch
         until(arm, again=arm.observe)
     controller.safety = 1
     until(arm)
-    time.sleep(0.5)  # nothing arrives: the controller's own watchdog stops the arm
+    controller._patience = 1.0  # and nothing arrives any more: the controller's own watchdog stops the arm
+    stops(controller)
     assert controller.stopped == "watchdog"
     with pytest.raises(NoObservation, match="the arm's program does not run"):
         until(arm, again=arm.observe)
     arm.close()
 
 
+def stops(controller: Controller) -> None:
+    """Wait until the arm's program has ended."""
+    deadline = time.monotonic() + HANGS
+    while not controller.stopped and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def until(arm: Any, again: Any = None) -> dict[str, Any]:
     """Return the first observation that there is; with ``again``, look until there is none."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANGS
     while time.monotonic() < deadline:
         try:
             seen = arm.observe()
@@ -156,4 +173,4 @@ def until(arm: Any, again: Any = None) -> dict[str, Any]:
                 return seen
         arm.hold()
         time.sleep(0.02)
-    raise AssertionError("no observation in 30 s")
+    raise AssertionError("no observation")

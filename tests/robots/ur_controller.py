@@ -6,6 +6,7 @@ program's language is one thing: a program that follows joints in registers (ser
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import socket
@@ -32,7 +33,8 @@ class Controller:
     """Moves joints from ``start`` towards those that a program follows, 125 times a second.
 
     moved: called after each of these steps with the joints and whether digital output 0 is high; returns the volts of
-    analog input 0. views: name -> a frame, served as NAME.png.
+    analog input 0. views: name -> a frame, served as NAME.png. patience: how much longer than it is told its watchdog
+    waits, as its clock is that of a machine which does other things.
     """
 
     def __init__(
@@ -40,14 +42,16 @@ class Controller:
         start: np.ndarray,
         moved: Callable[[np.ndarray, bool], float] = lambda joints, high: 0.0,
         views: dict[str, Callable[[], np.ndarray]] | None = None,
+        patience: float = 100.0,
     ):
         self.joints = np.array(start, np.float64)
         self.safety, self.stopped, self.programs = 1, "", 0
         self.fastest = 0.0
         self._moved, self._views = moved, dict(views or {})
+        self._patience = patience
         self._inputs: dict[str, float] = {}
         self._heard = 0.0  # when the inputs were written last
-        self._follows, self._at_least = False, 0.0
+        self._follows, self._waits, self._at_least = False, False, 0.0
         self._volts = 0.0
         self._lock = threading.Lock()
         self._open = True
@@ -68,11 +72,17 @@ class Controller:
 
     def _step(self) -> None:
         with self._lock:
-            if self._follows and self._at_least and time.monotonic() - self._heard > 1.0 / self._at_least:
+            if (
+                self._follows
+                and self._at_least
+                and time.monotonic() - self._heard > self._patience / self._at_least
+            ):
                 self._follows, self.stopped = False, "watchdog"
-            if self._follows and self._inputs.get("input_int_register_24") != 1:
+            said = self._inputs.get("input_int_register_24") == 1
+            self._waits = self._waits and not said
+            if self._follows and not (said or self._waits):
                 self._follows, self.stopped = False, "program"
-            if self._follows and self.safety == 1:
+            if self._follows and said and self.safety == 1:
                 target = np.array([self._inputs[f"input_double_register_{24 + i}"] for i in range(6)])
                 step = np.clip(target - self.joints, -FASTEST * PERIOD, FASTEST * PERIOD)
                 self.fastest = max(self.fastest, float(np.abs(step).max() / PERIOD))
@@ -102,6 +112,7 @@ class Controller:
                 with self._lock:
                     self.programs += 1
                     self._follows, self.stopped, self._heard = True, "", time.monotonic()
+                    self._waits = "while read_input_integer_register(24) == 0:" in program
                     self._at_least = float(watchdog[2]) if watchdog else 0.0
 
     def _rtde(self) -> None:
@@ -111,21 +122,19 @@ class Controller:
             except OSError:
                 return
             channel.settimeout(PERIOD)
-            self._serve(channel)
+            with channel, contextlib.suppress(OSError):  # a client that goes while it is told something
+                self._serve(channel)
+            self._step()  # it moves on without anybody
 
     def _serve(self, channel: socket.socket) -> None:
         data, wanted, given, sends = b"", [], [], False
-        due = time.monotonic()
-        while self._open:
+        due, here = time.monotonic(), True
+        while self._open and here:
             try:
                 more = channel.recv(4096)
-                if not more:
-                    return
-                data += more
+                data, here = data + more, bool(more)
             except TimeoutError:
                 pass
-            except OSError:
-                return
             while len(data) >= 3 and len(data) >= struct.unpack(">H", data[:2])[0]:
                 size = struct.unpack(">H", data[:2])[0]
                 kind, payload, data = data[2:3], data[3:size], data[size:]
@@ -142,17 +151,19 @@ class Controller:
                     sends = sends or kind == b"S"
                     answer = b"\x01"
                 channel.sendall(struct.pack(">H", 3 + len(answer)) + kind + answer)
-            while time.monotonic() >= due:
+            while time.monotonic() >= due or not here:
                 self._step()
                 due = max(due + PERIOD, time.monotonic() - 4 * PERIOD)
+                if not here:
+                    break
                 if sends:
-                    values = [np.ravel(self._values()[name]) for name in wanted]
-                    body = struct.pack(">B" + "".join(SIZES[KINDS[name]] for name in wanted), 1,
-                                       *(v.item() for each in values for v in each))  # fmt: skip
-                    try:
-                        channel.sendall(struct.pack(">H", 3 + len(body)) + b"U" + body)
-                    except OSError:
-                        return
+                    self._tell(channel, wanted)
+
+    def _tell(self, channel: socket.socket, names: list[str]) -> None:
+        values = [np.ravel(self._values()[name]) for name in names]
+        forms = "".join(SIZES[KINDS[name]] for name in names)
+        body = struct.pack(f">B{forms}", 1, *(v.item() for each in values for v in each))
+        channel.sendall(struct.pack(">H", 3 + len(body)) + b"U" + body)
 
     def _written(self, names: list[str], payload: bytes) -> None:
         values = struct.unpack(">B" + "".join(SIZES[KINDS[name]] for name in names), payload)

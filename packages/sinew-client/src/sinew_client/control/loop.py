@@ -18,7 +18,7 @@ from sinew_client.control.interfaces import NoCommand, NoObservation, Robot, Sou
 from sinew_client.control.motion import interpolate
 from sinew_client.control.pace import Pace, SimulatedPace
 from sinew_client.control.refinement import Refinement
-from sinew_client.control.report import Cadence, cadence
+from sinew_client.control.report import Cadence, SourceAges, cadence
 from sinew_client.control.requester import Call, Requester
 from sinew_client.control.settings import Settings, SettingsError
 from sinew_client.control.takeover import HUMAN, POLICY, Onlooker, ShadowAgreement, Takeover
@@ -115,6 +115,7 @@ class Loop:
             -1,
             {},
         )  # the step of the newest observation, and what it was
+        self._ages = SourceAges()
         self._age = 0.0  # of the newest frame when the present tick began, seconds
 
     def watch(self, watcher: Callable[[Command], None]) -> None:
@@ -188,6 +189,7 @@ class Loop:
             self.settings.substeps,
             self.watchdog,
             self.agreement,
+            self._ages,
         )
 
     # ------------------------------------------------------------------------- the loop
@@ -336,8 +338,10 @@ class Loop:
             age = self.pace.now() - seen["time"]  # after a look that took its time
         # Of a stream a node counts, and the frame that it was made from.
         reason = frame_fault(age, math.inf if self.controller.continuous else self.settings.stale)
+        looked = self.pace.now()
+        self._ages.add({name: looked - float_of(at) for name, at in times.items()}, seen.get("images", {}))
         if not reason:
-            reason = sources_fault(times, seen.get("images", {}), self.pace.now(), self.settings)
+            reason = sources_fault(times, seen.get("images", {}), looked, self.settings)
         if not reason and not np.all(np.isfinite(self._state)):
             reason = "the state is not finite"
         if reason:
