@@ -78,7 +78,7 @@ ENVELOPES = {
     "blocks": ("200ms", "aligned+halt:1.5+offsets", ("", "ema:0.5", "lowpass:3", "lowpass:1.5", "velocity:10",
                "velocity:10+acceleration:200", "velocity:10+acceleration:200+jerk:4000", "speed:0.5")),
     "pen": ("100ms", "aligned", ("", "ema:0.5", "lowpass:10", "lowpass:5", "velocity:15",
-            "velocity:15+acceleration:900", "velocity:15+acceleration:900+jerk:54000", "speed:0.5")),
+            "velocity:15+acceleration:900", "velocity:15+acceleration:900+jerk:54000")),
 }  # fmt: skip
 ENVELOPES["shove"] = ENVELOPES["blocks"]
 HANDOVERS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc:guided")
@@ -153,7 +153,6 @@ def point(
         "delay_steps": round(float(np.mean(delays)), 2) if delays else None,  # none: no chunk came in time
         "late_ticks": sum(e.late_ticks for e in episodes),
         "outcomes": "".join(str(int(e.success)) for e in episodes),
-        "steps": [e.steps for e in episodes],
         "cpu_s": round(time.process_time() - cpu, 1),
         "wall_s": round(time.perf_counter() - wall, 1),
     }
@@ -435,27 +434,32 @@ def lookup(
 def joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     """Return the point of all episodes of two that differ in nothing but their seeds, which follow each other."""
     parts = (first, then)
-    outcomes, steps = first["outcomes"] + then["outcomes"], [*first["steps"], *then["steps"]]
-    won = [taken for taken, outcome in zip(steps, outcomes, strict=True) if outcome == "1"]
-    low, high = wilson(len(won), len(steps))
+    outcomes = first["outcomes"] + then["outcomes"]
+    won = outcomes.count("1")
+    low, high = wilson(won, len(outcomes))
 
-    def mean(name: str, digits: int) -> float | None:
-        known = [(part[name], part["episodes"]) for part in parts if part.get(name) is not None]
-        total = sum(episodes for _, episodes in known)
-        return round(sum(value * episodes for value, episodes in known) / total, digits) if known else None
+    def mean(name: str, digits: int, of: str = "01") -> float | None:
+        """Return the mean over the episodes with these outcomes."""
+        counts = [sum(map(part["outcomes"].count, of)) for part in parts]
+        known = [
+            (part[name], count)
+            for part, count in zip(parts, counts, strict=True)
+            if part.get(name) is not None
+        ]
+        total = sum(count for _, count in known)
+        return round(sum(value * count for value, count in known) / total, digits) if known else None
 
     return {
         **first,
-        "episodes": len(steps),
-        "success": len(won) / len(steps),
+        "episodes": len(outcomes),
+        "success": won / len(outcomes),
         "interval": [round(low, 4), round(high, 4)],
-        "steps_to_success": round(float(np.mean(won)), 1) if won else None,
+        "steps_to_success": mean("steps_to_success", 1, "1"),
         "seam": mean("seam", 3),
         "jerk": mean("jerk", 3),
         "held": mean("held", 1),
         "delay_steps": mean("delay_steps", 2),
         "outcomes": outcomes,
-        "steps": steps,
         **{name: round(first.get(name, 0) + then[name], 1) for name in ("late_ticks", "cpu_s", "wall_s")},
     }
 

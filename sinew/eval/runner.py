@@ -126,7 +126,8 @@ def run_episode(
         pace = SimulatedPace(settings.hz)
         source = Simulated(policy, conduct.noise, seed, conduct.latency, settings.hz)
     tally = Tally()
-    loop = Loop(robot, source, settings, 0, pace=pace, adapter=edge, history=History.of(policy.served))
+    dim = int(policy.served["action"]["dim"]) if conduct.envelope else 0  # filters and limits have to know
+    loop = Loop(robot, source, settings, dim, pace=pace, adapter=edge, history=History.of(policy.served))
     loop.listeners.append(tally.hear)
     if watch is not None:
         loop.watch(lambda command: watch(command.step, robot.observe(), tally.asked == command.step))

@@ -55,7 +55,7 @@ _GRIPPERS = ("gripper", "opening", "close", "jaw", "finger")
 
 
 @dataclass(frozen=True)
-class Part:
+class PosePart:
     """Hold some numbers of a vector: their form, the first one, and by what they are multiplied to be metres or
     radians. offset: from where the tip is, instead of from the base."""
 
@@ -72,7 +72,7 @@ class Part:
 
 def parse_parts(
     text: str, units: Sequence[str] = (), what: str = "action", joints: int = 0
-) -> tuple[Part, ...]:
+) -> tuple[PosePart, ...]:
     """Return the parts that a text names, separated by commas: ``xyz``, ``rpy`` (about fixed axes), ``rotvec``,
     ``quat`` (x, y, z, w), ``wxyz``, ``rot6d``, ``gripper`` and ``joints``; ``d`` before one of the first three for
     offsets, and ``*SIZE`` behind it for what one unit is, as ``dxyz*0.02``.
@@ -93,7 +93,7 @@ def parse_parts(
         unit = _unit(units[first : first + count], form, f"{what}.{name}")
         if star:
             unit = _size(size, f"{what}.{name}")
-        found.append(Part(form, first, count, unit, offset))
+        found.append(PosePart(form, first, count, unit, offset))
         first += count
     forms = [part.form for part in found if part.form != "gripper"]
     turns = [form for form in forms if form not in ("xyz", "joints")]
@@ -205,7 +205,7 @@ class KinematicsOptions:
                 )
         return found
 
-    def parts(self, policy: Mapping[str, Any], what: str, joints: int = 0) -> tuple[Part, ...]:
+    def parts(self, policy: Mapping[str, Any], what: str, joints: int = 0) -> tuple[PosePart, ...]:
         """Return the parts of a policy's state or action. joints: how many numbers the robot has."""
         given: str = getattr(self, what)
         about = policy[what]
@@ -389,7 +389,7 @@ class EndEffector:
         return self._written(self.state, self._seen, tip.place, tip.turn)
 
     def _written(
-        self, parts: Sequence[Part], whole: np.ndarray, place: np.ndarray, turn: np.ndarray
+        self, parts: Sequence[PosePart], whole: np.ndarray, place: np.ndarray, turn: np.ndarray
     ) -> np.ndarray:
         numbers, others = [], iter(self._others)
         for part in parts:
@@ -468,11 +468,11 @@ class EndEffector:
             )
 
 
-def _grippers(parts: Sequence[Part]) -> int:
+def _grippers(parts: Sequence[PosePart]) -> int:
     return sum(part.form == "gripper" for part in parts)
 
 
-def numbers_of(chain: Chain, action: Sequence[Part]) -> list[str]:
+def numbers_of(chain: Chain, action: Sequence[PosePart]) -> list[str]:
     """Return what the numbers of a robot are called that has an arm's joints and a number for each gripper."""
     return [*chain.joints, *(f"gripper{i or ''}" for i in range(_grippers(action)))]
 
@@ -502,7 +502,7 @@ def _velocities(chain: Chain, given: Any) -> np.ndarray:
     return np.array(each, np.float64)
 
 
-def _text(parts: Sequence[Part]) -> str:
+def _text(parts: Sequence[PosePart]) -> str:
     words = []
     for part in parts:
         size = f"*{part.unit:g}" if part.unit != 1.0 else ""
