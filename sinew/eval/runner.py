@@ -100,8 +100,8 @@ class Conduct:
         None  # see sinew_client.control.Settings; None: as the policy states it
     )
     future: bool = False
-    envelope: Mapping[str, Any] = field(default_factory=dict)  # filter, speed and limits of control.Settings
     edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/fleet.md)
+    envelope: Mapping[str, Any] = field(default_factory=dict)  # filter, speed and limits of control.Settings
 
 
 def run_episode(
