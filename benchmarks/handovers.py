@@ -131,7 +131,6 @@ def point(
         edge_adapter=task["edge_adapter"] if "edge" in extras else "",
         envelope=envelope_of(bounds, task),
     )
-    cpu = time.process_time()
     episodes = policy.play(episode_of(task, policy, conduct), seeds, width)
     won = [episode for episode in episodes if episode.success]
     delays = [delay for episode in episodes for delay in episode.delays]
@@ -151,9 +150,7 @@ def point(
         "jerk": round(float(np.mean([e.jerk for e in episodes])), 3),
         "held": round(float(np.mean([e.held for e in episodes])), 1),
         "delay_steps": round(float(np.mean(delays)), 2) if delays else None,  # none: no chunk came in time
-        "late_ticks": sum(e.late_ticks for e in episodes),
         "outcomes": "".join(str(int(e.success)) for e in episodes),
-        "cpu_s": round(time.process_time() - cpu, 1),
     }
 
 
@@ -395,10 +392,11 @@ def play(
             if not seeds:
                 continue
             limit = before["limit"] if before else task["limit"]
+            cpu = time.process_time()
             found = point({**task, "limit": limit}, policy, handover, latency, seeds, arguments.width)
             points[place : place + 1] = [joined(before, found) if before else found]
             path.write_text("[\n" + ",\n".join(json.dumps(p) for p in points) + "\n]\n")
-            spent = f"{found['cpu_s']} s of CPU"
+            spent = f"{time.process_time() - cpu:.1f} s of CPU"
             print(
                 f"{handover:20} {latency:>7} {_cell(points[place])} {_smooth(points[place])} {spent}",
                 flush=True,
@@ -459,7 +457,6 @@ def joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
         "held": mean("held", 1),
         "delay_steps": mean("delay_steps", 2),
         "outcomes": outcomes,
-        **{name: round(first.get(name, 0) + then[name], 1) for name in ("late_ticks", "cpu_s")},
     }
 
 

@@ -69,7 +69,7 @@ def test_more_episodes_of_a_point_play_those_that_it_lacks(policy: Policy, tmp_p
     whole = point(task, together, "aligned", "100ms", range(5000, 5003), width=2)
     for name in ("seam", "jerk"):
         assert found[name] == pytest.approx(whole[name], abs=2e-3)
-    rounded = dict.fromkeys(("seam", "jerk", "cpu_s"))
+    rounded = dict.fromkeys(("seam", "jerk"))
     assert found | rounded == whole | rounded
     another = argparse.Namespace(**{**vars(asked), "limit": 4}, episodes=1)
     play(another, {**task, "limit": 4}, together, points, path)

@@ -182,13 +182,23 @@ def open_lerobot(
             f"--robot lerobot:{kind} needs the package lerobot in this environment ({error})"
         ) from error
     try:
-        config = lerobot_choice(robots, robots.RobotConfig, kind)(**options)
+        config = lerobot_config(lerobot_choice(robots, robots.RobotConfig, kind), options)
         robot = robots.make_robot_from_config(config)
         arm = LeRobotArm(robot, policy, cameras, joints)
         robot.connect()
     except (KeyError, TypeError, ValueError, OSError, ImportError) as error:
         raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
     return arm
+
+
+def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
+    """Return one of LeRobot's configurations of plain values, as its own command line reads them: cameras are objects
+    with their ``type``. Raises ValueError that names the field."""
+    draccus = importlib.import_module("draccus")  # which LeRobot has its configurations from
+    try:
+        return draccus.decode(made, dict(options))
+    except draccus.utils.DraccusException as error:
+        raise ValueError(str(error)) from error
 
 
 def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
