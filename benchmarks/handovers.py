@@ -7,6 +7,11 @@ Every point plays the same seeds with the same noise, many episodes beside each 
 offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the policy the state that it will act in;
 ``halt:LIMIT`` stops where a chunk expects the robot elsewhere (sinew_client.control.handover);
 ``auto`` is what the robot does that was told nothing (sinew_client.control.defaults), when to ask included.
+``ema:SHARE`` and ``lowpass:HZ`` filter the rows, and ``velocity:``, ``acceleration:``, ``jerk:`` and ``speed:NUMBER``
+are limits of what is sent, per second of commands (docs/control.md); ``--envelope`` plays each of them:
+
+    python -m benchmarks.handovers --envelope --task blocks,pen,shove --episodes 40 --out /tmp/envelope
+
 ``edge`` refines chunks with an edge adapter (docs/fleet.md, ``--edge-adapter``).
 Points are kept in OUT/TASK.json, so a run that was ended goes on, and more ``--episodes`` play the seeds that a point
 lacks; ``--render docs/figures`` draws a figure of them, ``--against freeze`` compares them in pairs.
@@ -49,10 +54,33 @@ ASSETS, RESULTS = ROOT / "sinew" / "assets", ROOT / "benchmarks" / "results" / "
 COLUMNS = [0, 1, 2]
 OFFSETS = {"kind": "offsets", "action": COLUMNS, "state": COLUMNS, "scale": 0.017, "low": -1.0, "high": 1.0}
 TASKS: dict[str, dict[str, Any]] = {
-    "blocks": {"env": "sinew/Blocks-v0", "bundle": "blocks.gguf", "replan": 8, "limit": 400},
-    "shove": {"env": "sinew/BlocksShove-v0", "bundle": "blocks.gguf", "replan": 8, "limit": 400},
-    "pen": {"env": "sinew/Pen-v0", "bundle": "pen.gguf", "replan": 2, "limit": 120},
+    "blocks": {
+        "env": "sinew/Blocks-v0",
+        "bundle": "blocks.gguf",
+        "replan": 8,
+        "limit": 400,
+        "moved": 3,
+        "numbers": 4,
+    },
+    "shove": {
+        "env": "sinew/BlocksShove-v0",
+        "bundle": "blocks.gguf",
+        "replan": 8,
+        "limit": 400,
+        "moved": 3,
+        "numbers": 4,
+    },
+    "pen": {"env": "sinew/Pen-v0", "bundle": "pen.gguf", "replan": 2, "limit": 120, "moved": 1, "numbers": 1},
 }
+FILTERS, LIMITS = ("ema", "lowpass"), ("velocity", "acceleration", "jerk")
+# The delay, what is played, and beside what: limits of a command whose range is 2 of blocks and 1 of the pen.
+ENVELOPES = {
+    "blocks": ("200ms", "aligned+halt:1.5+offsets", ("", "ema:0.5", "lowpass:3", "lowpass:1.5", "velocity:10",
+               "velocity:10+acceleration:200", "velocity:10+acceleration:200+jerk:4000", "speed:0.5")),
+    "pen": ("100ms", "aligned", ("", "ema:0.5", "lowpass:10", "lowpass:5", "velocity:15",
+            "velocity:15+acceleration:900", "velocity:15+acceleration:900+jerk:54000")),
+}  # fmt: skip
+ENVELOPES["shove"] = ENVELOPES["blocks"]
 HANDOVERS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc:guided")
 
 
@@ -78,10 +106,12 @@ def point(
     """Play the episodes of one point and return their summary and outcomes."""
     method, *extras = handover.split("+")
     halts = [extra for extra in extras if extra.startswith("halt:")]
-    unknown = set(extras) - {"offsets", "future", "edge", *halts}
+    bounds = [extra for extra in extras if extra.partition(":")[0] in (*FILTERS, *LIMITS, "speed")]
+    unknown = set(extras) - {"offsets", "future", "edge", *halts, *bounds}
     if unknown:
         raise SystemExit(
-            f"--handovers: unknown addition {unknown.pop()!r}; known are offsets, future, edge and halt:LIMIT"
+            f"--handovers: unknown addition {unknown.pop()!r}; known are offsets, future, edge, halt:LIMIT,"
+            f" {', '.join((*FILTERS, *LIMITS, 'speed'))}"
         )
     # A future state needs to know what the actions are measured from.
     motion: dict[str, Any] | None = OFFSETS if {"offsets", "future"} & set(extras) else dict(AS_IS)
@@ -99,8 +129,8 @@ def point(
         motion=motion,
         future="future" in extras,
         edge_adapter=task["edge_adapter"] if "edge" in extras else "",
+        envelope=envelope_of(bounds, task),
     )
-    wall, cpu = time.perf_counter(), time.process_time()
     episodes = policy.play(episode_of(task, policy, conduct), seeds, width)
     won = [episode for episode in episodes if episode.success]
     delays = [delay for episode in episodes for delay in episode.delays]
@@ -120,12 +150,25 @@ def point(
         "jerk": round(float(np.mean([e.jerk for e in episodes])), 3),
         "held": round(float(np.mean([e.held for e in episodes])), 1),
         "delay_steps": round(float(np.mean(delays)), 2) if delays else None,  # none: no chunk came in time
-        "late_ticks": sum(e.late_ticks for e in episodes),
         "outcomes": "".join(str(int(e.success)) for e in episodes),
-        "steps": [e.steps for e in episodes],
-        "cpu_s": round(time.process_time() - cpu, 1),
-        "wall_s": round(time.perf_counter() - wall, 1),
     }
+
+
+def envelope_of(bounds: list[str], task: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the loop that filters, limits and a speed are."""
+    found: dict[str, Any] = {}
+    limits = {}
+    for each in bounds:
+        name, _, number = each.partition(":")
+        if name in LIMITS:
+            limits[name] = float(number)
+        else:
+            found |= {"filter": each} if name in FILTERS else {"speed": float(number)}
+    if limits:  # of the numbers that move: the gripper of the blocks is a switch
+        free = [None] * (task["numbers"] - task["moved"])
+        each_of = {name: [number] * task["moved"] + free for name, number in {**limits, "still": 0.0}.items()}
+        found["limits"] = each_of
+    return found
 
 
 def episode_of(task: dict[str, Any], policy: Any, conduct: Conduct) -> Callable[[int], Episode]:
@@ -260,7 +303,10 @@ def _milliseconds(point: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--task", choices=TASKS, default="blocks")
+    parser.add_argument("--task", default="blocks", help=f"{', '.join(TASKS)}, or some, separated by commas")
+    parser.add_argument(
+        "--envelope", action="store_true", help="every filter and limit, at the delay of the task"
+    )
     parser.add_argument("--latency", default="200ms,500ms", help="injected delays, separated by commas")
     parser.add_argument("--handovers", default=",".join(HANDOVERS))
     parser.add_argument("--episodes", type=int, default=100)
@@ -287,6 +333,19 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    tasks = arguments.task.split(",")
+    if unknown := [name for name in tasks if name not in TASKS]:
+        raise SystemExit(f"--task: expected {', '.join(TASKS)}, got {unknown[0]!r}")
+    for name in tasks:
+        arguments.task = name
+        if arguments.envelope:
+            arguments.latency, base, bounds = ENVELOPES[name]
+            arguments.handovers = ",".join(f"{base}+{each}" if each else base for each in bounds)
+        run(arguments)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Play the points of one task, or show those that are there."""
     other = f"-with-{arguments.bundle.stem}" if arguments.bundle else ""
     path = arguments.out / f"{arguments.task}{other}{'-clock' * arguments.clock}.json"
     points: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
@@ -333,10 +392,11 @@ def play(
             if not seeds:
                 continue
             limit = before["limit"] if before else task["limit"]
+            cpu = time.process_time()
             found = point({**task, "limit": limit}, policy, handover, latency, seeds, arguments.width)
             points[place : place + 1] = [joined(before, found) if before else found]
             path.write_text("[\n" + ",\n".join(json.dumps(p) for p in points) + "\n]\n")
-            spent = f"{found['cpu_s']} s of CPU, {found['wall_s']} s"
+            spent = f"{time.process_time() - cpu:.1f} s of CPU"
             print(
                 f"{handover:20} {latency:>7} {_cell(points[place])} {_smooth(points[place])} {spent}",
                 flush=True,
@@ -371,28 +431,32 @@ def lookup(
 def joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     """Return the point of all episodes of two that differ in nothing but their seeds, which follow each other."""
     parts = (first, then)
-    outcomes, steps = first["outcomes"] + then["outcomes"], [*first["steps"], *then["steps"]]
-    won = [taken for taken, outcome in zip(steps, outcomes, strict=True) if outcome == "1"]
-    low, high = wilson(len(won), len(steps))
+    outcomes = first["outcomes"] + then["outcomes"]
+    won = outcomes.count("1")
+    low, high = wilson(won, len(outcomes))
 
-    def mean(name: str, digits: int) -> float | None:
-        known = [(part[name], part["episodes"]) for part in parts if part.get(name) is not None]
-        total = sum(episodes for _, episodes in known)
-        return round(sum(value * episodes for value, episodes in known) / total, digits) if known else None
+    def mean(name: str, digits: int, of: str = "01") -> float | None:
+        """Return the mean over the episodes with these outcomes."""
+        counts = [sum(map(part["outcomes"].count, of)) for part in parts]
+        known = [
+            (part[name], count)
+            for part, count in zip(parts, counts, strict=True)
+            if part.get(name) is not None
+        ]
+        total = sum(count for _, count in known)
+        return round(sum(value * count for value, count in known) / total, digits) if known else None
 
     return {
         **first,
-        "episodes": len(steps),
-        "success": len(won) / len(steps),
+        "episodes": len(outcomes),
+        "success": won / len(outcomes),
         "interval": [round(low, 4), round(high, 4)],
-        "steps_to_success": round(float(np.mean(won)), 1) if won else None,
+        "steps_to_success": mean("steps_to_success", 1, "1"),
         "seam": mean("seam", 3),
         "jerk": mean("jerk", 3),
         "held": mean("held", 1),
         "delay_steps": mean("delay_steps", 2),
         "outcomes": outcomes,
-        "steps": steps,
-        **{name: round(first.get(name, 0) + then[name], 1) for name in ("late_ticks", "cpu_s", "wall_s")},
     }
 
 

@@ -121,7 +121,6 @@ STEPS = {
     "steps/image/bilinear": {"processing/image.py"},  # the arithmetic that planes share with it
     "steps/image/letterbox": {"engine/cuda/kernels/resize_tables.py"},
     "steps/prompt/instruction": {"bundle/prompt_recipe.py"},  # what a prompt is without any
-    "steps/vector/rotations": {"processing/normalize.py"},
 }
 
 

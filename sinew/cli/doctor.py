@@ -32,6 +32,8 @@ def doctor(
     robot_options: str | None = None,
     rename: Texts = (),
     rename_joint: Texts = (),
+    kinematics: Path | None = None,
+    kinematics_options: str | None = None,
     seconds: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=600))] = 3.0,
     learn: Path | None = None,
     out: Path | None = None,
@@ -47,6 +49,8 @@ def doctor(
         robot_options: of --observe, as of `sinew run`.
         rename: of --observe, NEW=CAMERA, as of `sinew run`; repeatable.
         rename_joint: of --observe, NEW=JOINT, as of `sinew run`; repeatable.
+        kinematics: of --observe, as of `sinew run`: units and frames of a policy of poses are looked at by it.
+        kinematics_options: of --observe, as of `sinew run`.
         seconds: of --observe.
         learn: a folder of `sinew serve --record`, of the right robot: write the bundle once more to --out with what its
             cameras and joints look like, which --observe compares with.
@@ -64,7 +68,12 @@ def doctor(
                 "--observe, --learn: expected one of them, without --verify and flags of engines"
             )
         if observe is not None:
-            return wiring.observe(bundle, observe, robot_options, rename, rename_joint, seconds)
+            from sinew.cli.run_robot import RobotFlags
+
+            on = RobotFlags(
+                observe, robot_options, rename, rename_joint, kinematics, kinematics_options, seconds=seconds
+            )
+            return wiring.observe(bundle, on, seconds)
         if out is None:
             raise SinewError("--learn: expected --out, the bundle to write")
         assert learn is not None

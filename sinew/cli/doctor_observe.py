@@ -16,6 +16,7 @@ from sinew.core import SinewError
 if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest
     from sinew.checks.wiring import Finding
+    from sinew.cli.run_robot import RobotFlags
 
 MARKS = {
     "wrong": "[bold red]wrong[/]",
@@ -26,10 +27,7 @@ MARKS = {
 
 def observe(
     policy: Path,
-    robot: str,
-    options: str | None,
-    rename: tuple[str, ...],
-    joints: tuple[str, ...],
+    on: RobotFlags,
     seconds: float,
 ) -> int:
     """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does."""
@@ -37,17 +35,18 @@ def observe(
     from sinew.checks.wiring import observe as looking
     from sinew.policy import open_bundle
 
-    manifest = open_bundle(policy).manifest
+    manifest, robot = open_bundle(policy).manifest, on.robot
     if records(robot):
-        if options is not None or rename or joints:
+        if on.robot_options is not None or on.rename or on.rename_joint or on.kinematics is not None:
             raise SinewError(
-                "--robot-options, --rename, --rename-joint: expected none with records, which are as they are"
+                "--robot-options, --rename, --rename-joint, --kinematics: expected none with records, which are as they"
+                " are"
             )
         with progress.task(f"reading {robot}"):
             looks, found = looking.recorded(Path(robot), manifest)
         what = f"{looks} records of {robot}"
     else:
-        looks, found = _live(robot, options, rename, joints, manifest, seconds)
+        looks, found = _live(on, manifest, seconds)
         what = f"{robot}: {looks} looks in {seconds:g} s; it was not commanded"
     wrong = sum(each.level != CANNOT_TELL for each in found)
     _print(found)
@@ -65,22 +64,14 @@ def records(robot: str) -> bool:
     return Path(robot).is_dir()
 
 
-def _live(
-    robot: str,
-    options: str | None,
-    rename: tuple[str, ...],
-    joints: tuple[str, ...],
-    manifest: Manifest,
-    seconds: float,
-) -> tuple[int, list[Finding]]:
+def _live(on: RobotFlags, manifest: Manifest, seconds: float) -> tuple[int, list[Finding]]:
     from sinew.checks.wiring import observe as looking
-    from sinew.cli.run_robot import robot_opener
 
-    opener = robot_opener(robot, options, rename, None, joints)
+    opener = on.opener()
     try:
         with (
             looking.closing(opener(manifest.spec.to_dict())[0]) as machine,
-            progress.task(f"looking at {robot}"),
+            progress.task(f"looking at {on.robot}"),
         ):
             return looking.live(machine, manifest, seconds)
     except ClientError as error:

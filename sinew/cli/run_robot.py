@@ -13,6 +13,8 @@ from typing import Any
 from cyclopts import Parameter
 from sinew_client import ClientError
 from sinew_client.control import Journal, Limits, Loop, Settings
+from sinew_client.control.end_effector import EndEffector, KinematicsOptions, numbers_of
+from sinew_client.control.kinematics import read_chain
 from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
 
 from sinew.bundle.rename import parse_renames
@@ -38,6 +40,10 @@ class RobotFlags:
         rename: NEW=CAMERA, repeatable: the policy's CAMERA is called NEW by your robot, as front=camera1.
         rename_joint: NEW=JOINT, repeatable: the same of joints, where robot and policy call them otherwise. Where both
             have names they are matched by them, whatever their order.
+        kinematics: robot description, URDF or MJCF, of a robot that takes joints where the policy says poses of its
+            tip: they become joints by it, or the robot holds.
+        kinematics_options: JSON object, such as tip, base, action ("xyz,rotvec,gripper"), state, unit, velocity
+            (docs/control.md#poses-on-a-robot-of-joints); what the bundle's names and units say need not be said.
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: control rate; the policy's own, or the environment's, if absent.
         motion: JSON object, what actions are measured from; {"kind": "absolute"} ...; as the policy states it if
@@ -57,6 +63,8 @@ class RobotFlags:
     robot_options: str | None = None
     rename: Texts = ()
     rename_joint: Texts = ()
+    kinematics: Path | None = None
+    kinematics_options: str | None = None
     prompt: str = ""
     hz: PositiveIfAny = None
     motion: str | None = None
@@ -69,7 +77,10 @@ class RobotFlags:
 
     def opener(self) -> Callable[[dict[str, Any]], Opened]:
         """Return what opens the robot for a policy (:func:`robot_opener`)."""
-        return robot_opener(self.robot, self.robot_options, self.rename, self.episodes, self.rename_joint)
+        return robot_opener(
+            self.robot, self.robot_options, self.rename, self.episodes, self.rename_joint,
+            self.kinematics, self.kinematics_options, self.hz,
+        )  # fmt: skip
 
     def opened(
         self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Opened], policy: dict[str, Any]
@@ -145,9 +156,13 @@ def robot_opener(
     rename: Iterable[str],
     episodes: int | None,
     joints: Iterable[str] = (),
+    kinematics: Path | None = None,
+    kinematics_options: str | None = None,
+    hz: float | None = None,
 ) -> Callable[[dict[str, Any]], Opened]:
     """Return what opens a robot for a policy: the robot, its own instruction and its own rate.
 
+    kinematics: by which the policy's poses become its joints, at a control rate of ``hz``, the policy's if absent.
     What can be wrong without a policy is said here, before one is loaded.
     """
     given = json_object("--robot-options", options) or {}
@@ -155,6 +170,10 @@ def robot_opener(
     places = _of_policy("--rename-joint", "joint", pairs("--rename-joint", "JOINT", joints))
     text = EMBEDDED.get(text, text)
     kind, _, rest = text.partition(":")
+    if kinematics is not None:
+        return _posed(text, options, rename, kinematics, kinematics_options, places, hz)
+    if kinematics_options is not None:
+        raise SinewError("--kinematics-options: expected --kinematics beside it, got none")
     if episodes is not None and kind != "gym":
         raise SinewError("--episodes: belongs to --robot gym:ENV")
     if places and (kind in ("gym", "dry") or text == "dry"):
@@ -189,6 +208,42 @@ def robot_opener(
     raise SinewError(
         f"--robot: expected dry, blocks, pen, egg, gym:ENV, module:Class or lerobot:TYPE, got {text!r}"
     )
+
+
+def _posed(
+    text: str,
+    options: str | None,
+    rename: Iterable[str],
+    kinematics: Path,
+    kinematics_options: str | None,
+    joints: Mapping[str, str],
+    hz: float | None,
+) -> Callable[[dict[str, Any]], Opened]:
+    """Return what opens a robot of joints for a policy of poses."""
+    if text.startswith("gym:"):
+        raise SinewError(f"--kinematics: expected a robot that takes joints, got --robot {text}")
+    opener = robot_opener(text, options, rename, None)
+    try:
+        chosen = KinematicsOptions.parse(json_object("--kinematics-options", kinematics_options))
+        chain = read_chain(kinematics, chosen.tip, chosen.base)
+    except ClientError as error:
+        raise SinewError(f"--kinematics: {error}") from error
+
+    def posed(policy: dict[str, Any]) -> Opened:
+        own: dict[str, Any] = {}
+        if text == "dry":
+            names = numbers_of(chain, chosen.parts(policy, "action"))
+            own = {"dim": len(names), "names": names}
+        machine, task, rate = opener({**policy, "state": own, "action": own})
+        if text == "dry":
+            machine.state[: len(chain.joints)] = chain.ready()
+        robot = EndEffector(
+            machine, chain, chosen, policy, float(hz or rate or policy.get("control_hz") or 1.0), joints
+        )
+        terminal.say(robot.text())
+        return robot, task, rate
+
+    return posed
 
 
 def _of_policy(flag: str, what: str, names: Mapping[str, str]) -> dict[str, str]:

@@ -101,6 +101,7 @@ class Conduct:
     )
     future: bool = False
     edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/fleet.md)
+    envelope: Mapping[str, Any] = field(default_factory=dict)  # filter, speed and limits of control.Settings
 
 
 def run_episode(
@@ -125,7 +126,8 @@ def run_episode(
         pace = SimulatedPace(settings.hz)
         source = Simulated(policy, conduct.noise, seed, conduct.latency, settings.hz)
     tally = Tally()
-    loop = Loop(robot, source, settings, 0, pace=pace, adapter=edge, history=History.of(policy.served))
+    dim = int(policy.served["action"]["dim"]) if conduct.envelope else 0  # filters and limits have to know
+    loop = Loop(robot, source, settings, dim, pace=pace, adapter=edge, history=History.of(policy.served))
     loop.listeners.append(tally.hear)
     if watch is not None:
         loop.watch(lambda command: watch(command.step, robot.observe(), tally.asked == command.step))
@@ -188,6 +190,7 @@ def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tupl
         refine=0 if edge is None else edge.form.max_age,
         chunk_size=policy.chunk_size,
         stale=NEVER_S,
+        **conduct.envelope,
     )
     return settings, edge
 

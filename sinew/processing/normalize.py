@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from sinew_client.rotations import from_6d, from_vector, to_6d, to_vector
 
 from sinew.bundle.rules import STATISTICS
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.core import BundleError
-from sinew.steps.vector.rotations import from_6d, from_vector, to_6d, to_vector
 
 
 class Normalizer:

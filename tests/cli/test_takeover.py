@@ -177,6 +177,9 @@ def test_a_shadow_commands_nothing_and_says_how_well_it_agrees(capsys: pytest.Ca
     assert found["steps"] > 30
     assert found["steps"] + found["missing"] <= 60
     assert len(found["numbers"]) == 4
+    assert len(found["rows"]["numbers"]) == 4
+    assert found["rows"]["row"] == list(range(32))  # each row of this policy's chunks
+    assert found["rows"]["count"][0] >= found["rows"]["count"][-1] > 0
 
 
 def test_what_the_rows_go_through_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -503,6 +503,12 @@ def test_each_source_has_its_own_age(ages: dict[str, float], options: dict[str, 
     else:
         assert "times" not in asked[0]
         assert asked[0]["time"] == pytest.approx(pace.now() - max(a for n, a in ages.items() if n != "state"))
+    found = loop.report().sources
+    finite = {name: 1e3 * age for name, age in ages.items() if math.isfinite(age)}
+    assert {name: found[name]["max"] for name in finite} == pytest.approx(finite, abs=1e-2)
+    if finite.keys() >= {"front", "wrist"}:
+        assert found["skew"]["p50"] == pytest.approx(abs(finite["front"] - finite["wrist"]), abs=1e-2)
+        assert "frames apart" in dict(loop.report().rows())
 
 
 def test_bounds_of_sources_are_checked() -> None:

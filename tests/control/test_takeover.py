@@ -286,6 +286,43 @@ def test_a_shadow_drives_nothing_and_is_compared() -> None:
     assert loop.driver == "human"
 
 
+def test_a_shadows_chunks_are_compared_row_by_row_with_the_delay_made_up_for() -> None:
+    """Each row is held against the step that it is for, also those of steps that were past when the chunk came."""
+
+    class Late(Policy):
+        """Says what the person does in the steps from its frame on, the worse the further ahead."""
+
+        def ask(self, observation: Any, now: float) -> None:
+            super().ask(observation, now)
+            self.frame = round(now * HZ)
+
+        def poll(self, now: float) -> Outcome | None:
+            if super().poll(now) is None:
+                return None
+            return Outcome(
+                np.float32([[0.1 * np.sin(self.frame + k) + 0.01 * k, 0.2, 0.0] for k in range(8)])
+            )
+
+    robot, hand = Robot([0.0, 0.2, 0.0]), Hand([0.0, 0.2, 0.0])
+    limits = {"names": list(NAMES)}
+    loop = loop_of(
+        robot, Late(np.random.default_rng(0), 3), hand, shadow=True, replan="4", limits=limits, align=1.0
+    )
+    for step in range(60):
+        hand.at = np.float32([0.1 * np.sin(step), 0.2, 0.0])
+        until(loop, step + 1)
+    assert loop.controller.delay.steps >= 3
+    rows = loop.report().agreement["rows"]
+    assert rows["row"] == list(range(8))
+    assert min(rows["count"]) > 5
+    np.testing.assert_allclose(rows["numbers"]["a"]["p50"], 0.01 * np.arange(8), atol=1e-6)
+    np.testing.assert_allclose(rows["numbers"]["a"]["p95"], 0.01 * np.arange(8), atol=1e-6)
+    assert max(rows["numbers"]["b"]["p95"]) < 1e-6
+    lines = [text for _, text in loop.report().rows()]
+    assert "by row of a chunk, 0, 2, 4, 5, 7:" in lines
+    assert any(line.endswith("by row 0, 0.02, 0.04, 0.05, 0.07") for line in lines), lines
+
+
 def test_an_onlooker_commands_nothing() -> None:
     """A robot that somebody else drives: what was done is its action, or where its state is."""
 
@@ -373,4 +410,4 @@ def test_how_near_is_near_has_to_be_known() -> None:
 
 
 def test_agreement_of_nothing() -> None:
-    assert ShadowAgreement().to_dict() == {"steps": 0, "missing": 0, "numbers": {}}
+    assert ShadowAgreement().to_dict() == {"steps": 0, "missing": 0, "numbers": {}, "rows": {}}

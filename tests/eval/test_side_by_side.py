@@ -69,11 +69,25 @@ def test_more_episodes_of_a_point_play_those_that_it_lacks(policy: Policy, tmp_p
     whole = point(task, together, "aligned", "100ms", range(5000, 5003), width=2)
     for name in ("seam", "jerk"):
         assert found[name] == pytest.approx(whole[name], abs=2e-3)
-    rounded = dict.fromkeys(("seam", "jerk", "cpu_s", "wall_s"))
+    rounded = dict.fromkeys(("seam", "jerk"))
     assert found | rounded == whole | rounded
     another = argparse.Namespace(**{**vars(asked), "limit": 4}, episodes=1)
     play(another, {**task, "limit": 4}, together, points, path)
     assert [(each["limit"], each["episodes"]) for each in points] == [(12, 3), (4, 1)]
+
+
+def test_filters_and_limits_are_played(policy: Policy) -> None:
+    together, task = SideBySide(policy), {**TASKS["blocks"], "limit": 12, "edge_adapter": ""}
+    plain, filtered, limited = (
+        point(task, together, f"aligned+offsets{more}", "0ms", range(5000, 5001), width=1)
+        for more in ("", "+lowpass:1.5", "+velocity:2+acceleration:20")
+    )
+    assert filtered["jerk"] < 0.9 * plain["jerk"]
+    assert limited["jerk"] < 0.9 * plain["jerk"]
+    with pytest.raises(
+        SystemExit, match="unknown addition 'median:3'; known are offsets, .*lowpass.*jerk, speed"
+    ):
+        point(task, together, "aligned+median:3", "0ms", range(5000, 5001), width=1)
 
 
 def test_what_an_episode_raises_is_raised(policy: Policy) -> None:

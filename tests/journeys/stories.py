@@ -306,6 +306,11 @@ def control(walk: Walk) -> None:
             ARM,
         )
         walk.leaves(
+            "sinew doctor policy.gguf --observe my_robot:Arm --kinematics arm.urdf --kinematics-options"
+            """ '{"tip": "fingertips", "base": "table"}'""",
+            "an arm; tests/control/test_kinematics.py types it",
+        )
+        walk.leaves(
             "sinew run tcp://server:5555 --robot lerobot:so101_follower --takeover lerobot:so101_leader --align 5"
             " --frames frames/",
             ARM,
@@ -319,6 +324,13 @@ def control(walk: Walk) -> None:
             after="assert report.executed > 0, report",
         )
     walk.type("sinew client --replay run.jsonl", says=("0 differ",))
+    drove(
+        walk.type(
+            "sinew run policy.gguf --robot dry --kinematics examples/robots/ur5e.urdf --prompt "
+            """"stack the cups" --seconds 3""",
+            says=("6 joints from base to tool0", "rotation keep"),
+        )
+    )
     found = walk.type(
         "sinew run policy.gguf --robot blocks --episodes 20 --takeover expert --takeover-options"
         """ '{"after": 40}' --frames frames/""",

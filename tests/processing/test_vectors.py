@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sinew_client.rotations import compose, from_6d, from_vector, to_6d, to_vector
 
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.core import BundleError, PolicySpec, VectorSpec
@@ -18,7 +19,6 @@ from sinew.steps.vector.affine import Affine
 from sinew.steps.vector.base import apply_steps
 from sinew.steps.vector.compose_pose import ComposePose
 from sinew.steps.vector.linear_to_angle import LinearToAngle
-from sinew.steps.vector.rotations import compose, from_6d, from_vector, to_6d, to_vector
 from sinew.steps.vector.threshold import Threshold
 
 RANGE = Normalization(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from sinew_client.rotations import compose
 
 from sinew.steps.vector.base import VectorStep, spans
-from sinew.steps.vector.rotations import compose
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sinew_client.control.controller import Command, Controller
 from sinew_client.control.defaults import AS_IS, Choice, choose
 from sinew_client.control.frames import Frames
 from sinew_client.control.handover import METHODS, Handover, parse_handover
-from sinew_client.control.interfaces import NoObservation, Robot, Source, Stopped
+from sinew_client.control.interfaces import NoCommand, NoObservation, Robot, Source, Stopped
 from sinew_client.control.journal import Journal, is_journal, repeat, watched
 from sinew_client.control.loop import Loop
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
@@ -70,6 +70,7 @@ __all__ = [
     "Motion",
     "MotionFit",
     "MotionWatch",
+    "NoCommand",
     "NoObservation",
     "Node",
     "Offsets",

@@ -153,6 +153,17 @@ class BaseController:
         beginning of another episode."""
         raise NotImplementedError
 
+    def unsent(self, command: Command, reason: str) -> None:
+        """Take note that the robot did not take the command of this step: it holds until a fresh answer, and begins
+        from where it is then."""
+        self.fault(command.step, reason)
+        self.stands(None)
+        if command.by == HUMAN:
+            self.handed.steps -= 1
+        else:
+            self.ages[command.age] -= 1
+        self._count(reason)
+
     def leaves(self, command: Command, time: float) -> None:
         """Take note of when a command goes to the robot, seconds since the first tick."""
 
@@ -329,10 +340,13 @@ class BaseController:
         return Command(step, verdict.row, "", verdict.clipped, age, chunk, index, seam)
 
     def _hold(self, found: Command, state: np.ndarray | None) -> None:
-        known = found.reason in self.held or len(self.held) < REASONS
-        self.held[found.reason if known else OTHER] += 1
+        self._count(found.reason)
         if self.guard is not None:
             self.guard.held()
+
+    def _count(self, reason: str) -> None:
+        known = reason in self.held or len(self.held) < REASONS
+        self.held[reason if known else OTHER] += 1
 
     def _tell(self, event: str, values: dict) -> None:
         for listener in self.listeners:

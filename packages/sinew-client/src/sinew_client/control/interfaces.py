@@ -30,7 +30,7 @@ class Robot(Protocol):
         ``blind``, the reason, where one should be there."""
 
     def act(self, row: np.ndarray) -> None:
-        """Send one command, float32 [D] in the policy's units."""
+        """Send one command, float32 [D] in the policy's units. Raises :class:`NoCommand` where it sends nothing."""
 
     def hold(self) -> None:
         """Stay where you are: repeat the last position, or zero velocity, as the robot needs it. May be called from
@@ -41,6 +41,15 @@ class Robot(Protocol):
 class NoObservation(Exception):  # noqa: N818 - what the robot is
     """No observation that may be acted on, such as of a camera that fell silent: raised by ``observe``. The robot holds
     with its text as the reason until there is one again."""
+
+
+class NoCommand(Exception):  # noqa: N818 - what the robot got
+    """A command that the robot is not sent, such as a pose out of its reach: raised by ``act`` before anything was. The
+    robot holds with ``reason`` until there is a fresh chunk. detail: of this one command, for the log."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
 
 
 class Stopped(Exception):  # noqa: N818 - raised by a robot to end the loop

@@ -8,7 +8,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from sinew_client.control.robots import lerobot_choice
+from sinew_client.control.robots import lerobot_choice, lerobot_config
 from sinew_client.control.takeover import LeaderError
 from sinew_client.modules import load_named
 
@@ -73,7 +73,8 @@ def open_lerobot_leader(kind: str, options: Mapping[str, Any], names: Sequence[s
             f"--takeover lerobot:{kind} needs the package lerobot in this environment ({error})"
         ) from error
     try:
-        config = lerobot_choice(teleoperators, teleoperators.TeleoperatorConfig, kind)(**options)
+        made = lerobot_choice(teleoperators, teleoperators.TeleoperatorConfig, kind)
+        config = lerobot_config(made, options)
         leader = LeRobotLeader(teleoperators.make_teleoperator_from_config(config), names)
         leader.teleoperator.connect()
     except (KeyError, TypeError, ValueError, OSError, ImportError) as error:

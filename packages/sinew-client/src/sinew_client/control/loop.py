@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import threading
+from dataclasses import replace
 from typing import Any, Callable, Mapping
 
 import numpy as np
@@ -13,11 +14,11 @@ import numpy as np
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
 from sinew_client.control.controller import AHEAD_S, BaseController, Command, Controller
-from sinew_client.control.interfaces import NoObservation, Robot, Source, Stopped
+from sinew_client.control.interfaces import NoCommand, NoObservation, Robot, Source, Stopped
 from sinew_client.control.motion import interpolate
 from sinew_client.control.pace import Pace, SimulatedPace
 from sinew_client.control.refinement import Refinement
-from sinew_client.control.report import Cadence, cadence
+from sinew_client.control.report import Cadence, SourceAges, cadence
 from sinew_client.control.requester import Call, Requester
 from sinew_client.control.settings import Settings, SettingsError
 from sinew_client.control.takeover import HUMAN, POLICY, Onlooker, ShadowAgreement, Takeover
@@ -114,6 +115,7 @@ class Loop:
             -1,
             {},
         )  # the step of the newest observation, and what it was
+        self._ages = SourceAges()
         self._age = 0.0  # of the newest frame when the present tick began, seconds
 
     def watch(self, watcher: Callable[[Command], None]) -> None:
@@ -187,6 +189,7 @@ class Loop:
             self.settings.substeps,
             self.watchdog,
             self.agreement,
+            self._ages,
         )
 
     # ------------------------------------------------------------------------- the loop
@@ -230,10 +233,22 @@ class Loop:
         elif self.settings.substeps == 1:
             if command.by == POLICY:
                 self.controller.leaves(command, self._time(step))  # before: acting may take its time
-            self.robot.act(command.row)
+            self._act(command, command.row)
         else:
-            self.robot.act(interpolate(self._last, command.row, (part + 1) / self.settings.substeps))
+            self._act(command, interpolate(self._last, command.row, (part + 1) / self.settings.substeps))
         self.watchdog.sent()
+
+    def _act(self, command: Command, row: np.ndarray) -> None:
+        """Send a command, or part of it; the robot holds where it does not take it, and for the rest of the step."""
+        try:
+            self.robot.act(row)
+        except NoCommand as refused:
+            self.robot.hold()
+            if refused.reason not in self.controller.held:
+                logger.warning("step %d: holds: %s", command.step, refused)
+            self._command = replace(command, row=None, reason=refused.reason)
+            self._last = None
+            self.controller.unsent(command, refused.reason)
 
     def _prepare(self, step: int) -> None:
         """Do all that may take its time before a control step's command: look, ask, take what has come."""
@@ -263,7 +278,7 @@ class Loop:
             self._last = self._from()
         self.steps += 1
         if self.agreement is not None and command.row is not None:
-            self.agreement.add(command.wanted, command.row)
+            self.agreement.add(command.step, command.wanted, command.row)
         if self._keep is not None and command.row is not None and self._seen[0] == step:
             self._keep(self._seen[1], self.prompt, command)
         self._log(command)
@@ -291,8 +306,18 @@ class Loop:
                 self.controller.failed(step, outcome.reason, outcome.kind)
                 if outcome.kind in PERMANENT and not (self.controller.chunks or self._hold_refused):
                     raise Refused(outcome.reason)
-            elif self.controller.arrived(step, outcome.value) and self._edge is not None:
-                self._edge.arrived(outcome.value)
+            else:
+                self._arrived(step, outcome.value)
+
+    def _arrived(self, step: int, answer: Any) -> None:
+        asked = self.controller.player.request if isinstance(self.controller, Controller) else None
+        if not self.controller.arrived(step, answer):
+            return
+        if self._edge is not None:
+            self._edge.arrived(answer)
+        if self.agreement is not None and asked is not None:
+            rows = self.controller.motion.commands(np.asarray(answer, np.float32), asked.state)
+            self.agreement.said(asked.frame, rows, self.settings.speed)
 
     def _observe(self, step: int, now: float) -> dict[str, Any] | None:
         """Return the robot's observation; None where there is none or its newest frame is too old: the robot holds."""
@@ -313,8 +338,10 @@ class Loop:
             age = self.pace.now() - seen["time"]  # after a look that took its time
         # Of a stream a node counts, and the frame that it was made from.
         reason = frame_fault(age, math.inf if self.controller.continuous else self.settings.stale)
+        looked = self.pace.now()
+        self._ages.add({name: looked - float_of(at) for name, at in times.items()}, seen.get("images", {}))
         if not reason:
-            reason = sources_fault(times, seen.get("images", {}), self.pace.now(), self.settings)
+            reason = sources_fault(times, seen.get("images", {}), looked, self.settings)
         if not reason and not np.all(np.isfinite(self._state)):
             reason = "the state is not finite"
         if reason:

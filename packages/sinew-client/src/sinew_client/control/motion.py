@@ -32,6 +32,10 @@ class Motion:
         """Return targets [R, D] as a chunk whose frame saw ``state`` would express them."""
         return targets
 
+    def commands(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        """Return the commands [H, D] that the rows of a chunk are to a robot that follows each of them."""
+        return self.targets(rows, state)
+
     def command(self, target: np.ndarray, state: np.ndarray | None) -> np.ndarray:
         """Return what the robot is sent to get to ``target`` [D] when it is at ``state``."""
         return target
@@ -166,6 +170,9 @@ class Offsets(_Columns):
 
     def posed(self, dim: int) -> np.ndarray:
         return np.isin(np.arange(dim), self.action)
+
+    def commands(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        return rows
 
     def targets(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
         moved = np.array(rows, np.float32)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any, Iterable
+from typing import Any, Iterable, Mapping
 
 import numpy as np
 
 from sinew_client.control.controller import BaseController, Controller
 from sinew_client.control.pace import Pace
-from sinew_client.control.takeover import HandedOver, ShadowAgreement, agreement_rows
+from sinew_client.control.takeover import KEPT, HandedOver, ShadowAgreement, agreement_rows
 from sinew_client.control.watchdog import Watchdog
+
+MAX_SOURCES = 64  # whose ages are kept
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Cadence:
     watchdog_holds: holds that it gave, and longest_gap_ms: between two of all commands and holds. handed: hand-overs
     between the policy and a human (:class:`~sinew_client.control.takeover.HandedOver`); filter: its text, its delay in
     milliseconds, which rows of later steps make up for, and the control steps in which they were not there; agreement:
-    of a policy that is only watched (:class:`~sinew_client.control.takeover.ShadowAgreement`).
+    of a policy that is only watched (:class:`~sinew_client.control.takeover.ShadowAgreement`); sources: how old each
+    camera and the state were when they were looked at, and how far the cameras' frames were apart ("skew"), in
+    milliseconds, of a robot that says when each was seen (:class:`SourceAges`).
     """
 
     hz: float
@@ -52,6 +57,7 @@ class Cadence:
     handed: dict[str, Any] = field(default_factory=dict)
     filter: dict[str, Any] = field(default_factory=dict)
     agreement: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,6 +81,10 @@ class Cadence:
         found += [
             ("", f"{count} x {name}") for name, count in sorted(self.clipped.items(), key=lambda x: -x[1])
         ]
+        found += [
+            ("frames apart" if name == "skew" else f"age of {name}", _spread(ages))
+            for name, ages in self.sources.items()
+        ]
         if self.filter:
             ms, missing = self.filter["delay_ms"], self.filter["missing"]
             made = f"{ms:.0f} ms behind, made up for by later rows but in {missing} steps"
@@ -96,6 +106,7 @@ def cadence(
     substeps: int,
     watchdog: Watchdog,
     agreement: ShadowAgreement | None = None,
+    sources: SourceAges | None = None,
 ) -> Cadence:
     """Return the report of a run. steps: control steps with a command or a hold. failed: requests without answer."""
     smoothing = controller.smoothing if isinstance(controller, Controller) else None
@@ -132,7 +143,31 @@ def cadence(
             "missing": smoothing.missing,
         },
         agreement={} if agreement is None else agreement.to_dict(),
+        sources={} if sources is None else sources.to_dict(),
     )
+
+
+class SourceAges:
+    """How old each source of an observation was when it was looked at, and how far the cameras' frames were apart."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+
+    def add(self, ages: Mapping[str, float], cameras: Iterable[str]) -> None:
+        """Note one observation: seconds by source, of which ``cameras`` are those of its frames."""
+        found = dict(ages)
+        frames = [ages[name] for name in cameras if name in ages]
+        if len(frames) > 1:
+            found["skew"] = max(frames) - min(frames)
+        for name, age in found.items():
+            if name in self._seconds or len(self._seconds) < MAX_SOURCES:
+                own = self._seconds.setdefault(name, [])
+                if len(own) < KEPT and math.isfinite(age):
+                    own.append(age)
+
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """Return p50, p95, p99 and the largest of each, in milliseconds."""
+        return {name: percentiles(1e3 * age for age in ages) for name, ages in self._seconds.items() if ages}
 
 
 def gap(milliseconds: float, watched: bool, holds: int) -> str:

@@ -33,6 +33,8 @@ class Dry:
             for camera in policy["cameras"]
         }
         self.state = np.zeros(int(policy["state"]["dim"]), np.float32)
+        if all(policy[what].get("names") for what in ("state", "action")):
+            self.joints = {what: list(policy[what]["names"]) for what in ("state", "action")}
         self.commands = self.holds = 0
 
     def observe(self) -> dict[str, Any]:
@@ -55,6 +57,8 @@ class LeRobotArm:
     (:func:`match_joints`), of a policy that names its numbers; of one that does not, the robot's joints in their order.
     Holding sends the last action
     again, before the first one the present position. motion: what commands are measured from, where their names say it.
+    joint_unit: "deg", or "of -100 to 100" of their calibrated range, where its configuration says so. A policy without
+    ``dim`` of its state and action, as one of poses, gets the robot's joints in their order.
     Its bus is read while it observes and takes one caller at a time, so it is not held meanwhile; servos keep their
     goal.
     """
@@ -77,7 +81,7 @@ class LeRobotArm:
                 f"robot: expected the joints of its actions in its state, {missing[0]} is not there"
             )
         for what in ("state", "action"):
-            if int(policy[what]["dim"]) != len(had):
+            if int(policy[what].get("dim", len(had))) != len(had):
                 raise RobotError(
                     f"robot: the policy's {what} has {policy[what]['dim']} numbers, the robot has {len(had)}"
                     f" joints: {', '.join(had)}"
@@ -93,6 +97,8 @@ class LeRobotArm:
         # LeRobot's own arms call goal positions so, in actions and in the state.
         absolute = all(name.endswith(".pos") for name in self.joints)
         self.motion = {"kind": "absolute"} if absolute else None
+        degrees = getattr(getattr(robot, "config", None), "use_degrees", None)
+        self.joint_unit = "" if degrees is None else "deg" if degrees else "of -100 to 100"
         self._last: dict[str, float] | None = None
 
     def observe(self) -> dict[str, Any]:
@@ -176,13 +182,23 @@ def open_lerobot(
             f"--robot lerobot:{kind} needs the package lerobot in this environment ({error})"
         ) from error
     try:
-        config = lerobot_choice(robots, robots.RobotConfig, kind)(**options)
+        config = lerobot_config(lerobot_choice(robots, robots.RobotConfig, kind), options)
         robot = robots.make_robot_from_config(config)
         arm = LeRobotArm(robot, policy, cameras, joints)
         robot.connect()
     except (KeyError, TypeError, ValueError, OSError, ImportError) as error:
         raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
     return arm
+
+
+def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
+    """Return one of LeRobot's configurations of plain values, as its own command line reads them: cameras are objects
+    with their ``type``. Raises ValueError that names the field."""
+    draccus = importlib.import_module("draccus")  # which LeRobot has its configurations from
+    try:
+        return draccus.decode(made, dict(options))
+    except draccus.utils.DraccusException as error:
+        raise ValueError(str(error)) from error
 
 
 def lerobot_choice(package: Any, base: Any, kind: str) -> Any:

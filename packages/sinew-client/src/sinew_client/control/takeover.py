@@ -251,15 +251,28 @@ class Onlooker:
 
 
 class ShadowAgreement:
-    """How near what a policy would have done is to what was done, control step by control step."""
+    """How near what a policy would have done is to what was done: control step by control step, as its rows would have
+    been executed, and row by row of its chunks, each against the step that it is for, however late the chunk came."""
 
     def __init__(self, names: tuple[str, ...] = ()):
         self._names = names
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
+        self._did: dict[int, np.ndarray] = {}  # control step -> what was sent
+        self._said: list[tuple[np.ndarray, np.ndarray]] = []  # steps [H] of a chunk, and its rows [H, D]
+        self._rows = 0  # of all chunks that are kept
         self.missing = 0  # control steps in which the policy had no row
 
-    def add(self, wanted: np.ndarray | None, did: np.ndarray) -> None:
+    def said(self, frame: int, rows: np.ndarray, speed: float = 1.0) -> None:
+        """Note a chunk, float32 [H, D], whose frame was exposed at control step ``frame``: row k is for k steps later,
+        or for as much later as it is played slower."""
+        if self._rows < KEPT:
+            self._rows += len(rows)
+            self._said.append((frame + np.round((np.arange(len(rows)) + 1) / speed).astype(int) - 1, rows))
+
+    def add(self, step: int, wanted: np.ndarray | None, did: np.ndarray) -> None:
         """Note one control step: what the policy would have sent, and what was sent, float32 [D]."""
+        if len(self._did) < KEPT:
+            self._did[step] = did
         if wanted is None:
             self.missing += 1
         elif len(self._pairs) < KEPT:
@@ -268,9 +281,10 @@ class ShadowAgreement:
     def to_dict(self) -> dict[str, Any]:
         """Return, for each number, the median, p95 and largest difference, and ``explained``: the share of the
         variance of what was done that the policy explains, 1 - mean squared difference / variance; None where it did
-        not vary."""
+        not vary. ``rows`` has how often each row of a chunk could be compared, and each number's median and p95 of
+        them."""
         if not self._pairs:
-            return {"steps": 0, "missing": self.missing, "numbers": {}}
+            return {"steps": 0, "missing": self.missing, "numbers": {}, "rows": {}}
         wanted, did = (np.array(rows, np.float64) for rows in zip(*self._pairs))
         apart, spread = np.abs(wanted - did), did.var(axis=0)
         numbers = {}
@@ -282,13 +296,40 @@ class ShadowAgreement:
                 "max": float(apart[:, at].max()),
                 "explained": explained,
             }
-        return {"steps": len(did), "missing": self.missing, "numbers": numbers}
+        return {"steps": len(did), "missing": self.missing, "numbers": numbers, "rows": self._by_row()}
+
+    def _by_row(self) -> dict[str, Any]:
+        """Return the differences of each row of a chunk from what was done in its step."""
+        found: dict[int, list[np.ndarray]] = {}
+        for steps, rows in self._said:
+            for index, step in enumerate(steps):
+                if (did := self._did.get(int(step))) is not None:
+                    found.setdefault(index, []).append(np.abs(rows[index].astype(np.float64) - did))
+        if not found:
+            return {}
+        indices = sorted(found)
+        numbers = {}
+        for at in range(len(found[indices[0]][0])):
+            each = [[float(difference[at]) for difference in found[index]] for index in indices]
+            numbers[self._names[at] if at < len(self._names) else str(at)] = {
+                name: [float(np.percentile(values, share)) for values in each]
+                for name, share in (("p50", 50), ("p95", 95))
+            }
+        return {"row": indices, "count": [len(found[index]) for index in indices], "numbers": numbers}
 
 
 def agreement_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what :meth:`ShadowAgreement.to_dict` says in lines for people: a name and its text."""
     lines = [("agreement", f"{found['steps']} steps, {found['missing']} without a row of the policy")]
+    rows = found.get("rows") or {"row": [], "numbers": {}}
+    shown = sorted(
+        {round(share * (len(rows["row"]) - 1)) for share in (0, 0.25, 0.5, 0.75, 1)} if rows["row"] else ()
+    )
+    if shown:
+        lines.append(("", "by row of a chunk, " + ", ".join(str(rows["row"][at]) for at in shown) + ":"))
     for name, each in found["numbers"].items():
         share = "-" if each["explained"] is None else f"{100 * each['explained']:.0f} %"
-        lines.append(("", f"{name}: p50 {each['p50']:.3g}, p95 {each['p95']:.3g}, {share} explained"))
+        own = rows["numbers"].get(name, {}).get("p50", [])
+        by_row = "; by row " + ", ".join(f"{own[at]:.3g}" for at in shown) if own else ""
+        lines.append(("", f"{name}: p50 {each['p50']:.3g}, p95 {each['p95']:.3g}, {share} explained{by_row}"))
     return lines

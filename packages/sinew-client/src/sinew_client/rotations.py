@@ -1,7 +1,8 @@
-"""Poses of an end effector that are relative to another pose, in the forms that policies use for rotations.
+"""Rotations in the forms that policies and robots use, and poses that are relative to another pose.
 
-A pose is [x, y, z, rotation]; the rotation is six numbers (the first two rows of its matrix, Zhou et al. 2019) or a
-rotation vector (axis times angle in radians). All functions take float64 [..., n] and compute in float64.
+Forms: six numbers (the first two rows of the matrix, Zhou et al. 2019), a rotation vector (axis times angle in
+radians), a quaternion [x, y, z, w], and roll, pitch and yaw in radians about the fixed axes x, y and z, in that order,
+as URDF has them. All functions take float64 [..., n] and compute in float64.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ TINY = 1e-12
 def compose(reference: np.ndarray, relative: np.ndarray) -> np.ndarray:
     """Return the pose ``relative`` in the frame in which ``reference`` is given: T_reference T_relative.
 
+    A pose is [x, y, z, rotation], the rotation six numbers or a rotation vector.
     reference: [9] or [6]; relative: [..., 9] or [..., 6], in the same form -> the same shape as ``relative``.
     """
     to_matrix, from_matrix = (from_6d, to_6d) if relative.shape[-1] == 9 else (from_vector, to_vector)
@@ -47,6 +49,40 @@ def from_vector(x: np.ndarray) -> np.ndarray:
 
 def to_vector(matrix: np.ndarray) -> np.ndarray:
     """Return rotation vectors [..., 3], of angles 0 to pi, of matrices [..., 3, 3]; by way of quaternions."""
+    q = to_quaternion(matrix)
+    sine = np.linalg.norm(q[..., :3], axis=-1, keepdims=True)
+    angle = 2 * np.arctan2(sine, q[..., 3:])
+    return q[..., :3] * np.where(sine < TINY, 2.0, angle / np.maximum(sine, TINY))
+
+
+def from_quaternion(x: np.ndarray) -> np.ndarray:
+    """Return matrices [..., 3, 3] of quaternions [x, y, z, w], [..., 4], of any length but 0."""
+    q = x / _length(x)
+    cross = np.zeros((*x.shape[:-1], 3, 3))
+    cross[..., 0, 1], cross[..., 0, 2], cross[..., 1, 2] = -q[..., 2], q[..., 1], -q[..., 0]
+    cross -= np.swapaxes(cross, -1, -2)
+    return np.eye(3) + 2 * q[..., 3, None, None] * cross + 2 * (cross @ cross)
+
+
+def from_rpy(x: np.ndarray) -> np.ndarray:
+    """Return matrices [..., 3, 3] of roll, pitch and yaw [..., 3]: R_z(yaw) R_y(pitch) R_x(roll)."""
+    axes = np.eye(3)
+    roll, pitch, yaw = (from_vector(x[..., i, None] * axes[i]) for i in range(3))
+    return yaw @ pitch @ roll
+
+
+def to_rpy(matrix: np.ndarray) -> np.ndarray:
+    """Return roll, pitch and yaw [..., 3] of matrices [..., 3, 3]; of a pitch of 90 degrees the one without roll."""
+    m = matrix
+    flat = np.hypot(m[..., 0, 0], m[..., 1, 0])
+    locked = flat < 1e-9
+    roll = np.where(locked, 0.0, np.arctan2(m[..., 2, 1], m[..., 2, 2]))
+    yaw = np.where(locked, np.arctan2(-m[..., 0, 1], m[..., 1, 1]), np.arctan2(m[..., 1, 0], m[..., 0, 0]))
+    return np.stack([roll, np.arctan2(-m[..., 2, 0], flat), yaw], axis=-1)
+
+
+def to_quaternion(matrix: np.ndarray) -> np.ndarray:
+    """Return quaternions [x, y, z, w], [..., 4], whose w is not negative, of matrices [..., 3, 3]."""
     m = matrix
     trace = m[..., 0, 0] + m[..., 1, 1] + m[..., 2, 2]
     diagonal = np.stack([m[..., 0, 0], m[..., 1, 1], m[..., 2, 2]], axis=-1)
@@ -65,10 +101,7 @@ def to_vector(matrix: np.ndarray) -> np.ndarray:
     best = squares.argmax(axis=-1)[..., None, None]
     q = np.take_along_axis(candidates, best, axis=-2)[..., 0, :]
     q = q / _length(q)
-    q = np.where(q[..., :1] < 0, -q, q)
-    sine = np.linalg.norm(q[..., 1:], axis=-1, keepdims=True)
-    angle = 2 * np.arctan2(sine, q[..., :1])
-    return q[..., 1:] * np.where(sine < TINY, 2.0, angle / np.maximum(sine, TINY))
+    return np.roll(np.where(q[..., :1] < 0, -q, q), -1, axis=-1)
 
 
 def _length(x: np.ndarray) -> np.ndarray:

@@ -1,0 +1,510 @@
+"""A robot of joints that takes poses: what a policy of end-effector actions drives by way of the arm's kinematics.
+
+The policy is shown where the tip is, and its rows become joints that bring it there, or nothing: a pose out of reach, a
+singular one, and one that a joint would have to hurry to are refused by name, and the robot holds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from sinew_client.control.interfaces import NoCommand, NoObservation
+from sinew_client.control.kinematics import Chain, KinematicsError
+from sinew_client.control.robots import RobotError, match_joints
+from sinew_client.given import shown
+from sinew_client.rotations import (
+    from_6d,
+    from_quaternion,
+    from_rpy,
+    from_vector,
+    to_6d,
+    to_quaternion,
+    to_rpy,
+    to_vector,
+)
+
+USUAL_VELOCITY = math.pi  # of a joint, per second, where neither the description nor the options say one
+SOFT = 0.01  # weight of a rotation that is only approached
+INVOLVED = 0.3  # share from which a joint is named where a pose is singular
+SLACK = 1e-5  # radians or metres
+_FORMS: dict[str, tuple[int, Any, Any]] = {  # numbers, to a matrix and back
+    "xyz": (3, None, None),
+    "rpy": (3, from_rpy, to_rpy),
+    "rotvec": (3, from_vector, to_vector),
+    "quat": (4, from_quaternion, to_quaternion),
+    "wxyz": (4, lambda x: from_quaternion(np.roll(x, -1)), lambda m: np.roll(to_quaternion(m), 1)),
+    "rot6d": (6, from_6d, to_6d),
+    "gripper": (1, None, None),
+    "joints": (0, None, None),  # as many as the robot has
+}
+_NAMED = {  # what bundles call the numbers of a pose
+    "xyz": ("x", "y", "z"),
+    "rpy": ("roll", "pitch", "yaw"),
+    "rotvec": ("rx", "ry", "rz"),
+    "quat": ("qx", "qy", "qz", "qw"),
+    "wxyz": ("qw", "qx", "qy", "qz"),
+}
+_UNIT = re.compile(r"(?:(\d+(?:\.\d+)?) ?)?(m|mm|cm|rad|deg)")
+_SIZES = {"m": 1.0, "cm": 1e-2, "mm": 1e-3, "rad": 1.0, "deg": math.pi / 180}
+_GRIPPERS = ("gripper", "opening", "close", "jaw", "finger")
+
+
+@dataclass(frozen=True)
+class PosePart:
+    """Hold some numbers of a vector: their form, the first one, and by what they are multiplied to be metres or
+    radians. offset: from where the tip is, instead of from the base."""
+
+    form: str
+    first: int
+    size: int
+    unit: float = 1.0
+    offset: bool = False
+
+    def of(self, vector: np.ndarray) -> np.ndarray:
+        """Return these numbers of a vector, in metres or radians."""
+        return self.unit * np.asarray(vector, np.float64)[self.first : self.first + self.size]
+
+
+def parse_parts(
+    text: str, units: Sequence[str] = (), what: str = "action", joints: int = 0
+) -> tuple[PosePart, ...]:
+    """Return the parts that a text names, separated by commas: ``xyz``, ``rpy`` (about fixed axes), ``rotvec``,
+    ``quat`` (x, y, z, w), ``wxyz``, ``rot6d``, ``gripper`` and ``joints``; ``d`` before one of the first three for
+    offsets, and ``*SIZE`` behind it for what one unit is, as ``dxyz*0.02``.
+
+    units: of each number, as a bundle states them; what is no length or angle there is refused, and ``20 mm`` makes
+    a unit 0.02 m. Raises :class:`~sinew_client.control.kinematics.KinematicsError`.
+    """
+    found, first = [], 0
+    for word in text.split(","):
+        name, star, size = word.strip().partition("*")
+        offset = name.startswith("d") and name[1:] in ("xyz", "rpy", "rotvec")
+        form = name[1:] if offset else name
+        if form not in _FORMS:
+            raise KinematicsError(
+                f"{what}: expected {', '.join(_FORMS)}, dxyz, drpy or drotvec, got {name!r:.40}"
+            )
+        count = _FORMS[form][0] or joints
+        unit = _unit(units[first : first + count], form, f"{what}.{name}")
+        if star:
+            unit = _size(size, f"{what}.{name}")
+        found.append(PosePart(form, first, count, unit, offset))
+        first += count
+    forms = [part.form for part in found if part.form != "gripper"]
+    turns = [form for form in forms if form not in ("xyz", "joints")]
+    if len(turns) > 1 or len(set(forms)) < len(forms):
+        raise KinematicsError(f"{what}: expected one place and one rotation, got {text!r:.80}")
+    return tuple(found)
+
+
+def _unit(given: Sequence[str], form: str, field: str) -> float:
+    """Return what one unit is in metres or radians, by the units of a bundle; 1 where it states none."""
+    if form in ("gripper", "joints") or not any(given):
+        return 1.0
+    sizes = set()
+    for text in given:
+        match = _UNIT.fullmatch(text)
+        length = match is not None and match[2] in ("m", "cm", "mm")
+        angle = match is not None and not length
+        if (form == "xyz" and length) or (form in ("rpy", "rotvec") and angle):
+            assert match is not None
+            sizes.add(float(match[1] or 1.0) * _SIZES[match[2]])
+        elif form in ("quat", "wxyz", "rot6d") and text in ("", "1"):
+            sizes.add(1.0)
+        else:
+            wanted = {"xyz": "m, cm or mm", "rpy": "rad or deg", "rotvec": "rad or deg"}.get(form, "none")
+            raise KinematicsError(f"{field}: expected the unit {wanted}, the policy says {text!r:.40}")
+    if len(sizes) > 1:
+        raise KinematicsError(f"{field}: expected one unit, the policy says {', '.join(given)}")
+    return sizes.pop()
+
+
+def _size(text: str, field: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0.0 < size < math.inf:
+        raise KinematicsError(f"{field}: expected a size above 0 behind *, got {text!r:.40}")
+    return size
+
+
+def parts_of(names: Sequence[str], offsets: Sequence[int] = ()) -> str:
+    """Return the parts that the names of a vector say, "" where they do not. offsets: numbers that are offsets."""
+    short = [re.split(r"[./ ]", name.lower())[-1] for name in names]
+    short = [re.sub(r"^(ee|eef|tcp|delta|d)_", "", name) for name in short]
+    found, at = [], 0
+    while at < len(short):
+        form = next((form for form, own in _NAMED.items() if tuple(short[at : at + len(own)]) == own), "")
+        if form:
+            found.append("d" * (at in offsets) + form)
+            at += len(_NAMED[form])
+        elif any(word in short[at] for word in _GRIPPERS):
+            found.append("gripper")
+            at += 1
+        else:
+            return ""
+    return ",".join(found)
+
+
+@dataclass(frozen=True)
+class KinematicsOptions:
+    """Say how a policy's poses become joints.
+
+    tip, base: frames of the robot's description (:func:`~sinew_client.control.kinematics.read_chain`). action, state:
+    what the policy's numbers are (:func:`parse_parts`); as its names say, if absent. unit: "rad" or "deg", of the
+    robot's joints. offsets: "base" or "tip", about whose axes offsets turn and move. rotation: "exact", "near" (as near
+    as the place allows, of arms of fewer than six joints), "keep" (as it was at the first command) or "free"; if
+    absent, exact where the action has a rotation and keep where not, for arms of six joints or more, else near and
+    free. within: metres and radians by which the tip may miss a pose. singular: the least singular value of the
+    jacobian, with lengths in reaches of the arm, below which a pose is refused. velocity: of each joint, per second, or
+    one for all; of the description, if absent.
+    """
+
+    tip: str = ""
+    base: str = ""
+    action: str = ""
+    state: str = ""
+    unit: str = ""
+    offsets: str = "base"
+    rotation: str = ""
+    within: tuple[float, float] = (1e-3, 1e-2)
+    singular: float = 0.01
+    velocity: Any = None
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None) -> KinematicsOptions:
+        """Return the options of an object. Raises :class:`KinematicsError` that names the field."""
+        values = dict(given or {})
+        known = {field.name: field.type for field in fields(cls)}
+        for name, value in values.items():
+            if name not in known:
+                raise KinematicsError(f"{name}: unknown; known are {', '.join(known)}")
+            if known[name] == "str" and not isinstance(value, str):
+                raise KinematicsError(f"{name}: expected a text, got {shown(value)}")
+        found = cls(**values)
+        for name, choices in (
+            ("unit", ("", "rad", "deg")),
+            ("offsets", ("base", "tip")),
+            ("rotation", ("", "exact", "near", "keep", "free")),
+        ):
+            if getattr(found, name) not in choices:
+                raise KinematicsError(
+                    f"{name}: expected one of {', '.join(filter(None, choices))}, got {getattr(found, name)!r:.40}"
+                )
+        for name, count in (("within", 2), ("singular", 0)):
+            if not _positive(getattr(found, name), count):
+                raise KinematicsError(
+                    f"{name}: expected {count or 'one'} number{'s' * (count > 1)} above 0, got"
+                    f" {shown(getattr(found, name))}"
+                )
+        return found
+
+    def parts(self, policy: Mapping[str, Any], what: str, joints: int = 0) -> tuple[PosePart, ...]:
+        """Return the parts of a policy's state or action. joints: how many numbers the robot has."""
+        given: str = getattr(self, what)
+        about = policy[what]
+        names, motion = about.get("names") or (), policy.get("motion") or {}
+        offsets = motion.get("action") or () if what == "action" and motion.get("kind") == "offsets" else ()
+        text = given or parts_of(names, tuple(offsets))
+        if not text:
+            raise KinematicsError(
+                f"{what}: expected what its numbers are, which the policy's names"
+                f" ({', '.join(names) or 'none'}) do not say; such as"
+                f""" --kinematics-options '{{"{what}": "xyz,rotvec,gripper"}}'"""
+            )
+        found = parse_parts(text, about.get("units") or (), what, joints)
+        wrong = [part for part in found if part.form == "joints" if what == "action"]
+        if wrong or (what == "state" and any(part.offset for part in found)):
+            raise KinematicsError(f"{what}: expected {'poses' if wrong else 'no offsets'}, got {text!r:.80}")
+        size = found[-1].first + found[-1].size
+        if size != int(about["dim"]):
+            raise KinematicsError(
+                f"{what}: expected {about['dim']} numbers, as the policy has, got {size} of {text!r}"
+            )
+        return found
+
+
+def _positive(given: Any, count: int) -> bool:
+    """Return True for a finite number above 0, or for ``count`` of them."""
+    each = given if count else [given]
+    return (
+        isinstance(each, (list, tuple))
+        and len(each) == (count or 1)
+        and all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0.0 < x < math.inf for x in each)
+    )
+
+
+class EndEffector:
+    """A robot whose numbers are poses of its tip; everything else of it is its own.
+
+    robot: of joints, with their names (``joints``) or with as many numbers as the chain and the grippers have, in that
+    order. policy: its state, its action and its motion, as metadata has them. hz: of control steps, which limits of
+    velocity count by. joints: joint of the chain -> the robot's, where they are called otherwise.
+
+    Raises :class:`~sinew_client.control.robots.RobotError` or :class:`~sinew_client.control.kinematics.KinematicsError`
+    where joints, numbers or units do not fit. ``act`` raises :class:`~sinew_client.control.interfaces.NoCommand` for a
+    pose that no joints are sent for.
+    """
+
+    joints = None  # its numbers are no joints
+
+    def __init__(
+        self,
+        robot: Any,
+        chain: Chain,
+        options: KinematicsOptions,
+        policy: Mapping[str, Any],
+        hz: float,
+        joints: Mapping[str, str] | None = None,
+    ):
+        names = getattr(robot, "joints", None)
+        names = names["action"] if isinstance(names, Mapping) else names
+        size = len(chain.joints)
+        unit = options.unit or getattr(robot, "joint_unit", "") or "rad"
+        if unit not in ("rad", "deg"):
+            raise RobotError(
+                f"robot: expected joints in radians or degrees, got {unit}; LeRobot's arms have degrees with"
+                """ --robot-options '{"use_degrees": true}'"""
+            )
+        self.chain, self.options = chain, options
+        self._robot, self._period = robot, 1.0 / hz
+        self._radians = np.where(chain.slides, 1.0, math.pi / 180 if unit == "deg" else 1.0)
+        self._velocity = _velocities(chain, options.velocity)
+        self.action = options.parts(policy, "action")
+        had = list(names) if names is not None else numbers_of(chain, self.action)
+        self._width = len(had)
+        self._places = _matched(chain, had, joints or {}, _grippers(self.action))
+        self._others = [at for at in range(len(had)) if at not in self._places]
+        self.state = options.parts(policy, "state", len(had))
+        if _grippers(self.state) > len(self._others):
+            raise KinematicsError(
+                f"state: expected at most {len(self._others)} grippers, as the robot has, got {_text(self.state)}"
+            )
+        if not any(part.form == "xyz" for part in self.action):
+            raise KinematicsError("action: expected the place of the tip (xyz or dxyz) in it, got none")
+        turned = any(part.form not in ("xyz", "gripper") for part in self.action)
+        whole = size >= 6
+        self.rotation = options.rotation or (
+            ("exact" if whole else "near") if turned else ("keep" if whole else "free")
+        )
+        if self.rotation in ("exact", "near") and not turned:
+            raise KinematicsError(
+                f"rotation: expected a rotation in the action for {self.rotation}, got none"
+            )
+        self._weight = {"free": 0.0, "near": SOFT}.get(self.rotation, 1.0)
+        if self.rotation == "exact" and not whole:
+            raise KinematicsError(
+                f"rotation: expected at least 6 joints for exact, {chain.base} to {chain.tip} has {size}; near brings"
+                " the tip to its place with the rotation as near as it can be"
+            )
+        self._now: np.ndarray | None = None  # joints as they were seen since the last command
+        self._seen: np.ndarray | None = None  # all numbers of the robot's state then
+        self._sent: np.ndarray | None = None  # joints of the last command, None after a hold
+        self._kept: np.ndarray | None = None  # the rotation that is kept
+
+    @property
+    def motion(self) -> dict[str, Any] | None:
+        """Return what actions are measured from where they and the state are the same numbers, else None."""
+        return {"kind": "absolute"} if self.action == self.state else None
+
+    def text(self) -> str:
+        """Return in a line what is made of the policy's numbers."""
+        chain = self.chain
+        free = [name for name, own in zip(chain.joints, chain.velocity) if math.isnan(own)]
+        usual = (
+            f"; no velocity is stated of {', '.join(free)}, {USUAL_VELOCITY:.4g}/s is taken"
+            if free and self.options.velocity is None
+            else ""
+        )
+        return (
+            f"kinematics: {len(chain.joints)} joints from {chain.base} to {chain.tip}; action {_text(self.action)},"
+            f" state {_text(self.state)}; rotation {self.rotation}{usual}"
+        )
+
+    # ------------------------------------------------------------------------- the robot's methods
+
+    def observe(self) -> dict[str, Any]:
+        seen = dict(self._robot.observe())
+        found = {**seen, "state": self._encoded(seen["state"])}
+        did = found.pop("action", None)
+        if did is not None and not any(part.offset for part in self.action):  # what somebody else has it do
+            whole = self._checked(did)
+            tip = self.chain.forward(self._of(whole))
+            found["action"] = self._written(self.action, whole, tip.place, tip.turn)
+        return found
+
+    def act(self, row: np.ndarray) -> None:
+        """Send the joints of a pose. Raises :class:`~sinew_client.control.interfaces.NoCommand`."""
+        start, whole = self._start()
+        tip = self.chain.forward(start if self._now is None else self._now)
+        place, turn = self._pose(np.asarray(row, np.float64), tip.place, tip.turn)
+        joints = self.chain.inverse(place, turn, start, self._weight)
+        self._check(place, turn, start, joints)
+        command = np.array(whole, np.float64)
+        command[self._places] = joints / self._radians
+        grippers = [part for part in self.action if part.form == "gripper"]
+        for at, part in zip(self._others, grippers):
+            command[at] = row[part.first]
+        self._sent, self._now = joints, None
+        self._robot.act(command.astype(np.float32))
+
+    def hold(self) -> None:
+        self._sent = None
+        self._robot.hold()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_robot":  # before there is one, as while it is copied
+            raise AttributeError(name)
+        if name == "sense":
+            sense = self._robot.sense  # no such method: the whole is looked at
+            return lambda: self._encoded(sense())
+        return getattr(self._robot, name)
+
+    # ------------------------------------------------------------------------- poses
+
+    def _checked(self, state: Any) -> np.ndarray:
+        found = np.asarray(state, np.float64)
+        if found.shape != (self._width,):
+            raise RobotError(
+                f"robot: expected {self._width} numbers, {', '.join(self.chain.joints)} and"
+                f" {self._width - len(self._places)} more, got shape {list(found.shape)}"
+            )
+        return found
+
+    def _of(self, whole: np.ndarray) -> np.ndarray:
+        """Return the chain's joints, radians or metres, of the robot's numbers."""
+        return np.asarray(whole)[self._places] * self._radians
+
+    def _encoded(self, state: Any) -> np.ndarray:
+        """Return the policy's state, float32, of the robot's."""
+        self._seen = self._checked(state)
+        self._now = self._of(self._seen)
+        tip = self.chain.forward(self._now)
+        return self._written(self.state, self._seen, tip.place, tip.turn)
+
+    def _written(
+        self, parts: Sequence[PosePart], whole: np.ndarray, place: np.ndarray, turn: np.ndarray
+    ) -> np.ndarray:
+        numbers, others = [], iter(self._others)
+        for part in parts:
+            if part.form == "gripper":
+                at = next(others, None)
+                if at is None:
+                    raise RobotError(
+                        "state: expected as many grippers as the robot has numbers beside the arm's"
+                    )
+                numbers.append([whole[at]])
+            elif part.form == "joints":
+                numbers.append(whole)
+            else:
+                own = place if part.form == "xyz" else _FORMS[part.form][2](turn)
+                numbers.append(own / part.unit)
+        return np.concatenate(numbers).astype(np.float32)
+
+    def _start(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the joints that a command begins from, and all numbers of the robot."""
+        if self._seen is None or (self._now is None and any(part.offset for part in self.action)):
+            sense = getattr(self._robot, "sense", None)
+            try:
+                self._encoded(sense() if sense is not None else self._robot.observe()["state"])
+            except NoObservation as blind:
+                raise NoCommand(str(blind)) from blind
+        assert self._seen is not None
+        return (self._of(self._seen) if self._sent is None else self._sent), self._seen
+
+    def _pose(self, row: np.ndarray, place: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pose that a row stands for. place, turn: where the tip is."""
+        if self._kept is None:
+            self._kept = turn
+        wanted, turned = place, self._kept if self.rotation == "keep" else turn
+        own = self.options.offsets == "tip"
+        for part in self.action:
+            if part.form == "gripper":
+                continue
+            given = part.of(row)
+            if part.form == "xyz":
+                wanted = place + (turn @ given if own else given) if part.offset else given
+            else:
+                about = _FORMS[part.form][1](given)
+                turned = (turn @ about if own else about @ turn) if part.offset else about
+        return wanted, turned
+
+    def _check(self, place: np.ndarray, turn: np.ndarray, start: np.ndarray, joints: np.ndarray) -> None:
+        """Raise :class:`NoCommand` where joints may not be sent."""
+        chain, (near, straight) = self.chain, self.options.within
+        away, apart = (float(value) for value in chain.apart(place, turn, joints))
+        if away > near or (apart > straight and self._weight == 1.0):
+            stopped = np.flatnonzero((joints <= chain.low) | (joints >= chain.high))
+            ends = (
+                f", {', '.join(chain.joints[at] for at in stopped)} at an end of the range"
+                if len(stopped)
+                else ""
+            )
+            raise NoCommand(
+                f"out of reach{ends}", f"[{place[0]:.3f}, {place[1]:.3f}, {place[2]:.3f}] is missed by {away:.3g} m and"
+                f" {apart:.3g} rad",
+            )  # fmt: skip
+        found, before = (chain.singularity(q, self._weight == 1.0) for q in (joints, start))
+        if found.least < min(self.options.singular, before.least):
+            both = [name for name, share in zip(chain.joints, found.joints) if share > INVOLVED]
+            raise NoCommand(
+                f"singular: {', '.join(both)} would move without the tip",
+                f"the least singular value is {found.least:.2g}, expected at least {self.options.singular:g}",
+            )
+        fastest = np.abs(joints - start) / self._period
+        # Commands are float32, so the way from one to the next may be that much more.
+        over = np.flatnonzero(fastest > self._velocity + SLACK / self._period)
+        if len(over):
+            at = int(over[np.argmax(fastest[over] / self._velocity[over])])
+            raise NoCommand(
+                f"{chain.joints[at]} would have to move faster than {self._velocity[at]:.4g}/s",
+                f"by {fastest[at]:.3g}/s",
+            )
+
+
+def _grippers(parts: Sequence[PosePart]) -> int:
+    return sum(part.form == "gripper" for part in parts)
+
+
+def numbers_of(chain: Chain, action: Sequence[PosePart]) -> list[str]:
+    """Return what the numbers of a robot are called that has an arm's joints and a number for each gripper."""
+    return [*chain.joints, *(f"gripper{i or ''}" for i in range(_grippers(action)))]
+
+
+def _matched(chain: Chain, had: Sequence[str], given: Mapping[str, str], spare: int) -> list[int]:
+    """Return the place of each of the chain's joints among a robot's numbers."""
+    wanted = {given.get(name, name) for name in chain.joints}
+    arm = [name for name in had if {name, f"{name}.pos", re.sub(r"\.pos$", "", name)} & wanted]
+    found = match_joints(chain.joints, arm or had, given, "kinematics")
+    if len(had) - len(found) != spare:
+        raise RobotError(
+            f"robot: expected {spare} numbers beside the arm's, the action's grippers, got"
+            f" {', '.join(name for name in had if name not in found) or 'none'}"
+        )
+    return [list(had).index(name) for name in found]
+
+
+def _velocities(chain: Chain, given: Any) -> np.ndarray:
+    """Return the limit of each joint, per second."""
+    if given is None:
+        return np.where(np.isnan(chain.velocity), USUAL_VELOCITY, chain.velocity)
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * len(chain.joints)
+    if not _positive(each, len(chain.joints)):
+        raise KinematicsError(
+            f"velocity: expected one number above 0, or {len(chain.joints)}, got {shown(given)}"
+        )
+    return np.array(each, np.float64)
+
+
+def _text(parts: Sequence[PosePart]) -> str:
+    words = []
+    for part in parts:
+        size = f"*{part.unit:g}" if part.unit != 1.0 else ""
+        words.append(f"{'d' * part.offset}{part.form}{size}")
+    return ",".join(words)

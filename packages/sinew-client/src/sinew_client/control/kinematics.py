@@ -1,0 +1,363 @@
+"""Where the tip of an arm is for its joints, and joints for where the tip shall be.
+
+A :class:`Chain` is what lies between two frames of a robot, numpy alone, so that it runs on any robot's computer: read
+from URDF, whose meshes need not be there, or from MJCF by MuJoCo. Lengths are in metres, angles in radians, rotations
+matrices whose columns are the tip's axes in the base's frame.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import numpy as np
+
+from sinew_client.errors import ClientError
+from sinew_client.given import read_text
+from sinew_client.rotations import from_quaternion, from_rpy, from_vector, to_vector
+
+MAX_FILE = 1 << 24  # bytes of a robot's description
+MAX_TURN = 0.4  # by which one joint goes in an iteration, radians or metres
+ITERATIONS = 60
+DAMPING = 1e-9  # of the squared reach, beside the error's
+
+
+class KinematicsError(ClientError, ValueError):
+    """A robot's description has no such chain, or one that is not meant; the message says what was expected."""
+
+
+class Tip(NamedTuple):
+    """Hold where the tip is: place float64 [..., 3], turn [..., 3, 3], and jacobian [..., 6, J], its velocity and then
+    its angular velocity, in the base's frame, per unit of each joint's."""
+
+    place: np.ndarray
+    turn: np.ndarray
+    jacobian: np.ndarray
+
+
+class Singularity(NamedTuple):
+    """Hold how near an arm is to losing a direction. least: the smallest singular value of its jacobian, lengths
+    counted in reaches of the arm; joints: those that then move against each other, float64 [J], in shares."""
+
+    least: float
+    joints: np.ndarray
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Hold the joints between two frames of a robot, from the base on, J of them.
+
+    places [J, 3], turns [J, 3, 3]: each joint's frame in the one of the joint before. axes [J, 3] of unit length, in
+    it. slides bool [J]: it moves along its axis instead of about it. low, high [J]: its range, infinite where it has
+    none; velocity [J]: its limit per second, NaN where the description says none. tip_place, tip_turn: the tip's frame
+    in the last joint's.
+    """
+
+    joints: tuple[str, ...]
+    places: np.ndarray
+    turns: np.ndarray
+    axes: np.ndarray
+    slides: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    velocity: np.ndarray
+    tip_place: np.ndarray
+    tip_turn: np.ndarray
+    base: str = ""
+    tip: str = ""
+
+    @property
+    def reach(self) -> float:
+        """Return the length of the stretched arm, from its first joint to its tip, metres."""
+        parts = [*self.places[1:], self.tip_place]
+        sliding = np.where(self.slides, np.maximum(np.abs(self.low), np.abs(self.high)), 0.0)
+        return float(np.linalg.norm(parts, axis=1).sum() + sliding[np.isfinite(sliding)].sum()) or 1.0
+
+    def forward(self, joints: np.ndarray) -> Tip:
+        """Return where the tip is for joints float64 [..., J]."""
+        q = np.asarray(joints, np.float64)
+        turned = self.turns @ from_vector(np.where(self.slides, 0.0, q)[..., None] * self.axes)
+        place, turn = np.zeros((*q.shape[:-1], 3)), np.broadcast_to(np.eye(3), (*q.shape[:-1], 3, 3))
+        anchors, axes = np.empty((*q.shape, 3)), np.empty((*q.shape, 3))
+        for i, slides in enumerate(self.slides):
+            place = place + turn @ self.places[i]
+            turn = turn @ turned[..., i, :, :]
+            axes[..., i, :] = turn @ self.axes[i]
+            if slides:
+                place = place + axes[..., i, :] * q[..., i, None]
+            anchors[..., i, :] = place
+        place, turn = place + turn @ self.tip_place, turn @ self.tip_turn
+        arms = np.where(self.slides[:, None], axes, np.cross(axes, place[..., None, :] - anchors))
+        about = np.where(self.slides[:, None], 0.0, axes)
+        return Tip(place, turn, np.swapaxes(np.concatenate([arms, about], axis=-1), -1, -2))
+
+    def inverse(
+        self, place: np.ndarray, turn: np.ndarray, start: np.ndarray, weight: float = 1.0
+    ) -> np.ndarray:
+        """Return joints near ``start``, float64 [..., J], whose tip is at ``place`` [..., 3], turned by ``turn``
+        [..., 3, 3], or as near as this finds; whoever asks looks at how near (:meth:`apart`).
+
+        Damped least squares within the joints' ranges: each iteration solves (J^T J + d I) dq = J^T e, e the error of
+        place and rotation vector and d half its square, so that far from the pose, and where a direction is lost, the
+        step stays small and near it is Newton's (Sugihara 2011, IEEE Transactions on Robotics 27, 984). A joint at an
+        end of its range that would go on takes no part in it.
+
+        weight: 1 counts a radian as as much as the arm's reach; less lets the rotation be, for arms of fewer than six
+        joints: the place is then brought to its own exactly, from the compromise of both. 0: any rotation.
+        """
+        q = np.clip(np.array(start, np.float64), self.low, self.high)
+        for length in (weight,) if weight in (0.0, 1.0) else (weight, 0.0):
+            q = self._descended(place, turn, q, length * self.reach)
+        return q
+
+    def _descended(self, place: np.ndarray, turn: np.ndarray, q: np.ndarray, length: float) -> np.ndarray:
+        shape, size = q.shape, q.shape[-1]
+        flat = q.reshape(-1, size)
+        places = np.broadcast_to(place, (*shape[:-1], 3)).reshape(-1, 3)
+        turns = np.broadcast_to(turn, (*shape[:-1], 3, 3)).reshape(-1, 3, 3)
+        scale = np.array([1.0] * 3 + [length] * 3)
+        left = np.arange(len(flat))  # those that are not there yet
+        for _ in range(ITERATIONS):
+            now = flat[left]
+            tip = self.forward(now)
+            error = scale * _error(places[left], turns[left], tip)
+            jacobian = scale[:, None] * tip.jacobian
+            pull = np.einsum("nij,ni->nj", jacobian, error)
+            stuck = ((now <= self.low) & (pull < 0.0)) | ((now >= self.high) & (pull > 0.0))
+            damping = 0.5 * (error**2).sum(-1) + DAMPING * self.reach**2
+            step = np.zeros_like(now)
+            for _again in range(2):  # a second time without those that the first one brings to an end
+                jacobian = np.where(stuck[:, None, :], 0.0, jacobian)
+                normal = np.swapaxes(jacobian, -1, -2) @ jacobian + damping[:, None, None] * np.eye(size)
+                step = np.linalg.solve(normal, np.where(stuck, 0.0, pull)[..., None])[..., 0]
+                step *= np.minimum(1.0, MAX_TURN / np.maximum(np.abs(step).max(-1, keepdims=True), 1e-12))
+                ends = (now + step < self.low) | (now + step > self.high)
+                if not np.any(ends & ~stuck):
+                    break
+                flat[left] = np.clip(now + step, self.low, self.high)
+                stuck = stuck | ends
+            moved = np.clip(np.where(stuck, flat[left], now + step), self.low, self.high)
+            flat[left] = moved
+            left = left[np.abs(moved - now).max(-1) > 1e-8]
+            if not len(left):
+                break
+        return flat.reshape(shape)
+
+    def apart(self, place: np.ndarray, turn: np.ndarray, joints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return by how many metres and radians the tip is elsewhere, each [...]."""
+        error = _error(place, turn, self.forward(joints))
+        return np.linalg.norm(error[..., :3], axis=-1), np.linalg.norm(error[..., 3:], axis=-1)
+
+    def singularity(self, joints: np.ndarray, weight: float = 1.0) -> Singularity:
+        """Return how near the arm is to a pose, joints float64 [J], in which its tip cannot go some way. weight: 0
+        asks for its place alone."""
+        jacobian = self.forward(joints).jacobian.copy()
+        jacobian[:3] /= self.reach
+        _u, values, rows = np.linalg.svd(jacobian if weight else jacobian[:3])
+        last = min(3 + 3 * bool(weight), len(self.joints)) - 1
+        return Singularity(float(values[last]), np.abs(rows[last]))
+
+    def ready(self) -> np.ndarray:
+        """Return joints far from singular ones and from the ends of their ranges, the best of 200 that are
+        always the same: where an arm without hardware begins."""
+        low, high = np.maximum(self.low, -math.pi / 2), np.minimum(self.high, math.pi / 2)
+        low, high = np.where(low < high, low, self.low), np.where(low < high, high, self.high)
+        drawn = np.random.default_rng(0).uniform(
+            low + 0.1 * (high - low), high - 0.1 * (high - low), (200, len(low))
+        )
+        return drawn[int(np.argmax([self.singularity(joints).least for joints in drawn]))]
+
+
+def _error(place: np.ndarray, turn: np.ndarray, tip: Tip) -> np.ndarray:
+    """Return the way from the tip to a pose, [..., 6]: metres, and a rotation vector in the base's frame."""
+    return np.concatenate([place - tip.place, to_vector(turn @ np.swapaxes(tip.turn, -1, -2))], axis=-1)
+
+
+# ----------------------------------------------------------------------------- descriptions of robots
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """One joint of a description, or what is fixed (kind "fixed"), with its frame in the parent's."""
+
+    name: str
+    kind: str
+    place: np.ndarray
+    turn: np.ndarray
+    axis: np.ndarray
+    low: float = -math.inf
+    high: float = math.inf
+    velocity: float = math.nan
+
+
+def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
+    """Return the joints from ``base`` to ``tip`` of a robot in URDF (``.urdf``) or MJCF (``.xml``, which takes MuJoCo).
+
+    tip: a link of URDF, a site or body of MJCF; the only end there is, if absent. base: a link or body; the root, or
+    the world, if absent. Raises :class:`KinematicsError`.
+    """
+    try:
+        text = read_text(path, MAX_FILE)
+    except (OSError, ValueError) as error:
+        raise KinematicsError(f"{path}: {error}") from error
+    if "<!DOCTYPE" in text or "<!ENTITY" in text:
+        raise KinematicsError(f"{path}: expected a description without a document type, got one")
+    try:
+        root = ElementTree.fromstring(text)  # noqa: S314 - without entities, and its size is bounded
+    except ElementTree.ParseError as error:
+        raise KinematicsError(f"{path}: {error}") from error
+    if root.tag not in ("robot", "mujoco"):
+        raise KinematicsError(f"{path}: expected URDF (robot) or MJCF (mujoco), got {root.tag!r:.40}")
+    try:
+        links = _urdf(root, tip, base) if root.tag == "robot" else _mjcf(path, tip, base)
+        return _chain(*links)
+    except KinematicsError as error:
+        raise KinematicsError(f"{path}: {error}") from error
+
+
+def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
+    """Return what lies between two links, from the base on, and their names."""
+    above = {}  # link -> the joint that it hangs from, and that one's link
+    for joint in root.findall("joint"):
+        parent, child = (joint.find(end) for end in ("parent", "child"))
+        if parent is None or child is None:
+            raise KinematicsError(f"joint {joint.get('name')}: expected parent and child, got one without")
+        above[child.get("link")] = (joint, parent.get("link"))
+    links = [link.get("name") for link in root.findall("link")]
+    ends = [name for name in links if name not in {parent for _, parent in above.values()}]
+    tip, base = _named(tip, links, ends, "tip"), base and _named(base, links, (), "base")
+    found, at = [], tip
+    while at != base and at in above:
+        joint, at = above[at]
+        found.append(_urdf_joint(joint))
+        if len(found) > len(above):
+            raise KinematicsError(f"expected links that hang from each other, got a circle at {at}")
+    if base and at != base:
+        raise KinematicsError(f"base: expected a link above {tip}, got {base}")
+    return found[::-1], at, tip
+
+
+def _urdf_joint(joint: Any) -> _Joint:
+    name, kind = str(joint.get("name")), str(joint.get("type"))
+    if joint.find("mimic") is not None:
+        raise KinematicsError(
+            f"joint {name}: expected one that moves by itself, got one that follows another"
+        )
+    origin, axis, limit = (joint.find(part) for part in ("origin", "axis", "limit"))
+    place = _numbers(None if origin is None else origin.get("xyz"), (0.0, 0.0, 0.0), name)
+    turn = from_rpy(_numbers(None if origin is None else origin.get("rpy"), (0.0, 0.0, 0.0), name))
+    way = _numbers(None if axis is None else axis.get("xyz"), (1.0, 0.0, 0.0), name)
+    low, high, fastest = -math.inf, math.inf, math.nan
+    if limit is not None:
+        if kind != "continuous":
+            low, high = (float(_numbers(limit.get(end), (0.0,), name, 1)[0]) for end in ("lower", "upper"))
+        fastest = float(_numbers(limit.get("velocity"), (math.nan,), name, 1)[0])
+    return _Joint(name, kind, place, turn, way, low, high, fastest if fastest > 0.0 else math.nan)
+
+
+def _mjcf(path: Path, tip: str, base: str) -> tuple[list[_Joint], str, str]:
+    """Return the same of MJCF, as MuJoCo compiles it, with its defaults, classes and included files."""
+    try:
+        import mujoco
+    except ImportError as error:
+        raise KinematicsError(f"expected the package mujoco, which reads MJCF, got none ({error})") from error
+    try:
+        model = mujoco.MjModel.from_xml_path(str(path))
+    except ValueError as error:
+        raise KinematicsError(f"{error!s:.300}") from error
+    bodies = [model.body(i).name for i in range(model.nbody)]
+    sites = [model.site(i).name for i in range(model.nsite)]
+    ends = [bodies[i] for i in range(1, model.nbody) if i not in set(map(int, model.body_parentid))]
+    tip = _named(tip, [*sites, *bodies], sites if len(sites) == 1 else ends, "tip")
+    base = _named(base, bodies, (), "base") if base else bodies[0]
+    found, at = [], bodies.index(tip) if tip in bodies else 0
+    if tip in sites:
+        site = model.site(tip)
+        found.append(_Joint(tip, "fixed", site.pos.copy(), _mujoco_turn(site.quat), np.zeros(3)))
+        at = int(site.bodyid[0])
+    while bodies[at] != base and at != 0:
+        found += _mjcf_body(model, at)[::-1]
+        at = int(model.body_parentid[at])
+    if bodies[at] != base:
+        raise KinematicsError(f"base: expected a body above {tip}, got {base}")
+    return found[::-1], base, tip
+
+
+def _mjcf_body(model: Any, at: int) -> list[_Joint]:
+    """Return a body's frame in its parent's, and its joints, each about its own anchor."""
+    found = [_Joint("", "fixed", model.body_pos[at], _mujoco_turn(model.body_quat[at]), np.zeros(3))]
+    for number in range(model.body_jntadr[at], model.body_jntadr[at] + model.body_jntnum[at]):
+        joint = model.joint(number)
+        kind = {2: "prismatic", 3: "revolute"}.get(int(joint.type[0]), "free or ball")
+        low, high = joint.range if model.jnt_limited[number] else (-math.inf, math.inf)
+        anchor, away = joint.pos.copy(), float(model.qpos0[model.jnt_qposadr[number]])
+        found.append(_Joint(joint.name, kind, anchor, np.eye(3), joint.axis.copy(), low, high))
+        back = -away * joint.axis if kind == "prismatic" else np.zeros(3)  # where its zero is elsewhere
+        turn = from_vector(-away * joint.axis) if kind == "revolute" else np.eye(3)
+        found.append(_Joint("", "fixed", back, turn, np.zeros(3)))
+        found.append(_Joint("", "fixed", -anchor, np.eye(3), np.zeros(3)))
+    return found
+
+
+def _mujoco_turn(quaternion: np.ndarray) -> np.ndarray:
+    return from_quaternion(np.roll(quaternion, -1))
+
+
+def _chain(parts: list[_Joint], base: str, tip: str) -> Chain:
+    """Return a chain of joints and of what is fixed between them."""
+    place, turn = np.zeros(3), np.eye(3)
+    moving: list[_Joint] = []
+    for part in parts:
+        place, turn = place + turn @ part.place, turn @ part.turn
+        if part.kind == "fixed":
+            continue
+        if part.kind not in ("revolute", "continuous", "prismatic"):
+            raise KinematicsError(
+                f"joint {part.name}: expected revolute, continuous or prismatic, got {part.kind}"
+            )
+        length = float(np.linalg.norm(part.axis))
+        if not (length > 0.0 and part.low <= part.high):
+            raise KinematicsError(
+                f"joint {part.name}: expected an axis and a range, got {part.axis.tolist()}, {part.low} to {part.high}"
+            )
+        moving.append(
+            _Joint(part.name, part.kind, place, turn, part.axis / length, part.low, part.high, part.velocity)
+        )
+        place, turn = np.zeros(3), np.eye(3)
+    if not moving:
+        raise KinematicsError(f"expected joints between {base} and {tip}, got none")
+    return Chain(
+        tuple(joint.name for joint in moving),
+        *(np.array([getattr(joint, name) for joint in moving]) for name in ("place", "turn", "axis")),
+        np.array([joint.kind == "prismatic" for joint in moving]),
+        *(np.array([getattr(joint, name) for joint in moving]) for name in ("low", "high", "velocity")),
+        place,
+        turn,
+        base,
+        tip,
+    )
+
+
+def _named(given: str, known: list[str], only: Any, what: str) -> str:
+    """Return the name of a frame: the one that was given, or the only one there is."""
+    if not given and len(only) == 1:
+        return str(only[0])
+    if given not in known or not given:
+        names = ", ".join((list(only) or known)[:20])
+        raise KinematicsError(
+            f"{what}: expected one of {names or 'its frames, of which it has none'}, got {given!r}"
+        )
+    return given
+
+
+def _numbers(text: str | None, usual: tuple[float, ...], name: str, count: int = 3) -> np.ndarray:
+    try:
+        found = np.array(usual if text is None else [float(each) for each in text.split()], np.float64)
+    except ValueError:
+        found = np.zeros(0)
+    if found.shape != (count,) or (text is not None and not np.all(np.isfinite(found))):
+        raise KinematicsError(f"joint {name}: expected {count} numbers, got {text!r:.60}")
+    return found

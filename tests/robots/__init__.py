@@ -1,0 +1,1 @@
+"""Recipes of robots, against doubles of their interfaces."""
