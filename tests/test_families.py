@@ -33,6 +33,10 @@ MEANT_OTHERWISE = {
         ("sinew/bundle/rules.py", "sinew/bundle/schema.py", "sinew/processing/normalize.py"),
         ({"gr00t"}, "a convention of statistics, which bundles name"),
     ),
+    "packages/sinew-client/src/sinew_client/control/kinematics.py": (
+        {"prismatic"},
+        "a kind of joint of URDF",
+    ),
     "sinew/perf/paper": ({"pi0"}, "the rows of a published table"),
     "sinew/cli/perf": ({"pi0", "pi0.5"}, "titles of that table, and what `perf need` asks for by default"),
 }

@@ -130,7 +130,7 @@ def _mean(step: Step, x: Any, output: Any) -> Any:
     return step._replace(fresh=0.0).advance(x, output)
 
 
-class Chain:
+class DenoisingChain:
     """Keeps what a solution goes through, as a guidance that changes nothing: where each step begins and the mean of
     where it ends, [B, H, A] each."""
 

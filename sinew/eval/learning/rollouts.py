@@ -15,7 +15,7 @@ from sinew.bundle.writer import ArraySlice, TensorSource, write_bundle
 from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.engine.engine import Watch
 from sinew.eval.learning.exploration import (
-    Chain,
+    DenoisingChain,
     Exploration,
     TokenChooser,
     allowed_tokens,
@@ -200,7 +200,7 @@ class RolloutPolicy(Policy):
             if self._speaks:
                 chunks, chains, log_probs = self._said(rows, engine.read(inputs, watch), noise, watch)
             else:
-                kept = Chain()
+                kept = DenoisingChain()
                 chunks = engine.run(inputs, noise, members[0].steps, kept, watch)
                 chains, log_probs = kept.ended(chunks)
             self.check_files()
