@@ -13,7 +13,7 @@ import torch
 from sinew.core import SinewError
 from sinew.engine.eager.engine import EagerEngine
 from sinew.eval.learning.exploration import (
-    Chain,
+    DenoisingChain,
     Exploration,
     TokenChooser,
     choosing,
@@ -125,7 +125,7 @@ def test_of_a_flow_what_is_drawn_is_recomputed_and_differentiated(solver: Solver
         model.embed_time = lambda t: model.buckets(t.long())
     inputs, draws = inputs_of(model, 2), solver.draws(count)
     noise = np.random.default_rng(1).standard_normal((2, draws, *model.noise_shape), np.float32)
-    chain = Chain()
+    chain = DenoisingChain()
     chains, drawn = chain.ended(EagerEngine(model, CPU).run(inputs, noise, count, chain))
     assert chains.shape == (2, count + 1, *model.noise_shape)
     for k, step in enumerate(solver.steps(count)):
