@@ -138,8 +138,8 @@ graphs: $(READY) ## the graphs by which the embedded policies play without torch
 	$(BIN)/python -m train.graphs
 
 docs: $(READY) ## the documentation as a site: build/site/index.html
-	$(PIP) install -q -c constraints.txt mkdocs
-	$(BIN)/mkdocs build --strict
+	$(PIP) install -q -c constraints.txt mkdocs-material mkdocstrings-python
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(LIGHT): $(SOURCES)
 	@$(PYTHON) -c '$(NEW_ENOUGH)' 2> /dev/null \
