@@ -62,7 +62,8 @@ def menu() -> dict[str, Any]:
         inner = []
         for name, verb in section.items():
             for words in [(name, each) for each in verb.commands] or [(name,)]:
-                inner.append({" ".join(words): f"{FOLDER}/verbs/{'-'.join(words)}.md"})
+                place = f"{FOLDER}/verbs/{'-'.join(words)}.md"
+                inner.append({" ".join(words): place})
         verbs.append({title: inner})
     return {
         "API and settings": [
@@ -91,11 +92,8 @@ def _verb(words: tuple[str, ...], verb: Any, command: Any, arguments: list[Any])
         for each in members:
             names = ", ".join(f"`{name}`" for name in each.names)
             lines.append(f"| {names} {_kind(each)} | {_default(each)} | {_cell(each.parameter.help)} |")
-    lines += [
-        "",
-        "Each flag may also come from the environment or a file: [all settings](../settings.md). Exit status:"
-        " [every verb](../../commands.md#exit-status).",
-    ]
+    lines += ["", "Each flag may also come from the environment or a file: [all settings](../settings.md)."]
+    lines += ["Exit status: [every verb](../../commands.md#exit-status)."]
     return "\n".join(lines) + "\n"
 
 
@@ -103,9 +101,9 @@ def _settings(rows: list[tuple[tuple[str, ...], Any]]) -> str:
     lines = [
         "# All settings",
         "",
-        "Every flag of every verb. The command line wins over the environment, and that over the file of `--config`."
-        " `--host` of `sinew serve` is `SINEW_SERVE_HOST`, or `host` under `[serve]` in the file; of `sinew hub pull`,"
-        " `--out` is `SINEW_HUB_PULL_OUT`, or `out` under `[hub.pull]`.",
+        "Every flag of every verb. The command line wins over the environment, and that over the file of `--config`.",
+        "`--host` of `sinew serve` is `SINEW_SERVE_HOST`, or `host` under `[serve]` in the file; of `sinew hub pull`,",
+        "`--out` is `SINEW_HUB_PULL_OUT`, or `out` under `[hub.pull]`.",
         "",
         "| flag | of | environment | default | |",
         "|---|---|---|---|---|",

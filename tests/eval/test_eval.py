@@ -580,6 +580,9 @@ def test_gate_rules(tmp_path: Path) -> None:
     (tmp_path / "gate.json").write_text("{}")
     with pytest.raises(SinewError, match="not a gate file"):
         read_gate(tmp_path / "gate.json")
+    assert read_gate(Path("pen")) == read_gate(GATES / "pen.json")
+    with pytest.raises(SinewError, match="pens: expected a gate's file, or one of act, blocks, pen"):
+        read_gate(Path("pens"))
 
 
 @needs_pen

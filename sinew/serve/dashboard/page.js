@@ -336,7 +336,7 @@ async function history() {
     try {
       if (state.about && !document.hidden && !state.paused) {
         const reply = await ask("/v1/history");
-        if (reply.ok) hour(await reply.json());
+        if (reply.ok) hour((state.hour = await reply.json()));
       }
     } catch { /* the events tell that the server is gone */ }
     await new Promise((resolve) => setTimeout(resolve, state.about ? 5000 : 500));
@@ -367,7 +367,7 @@ function hour({ now, span_s: span, spans, points }) {
   }
   context.fillStyle = colour("--bad");
   for (const each of points) if (each.missed + each.refused) context.fillRect(x(each.time), box.top, Math.max(2, x(each.time + span) - x(each.time) - 1), 5);
-  const text = `${sum("answers")} answers, ${sum("missed")} past their deadline, ${sum("refused")} refused in ${short(span_shown / 60)} minutes. Each ${span} s: p50 strong, p95 grey, largest faint; red where one was missed or refused.`;
+  const text = `${sum("answers")} answers, ${sum("missed")} past their deadline, ${sum("refused")} refused in ${short(span_shown / 60)} min. Each ${span} s: p50 strong, p95 grey, largest faint; red where one was missed or refused.`;
   $("hour-note").textContent = text;
   canvas.setAttribute("aria-label", text);
 }
@@ -609,6 +609,7 @@ $("try").addEventListener("submit", send);
 $("pause").addEventListener("click", pausing);
 $("snapshot").addEventListener("click", snapshot);
 $("keep").addEventListener("click", recording);
+addEventListener("resize", () => { state.dirty = true; if (state.hour) hour(state.hour); });
 // A link brings no key; where one is wanted the description is saved instead.
 $("openapi").addEventListener("click", async (event) => {
   if (!key) return;
