@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sinew.eval.report.quantization import Quantized, quantize
     from sinew.eval.runner import Episode
     from sinew.policy import Policy, load
-    from sinew.records.recording import RecordedPolicy, record
+    from sinew.serve.recorded import RecordedPolicy, record
 
 machine.limit_spinning()  # here, because torch's OpenMP runtime reads the environment when it is loaded
 
@@ -25,12 +25,12 @@ _LATER = {
     "Evaluation": "sinew.eval.report.evaluation",
     "Policy": "sinew.policy",
     "Quantized": "sinew.eval.report.quantization",
-    "RecordedPolicy": "sinew.records.recording",
+    "RecordedPolicy": "sinew.serve.recorded",
     "connect": "sinew_client.policy",
     "evaluate": "sinew.eval.report.evaluation",
     "load": "sinew.policy",
     "quantize": "sinew.eval.report.quantization",
-    "record": "sinew.records.recording",
+    "record": "sinew.serve.recorded",
 }
 __all__ = [
     "Episode",

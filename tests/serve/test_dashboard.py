@@ -33,7 +33,7 @@ from sinew.processing import Processor
 from sinew.serve.dashboard import feed as feeds
 from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import BY_HAND, KEPT, VIEWERS, Answer, Feed
-from sinew.serve.dashboard.history import RATIO, SPAN_S, SPANS, History
+from sinew.serve.dashboard.history import RATIO, SPAN_S, SPANS, Hour
 from sinew.serve.dashboard.news import News
 from sinew.serve.request import Request
 from sinew.serve.transport.greeting import ready_text
@@ -72,7 +72,7 @@ def test_nothing_is_kept_while_nobody_looks() -> None:
 
 def test_an_hour_is_counted_whether_somebody_looks_or_not() -> None:
     clock = [1000.0]
-    hour = History(lambda: clock[0])
+    hour = Hour(lambda: clock[0])
     for ms in range(1, 101):
         hour.put(float(ms), missed=ms > 98, refused=False)
     hour.put(1.0, missed=False, refused=True)

@@ -23,7 +23,7 @@ from sinew import machine
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.processing.image import prepare_frame
-from sinew.serve.dashboard.history import History
+from sinew.serve.dashboard.history import Hour
 from sinew.serve.dashboard.wiring import Wiring
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.request import Request
@@ -105,7 +105,7 @@ class Feed:
 
     def __init__(self, image: ImageRecipe | None = None):
         self.image = image
-        self.history = History()
+        self.history = Hour()
         self.wiring: Wiring | None = (
             None  # looks at robots; None: the bundle does not know how they should look
         )
