@@ -138,9 +138,10 @@ def _kind(argument: Any) -> str:
     choices = argument.get_choices()
     if choices:
         return "(" + ", ".join(f"`{each}`" for each in choices) + ")"
-    return (
-        "" if argument.hint is bool else f"({_cell(getattr(argument.hint, '__name__', str(argument.hint)))})"
-    )
+    if argument.hint is bool:
+        return ""
+    kind = getattr(argument.hint, "__name__", str(argument.hint))
+    return f"({_cell(kind.removeprefix('pathlib.').removesuffix(' | None'))})"
 
 
 def _default(argument: Any) -> str:
