@@ -45,6 +45,9 @@ def test_a_policy_is_recorded_and_its_recording_answers_the_same(
             with pytest.raises(SinewError, match="tail"):
                 recorded.infer({**SEEN, "images": {**FRAMES, "tail": FRAMES["camera1"]}})
         policy.check(SEEN)  # which was given stays open
+        table = policy._repr_html_()
+        assert "<tr><th>engine</th><td>eager: " in table
+        assert all(name in table for name in FRAMES)
     kept = list(read_records(folder))
     assert [each.wire for each in kept] == ["python"] * 3
     assert "tail" in kept[2].error
