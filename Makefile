@@ -37,7 +37,7 @@ LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all lint format bench gpu gpu-carry env clients \
-	lerobot journeys roles installs fresh lock graphs docs clean
+	lerobot journeys roles installs fresh release lock graphs docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -133,6 +133,9 @@ installs: $(READY) ## every install line of the repository against the package i
 fresh: $(LIGHT) ## make demo of a fresh clone with an empty home, on the public index alone: bytes, seconds, successes
 	$(BIN)/python -m tests.fresh $(FRESH)
 
+release: $(READY) ## wheels, sdists, sums, a bill of materials, a changelog and an index in build/release; RELEASE=--try installs it
+	$(BIN)/python -m tests.release $(RELEASE)
+
 lock: $(READY) ## write constraints.txt again, after a change of pyproject.toml; LOCK=--upgrade for the newest versions
 	$(BIN)/python -m tests.installs --lock $(LOCK)
 
@@ -140,8 +143,8 @@ graphs: $(READY) ## the graphs by which the embedded policies play without torch
 	$(BIN)/python -m train.graphs
 
 docs: $(READY) ## the documentation as a site: build/site/index.html
-	$(PIP) install -q -c constraints.txt mkdocs
-	$(BIN)/mkdocs build --strict
+	$(PIP) install -q -c constraints.txt mkdocs-material mkdocstrings-python
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(LIGHT): $(SOURCES)
 	@$(PYTHON) -c '$(NEW_ENOUGH)' 2> /dev/null \

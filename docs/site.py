@@ -1,9 +1,11 @@
-"""A hook of mkdocs: README.md is the site's front page, and files beside docs/ that pages link to are part of it."""
+"""A hook of mkdocs: README.md is the front page, files beside docs/ that pages link to are part of the site, and so are
+the pages that reference.py makes of the program."""
 
 from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,24 @@ ROOT = Path(__file__).resolve().parents[1]
 BESIDE = "repository"  # the folder of the site for what lies beside docs/
 LINK = re.compile(r"(\]\()([^)#\s:]+)([^)]*\))")
 PLAIN = {"", ".sh", ".service"}  # shown as text rather than downloaded
+
+
+sys.path.insert(0, str(Path(__file__).parent))
+import reference  # noqa: E402 - beside this file, which mkdocs loads by its path
+
+# Roles of docstrings, as Sphinx writes them: here they are code.
+ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):(?=<code>|`)")
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages of the program into the menu, behind those that are written."""
+    config.nav.insert(-1, reference.menu())
+    return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Take the roles from docstrings."""
+    return ROLE.sub("", html)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -35,6 +55,8 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(
                 File.generated(config, name + ".txt" * (path.suffix in PLAIN), content=path.read_bytes())
             )
+    for name, text in reference.pages().items():
+        files.append(File.generated(config, f"{reference.FOLDER}/{name}", content=text))
     return files
 
 

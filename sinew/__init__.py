@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sinew import machine
@@ -12,23 +13,45 @@ if TYPE_CHECKING:
     from sinew.eval.learning.exploration import Exploration
     from sinew.eval.learning.rollouts import RolloutPolicy, RolloutSample
     from sinew.eval.report.evaluation import Evaluation, evaluate
+    from sinew.eval.report.quantization import Quantized, quantize
     from sinew.eval.runner import Episode
     from sinew.policy import Policy, load
+    from sinew.serve.recorded import RecordedPolicy, record
 
 machine.limit_spinning()  # here, because torch's OpenMP runtime reads the environment when it is loaded
 
 __version__ = "0.1.0"
+# Name -> where it is. `import sinew` must stay cheap: command-line help, clients and controllers do not need torch.
+_LATER = {
+    "Episode": "sinew.eval.report.evaluation",
+    "Evaluation": "sinew.eval.report.evaluation",
+    "Exploration": "sinew.eval.learning.exploration",
+    "Policy": "sinew.policy",
+    "Quantized": "sinew.eval.report.quantization",
+    "RecordedPolicy": "sinew.serve.recorded",
+    "RolloutPolicy": "sinew.eval.learning.rollouts",
+    "RolloutSample": "sinew.eval.learning.rollouts",
+    "connect": "sinew_client.policy",
+    "evaluate": "sinew.eval.report.evaluation",
+    "load": "sinew.policy",
+    "quantize": "sinew.eval.report.quantization",
+    "record": "sinew.serve.recorded",
+}
 __all__ = [
     "Episode",
     "Evaluation",
     "Exploration",
     "Policy",
+    "Quantized",
+    "RecordedPolicy",
     "RolloutPolicy",
     "RolloutSample",
     "__version__",
     "connect",
     "evaluate",
     "load",
+    "quantize",
+    "record",
 ]
 
 
@@ -37,29 +60,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # `import sinew` must stay cheap: command-line help, clients and controllers do not need torch.
-    if name in ("Policy", "load"):
-        from sinew import policy
-
-        return getattr(policy, name)
-    if name in ("Episode", "Evaluation", "evaluate"):
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(_LATER[name]), name)
+    except ModuleNotFoundError as error:
+        if name not in ("Episode", "Evaluation", "evaluate", "quantize"):
+            raise
         from sinew.extras import MissingPackageError
 
-        try:
-            from sinew.eval.report import evaluation
-        except ModuleNotFoundError as error:
-            raise MissingPackageError("sinew.evaluate", error.name or "gymnasium") from None
-        return getattr(evaluation, name)
-    if name == "Exploration":
-        from sinew.eval.learning.exploration import Exploration
-
-        return Exploration
-    if name in ("RolloutPolicy", "RolloutSample"):
-        from sinew.eval.learning import rollouts
-
-        return getattr(rollouts, name)
-    if name == "connect":
-        from sinew_client.policy import connect
-
-        return connect
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise MissingPackageError(f"sinew.{name}", error.name or "gymnasium") from None

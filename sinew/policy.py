@@ -5,6 +5,7 @@ Imports no torch: a policy whose engine is ONNX Runtime runs where torch is not 
 
 from __future__ import annotations
 
+import html
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -168,6 +169,19 @@ class Policy(OpenPolicy):
             f" state {self.spec.state.dim}, action {self.spec.action.dim}, chunks of {self.spec.chunk_size};"
             f" engine {self.engine_name} on {self.device}, {self.precision_text}>"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: what goes in, what comes out, what computes it and why."""
+        spec, about = self.spec, self.describe()
+        rows = {
+            "policy": f"{spec.name} ({spec.architecture})",
+            "cameras": ", ".join(f"{each.name} {each.height}x{each.width}" for each in spec.cameras),
+            "state": ", ".join(spec.state.labels) or f"{spec.state.dim} numbers",
+            "action": f"{', '.join(spec.action.labels) or f'{spec.action.dim} numbers'}; chunks of {spec.chunk_size}",
+            **{name: f"{about[name]}: {about[f'{name}_reason']}" for name in ("engine", "device", "dtype")},
+        }
+        cells = (f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())
+        return f"<table>{''.join(cells)}</table>"
 
     def describe(self) -> dict[str, Any]:
         """Return what runs the policy and why, ready for JSON: for metadata, reports and ``sinew doctor``."""

@@ -1,4 +1,5 @@
-"""The families of policies: one line here and one folder in ``sinew/families`` for each.
+"""The families of policies: one line here and one folder in ``sinew/families`` for each; those of other distributions
+say where their folder is by an entry point ``sinew.families``, NAME = "package.of.the.folder".
 
 A folder says in its ``__init__`` what it holds (:class:`Family`); its other files are imported when they are needed, so
 that a verb which asks for names alone imports no torch and no model.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ FAMILIES = (
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
 HOME = "sinew.families"
+GROUP = "sinew.families"  # entry points of other distributions: name -> the package that is the folder
 PUBLISHED = "published.json"
 
 
@@ -49,7 +53,7 @@ class Family:
     demo: writes a random checkpoint of full size, or a tiny one, with everything that its conversion needs.
     base: the family that this one descends from: the only other folder that it may import.
     golden: compares a small policy in the folder with its reference's stored answers.
-    name: the folder's, which the registry adds.
+    name: the folder's, and home: its package, which the registry adds.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
@@ -62,15 +66,16 @@ class Family:
     demo: str = ""
     golden: str = ""
     name: str = ""
+    home: str = ""
 
     @property
     def folder(self) -> Path:
-        return Path(str(import_module(f"{HOME}.{self.name}").__file__)).parent
+        return Path(str(import_module(self.home).__file__)).parent
 
     def load(self, place: str) -> Any:
         """Return a file of the folder as a module, or what it calls NAME."""
         module, _, name = place.partition(":")
-        found = import_module(f"{HOME}.{self.name}.{module}")
+        found = import_module(f"{self.home}.{module}")
         return getattr(found, name) if name else found
 
     def published(self) -> dict[str, dict[str, Any]]:
@@ -80,9 +85,26 @@ class Family:
 
 
 def families() -> Iterator[Family]:
-    """Yield what each folder says of itself."""
+    """Yield what each folder says of itself, those of other distributions last.
+
+    Raises :class:`BundleError` for one of theirs that has a name which is taken, or does not import.
+    """
     for name in FAMILIES:
-        yield replace(import_module(f"{HOME}.{name}").FAMILY, name=name)
+        yield replace(import_module(f"{HOME}.{name}").FAMILY, name=name, home=f"{HOME}.{name}")
+    for name, home in _added():
+        if name in FAMILIES:
+            raise BundleError(f"entry point {GROUP}: {name} = {home}: a family of this name is part of sinew")
+        try:
+            yield replace(import_module(home).FAMILY, name=name, home=home)
+        except (ImportError, AttributeError) as error:
+            raise BundleError(
+                f"entry point {GROUP}: {name} = {home}: expected a package with FAMILY: {error}"
+            ) from error
+
+
+@cache
+def _added() -> tuple[tuple[str, str], ...]:
+    return tuple((point.name, point.value) for point in entry_points(group=GROUP))
 
 
 def architectures() -> dict[str, Family]:

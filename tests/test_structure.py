@@ -105,7 +105,7 @@ ENGINES = {
             "checks/__init__.py",
             "eval/report/quantization.py",
         ),
-        *("cli/export.py", "cli/quantize.py", "eval/preparing.py", "serve/prepare.py"),
+        *("cli/export.py", "eval/preparing.py", "serve/prepare.py"),
     },
 }
 

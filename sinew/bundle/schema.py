@@ -28,6 +28,7 @@ COMPONENTS = (
     "language",
     "head",
 )  # of a policy, as recipes name them; head: all that is not the others'
+DEFAULT_RECIPE = "vision=int8,language=int8,head=fp32"  # the head's errors add up from step to step
 ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
 
 KEY_ARCHITECTURE = "general.architecture"

@@ -18,7 +18,7 @@ from sinew import __version__, machine
 from sinew.checks.check import Check, gib
 from sinew.checks.loaded import bundle, hashes
 from sinew.core import SinewError
-from sinew.engine.backend import BACKENDS
+from sinew.engine.backend import AUTO, BACKENDS
 from sinew.extras import DISTRIBUTION, install
 
 __all__ = ["Check", "bundle", "hashes", "installation"]
@@ -50,9 +50,12 @@ FEATURES = {
 
 
 def installation(engine: str = "") -> list[Check]:
-    """All checks that need no bundle. engine: that shall run; torch may be absent where it needs none."""
+    """All checks that need no bundle. engine: that shall run. torch may be absent where that needs none, and, where
+    nobody says which, where there is an engine that does without."""
     results: list[Check] = []
-    without_torch = engine in BACKENDS and not BACKENDS[engine].needs_torch and _absent("torch")
+    without_torch = _absent("torch") and (
+        not _absent("onnxruntime") if engine in ("", AUTO) else not BACKENDS[engine].needs_torch
+    )
     for check in (
         python,
         packages,
@@ -327,4 +330,4 @@ NEED_TORCH: dict[Callable[[], Check | list[Check]], str] = {
     simd: "simd",
     golden: "golden",
 }
-SKIPPED = "no torch, and the onnx engine needs none; eager, plan and `sinew export` do"
+SKIPPED = f"no torch, and the onnx engine needs none; eager, plan and `sinew export` do ({install('torch')})"

@@ -109,7 +109,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter,
             batch; repeatable.
         compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
-        gate: a gate file; its protocol is run, and success is held against its record.
+        gate: a file, or blocks, pen or act of this package; its protocol is run, success is held against its record.
         record_gate: write the first variant as a gate file.
         out: folder for the log of episodes, report, page and figures; a run into the same folder continues.
         films: of so many failures and successes, on the page; needs --out.

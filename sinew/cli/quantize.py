@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from sinew import progress
+from sinew.bundle.schema import DEFAULT_RECIPE
 from sinew.cli import terminal
 from sinew.cli.options import Count, Flag, PositiveIfAny, Whole
-from sinew.cli.validate import USUAL
 from sinew.core import SinewError
-
-DEFAULT = "vision=int8,language=int8,head=fp32"
 
 
 def quantize(
     bundle: Path,
     /,
     *,
-    recipe: str = DEFAULT,
+    recipe: str = DEFAULT_RECIPE,
     out: Path,
     observations: Count = 32,
     engine: Literal["cpu", "onnx"] | None = None,
@@ -53,64 +50,36 @@ def quantize(
         episodes: of the success gate of an embedded task that the policy fits; its outcome goes into the header.
             0 plays none.
     """
-    from sinew.engine.onnx.quantize import parse_recipe
-    from sinew.eval.report import quantization
-    from sinew.policy import open_bundle
-    from sinew.sources import resolve
+    from sinew.eval.report.quantization import quantize as quantized
 
     if search != bool(budget or target_ms):
         raise SinewError("expected --search together with --budget or --target-ms")
-    chosen = parse_recipe(recipe)
-    bundle = resolve(bundle)
-    opened = open_bundle(bundle)
-    if opened.manifest.quantization is not None or not opened.infos:
-        raise SinewError(f"{bundle}: expected a bundle with weights and without a recipe")
-    if out.resolve() == bundle.resolve():
-        raise SinewError(f"--out {out}: expected another file than the bundle that is read")
-    absent = [] if search else quantization.lacking(opened, chosen)
-    for part in absent:
-        if recipe != DEFAULT:
-            raise SinewError(
-                f"recipe: {part}: expected linear layers or token tables, got none in {opened.manifest.architecture}"
-            )
-        chosen[part] = "fp32"
     console = terminal.console(markup=False)
-    with progress.task(f"validating {bundle.name} as it is"):
-        proof = quantization.validated(opened, min(observations, USUAL))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
-    if search:
-        from sinew.eval.report.recipe_search import search as search_recipe
-
-        trial = quantization.trials(opened, observations)
-        chosen, found["search"] = search_recipe(opened, budget, target_ms, out, trial, console.print)
-        engine = "cpu"
-        if set(chosen.values()) == {"fp32"}:
-            asked = f"--budget {budget}" if budget else f"--target-ms {target_ms:g}"
-            raise SinewError(f"{asked}: the bundle fits as it is; nothing was written")
-    asked = ",".join(f"{part}={kind}" for part, kind in chosen.items() if kind != "fp32")
-    with progress.task(f"measuring {bundle.name} in {asked}"):
-        record, why = quantization.quantized(opened, chosen, observations, out, engine)
-    record, verdict, passed = quantization.gated(replace(record, validated=proof), out, episodes)
-    quantization.rewritten(record, out)
-    found["warnings"] = quantization.warnings(record)
+    made = quantized(
+        bundle, out, recipe=recipe, observations=observations, engine=engine, budget=budget, target_ms=target_ms,
+        episodes=episodes, say=console.print,
+    )  # fmt: skip
+    record, proof = made.record, made.proof
     console.print(
         f"before   {proof.engine} is within {proof.error:.1e} of eager fp32 over {proof.observations} observations"
     )
-    console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
-    for part in absent:
-        console.print(f"         {part}: no linear layers or token tables in {opened.manifest.architecture}")
-    console.print(f"weights  {why}")
+    console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in made.recipe.items())}")
+    for part in made.absent:
+        console.print(f"         {part}: no linear layers or token tables in {made.architecture}")
+    console.print(f"weights  {made.stored}")
     for module, error in record.weight_error.items():
         console.print(f"         {module}: relative L2 of the rounded weights {error:.2e}")
-    sizes = out.stat().st_size, bundle.stat().st_size
-    console.print(f"file     {sizes[0] / 1e6:.1f} MB, {sizes[0] / sizes[1]:.2f} of {bundle}")
+    console.print(
+        f"file     {made.nbytes[0] / 1e6:.1f} MB, {made.nbytes[0] / made.nbytes[1]:.2f} of {made.source}"
+    )
     console.print(
         f"error    {record.error:.2e} median, {record.error_max:.2e} largest: relative L2 of the chunk",
     )
     console.print(f"         over {record.observations} observations from {record.source}")
-    console.print(f"gate     {verdict}")
-    for warning in found["warnings"]:
+    console.print(f"gate     {made.verdict}")
+    for warning in made.warnings:
         console.print(f"warning  {warning}")
-    terminal.emit({"out": str(out), **asdict(record), **found, "gate": verdict})
-    return 0 if passed else 1
+    terminal.emit(
+        {"out": str(out), **asdict(record), **made.search, "warnings": made.warnings, "gate": made.verdict}
+    )
+    return 0 if made.passed else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 from cyclopts import App
 
 from sinew.cli import build_app, settings, terminal
-from sinew.cli.verbs import VERBS
+from sinew.cli.verbs import VERBS, commands
 from tests.journeys.pages import BLOCK, PAGES, ROOT, lines
 
 EVERYWHERE = {"json", "debug", "config", "help"}
@@ -80,3 +81,23 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_pages_of_the_site_are_made_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    reference = importlib.import_module("reference")
+    pages = reference.pages()
+    menu = str(reference.menu())
+    for words, verb in commands():
+        page = pages[f"verbs/{'-'.join(words)}.md"]
+        assert f"sinew {verb.example}" in page
+        assert f"/verbs/{'-'.join(words)}.md" in menu
+    assert "| `--action-limits` (`refuse`, `clamp`, `off`) | `refuse` |" in pages["verbs/serve.md"]
+    settings = pages["settings.md"]
+    assert re.search(r"^\| `--timeout` \| .*`SINEW_CLIENT_TIMEOUT`.*seconds", settings, re.MULTILINE), (
+        settings
+    )
+    assert re.search(r"^\| `--rename` \| .*camera", settings, re.MULTILINE)
+    for name in re.findall(r"^::: (\S+)", pages["python.md"], re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__, name

@@ -46,6 +46,7 @@ COMMANDS = (
     ("convert", PEN.parent, "nowhere.gguf"),
 )
 INSPECT = ("inspect", PEN)
+DOCTOR = ("doctor",)
 PLAYED = (
     ("bench", PEN, "--runs", "1", "--json"),
     ("eval", PEN, "--env", "sinew/Pen-v0", "--replan", "2", "--episodes", "3", "--json"),
@@ -56,7 +57,7 @@ HELP = tuple((*words, "--help") for words, _ in commands())
 @pytest.fixture(scope="module")
 def runs(smolvla_bundle) -> dict[tuple[object, ...], tuple[int, str, str]]:
     """Exit code, standard output and standard error of every command."""
-    groups = HELP, (INSPECT, *COMMANDS, *PLAYED)
+    groups = HELP, (INSPECT, DOCTOR, *COMMANDS, *PLAYED)
     places = {OTHER: str(smolvla_bundle("smolvla-2cam"))}
     words = (
         json.dumps([[places.get(str(word), str(word)) for word in command] for command in group])
@@ -80,6 +81,13 @@ def test_a_bundle_is_inspected(runs) -> None:
     code, out, err = runs[INSPECT]
     assert code == 0, err
     assert "pen (smolvla)" in out
+
+
+def test_doctor_finds_nothing_wrong_with_the_onnx_role(runs) -> None:
+    code, out, _ = runs[DOCTOR]
+    assert code == 0, out
+    assert out.count("skipped: no torch, and the onnx engine needs none") == 7, out
+    assert ", 0 failed, " in out
 
 
 @pytest.mark.parametrize(

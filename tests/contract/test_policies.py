@@ -213,6 +213,27 @@ def test_reset_begins_anew(case: InThisProcess) -> None:
         assert policy.reset("another session") is None
 
 
+def test_an_episode_hands_out_a_row_at_a_time(case: InThisProcess) -> None:
+    with case.open() as policy:
+        wanted = case.answers
+        rows = min(2, len(wanted[0]))
+        case.begin(policy)
+        episode = policy.episode(rows=rows, session=case.seen[0].session)
+        for observation, chunk in zip(case.seen, wanted, strict=True):
+            assert len(episode) == 0
+            for row in chunk[:rows]:
+                assert_same(episode.select_action(observation), row)
+        case.begin(policy)
+        again = policy.episode(session=case.seen[0].session)
+        assert_same(again.select_action(case.seen[0]), wanted[0][0])
+        assert len(again) == again.rows - 1
+        again.reset()
+        assert len(again) == 0
+        for wrong in (0, policy.spec.chunk_size + 1, True):
+            with pytest.raises(SinewError, match=r"rows: expected 1 to \d+, got"):
+                policy.episode(rows=wrong)
+
+
 def test_timeout(case: InThisProcess) -> None:
     policy = connect(case.world.records) if isinstance(case, OfARecording) else case.open()
     with policy:

@@ -14,9 +14,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 from sinew.bundle import Bundle
-from sinew.bundle.schema import Manifest
+from sinew.bundle.schema import DEFAULT_RECIPE, Manifest
 from sinew.cli import main
-from sinew.cli.quantize import DEFAULT
 from sinew.core import BundleError, SinewError
 from sinew.engine.onnx import export, quantize
 from sinew.engine.onnx.engine import OnnxEngine
@@ -363,7 +362,7 @@ def test_a_component_with_nothing_to_store_is_named(quantised, monkeypatch, tmp_
     assert "recipe: language: expected linear layers or token tables, got none in smolvla" in " ".join(
         capsys.readouterr().err.split()
     )
-    assert lacking(Bundle(source), parse_recipe(DEFAULT)) == ["language"]
+    assert lacking(Bundle(source), parse_recipe(DEFAULT_RECIPE)) == ["language"]
     assert lacking(Bundle(source), parse_recipe("vision=int8,head=q4_0")) == []
 
 

@@ -26,6 +26,7 @@ from sinew.eval.adapters import Mapped, make_env, read_mapping  # noqa: E402
 from sinew.eval.policies import ServerPolicy  # noqa: E402
 from sinew.eval.report import stats  # noqa: E402
 from sinew.eval.report.gate import Gate, read_gate  # noqa: E402
+from sinew.eval.report.report import comparison_cells  # noqa: E402
 from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.server import serving  # noqa: E402
 from sinew.eval.settings import Latency, Task, Variant, sweep  # noqa: E402
@@ -326,7 +327,15 @@ def test_timestamps_save_the_pen_from_latency(capsys: pytest.CaptureFixture[str]
     _, report = evaluate(capsys, "expert", *options, "--compare", "handover=naive")
     aligned, naive = report["variants"]
     assert (aligned["wins"], naive["wins"]) == (8, 0)
-    assert report["comparisons"][0]["p_value"] == pytest.approx(2 / 2**8, abs=1e-6)
+    (found,) = report["comparisons"]
+    assert found["p_value"] == pytest.approx(2 / 2**8, abs=1e-6)
+    assert found["difference"] == -1.0
+    assert found["difference_interval"][1] < 0
+    assert comparison_cells(found)[-1] == "worse"
+    unsure = {**found, "p_value": 1.0, "difference": -0.05, "difference_interval": [-0.24, 0.12]}
+    assert comparison_cells(unsure)[-3:] == [
+        *("-5.0 (-24.0 to +12.0)", "1", "no difference shown; 24 points worse are not excluded"),
+    ]
     assert aligned["delay_steps"] == 6
 
 
@@ -580,6 +589,9 @@ def test_gate_rules(tmp_path: Path) -> None:
     (tmp_path / "gate.json").write_text("{}")
     with pytest.raises(SinewError, match="not a gate file"):
         read_gate(tmp_path / "gate.json")
+    assert read_gate(Path("pen")) == read_gate(GATES / "pen.json")
+    with pytest.raises(SinewError, match="pens: expected a gate's file, or one of act, blocks, pen"):
+        read_gate(Path("pens"))
 
 
 @needs_pen

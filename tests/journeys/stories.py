@@ -209,8 +209,10 @@ def readme(walk: Walk) -> None:
     with walk.serving("sinew serve policy.gguf"):
         walk.program(1, before=ROBOT, after="assert actions.shape == (50, 6)")
     won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0", adds="--episodes 10"), 8, of=10)
-    evaluated(walk.type("sinew eval blocks --episodes 100", instead=("100", "20")), 0.9)
-    walk.type("sinew demo act", adds="--episodes 10 --sweep-episodes 0", says=("10/10 succeeded",))
+    walk.type("sinew quantize blocks --recipe vision=int8 --out small.gguf", says=("gate", "success"))
+    compared = walk.type("sinew eval blocks --compare small.gguf --episodes 100", instead=("100", "20"))
+    evaluated(compared, 0.8)
+    assert len(compared.result["variants"]) == 2, compared
 
 
 def commands(walk: Walk) -> None:
@@ -220,12 +222,14 @@ def commands(walk: Walk) -> None:
     walk.type("sinew completion zsh > ~/.zfunc/_sinew")
     walk.type("sinew completion fish > ~/.config/fish/completions/sinew.fish")
     walk.leaves("sinew demo", "`make demo` is this line")
-    walk.leaves("sinew eval blocks --episodes 100", "the README's")
+    walk.type("sinew demo act", adds="--episodes 10 --sweep-episodes 0", says=("10/10 succeeded",))
+    evaluated(walk.type("sinew eval blocks --episodes 100", instead=("100", "10")), 0.9)
     walk.run("sinew eval blocks --episodes 2 --out runs/blocks")
     walk.type("sinew leaderboard runs/")
     adapter_files(walk)
     walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
     assert walk.type("sinew inspect policy.gguf", says=("camera1", "6 values")).result["architecture"]
+    walk.program(0, before=ROBOT, after="assert action.shape == (6,) and 0 < made.record.error < 0.05")
     chunk = walk.type(
         "sinew infer policy.gguf --image camera1=front.jpg --image camera2=wrist.png"
         ' --state 0,-45,60,10,0,20 --prompt "pick up the red cube"'
@@ -500,7 +504,7 @@ def evaluation(walk: Walk) -> None:
     walk.type("sinew leaderboard runs/ more/report.html --out board.html", says=("SmolVLM2",))
     walk.type("sinew eval A.gguf --sweep replan=1,2,4,8,16,full --out runs/replan", adds="--episodes 5")
     assert (walk.folder / "runs" / "replan" / "success_replan.png").exists()
-    evaluated(walk.type("sinew eval A.gguf --gate sinew/eval/gates/blocks.json", adds="--episodes 20"), 0.8)
+    evaluated(walk.type("sinew eval A.gguf --gate blocks", adds="--episodes 20"), 0.8)
     evaluated(
         walk.type(
             "sinew eval blocks --episodes 2000 --shards 8 --out runs/blocks",
@@ -882,7 +886,7 @@ def tutorial_quantise(walk: Walk) -> None:
         ),
         0.8,
     )
-    walk.type("sinew eval build/blocks-int8.gguf --gate sinew/eval/gates/blocks.json")
+    walk.type("sinew eval build/blocks-int8.gguf --gate blocks")
     walk.type("sinew quantize blocks --search --budget 2MB --out build/blocks-2mb.gguf")
     assert (walk.folder / "build" / "blocks-2mb.gguf").stat().st_size <= 2_000_000
     walk.type(

@@ -32,7 +32,8 @@ from sinew.policy import load
 from sinew.processing import Processor
 from sinew.serve.dashboard import feed as feeds
 from sinew.serve.dashboard import news
-from sinew.serve.dashboard.feed import KEPT, VIEWERS, Answer, Feed
+from sinew.serve.dashboard.feed import BY_HAND, KEPT, VIEWERS, Answer, Feed
+from sinew.serve.dashboard.history import RATIO, SPAN_S, SPANS, Hour
 from sinew.serve.dashboard.news import News
 from sinew.serve.request import Request
 from sinew.serve.transport.greeting import ready_text
@@ -67,6 +68,34 @@ def test_nothing_is_kept_while_nobody_looks() -> None:
         assert [answer.number for answer in feed.since(0)] == [1]
         assert set(feed.pictures().files) == set(FRAMES)
     assert (feed.since(0), feed.pictures().files) == ([], {})
+
+
+def test_an_hour_is_counted_whether_somebody_looks_or_not() -> None:
+    clock = [1000.0]
+    hour = Hour(lambda: clock[0])
+    for ms in range(1, 101):
+        hour.put(float(ms), missed=ms > 98, refused=False)
+    hour.put(1.0, missed=False, refused=True)
+    clock[0] = 1015.0
+    hour.put(7.0, missed=False, refused=False)
+    first, second = hour.to_dict()["points"]
+    assert (first["time"], first["answers"], first["missed"], first["refused"]) == (1000, 100, 2, 1)
+    assert 50 <= first["p50_ms"] <= 50 * RATIO
+    assert 95 <= first["p95_ms"] <= 100.0 == first["max_ms"]
+    assert (second["time"], second["p50_ms"], second["max_ms"]) == (1010, 7.0, 7.0)
+    for _ in range(2 * SPANS):
+        clock[0] += SPAN_S
+        hour.put(1.0, missed=False, refused=False)
+    assert len(hour.to_dict()["points"]) == SPANS
+    clock[0] += SPAN_S * SPANS
+    assert hour.to_dict()["points"] == []
+
+    feed = Feed()
+    put(feed)
+    put(feed, BusyError("full"), deadline_s=None)
+    feed.put("http", "peer", BY_HAND, None, CHUNK, 1.0, None)
+    (point,) = feed.history.to_dict()["points"]
+    assert (point["answers"], point["refused"], point["max_ms"]) == (1, 1, 20.0)
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -325,7 +354,7 @@ def test_the_page_needs_no_key_and_its_data_do(desk: Desk) -> None:
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
     assert {desk.get(f"/dashboard/{name}", key="").status for name in ("page.js", "page.css")} == {200}
     assert desk.get("/dashboard/feed.py", key="").status == 404
-    for path in ("/v1/events", "/v1/frames", "/v1/frames/camera1"):
+    for path in ("/v1/events", "/v1/frames", "/v1/frames/camera1", "/v1/history", "/openapi.json"):
         assert desk.get(path, key="").status == 401
         assert desk.get(path, key="another").status == 401
 
@@ -363,6 +392,24 @@ def test_events_tell_of_answers(desk: Desk) -> None:
     assert Image.open(io.BytesIO(base64.b64decode(frames["cameras"]["camera1"]))).format == "JPEG"
     reply.close()
     pictures.close()
+
+
+def test_the_port_describes_itself_and_its_hour(desk: Desk) -> None:
+    with desk.client() as client:
+        ask(client)
+    found = json.loads(desk.get("/v1/history").read())
+    assert sum(point["answers"] for point in found["points"]) >= 1
+    document = json.loads(desk.get("/openapi.json").read())
+    assert document["openapi"] == "3.1.0"
+    assert {"/healthz", "/metrics", "/v1/actions", "/v1/metadata", "/v1/try"} <= set(document["paths"])
+    assert document["security"] == [{"key": []}]
+    schemas = document["components"]["schemas"]
+    assert schemas["Observation"]["properties"]["images"]["required"] == list(FRAMES)
+    assert schemas["Observation"]["properties"]["state"]["maxItems"] == len(STATE)
+    rows = schemas["Chunk"]["properties"]["actions"]
+    assert (rows["maxItems"], rows["items"]["maxItems"]) == desk.shape
+    for path, methods in document["paths"].items():
+        assert desk.get(path).status == (200 if "get" in methods else 405), path
 
 
 def test_viewers_that_read_nothing_hold_nobody_up(desk: Desk) -> None:
@@ -437,6 +484,17 @@ def test_the_page_in_a_browser(smolvla_bundle: Callable[[str], Path], tmp_path: 
         page.wait("document.getElementById('card').lastElementChild.textContent.includes('GiB in use')")
         assert "REPLAY" in page.evaluate("document.getElementById('card').textContent")
         assert page.evaluate(PAINTED.format(id="latency")) > 0
+
+        page.wait("/^[1-9][0-9]* answers/.test(document.getElementById('hour-note').textContent)")
+        assert page.evaluate(PAINTED.format(id="hour")) > 0
+        page.evaluate("document.getElementById('pause').focus()")
+        page.press("Enter", 13)
+        page.wait("document.getElementById('pause').getAttribute('aria-pressed') === 'true'")
+        page.press("Enter", 13)
+        page.wait("document.getElementById('pause').textContent === 'Pause'")
+        page.evaluate("location.reload()")  # the hour is the server's, and the key stays with the tab
+        page.wait("/^[1-9][0-9]* answers/.test(document.getElementById('hour-note').textContent)")
+        page.wait("document.querySelectorAll('#try-state input').length > 5")
 
         page.evaluate("document.getElementById('state-2').focus()")
         before = float(page.evaluate("document.querySelectorAll('#try-state input[type=number]')[2].value"))

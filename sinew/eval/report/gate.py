@@ -20,6 +20,7 @@ from sinew.eval.runner import Episode
 from sinew.eval.settings import Task
 
 SCHEMA = "sinew.gate/1"
+GATES = Path(__file__).parents[1] / "gates"  # of the embedded tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,12 @@ class Gate:
 
 
 def read_gate(path: Path) -> Gate:
-    """Raises :class:`SinewError` for a file that is not a gate."""
+    """Return the gate of a file, or, by its task's name alone, one of this package. Raises :class:`SinewError`."""
+    if not path.exists() and path.parent == Path() and not path.suffix:
+        names = sorted(each.stem for each in GATES.glob("*.json"))
+        if path.name not in names:
+            raise SinewError(f"{path}: expected a gate's file, or one of {', '.join(names)}")
+        path = GATES / f"{path.name}.json"
     try:
         values = json.loads(path.read_text())
         if values["schema"] != SCHEMA:

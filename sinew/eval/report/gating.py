@@ -10,13 +10,11 @@ from sinew_client.control import AS_IS
 from sinew import progress
 from sinew.core import SinewError
 from sinew.engine.choose import EngineChoice
-from sinew.eval.report.gate import Gate, read_gate
+from sinew.eval.report.gate import GATES, Gate, read_gate
 from sinew.eval.settings import Latency, Task, Variant
 from sinew.extras import MissingPackageError
 from sinew.policy import open_bundle
 from sinew.processing import Processor
-
-GATES = Path(__file__).parents[1] / "gates"
 
 
 def gate_of(bundle: Path) -> tuple[Path | None, str]:

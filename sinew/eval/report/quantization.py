@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sinew import scratch
+from sinew import progress, scratch
 from sinew.bundle import Bundle, write_bundle
-from sinew.bundle.schema import COMPONENTS, Quantization, Success, Validated
+from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
 from sinew.checks.validate.parity import compare
 from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
@@ -23,15 +23,113 @@ from sinew.engine.choose import choose
 from sinew.engine.engine import Watch
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant
+from sinew.engine.onnx.quantize import parse_recipe
 from sinew.eval.observations import generated
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import gate_of, play_gate
 from sinew.policy import Policy
 from sinew.processing import ModelInputs
 
+PROVED = 8  # observations of the proof of what will be rounded, at most
 Input = tuple[ModelInputs, np.ndarray]  # of one observation, with the solver's noise
 Trial = tuple[float, dict[str, float]]  # error of the chunk; component -> milliseconds of its stage, at best
 Measure = Callable[[Bundle, dict[str, str], Path], Trial]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What came of :func:`quantize`.
+
+    recipe: component -> precision. record: as it stands in the header, with the error of the chunk and the gate.
+    proof: of the bundle before. absent: components of the default recipe with nothing to store in fewer bits. stored,
+    verdict: of weights and gate, in words. passed: whether the gate holds, or there was none. nbytes: of the new file
+    and of the old one. search: of a search, what was tried.
+    """
+
+    out: Path
+    source: Path
+    architecture: str
+    recipe: dict[str, str]
+    record: Quantization
+    proof: Validated
+    absent: list[str]
+    stored: str
+    verdict: str
+    passed: bool
+    nbytes: tuple[int, int]
+    search: dict[str, Any]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return what speaks against the recipe."""
+        return warnings(self.record)
+
+
+def quantize(
+    source: str | Path,
+    out: str | Path,
+    *,
+    recipe: str = DEFAULT_RECIPE,
+    observations: int = 32,
+    engine: str | None = None,
+    budget: str = "",
+    target_ms: float | None = None,
+    episodes: int = 20,
+    say: Callable[[str], None] | None = None,
+) -> Quantized:
+    """Store components of a policy in fewer bits and measure what it costs, as ``sinew quantize`` does.
+
+    source: a bundle, a checkpoint or training run, or a name of the hub. out: the bundle to write. recipe:
+    ``COMPONENT=PRECISION,...`` of vision, language and head in int8, q8_0, q4_0, int8-rows, fp8 or fp32. budget,
+    target_ms: search the recipe of the least error within these in place of it. engine: that computes the error.
+    episodes: of the gate of an embedded task that the policy fits. say: told of the search's steps.
+
+    Raises :class:`SinewError` for a bundle that is not what its reference computes, or a recipe that it cannot have;
+    nothing is written then.
+    """
+    from sinew.policy import open_bundle
+    from sinew.sources import resolve
+
+    chosen, out = parse_recipe(recipe), Path(out)
+    bundle = resolve(Path(source))
+    opened = open_bundle(bundle)
+    if opened.manifest.quantization is not None or not opened.infos:
+        raise SinewError(f"{bundle}: expected a bundle with weights and without a recipe")
+    if out.resolve() == bundle.resolve():
+        raise SinewError(f"--out {out}: expected another file than the bundle that is read")
+    searched = bool(budget or target_ms)
+    absent = [] if searched else lacking(opened, chosen)
+    for part in absent:
+        if recipe != DEFAULT_RECIPE:
+            raise SinewError(
+                f"recipe: {part}: expected linear layers or token tables, got none in {opened.manifest.architecture}"
+            )
+        chosen[part] = "fp32"
+    with progress.task(f"validating {bundle.name} as it is"):
+        proof = validated(opened, min(observations, PROVED))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    search: dict[str, Any] = {}
+    if searched:
+        from sinew.eval.report.recipe_search import search as search_recipe
+
+        trial = trials(opened, observations)
+        chosen, search["search"] = search_recipe(
+            opened, budget, target_ms, out, trial, say or (lambda _: None)
+        )
+        engine = "cpu"
+        if set(chosen.values()) == {"fp32"}:
+            asked = f"--budget {budget}" if budget else f"--target-ms {target_ms:g}"
+            raise SinewError(f"{asked}: the bundle fits as it is; nothing was written")
+    asked = ",".join(f"{part}={kind}" for part, kind in chosen.items() if kind != "fp32")
+    with progress.task(f"measuring {bundle.name} in {asked}"):
+        record, stored = quantized(opened, chosen, observations, out, engine)
+    record, verdict, passed = gated(replace(record, validated=proof), out, episodes)
+    rewritten(record, out)
+    nbytes = out.stat().st_size, bundle.stat().st_size
+    return Quantized(
+        out, bundle, opened.manifest.architecture, chosen, record, proof, absent, stored, verdict, passed,
+        nbytes, search,
+    )  # fmt: skip
 
 
 def quantized(

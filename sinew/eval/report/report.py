@@ -154,9 +154,11 @@ def by_task(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
 def comparison(
     variants: Sequence[Variant], results: Sequence[Sequence[Episode]], index: int
 ) -> dict[str, Any]:
-    """McNemar's exact test of one variant against the first, seed by seed."""
+    """Return McNemar's exact test of one variant against the first, seed by seed, and the difference with its interval:
+    success of the variant less that of the first."""
     first, second = ({e.seed: e.success for e in results[i]} for i in (0, index))
     test = stats.mcnemar(first, second)
+    difference, low, high = stats.paired_difference(second, first)
     return {
         "baseline": variants[0].label(variants),
         "variant": variants[index].label(variants),
@@ -164,6 +166,8 @@ def comparison(
         "only_baseline": test.only_first,
         "only_variant": test.only_second,
         "p_value": round(test.p_value, 6),
+        "difference": round(difference, 6),
+        "difference_interval": [round(low, 6), round(high, 6)],
     }
 
 
@@ -182,7 +186,16 @@ RATE_COLUMNS = (
     "control, Hz",
 )
 TASK_COLUMNS = ("task", *SUCCESS_COLUMNS[1:])
-COMPARISON_COLUMNS = ("against the first", "pairs", "only first", "only this", "p (McNemar)")
+COMPARISON_COLUMNS = (
+    "against the first",
+    "pairs",
+    "only first",
+    "only this",
+    "difference, points (95 %)",
+    "p (McNemar)",
+    "reads as",
+)
+SHOWN_AT = 0.05  # p below which a difference counts as shown
 
 
 def rate_cells(entry: dict[str, Any]) -> list[str]:
@@ -210,7 +223,13 @@ def success_cells(entry: dict[str, Any]) -> list[str]:
 
 def comparison_cells(entry: dict[str, Any]) -> list[str]:
     counts = [str(entry[name]) for name in ("pairs", "only_baseline", "only_variant")]
-    return [entry["variant"], *counts, f"{entry['p_value']:.3g}"]
+    low, high = (100 * each for each in entry["difference_interval"])
+    difference = f"{100 * entry['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
+    if entry["p_value"] < SHOWN_AT:
+        verdict = "better" if entry["difference"] > 0 else "worse"
+    else:
+        verdict = f"no difference shown; {max(0.0, -low):.0f} points worse are not excluded"
+    return [entry["variant"], *counts, difference, f"{entry['p_value']:.3g}", verdict]
 
 
 def _number(value: float | None) -> str:

@@ -1,7 +1,8 @@
-"""What the dashboard is told: the last answers and frames, kept only while somebody looks.
+"""What the dashboard is told: the last answers and frames, kept only while somebody looks, and an hour of counts.
 
-``put`` runs on the scheduler's threads, once per answer and after its reply: without a viewer it returns at once, with
-one it keeps references. JSON (``news.py``) and pictures are made later, at most so often.
+``put`` runs on the scheduler's threads, once per answer and after its reply: without a viewer it adds to the hour
+(``history.py``) and returns, with one it keeps references. JSON (``news.py``) and pictures are made later, at most so
+often.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sinew import machine
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.processing.image import prepare_frame
+from sinew.serve.dashboard.history import Hour
 from sinew.serve.dashboard.wiring import Wiring
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.request import Request
@@ -103,6 +105,7 @@ class Feed:
 
     def __init__(self, image: ImageRecipe | None = None):
         self.image = image
+        self.history = Hour()
         self.wiring: Wiring | None = (
             None  # looks at robots; None: the bundle does not know how they should look
         )
@@ -166,7 +169,12 @@ class Feed:
         seconds: float,
         deadline_s: float | None,
     ) -> None:
-        """Keep an answer if somebody looks. deadline_s: the request's, from its arrival. Never blocks for long."""
+        """Count an answer, and keep it if somebody looks. Never blocks for long.
+
+        deadline_s: the request's, from its arrival."""
+        missed = deadline_s is not None and seconds > deadline_s
+        if session != BY_HAND:
+            self.history.put(1e3 * seconds, missed, isinstance(outcome, SinewError))
         if not any(self._viewers.values()):
             return
         state = None if observation is None else np.asarray(observation.state)
@@ -188,7 +196,7 @@ class Feed:
                     state if state is not None and state.dtype.kind in "fiu" and state.size <= 1024 else None,
                     1e3 * seconds,
                     round(limit_ms, 3) if limit_ms is not None and math.isfinite(limit_ms) else None,
-                    deadline_s is not None and seconds > deadline_s,
+                    missed,
                     outcome,
                 )
             )

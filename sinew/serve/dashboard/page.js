@@ -8,7 +8,7 @@ const MINE = "dashboard"; // the session of requests that this page makes
 const STAGES = ["queue", "preprocess", "vision", "prefix", "text", "head", "postprocess"];
 const COLOURS = ["#8250df", "#0969da", "#1a7f37", "#bf8700", "#1b7c83", "#bc4c00", "#cf222e"];
 const $ = (id) => document.getElementById(id);
-const state = { about: null, answers: [], last: null, previous: null, arrived: 0, looking: false, sessions: new Map(), dirty: false };
+const state = { about: null, answers: [], last: null, previous: null, arrived: 0, looking: false, paused: false, sessions: new Map(), dirty: false };
 let key = sessionStorage.getItem("sinew-key") || "";
 
 function element(tag, text, attributes = {}) {
@@ -107,6 +107,8 @@ const HEARD = {
     wiring(health.wiring || []);
   },
   answers(answers) {
+    keep(answers);
+    if (state.paused) return;
     for (const answer of answers) {
       state.answers.push(answer);
       if (state.answers.length > LONGEST) state.answers.shift();
@@ -119,6 +121,7 @@ const HEARD = {
     state.dirty = true;
   },
   frames({ cameras }) {
+    if (state.paused) return;
     for (const img of $("cameras").querySelectorAll("img")) {
       if (!cameras[img.dataset.camera]) continue;
       img.src = "data:image/jpeg;base64," + cameras[img.dataset.camera];
@@ -133,7 +136,7 @@ function cameras(known) {
   $("cameras").replaceChildren(...known.map((camera) => {
     const figure = element("figure");
     figure.append(
-      element("img", null, { alt: `camera ${camera.name}`, "data-camera": camera.name, width: camera.width, height: camera.height }),
+      element("img", null, { alt: `camera ${camera.name}`, "data-camera": camera.name, width: camera.width, height: camera.height, src: paint(camera.width, camera.height).toDataURL("image/png") }),
       element("figcaption", `${camera.name}: no frame yet`));
     return figure;
   }));
@@ -176,7 +179,7 @@ function jointNames(vector) {
 
 function charts(parent, names) {
   const made = names.map((name) => {
-    const canvas = element("canvas", null, { height: 90, role: "img", "aria-label": name });
+    const canvas = element("canvas", null, { height: 120, role: "img", "aria-label": name });
     const caption = element("figcaption", name);
     const figure = element("figure");
     figure.append(canvas, caption);
@@ -202,6 +205,38 @@ function surface(canvas) {
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+// Round numbers from low to high, about so many.
+function ticks(low, high, many) {
+  if (!(high > low)) return [low];
+  const raw = (high - low) / many, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].find((each) => each * power >= raw) * power;
+  const found = [];
+  for (let each = Math.ceil(low / step - 1e-9); each * step <= high + 1e-9 * step; each += 1) found.push(each * step);
+  return found;
+}
+
+const short = (value) => (value === 0 ? "0" : Math.abs(value) >= 1e4 || Math.abs(value) < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(3))));
+
+// Scales with a grid: across and up are [pixel, label].
+function axes(context, { left, right, top, bottom }, across, up) {
+  context.font = "11px system-ui, sans-serif";
+  context.fillStyle = colour("--faint");
+  context.strokeStyle = colour("--line");
+  context.lineWidth = 1;
+  context.textBaseline = "middle";
+  context.textAlign = "right";
+  for (const [place, label] of up) {
+    context.beginPath(); context.moveTo(left, place); context.lineTo(right, place); context.stroke();
+    context.fillText(label, left - 4, place);
+  }
+  context.textBaseline = "top";
+  across.forEach(([place, label], index) => {
+    context.beginPath(); context.moveTo(place, bottom); context.lineTo(place, bottom + 3); context.stroke();
+    context.textAlign = place > right - 14 ? "right" : index === 0 && place < left + 14 ? "left" : "center";
+    context.fillText(label, Math.min(place, right), bottom + 4);
+  });
+}
+
 // The running chunk solid, the previous one faded and shifted by the rows between them, the cursor at `now` (rows).
 function draw(chart, joint, rows, previous, shift, now) {
   const [context, width, height] = surface(chart.canvas);
@@ -209,8 +244,12 @@ function draw(chart, joint, rows, previous, shift, now) {
   const current = column(rows), old = previous ? column(previous) : [];
   const finite = [...current, ...old].filter((value) => value !== null);
   const low = Math.min(...finite), high = Math.max(...finite), spare = (high - low) * 0.08 || Math.abs(high) * 0.05 || 0.01;
-  const x = (row) => 4 + (row / Math.max(rows.length - 1, 1)) * (width - 8);
-  const y = (value) => height - 4 - ((value - low + spare) / (high - low + 2 * spare)) * (height - 8);
+  const hz = state.about?.policy.control_hz, last = Math.max(rows.length - 1, 1);
+  const box = { left: 42, right: width - 6, top: 6, bottom: height - 16 };
+  const x = (row) => box.left + (row / last) * (box.right - box.left);
+  const y = (value) => box.bottom - ((value - low + spare) / (high - low + 2 * spare)) * (box.bottom - box.top);
+  const across = hz ? ticks(0, last / hz, 3).map((each) => [x(each * hz), `${short(each)} s`]) : ticks(0, last, 3).map((each) => [x(each), String(each)]);
+  axes(context, box, across, ticks(low - spare, high + spare, 3).map((each) => [y(each), short(each)]));
   const line = (values, offset, style, thick) => {
     context.strokeStyle = style;
     context.lineWidth = thick;
@@ -230,8 +269,8 @@ function draw(chart, joint, rows, previous, shift, now) {
     context.strokeStyle = now > rows.length - 1 ? colour("--bad") : colour("--ink");
     context.lineWidth = 1;
     context.beginPath();
-    context.moveTo(x(at), 0);
-    context.lineTo(x(at), height);
+    context.moveTo(x(at), box.top);
+    context.lineTo(x(at), box.bottom);
     context.stroke();
   }
   const value = current[at === null ? 0 : Math.round(at)];
@@ -261,28 +300,116 @@ function latency() {
   const canvas = $("latency"), [context, width, height] = surface(canvas);
   const deadline = shown.at(-1).deadline_ms;
   const top = 1.1 * Math.max(...shown.map((answer) => answer.ms), deadline || 0);
-  const bar = width / SHOWN;
+  const box = { left: 58, right: width - 6, top: 8, bottom: height - 18 }, tall = box.bottom - box.top;
+  const bar = Math.min((box.right - box.left) / shown.length, 24);
+  const place = (index) => box.left + index * bar;
+  const now = shown.at(-1).time, few = Math.max(1, Math.ceil(shown.length / 5));
+  const across = shown.flatMap((answer, index) => ((shown.length - 1 - index) % few === 0 ? [[place(index) + bar / 2, index === shown.length - 1 ? "now" : `-${short(now - answer.time)} s`]] : []));
+  axes(context, box, across, ticks(0, top, 4).map((each) => [box.bottom - (each / top) * tall, `${short(each)} ms`]));
   shown.forEach((answer, index) => {
-    let base = height;
+    let base = box.bottom;
+    const thick = Math.max(bar - 1, 1);
     STAGES.forEach((stage, number) => {
-      const size = ((answer.timing[stage + "_ms"] || 0) / top) * height;
+      const size = ((answer.timing[stage + "_ms"] || 0) / top) * tall;
       context.fillStyle = COLOURS[number];
-      context.fillRect(index * bar, base - size, Math.max(bar - 1, 1), size);
+      context.fillRect(place(index), base - size, thick, size);
       base -= size;
     });
-    const whole = (answer.ms / top) * height;
+    const whole = box.bottom - (answer.ms / top) * tall;
     context.fillStyle = colour("--faint"); // what is in no stage: the wire, decoding
-    if (height - whole < base) context.fillRect(index * bar, height - whole, Math.max(bar - 1, 1), base - (height - whole));
-    if (answer.missed) { context.fillStyle = colour("--bad"); context.fillRect(index * bar, 0, Math.max(bar - 1, 1), 6); }
+    if (whole < base) context.fillRect(place(index), whole, thick, base - whole);
+    if (answer.missed) { context.fillStyle = colour("--bad"); context.fillRect(place(index), box.top, thick, 6); }
   });
   if (deadline) {
     context.strokeStyle = colour("--bad");
     context.beginPath();
-    context.moveTo(0, height - (deadline / top) * height);
-    context.lineTo(width, height - (deadline / top) * height);
+    context.moveTo(box.left, box.bottom - (deadline / top) * tall);
+    context.lineTo(box.right, box.bottom - (deadline / top) * tall);
     context.stroke();
   }
   canvas.setAttribute("aria-label", `Latency of the last ${shown.length} answers: ${$("quantiles").textContent}${deadline ? `; deadline ${deadline} ms` : ""}`);
+}
+
+// The server keeps an hour, so a page that is loaded again begins with it.
+async function history() {
+  for (;;) {
+    try {
+      if (state.about && !document.hidden && !state.paused) {
+        const reply = await ask("/v1/history");
+        if (reply.ok) hour((state.hour = await reply.json()));
+      }
+    } catch { /* the events tell that the server is gone */ }
+    await new Promise((resolve) => setTimeout(resolve, state.about ? 5000 : 500));
+  }
+}
+
+function hour({ now, span_s: span, spans, points }) {
+  if (!points.length) return;
+  const whole = span * spans, sum = (name) => points.reduce((total, each) => total + each[name], 0);
+  const canvas = $("hour"), [context, width, height] = surface(canvas);
+  const box = { left: 58, right: width - 6, top: 8, bottom: height - 18 };
+  const span_shown = Math.min(whole, Math.max(60, now - points[0].time)), begin = now - span_shown;
+  const top = 1.1 * Math.max(...points.map((each) => each.max_ms), 1e-3);
+  const x = (time) => box.left + Math.max(0, (time - begin) / span_shown) * (box.right - box.left);
+  const y = (ms) => box.bottom - (ms / top) * (box.bottom - box.top);
+  const minutes = span_shown / 60;
+  axes(context, box, ticks(-minutes, 0, 5).map((each) => [x(now + 60 * each), each === 0 ? "now" : `${short(each)} min`]), ticks(0, top, 4).map((each) => [y(each), `${short(each)} ms`]));
+  for (const [name, style, thick] of [["max_ms", "--line", 1], ["p95_ms", "--faint", 1.5], ["p50_ms", "--mark", 2]]) {
+    context.strokeStyle = colour(style);
+    context.lineWidth = thick;
+    context.beginPath();
+    points.forEach((each, index) => {
+      const joined = index && each.time - points[index - 1].time <= span && each.answers && points[index - 1].answers;
+      const place = [x(each.time + span / 2), y(each[name])];
+      if (joined) context.lineTo(...place); else { context.moveTo(place[0] - 2, place[1]); context.lineTo(...place); }
+    });
+    context.stroke();
+  }
+  context.fillStyle = colour("--bad");
+  for (const each of points) if (each.missed + each.refused) context.fillRect(x(each.time), box.top, Math.max(2, x(each.time + span) - x(each.time) - 1), 5);
+  const text = `${sum("answers")} answers, ${sum("missed")} past their deadline, ${sum("refused")} refused in ${short(span_shown / 60)} min. Each ${span} s: p50 strong, p95 grey, largest faint; red where one was missed or refused.`;
+  $("hour-note").textContent = text;
+  canvas.setAttribute("aria-label", text);
+}
+
+// ------------------------------------------------------------------ pause, snapshot, recording
+
+const kept = { on: false, lines: [] };
+const MOST_KEPT = 20000; // answers of one recording of this page
+
+function save(name, text) {
+  const link = element("a", null, { download: name, href: URL.createObjectURL(new Blob([text], { type: "application/json" })) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function keep(answers) {
+  if (!kept.on) return;
+  kept.lines.push(...answers.map((answer) => JSON.stringify(answer)));
+  $("keep-note").textContent = `${kept.lines.length} answers`;
+  if (kept.lines.length >= MOST_KEPT) recording();
+}
+
+const stamp = () => new Date().toISOString().replace(/[:.]/g, "-");
+
+function recording() {
+  kept.on = !kept.on;
+  $("keep").setAttribute("aria-pressed", String(kept.on));
+  $("keep").textContent = kept.on ? "Stop and save" : "Record";
+  if (kept.on) kept.lines = [];
+  else if (kept.lines.length) save(`answers-${stamp()}.jsonl`, kept.lines.join("\n") + "\n");
+  $("keep-note").textContent = kept.on ? "0 answers" : `${kept.lines.length} answers saved`;
+}
+
+function pausing() {
+  state.paused = !state.paused;
+  $("pause").setAttribute("aria-pressed", String(state.paused));
+  $("pause").textContent = state.paused ? "Go on" : "Pause";
+}
+
+function snapshot() {
+  const pictures = Object.fromEntries([...$("cameras").querySelectorAll("img[data-at]")].map((img) => [img.dataset.camera, img.src]));
+  save(`snapshot-${stamp()}.json`, JSON.stringify({ about: state.about, answer: state.last, cameras: pictures }));
 }
 
 // ------------------------------------------------------------------ sessions, policy
@@ -308,7 +435,8 @@ function sessions() {
     const span = row.times.at(-1) - row.times[0];
     const line = element("tr");
     const rate = span > 0 ? ((row.times.length - 1) / span).toFixed(1) : "";
-    for (const cell of [row.wire, row.client, row.session, rate, row.answers, row.missed, row.refused, row.prompt, row.text]) line.append(element("td", String(cell)));
+    const cells = { wire: row.wire, client: row.client, session: row.session, "per second": rate, answers: row.answers, missed: row.missed, refused: row.refused, instruction: row.prompt, "last words": row.text };
+    for (const [label, cell] of Object.entries(cells)) line.append(element("td", String(cell), { "data-label": label }));
     return line;
   }));
 }
@@ -463,7 +591,7 @@ async function send(event) {
 
 function paintAll() {
   if (!document.hidden) {
-    chunk();
+    if (!state.paused) chunk();
     ages();
     if (state.dirty) { latency(); sessions(); state.dirty = false; }
   }
@@ -478,5 +606,18 @@ STAGES.forEach((stage, number) => {
 });
 $("stages").append(element("span", "grey: wire and decoding"), element("span", "red tick: deadline missed"));
 $("try").addEventListener("submit", send);
+$("pause").addEventListener("click", pausing);
+$("snapshot").addEventListener("click", snapshot);
+$("keep").addEventListener("click", recording);
+addEventListener("resize", () => { state.dirty = true; if (state.hour) hour(state.hour); });
+// A link brings no key; where one is wanted the description is saved instead.
+$("openapi").addEventListener("click", async (event) => {
+  if (!key) return;
+  event.preventDefault();
+  const reply = await ask("/openapi.json");
+  if (reply.ok) save("openapi.json", await reply.text());
+});
+if (matchMedia("(max-width: 480px)").matches) document.querySelector("details").open = false;
 follow();
+history();
 requestAnimationFrame(paintAll);

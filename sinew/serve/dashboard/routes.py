@@ -1,4 +1,4 @@
-"""The dashboard's routes: the page, its events, frames, and requests that a person makes by hand."""
+"""The dashboard's routes: the page, its events, frames and hour, the port's description, and what a person tries."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from aiohttp import web
 
 from sinew.serve.dashboard.feed import Feed
 from sinew.serve.dashboard.news import Broadcast, News, Pictures, encoded
+from sinew.serve.dashboard.openapi import describe
 from sinew.serve.service import Service
 from sinew.serve.transport.routes import Guard, Handler
 
@@ -46,6 +47,7 @@ class Dashboard:
         self._guarded, self._actions = guarded, actions
         feed.follow(service)
         self.feed = feed
+        self._paths: list[str] = []
         self._news, self._frames = News(service, feed), Pictures(service, feed)
 
     def add(self, router: web.UrlDispatcher, at_root: bool) -> Handler:
@@ -57,9 +59,12 @@ class Dashboard:
             ("/v1/events", self._events),
             ("/v1/frames", self._pictures),
             ("/v1/frames/{camera}", self._frame),
+            ("/v1/history", self._history),
+            ("/openapi.json", self._openapi),
         ):
             router.add_get(path, self._same_site(self._guarded(handler)))
         router.add_post("/v1/try", self._same_site(self._guarded(self._actions)))
+        self._paths = [each.canonical for each in router.resources()]
         return self.page
 
     def end(self) -> None:
@@ -120,6 +125,16 @@ class Dashboard:
             "deadline_ms": service.deadline_ms,
             "as_seen": self.feed.image is not None,
         }
+
+    async def _history(self, _request: web.Request) -> web.Response:
+        """Answer with the hour before now."""
+        return web.json_response(self.feed.history.to_dict(), headers=HEADERS)
+
+    async def _openapi(self, _request: web.Request) -> web.Response:
+        """Answer with what programs may ask this port, of the policy that serves now."""
+        service = self._service
+        found = describe(service.policies.get().spec, self._paths, service.wants_key)
+        return web.json_response(found, headers=HEADERS)
 
     async def _frame(self, request: web.Request) -> web.Response:
         camera = request.match_info["camera"]

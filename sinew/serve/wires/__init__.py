@@ -1,8 +1,11 @@
-"""One codec per client protocol, and the names under which ``sinew serve --wire`` finds them."""
+"""One codec per client protocol, and the names under which ``sinew serve --wire`` finds them; other distributions bring
+theirs by an entry point ``sinew.wires``, NAME = "module:WIRE", a record of the same kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from sinew.core import SinewError
@@ -68,6 +71,7 @@ WIRES = {
         ),
     )
 }
+GROUP = "sinew.wires"
 DEFAULT = ("native", "openpi")
 NATIVE_BESIDE_GROOT = 5556
 
@@ -78,6 +82,8 @@ def parse(names: Sequence[str]) -> dict[str, int | str]:
     found: dict[str, int | str] = {}
     for name in names or DEFAULT:
         wire, colon, port = name.partition(":")
+        if wire not in WIRES:
+            _add()
         if wire not in WIRES:
             raise SinewError(f"--wire {name}: expected one of {', '.join(WIRES)}")
         if wire in found:
@@ -97,6 +103,18 @@ def parse(names: Sequence[str]) -> dict[str, int | str]:
         moved = wire == "native" and any(other.split(":")[0] == "groot" for other in names)
         found[wire] = int(port) if colon else NATIVE_BESIDE_GROOT if moved else WIRES[wire].port
     return found
+
+
+def _add() -> None:
+    """Take the wires of other distributions, whose names are not ours."""
+    for point in entry_points(group=GROUP):
+        if point.name not in WIRES:
+            try:
+                WIRES[point.name] = replace(point.load(), name=point.name)
+            except (ImportError, AttributeError, TypeError) as error:
+                raise SinewError(
+                    f"entry point {GROUP}: {point.name} = {point.value}: expected a Wire: {error}"
+                ) from error
 
 
 def servers(ports: Mapping[str, int | str]) -> int:

@@ -21,11 +21,13 @@ from sinew_client.types import ActionChunk, Observation, PolicySpec, Timing
 
 if TYPE_CHECKING:
     from sinew_client.client import Client
+    from sinew_client.episode import ActionQueue
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ActionChunk",
+    "ActionQueue",
     "Client",
     "ClientError",
     "ClosedError",
@@ -43,7 +45,10 @@ __all__ = [
     "connect",
 ]
 
-_LATER = {"Client": "sinew_client.client"}  # who only wants the words needs no protobuf
+_LATER = {
+    "Client": "sinew_client.client",
+    "ActionQueue": "sinew_client.episode",
+}  # who only wants the words needs no protobuf
 
 
 def __dir__() -> list[str]:

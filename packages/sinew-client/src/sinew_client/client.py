@@ -11,6 +11,7 @@ from typing import Any
 from sinew_client import protocol
 from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
+from sinew_client.episode import ActionQueue
 from sinew_client.errors import ClientError, ConnectionLost
 from sinew_client.link import Link
 from sinew_client.policy import asking
@@ -143,6 +144,10 @@ class Client(BaseClient):
     def reset(self, session: str = "", *, timeout: float | None = None) -> None:
         """Tell the server that a new episode begins in ``session``."""
         self._drive(self._control("RESET", session, timeout))
+
+    def episode(self, *, rows: int | None = None, session: str = "") -> ActionQueue:
+        """Return an episode that hands out one action a control step (:class:`sinew_client.ActionQueue`)."""
+        return ActionQueue(self, rows=rows, session=session)
 
     def close(self) -> None:
         """Close the connection. Waits for a call in progress in another thread."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import Any, Mapping, Protocol, Sequence, TypeVar
+from typing import TYPE_CHECKING, Any, Mapping, Protocol, Sequence, TypeVar
 
 import numpy as np
 
 from sinew_client.errors import CancelledError, ClientError, ClosedError, ObservationError, RequestTimeout
 from sinew_client.types import WORDS, ActionChunk, Observation, PolicySpec
+
+if TYPE_CHECKING:
+    from sinew_client.episode import ActionQueue
 
 Self = TypeVar("Self", bound="OpenPolicy")
 
@@ -79,6 +82,12 @@ class OpenPolicy:
     def reset(self, session: str = "") -> None:
         """Do nothing: no answer depends on those before it."""
         self._refuse_closed()
+
+    def episode(self, *, rows: int | None = None, session: str = "") -> ActionQueue:
+        """Return an episode that hands out one action a control step (:class:`sinew_client.ActionQueue`)."""
+        from sinew_client.episode import ActionQueue
+
+        return ActionQueue(self, rows=rows, session=session)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Let go of what it holds."""

@@ -1,0 +1,86 @@
+"""An hour of what was answered, whether somebody looked or not: a page that is opened or loaded again begins with it.
+
+An answer costs a lock and an addition to a histogram; a span keeps no answers. Quantiles are those of the histogram's
+bins, each of which ends 10 % above where it begins.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+SPAN_S = 10  # of one point
+SPANS = 360  # an hour
+RATIO = 1.1  # of a bin's end to its beginning
+
+
+@dataclass
+class _Span:
+    began: int  # seconds since the epoch
+    answers: int = 0
+    missed: int = 0
+    refused: int = 0
+    most: float = 0.0
+    bins: Counter[int] = field(default_factory=Counter)
+
+    def quantile(self, share: float) -> float:
+        """Return milliseconds that so large a share of the answers took at most, by the end of a bin."""
+        rank, below = math.ceil(share * self.bins.total()), 0
+        for number in sorted(self.bins):
+            below += self.bins[number]
+            if below >= rank:
+                return round(min(RATIO ** (number + 1), self.most), 3)
+        return 0.0
+
+
+class Hour:
+    """Counts and latencies of the last hour, a point for every ten seconds with requests. Thread-safe.
+
+    clock: seconds since the epoch.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time):
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._spans: deque[_Span] = deque(maxlen=SPANS)
+
+    def put(self, ms: float, missed: bool, refused: bool) -> None:
+        """Count a request that was answered after ``ms``, or refused."""
+        now = int(self._clock()) // SPAN_S * SPAN_S
+        with self._lock:
+            if not self._spans or self._spans[-1].began < now:
+                self._spans.append(_Span(now))
+            span = self._spans[-1]
+            span.missed += missed
+            if refused:
+                span.refused += 1
+                return
+            span.answers += 1
+            if not math.isfinite(ms):  # counted, but nothing to be drawn
+                return
+            span.most = max(span.most, ms)
+            span.bins[math.floor(math.log(max(ms, 1e-3), RATIO))] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the points, oldest first, ready for JSON. Milliseconds; ``time``: where a span began."""
+        oldest = self._clock() - SPAN_S * SPANS
+        with self._lock:
+            points = [
+                {
+                    "time": each.began,
+                    "answers": each.answers,
+                    "missed": each.missed,
+                    "refused": each.refused,
+                    "p50_ms": each.quantile(0.5),
+                    "p95_ms": each.quantile(0.95),
+                    "max_ms": round(each.most, 3),
+                }
+                for each in self._spans
+                if each.began > oldest
+            ]
+        return {"span_s": SPAN_S, "spans": SPANS, "now": round(self._clock(), 3), "points": points}

@@ -1,0 +1,85 @@
+"""``/openapi.json``: the routes of a port that programs may call, with the policy's own cameras and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sinew import __version__
+from sinew.core import PolicySpec
+
+# Path -> method, what it does, and whether it takes an observation and answers with a chunk.
+ROUTES: dict[str, tuple[str, str, bool]] = {
+    "/healthz": ("get", "Say whether the server can answer: 200, or 503 with the problems.", False),
+    "/metrics": ("get", "Counters and latencies in Prometheus' text format.", False),
+    "/v1/metadata": ("get", "What the server says of itself, the policy and its health.", False),
+    "/v1/actions": ("post", "Answer an observation with a chunk of actions.", True),
+    "/v1/try": ("post", "The same, by hand, for the dashboard of this server.", True),
+    "/v1/history": ("get", "An hour of counts and latencies, a point for every ten seconds.", False),
+}
+
+
+def describe(spec: PolicySpec, paths: Iterable[str], keyed: bool) -> dict[str, Any]:
+    """Return an OpenAPI 3.1 document. paths: those of the port; unknown ones are left out. keyed: a key is wanted."""
+    picture = {"type": "string", "contentEncoding": "base64", "description": "a JPEG or PNG file"}
+    cameras = [camera.name for camera in spec.cameras]
+    observation = {
+        "type": "object",
+        "required": ["images", "state"],
+        "properties": {
+            "images": {
+                "type": "object",
+                "properties": dict.fromkeys(cameras, picture),
+                "required": cameras,
+                "additionalProperties": False,
+            },
+            "state": _vector(spec.state.dim, spec.state.labels),
+            "prompt": {"type": "string"},
+            "seed": {"type": "integer"},
+            "session": {"type": "string"},
+            "deadline_ms": {"type": "number", "exclusiveMinimum": 0},
+        },
+    }
+    rows = {
+        "type": "array",
+        "maxItems": spec.chunk_size,
+        "items": _vector(spec.action.dim, spec.action.labels),
+    }
+    chunk = {
+        "type": "object",
+        "properties": {"actions": rows, "timing": {"type": "object"}, "seed": {"type": "integer"}},
+    }
+    here = set(paths)
+    found: dict[str, Any] = {}
+    for path, (method, summary, asks) in ROUTES.items():
+        if path not in here:
+            continue
+        answer: dict[str, Any] = {"description": "as asked"}
+        operation: dict[str, Any] = {"summary": summary, "responses": {"200": answer}}
+        if asks:
+            operation["requestBody"] = {"required": True, "content": _json("Observation")}
+            answer["content"] = _json("Chunk")
+            operation["responses"]["400"] = {"description": "a field that is wrong, by its name"}
+            operation["responses"]["503"] = {"description": "busy, late or stopping"}
+        if path in ("/healthz", "/metrics"):
+            operation["security"] = []
+        found[path] = {method: operation}
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": f"Sinew: {spec.name}", "version": __version__},
+        "paths": found,
+        "components": {"schemas": {"Observation": observation, "Chunk": chunk}},
+    }
+    if keyed:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _vector(dim: int, labels: tuple[str, ...]) -> dict[str, Any]:
+    said = {"description": ", ".join(labels)} if labels else {}
+    return {"type": "array", "items": {"type": "number"}, "minItems": dim, "maxItems": dim, **said}
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}

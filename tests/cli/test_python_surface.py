@@ -1,0 +1,70 @@
+"""What a program says of the package: `sinew.quantize`, `sinew.record`, an episode over a bundle; all of it typed."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sinew
+from sinew.core import SinewError
+from sinew.records.recorder import read_records
+from tests.serve.test_replay import FRAMES, STATE
+
+CASE = "smolvla-2cam"
+SEEN = {"images": FRAMES, "state": STATE, "prompt": "go", "session": "arm"}
+
+
+def test_names_are_there_and_typed() -> None:
+    assert {"load", "connect", "evaluate", "quantize", "record"} <= set(dir(sinew)) == set(sinew.__all__)
+    for name in ("load", "connect", "evaluate", "quantize", "record"):
+        function = getattr(sinew, name)
+        assert function.__doc__
+        signature = inspect.signature(function)
+        assert signature.return_annotation is not inspect.Signature.empty
+        assert all(
+            each.annotation is not inspect.Parameter.empty for each in signature.parameters.values()
+        ), name
+    assert typing.get_type_hints(sinew.quantize)["return"] is sinew.Quantized
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = sinew.lode
+
+
+def test_a_policy_is_recorded_and_its_recording_answers_the_same(
+    smolvla_bundle: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "records"
+    with sinew.load(smolvla_bundle(CASE), engine="eager", threads=1) as policy:
+        with sinew.record(policy, folder) as recorded:
+            episode = recorded.episode(rows=2, session="arm")
+            rows = [episode.select_action(SEEN) for _ in range(3)]  # two requests
+            with pytest.raises(SinewError, match="tail"):
+                recorded.infer({**SEEN, "images": {**FRAMES, "tail": FRAMES["camera1"]}})
+        policy.check(SEEN)  # which was given stays open
+        table = policy._repr_html_()
+        assert "<tr><th>engine</th><td>eager: " in table
+        assert all(name in table for name in FRAMES)
+    kept = list(read_records(folder))
+    assert [each.wire for each in kept] == ["python"] * 3
+    assert "tail" in kept[2].error
+    np.testing.assert_array_equal(kept[0].actions[:2], rows[:2])
+    with sinew.connect(folder, latency=False) as again:
+        np.testing.assert_array_equal(again.infer(SEEN).actions[:2], rows[:2])
+
+
+@pytest.mark.slow
+def test_quantize_is_what_the_verb_does(smolvla_bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    made = sinew.quantize(
+        smolvla_bundle(CASE), tmp_path / "small.gguf", observations=2, engine="cpu", episodes=0
+    )
+    assert made.recipe == {"vision": "int8", "language": "int8", "head": "fp32"}
+    assert 0 < made.record.error < 0.05
+    assert made.nbytes[0] < 0.7 * made.nbytes[1]
+    assert made.warnings == []
+    assert sinew.load(made.out).recipe == {"vision": "int8", "language": "int8"}
+    with pytest.raises(SinewError, match="without a recipe"):
+        sinew.quantize(made.out, tmp_path / "again.gguf")

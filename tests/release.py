@@ -1,0 +1,237 @@
+"""What a release consists of, made and tried: ``python -m tests.release`` (make release). Nothing is uploaded.
+
+Into ``build/release``: a wheel and a source distribution of each distribution of this repository (all of pure Python:
+CPU and GPU kernels are compiled where they run), ``sbom.cdx.json`` (CycloneDX 1.6: what the widest install brings),
+``CHANGELOG.md`` of the project's log, ``SHA256SUMS``, and ``simple``, a package index of the folder's files. ``--try``
+installs from that index into an empty environment and runs the README's lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
+
+from sinew import __version__
+from tests import installs
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = (".", "packages/sinew-client", "packages/lerobot_policy_sinew", "packages/sinew_ros")
+ROLE = "full"  # of tests/installs.py: what the bill of materials is of
+TRIED = ("sinew --version", "sinew doctor", "sinew demo act --episodes 2 --sweep-episodes 0 --out OUT")
+UNPUBLISHED = (
+    "not published: no package index has these files, no registry an image, and nothing is signed. Until then the"
+    " README's line installs from a clone, and these files from SHA256SUMS' folder"
+)
+LIKE_A_VERSION = re.compile(r"""(?:sinew-vla(?:-client)?==|version ?= ?"|<version>)(\d+\.\d+\.\d+)""")
+
+
+def versions() -> dict[str, set[str]]:
+    """Return file -> the versions of this project that it states."""
+    names = ["pyproject.toml", "sinew/__init__.py"]
+    for folder in FOLDERS[1:]:
+        names += [
+            str(path.relative_to(ROOT))
+            for path in [*(ROOT / folder).glob("*"), *(ROOT / folder).glob("src/*/__init__.py")]
+            if path.name in ("pyproject.toml", "setup.py", "package.xml", "__init__.py")
+        ]
+    found = {}
+    for name in names:
+        text = (ROOT / name).read_text().replace("__version__", "version")
+        if stated := set(LIKE_A_VERSION.findall(text)):
+            found[name] = stated
+    return found
+
+
+def build(out: Path) -> list[Path]:
+    """Build wheels and source distributions into a folder; the same checkout gives the same bytes."""
+    when = subprocess.run(
+        ["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    for folder in FOLDERS:
+        subprocess.run(
+            [
+                *(*installs.uv(), "build", "--no-config", "--quiet", "--python", sys.executable),
+                *("--out-dir", str(out), str(ROOT / folder)),
+            ],
+            check=True,
+            env=installs.bare_environment() | {"SOURCE_DATE_EPOCH": when},
+        )
+    (out / ".gitignore").unlink(missing_ok=True)  # which uv leaves
+    return sorted([*out.glob("*.whl"), *out.glob("*.tar.gz")])
+
+
+def bill(packages: Sequence[dict[str, Any]], own: Sequence[Path]) -> dict[str, Any]:
+    """Return a CycloneDX document. packages: as PEP 751 writes them; own: our wheels."""
+    components = []
+    for each in sorted(packages, key=lambda one: one["name"]):
+        if "version" not in each or canonicalize_name(each["name"]).startswith("sinew"):
+            continue
+        found = {"type": "library", "name": each["name"], "version": each["version"]}
+        found["purl"] = found["bom-ref"] = f"pkg:pypi/{canonicalize_name(each['name'])}@{each['version']}"
+        sums = [
+            file["hashes"]["sha256"]
+            for file in [*each.get("wheels", []), each.get("sdist", {})]
+            if "hashes" in file
+        ]
+        references = [
+            {"type": "distribution", "url": found["purl"], "hashes": [{"alg": "SHA-256", "content": content}]}
+            for content in sums
+        ]
+        components.append({**found, "externalReferences": references} if references else found)
+    for path in own:
+        if path.suffix == ".whl":
+            name, version, *_ = parse_wheel_filename(path.name)
+            components.append(
+                {
+                    "type": "application" if name == "sinew-vla" else "library",
+                    "name": str(name),
+                    "version": str(version),
+                    "bom-ref": f"pkg:pypi/{name}@{version}",
+                    "purl": f"pkg:pypi/{name}@{version}",
+                    "licenses": [{"license": {"id": "Apache-2.0"}}],
+                    "hashes": [{"alg": "SHA-256", "content": digest(path)}],
+                }
+            )
+    serial = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(components, sort_keys=True))
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{serial}",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "application",
+                "name": "sinew-vla",
+                "version": __version__,
+                "bom-ref": "release",
+            }
+        },
+        "components": components,
+    }
+
+
+def changelog(log: Path = ROOT / "docs" / "log") -> str:
+    """Return the days of the log, newest first: what each is about, and its topics."""
+    rows = re.findall(
+        r"^\| \[(\d{4}-\d\d-\d\d)\]\(\S+\) \| (.+) \|$", (log / "README.md").read_text(), re.MULTILINE
+    )
+    lines = [
+        f"# Sinew {__version__}",
+        "",
+        "What was tried, measured, kept and dropped: `docs/log` of the source.",
+        "",
+    ]
+    for day, about in rows:
+        topics = re.findall(r"^## (.+)$", (log / f"{day}.md").read_text(), re.MULTILINE)
+        lines += [
+            f"## {day}",
+            "",
+            f"{about[0].upper()}{about[1:]}.",
+            "",
+            *[f"* {topic}" for topic in topics],
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def index(files: Sequence[Path], out: Path) -> None:
+    """Write a package index (PEP 503) of files that lie beside ``out``, with their hashes."""
+    shutil.rmtree(out, ignore_errors=True)
+    for path in files:
+        parsed = parse_wheel_filename(path.name) if path.suffix == ".whl" else parse_sdist_filename(path.name)
+        place = out / parsed[0]
+        place.mkdir(parents=True, exist_ok=True)
+        line = f'<a href="../../{html.escape(path.name)}#sha256={digest(path)}">{html.escape(path.name)}</a><br>\n'
+        with (place / "index.html").open("a") as page:
+            page.write(line)
+
+
+def tried(out: Path, extra: str) -> None:
+    """Install from the index into an empty environment and run the README's lines there; raises on the first failure.
+
+    Ours come from this index alone, before anything else: no other index is asked for their names.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "SINEW_"))
+        }
+        environment |= {
+            "HOME": folder,
+            "XDG_CACHE_HOME": str(home / "cache"),
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
+        environment["PATH"] = f"{home / 'env' / 'bin'}:{os.environ['PATH']}"
+        python, own = str(home / "env" / "bin" / "python"), f"sinew-vla[{extra}]=={__version__}"
+        alone = ["--no-deps", "--index-url", (out / "simple").resolve().as_uri()]
+        apart = environment | {"PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+        for words, where in (
+            ([sys.executable, "-m", "venv", str(home / "env")], environment),
+            ([python, "-m", "pip", "install", "-q", *alone, own, f"sinew-vla-client=={__version__}"], apart),
+            ([python, "-m", "pip", "install", "-q", "-c", str(out / "constraints.txt"), own], environment),
+            *((line.replace("OUT", str(home / "out")).split(), environment) for line in TRIED),
+        ):
+            print("$", *(word.replace(folder, "~") for word in words), flush=True)
+            subprocess.run(words, check=True, cwd=folder, env=where)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "release")
+    parser.add_argument(
+        "--try", dest="trial", action="store_true", help="install it and run the README's lines"
+    )
+    parser.add_argument("--extra", default="demo", help="with --try: the extra that is installed")
+    asked = parser.parse_args()
+    unlike = {name: stated for name, stated in versions().items() if stated != {__version__}}
+    if unlike:
+        print(f"failed: expected version {__version__} everywhere, got {unlike}")
+        return 1
+    if (tag := os.environ.get("RELEASE_TAG", "")) not in ("", f"v{__version__}"):
+        print(f"failed: RELEASE_TAG: expected v{__version__}, got {tag}")
+        return 1
+    if why := installs.reachable():
+        print(f"failed: the package index does not answer: {why}")
+        return 1
+    out = asked.out
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    files = build(out)
+    line = installs.Line("release", ROLE, installs.ROLES[ROLE], constrained=True)
+    packages = installs.resolve(line, installs.HOME, installs.PYTHONS[0])
+    (out / "sbom.cdx.json").write_text(json.dumps(bill(packages, files), indent=1) + "\n")
+    (out / "CHANGELOG.md").write_text(changelog())
+    shutil.copy(ROOT / "constraints.txt", out)
+    index(files, out / "simple")
+    named = [path for path in sorted(out.iterdir()) if path.is_file()]
+    (out / "SHA256SUMS").write_text("".join(f"{digest(path)}  {path.name}\n" for path in named))
+    for path in named:
+        print(f"{path.stat().st_size / 1e6:8.2f} MB  {path.name}")
+    if asked.trial:
+        tried(out, asked.extra)
+    print(UNPUBLISHED)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+"""What other distributions bring: families and wires, found by their entry points. Engines: tests/contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sinew import registry
+from sinew.core import BundleError, SinewError
+from sinew.serve import wires
+
+FAMILY = """
+from sinew.registry import Family
+FAMILY = Family(models={"theirs-v1": "model:Theirs"}, units={"theirs-v1": ("radian",)})
+"""
+WIRE = """
+from sinew.serve.wire import Wire
+WIRE = Wire("theirs", 8123, "as http", "http", "sinew.serve.wires.actions:ROUTES")
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A distribution on the path, as pip leaves one."""
+    package, about = tmp_path / "their_family", tmp_path / "theirs-1.0.dist-info"
+    package.mkdir()
+    about.mkdir()
+    (package / "__init__.py").write_text(FAMILY)
+    (package / "model.py").write_text("class Theirs:\n    pass\n")
+    (package / "wire.py").write_text(WIRE)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    points = "[sinew.families]\ntheirs = their_family\n[sinew.wires]\ntheirs = their_family.wire:WIRE\n"
+    (about / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(wires, "WIRES", dict(wires.WIRES))
+    registry._added.cache_clear()
+    yield about / "entry_points.txt"
+    registry._added.cache_clear()
+
+
+def test_a_family_of_another_distribution(installed: Path) -> None:
+    family, place = registry.model_place("theirs-v1")
+    assert (family.name, family.folder.name, family.load(place).__name__) == (
+        "theirs",
+        "their_family",
+        "Theirs",
+    )
+    assert registry.action_units("Theirs-V1") == ("radian",)
+    assert {each.name for each in registry.families()} == {*registry.FAMILIES, "theirs"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("smolvla = their_family", "smolvla = their_family: a family of this name is part of sinew"),
+        ("theirs = no_such_package", "theirs = no_such_package: expected a package with FAMILY"),
+        ("theirs = their_family.model", "theirs = their_family.model: expected a package with FAMILY"),
+    ],
+)
+def test_what_is_no_family_is_said(installed: Path, line: str, words: str) -> None:
+    installed.write_text(f"[sinew.families]\n{line}\n")
+    registry._added.cache_clear()
+    with pytest.raises(BundleError, match=words):
+        list(registry.families())
+
+
+def test_a_wire_of_another_distribution(installed: Path) -> None:
+    assert wires.parse(["native", "theirs"]) == {"native": 5555, "theirs": 8123}
+    assert wires.WIRES["theirs"].web
+    installed.write_text("[sinew.wires]\nother = their_family.wire:MISSING\n")
+    with pytest.raises(SinewError, match="other = their_family.wire:MISSING: expected a Wire"):
+        wires.parse(["other"])
+    installed.write_text("")
+    with pytest.raises(SinewError, match="--wire nothing: expected one of native"):
+        wires.parse(["nothing"])
