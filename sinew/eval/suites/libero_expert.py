@@ -1,0 +1,168 @@
+"""LIBERO's tasks that are picking up and putting down, played from the simulator's own poses.
+
+A grasp is the narrowest horizontal direction across the object's collision geometry, taken from above. Actions are those
+of robosuite's operational-space controller (``controllers/config/osc_pose.json``): 1 is a displacement of 50 mm, or a turn
+of 0.5 rad about an axis of the world, of where the hand is now; the gripper closes at +1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from sinew.core import SinewError
+from sinew.sim.experts import Act
+
+METRES, RADIANS = 0.05, 0.5  # that an action of 1 moves the controller's goal by
+OPEN, CLOSE = -1.0, 1.0
+GAIN = 2.0  # the hand follows a goal that is renewed in every step by an eighth of the way
+FINGER = 0.04  # of the fingers' pads, metres below the object's top
+CLEAR, NEAR, TURNED = 0.04, 0.008, 0.06  # metres above what is passed; metres and radians that count as there
+WIDEST = 0.075  # metres between open fingers, less a little
+PATIENCE = 40  # control steps until a place counts as reached anyway
+SQUEEZE = 8  # control steps in which the fingers close, or open
+
+
+def begin(simulator: Any) -> Act:
+    """Return what to do in an episode that has begun: float32 [1, 7], asked once in every control step.
+
+    Raises :class:`SinewError` for a task that wants more than putting things in or on others.
+    """
+    env = simulator.robosuite
+    goals = env.parsed_problem["goal_state"]
+    if any(goal[0] not in ("in", "on") for goal in goals):
+        wanted = "; ".join(" ".join(goal) for goal in goals)
+        raise SinewError(
+            f"{simulator.current}: expected goals of putting things in or on others for the scripted expert, got {wanted}"
+        )
+    actions = _play(env, [(goal[1], goal[2]) for goal in goals])
+    return lambda: next(actions)[None]
+
+
+def _play(env: Any, goals: list[tuple[str, str]]) -> Iterator[np.ndarray]:
+    hand = Hand(env)
+    while True:
+        for thing, place in goals:
+            yield from _put(hand, env, thing, place)
+        yield from hand.rest(1, OPEN)  # the episode has ended, unless something fell: then once more
+
+
+def _put(hand: Hand, env: Any, thing: str, place: str) -> Iterator[np.ndarray]:
+    points = corners(env.sim, env.obj_body_id[thing])
+    low, high = points[:, 2].min(), points[:, 2].max()
+    xy, yaw = grasp(points[:, :2], hand.yaw)
+    depth = max(high - FINGER, low + 0.4 * min(high - low, FINGER))
+    target, rim = _target(env, place)
+    travel = max(rim, high) + (depth - low) + CLEAR
+
+    yield from hand.go((*xy, high + 0.1), yaw, OPEN)
+    yield from hand.go((*xy, depth), yaw, OPEN, near=NEAR / 2)
+    yield from hand.rest(SQUEEZE, CLOSE)
+    yield from hand.go((*xy, travel), yaw, CLOSE, near=0.03)
+    if env.sim.data.body_xpos[env.obj_body_id[thing]][2] < depth:  # it slipped: look again
+        yield from hand.rest(SQUEEZE, OPEN)
+        return
+    yield from hand.go((*target, travel), yaw, CLOSE, near=0.015)
+    yield from hand.go((*target, rim + (depth - low) + 0.01), yaw, CLOSE, near=0.015)
+    yield from hand.rest(SQUEEZE, OPEN)
+
+
+def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
+    """Where a thing is put: xy, and the height that it has to pass, in metres."""
+    state = env.object_states_dict[place]
+    body = env.obj_body_id[getattr(state, "parent_name", None) or place]
+    points = corners(env.sim, body)
+    if place in env.object_sites_dict:
+        return env.sim.data.get_site_xpos(place)[:2].copy(), points[:, 2].max()
+    return (points[:, :2].min(0) + points[:, :2].max(0)) / 2, points[:, 2].max()
+
+
+class Hand:
+    """The arm's hand, as its controller sees it."""
+
+    def __init__(self, env: Any):
+        self.robot, self.data = env.robots[0], env.sim.data
+        self.down = self.robot.controller.ee_ori_mat.copy()  # fingers down, as an episode begins
+        left, right = (
+            self.data.body_xpos[env.sim.model.body_name2id(f"gripper0_{side}finger")]
+            for side in ("left", "right")
+        )
+        self.across = np.arctan2(*(left - right)[1::-1])  # direction in which the fingers close, at that orientation
+        self.yaw = self.across
+
+    def go(self, place: Any, yaw: float, grip: float, near: float = NEAR) -> Iterator[np.ndarray]:
+        """Move until there. place: of the point between the pads, metres; yaw: in which the fingers close, radians."""
+        goal = turn(yaw - self.across) @ self.down
+        self.yaw = yaw
+        for _ in range(PATIENCE):
+            controller = self.robot.controller
+            far = np.asarray(place) - controller.ee_pos
+            twist = rotation_vector(goal @ controller.ee_ori_mat.T)
+            if np.abs(far).max() < near and np.linalg.norm(twist) < TURNED:
+                return
+            step = np.concatenate([GAIN * far / METRES, GAIN * twist / RADIANS])
+            yield np.append(np.clip(step, -1, 1), grip).astype(np.float32)
+
+    def rest(self, steps: int, grip: float) -> Iterator[np.ndarray]:
+        for _ in range(steps):
+            yield np.array([0, 0, 0, 0, 0, 0, grip], np.float32)
+
+
+def grasp(points: np.ndarray, yaw: float) -> tuple[np.ndarray, float]:
+    """Corners [N, 2] of an object from above -> the middle of its grasp and the direction in which the fingers close.
+
+    The narrowest direction, or one less far from ``yaw`` that is at most 10 mm wider per radian. Directions are modulo
+    pi, in radians. Raises :class:`SinewError` where nothing fits between the fingers.
+    """
+    turns = np.linspace(-np.pi / 2, np.pi / 2, 91)
+    axes = np.stack([np.cos(yaw + turns), np.sin(yaw + turns)])  # [2, 91]
+    along = points @ axes
+    width = along.max(0) - along.min(0)
+    best = int(np.argmin(width + 0.01 * np.abs(turns)))
+    if width[best] > WIDEST:
+        raise SinewError(
+            f"grasp: expected an object of at most {1e3 * WIDEST:g} mm, got {1e3 * width[best]:.0f} mm"
+        )
+    axis = axes[:, best]
+    beside = np.array([-axis[1], axis[0]])
+    across = (along[:, best].max() + along[:, best].min()) / 2
+    side = points @ beside
+    return across * axis + (side.max() + side.min()) / 2 * beside, yaw + turns[best]
+
+
+def corners(sim: Any, body: int) -> np.ndarray:
+    """Points [N, 3] in metres, of the world, whose hull is what a body and those below it collide with.
+
+    Vertices of meshes; of other geometries the corners of the box around them (mujoco's ``geom_aabb``).
+    """
+    model, data = sim.model._model, sim.data  # noqa: SLF001 - mujoco's own, below robosuite's names
+    found = []
+    for geom in range(model.ngeom):
+        if model.body_rootid[model.geom_bodyid[geom]] != model.body_rootid[body] or not model.geom_contype[geom]:
+            continue
+        if (mesh := model.geom_dataid[geom]) >= 0:
+            first = model.mesh_vertadr[mesh]
+            local = model.mesh_vert[first : first + model.mesh_vertnum[mesh]]
+        else:
+            middle, half = model.geom_aabb[geom].reshape(2, 3)
+            signs = np.array(np.meshgrid(*[(-1, 1)] * 3)).reshape(3, -1).T
+            local = middle + signs * half
+        found.append(local @ data.geom_xmat[geom].reshape(3, 3).T + data.geom_xpos[geom])
+    return np.concatenate(found)
+
+
+def turn(angle: float) -> np.ndarray:
+    """Return the rotation matrix [3, 3] about the vertical."""
+    c, s = np.cos(angle), np.sin(angle)
+    return np.array([[c, -s, 0], [s, c, 0], [0, 0, 1.0]])
+
+
+def rotation_vector(rotation: np.ndarray) -> np.ndarray:
+    """Rotation matrix [3, 3] of less than half a turn -> axis times angle [3], radians."""
+    axis = np.array(
+        [rotation[2, 1] - rotation[1, 2], rotation[0, 2] - rotation[2, 0], rotation[1, 0] - rotation[0, 1]]
+    )
+    angle = np.arctan2(np.linalg.norm(axis), np.trace(rotation) - 1)
+    return axis * angle / max(np.linalg.norm(axis), 1e-9)
