@@ -19,6 +19,7 @@ sys.modules["triton"] = None  # type: ignore[assignment] # torch does without; i
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+
 from sinew.eval.adapters import Mapped  # noqa: E402
 from sinew.eval.suites import libero  # noqa: E402
 
@@ -66,7 +67,10 @@ def play_theirs(actions: list[np.ndarray]) -> tuple[list[dict], list[bool], str]
 
     def processed(raw: dict) -> dict:
         state = raw["robot_state"]
-        batch = {part: {key: torch.from_numpy(value)[None] for key, value in of.items()} for part, of in state.items()}
+        batch = {
+            part: {key: torch.from_numpy(value)[None] for key, value in of.items()}
+            for part, of in state.items()
+        }
         seen = preprocess_observation({"pixels": raw["pixels"]}) | {"observation.robot_state": batch}
         seen = LiberoProcessorStep().observation(seen)
         frames = {

@@ -125,7 +125,7 @@ class Simulator(Tasks):
         return {**raw, **frames}
 
     def _draw(self, camera: str) -> np.ndarray:
-        """A frame uint8 [size, size, 3] of what the sensors saw last, the first row at the bottom as robosuite has it."""
+        """Return a frame uint8 [size, size, 3] of what the sensors saw last, the first row at the bottom."""
         sim = self._env.sim
         context = sim._render_context_offscreen  # noqa: SLF001 - what sim.render draws with
         now, context.data = context.data, SimpleNamespace(_data=self._seen)

@@ -1,8 +1,9 @@
 """LIBERO's tasks that are picking up and putting down, played from the simulator's own poses.
 
-A grasp is the narrowest horizontal direction across the object's collision geometry, taken from above. Actions are those
-of robosuite's operational-space controller (``controllers/config/osc_pose.json``): 1 is a displacement of 50 mm, or a turn
-of 0.5 rad about an axis of the world, of where the hand is now; the gripper closes at +1.
+A grasp is the narrowest horizontal direction across the object's collision geometry, taken from above where the palm
+passes beside what stands around. Actions are those of robosuite's operational-space controller
+(``controllers/config/osc_pose.json``): 1 is a displacement of 50 mm, or a turn of 0.5 rad about an axis of the world,
+of where the hand is now; the gripper closes at +1.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ GAIN = 2.0  # the hand follows a goal that is renewed in every step by an eighth
 FINGER = 0.04  # of the fingers' pads, metres below the object's top
 CLEAR, NEAR, TURNED = 0.04, 0.008, 0.06  # metres above what is passed; metres and radians that count as there
 WIDEST = 0.075  # metres between open fingers, less a little
+PALM = (0.105, 0.035)  # half of its length (along which the fingers close) and of its width, metres
+ABOVE = 0.045  # of the palm over the point between the pads, metres
 PATIENCE = 40  # control steps until a place counts as reached anyway
 SQUEEZE = 8  # control steps in which the fingers close, or open
 
@@ -35,7 +38,7 @@ def begin(simulator: Any) -> Act:
     if any(goal[0] not in ("in", "on") for goal in goals):
         wanted = "; ".join(" ".join(goal) for goal in goals)
         raise SinewError(
-            f"{simulator.current}: expected goals of putting things in or on others for the scripted expert, got {wanted}"
+            f"{simulator.current}: the scripted expert expected goals of putting things in or on others, got {wanted}"
         )
     actions = _play(env, [(goal[1], goal[2]) for goal in goals])
     return lambda: next(actions)[None]
@@ -52,8 +55,10 @@ def _play(env: Any, goals: list[tuple[str, str]]) -> Iterator[np.ndarray]:
 def _put(hand: Hand, env: Any, thing: str, place: str) -> Iterator[np.ndarray]:
     points = corners(env.sim, env.obj_body_id[thing])
     low, high = points[:, 2].min(), points[:, 2].max()
-    xy, yaw = grasp(points[:, :2], hand.yaw)
     depth = max(high - FINGER, low + 0.4 * min(high - low, FINGER))
+    beside = [corners(env.sim, body) for name, body in env.obj_body_id.items() if name != thing]
+    around = np.concatenate([np.zeros((0, 3)), *beside])
+    xy, yaw = grasp(points[:, :2], hand.yaw, around[around[:, 2] > depth + ABOVE][:, :2])
     target, rim = _target(env, place)
     travel = max(rim, high) + (depth - low) + CLEAR
 
@@ -65,7 +70,8 @@ def _put(hand: Hand, env: Any, thing: str, place: str) -> Iterator[np.ndarray]:
         yield from hand.rest(SQUEEZE, OPEN)
         return
     yield from hand.go((*target, travel), yaw, CLOSE, near=0.015)
-    yield from hand.go((*target, rim + (depth - low) + 0.01), yaw, CLOSE, near=0.015)
+    # What is tall goes in before it is let go: it may cling to a finger.
+    yield from hand.go((*target, rim + max(0.02, depth - low - 0.06)), yaw, CLOSE, near=0.015)
     yield from hand.rest(SQUEEZE, OPEN)
 
 
@@ -89,7 +95,9 @@ class Hand:
             self.data.body_xpos[env.sim.model.body_name2id(f"gripper0_{side}finger")]
             for side in ("left", "right")
         )
-        self.across = np.arctan2(*(left - right)[1::-1])  # direction in which the fingers close, at that orientation
+        self.across = np.arctan2(
+            *(left - right)[1::-1]
+        )  # direction in which the fingers close, at that orientation
         self.yaw = self.across
 
     def go(self, place: Any, yaw: float, grip: float, near: float = NEAR) -> Iterator[np.ndarray]:
@@ -110,26 +118,32 @@ class Hand:
             yield np.array([0, 0, 0, 0, 0, 0, grip], np.float32)
 
 
-def grasp(points: np.ndarray, yaw: float) -> tuple[np.ndarray, float]:
-    """Corners [N, 2] of an object from above -> the middle of its grasp and the direction in which the fingers close.
+def grasp(points: np.ndarray, yaw: float, around: np.ndarray) -> tuple[np.ndarray, float]:
+    """Corners [N, 2] of an object from above -> the hand's place [2], metres, and the direction in which it closes.
 
-    The narrowest direction, or one less far from ``yaw`` that is at most 10 mm wider per radian. Directions are modulo
-    pi, in radians. Raises :class:`SinewError` where nothing fits between the fingers.
+    The narrowest direction, or one less far from ``yaw`` that is at most 10 mm wider per radian; beside the middle as
+    far as the fingers allow where the palm would otherwise meet ``around``, points [M, 2]. Directions are modulo pi,
+    in radians. Raises :class:`SinewError` where the object does not fit between the fingers.
     """
-    turns = np.linspace(-np.pi / 2, np.pi / 2, 91)
-    axes = np.stack([np.cos(yaw + turns), np.sin(yaw + turns)])  # [2, 91]
-    along = points @ axes
-    width = along.max(0) - along.min(0)
-    best = int(np.argmin(width + 0.01 * np.abs(turns)))
-    if width[best] > WIDEST:
+    best: tuple[float, np.ndarray, float] | None = None
+    narrowest = np.inf
+    for turned in np.linspace(-np.pi / 2, np.pi / 2, 61):
+        axes = np.array([[c := np.cos(yaw + turned), s := np.sin(yaw + turned)], [-s, c]])
+        inside = points @ axes.T  # along and across the closing direction
+        low, high = inside.min(0), inside.max(0)
+        narrowest = min(narrowest, width := high[0] - low[0])
+        slack = (WIDEST - width) / 2
+        for aside in slack * np.array([0, -0.5, 0.5, -1, 1]) if slack >= 0 else ():
+            middle = (low + high) / 2 + (aside, 0)
+            met = (np.abs(around @ axes.T - middle) < PALM).all(1).any()
+            cost = width + 0.01 * abs(turned) + abs(aside) + met
+            if best is None or cost < best[0]:
+                best = float(cost), middle @ axes, yaw + turned
+    if best is None:
         raise SinewError(
-            f"grasp: expected an object of at most {1e3 * WIDEST:g} mm, got {1e3 * width[best]:.0f} mm"
+            f"grasp: expected an object of at most {1e3 * WIDEST:g} mm, got {1e3 * narrowest:.0f} mm"
         )
-    axis = axes[:, best]
-    beside = np.array([-axis[1], axis[0]])
-    across = (along[:, best].max() + along[:, best].min()) / 2
-    side = points @ beside
-    return across * axis + (side.max() + side.min()) / 2 * beside, yaw + turns[best]
+    return best[1:]
 
 
 def corners(sim: Any, body: int) -> np.ndarray:
@@ -138,9 +152,12 @@ def corners(sim: Any, body: int) -> np.ndarray:
     Vertices of meshes; of other geometries the corners of the box around them (mujoco's ``geom_aabb``).
     """
     model, data = sim.model._model, sim.data  # noqa: SLF001 - mujoco's own, below robosuite's names
-    found = []
+    found = [np.zeros((0, 3))]
     for geom in range(model.ngeom):
-        if model.body_rootid[model.geom_bodyid[geom]] != model.body_rootid[body] or not model.geom_contype[geom]:
+        if (
+            model.body_rootid[model.geom_bodyid[geom]] != model.body_rootid[body]
+            or not model.geom_contype[geom]
+        ):
             continue
         if (mesh := model.geom_dataid[geom]) >= 0:
             first = model.mesh_vertadr[mesh]

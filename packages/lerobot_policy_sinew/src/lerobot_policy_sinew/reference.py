@@ -1,0 +1,126 @@
+"""LeRobot's own inference of a checkpoint behind Sinew's native wire: the second policy of a paired evaluation.
+
+    python -m lerobot_policy_sinew.reference CHECKPOINT --bundle policy.gguf --port 5556
+    sinew eval policy.gguf --suite libero_object --compare tcp://127.0.0.1:5556
+
+The first line wants LeRobot and sinew in one environment (the extra ``local``). CHECKPOINT is the folder that the bundle
+was converted from, with LeRobot's processors in it. Everything between frames and actions is LeRobot's. The bundle says
+cameras, state and actions, and draws the noise of a request's seed, so that both policies start from the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.utils import prepare_observation_for_inference
+from sinew.core import ActionChunk, Observation, SinewError, Timing
+from sinew.policy import open_bundle
+from sinew.processing import Processor
+from sinew.serve.policies import Deployment
+from sinew.serve.process import Process
+from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
+from sinew.serve.service import Service
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires import open_wires, parse
+
+
+class Reference(ServedPolicy):
+    """A checkpoint as LeRobot runs it, on one device, in the precision of its weights.
+
+    Raises :class:`SinewError` where checkpoint and bundle are not of the same kind.
+    """
+
+    def __init__(self, checkpoint: Path, bundle: Path, device: str = "cpu"):
+        config = PreTrainedConfig.from_pretrained(str(checkpoint))
+        config.device = device
+        manifest = open_bundle(bundle).manifest
+        if manifest.architecture != config.type:
+            raise SinewError(
+                f"--bundle {bundle}: expected a bundle of {config.type} as {checkpoint} is, got {manifest.architecture}"
+            )
+        self._device = torch.device(device)
+        self._policy = get_policy_class(config.type).from_pretrained(str(checkpoint), config=config).eval()
+        self._before, self._after = make_pre_post_processors(
+            config,
+            pretrained_path=str(checkpoint),
+            preprocessor_overrides={"device_processor": {"device": device}},
+        )
+        self._processor = Processor(manifest)
+        self.spec = replace(manifest.spec, name=f"{manifest.spec.name}, LeRobot's inference")
+
+    def warm_up(self) -> None:
+        """Do nothing: LeRobot has no such step, and the first chunk's time is its own."""
+
+    def prepare(self, observation: Observation) -> tuple[Observation, np.ndarray, int | None]:
+        """Check an observation as the bundle's own policy would, and draw its noise. Raises ObservationError."""
+        self._processor.check(observation)
+        return observation, *self._processor.noise(observation)
+
+    def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk:
+        """Return the chunk, float32 [H, D] in world units."""
+        observation, noise, seed = prepared
+        begun = time.perf_counter()
+        raw = {f"observation.images.{name}": frame for name, frame in observation.images.items()}
+        raw["observation.state"] = observation.state
+        more = {"noise": torch.from_numpy(noise)[None].to(self._device)} if noise.size else {}
+        with torch.inference_mode():
+            batch = self._before(prepare_observation_for_inference(raw, self._device, observation.prompt, ""))
+            chunk = self._after(self._policy.predict_action_chunk(batch, **more))[0]
+        spent = 1e3 * (time.perf_counter() - begun)
+        return ActionChunk(chunk.float().cpu().numpy(), Timing(total_ms=spent), seed=seed)
+
+    def reset(self, session: str) -> None:
+        """Let LeRobot forget what it queued."""
+        self._policy.reset()
+
+
+def serve(policy: Reference, port: int) -> None:
+    """Answer until the process is told to stop; prints the address once the policy answers."""
+    wires = open_wires(parse([f"native:{port}"]), Listen())
+    scheduler = Scheduler(policy)
+    scheduler.start()
+    runs = {"engine": "lerobot", "engine_reason": "the reference, asked for", "device": str(policy._device)}
+    about = {
+        "server": {"name": "lerobot", "version": "", "dtype": "", **runs},
+        "policy": policy.spec.to_dict(),
+    }
+    process = Process(wires)
+    with process.signals():
+        process.run(
+            Service(Deployment(scheduler, policy.spec, about)),
+            lambda: print(f"ready on {wires[0].address}", flush=True),
+        )
+
+
+def main() -> None:
+    """Parse the line and serve."""
+    parser = argparse.ArgumentParser(prog="python -m lerobot_policy_sinew.reference", description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--port", type=int, default=5556)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="of torch; its own choice if absent")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    try:
+        policy = Reference(given.checkpoint, given.bundle, given.device)
+    except (SinewError, OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    serve(policy, given.port)
+
+
+if __name__ == "__main__":
+    main()
