@@ -183,7 +183,7 @@ def test_every_suite_opens_resets_draws_and_ends(task: str, capsys: pytest.Captu
     first, last = policy.seen[0], policy.seen[-1]
     assert len(policy.seen) == 6
     assert first.images["agentview"].std() > 10
-    assert last.state[2] - first.state[2] > 0.02  # it went up
+    assert last.state[2] - first.state[2] > 0.005  # it went up
     assert first.prompt.split()[0] in ("pick", "open", "put", "turn")
 
 

@@ -15,7 +15,8 @@ import sinew
 from tests.serve.lerobot_releases import CLIENTS, ROOT, lerobot_folder, newest_release
 from tests.serve.test_lerobot_plugin import BLOCKS, SCRIPT, lerobot
 
-pytestmark = pytest.mark.slow  # LeRobot's imports alone take 15 CPU seconds
+# LeRobot's imports alone take 15 CPU seconds.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @newest_release
@@ -45,21 +46,25 @@ def test_lerobots_inference_answers_a_client_as_the_bundle_does(
         ) as server,
         sinew.load(bundle, engine="eager") as policy,
     ):
-        assert server.stdout is not None
-        ready = server.stdout.readline()
-        assert ready.startswith("ready on tcp://127.0.0.1:"), (tmp_path / "log").read_text()[-2000:]
-        rng = np.random.default_rng(0)
-        frames = {c.name: rng.integers(0, 256, (c.height, c.width, 3), np.uint8) for c in policy.spec.cameras}
-        seen = {
-            "images": frames,
-            "state": rng.normal(size=policy.spec.state.dim).astype(np.float32),
-            "prompt": "",
-        }
-        with Client(ready.split()[-1], timeout=60) as client:
-            theirs, ours = client.infer(seen).actions, policy.infer(seen).actions
-            assert client.spec.name.endswith("LeRobot's inference")
-        server.terminate()
-        assert server.wait(60) == 0
+        try:
+            assert server.stdout is not None
+            ready = server.stdout.readline()
+            assert ready.startswith("ready on tcp://127.0.0.1:"), (tmp_path / "log").read_text()[-2000:]
+            rng = np.random.default_rng(0)
+            frames = {
+                c.name: rng.integers(0, 256, (c.height, c.width, 3), np.uint8) for c in policy.spec.cameras
+            }
+            seen = {
+                "images": frames,
+                "state": rng.normal(size=policy.spec.state.dim).astype(np.float32),
+                "prompt": "",
+            }
+            with Client(ready.split()[-1], timeout=60) as client:
+                theirs, ours = client.infer(seen).actions, policy.infer(seen).actions
+                assert client.spec.name.endswith("LeRobot's inference")
+        finally:
+            server.terminate()
+        assert server.wait(120) == 0
     assert np.ptp(ours) > 0.1
     assert theirs == pytest.approx(ours, abs=1e-4)
 

@@ -3,9 +3,9 @@
     python -m lerobot_policy_sinew.reference CHECKPOINT --bundle policy.gguf --port 5556
     sinew eval policy.gguf --suite libero_object --compare tcp://127.0.0.1:5556
 
-The first line wants LeRobot and sinew in one environment (the extra ``local``). CHECKPOINT is the folder that the bundle
-was converted from, with LeRobot's processors in it. Everything between frames and actions is LeRobot's. The bundle says
-cameras, state and actions, and draws the noise of a request's seed, so that both policies start from the same numbers.
+The first line wants LeRobot and sinew in one environment (the extra ``local``). CHECKPOINT is the folder that the
+bundle was converted from, with LeRobot's processors in it. Everything between frames and actions is LeRobot's. The
+bundle says cameras, state and actions, and draws the noise of a request's seed: both policies start from the same one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lerobot
 import numpy as np
 import torch
 from lerobot.configs.policies import PreTrainedConfig
@@ -26,6 +27,7 @@ from lerobot.policies.utils import prepare_observation_for_inference
 from sinew.core import ActionChunk, Observation, SinewError, Timing
 from sinew.policy import open_bundle
 from sinew.processing import Processor
+from sinew.records import arithmetic
 from sinew.serve.policies import Deployment
 from sinew.serve.process import Process
 from sinew.serve.scheduler import Scheduler
@@ -49,13 +51,14 @@ class Reference(ServedPolicy):
             raise SinewError(
                 f"--bundle {bundle}: expected a bundle of {config.type} as {checkpoint} is, got {manifest.architecture}"
             )
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self._policy = get_policy_class(config.type).from_pretrained(str(checkpoint), config=config).eval()
         self._before, self._after = make_pre_post_processors(
             config,
             pretrained_path=str(checkpoint),
             preprocessor_overrides={"device_processor": {"device": device}},
         )
+        self.dtype = str(next(self._policy.parameters()).dtype).removeprefix("torch.")
         self._processor = Processor(manifest)
         self.spec = replace(manifest.spec, name=f"{manifest.spec.name}, LeRobot's inference")
 
@@ -73,9 +76,9 @@ class Reference(ServedPolicy):
         begun = time.perf_counter()
         raw = {f"observation.images.{name}": frame for name, frame in observation.images.items()}
         raw["observation.state"] = observation.state
-        more = {"noise": torch.from_numpy(noise)[None].to(self._device)} if noise.size else {}
+        more = {"noise": torch.from_numpy(noise)[None].to(self.device)} if noise.size else {}
         with torch.inference_mode():
-            batch = self._before(prepare_observation_for_inference(raw, self._device, observation.prompt, ""))
+            batch = self._before(prepare_observation_for_inference(raw, self.device, observation.prompt, ""))
             chunk = self._after(self._policy.predict_action_chunk(batch, **more))[0]
         spent = 1e3 * (time.perf_counter() - begun)
         return ActionChunk(chunk.float().cpu().numpy(), Timing(total_ms=spent), seed=seed)
@@ -90,16 +93,25 @@ def serve(policy: Reference, port: int) -> None:
     wires = open_wires(parse([f"native:{port}"]), Listen())
     scheduler = Scheduler(policy)
     scheduler.start()
-    runs = {"engine": "lerobot", "engine_reason": "the reference, asked for", "device": str(policy._device)}
     about = {
-        "server": {"name": "lerobot", "version": "", "dtype": "", **runs},
+        "server": {
+            "name": "lerobot",
+            "version": lerobot.__version__,
+            "engine": "lerobot",
+            "engine_reason": "the reference, asked for",
+            "device": str(policy.device),
+            "device_reason": "--device",
+            "dtype": policy.dtype,
+            "dtype_reason": "the checkpoint's weights",
+            **arithmetic.about(torch.get_num_threads()),
+        },
         "policy": policy.spec.to_dict(),
     }
     process = Process(wires)
     with process.signals():
         process.run(
             Service(Deployment(scheduler, policy.spec, about)),
-            lambda: print(f"ready on {wires[0].address}", flush=True),
+            lambda: print(f"ready on {wires[0].address}", flush=True),  # noqa: T201 - for who waits
         )
 
 
