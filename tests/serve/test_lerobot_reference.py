@@ -12,6 +12,7 @@ import pytest
 from sinew_client import Client
 
 import sinew
+from sinew.eval.policies import identity
 from tests.serve.lerobot_releases import CLIENTS, ROOT, lerobot_folder, newest_release
 from tests.serve.test_lerobot_plugin import BLOCKS, SCRIPT, lerobot
 
@@ -48,7 +49,9 @@ def test_lerobots_inference_answers_a_client_as_the_bundle_does(
     ):
         try:
             assert server.stdout is not None
-            ready = server.stdout.readline()
+            ready = next(
+                (line for line in server.stdout if line.startswith("ready on ")), ""
+            )  # LeRobot prints, too
             assert ready.startswith("ready on tcp://127.0.0.1:"), (tmp_path / "log").read_text()[-2000:]
             rng = np.random.default_rng(0)
             frames = {
@@ -59,7 +62,9 @@ def test_lerobots_inference_answers_a_client_as_the_bundle_does(
                 "state": rng.normal(size=policy.spec.state.dim).astype(np.float32),
                 "prompt": "",
             }
-            with Client(ready.split()[-1], timeout=60) as client:
+            address = ready.split()[-1]
+            assert identity(address)["dtype"] == "float32"  # what a report of `sinew eval --compare` reads
+            with Client(address, timeout=60) as client:
                 theirs, ours = client.infer(seen).actions, policy.infer(seen).actions
                 assert client.spec.name.endswith("LeRobot's inference")
         finally:

@@ -88,7 +88,9 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
     """Link a simulator's meshes to where it looks for them: the hub's, or else the copy of the package index."""
     packages = next(python.parent.parent.glob("[Ll]ib/**/site-packages"))
     place = packages / meshes.place
-    if (place / meshes.has).is_file() and not place.is_symlink():
+    if place.is_dir() and not place.is_symlink():
+        if not (place / meshes.has).is_file():
+            raise SinewError(f"{place}: expected {meshes.has} in it, got none; remove this folder")
         progress.say(f"meshes of {simulator}: as they lie in {place}")
         return
     place.unlink(missing_ok=True)
