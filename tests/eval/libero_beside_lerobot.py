@@ -1,8 +1,7 @@
-"""LIBERO as Sinew plays it beside LeRobot's own environment, its observation processor included, with the same actions.
+"""LIBERO as Sinew plays it beside LeRobot's environment and observation processor, with our expert's actions.
 
-``python libero_beside_lerobot.py SINEW CLIENT LEROBOT... TASK TRIAL STEPS`` in LIBERO's interpreter; the folders come
-onto the path, LeRobot's and torch's last. Our scripted expert acts in the first environment and its actions are played
-again in the second, STEPS at most. Prints one JSON object: what differs, over all steps and every eighth frame.
+``python libero_beside_lerobot.py SINEW CLIENT LEROBOT... TASK TRIAL STEPS`` in LIBERO's interpreter, with folders for
+its path, LeRobot's and torch's last. Prints what differs, as JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if not hasattr(torch.ops.torchvision, "nms"):
 EVERY = 8  # a frame is looked at, as a chunk would be asked for
 
 
-def play_ours() -> tuple[list[np.ndarray], list[dict], list[bool], str]:
+def play_ours() -> tuple[list, list, list]:
     env = libero.Simulator([TASK])
     adapter = Mapped(env, libero.MAPPING)
     raw, _ = env.reset(seed=int(TRIAL))
@@ -47,7 +46,7 @@ def play_ours() -> tuple[list[np.ndarray], list[dict], list[bool], str]:
         if done:
             break
     env.close()
-    return actions, seen, success, seen[0]["prompt"]
+    return actions, seen, success
 
 
 def look(adapter: Mapped, raw: dict) -> dict:
@@ -55,7 +54,7 @@ def look(adapter: Mapped, raw: dict) -> dict:
     return {**seen, "images": {name: np.array(frame) for name, frame in seen["images"].items()}}
 
 
-def play_theirs(actions: list[np.ndarray]) -> tuple[list[dict], list[bool], str]:
+def play_theirs(actions: list) -> tuple[list, list, str]:
     from lerobot.envs.libero import LiberoEnv, _get_suite
     from lerobot.envs.utils import preprocess_observation
     from lerobot.processor.env_processor import LiberoProcessorStep
@@ -89,7 +88,7 @@ def play_theirs(actions: list[np.ndarray]) -> tuple[list[dict], list[bool], str]
 
 
 def main() -> None:
-    actions, mine, won, prompt = play_ours()
+    actions, mine, won = play_ours()
     other, also_won, their_prompt = play_theirs(actions)
     state = max(np.abs(a["state"] - b["state"]).max() for a, b in zip(mine, other, strict=True))
     frames = [
@@ -99,9 +98,8 @@ def main() -> None:
     ]
     found = {
         "steps": len(actions),
-        "prompts": [prompt, their_prompt],
+        "prompts": [mine[0]["prompt"], their_prompt],
         "state": float(state),
-        "moved": float(np.ptp([each["state"][:3] for each in mine], axis=0).max()),
         "frames": len(frames),
         "pixels": sum(frames),
         "success": [won, also_won],

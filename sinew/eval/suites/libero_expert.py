@@ -16,23 +16,20 @@ import numpy as np
 from sinew.core import SinewError
 from sinew.sim.experts import Act
 
-METRES, RADIANS = 0.05, 0.5  # that an action of 1 moves the controller's goal by
+METRES, RADIANS = 0.05, 0.5  # of an action of 1
 OPEN, CLOSE = -1.0, 1.0
-GAIN = 2.0  # the hand follows a goal that is renewed in every step by an eighth of the way
-FINGER = 0.04  # of the fingers' pads, metres below the object's top
-CLEAR, NEAR, TURNED = 0.04, 0.008, 0.06  # metres above what is passed; metres and radians that count as there
-WIDEST = 0.075  # metres between open fingers, less a little
-PALM = (0.105, 0.035)  # half of its length (along which the fingers close) and of its width, metres
-ABOVE = 0.045  # of the palm over the point between the pads, metres
-PATIENCE = 40  # control steps until a place counts as reached anyway
-SQUEEZE = 8  # control steps in which the fingers close, or open
+GAIN = 2.0
+FINGER = 0.04  # metres from the object's top to the pads
+CLEAR, NEAR, TURNED = 0.04, 0.008, 0.06  # metres above what is passed; what counts as there
+WIDEST = 0.075  # metres between open fingers
+PALM = (0.105, 0.035)  # half its length (as the fingers close) and width, metres
+ABOVE = 0.045  # metres from the pads to the palm
+PATIENCE = 40  # control steps until a place counts as reached
+SQUEEZE = 8  # control steps to close the fingers, or open them
 
 
 def begin(simulator: Any) -> Act:
-    """Return what to do in an episode that has begun: float32 [1, 7], asked once in every control step.
-
-    Raises :class:`SinewError` for a task that wants more than putting things in or on others.
-    """
+    """Return what is asked once in every control step, float32 [1, 7]. Raises SinewError for other tasks."""
     env = simulator.robosuite
     goals = env.parsed_problem["goal_state"]
     if any(goal[0] not in ("in", "on") for goal in goals):
@@ -49,7 +46,7 @@ def _play(env: Any, goals: list[tuple[str, str]]) -> Iterator[np.ndarray]:
     while True:
         for thing, place in goals:
             yield from _put(hand, env, thing, place)
-        yield from hand.rest(1, OPEN)  # the episode has ended, unless something fell: then once more
+        yield from hand.rest(1, OPEN)  # where the episode goes on, something fell
 
 
 def _put(hand: Hand, env: Any, thing: str, place: str) -> Iterator[np.ndarray]:
@@ -86,8 +83,6 @@ def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
 
 
 class Hand:
-    """The arm's hand, as its controller sees it."""
-
     def __init__(self, env: Any):
         self.robot, self.data = env.robots[0], env.sim.data
         self.down = self.robot.controller.ee_ori_mat.copy()  # fingers down, as an episode begins
@@ -95,10 +90,7 @@ class Hand:
             self.data.body_xpos[env.sim.model.body_name2id(f"gripper0_{side}finger")]
             for side in ("left", "right")
         )
-        self.across = np.arctan2(
-            *(left - right)[1::-1]
-        )  # direction in which the fingers close, at that orientation
-        self.yaw = self.across
+        self.across = self.yaw = np.arctan2(*(left - right)[1::-1])  # in which the fingers close, so oriented
 
     def go(self, place: Any, yaw: float, grip: float, near: float = NEAR) -> Iterator[np.ndarray]:
         """Move until there. place: of the point between the pads, metres; yaw: in which the fingers close, radians."""
@@ -147,10 +139,7 @@ def grasp(points: np.ndarray, yaw: float, around: np.ndarray) -> tuple[np.ndarra
 
 
 def corners(sim: Any, body: int) -> np.ndarray:
-    """Points [N, 3] in metres, of the world, whose hull is what a body and those below it collide with.
-
-    Vertices of meshes; of other geometries the corners of the box around them (mujoco's ``geom_aabb``).
-    """
+    """Return vertices [N, 3] of what a body collides with, metres in the world; boxes around what is no mesh."""
     model, data = sim.model._model, sim.data  # noqa: SLF001 - mujoco's own, below robosuite's names
     found = [np.zeros((0, 3))]
     for geom in range(model.ngeom):
@@ -171,13 +160,13 @@ def corners(sim: Any, body: int) -> np.ndarray:
 
 
 def turn(angle: float) -> np.ndarray:
-    """Return the rotation matrix [3, 3] about the vertical."""
+    """Return the rotation about the vertical, [3, 3]."""
     c, s = np.cos(angle), np.sin(angle)
     return np.array([[c, -s, 0], [s, c, 0], [0, 0, 1.0]])
 
 
 def rotation_vector(rotation: np.ndarray) -> np.ndarray:
-    """Rotation matrix [3, 3] of less than half a turn -> axis times angle [3], radians."""
+    """Rotation [3, 3] of less than half a turn -> axis times angle [3]."""
     axis = np.array(
         [rotation[2, 1] - rotation[1, 2], rotation[0, 2] - rotation[2, 0], rotation[1, 0] - rotation[0, 1]]
     )

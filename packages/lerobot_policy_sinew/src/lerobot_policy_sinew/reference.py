@@ -3,9 +3,8 @@
     python -m lerobot_policy_sinew.reference CHECKPOINT --bundle policy.gguf --port 5556
     sinew eval policy.gguf --suite libero_object --compare tcp://127.0.0.1:5556
 
-The first line wants LeRobot and sinew in one environment (the extra ``local``). CHECKPOINT is the folder that the
-bundle was converted from, with LeRobot's processors in it. Everything between frames and actions is LeRobot's. The
-bundle says cameras, state and actions, and draws the noise of a request's seed: both policies start from the same one.
+The first wants LeRobot and sinew in one environment (the extra ``local``). CHECKPOINT is what the bundle was converted
+from. The bundle says cameras, state and actions, and draws the noise of a request's seed; all else is LeRobot's.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ from sinew.serve.wires import open_wires, parse
 
 
 class Reference(ServedPolicy):
-    """A checkpoint as LeRobot runs it, on one device, in the precision of its weights.
-
-    Raises :class:`SinewError` where checkpoint and bundle are not of the same kind.
-    """
+    """A checkpoint as LeRobot runs it. Raises :class:`SinewError` for a bundle of another kind."""
 
     def __init__(self, checkpoint: Path, bundle: Path, device: str = "cpu"):
         config = PreTrainedConfig.from_pretrained(str(checkpoint))
@@ -63,10 +59,10 @@ class Reference(ServedPolicy):
         self.spec = replace(manifest.spec, name=f"{manifest.spec.name}, LeRobot's inference")
 
     def warm_up(self) -> None:
-        """Do nothing: LeRobot has no such step, and the first chunk's time is its own."""
+        """Do nothing, as LeRobot does."""
 
     def prepare(self, observation: Observation) -> tuple[Observation, np.ndarray, int | None]:
-        """Check an observation as the bundle's own policy would, and draw its noise. Raises ObservationError."""
+        """Check an observation as the bundle's policy would, and draw its noise."""
         self._processor.check(observation)
         return observation, *self._processor.noise(observation)
 
@@ -76,7 +72,7 @@ class Reference(ServedPolicy):
         begun = time.perf_counter()
         raw = {f"observation.images.{name}": frame for name, frame in observation.images.items()}
         raw["observation.state"] = observation.state
-        more = {"noise": torch.from_numpy(noise)[None].to(self.device)} if noise.size else {}
+        more = {"noise": torch.from_numpy(noise)[None].to(self.device)} if self.spec.noise_dim else {}
         with torch.inference_mode():
             batch = self._before(prepare_observation_for_inference(raw, self.device, observation.prompt, ""))
             chunk = self._after(self._policy.predict_action_chunk(batch, **more))[0]
@@ -89,7 +85,7 @@ class Reference(ServedPolicy):
 
 
 def serve(policy: Reference, port: int) -> None:
-    """Answer until the process is told to stop; prints the address once the policy answers."""
+    """Answer until told to stop; prints the address first."""
     wires = open_wires(parse([f"native:{port}"]), Listen())
     scheduler = Scheduler(policy)
     scheduler.start()
@@ -98,7 +94,7 @@ def serve(policy: Reference, port: int) -> None:
             "name": "lerobot",
             "version": lerobot.__version__,
             "engine": "lerobot",
-            "engine_reason": "the reference, asked for",
+            "engine_reason": "the reference",
             "device": str(policy.device),
             "device_reason": "--device",
             "dtype": policy.dtype,
@@ -116,17 +112,14 @@ def serve(policy: Reference, port: int) -> None:
 
 
 def main() -> None:
-    """Parse the line and serve."""
+    """Parse the line, and serve."""
     parser = argparse.ArgumentParser(prog="python -m lerobot_policy_sinew.reference", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--port", type=int, default=5556)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, help="of torch; its own choice if absent")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    if given.threads:
-        torch.set_num_threads(given.threads)
     try:
         policy = Reference(given.checkpoint, given.bundle, given.device)
     except (SinewError, OSError, ValueError) as error:
