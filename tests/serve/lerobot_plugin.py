@@ -9,8 +9,8 @@ or why there is none.
 ``resets OPTIONS...`` begins an episode of Blocks-v0 with each JSON object and prints what came of it. ``episodes
 ADDRESS`` prints how many rows LeRobot's rtc engine gets around resets, ``ahead ADDRESS`` the rows of two episodes.
 ``guidance CASES...`` solves a toy head with LeRobot's real-time chunking and by what the plugin asks a server for.
-``dataset FOLDER`` opens a data set with LeRobot's class and prints its frames. ``lerobot-eval FLAGS`` is that command,
-by its entry point; so are its others.
+``dataset FOLDER`` opens a data set with LeRobot's class and prints its frames. ``reference FLAGS`` is the plugin's
+module of that name. ``lerobot-eval FLAGS`` is that command, by its entry point; so are its others.
 """
 
 from __future__ import annotations
@@ -278,6 +278,9 @@ if __name__ == "__main__":
     program = sys.argv[1]
     if program in ("factory", "refusals", "resets", "dataset", "guidance", "episodes", "ahead"):
         globals()[program](*sys.argv[2:])
+    elif program == "reference":
+        sys.argv = sys.argv[1:]
+        importlib.import_module("lerobot_policy_sinew.reference").main()
     else:
         (point,) = entry_points(group="console_scripts", name=program)
         sys.argv = sys.argv[1:]

