@@ -24,7 +24,7 @@ from benchmarks.wire_clients import OpenPI, _pack, _unpack
 from sinew.cli import main
 from sinew.core import Observation
 from sinew.serve import scheduler as scheduling
-from sinew.serve.deploy import Given, deploy
+from sinew.serve.deploy import ServingLimits, deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.policies import Deployment
 from sinew.serve.request import Request, ShuttingDownError
@@ -49,7 +49,7 @@ ASKED = [observation(1), observation(2, size=3), observation(3), observation(4)]
 def served() -> Iterator[SimpleNamespace]:
     """pen with batches of up to three, on a wire of each kind."""
     with sinew.load("sinew/assets/pen.gguf", "cpu", threads=1) as pen:
-        deployment = deploy(pen, Given(max_batch=3), Supervisor(), DeviceLock())
+        deployment = deploy(pen, ServingLimits(max_batch=3), Supervisor(), DeviceLock())
         service = Service(deployment)
         wires = [
             *open_wires(parse(["native:0", "openpi:0"]), Listen()),
