@@ -217,6 +217,8 @@ class EagerEngine(Engine):
             )  # whoever gave them goes on to train them
         self.model.load_state_dict(own | found, strict=True, assign=True)
         self.model.requires_grad_(False)
+        if self.reuse is not None:
+            self.reuse.forget()
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         """Return what each step takes from the time, or from the times of its rows."""
