@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,8 @@ class QueueServer:
             def do_GET(self) -> None:
                 server.answer(self)
 
-            do_POST = do_GET
+            def do_POST(self) -> None:
+                server.answer(self)
 
             def log_message(self, *_: Any) -> None:
                 return
@@ -186,7 +188,7 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, *_: Any) -> None:
         """Say nothing of a peer that left: it asks again."""
-        logger.debug("a request ended early", exc_info=True)
+        logger.debug("a request ended early: %s", sys.exception())
 
 
 class RemoteQueue:

@@ -413,7 +413,8 @@ def test_the_commands_of_a_control_step_share_its_velocity() -> None:
         robot: Any = opener({**POSES, "control_hz": 5.0})[0]
         start = robot.chain.ready()
         robot.observe()
-        tip = robot.chain.forward(start + [0.75 * robot.chain.velocity[0] / 20.0, 0, 0, 0, 0, 0])
+        start[0] += 0.75 * robot.chain.velocity[0] / 20.0
+        tip = robot.chain.forward(start)
         row = np.float32([*tip.place, *to_vector(tip.turn), 0.0])
         with contextlib.nullcontext() if taken else pytest.raises(NoCommand, match="faster than"):
             robot.act(row)
