@@ -24,7 +24,7 @@ from benchmarks.wire_clients import OpenPI, _pack, _unpack
 from sinew.cli import main
 from sinew.core import Observation
 from sinew.serve import scheduler as scheduling
-from sinew.serve.deploy import Given, deploy
+from sinew.serve.deploy import ServingLimits, deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.policies import Deployment
 from sinew.serve.request import Request, ShuttingDownError
@@ -32,7 +32,7 @@ from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
-from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, until
+from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, desk, until
 
 
 def observation(seed: int, size: int = 1) -> dict[str, Any]:
@@ -49,7 +49,7 @@ ASKED = [observation(1), observation(2, size=3), observation(3), observation(4)]
 def served() -> Iterator[SimpleNamespace]:
     """pen with batches of up to three, on a wire of each kind."""
     with sinew.load("sinew/assets/pen.gguf", "cpu", threads=1) as pen:
-        deployment = deploy(pen, Given(max_batch=3), Supervisor(), DeviceLock())
+        deployment = deploy(pen, ServingLimits(max_batch=3), Supervisor(), DeviceLock())
         service = Service(deployment)
         wires = [
             *open_wires(parse(["native:0", "openpi:0"]), Listen()),
@@ -62,6 +62,15 @@ def served() -> Iterator[SimpleNamespace]:
         assert deployment.scheduler.join(WAIT_S)
         for wire in wires:
             wire.stop()
+
+
+def test_each_is_told_of_in_its_own_session() -> None:
+    told = []
+    with desk() as there, Client(there.native, timeout=WAIT_S) as client:
+        there.service.subscribe(lambda request, _outcome, _seconds: told.append(request.session))
+        client.infer_all([{**GOOD, "session": name} for name in ("left", "right")])
+        until(lambda: len(told) == 2)
+    assert sorted(told) == ["left", "right"]
 
 
 def check(pen: Any, actions: Sequence[Any], batches: Sequence[float], error: str) -> None:
