@@ -74,7 +74,7 @@ def _put(hand: Hand, env: Any, thing: str, place: str) -> Iterator[np.ndarray]:
 
 
 def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
-    """Where a thing is put: xy, and the height that it has to pass, in metres."""
+    """Return where a thing is put: xy, and the height that it has to pass, in metres."""
     state = env.object_states_dict[place]
     body = env.obj_body_id[getattr(state, "parent_name", None) or place]
     points = corners(env.sim, body)
@@ -112,7 +112,7 @@ class Hand:
 
 
 def grasp(points: np.ndarray, yaw: float, around: np.ndarray) -> tuple[np.ndarray, float]:
-    """Corners [N, 2] of an object from above -> the hand's place [2], metres, and the direction in which it closes.
+    """Return the hand's place [2], metres, and the direction in which it closes, for an object's corners [N, 2] from above.
 
     The narrowest direction, or one less far from ``yaw`` that is at most 10 mm wider per radian; beside the middle as
     far as the fingers allow where the palm would otherwise meet ``around``, points [M, 2]. Directions are modulo pi,
