@@ -112,7 +112,7 @@ class Hand:
 
 
 def grasp(points: np.ndarray, yaw: float, around: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the hand's place [2], metres, and the direction in which it closes, for an object's corners [N, 2] from above.
+    """Return the hand's place [2], metres, and the direction in which it closes, of corners [N, 2] from above.
 
     The narrowest direction, or one less far from ``yaw`` that is at most 10 mm wider per radian; beside the middle as
     far as the fingers allow where the palm would otherwise meet ``around``, points [M, 2]. Directions are modulo pi,
