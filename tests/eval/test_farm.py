@@ -432,7 +432,7 @@ def test_whoever_has_no_key_is_not_read_and_a_bundle_is_never_whole_in_memory(
     )
     queue = hosts.RemoteQueue(server.address, "one", 1.0)
     place = urlsplit(server.address)
-    with socket.create_connection((place.hostname, place.port), 20.0) as stranger:
+    with socket.create_connection((str(place.hostname), place.port or 0), 20.0) as stranger:
         stranger.sendall(b"POST /claim HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
         assert stranger.recv(100).startswith(b"HTTP/1.1 401")  # before anything of it is there
     queue.beat()
@@ -450,9 +450,13 @@ def test_whoever_has_no_key_is_not_read_and_a_bundle_is_never_whole_in_memory(
         (tmp_path / farm.PLAYED / job.name).touch()
     heard, played = threading.Event(), farm.EpisodeQueue.played
 
+    def hears() -> None:
+        server._claimed("one")
+        heard.set()
+
     def looks(queue: farm.EpisodeQueue, job: farm.Job) -> bool:
         if threading.current_thread() is threading.main_thread() and not heard.is_set():
-            threading.Thread(target=lambda: (server._claimed("one"), heard.set())).start()
+            threading.Thread(target=hears).start()
             heard.wait(0.2)
         return played(queue, job)
 

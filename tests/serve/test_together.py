@@ -65,7 +65,7 @@ def served() -> Iterator[SimpleNamespace]:
 
 
 def test_each_is_told_of_in_its_own_session() -> None:
-    told = []
+    told: list[str] = []
     with desk() as there, Client(there.native, timeout=WAIT_S) as client:
         there.service.subscribe(lambda request, _outcome, _seconds: told.append(request.session))
         client.infer_all([{**GOOD, "session": name} for name in ("left", "right")])
