@@ -105,7 +105,7 @@ def run(
             rule = assist_rule(target, assist, assist_when)
             lead.check()
             edge = None if edge_adapter is None else Adapter.read(edge_adapter)
-            open_robot = on.opener()  # before anything is loaded
+            open_robot = on.opener(substeps)  # before anything is loaded
             policy, about, connect = open_connection(target, runs, split, key, frames_as)
             sending = getattr(connect, "frames", None)
             connect = conditioned(connect, about, advantage, guidance_scale)

@@ -75,11 +75,11 @@ class RobotFlags:
     episodes: CountIfAny = None
     record: Path | None = None
 
-    def opener(self) -> Callable[[dict[str, Any]], Opened]:
+    def opener(self, substeps: int = 1) -> Callable[[dict[str, Any]], Opened]:
         """Return what opens the robot for a policy (:func:`robot_opener`)."""
         return robot_opener(
             self.robot, self.robot_options, self.rename, self.episodes, self.rename_joint,
-            self.kinematics, self.kinematics_options, self.hz,
+            self.kinematics, self.kinematics_options, self.hz, substeps,
         )  # fmt: skip
 
     def opened(
@@ -159,10 +159,12 @@ def robot_opener(
     kinematics: Path | None = None,
     kinematics_options: str | None = None,
     hz: float | None = None,
+    substeps: int = 1,
 ) -> Callable[[dict[str, Any]], Opened]:
     """Return what opens a robot for a policy: the robot, its own instruction and its own rate.
 
-    kinematics: by which the policy's poses become its joints, at a control rate of ``hz``, the policy's if absent.
+    kinematics: by which the policy's poses become its joints, at a control rate of ``hz``, the policy's if absent,
+    with ``substeps`` commands in each control step.
     What can be wrong without a policy is said here, before one is loaded.
     """
     given = json_object("--robot-options", options) or {}
@@ -171,7 +173,7 @@ def robot_opener(
     text = EMBEDDED.get(text, text)
     kind, _, rest = text.partition(":")
     if kinematics is not None:
-        return _posed(text, options, rename, kinematics, kinematics_options, places, hz)
+        return _posed(text, options, rename, kinematics, kinematics_options, places, hz, substeps)
     if kinematics_options is not None:
         raise SinewError("--kinematics-options: expected --kinematics beside it, got none")
     if episodes is not None and kind != "gym":
@@ -218,6 +220,7 @@ def _posed(
     kinematics_options: str | None,
     joints: Mapping[str, str],
     hz: float | None,
+    substeps: int,
 ) -> Callable[[dict[str, Any]], Opened]:
     """Return what opens a robot of joints for a policy of poses."""
     if text.startswith("gym:"):
@@ -237,9 +240,8 @@ def _posed(
         machine, task, rate = opener({**policy, "state": own, "action": own})
         if text == "dry":
             machine.state[: len(chain.joints)] = chain.ready()
-        robot = EndEffector(
-            machine, chain, chosen, policy, float(hz or rate or policy.get("control_hz") or 1.0), joints
-        )
+        commands_hz = substeps * float(hz or rate or policy.get("control_hz") or 1.0)
+        robot = EndEffector(machine, chain, chosen, policy, commands_hz, joints)
         terminal.say(robot.text())
         return robot, task, rate
 

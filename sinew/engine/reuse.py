@@ -63,6 +63,11 @@ class Reuse:
             self._tried[key] = why
         return self._tried[key]
 
+    def forget(self) -> None:
+        """Keep nothing of what was computed so far, as the weights are others."""
+        self._views.clear()
+        self._contexts.clear()
+
     def tokens(self, pixels: np.ndarray, watch: Watch) -> Any:
         """Return what encoding ``pixels`` gives, of which views that were seen before are not computed."""
         if len(pixels) != 1 or self._tried.get(key := (self._threads(), pixels.shape), "not tried"):

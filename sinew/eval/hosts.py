@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import hmac
 import http.client
+import io
 import json
+import logging
+import os
 import re
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 from sinew.auth import KEY_VARIABLE, key_from_environment
@@ -31,11 +36,15 @@ from sinew.core import SinewError
 from sinew.eval.farm import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job, line
 from sinew.eval.runner import Episode
 
+logger = logging.getLogger(__name__)
+
 SCHEME = "http://"
 ANSWER_S = 10.0  # for an answer, until it is asked again
 AWAY_S = 60.0  # without one, until a worker gives up
 AGAIN_S = 0.2  # between two tries
 TOLD_S = 3.0  # for workers to hear that all is played
+BLOCK = 1 << 20  # bytes of a bundle that are in memory
+MOST_THREADS = 256  # of this process, each connection has one; others are closed, and try again
 KEY_HEADER = "X-API-Key"
 WORKER = re.compile(r"[\w.-]{1,100}")
 
@@ -63,59 +72,70 @@ class QueueServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            timeout = 4 * AWAY_S
+            timeout = ANSWER_S  # until it is known who asks
 
             def do_GET(self) -> None:
-                server.answer(self, b"")
+                server.answer(self)
 
             def do_POST(self) -> None:
-                length = self.headers.get("Content-Length", "")
-                if not length.isdecimal() or int(length) > MAX_BYTES:
-                    self.send_error(413)
-                    return
-                server.answer(self, self.rfile.read(int(length)))
+                server.answer(self)
 
             def log_message(self, *_: Any) -> None:
                 return
 
         try:
-            self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
+            self._server = _Server((host.strip("[]"), int(port)), Handler)
         except (OSError, OverflowError) as error:
             raise SinewError(f"--listen {address}: {error}") from None
-        self._server.daemon_threads = True
         self.address = f"{SCHEME}{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
         """Wait for workers to hear that all is played, if it is, for up to TOLD_S; then end."""
         until = time.monotonic() + TOLD_S
-        while not self._still() and self._untold and time.monotonic() < until:
+        while self._waited_for() and time.monotonic() < until:
             time.sleep(0.05)
         self._server.shutdown()
         self._server.server_close()
 
-    def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
-        """Answer a request, or refuse it by its status."""
+    def _waited_for(self) -> bool:
+        with self._lock:
+            return not self._still() and bool(self._untold)
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        """Answer a request, or refuse it by its status. What comes without the key is not read."""
         given = request.headers.get(KEY_HEADER, "")
         if not hmac.compare_digest(given.encode(), self._key.encode()):
             request.send_error(401, f"expected the key of the run in {KEY_VARIABLE}")
             return
-        url = urlsplit(request.path)
+        request.connection.settimeout(4 * AWAY_S)
+        length = request.headers.get("Content-Length", "0")
+        if not length.isdecimal() or int(length) > MAX_BYTES:
+            request.send_error(413)
+            return
+        body, url = request.rfile.read(int(length)), urlsplit(request.path)
         try:
             found = self._found(request.command, url.path.split("/")[1:], parse_qs(url.query), body)
-        except (KeyError, ValueError, IndexError, OSError) as error:
+        except (KeyError, ValueError, TypeError, IndexError, OSError) as error:
             request.send_error(404, f"not found: {type(error).__name__}")
             return
-        request.send_response(200)
-        request.send_header("Content-Length", str(len(found)))
-        request.end_headers()
-        request.wfile.write(found)
+        with found:
+            request.send_response(200)
+            request.send_header("Content-Length", str(found.seek(0, os.SEEK_END)))
+            request.end_headers()
+            found.seek(0)
+            shutil.copyfileobj(found, request.wfile, BLOCK)
 
-    def _found(self, verb: str, place: Sequence[str], query: Mapping[str, list[str]], body: bytes) -> bytes:
+    def _found(
+        self, verb: str, place: Sequence[str], query: Mapping[str, list[str]], body: bytes
+    ) -> BinaryIO:
+        if verb == "GET" and place[0] == "bundle":
+            return Path(self._plan.variants[int(place[1])].target).open("rb")
+        return io.BytesIO(self._said(verb, place, query, body))
+
+    def _said(self, verb: str, place: Sequence[str], query: Mapping[str, list[str]], body: bytes) -> bytes:
         if verb == "GET" and place == ["plan"]:
             return (self._folder / PLAN).read_bytes()
-        if verb == "GET" and place[0] == "bundle":
-            return Path(self._plan.variants[int(place[1])].target).read_bytes()
         if verb == "POST" and place == ["claim"]:
             return json.dumps(self._claimed(_worker(json.loads(body)["worker"]))).encode()
         if verb == "POST" and place == ["beat"]:
@@ -160,6 +180,17 @@ def _worker(name: str) -> str:
     return name
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def verify_request(self, *_: Any) -> bool:
+        return threading.active_count() < MOST_THREADS
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing of a peer that left: it asks again."""
+        logger.debug("a request ended early: %s", sys.exception())
+
+
 class RemoteQueue:
     """What a shard asks of a queue elsewhere; see :class:`sinew.eval.farm.EpisodeQueue`.
 
@@ -190,8 +221,10 @@ class RemoteQueue:
     def beat(self) -> None:
         self.ask("POST", "/beat", {"worker": self.worker})
 
-    def ask(self, verb: str, path: str, given: Mapping[str, Any] | bytes | None = None) -> bytes:
-        """Return an answer, asked for until there is one."""
+    def ask(
+        self, verb: str, path: str, given: Mapping[str, Any] | bytes | None = None, into: Path | None = None
+    ) -> bytes:
+        """Return an answer, asked for until there is one. into: a file for it, which may be larger than memory."""
         body = given if isinstance(given, bytes | None) else json.dumps(given).encode()
         began = time.monotonic()
         while True:
@@ -201,8 +234,14 @@ class RemoteQueue:
                     host = urlsplit(self.address).netloc
                     connection = self._local.connection = http.client.HTTPConnection(host, timeout=ANSWER_S)
                 connection.request(verb, path, body, {KEY_HEADER: key_from_environment()})
-                answer = connection.getresponse()
-                found: bytes = answer.read()
+                answer, found = connection.getresponse(), b""
+                if into is None or answer.status != 200:
+                    found = answer.read()
+                else:
+                    with into.open("wb") as file:
+                        shutil.copyfileobj(answer, file, BLOCK)
+                        if answer.length:
+                            raise http.client.IncompleteRead(b"", answer.length)
             except (OSError, http.client.HTTPException) as error:
                 self._local.connection = None
                 if time.monotonic() - began > AWAY_S:
@@ -228,7 +267,7 @@ def fetch(address: str, folder: Path) -> FarmPlan:
             if "://" in variant.target:
                 raise
             path = folder / f"{index}-{Path(variant.target).name}"
-            path.write_bytes(queue.ask("GET", f"/bundle/{index}"))
+            queue.ask("GET", f"/bundle/{index}", into=path)
             variant = replace(variant, target=str(path))
         variants.append(variant)
     plan = replace(plan, variants=tuple(variants))

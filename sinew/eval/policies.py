@@ -147,7 +147,7 @@ class ServerPolicy(EpisodePolicy):
 
     def __init__(self, address: str, solver_steps: int | None, timeout: float = 60.0):
         from sinew_client import Client
-        from sinew_client.protocol import MOST_TOGETHER
+        from sinew_client.types import MOST_TOGETHER
 
         client = Client(address, timeout=timeout, api_key=key_from_environment())
         metadata = client.metadata()

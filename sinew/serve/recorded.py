@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Mapping
@@ -40,7 +41,8 @@ class RecordedPolicy(OpenPolicy):
     ) -> ActionChunk:
         """Return what the policy answers. Its errors are kept and raised; a slow disk costs records, no answers."""
         self._refuse_closed()
-        seen = given.observation(observation, self.spec)
+        # A copy, which is asked and kept: a camera may write its next frame where this one was before it is on disk.
+        seen = copy.deepcopy(given.observation(observation, self.spec))
         outcome: ActionChunk | SinewError
         try:
             more: dict[str, Any] = {} if cancel is None else {"cancel": cancel}

@@ -45,7 +45,6 @@ def bare(error: SinewError) -> SinewError:
 
 
 Outcome = ActionChunk | SinewError
-MOST_TOGETHER = 64  # observations of one message
 
 
 class Together:

@@ -260,6 +260,8 @@ class Scheduler:
     def _decode(self, request: Request) -> None:
         start = request.begun = time.perf_counter()
         observation = request.read(partial(self._raise_if_abandoned, request))
+        if request.together is not None:  # wires may find the sessions of one message as late as here
+            request.session = observation.session
         size = sum(frame.nbytes for moment in observation.moments for frame in moment.images.values())
         with self._lock:
             if not request.answered:

@@ -6,6 +6,7 @@ import inspect
 import typing
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,17 @@ def test_names_are_there_and_typed() -> None:
         _ = sinew.lode
 
 
+class NextFrame:
+    """A policy during whose inference a camera writes its next frame where this one was."""
+
+    def __init__(self, policy: sinew.Policy, buffer: np.ndarray):
+        self.spec, self._policy, self._buffer = policy.spec, policy, buffer
+
+    def infer(self, observation: Any, **options: Any) -> Any:
+        self._buffer[:] = 0
+        return self._policy.infer(observation, **options)
+
+
 def test_a_policy_is_recorded_and_its_recording_answers_the_same(
     smolvla_bundle: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -44,14 +56,18 @@ def test_a_policy_is_recorded_and_its_recording_answers_the_same(
             rows = [episode.select_action(SEEN) for _ in range(3)]  # two requests
             with pytest.raises(SinewError, match="tail"):
                 recorded.infer({**SEEN, "images": {**FRAMES, "tail": FRAMES["camera1"]}})
+            recorded.policy = NextFrame(policy, buffer := FRAMES["camera1"].copy())
+            recorded.infer({**SEEN, "images": {**FRAMES, "camera1": buffer}})
+            assert not buffer.any()
         policy.check(SEEN)  # which was given stays open
         table = policy._repr_html_()
         assert "<tr><th>engine</th><td>eager: " in table
         assert all(name in table for name in FRAMES)
     kept = list(read_records(folder))
-    assert [each.wire for each in kept] == ["python"] * 3
+    assert [each.wire for each in kept] == ["python"] * 4
     assert "tail" in kept[2].error
     np.testing.assert_array_equal(kept[0].actions[:2], rows[:2])
+    np.testing.assert_array_equal(kept[3].observation.images["camera1"], FRAMES["camera1"])
     with sinew.connect(folder, latency=False) as again:
         np.testing.assert_array_equal(again.infer(SEEN).actions[:2], rows[:2])
 

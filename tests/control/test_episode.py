@@ -81,3 +81,9 @@ def test_a_policy_with_a_memory_gets_the_moments_before() -> None:
     assert policy.begun == ["left arm"]
     played(queue, ["go"])
     assert all(float(each.state[0]) == 0.0 for each in policy.asked[-1].earlier)  # none of the episode before
+
+
+@pytest.mark.parametrize("rows", [0, 5, True, 1.5, "2"])
+def test_rows_that_no_chunk_has_are_refused(rows: Any) -> None:
+    with pytest.raises(ClientError, match=f"rows: expected 1 to 4, got {rows!r}"):
+        ActionQueue(Counter(), rows=rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control import Journal, Loop, NoCommand, Settings, repeat
+from sinew_client.control import Journal, Loop, NoCommand, NoObservation, Settings, repeat
 from sinew_client.control.end_effector import EndEffector, KinematicsOptions, parse_parts, parts_of
 from sinew_client.control.kinematics import Chain, KinematicsError, read_chain
 from sinew_client.control.robots import RobotError
@@ -25,6 +26,7 @@ from sinew_client.rotations import (
 )
 
 from sinew.cli import main
+from sinew.cli.run_robot import RobotFlags
 from tests.cli.test_run import BLOCKS, last_json
 
 mujoco = pytest.importorskip("mujoco")
@@ -384,6 +386,39 @@ def test_joints_of_another_unit_or_name_are_refused() -> None:
         EndEffector(bench, chain, KinematicsOptions(), POSES, 20.0)
     said = {name: name.replace("_joint", "") for name in chain.joints}
     assert EndEffector(bench, chain, KinematicsOptions(), POSES, 20.0, said).observe()["state"].shape == (7,)
+
+
+def test_a_state_that_is_not_finite_is_no_observation_and_moves_nothing() -> None:
+    policy = {
+        **POSES,
+        "action": {**POSES["action"], "names": ["dx", "dy", "dz", "rx", "ry", "rz", "gripper"]},
+    }
+    robot, bench = arm_of(policy=policy, action="dxyz,drotvec,gripper")
+    row = np.zeros(7, np.float32)
+    robot.act(row)
+    sent = len(bench.sent)
+    for number in (np.nan, np.inf):
+        bench.state[2] = number
+        with pytest.raises(NoObservation, match="the state is not finite"):
+            robot.observe()
+        with pytest.raises(NoCommand, match="the state is not finite"):
+            robot.act(row)
+    assert len(bench.sent) == sent
+
+
+def test_the_commands_of_a_control_step_share_its_velocity() -> None:
+    """Of two commands in a control step each may go half as far as the one of a step."""
+    for substeps, taken in ((1, True), (2, False)):
+        opener = RobotFlags("dry", kinematics=UR5E, hz=20.0).opener(substeps)
+        robot: Any = opener({**POSES, "control_hz": 5.0})[0]
+        start = robot.chain.ready()
+        robot.observe()
+        start[0] += 0.75 * robot.chain.velocity[0] / 20.0
+        tip = robot.chain.forward(start)
+        row = np.float32([*tip.place, *to_vector(tip.turn), 0.0])
+        refused: Any = pytest.raises(NoCommand, match="faster than")
+        with contextlib.nullcontext() if taken else refused:
+            robot.act(row)
 
 
 def test_a_loop_holds_for_what_is_refused_and_its_journal_repeats_it(tmp_path: Path) -> None:

@@ -82,6 +82,20 @@ def test_a_trace_is_of_what_is_computed(pair: tuple[Policy, Policy]) -> None:
     assert trace.prefix
 
 
+def test_other_weights_forget_what_the_old_ones_gave() -> None:
+    keeps, computes = loaded("blocks", "eager", reuse=True), loaded("blocks", "eager")
+    observation = seen(keeps)
+    old = keeps.infer(observation)
+    weights = {name: 1.25 * weight for name, weight in keeps.engine.model.state_dict().items()}
+    for policy in (keeps, computes):
+        policy.exchange(weights)
+    chunk = keeps.infer(observation)
+    assert (chunk.timing.reused_views, chunk.timing.reused_prefix) == (0, False)
+    assert np.array_equal(chunk.actions, computes.infer(observation).actions)
+    assert not np.array_equal(chunk.actions, old.actions)
+    assert keeps.infer(observation).timing.reused_prefix
+
+
 def test_an_engine_that_cannot_is_refused_by_name() -> None:
     with pytest.raises(
         SinewError, match="reuse: expected engine eager, plan, cpu or onnx on a CPU, got cuda"

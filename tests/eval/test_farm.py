@@ -12,10 +12,14 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -411,6 +415,54 @@ def test_a_queue_answers_whoever_has_the_key(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(hosts, "AWAY_S", 0.1)
     with pytest.raises(SinewError, match=r"no answer for 0.1 s .*the run has ended, or is to be begun again"):
         one.beat()
+
+
+def test_whoever_has_no_key_is_not_read_and_a_bundle_is_never_whole_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SINEW_API_KEY", "a key")
+    bundle = tmp_path / "large.gguf"
+    with bundle.open("wb") as file:
+        file.truncate(64 << 20)
+    plan = farm.FarmPlan.of(TASK, [Variant("expert", handover="aligned")], [(0, seed) for seed in range(9)])
+    farm.EpisodeQueue(tmp_path, "").make()
+    plan.write(tmp_path)
+    server = hosts.QueueServer(
+        tmp_path, replace(plan, variants=(replace(plan.variants[0], target=str(bundle)),)), "127.0.0.1:0"
+    )
+    queue = hosts.RemoteQueue(server.address, "one", 1.0)
+    place = urlsplit(server.address)
+    with socket.create_connection((str(place.hostname), place.port or 0), 20.0) as stranger:
+        stranger.sendall(b"POST /claim HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
+        assert stranger.recv(100).startswith(b"HTTP/1.1 401")  # before anything of it is there
+    queue.beat()
+    tracemalloc.start()
+    queue.ask("GET", "/bundle/0", into=tmp_path / "copy")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+    assert (tmp_path / "copy").stat().st_size == 64 << 20
+    with pytest.raises(SinewError, match="404 not found"):
+        queue.ask("POST", "/claim", b"[]")
+
+    # All is played, and a worker hears so while the run looks whether it has: neither disturbs the other.
+    for job in plan.jobs:
+        (tmp_path / farm.PLAYED / job.name).touch()
+    heard, played = threading.Event(), farm.EpisodeQueue.played
+
+    def hears() -> None:
+        server._claimed("one")
+        heard.set()
+
+    def looks(queue: farm.EpisodeQueue, job: farm.Job) -> bool:
+        if threading.current_thread() is threading.main_thread() and not heard.is_set():
+            threading.Thread(target=hears).start()
+            heard.wait(0.2)
+        return played(queue, job)
+
+    monkeypatch.setattr(farm.EpisodeQueue, "played", looks)
+    server.close()
+    assert heard.wait(20.0)
 
 
 @needs_pen

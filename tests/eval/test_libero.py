@@ -14,13 +14,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sinew_client.rotations import from_vector
 
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 
 from sinew.core import SinewError
 from sinew.eval import suites
 from sinew.eval.foreign import run as foreign
-from sinew.eval.suites import conventions, libero_expert
+from sinew.eval.suites import libero_expert
 from tests.eval.test_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of
 from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
 
@@ -88,20 +89,13 @@ def test_without_the_hub_meshes_come_by_hash_from_the_index(
 # ----------------------------------------------------------------------------- the expert's arithmetic
 
 
-@pytest.mark.parametrize("turns", [(0.0, 0.0, 0.3), (0.4, -0.2, 1.1), (0.0, 3.0, 0.0), (0.0, 0.0, 0.0)])
-def test_rotation_vector_is_the_inverse_of_a_turn(turns: tuple[float, ...]) -> None:
-    angle = np.linalg.norm(turns)
-    quaternion = np.append(np.array(turns) / max(angle, 1e-9) * np.sin(angle / 2), np.cos(angle / 2))
-    assert libero_expert.rotation_vector(conventions.matrix(quaternion)) == pytest.approx(turns, abs=1e-9)
-
-
 NOTHING = np.zeros((0, 2))
 
 
 def test_a_grasp_is_across_the_narrow_side_and_in_the_middle() -> None:
     box = np.array([(x, y) for x in (-0.05, 0.05) for y in (-0.02, 0.02)])
     for tilt in (0.0, 0.5, -1.2):
-        placed = box @ libero_expert.turn(tilt)[:2, :2].T + (0.3, -0.1)
+        placed = box @ from_vector(np.array([0.0, 0.0, tilt]))[:2, :2].T + (0.3, -0.1)
         middle, yaw = libero_expert.grasp(placed, np.pi / 2, NOTHING)
         assert middle == pytest.approx([0.3, -0.1], abs=1e-6)
         across = (yaw - tilt - np.pi / 2 + np.pi / 2) % np.pi - np.pi / 2  # directions are modulo half a turn

@@ -147,6 +147,10 @@ def test_no_request_is_dropped_while_weights_are_exchanged(policy: RolloutPolicy
             {"action_in_proj.bias": np.full(48, np.nan, np.float32)},
             "action_in_proj.bias: expected finite numbers",
         ),
+        (
+            {"action_in_proj.bias": np.full(48, 1e300)},
+            "action_in_proj.bias: expected finite numbers of torch.float32",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_change_nothing(policy: RolloutPolicy, weights: Any, message: str) -> None:

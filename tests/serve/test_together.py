@@ -32,7 +32,7 @@ from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
-from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, until
+from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, desk, until
 
 
 def observation(seed: int, size: int = 1) -> dict[str, Any]:
@@ -62,6 +62,15 @@ def served() -> Iterator[SimpleNamespace]:
         assert deployment.scheduler.join(WAIT_S)
         for wire in wires:
             wire.stop()
+
+
+def test_each_is_told_of_in_its_own_session() -> None:
+    told: list[str] = []
+    with desk() as there, Client(there.native, timeout=WAIT_S) as client:
+        there.service.subscribe(lambda request, _outcome, _seconds: told.append(request.session))
+        client.infer_all([{**GOOD, "session": name} for name in ("left", "right")])
+        until(lambda: len(told) == 2)
+    assert sorted(told) == ["left", "right"]
 
 
 def check(pen: Any, actions: Sequence[Any], batches: Sequence[float], error: str) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import socket
 import stat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +58,18 @@ def test_whose_the_name_is(tmp_path: Path) -> None:
     (wire,) = open_wires({"native": str(path)}, Listen())
     with pytest.raises(AddressError, match=f"cannot listen on ipc://{path}: Address already in use"):
         open_wires({"native": str(path)}, Listen())
+    raw: Any = wire
+    close = raw._socket.close
+    opened: list[Any] = []
+
+    def late() -> None:  # the next server begins in the moment in which this one closes
+        close()
+        opened.extend(open_wires({"native": str(path)}, Listen()))
+
+    raw._socket = SimpleNamespace(close=late)
     wire.stop()
+    assert stat.S_ISSOCK(path.stat().st_mode)
+    opened[0].stop()
     path.write_text("a file of somebody's")
     with pytest.raises(AddressError, match="expected a free name or a socket, got another kind of file"):
         open_wires({"native": str(path)}, Listen())

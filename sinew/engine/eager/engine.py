@@ -210,13 +210,14 @@ class EagerEngine(Engine):
             if value.shape != old.shape or not (value.is_floating_point() and old.is_floating_point()):
                 wanted, got = (f"{list(each.shape)} of {each.dtype}" for each in (old, value))
                 raise SinewError(f"weights: {name}: expected {wanted}, got {got}")
-            if not value.isfinite().all():
-                raise SinewError(f"weights: {name}: expected finite numbers")
-            found[name] = value.to(
-                old.device, old.dtype, copy=True
-            )  # whoever gave them goes on to train them
+            # A copy, as whoever gave them goes on to train them.
+            found[name] = value.to(old.device, old.dtype, copy=True)
+            if not found[name].isfinite().all():
+                raise SinewError(f"weights: {name}: expected finite numbers of {old.dtype}")
         self.model.load_state_dict(own | found, strict=True, assign=True)
         self.model.requires_grad_(False)
+        if self.reuse is not None:
+            self.reuse.forget()
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         """Return what each step takes from the time, or from the times of its rows."""

@@ -135,17 +135,17 @@ class Simulator(Tasks):
             context.data = now
 
     def expert(self) -> Expert:
-        """For ``sinew eval expert``: proof that success can be reached, and is seen."""
+        """Return what plays for ``sinew eval expert``: proof that success can be reached, and is seen."""
         return Expert(expert_spec("LIBERO's scripted expert", VectorSpec(7)), libero_expert.begin)
 
     @property
     def robosuite(self) -> Any:
-        """The environment below LIBERO's wrapper."""
+        """Return the environment below LIBERO's wrapper."""
         return self._env.env
 
     @property
     def current(self) -> str:
-        """The task that is open."""
+        """Return the name of the task that is open."""
         return self._current
 
     def label(self, task: str) -> str:

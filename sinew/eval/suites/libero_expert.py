@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from sinew_client.rotations import from_vector, to_vector
 
 from sinew.core import SinewError
 from sinew.sim.experts import Act
@@ -73,7 +74,7 @@ def _put(hand: Hand, env: Any, thing: str, place: str) -> Iterator[np.ndarray]:
 
 
 def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
-    """Where a thing is put: xy, and the height that it has to pass, in metres."""
+    """Return where a thing is put: xy, and the height that it has to pass, in metres."""
     state = env.object_states_dict[place]
     body = env.obj_body_id[getattr(state, "parent_name", None) or place]
     points = corners(env.sim, body)
@@ -94,12 +95,12 @@ class Hand:
 
     def go(self, place: Any, yaw: float, grip: float, near: float = NEAR) -> Iterator[np.ndarray]:
         """Move until there. place: of the point between the pads, metres; yaw: in which the fingers close, radians."""
-        goal = turn(yaw - self.across) @ self.down
+        goal = from_vector(np.array([0.0, 0.0, yaw - self.across])) @ self.down
         self.yaw = yaw
         for _ in range(PATIENCE):
             controller = self.robot.controller
             far = np.asarray(place) - controller.ee_pos
-            twist = rotation_vector(goal @ controller.ee_ori_mat.T)
+            twist = to_vector(goal @ controller.ee_ori_mat.T)
             if np.abs(far).max() < near and np.linalg.norm(twist) < TURNED:
                 return
             step = np.concatenate([GAIN * far / METRES, GAIN * twist / RADIANS])
@@ -111,7 +112,7 @@ class Hand:
 
 
 def grasp(points: np.ndarray, yaw: float, around: np.ndarray) -> tuple[np.ndarray, float]:
-    """Corners [N, 2] of an object from above -> the hand's place [2], metres, and the direction in which it closes.
+    """Return the hand's place [2], metres, and the direction in which it closes, of corners [N, 2] from above.
 
     The narrowest direction, or one less far from ``yaw`` that is at most 10 mm wider per radian; beside the middle as
     far as the fingers allow where the palm would otherwise meet ``around``, points [M, 2]. Directions are modulo pi,
@@ -157,18 +158,3 @@ def corners(sim: Any, body: int) -> np.ndarray:
             local = middle + signs * half
         found.append(local @ data.geom_xmat[geom].reshape(3, 3).T + data.geom_xpos[geom])
     return np.concatenate(found)
-
-
-def turn(angle: float) -> np.ndarray:
-    """Return the rotation about the vertical, [3, 3]."""
-    c, s = np.cos(angle), np.sin(angle)
-    return np.array([[c, -s, 0], [s, c, 0], [0, 0, 1.0]])
-
-
-def rotation_vector(rotation: np.ndarray) -> np.ndarray:
-    """Rotation [3, 3] of less than half a turn -> axis times angle [3]."""
-    axis = np.array(
-        [rotation[2, 1] - rotation[1, 2], rotation[0, 2] - rotation[2, 0], rotation[1, 0] - rotation[0, 1]]
-    )
-    angle = np.arctan2(np.linalg.norm(axis), np.trace(rotation) - 1)
-    return axis * angle / max(np.linalg.norm(axis), 1e-9)

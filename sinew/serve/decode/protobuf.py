@@ -73,7 +73,7 @@ def packed(number: int, values: np.ndarray) -> bytes:
 
 
 def nested(number: int, data: bytes) -> bytes:
-    """A field of so many bytes: a message inside another, or packed numbers."""
+    """Return a field of so many bytes: a message inside another, or packed numbers."""
     return _write_varint(number << 3 | BYTES) + _write_varint(len(data)) + data
 
 

@@ -83,8 +83,8 @@ class Listen:
         return replace(self, path=place) if isinstance(place, str) else replace(self, port=place)
 
     def unix_socket(self) -> socket.socket:
-        """A bound and listening Unix socket at ``path``, which this user alone may connect to. One that a killed server
-        left there is replaced. Raises :class:`AddressError`."""
+        """Return a bound and listening Unix socket at ``path``, which this user alone may connect to. One that a killed
+        server left there is replaced. Raises :class:`AddressError`."""
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if os.path.lexists(self.path):

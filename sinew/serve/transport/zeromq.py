@@ -99,10 +99,10 @@ class ZeroMQWire:
             assert isinstance(peer, Peer)
             self.close(peer, "the server stops")
         self._selector.close()
+        if self._path:  # before the socket is closed: then the name may be another server's
+            Path(self._path).unlink(missing_ok=True)
         for each in (self._socket, self._wake_reader, self._wake_writer):
             each.close()
-        if self._path:
-            Path(self._path).unlink(missing_ok=True)
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
         return self.codec.guide(spec, self.address)

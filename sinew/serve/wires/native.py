@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 from sinew_client.schema import Image, PredictRequest, PredictResponse
+from sinew_client.types import MOST_TOGETHER
 
 from sinew.core import (
     Moment,
@@ -37,7 +38,7 @@ from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame,
 from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, Field, fields, nested, packed
 from sinew.serve.policies import MAX_NAME as MAX_POLICY
 from sinew.serve.policies import Deployment, UnknownPolicyError
-from sinew.serve.request import MOST_TOGETHER, Outcome
+from sinew.serve.request import Outcome
 from sinew.serve.service import MAX_SESSION, Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.streams import Streams
@@ -304,7 +305,7 @@ class NativeCodec:
         return b"".join([PredictResponse(request_id=header.request_id).SerializeToString(), *answers])
 
     def _encode(self, header: NativeHeader, chunk: Outcome, server_ms: float) -> bytes:
-        """The reply to one observation."""
+        """Return the reply to one observation."""
         if isinstance(chunk, SinewError):
             return self.encode_error(header, chunk)
         timing, head_ms = chunk.timing, chunk.timing.head_ms

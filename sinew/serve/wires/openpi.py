@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from sinew_client.types import MOST_TOGETHER
 
 from sinew.core import (
     ActionChunk,
@@ -24,7 +25,7 @@ from sinew.core import (
 )
 from sinew.serve.decode.array import pack, unpack
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.request import MOST_TOGETHER, Outcome
+from sinew.serve.request import Outcome
 from sinew.serve.transport.errors import error_entry
 from sinew.serve.transport.listen import reachable
 from sinew.serve.transport.sockets import Dialect

@@ -29,7 +29,8 @@ class ActionQueue:
 
     def __init__(self, policy: Policy, *, rows: int | None = None, session: str = ""):
         spec = policy.spec
-        if rows is not None and (isinstance(rows, bool) or not 1 <= rows <= spec.chunk_size):
+        whole = isinstance(rows, (int, np.integer)) and not isinstance(rows, bool)
+        if rows is not None and not (whole and 1 <= rows <= spec.chunk_size):
             raise ClientError(f"rows: expected 1 to {spec.chunk_size}, got {rows!r}")
         self.policy, self.session = policy, session
         self.rows = rows or spec.n_action_steps or spec.chunk_size

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from sinew_client import schema
 from sinew_client.errors import ClientError, InvalidObservation, LateChunk, ServerError, UnsafeChunk
 from sinew_client.given import shown
-from sinew_client.types import WORDS, ActionChunk, Moment, Observation, Timing
+from sinew_client.types import MOST_TOGETHER, WORDS, ActionChunk, Moment, Observation, Timing
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
 CONDITION_KEYS = ("advantage", "guidance_scale")
@@ -27,7 +27,6 @@ MAX_ROWS, MAX_DIM = (
     1024,
 )  # of an answer: rows where nobody says what its policy states, numbers of a row
 
-MOST_TOGETHER = 64  # observations of one message
 _KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(
     (

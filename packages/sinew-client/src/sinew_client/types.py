@@ -14,6 +14,8 @@ from sinew_client.errors import ClientError, ObservationError
 from sinew_client.given import shown
 from sinew_client.solver import FLOW, NoiseLevels, Solver
 
+MOST_TOGETHER = 64  # observations of one message
+
 # ----------------------------------------------------------------------------- specification
 
 

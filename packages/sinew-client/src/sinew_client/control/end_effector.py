@@ -244,7 +244,7 @@ class EndEffector:
     """A robot whose numbers are poses of its tip; everything else of it is its own.
 
     robot: of joints, with their names (``joints``) or with as many numbers as the chain and the grippers have, in that
-    order. policy: its state, its action and its motion, as metadata has them. hz: of control steps, which limits of
+    order. policy: its state, its action and its motion, as metadata has them. hz: of commands, which limits of
     velocity count by. joints: joint of the chain -> the robot's, where they are called otherwise.
 
     Raises :class:`~sinew_client.control.robots.RobotError` or :class:`~sinew_client.control.kinematics.KinematicsError`
@@ -383,7 +383,10 @@ class EndEffector:
 
     def _encoded(self, state: Any) -> np.ndarray:
         """Return the policy's state, float32, of the robot's."""
-        self._seen = self._checked(state)
+        seen = self._checked(state)
+        if not np.all(np.isfinite(seen)):
+            raise NoObservation("the state is not finite")
+        self._seen = seen
         self._now = self._of(self._seen)
         tip = self.chain.forward(self._now)
         return self._written(self.state, self._seen, tip.place, tip.turn)

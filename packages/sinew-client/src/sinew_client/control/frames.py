@@ -39,7 +39,7 @@ class Frames:
 
     @property
     def text(self) -> str:
-        """What is sent now, and why."""
+        """Return what is sent now, and why."""
         return f"{'raw' if self.quality is None else f'JPEG {self.quality}'}: {self.why}"
 
     def took(self, network_ms: float) -> None:
