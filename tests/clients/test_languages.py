@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import json
 import shutil
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client import Client, protocol, schema
+from sinew_client import Client, protocol, schema, zmtp
 
 from sinew.serve.decode.array import pack, unpack
 from sinew.serve.wires import openpi
 from tests.serve import browser
+from tests.serve.puppet import GREETING, frame
+from tests.serve.test_link import READY, peer
 from tests.serve.test_replay import FRAMES, WITHOUT_TORCH, chunk_of, record
 from tests.serve.test_server import free_port, serving
 
@@ -136,6 +139,11 @@ def built(source: Path, client: Path, *flags: str) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def fields(compiled: Path) -> Path:
+    return built(ROOT / "tests" / "clients" / "fields.cpp", compiled)
+
+
 # ----------------------------------------------------------------------------- bytes
 
 
@@ -151,14 +159,14 @@ def test_the_schema_in_cpp_is_the_schema() -> None:
     sent = set(schema.PredictRequest.DESCRIPTOR.fields_by_name) - {
         *("state", "precomputed_img_emb", "precomputed_img_emb_n_views", "attention_mask"),  # vla.cpp's form
         *("rate", "frame_time", "interpolation"),  # of streams
+        "observations",  # of several in one message
     }
     encoder = source[source.index("std::string encode_infer") : source.index("Chunk decode_reply")]
     control = source[source.index("std::string Client::control") :]
     assert {name for name in sent if name not in encoder + control} == set()
 
 
-def test_cpp_writes_and_reads_what_python_does(compiled: Path, tmp_path: Path) -> None:
-    fields = built(ROOT / "tests" / "clients" / "fields.cpp", compiled)
+def test_cpp_writes_and_reads_what_python_does(fields: Path, tmp_path: Path) -> None:
     run(fields, "request", tmp_path / "request")
     written = (tmp_path / "request").read_bytes()
     assert written == RECORDED
@@ -197,6 +205,62 @@ def test_cpp_writes_and_reads_what_python_does(compiled: Path, tmp_path: Path) -
     assert "not finite [unsafe_chunk]" in run(fields, "reply", tmp_path / "reply").splitlines()[0]
 
 
+def said_first(made: socket.socket, more: bytes = b"") -> None:
+    """Shake hands, and wait until a request has come whole."""
+    made.sendall(GREETING + READY + more)
+    asked = b""
+    while b"READY" not in asked or not asked.endswith(b"arm"):
+        asked += made.recv(1 << 16)
+
+
+def never_stops_talking(made: socket.socket) -> None:
+    made.sendall(GREETING + READY)
+    while True:
+        made.sendall(frame(b"\x04NOPE", 4) * 1000)
+
+
+def never_shakes_hands(made: socket.socket) -> None:
+    made.sendall(GREETING)
+    while True:
+        made.sendall(frame(b"\x04NOPE", 4) * 1000)
+
+
+def a_long_command(made: socket.socket) -> None:
+    said_first(made)
+    made.sendall(frame(b"\x04NOPE" + bytes(1 << 20), 4))
+    made.recv(1)
+
+
+def many_warnings(made: socket.socket) -> None:
+    said_first(made)
+    reply = schema.PredictResponse(request_id=1, warnings=[""] * 2000).SerializeToString()
+    made.sendall(zmtp.message([b"", reply]))
+    made.recv(1)
+
+
+def another_reply_behind_the_first(made: socket.socket) -> None:
+    said_first(made)
+    reply = zmtp.message([b"", schema.PredictResponse(request_id=1, metadata="one").SerializeToString()])
+    made.sendall(reply * 2)
+    made.recv(1)
+
+
+@pytest.mark.parametrize(
+    ("talk", "told"),
+    [
+        (never_stops_talking, ["no answer in time [timeout]"]),
+        (never_shakes_hands, ["no answer in time [timeout]"]),
+        (a_long_command, ["the reply: expected at most 1024 bytes, got 1048581 [bad_reply]"]),
+        (many_warnings, ["warnings: expected at most 1024, got more [bad_reply]"]),
+        # The second call opens a connection of its own, which nobody answers, and does not take what was left.
+        (another_reply_behind_the_first, ["one", "no answer in time [timeout]"]),
+    ],
+)
+def test_cpp_leaves_a_server_that_is_none(talk: Any, told: list[str], fields: Path) -> None:
+    with peer(talk) as address:
+        assert run(fields, "reset", address, len(told)).splitlines() == told
+
+
 @pytest.mark.slow
 def test_cpp_under_the_sanitizers(tmp_path: Path) -> None:
     flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
@@ -207,7 +271,8 @@ def test_cpp_under_the_sanitizers(tmp_path: Path) -> None:
     run(fields, "request", tmp_path / "request")
     rng = np.random.default_rng(1)
     reply = schema.PredictResponse(request_id=7, horizon=2, dim=2, actions=[0, 1, 2, 3], warnings=["x"])
-    whole = np.frombuffer(reply.SerializeToString(), np.uint8)
+    # The actions come in two parts, of which the first is empty.
+    whole = np.frombuffer(b"\xa2\x06\x00" + reply.SerializeToString(), np.uint8)
     for _ in range(100):
         noise = np.where(rng.random(len(whole)) < 0.1, rng.integers(0, 256, len(whole)), whole)
         (tmp_path / "reply").write_bytes(noise.astype(np.uint8).tobytes())
