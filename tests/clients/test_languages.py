@@ -102,6 +102,45 @@ console.log(cut === whole.length);
 """
 
 
+# A server in the place of the WebSocket: says `said` first, and answers each request with the next of `answers`.
+STRANGE_SERVERS = """
+import { Client, decode, pack } from "./sinew.js";
+const numbers = new Uint8Array(96);
+const reply = (changed) => pack({ actions: { dtype: "<f4", shape: [2, 12], data: numbers, ...changed } });
+const told = async (call) => { try { return await call(); } catch (error) { return error.code ?? error.stack; } };
+const rows = async (changed) => console.log(await told(() => decode(reply(changed)).rows));
+for (const changed of [{}, { shape: [-1, -24] }, { shape: [0.5, 48] }, { shape: [2n ** 60n, 12] },
+  { data: Array(96).fill(0) }, { data: "x".repeat(96) }, { shape: [1, 1200], data: new Uint8Array(4800) }])
+  await rows(changed);
+let opened = 0;
+const server = (said, answers = []) => class {
+  constructor() { opened++; setTimeout(() => this.onmessage({ data: pack(said).buffer })); }
+  send() { if (answers.length) setTimeout(() => this.onmessage({ data: answers.shift().buffer })); }
+  close() {}
+};
+const seen = { images: { front: { data: new Uint8Array(3), height: 1, width: 1 } }, state: [0] };
+const asked = async (WebSocket, calls = 1, options = {}) => {
+  const robot = new Client("ws://robot", { WebSocket, ...options }), found = [];
+  opened = 0;
+  for (let call = 0; call < calls; call++) found.push(await told(async () => (await robot.infer(seen)).rows));
+  robot.close();
+  console.log(...found, opened);
+};
+await asked(server(null));
+await asked(server({ policy: { cameras: 5 } }));
+const none = reply({ shape: [0, 12], data: new Uint8Array(0) });
+await asked(server({}, [none, reply({})]), 2); // a connection of its own for the second
+await asked(server({}, [reply({})]), 1, { timeoutMs: Infinity });
+await asked(server({}), 1, { timeoutMs: 20 });
+await asked(class { constructor() { throw new SyntaxError("no address"); } });
+const robot = new Client("ws://robot", { WebSocket: server({}, [reply({})]) });
+opened = 0;
+const calls = [robot.infer(seen), robot.infer(seen)].map((call) => told(() => call));
+robot.close();
+console.log(...await Promise.all(calls), await told(() => robot.metadata()), opened);
+"""
+
+
 def tool(name: str, what: str) -> str:
     found = shutil.which(name)
     if found is None:
@@ -325,6 +364,21 @@ def test_javascript_writes_and_reads_what_openpi_does() -> None:
     assert cut == "true"
 
 
+def test_javascript_refuses_what_no_server_says() -> None:
+    node = tool("node", "the JavaScript client's tests")
+    found = run(node, "--input-type=module", "-e", STRANGE_SERVERS, cwd=JS).splitlines()
+    assert found[:7] == ["2", *["bad_reply"] * 5, "unsafe_chunk"]
+    assert found[7:] == [
+        "bad_reply 1",
+        "bad_reply 1",
+        "bad_reply 2 2",
+        "2 1",
+        "timeout 1",
+        "bad_address 0",
+        "connection_lost connection_lost connection_lost 0",  # a client that was closed opens nothing
+    ]
+
+
 def test_the_types_of_javascript_are_those_it_exports(tmp_path: Path) -> None:
     declared = (JS / "sinew.d.ts").read_text()
     exported = [
@@ -375,8 +429,8 @@ def test_a_live_server_answers_other_languages(
 ) -> None:
     native, web = ports
     asked = ["go", "--state", "0,0,0,0,0,0"]
-    for name, frame in FRAMES.items():
-        (tmp_path / name).write_bytes(b"P6\n%d %d\n255\n" % frame.shape[1::-1] + frame.tobytes())
+    for name, picture in FRAMES.items():
+        (tmp_path / name).write_bytes(b"P6\n%d %d\n255\n" % picture.shape[1::-1] + picture.tobytes())
         asked += ["--image", f"{name}={tmp_path / name}"]
     command: list[Any]
     if language == "c++":
