@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Asks a Sinew server, or one of openpi's, for actions over a WebSocket: msgpack maps in which arrays are maps of bytes,
 // dtype and shape (docs/wires.md). No dependency; the same file runs in browsers and in Node. Types: sinew.d.ts.
 
