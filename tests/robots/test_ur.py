@@ -64,7 +64,7 @@ def table(tmp_path: Path) -> Table:
 
 @pytest.fixture
 def controller(table: Table) -> Iterator[Controller]:
-    views = {name: (lambda name=name: table.env.view(name)) for name in ("front", "wrist")}
+    views: dict[str, Any] = {name: (lambda name=name: table.env.view(name)) for name in ("front", "wrist")}
     found = Controller(table.start, table.moved, views)
     yield found
     found.close()
