@@ -172,13 +172,15 @@ class Ur:
             while True:
                 values = self._rtde.read()
                 self._newest = (time.monotonic(), values)
-        except OSError as error:
+        except (OSError, struct.error, IndexError) as error:  # it has ended, or says what is no package
             self._failed = f"RTDE: {error}"
 
     def observe(self) -> dict[str, Any]:
         taken, values = self._newest
         if self._failed:
             raise NoObservation(self._failed)
+        if values["safety_mode"] not in SAFE or values["runtime_state"] != PLAYING:
+            self._sent = np.array(values["actual_q"])  # it may be moved by hand now: nothing leads it back
         if values["safety_mode"] not in SAFE:
             raise NoObservation(
                 f"the arm's safety mode is {values['safety_mode']}, neither normal (1) nor reduced (2)"

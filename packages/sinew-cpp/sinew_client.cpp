@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "sinew_client.hpp"
 
 #include <fcntl.h>
@@ -36,6 +37,8 @@ enum Number { request_id = 1, action_chunk = 2, chunk_size = 3, action_dim = 4, 
 // }
 
 constexpr std::size_t MAX_REPLY = std::size_t(1) << 28;  // bytes
+constexpr std::size_t MAX_COMMAND = 1024;                 // bytes
+constexpr std::size_t MAX_WARNINGS = 1024;                // of a reply: an empty one has 3 bytes there and 32 here
 constexpr std::size_t GREETING = 64;                      // bytes; https://rfc.zeromq.org/spec/23
 constexpr std::uint32_t MAX_DIM = 1024;
 constexpr int MORE = 1, LONG = 2, COMMAND = 4;  // flags of a frame
@@ -148,6 +151,7 @@ void append(std::vector<float>& into, const Field& field) {
     into.push_back(field.real32());
   } else if (field.kind == 2) {
     if (field.size % sizeof(float)) throw Error("bad_reply", "the reply: expected floats of 4 bytes");
+    if (!field.size) return;  // memcpy takes no null pointer, which an empty vector has
     std::size_t have = into.size();
     into.resize(have + field.size / sizeof(float));
     std::memcpy(into.data() + have, field.data, field.size);
@@ -192,7 +196,11 @@ struct Reply {
         case predictresponse::seed: chunk.seed = field.value; break;
         case predictresponse::session: chunk.session = field.text(); break;
         case predictresponse::time: chunk.time = field.real64(); break;
-        case predictresponse::warnings: chunk.warnings.push_back(field.text()); break;
+        case predictresponse::warnings:
+          if (chunk.warnings.size() == MAX_WARNINGS)
+            throw Error("bad_reply", "warnings: expected at most " + std::to_string(MAX_WARNINGS) + ", got more");
+          chunk.warnings.push_back(field.text());
+          break;
         case predictresponse::text: chunk.text = field.text(); break;
         case predictresponse::adapter: chunk.adapter = field.text(); break;
       }
@@ -296,7 +304,7 @@ Chunk decode_reply(const std::string& bytes, std::uint64_t request_id, const Opt
       if (limit->size() != chunk.dim)
         throw Error("unsafe_chunk", "limits: expected " + std::to_string(chunk.dim) + " numbers, got " +
                                         std::to_string(limit->size()));
-      if (limit == &options.low ? action < (*limit)[column] : action > (*limit)[column])
+      if (!(limit == &options.low ? action >= (*limit)[column] : action <= (*limit)[column]))  // nor where it is NaN
         throw Error("unsafe_chunk", "action " + std::to_string(index / chunk.dim) + ", dimension " +
                                         std::to_string(column) + ": outside the limits");
     }
@@ -375,6 +383,7 @@ std::string Client::ask(const std::string& request, double end) {
     char byte;  // a connection that has ended, or says what nobody asked for, is of no use
     ssize_t got = socket_ < 0 ? 0 : recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     if (got == 0 || (got > 0 ? !(byte & COMMAND) : errno != EAGAIN && errno != EWOULDBLOCK)) close();
+    if (!buffer_.empty() && !(buffer_[0] & COMMAND)) close();  // it came with the last reply
     if (socket_ < 0) connect(end);
     send(head(0, MORE) + head(request.size(), 0), end);  // the empty frame of a REQ socket, then the request
     send(request, end);
@@ -387,10 +396,12 @@ std::string Client::ask(const std::string& request, double end) {
 
 namespace {
 
+[[noreturn]] void late() { throw Error("timeout", "no answer in time"); }
+
 void wait(int socket, short events, double end) {
   for (;;) {
     double left = end - now();
-    if (left <= 0) throw Error("timeout", "no answer in time");
+    if (left <= 0) late();
     pollfd one{socket, events, 0};
     int count = poll(&one, 1, int(std::min(left * 1e3 + 1, 1e6)));
     if (count > 0) return;
@@ -464,6 +475,7 @@ void Client::send(const std::string& bytes, double end) {
 void Client::receive(std::size_t count, double end) {
   char part[1 << 16];
   while (buffer_.size() < count) {
+    if (now() >= end) late();  // also of a server that never stops talking
     ssize_t got = recv(socket_, part, sizeof part, 0);
     if (got > 0)
       buffer_.append(part, std::size_t(got));
@@ -487,7 +499,9 @@ std::string Client::message(double end, bool handshake) {
       size = 0;
       for (int index = 1; index < 9; ++index) size = size << 8 | std::uint8_t(buffer_[std::size_t(index)]);
     }
-    if (size > MAX_REPLY) throw Error("bad_reply", "the reply: expected at most 2^28 bytes, got " + std::to_string(size));
+    std::size_t most = flags & COMMAND ? MAX_COMMAND : MAX_REPLY;
+    if (size > most)
+      throw Error("bad_reply", "the reply: expected at most " + std::to_string(most) + " bytes, got " + std::to_string(size));
     receive(start + size, end);
     std::string body = buffer_.substr(start, size);
     buffer_.erase(0, start + size);

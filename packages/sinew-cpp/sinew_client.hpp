@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Asks a Sinew server for actions: C++17, POSIX sockets, no other library.
 //
 // The native wire: Protobuf messages (packages/sinew-client/src/sinew_client/sinew.proto) over ZMTP 3.

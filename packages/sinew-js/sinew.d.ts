@@ -70,7 +70,7 @@ export interface Options {
 }
 
 /**
- * What went wrong. `code`: `timeout`, `connection_lost`, `bad_reply`, `unsafe_chunk`, `unsupported`, made here;
+ * What went wrong. `code`: `timeout`, `connection_lost`, `bad_reply`, `bad_address`, `unsafe_chunk`, `unsupported`, made here;
  * `bad_observation`, made here or by the server; else the server's own.
  */
 export class SinewError extends Error {
@@ -89,6 +89,7 @@ export class Client {
   infer(observation: Observation): Promise<Chunk>;
   /** Say that a new episode begins in a session. */
   reset(session?: string): Promise<void>;
+  /** End the connection; calls that wait, and later ones, fail with `connection_lost`. */
   close(): void;
 }
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Asks a Sinew server, or one of openpi's, for actions over a WebSocket: msgpack maps in which arrays are maps of bytes,
 // dtype and shape (docs/wires.md). No dependency; the same file runs in browsers and in Node. Types: sinew.d.ts.
 
@@ -6,7 +7,8 @@ const OPTIONS = ["seed", "solver_steps", "delay", "horizon", "noise", "previous"
 const REALS = new Set(["time", "beta", "guidance_scale", "deadline_ms"]);
 const READ = new Set(["images", "state", "prompt", ...OPTIONS]);
 const MAX_DEPTH = 16; // of a reply's containers
-const MAX_ROWS = 1024; // of a chunk, as of the Python client
+const MAX_ROWS = 1024, MAX_DIM = 1024; // of a chunk, as of the Python client
+const LONGEST_MS = 2 ** 31 - 1; // of a timer: one that is set longer ends at once
 const text = new TextEncoder(), words = new TextDecoder("utf-8", { fatal: true });
 
 export class SinewError extends Error {
@@ -58,7 +60,10 @@ class Writer {
   any(value) {
     if (value === null || value === undefined) this.put(0xc0);
     else if (typeof value === "boolean") this.put(value ? 0xc3 : 0xc2);
-    else if (typeof value === "bigint") this.view(0xcf, 8, (view, at) => view.setBigUint64(at, value));
+    else if (typeof value === "bigint") {
+      if (value < 0n || value >= 2n ** 64n) refuse("integer", "0 to 2^64 - 1", value);
+      this.view(0xcf, 8, (view, at) => view.setBigUint64(at, value));
+    }
     else if (value instanceof Real) this.view(0xcb, 8, (view, at) => view.setFloat64(at, value.value));
     else if (typeof value === "number") {
       if (Number.isSafeInteger(value)) this.integer(value);
@@ -198,7 +203,7 @@ export function encode(observation, metadata) {
   const cameras = metadata.policy?.cameras ?? [], keys = metadata.image_keys ?? [];
   const states = metadata.state_keys ?? ["state"], request = new Map();
   for (const [name, frame] of Object.entries(observation.images)) {
-    const place = cameras.findIndex((camera) => camera.name === name);
+    const place = cameras.findIndex((camera) => camera?.name === name);
     request.set(place >= 0 ? keys[place] ?? name : name, pixels(name, frame));
   }
   const state = observation.state ?? refuse("state", "numbers", "nothing");
@@ -220,10 +225,12 @@ const KINDS = { "<f4": [4, "getFloat32", Float32Array], "<f8": [8, "getFloat64",
 
 export function decode(reply) {
   const found = unpack(reply), { actions } = found ?? {};
-  const kind = KINDS[actions?.dtype], shape = actions?.shape;
-  if (!kind || !Array.isArray(shape) || shape.length !== 2 || shape[0] * shape[1] * kind[0] !== actions.data?.length)
+  const kind = KINDS[actions?.dtype], shape = actions?.shape, counts = Array.isArray(shape) && shape.every(Number.isSafeInteger);
+  if (!kind || !counts || shape.length !== 2 || shape[0] < 0 || shape[1] < 1 || !(actions.data instanceof Uint8Array) ||
+      shape[0] * shape[1] * kind[0] !== actions.data.length)
     throw new SinewError("bad_reply", "actions: expected float32 or float64 [rows, dim], got something else");
-  if (shape[0] > MAX_ROWS) throw new SinewError("unsafe_chunk", `actions: expected at most ${MAX_ROWS} rows, got ${shape[0]}`);
+  if (shape[0] > MAX_ROWS || shape[1] > MAX_DIM)
+    throw new SinewError("unsafe_chunk", `actions: expected at most ${MAX_ROWS} rows of ${MAX_DIM} numbers, got ${shape[0]} of ${shape[1]}`);
   const [size, get, Numbers] = kind, numbers = new Numbers(shape[0] * shape[1]);
   const view = new DataView(actions.data.buffer, actions.data.byteOffset, actions.data.byteLength);
   for (let index = 0; index < numbers.length; index++) numbers[index] = view[get](size * index, true);
@@ -234,7 +241,7 @@ export function decode(reply) {
 // ---------------------------------------------------------------------------- the client
 
 export class Client {
-  #url; #options; #socket = null; #opened = null; #waiting = null; #turn = Promise.resolve();
+  #url; #options; #closed = false; #socket = null; #opened = null; #waiting = null; #turn = Promise.resolve();
 
   constructor(url, options = {}) {
     this.#url = url;
@@ -248,7 +255,16 @@ export class Client {
   infer(observation) {
     return this.#take(async (end) => {
       const request = encode(observation, await this.#connect(end));
-      const chunk = decode(await this.#ask(request, end));
+      const reply = await this.#ask(request, end);
+      let chunk;
+      try {
+        chunk = decode(reply);
+        if (chunk.rows < 1 && !observation.text_only && !observation.question)
+          throw new SinewError("bad_reply", "actions: expected at least one row, got none");
+      } catch (error) { // the next reply may not be that of its request either: these have no number
+        if (error.code === "bad_reply") this.#forget();
+        throw error;
+      }
       if ((chunk.adapter ?? "") !== (observation.adapter ?? ""))
         throw new SinewError("unsafe_chunk", `adapter: expected an answer of '${observation.adapter ?? ""}', got '${chunk.adapter ?? ""}'`);
       return chunk;
@@ -263,11 +279,15 @@ export class Client {
   }
 
   close() {
+    this.#closed = true;
     this.#forget(new SinewError("connection_lost", "the client was closed"));
   }
 
   #take(call) { // one call after the other, whatever became of the one before
-    const made = this.#turn.then(() => call(performance.now() + (this.#options.timeoutMs ?? 10000)));
+    const made = this.#turn.then(() => {
+      if (this.#closed) throw new SinewError("connection_lost", "the client was closed");
+      return call(performance.now() + (this.#options.timeoutMs ?? 10000));
+    });
     this.#turn = made.catch(() => undefined);
     return made;
   }
@@ -278,7 +298,12 @@ export class Client {
     if (!Socket) throw new SinewError("unsupported", "WebSocket: expected Node 22, `node --experimental-websocket`, or options.WebSocket, got none");
     if (apiKey && globalThis.document)
       throw new SinewError("unsupported", "apiKey: a browser sends no header with a WebSocket; put a proxy that adds it before the server");
-    const socket = apiKey ? new Socket(this.#url, { headers: { Authorization: `Api-Key ${apiKey}` } }) : new Socket(this.#url);
+    let socket;
+    try {
+      socket = apiKey ? new Socket(this.#url, { headers: { Authorization: `Api-Key ${apiKey}` } }) : new Socket(this.#url);
+    } catch (error) {
+      throw new SinewError("bad_address", `url: expected ws://HOST:PORT or wss://HOST:PORT, got ${this.#url}: ${error.message}`);
+    }
     socket.binaryType = "arraybuffer";
     this.#socket = socket;
     let said = "";
@@ -295,12 +320,19 @@ export class Client {
       const code = /\[(\w+)\]\s*$/.exec(told);
       this.#forget(code ? new SinewError(code[1], told.slice(0, code.index).trim()) : new SinewError("connection_lost", told));
     };
-    this.#opened = this.#next(end).then(unpack);
+    this.#opened = this.#next(end).then((greeting) => {
+      const said = unpack(greeting), { policy, image_keys, state_keys } = said ?? {};
+      const lists = [policy?.cameras, image_keys, state_keys].every((each) => each === undefined || each === null || Array.isArray(each));
+      if (said === null || typeof said !== "object" || !lists)
+        throw new SinewError("bad_reply", "metadata: expected a map with lists of cameras, image_keys and state_keys, got something else");
+      return said;
+    });
     this.#opened.catch(() => this.#forget());
     return this.#opened;
   }
 
   #ask(request, end) {
+    if (!this.#socket) throw new SinewError("connection_lost", `no connection to ${this.#url}`);
     const reply = this.#next(end);
     this.#socket.send(request);
     return reply;
@@ -309,7 +341,7 @@ export class Client {
   #next(end) { // the next binary frame
     return new Promise((resolve, reject) => {
       const late = () => this.#forget(new SinewError("timeout", `no answer from ${this.#url} in time`));
-      const timer = setTimeout(late, Math.max(0, end - performance.now()));
+      const timer = setTimeout(late, Math.min(LONGEST_MS, Math.max(0, end - performance.now())));
       const finish = (settle) => (value) => { clearTimeout(timer); this.#waiting = null; settle(value); };
       this.#waiting = { resolve: finish(resolve), reject: finish(reject) };
     });

@@ -1,4 +1,5 @@
-// fields request FILE: writes a request with every field; fields reply FILE: reads a reply and prints it, or its error.
+// fields request FILE: writes a request with every field; fields reply FILE: reads a reply and prints it, or its error;
+// fields reset ADDRESS TIMES: resets a session so often, with half a second for each call.
 
 #include <cstdio>
 #include <fstream>
@@ -52,7 +53,19 @@ static void reply(const std::string& bytes) {
   }
 }
 
+static int reset(const char* address, int times) {
+  sinew::Client client(address);
+  for (int turn = 0; turn < times; ++turn) try {
+      client.reset("arm", 0.5);
+      std::printf("one\n");
+    } catch (const sinew::Error& error) {
+      std::printf("%s\n", error.what());
+    }
+  return 0;
+}
+
 int main(int, char** given) {
+  if (std::string(given[1]) == "reset") return reset(given[2], std::stoi(given[3]));
   if (std::string(given[1]) == "request") return request(given[2]);
   std::ifstream file(given[2], std::ios::binary);
   std::string whole(std::istreambuf_iterator<char>(file), {});

@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import json
 import shutil
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client import Client, protocol, schema
+from sinew_client import Client, protocol, schema, zmtp
 
 from sinew.serve.decode.array import pack, unpack
 from sinew.serve.wires import openpi
 from tests.serve import browser
+from tests.serve.puppet import GREETING, frame
+from tests.serve.test_link import READY, peer
 from tests.serve.test_replay import FRAMES, WITHOUT_TORCH, chunk_of, record
 from tests.serve.test_server import free_port, serving
 
@@ -99,6 +102,45 @@ console.log(cut === whole.length);
 """
 
 
+# A server in the place of the WebSocket: says `said` first, and answers each request with the next of `answers`.
+STRANGE_SERVERS = """
+import { Client, decode, pack } from "./sinew.js";
+const numbers = new Uint8Array(96);
+const reply = (changed) => pack({ actions: { dtype: "<f4", shape: [2, 12], data: numbers, ...changed } });
+const told = async (call) => { try { return await call(); } catch (error) { return error.code ?? error.stack; } };
+const rows = async (changed) => console.log(await told(() => decode(reply(changed)).rows));
+for (const changed of [{}, { shape: [-1, -24] }, { shape: [0.5, 48] }, { shape: [2n ** 60n, 12] },
+  { data: Array(96).fill(0) }, { data: "x".repeat(96) }, { shape: [1, 1200], data: new Uint8Array(4800) }])
+  await rows(changed);
+let opened = 0;
+const server = (said, answers = []) => class {
+  constructor() { opened++; setTimeout(() => this.onmessage({ data: pack(said).buffer })); }
+  send() { if (answers.length) setTimeout(() => this.onmessage({ data: answers.shift().buffer })); }
+  close() {}
+};
+const seen = { images: { front: { data: new Uint8Array(3), height: 1, width: 1 } }, state: [0] };
+const asked = async (WebSocket, calls = 1, options = {}) => {
+  const robot = new Client("ws://robot", { WebSocket, ...options }), found = [];
+  opened = 0;
+  for (let call = 0; call < calls; call++) found.push(await told(async () => (await robot.infer(seen)).rows));
+  robot.close();
+  console.log(...found, opened);
+};
+await asked(server(null));
+await asked(server({ policy: { cameras: 5 } }));
+const none = reply({ shape: [0, 12], data: new Uint8Array(0) });
+await asked(server({}, [none, reply({})]), 2); // a connection of its own for the second
+await asked(server({}, [reply({})]), 1, { timeoutMs: Infinity });
+await asked(server({}), 1, { timeoutMs: 20 });
+await asked(class { constructor() { throw new SyntaxError("no address"); } });
+const robot = new Client("ws://robot", { WebSocket: server({}, [reply({})]) });
+opened = 0;
+const calls = [robot.infer(seen), robot.infer(seen)].map((call) => told(() => call));
+robot.close();
+console.log(...await Promise.all(calls), await told(() => robot.metadata()), opened);
+"""
+
+
 def tool(name: str, what: str) -> str:
     found = shutil.which(name)
     if found is None:
@@ -136,6 +178,11 @@ def built(source: Path, client: Path, *flags: str) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def fields(compiled: Path) -> Path:
+    return built(ROOT / "tests" / "clients" / "fields.cpp", compiled)
+
+
 # ----------------------------------------------------------------------------- bytes
 
 
@@ -158,8 +205,7 @@ def test_the_schema_in_cpp_is_the_schema() -> None:
     assert {name for name in sent if name not in encoder + control} == set()
 
 
-def test_cpp_writes_and_reads_what_python_does(compiled: Path, tmp_path: Path) -> None:
-    fields = built(ROOT / "tests" / "clients" / "fields.cpp", compiled)
+def test_cpp_writes_and_reads_what_python_does(fields: Path, tmp_path: Path) -> None:
     run(fields, "request", tmp_path / "request")
     written = (tmp_path / "request").read_bytes()
     assert written == RECORDED
@@ -198,6 +244,62 @@ def test_cpp_writes_and_reads_what_python_does(compiled: Path, tmp_path: Path) -
     assert "not finite [unsafe_chunk]" in run(fields, "reply", tmp_path / "reply").splitlines()[0]
 
 
+def said_first(made: socket.socket, more: bytes = b"") -> None:
+    """Shake hands, and wait until a request has come whole."""
+    made.sendall(GREETING + READY + more)
+    asked = b""
+    while b"READY" not in asked or not asked.endswith(b"arm"):
+        asked += made.recv(1 << 16)
+
+
+def never_stops_talking(made: socket.socket) -> None:
+    made.sendall(GREETING + READY)
+    while True:
+        made.sendall(frame(b"\x04NOPE", 4) * 1000)
+
+
+def never_shakes_hands(made: socket.socket) -> None:
+    made.sendall(GREETING)
+    while True:
+        made.sendall(frame(b"\x04NOPE", 4) * 1000)
+
+
+def a_long_command(made: socket.socket) -> None:
+    said_first(made)
+    made.sendall(frame(b"\x04NOPE" + bytes(1 << 20), 4))
+    made.recv(1)
+
+
+def many_warnings(made: socket.socket) -> None:
+    said_first(made)
+    reply = schema.PredictResponse(request_id=1, warnings=[""] * 2000).SerializeToString()
+    made.sendall(zmtp.message([b"", reply]))
+    made.recv(1)
+
+
+def another_reply_behind_the_first(made: socket.socket) -> None:
+    said_first(made)
+    reply = zmtp.message([b"", schema.PredictResponse(request_id=1, metadata="one").SerializeToString()])
+    made.sendall(reply * 2)
+    made.recv(1)
+
+
+@pytest.mark.parametrize(
+    ("talk", "told"),
+    [
+        (never_stops_talking, ["no answer in time [timeout]"]),
+        (never_shakes_hands, ["no answer in time [timeout]"]),
+        (a_long_command, ["the reply: expected at most 1024 bytes, got 1048581 [bad_reply]"]),
+        (many_warnings, ["warnings: expected at most 1024, got more [bad_reply]"]),
+        # The second call opens a connection of its own, which nobody answers, and does not take what was left.
+        (another_reply_behind_the_first, ["one", "no answer in time [timeout]"]),
+    ],
+)
+def test_cpp_leaves_a_server_that_is_none(talk: Any, told: list[str], fields: Path) -> None:
+    with peer(talk) as address:
+        assert run(fields, "reset", address, len(told)).splitlines() == told
+
+
 @pytest.mark.slow
 def test_cpp_under_the_sanitizers(tmp_path: Path) -> None:
     flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
@@ -208,7 +310,8 @@ def test_cpp_under_the_sanitizers(tmp_path: Path) -> None:
     run(fields, "request", tmp_path / "request")
     rng = np.random.default_rng(1)
     reply = schema.PredictResponse(request_id=7, horizon=2, dim=2, actions=[0, 1, 2, 3], warnings=["x"])
-    whole = np.frombuffer(reply.SerializeToString(), np.uint8)
+    # The actions come in two parts, of which the first is empty.
+    whole = np.frombuffer(b"\xa2\x06\x00" + reply.SerializeToString(), np.uint8)
     for _ in range(100):
         noise = np.where(rng.random(len(whole)) < 0.1, rng.integers(0, 256, len(whole)), whole)
         (tmp_path / "reply").write_bytes(noise.astype(np.uint8).tobytes())
@@ -261,6 +364,21 @@ def test_javascript_writes_and_reads_what_openpi_does() -> None:
     assert cut == "true"
 
 
+def test_javascript_refuses_what_no_server_says() -> None:
+    node = tool("node", "the JavaScript client's tests")
+    found = run(node, "--input-type=module", "-e", STRANGE_SERVERS, cwd=JS).splitlines()
+    assert found[:7] == ["2", *["bad_reply"] * 5, "unsafe_chunk"]
+    assert found[7:] == [
+        "bad_reply 1",
+        "bad_reply 1",
+        "bad_reply 2 2",
+        "2 1",
+        "timeout 1",
+        "bad_address 0",
+        "connection_lost connection_lost connection_lost 0",  # a client that was closed opens nothing
+    ]
+
+
 def test_the_types_of_javascript_are_those_it_exports(tmp_path: Path) -> None:
     declared = (JS / "sinew.d.ts").read_text()
     exported = [
@@ -311,8 +429,8 @@ def test_a_live_server_answers_other_languages(
 ) -> None:
     native, web = ports
     asked = ["go", "--state", "0,0,0,0,0,0"]
-    for name, frame in FRAMES.items():
-        (tmp_path / name).write_bytes(b"P6\n%d %d\n255\n" % frame.shape[1::-1] + frame.tobytes())
+    for name, picture in FRAMES.items():
+        (tmp_path / name).write_bytes(b"P6\n%d %d\n255\n" % picture.shape[1::-1] + picture.tobytes())
         asked += ["--image", f"{name}={tmp_path / name}"]
     command: list[Any]
     if language == "c++":

@@ -94,6 +94,7 @@ def test_shards_play_the_same_episodes(shards: int, alone: list[dict[str, Any]],
 
 
 @needs_pen
+@pytest.mark.slow
 def test_batches_are_the_same_in_any_number_of_shards(alone: list[dict[str, Any]]) -> None:
     """In batches of any size an answer is within 1e-5 of the one alone; here every episode ends as it does alone."""
     one, two = (content(campaign.run(TASK, [pen(batch=4)], SEEDS, workers=n)[0]) for n in (1, 2))

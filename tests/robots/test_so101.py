@@ -17,7 +17,12 @@ RECIPES = ROOT / "examples" / "robots"
 CODE = """
 import json, sys, tomllib
 import numpy as np
+import torch
 from pathlib import Path
+operators = torch.library.Library("torchvision", "FRAGMENT")  # PyPI's torchvision, as in tests/serve/lerobot_robot.py
+if not hasattr(torch.ops.torchvision, "nms"):
+    operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    operators.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 from sinew_client.control import Limits, Loop, Settings
 from sinew_client.control.robots import open_lerobot
 
@@ -33,6 +38,7 @@ arm.close()
 """
 
 
+@pytest.mark.slow  # the driver gives a servo milliseconds to answer, by its own clock: no test for a busy machine
 @each_release
 def test_the_recipe_moves_six_servos_within_its_limits(release: str, tmp_path: Path) -> None:
     if subprocess.run([CLIENTS, "-c", "import scservo_sdk"]).returncode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def table(tmp_path: Path) -> Table:
 
 @pytest.fixture
 def controller(table: Table) -> Iterator[Controller]:
-    views = {name: (lambda name=name: table.env.view(name)) for name in ("front", "wrist")}
+    views: dict[str, Any] = {name: (lambda name=name: table.env.view(name)) for name in ("front", "wrist")}
     found = Controller(table.start, table.moved, views)
     yield found
     found.close()
@@ -142,8 +142,20 @@ def test_what_is_wrong_with_the_arm_holds_it(controller: Controller, monkeypatch
     controller.safety = 3  # a protective stop
     with pytest.raises(NoObservation, match=r"safety mode is 3, neither normal \(1\) nor reduced \(2\)"):
         until(arm, again=arm.observe)
+    with controller._lock:  # by hand; once it is let go it stays there
+        controller.joints = controller.joints + 0.2
+    by_hand = controller.joints
+
+    def told() -> bool:
+        with pytest.raises(NoObservation):
+            arm.observe()
+        arm.hold()
+        return bool(controller._inputs["input_double_register_24"] == by_hand[0])
+
+    waits(told)
     controller.safety = 1
     until(arm)
+    np.testing.assert_allclose(controller.joints, by_hand, atol=1e-12)
     controller._patience = 1.0  # and nothing arrives any more: the controller's own watchdog stops the arm
     stops(controller)
     assert controller.stopped == "watchdog"
@@ -152,10 +164,30 @@ def test_what_is_wrong_with_the_arm_holds_it(controller: Controller, monkeypatch
     arm.close()
 
 
+def test_a_package_that_is_none_holds_the_arm(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    from ur import Ur
+
+    arm: Any = Ur("127.0.0.1", ports=controller.ports)
+    until(arm)
+    controller.garbled = True
+    with pytest.raises(NoObservation, match="RTDE: unpack requires"):
+        until(arm, again=arm.observe)
+    arm.close()
+
+
 def stops(controller: Controller) -> None:
     """Wait until the arm's program has ended."""
+    waits(lambda: bool(controller.stopped))
+
+
+def waits(until: Callable[[], bool]) -> None:
+    """Wait until something is so, for as long as nothing but a hang takes."""
     deadline = time.monotonic() + HANGS
-    while not controller.stopped and time.monotonic() < deadline:
+    while not until():
+        assert time.monotonic() < deadline, "nothing happens"
         time.sleep(0.01)
 
 

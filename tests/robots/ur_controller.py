@@ -47,6 +47,7 @@ class Controller:
         self.joints = np.array(start, np.float64)
         self.safety, self.stopped, self.programs = 1, "", 0
         self.fastest = 0.0
+        self.garbled = False  # whether it leaves out the end of what it says
         self._moved, self._views = moved, dict(views or {})
         self._patience = patience
         self._inputs: dict[str, float] = {}
@@ -163,6 +164,7 @@ class Controller:
         values = [np.ravel(self._values()[name]) for name in names]
         forms = "".join(SIZES[KINDS[name]] for name in names)
         body = struct.pack(f">B{forms}", 1, *(v.item() for each in values for v in each))
+        body = body[:-1] if self.garbled else body
         channel.sendall(struct.pack(">H", 3 + len(body)) + b"U" + body)
 
     def _written(self, names: list[str], payload: bytes) -> None:

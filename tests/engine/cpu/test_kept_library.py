@@ -100,7 +100,11 @@ def without_hash(path: Path) -> None:
     (path.parent / build.HASH).unlink()
 
 
-@pytest.mark.parametrize("damage", [cut, flipped, without_hash], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "damage",
+    [cut, *(pytest.param(each, marks=pytest.mark.slow) for each in (flipped, without_hash))],
+    ids=lambda each: each.__name__,
+)
 def test_what_was_damaged_is_compiled_again(cache: Path, damage: Callable[[Path], None]) -> None:
     """Of a file that was cut short, whoever maps it dies by SIGBUS, at each start and for ever."""
     kept = library(cache)
