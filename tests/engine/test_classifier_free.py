@@ -372,6 +372,7 @@ def test_an_engine_that_reads_one_prompt_refuses_by_name(
         assert_close(answer(eager, asked), policy.infer(asked).actions)
 
 
+@pytest.mark.slow  # an export
 def test_graphs_read_two_prompts_too(
     conditioned: Callable[[str], Path], golden: Path, tmp_path: Path
 ) -> None:
