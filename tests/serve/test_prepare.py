@@ -43,6 +43,7 @@ from tests.serve.test_swap import exchanging
 
 CASE = "smolvla-2cam"
 WORK_S = 600.0  # an export of the lowest priority beside other tests, where nobody may raise it
+PAUSE_S = 0.03  # of a robot between two chunks
 pytestmark = pytest.mark.timeout(900)
 ACT = ASSETS / "act.gguf"
 ONE = ("--wire", "native:0", "--threads", 1)
@@ -129,13 +130,14 @@ def grey(bundle: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def asking(address: str, observation: dict[str, Any]) -> Iterator[list[np.ndarray]]:
-    """Ask without a pause inside; every answer stands in the list, in order. An error fails the test."""
+    """Ask as a robot does, so that what is prepared beside it gets a processor; every answer stands in the list, in
+    order. An error fails the test."""
     answers: list[Any] = []
     end = threading.Event()
 
     def ask() -> None:
         with Client(address, timeout=START_S) as client:
-            while not end.is_set():
+            while not end.wait(PAUSE_S):
                 try:
                     answers.append(client.infer(observation).actions)
                 except Exception as error:  # noqa: BLE001 - told by the test
