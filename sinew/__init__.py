@@ -65,8 +65,8 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_LATER[name]), name)
     except ModuleNotFoundError as error:
-        if name not in ("Episode", "Evaluation", "evaluate", "quantize"):
+        if error.name is None or error.name.partition(".")[0] == "sinew":
             raise
         from sinew.extras import MissingPackageError
 
-        raise MissingPackageError(f"sinew.{name}", error.name or "gymnasium") from None
+        raise MissingPackageError(f"sinew.{name}", error.name) from None

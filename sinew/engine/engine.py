@@ -225,7 +225,7 @@ class Engine(ABC):
     def exchange(self, weights: Mapping[str, Any]) -> None:
         """Take other weights, by their names in the bundle, for all that is read and solved from now on; those that are
         not named stay. Raises :class:`SinewError` for weights that do not fit, and then changes none."""
-        raise self._cannot("exchange weights")
+        raise self._cannot("exchange weights", "eager")
 
     # ------------------------------------------------------------------------- of language heads
 
@@ -259,8 +259,6 @@ class Engine(ABC):
         """Return the context of one observation, and the likeliest token behind ``text``, from the same pass."""
         raise self._cannot("say text")
 
-    def _cannot(self, what: str) -> SinewError:
+    def _cannot(self, what: str, can: str = "eager or plan") -> SinewError:
         name = type(self).__name__.removesuffix("Engine").lower()
-        return SinewError(
-            f"engine {name}: expected one that can {what}, such as eager{'' if 'weights' in what else ' or plan'}"
-        )
+        return SinewError(f"engine {name}: expected one that can {what}, such as {can}")

@@ -1,4 +1,4 @@
-"""What an engine keeps of the observations before, for one that repeats them to the byte. Needs numpy alone.
+"""Keep what an engine computed of earlier observations, for one that repeats them to the byte; numpy alone.
 
 A context belongs to everything that was read: where none of that changed it is handed out again. The tokens of a view
 belong to its pixels where a model encodes views apart from one another; whether the tokens of a view alone are the bits
@@ -22,10 +22,12 @@ FIELDS = ("camera_mask", "tokens", "token_mask", "pixels")
 
 
 class Reuse:
-    """Of one engine. encode: pixels [B, V, ...] -> tokens [B, V, N, C] in the engine's own arrays. join: several of
-    those, or one, as a new one, along the axis of views. same: whether two are the same bits. renew: a context and a
-    newer state -> the context that reading it gives; None where the state is read with all else. threads: that compute
-    on the calling thread, as sums may depend on them.
+    """Keep views and contexts of one engine.
+
+    encode: pixels [B, V, ...] -> tokens [B, V, N, C] in the engine's own arrays. join: several of those, or one, as a
+    new one, along the axis of views. same: whether two are the same bits. renew: a context and a newer state -> the
+    context that reading it gives; None where the state is read with all else. threads: that compute on the calling
+    thread, as sums may depend on them.
 
     Only observations that are read alone, and views of shapes that were tried, are looked at and kept.
     """

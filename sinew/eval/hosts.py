@@ -192,7 +192,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class RemoteQueue:
-    """What a shard asks of a queue elsewhere; see :class:`sinew.eval.farm.EpisodeQueue`.
+    """Ask a queue elsewhere for a shard; see :class:`sinew.eval.farm.EpisodeQueue`.
 
     Raises :class:`SinewError` after AWAY_S without an answer, and for a refusal.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +46,15 @@ class NextFrame:
     def infer(self, observation: Any, **options: Any) -> Any:
         self._buffer[:] = 0
         return self._policy.infer(observation, **options)
+
+
+@pytest.mark.parametrize(
+    ("gone", "name"), [("torch", "RolloutPolicy"), ("torch", "Exploration"), ("gymnasium", "evaluate")]
+)
+def test_a_name_whose_package_is_absent_says_which(gone: str, name: str) -> None:
+    program = f"import sys; sys.modules[{gone!r}] = None; import sinew; sinew.{name}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert f"MissingPackageError: sinew.{name} needs {gone}: pip install " in done.stderr
 
 
 def test_a_policy_is_recorded_and_its_recording_answers_the_same(

@@ -26,7 +26,7 @@ def need(
     efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
     data: Path | None = None,
 ) -> int:
-    """Which machine, precision and number of solver steps reach a rate, and fit its memory. Exit status 1 if none does.
+    """Tell which machine, precision and number of solver steps reach a rate and fit the memory; status 1 if none does.
 
     Args:
         rate: chunks per second; or it follows from a task or a control rate.

@@ -23,7 +23,7 @@ class PlannedEngine(EagerEngine):
         self.plan = plan
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        raise self._cannot("exchange weights")  # rewritten from the old ones
+        raise self._cannot("exchange weights", "eager")  # rewritten from the old ones
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         if getattr(guidance, "committed", None) is not None:

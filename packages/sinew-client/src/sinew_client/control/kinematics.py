@@ -1,4 +1,4 @@
-"""Where the tip of an arm is for its joints, and joints for where the tip shall be.
+"""Compute where the tip of an arm is for its joints, and joints for where the tip shall be.
 
 A :class:`Chain` is what lies between two frames of a robot, numpy alone, so that it runs on any robot's computer: read
 from URDF, whose meshes need not be there, or from MJCF by MuJoCo. Lengths are in metres, angles in radians, rotations
