@@ -95,11 +95,12 @@ def families() -> Iterator[Family]:
         if name in FAMILIES:
             raise BundleError(f"entry point {GROUP}: {name} = {home}: a family of this name is part of sinew")
         try:
-            yield replace(import_module(home).FAMILY, name=name, home=home)
-        except (ImportError, AttributeError) as error:
+            family = import_module(home).FAMILY
+        except Exception as error:  # whatever another distribution's import raises
             raise BundleError(
                 f"entry point {GROUP}: {name} = {home}: expected a package with FAMILY: {error}"
             ) from error
+        yield replace(family, name=name, home=home)
 
 
 @cache

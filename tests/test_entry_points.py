@@ -29,6 +29,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "__init__.py").write_text(FAMILY)
     (package / "model.py").write_text("class Theirs:\n    pass\n")
     (package / "wire.py").write_text(WIRE)
+    (package / "broken.py").write_text("def\n")
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     points = "[sinew.families]\ntheirs = their_family\n[sinew.wires]\ntheirs = their_family.wire:WIRE\n"
     (about / "entry_points.txt").write_text(points)
@@ -56,6 +57,10 @@ def test_a_family_of_another_distribution(installed: Path) -> None:
         ("smolvla = their_family", "smolvla = their_family: a family of this name is part of sinew"),
         ("theirs = no_such_package", "theirs = no_such_package: expected a package with FAMILY"),
         ("theirs = their_family.model", "theirs = their_family.model: expected a package with FAMILY"),
+        (
+            "theirs = their_family.broken",
+            "theirs = their_family.broken: expected a package with FAMILY: .*syntax",
+        ),
     ],
 )
 def test_what_is_no_family_is_said(installed: Path, line: str, words: str) -> None:
@@ -70,6 +75,9 @@ def test_a_wire_of_another_distribution(installed: Path) -> None:
     assert wires.WIRES["theirs"].web
     installed.write_text("[sinew.wires]\nother = their_family.wire:MISSING\n")
     with pytest.raises(SinewError, match="other = their_family.wire:MISSING: expected a Wire"):
+        wires.parse(["other"])
+    installed.write_text("[sinew.wires]\nother = their_family.broken:WIRE\n")
+    with pytest.raises(SinewError, match="their_family.broken:WIRE: expected a Wire: .*syntax"):
         wires.parse(["other"])
     installed.write_text("")
     with pytest.raises(SinewError, match="--wire nothing: expected one of native"):

@@ -117,6 +117,8 @@ def test_chunks_that_must_not_be_executed():
     protocol.check_limits(chunk, ([-1, 0], [1, 4]))
     with pytest.raises(UnsafeChunk, match="action 1, dimension 1: expected 0 to 2, got 3"):
         protocol.check_limits(chunk, ([-1, 0], [1, 2]))
+    with pytest.raises(UnsafeChunk, match="dimension 0: expected nan to 9"):
+        protocol.check_limits(chunk, (float("nan"), 9))
     with desk() as at:
         with Client(at.native, timeout=WAIT_S, limits=(-1, 1)) as robot:
             robot.infer({**GOOD, "state": [1, 0]})

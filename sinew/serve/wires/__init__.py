@@ -111,7 +111,7 @@ def _add() -> None:
         if point.name not in WIRES:
             try:
                 WIRES[point.name] = replace(point.load(), name=point.name)
-            except (ImportError, AttributeError, TypeError) as error:
+            except Exception as error:
                 raise SinewError(
                     f"entry point {GROUP}: {point.name} = {point.value}: expected a Wire: {error}"
                 ) from error

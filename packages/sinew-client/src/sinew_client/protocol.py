@@ -337,7 +337,8 @@ def check_limits(chunk: ActionChunk, limits) -> None:
     for each in (low, high):
         if each.ndim and each.shape != chunk.actions.shape[1:]:
             raise ClientError(f"limits: expected {chunk.actions.shape[1]} numbers, got {_describe(each)}")
-    outside = np.argwhere((chunk.actions < low) | (chunk.actions > high))
+    within = (chunk.actions >= low) & (chunk.actions <= high)  # nothing is within a limit that is no number
+    outside = np.argwhere(~within)
     if outside.size:
         row, dim = outside[0]
         raise UnsafeChunk(
