@@ -401,5 +401,7 @@ def test_what_a_stream_cannot_send_at_once_is_sent_whole(kind: type[Blocking]) -
             found.append(router.recv_multipart()[1])
         link.close()
         requests = [schema.PredictRequest.FromString(each) for each in found]
-        assert [request.raw_state[0] for request in requests] == list(range(link.sent))
+        numbers = [request.raw_state[0] for request in requests]
+        assert numbers == sorted(set(numbers))  # which ones had room is the system's
+        assert link.sent + link.dropped == 20
         assert all(request.images[0].data == frame.tobytes() for request in requests)
