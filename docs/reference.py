@@ -83,7 +83,7 @@ def _arguments(command: Any) -> Iterator[Any]:
 
 def _verb(words: tuple[str, ...], verb: Any, command: Any, arguments: list[Any]) -> str:
     text = inspect.cleandoc(command.default_command.__doc__ or "").partition("\nArgs:")[0].strip()
-    lines = [f"# sinew {' '.join(words)}", "", text, "", "```", f"sinew {verb.example}", "```"]
+    lines = [f"# sinew {' '.join(words)}", "", _plain(text), "", "```", f"sinew {verb.example}", "```"]
     groups: dict[str, list[Any]] = defaultdict(list)
     for each in arguments:
         groups[each.parameter.group[0].name if each.parameter.group else "Options"].append(each)
@@ -152,4 +152,9 @@ def _default(argument: Any) -> str:
 
 
 def _cell(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|").replace("<", "&lt;")
+    return _plain(" ".join((text or "").split()).replace("|", "\\|"))
+
+
+def _plain(text: str) -> str:
+    """Return what a docstring says with its brackets as characters: ``[@REVISION][/FILE]`` is no link."""
+    return text.replace("[", "\\[").replace("<", "&lt;")
