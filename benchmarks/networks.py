@@ -174,7 +174,7 @@ def main(given: list[str] | None = None) -> int:
     if not wanted:
         parser.error(f"--only: expected a part of {', '.join(each.name for each in CONDITIONS)}")
     bundle = ROOT / "sinew" / "assets" / f"{options.task}.gguf"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the namespaces are taken away
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the namespaces are taken away
     environment = os.environ | {"HOME": tempfile.gettempdir()}
     with network() as between:
         serve = sinew("serve", bundle, "--wire", "native", "--host", between.SERVER, "--engine", "plan")
@@ -193,6 +193,7 @@ def main(given: list[str] | None = None) -> int:
         finally:
             server.terminate()
             server.wait()
+            signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -3,7 +3,8 @@
 ``run`` and ``Process`` do what ``subprocess.run`` and ``subprocess.Popen`` do for ``python -m MODULE ...`` and
 ``python -c PROGRAM ...``: a process of its own with its own environment, standard streams, signals and exit. It is
 forked from a nursery, a process per test worker that has imported torch and nothing that starts threads. Tests of how
-a process begins (what it imports, in which order, under which variables of torch's) use ``subprocess``.
+a process begins (what it imports, in which order, under which variables of torch's) use ``subprocess``. Another
+interpreter has a nursery of its own, which says what it imports.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import threading
 import types
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -55,7 +57,7 @@ PYTHON_IGNORES = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGX
 
 
 class Process:
-    """A process that runs ``command``, whose first word is this interpreter.
+    """A process that runs ``command``, whose first word is the interpreter of its ``nursery``: without one, this.
 
     ``stdin``, ``stdout`` and ``stderr`` are None (the worker's own), a file, a descriptor, ``subprocess.PIPE`` or
     ``subprocess.DEVNULL``. Leaving it as a context manager waits for its end, as with ``subprocess.Popen``.
@@ -75,9 +77,11 @@ class Process:
         cwd: str | os.PathLike[str] | None = None,
         start_new_session: bool = False,
         ignored: Sequence[signal.Signals] = (),
+        nursery: Nursery | None = None,
     ):
+        nursery = nursery or own_nursery()
         words = [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in command]
-        assert words[0] == sys.executable, f"{words[0]} is not this interpreter"
+        assert words[0] == nursery.interpreter, f"expected {nursery.interpreter}, got {words[0]}"
         self.args, self.returncode = words, None
         ours: list[IO[str] | None] = []
         theirs: list[int] = []
@@ -105,7 +109,7 @@ class Process:
             "ignored": list(map(int, ignored)),
         }
         try:
-            self._fate = Nursery.here().fork(request, theirs)
+            self._fate = nursery.fork(request, theirs)
         finally:
             for descriptor in close:
                 os.close(descriptor)
@@ -184,23 +188,14 @@ def run(
 
 
 class Nursery:
-    """The process that the others are forked from; ends with the test worker that started it."""
+    """A process that others are forked from; ends with the test worker that started it."""
 
-    _here: Nursery | None = None
-    _lock = threading.Lock()
-
-    def __init__(self) -> None:
+    def __init__(self, interpreter: str, imports: Sequence[str], env: Mapping[str, str] | None = None):
+        self.interpreter, self._lock = interpreter, threading.Lock()
         self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.processes", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+        command = [interpreter, "-m", "tests.processes", str(theirs.fileno()), *imports]
+        self._process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()])
         theirs.close()
-
-    @classmethod
-    def here(cls) -> Nursery:
-        with cls._lock:
-            if cls._here is None:
-                cls._here = cls()
-            return cls._here
 
     def fork(self, request: Mapping[str, Any], streams: Sequence[int]) -> IO[str]:
         """Start a process; returns a file that tells its number at once and its exit code at the end."""
@@ -214,6 +209,20 @@ class Nursery:
         finally:
             os.close(theirs)
         return os.fdopen(fate)
+
+
+_making = threading.Lock()  # several threads of a test may begin their processes at once
+
+
+@cache
+def _own_nursery() -> Nursery:
+    return Nursery(sys.executable, PRELOAD)
+
+
+def own_nursery() -> Nursery:
+    """Return that of this interpreter; it starts with the first process."""
+    with _making:
+        return _own_nursery()
 
 
 def _requests(nursery: socket.socket) -> tuple[dict[str, Any], array.array]:
@@ -269,18 +278,23 @@ def _standard_streams(write_through: bool) -> None:
 def _run(words: list[str]) -> None:
     """Run a command as the interpreter does, in this process, to its end."""
     write_through = words[0] == "-u"
-    kind, what, *arguments = words[write_through:]
+    first, *rest = words[write_through:]
     _standard_streams(write_through)
-    sys.path[0] = str(Path.cwd())
+    sys.path[0] = str(Path.cwd()) if first in ("-m", "-c") else str(Path(first).parent)
     sys.path[1:1] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    if kind == "-m":
-        sys.argv = [what, *arguments]
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
-    assert kind == "-c", f"{kind}: expected -m or -c"
-    sys.argv = ["-c", *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(compile(what, "<string>", "exec"), main.__dict__)
+    if first == "-c":
+        sys.argv = [first, *rest[1:]]
+        text, name = rest[0], "<string>"
+    else:
+        sys.argv = [first, *rest]
+        text, name = Path(first).read_text(), first
+        main.__file__ = first
+    exec(compile(text, name, "exec"), main.__dict__)
 
 
 def _end(words: list[str]) -> NoReturn:
@@ -311,7 +325,7 @@ def main() -> None:
     """Answer requests until the worker is gone. In a process that was asked for, run its command instead."""
     nursery = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's business
-    for name in PRELOAD:
+    for name in sys.argv[2:]:
         with contextlib.suppress(ImportError):  # of an extra that is not installed
             importlib.import_module(name)
     gc.collect()

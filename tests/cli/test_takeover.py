@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from sinew_client.control.smoothing import parse_filter
 
 from sinew.cli import main
 from sinew.records.recorder import read_records
+from tests import processes
 from tests.cli.test_run import BLOCKS, PLAIN, last_json
-from tests.serve.lerobot_releases import CLIENTS, ROOT, lerobot_folder, newest_release
+from tests.serve.lerobot_releases import CLIENTS, ROOT, lerobot_folder, newest_release, nursery
 from tests.serve.test_lerobot_plugin import lerobot
 
 SIMULATED = ("--robot", "blocks", "--hz", "100", "--handover", "freeze", "--replan", "8", "--timeout", "60")
@@ -287,12 +287,10 @@ def test_types_of_lerobot_are_found_where_they_are_registered(release: str) -> N
         "except (KeyError, ImportError) as e:\n    print(e)\n"
     )
     paths = (lerobot_folder(release), ROOT / "packages" / "sinew-client" / "src")
-    done = subprocess.run(
+    done = processes.run(
         [CLIENTS, "-c", code],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
+        nursery=nursery(release),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     *_, leader, follower, said = done.stdout.splitlines()

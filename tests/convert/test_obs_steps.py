@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,9 @@ import pytest
 
 from sinew.bundle import Bundle
 from sinew.convert import convert
+from tests import processes
 from tests.cases import cases
-from tests.serve.lerobot_releases import CLIENTS, lerobot_folder, older_are_slow
+from tests.serve.lerobot_releases import CLIENTS, lerobot_folder, nursery, older_are_slow
 
 CASES = (
     *("smolvla-2cam", "pi0-2cam", "pi05-2cam", "pi05-mem", "pi0fast-2cam"),
@@ -27,11 +27,6 @@ CASES = (
 TYPES = ("smolvla", "pi0", "pi05", "pi0_fast", "xvla", "vla_jepa", "evo1", "groot")
 SCRIPT = """
 import importlib, json, pathlib, sys
-import torch
-operators = torch.library.Library("torchvision", "FRAGMENT")  # see tests/serve/lerobot_plugin.py
-if not hasattr(torch.ops.torchvision, "nms"):
-    for name in ("nms", "qnms"):
-        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 import lerobot.policies
 from lerobot.configs.policies import PreTrainedConfig
 home, found = pathlib.Path(lerobot.policies.__file__).parent, {}
@@ -78,13 +73,10 @@ def test_a_checkpoint_of_more_steps_is_the_same_policy(
 @older_are_slow
 def test_lerobot_reads_the_newest_observation_whatever_it_says(release: str) -> None:
     folder = lerobot_folder(release)
-    done = subprocess.run(
+    done = processes.run(
         [CLIENTS, "-c", SCRIPT, *TYPES],
         env={"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        nursery=nursery(release),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

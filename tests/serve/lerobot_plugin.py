@@ -25,29 +25,23 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import lerobot
 import numpy as np
 import torch
-
-# PyPI's torchvision is compiled against CUDA's torch; see lerobot_robot.py.
-_operators = torch.library.Library("torchvision", "FRAGMENT")
-if not hasattr(torch.ops.torchvision, "nms"):
-    for _name in ("nms", "qnms"):
-        _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-import lerobot  # noqa: E402
-from lerobot.configs.policies import PreTrainedConfig  # noqa: E402
-from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
-from lerobot.envs.configs import EnvConfig  # noqa: E402
-from lerobot.envs.factory import make_env  # noqa: E402
-from lerobot.envs.utils import preprocess_observation  # noqa: E402
-from lerobot.policies.factory import (  # noqa: E402
+import torchvision_operators  # noqa: F401 - beside this file, and before LeRobot
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.configs.types import FeatureType, PolicyFeature
+from lerobot.envs.configs import EnvConfig
+from lerobot.envs.factory import make_env
+from lerobot.envs.utils import preprocess_observation
+from lerobot.policies.factory import (
     get_policy_class,
     make_policy_config,
     make_pre_post_processors,
 )
-from lerobot.policies.rtc.configuration_rtc import RTCConfig  # noqa: E402
-from lerobot.utils.import_utils import register_third_party_plugins  # noqa: E402
-from sinew_client import PolicySpec  # noqa: E402
+from lerobot.policies.rtc.configuration_rtc import RTCConfig
+from lerobot.utils.import_utils import register_third_party_plugins
+from sinew_client import PolicySpec
 
 
 def factory(file: str, *options: str) -> None:

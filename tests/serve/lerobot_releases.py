@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.processes import Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = Path(os.environ.get("SINEW_CLIENTS", ROOT / ".venv-clients")) / "bin" / "python"
@@ -17,6 +20,27 @@ def lerobot_folder(release: str) -> Path | None:
     home = CLIENTS.parents[1]
     folders = (home / f"lerobot-{release}", *home.glob("lib/python*/site-packages"))
     return next((each for each in folders if (each / f"lerobot-{release}.dist-info").exists()), None)
+
+
+# What LeRobot imports of others, five seconds of each process; LeRobot itself is imported by each.
+THIRD_PARTY = (
+    "tests.serve.torchvision_operators",
+    *("torchvision.io", "torch._dynamo", "datasets", "pandas", "pyarrow.parquet", "av", "cv2", "accelerate"),
+    *("gymnasium", "diffusers.models.autoencoders.vae", "diffusers.optimization", "deepdiff", "draccus"),
+)
+
+
+@cache
+def nursery(release: str) -> Nursery:
+    """Return what processes of this release are forked from: ``tests.processes.run(..., nursery=nursery(release))``."""
+    paths = (ROOT, lerobot_folder(release))
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return Nursery(str(CLIENTS), THIRD_PARTY, env)
 
 
 def _missing(release: str) -> pytest.MarkDecorator:

@@ -16,19 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lerobot
 import numpy as np
-import torch
-
-# PyPI's torchvision is compiled against CUDA's torch. Beside a CPU build of torch its operators cannot be loaded, and
-# its import wants two of their names; the client never calls any.
-_operators = torch.library.Library("torchvision", "FRAGMENT")
-if not hasattr(torch.ops.torchvision, "nms"):
-    for _name in ("nms", "qnms"):
-        _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-import lerobot  # noqa: E402
-from lerobot.cameras import CameraConfig  # noqa: E402
-from lerobot.robots import Robot, RobotConfig  # noqa: E402
+import torchvision_operators  # noqa: F401 - beside this file, and before LeRobot
+from lerobot.cameras import CameraConfig
+from lerobot.robots import Robot, RobotConfig
 
 JOINTS = [f"joint{index}.pos" for index in range(int(os.environ.get("ROBOT_JOINTS", "6")))]
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from sinew_client import Client
 
+from tests import processes
 from tests.control.puppet import Puppet
 from tests.journeys.lerobot import ADDRESS, check_evaluation, documented, robot_line
 from tests.serve.lerobot_releases import (
@@ -23,6 +24,7 @@ from tests.serve.lerobot_releases import (
     each_release,
     lerobot_folder,
     newest_release,
+    nursery,
     older_are_slow,
 )
 from tests.serve.lerobot_syntax import lowered
@@ -38,8 +40,8 @@ def lerobot(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of ``lerobot_plugin.py``; ``path``: more folders to import from."""
     found = (*path, plugin, ROOT, ROOT / "packages" / "sinew-client" / "src", lerobot_folder(release))
-    return subprocess.run(
-        [CLIENTS, SCRIPT, *map(str, words)],
+    return processes.run(
+        [CLIENTS, SCRIPT, *words],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, found)),
@@ -47,9 +49,8 @@ def lerobot(
             "HF_HUB_OFFLINE": "1",
             **environment,
         },
-        capture_output=True,
-        text=True,
         timeout=280,
+        nursery=nursery(release),
     )
 
 

@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +23,9 @@ import numpy as np
 import pytest
 
 from sinew.records.recorder import read_records
+from tests import processes
 from tests.journeys.lerobot import documented
-from tests.serve.lerobot_releases import CLIENTS, ROOT, lerobot_folder, newest_release
+from tests.serve.lerobot_releases import CLIENTS, ROOT, lerobot_folder, newest_release, nursery
 from tests.serve.test_lerobot_plugin import BLOCKS, SCRIPT, lerobot
 from tests.serve.test_server import ServerProcess, free_port, serving
 
@@ -57,7 +57,7 @@ class Rollout:
         paths = (folder, plugin, ROOT, ROOT / "packages" / "sinew-client" / "src", lerobot_folder(release))
         self.keys, terminal = pty.openpty()
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = processes.Process(
                 [*words, *map(str, flags)],
                 env={
                     **os.environ,
@@ -70,6 +70,7 @@ class Rollout:
                 stdin=terminal,
                 stdout=log,
                 stderr=log,
+                nursery=nursery(release),
             )
         os.close(terminal)
 

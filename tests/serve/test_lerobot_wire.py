@@ -10,7 +10,6 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -41,7 +40,8 @@ from sinew.serve.wires.lerobot.messages import SERVICE, messages
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig as Config
 from sinew.serve.wires.lerobot.types import TimedObservation as Timed
 from sinew.serve.wires.lerobot.wire import LeRobotWire
-from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder
+from tests import processes
+from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder, nursery
 from tests.serve.test_safe_pickle import (
     ATTACKS,
     HELPERS,
@@ -854,13 +854,11 @@ def run_client(
     flags = ["--robot.type=without_hardware" if "--robot.type=" in flag else flag for flag in command[3:]]
     log = directory / "robot.json"
     settings = {"ROBOT_LOG": str(log), "ROBOT_STEPS": str(steps), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = processes.run(
         [CLIENTS, Path(__file__).with_name("lerobot_robot.py"), *flags],
         cwd=directory,  # it makes a folder of logs
         env={**os.environ, **settings, "PYTHONPATH": str(lerobot_folder(release)), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
+        nursery=nursery(release),
     )
     content = json.loads(log.read_text()) if log.exists() else {}
     return SimpleNamespace(output=done.stdout + done.stderr, code=done.returncode, **content)
