@@ -208,17 +208,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle by ``--order``; the tests of a file stay together, as what they share is made once."""
+    """Shuffle by ``--order``; the tests of a file stay together, as what they share is made once.
+
+    Workers of xdist take the folders' files in turn: those of some compute and those of others wait for servers, which
+    costs least where the workers do both at once.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    paths = sorted(files)
     if seed := config.getoption("--order"):
         rng = random.Random(seed)
-        files: dict[Path, list[pytest.Item]] = {}
-        for item in items:
-            files.setdefault(item.path, []).append(item)
-        paths = sorted(files)
         rng.shuffle(paths)
         for path in paths:
             rng.shuffle(files[path])
-        items[:] = [item for path in paths for item in files[path]]
+    elif "PYTEST_XDIST_WORKER" in os.environ:
+        folders: dict[Path, list[Path]] = {}
+        for path in paths:
+            folders.setdefault(path.parent, []).append(path)
+        paths.sort(key=lambda path: folders[path.parent].index(path) / len(folders[path.parent]))
+    items[:] = [item for path in paths for item in files[path]]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -131,7 +131,9 @@ def ran() -> dict[str, dict[str, Any]]:
     return {}
 
 
-@pytest.mark.parametrize("command", CHEAP)
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, marks=[pytest.mark.slow] * ("perf fit" in each)) for each in CHEAP]
+)
 def test_what_costs_little_runs(command: str, ran: dict[str, dict[str, Any]], capsys: Any) -> None:
     assert any(command in row.commands for row in rows()), "the page does not name it any more"
     assert main([*shlex.split(command)[1:], "--json"]) == CHEAP[command]

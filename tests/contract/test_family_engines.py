@@ -31,7 +31,7 @@ FAST = (
     "act-2cam",
     "diffusion-ddim",
     "xvla-ee6d",
-)  # what exports in seconds; of the others it takes half a minute to minutes
+)
 TWICE = [
     ("plan", "evo1-mint"),
     ("cuda", "evo1-mint"),
@@ -101,9 +101,9 @@ def said(case: str, given: Observation, shorter: bool) -> Observation:
 
 def is_slow(engine: str, case: str) -> bool:
     exports = (
-        *(case for case in FAST if case != "xvla-ee6d"),
+        "act-2cam",
         "bitvla",
-    )  # X-VLA's takes a minute beside others
+    )  # of the others an export takes fifteen seconds to minutes; BitVLA has none
     return (engine, case) in TWICE or (engine == "onnx" and case not in exports)
 
 

@@ -119,14 +119,15 @@ def ticks(loop: Loop, count: int) -> None:
     until(loop, loop.steps + count)
 
 
-def test_a_thousand_hand_overs_have_no_jump() -> None:
+@pytest.mark.parametrize("rounds", [25, pytest.param(130, marks=pytest.mark.slow)])  # 200 and 1,000 of them
+def test_hand_overs_have_no_jump(rounds: int) -> None:
     """Both ways, of a policy and a person who are anywhere: no step is larger than velocity allows, and the report's
     largest is the largest."""
     rng = np.random.default_rng(38)
     most = np.array(LIMITS["velocity"]) / HZ
     to_human = to_policy = 0
     largest = 0.0
-    for _ in range(130):
+    for _ in range(rounds):
         robot = Robot(rng.uniform(-2, 2, DIM), rng.choice([0.0, 0.01]))
         hand = Hand(rng.uniform(-2, 2, DIM), follows=bool(rng.random() < 0.7))
         options = {
@@ -169,7 +170,7 @@ def test_a_thousand_hand_overs_have_no_jump() -> None:
         assert handed["unknown"] == 0
         assert handed["largest"] <= most.max()
         assert handed["number"] in NAMES
-    assert to_human + to_policy >= 1000
+    assert to_human + to_policy >= 7.7 * rounds
     assert 0.0 < largest <= most.max()
 
 

@@ -165,7 +165,7 @@ def test_no_table_of_ours_shows_anything_better() -> None:
     [
         # In the tables the default has 97 to 100 %: 17 of 20 and fewer are a chance of at most 0.003. aligned as rows
         # come has 58 %: 17 and more are a chance of 0.01; freeze has 0 % of the pens.
-        ("blocks", "200ms", "aligned", 16),
+        pytest.param("blocks", "200ms", "aligned", 16, marks=pytest.mark.slow),
         ("pen", "100ms", "freeze", 2),
     ],
 )

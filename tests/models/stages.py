@@ -7,10 +7,11 @@ tests want all of them close; the planted errors (test_planted_errors.py) say wh
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -39,6 +40,13 @@ CASES = (
     *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
     *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
 )
+LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # a third of the time of all
+
+
+def each(cases: Collection[str]) -> pytest.MarkDecorator:
+    """Parametrize a test by ``case``; the large ones are slow."""
+    params = [pytest.param(case, marks=[pytest.mark.slow] * (case in LARGE)) for case in cases]
+    return pytest.mark.parametrize("case", params)
 
 
 def stages(

@@ -11,14 +11,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm
 from sinew.policy import Policy
 from tests.golden import Golden
-from tests.models.stages import CASES, observation, stages
+from tests.models.stages import CASES, each, observation, stages
 
 EFFECT = 1e-3  # a norm's output that is off by so much is seen in every case
 ONE_OF_EACH = [case for case in CASES if case not in ("smolvla-3cam-padded", "evo1-mint")]
@@ -105,7 +104,7 @@ def refused(case: str, part: str, name: str, policy: Policy, g: Golden) -> bool:
     return False
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH)
+@each(ONE_OF_EACH)
 def test_a_wrong_epsilon(case, open_case: Open):
     for part, (name, given) in first_of_each_part("norm", case, *open_case(case)).items():
         policy, g = open_case(case)
@@ -129,7 +128,7 @@ def moved(right: nn.Module, wrong: nn.Module, given: Any) -> float:
     return float((first - second).norm() / first.norm())
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH)
+@each(ONE_OF_EACH)
 def test_swapped_heads(case, open_case: Open):
     """The first two of the queries."""
     for part, (name, _) in first_of_each_part("attention", case, *open_case(case)).items():
@@ -143,7 +142,7 @@ def test_swapped_heads(case, open_case: Open):
         assert refused(case, part, name, policy, g)
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH)
+@each(ONE_OF_EACH)
 def test_a_missing_norm_weight(case, open_case: Open):
     for part, (name, _) in first_of_each_part("norm", case, *open_case(case)).items():
         policy, g = open_case(case)
@@ -156,7 +155,7 @@ def test_a_missing_norm_weight(case, open_case: Open):
         assert refused(case, part, name, policy, g)
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH)
+@each(ONE_OF_EACH)
 def test_one_layer_in_bfloat16(case, open_case: Open):
     for part, (name, _) in first_of_each_part("layer", case, *open_case(case)).items():
         policy, g = open_case(case)

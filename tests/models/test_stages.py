@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.models.stages import CASES, stages
+from tests.models.stages import CASES, each, stages
 
 
-@pytest.mark.parametrize("case", CASES)
+@each(CASES)
 def test_every_stage_matches(case, open_case):
     wrong = {name: found.refusal(expected) for name, found, expected in stages(case, *open_case(case))}
     assert len(wrong) >= 3

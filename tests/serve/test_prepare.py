@@ -389,6 +389,7 @@ def test_an_engine_that_computes_something_else_is_not_taken(act: Path, monkeypa
     assert choose(Bundle(act), device="cpu", prepared=True).engine == "plan"
 
 
+@pytest.mark.slow  # an export
 def test_what_robots_asked_for_stays(golden_bundle: Path, tmp_path: Path) -> None:
     """Graphs follow no Jacobian; a robot that was guided with one shall not be refused behind the exchange."""
     observation = grey(golden_bundle)

@@ -26,7 +26,7 @@ from tests.cases import golden_cases
 from tests.engine.cuda.cuda_cases import BOUND, Case, Frozen, asset_case, golden_case, shaken
 from tests.engines import run_one
 from tests.golden import Golden
-from tests.models.stages import CASES, observation
+from tests.models.stages import CASES, each, observation
 
 ONE_PER_MODEL = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
 
@@ -309,13 +309,12 @@ def test_nothing_is_read_from_the_host_inside_a_program(open_case, name, options
     assert audit(case, pixels=True, **options).found == []
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_no_family_reads_from_the_host_inside_a_program(case_bundle, name):
+@each(CASES)
+def test_no_family_reads_from_the_host_inside_a_program(case_bundle, case):
     """The first run on a GPU found positions of a tower that were looked up on the host at every call."""
-    policy = load(case_bundle(name), "cpu", "fp32", "eager", allow_missing_cameras=True)
-    seen = observation(name, Golden(golden_cases() / name))
-    case = Case(policy, seen, policy.processor.noise(seen)[0])
-    assert audit(case, pixels=True).found == []
+    policy = load(case_bundle(case), "cpu", "fp32", "eager", allow_missing_cameras=True)
+    seen = observation(case, Golden(golden_cases() / case))
+    assert audit(Case(policy, seen, policy.processor.noise(seen)[0]), pixels=True).found == []
 
 
 def test_the_audit_finds_a_constant_that_is_copied(monkeypatch):
