@@ -42,13 +42,13 @@ COLUMNS = (
 ENGINES = COLUMNS[:5]
 HEAD = """# What is proved of which family
 
-A cell holds the precisions (of engines) or a tick (of wires) for which a test passed with that family's own fixture; a star: a
-slow test alone, which `make test` leaves out. An empty cell is not proved; a wire serves any family, and an engine says itself
-what it refuses. `cuda references` are the kernels' references and the graph's program on a CPU; what ran on a GPU is in
-[gpu.md](gpu.md). BitVLA's weights are ternary everywhere.
+A cell holds the precisions (of engines) or a tick (of wires) for which a test passed with that family's own fixture; a
+star: a slow test alone, which `make test` leaves out. An empty cell is not proved; a wire serves any family, and an
+engine says itself what it refuses. `cuda references` are the kernels' references and the graph's program on a CPU; what
+ran on a GPU is in [gpu.md](gpu.md). BitVLA's weights are ternary everywhere.
 
-Rendered by `python -m tests.proofs` from `sinew/engine/proofs.json`, which a run of the tests marked `proves` wrote and by which
-`--engine auto` goes.
+Rendered by `python -m tests.proofs` from `sinew/engine/proofs.json`, which a run of the tests marked `proves` wrote
+and by which `--engine auto` goes.
 """
 
 
