@@ -42,13 +42,13 @@ COLUMNS = (
 ENGINES = COLUMNS[:5]
 HEAD = """# What is proved of which family
 
+A cell holds the precisions (of engines) or a tick (of wires) for which a test passed with that family's own fixture; a
+star: a slow test alone, which `make test` leaves out. An empty cell is not proved; a wire serves any family, and an
+engine says itself what it refuses. `cuda references` are the kernels' references and the graph's program on a CPU; what
+ran on a GPU is in [gpu.md](gpu.md). BitVLA's weights are ternary everywhere.
+
 Rendered by `python -m tests.proofs` from `sinew/engine/proofs.json`, which a run of the tests marked `proves` wrote
-and by which `--engine auto` goes. A cell holds the precisions (of engines) or a tick (of wires) for which a test
-passed; below is which. An empty cell is not proved by a test with that family's own fixture; a wire serves any family,
-and an engine says itself what it refuses.
-`cuda references` are the kernels' references and the graph's program on a CPU; what ran on a GPU is in
-[gpu.md](gpu.md). A star: by a slow test alone, which `make test` leaves out (an export takes minutes). BitVLA's weights
-are ternary everywhere.
+and by which `--engine auto` goes.
 """
 
 
@@ -118,6 +118,14 @@ def marked() -> dict[str, set[str]]:
     return found  # fmt: skip
 
 
+def listed(who: list[str]) -> str:
+    """Return the families of a list, as all of the table but few where that is shorter."""
+    missing = [name for name in NAMES.values() if name not in who]
+    if len(missing) <= len(NAMES) // 4:
+        return "all" + (f" but {', '.join(missing)}" if missing else "")
+    return ", ".join(dict.fromkeys(who))
+
+
 def render(rows: list[list[str]]) -> str:
     """Return the page of recorded claims."""
     lines = [HEAD, "| family | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
@@ -135,7 +143,7 @@ def render(rows: list[list[str]]) -> str:
         for family, column, precision, name, _ in rows:
             if name == test:
                 parts.setdefault(f"{column} {precision}".strip(), []).append(NAMES[family])
-        text = "; ".join(f"{what}: {', '.join(dict.fromkeys(who))}" for what, who in sorted(parts.items()))
+        text = "; ".join(f"{what}: {listed(who)}" for what, who in sorted(parts.items()))
         lines.append(f"| `{test}` | {text} |")
     return "\n".join(lines) + "\n"
 
