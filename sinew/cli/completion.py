@@ -9,7 +9,11 @@ from typing import Literal
 from sinew.cli.verbs import VERBS
 
 # Flags of every verb, which the program takes before a verb sees its own.
-EVERYWHERE = {"json": "the result as JSON", "debug": "the traceback of an error", "config": "a file with flags"}
+EVERYWHERE = {
+    "json": "the result as JSON",
+    "debug": "the traceback of an error",
+    "config": "a file with flags",
+}
 HELP = "Display this message and exit."
 # A file that zsh loads for a completion is its function; one that is read at the start has to tell of it.
 ZSH = """
