@@ -32,11 +32,11 @@ def family(name: str, /, *, out: Path | None = None) -> int:
     check(name)
     folder = Path(name.replace("_", "-")) if out is None else out
     write(name, folder)
-    console, place = terminal.console(markup=False), shlex.quote(str(folder))
+    console, place = terminal.console(markup=False), folder if folder.is_absolute() else f"./{folder}"
     console.print(f"{folder}/: the family {name}, which works as it is:")
     for line in (
-        f"pip install -e {'' if folder.is_absolute() else './'}{place}'[test]'",
-        f"python -m pytest {place}",
+        f"pip install -e {shlex.quote(f'{place}[test]')}",
+        f"python -m pytest {shlex.quote(str(place))}",
         f"python -m {name}.checkpoint random/  # a checkpoint with random weights",
         f"sinew convert random/ {name}.gguf",
         f"sinew bench {name}.gguf",
