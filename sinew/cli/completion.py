@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Literal
 
+from sinew.cli.verbs import VERBS
+
+# Flags of every verb, which the program takes before a verb sees its own.
+EVERYWHERE = {
+    "json": "the result as JSON",
+    "debug": "the traceback of an error",
+    "config": "a file with flags",
+}
+HELP = "Display this message and exit."
 # A file that zsh loads for a completion is its function; one that is read at the start has to tell of it.
 ZSH = """
 if [ "$funcstack[1]" = "_sinew" ]; then
@@ -13,6 +23,13 @@ else
   compdef _cyclopts_sinew sinew
 fi
 """
+# What has no choices may be a file: in bash by its own default; in zsh by an action, without which no flag in front
+# of an argument is completed either.
+BASH = ("complete -F", "complete -o default -F")
+TEXT = r"(?:\\.|'\\''|[^':\\])*"
+BARE = re.compile(rf"^( +'(?:\d+|\*|\*?--[\w-]+\[{TEXT}\]):{TEXT})('(?: \\)?)$", re.MULTILINE)
+# Behind the program and behind a group stands a word of theirs, no file.
+FISH = 'complete -c sinew -f -n "contains -- (commandline -poc)[-1] sinew {groups}"\n'
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
@@ -23,5 +40,16 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """
     from sinew.cli import build_app
 
-    sys.stdout.write(build_app().generate_completion(shell=shell) + (ZSH if shell == "zsh" else ""))
+    app = build_app()
+    app.help_flags = ("--help", "-h", *(f"--{flag}" for flag in EVERYWHERE))
+    text = app.generate_completion(shell=shell)
+    for flag, words in EVERYWHERE.items():
+        text = re.sub(rf"(--{flag}\[|-l {flag} -d '){re.escape(HELP)}", rf"\g<1>{words}", text)
+    if shell == "bash":
+        text = text.replace(*BASH)
+    if shell == "zsh":
+        text = BARE.sub(r"\1:_files\2", text) + ZSH
+    if shell == "fish":
+        text += FISH.format(groups=" ".join(name for name, verb in VERBS.items() if verb.commands))
+    sys.stdout.write(text)
     return 0

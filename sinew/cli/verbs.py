@@ -91,6 +91,13 @@ CACHE = {
     "show": Verb("Print what is known of one of them.", "cache show pick-cube --verify", "cache:show"),
     "rm": Verb("Remove some of them.", "cache rm pick-cube", "cache:remove"),
 }
+NEW = {
+    "family": Verb(
+        "Write a package of your own for a family, with a test that it passes.",
+        "new family my_arm",
+        "new:family",
+    )
+}
 
 SECTIONS: dict[str, dict[str, Verb]] = {
     "Start": {
@@ -155,6 +162,7 @@ SECTIONS: dict[str, dict[str, Verb]] = {
         "cache": Verb("List and remove checkpoints that were converted on first use.", commands=CACHE),
     },
     "Expert": {
+        "new": Verb("Begin a package of your own that Sinew finds.", commands=NEW),
         "fleet": Verb("Serve policies on replicas of a Ray cluster.", commands=FLEET),
         "upgrade": Verb(
             "Rewrite a bundle of an older format in the present one.", "upgrade old.gguf --out new.gguf"

@@ -130,6 +130,11 @@ def _converters() -> Iterator[ModuleType]:
     yield from map(import_module, registry.FORMATS)
 
 
+def readers() -> dict[str, Path]:
+    """Return the folder of each family by its name: the code that decides what is read of its checkpoints."""
+    return {family.name: family.folder for family in registry.families()}
+
+
 def recognise(path: Path, adapters: bool = False) -> ModuleType:
     """Return the family module that reads ``path``. Raises :class:`ConvertError` with all names if there is none, and
     for an adapter alone, unless ``adapters`` may come."""

@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from sinew_client.policy import OpenPolicy, refuse_words
+from sinew_client.solver import SINGLE
 
 from sinew.core import (
     ActionChunk,
@@ -19,7 +20,6 @@ from sinew.core import (
     Timing,
     VectorSpec,
 )
-from sinew.solvers import SINGLE
 
 Act = Callable[[], np.ndarray]  # -> float32 [H, D], what to do in the simulator's present state
 

@@ -14,6 +14,7 @@ import sinew
 from sinew import machine, progress
 from sinew.bundle.digests import BLOCK, Memo
 from sinew.bundle.digests import sha256 as digest
+from sinew.convert import readers
 from sinew.core import SinewError
 
 # What trainers leave beside the weights to go on with; no conversion reads it.
@@ -37,7 +38,7 @@ CHECKPOINT = (
 WEIGHTS = (".safetensors", ".pt", ".gguf")  # and orbax's folder params/
 MAX_FILES = 10_000
 LONG = 1 << 28
-CODE = ("convert", "bundle", "models")  # rooms that decide what a conversion writes
+CODE = ("convert", "bundle", "models")  # rooms that decide what a conversion writes, beside its reader
 
 
 class NoCheckpointError(SinewError):
@@ -98,9 +99,10 @@ def converter() -> str:
     """Return the version of Sinew with a digest of the code that decides what is written."""
     digest = hashlib.sha256()
     home = Path(sinew.__file__).parent
-    for room in CODE:
-        for path in sorted((home / room).rglob("*.py")):
-            digest.update(str(path.relative_to(home)).encode() + path.read_bytes())
+    folders = {room: home / room for room in CODE} | readers()
+    for name, folder in folders.items():
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{name}/{path.relative_to(folder)}".encode() + path.read_bytes())
     return f"{sinew.__version__}+{digest.hexdigest()[:12]}"
 
 

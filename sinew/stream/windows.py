@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sinew_client.control import Node, Trajectory
+from sinew_client.solver import Solver
 
 from sinew.core import Observation, SinewError
 from sinew.engine.engine import Watch
 from sinew.processing import Processor
 from sinew.processing.continuation import Continuation, continuation
-from sinew.solvers import Solver
 from sinew.stream.text import SILENT, StreamedText
 
 if TYPE_CHECKING:

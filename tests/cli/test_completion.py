@@ -15,9 +15,14 @@ from sinew.cli import main
 CASES = {
     "sinew qua": "quantize",
     "sinew hub pul": "pull",
+    "sinew new fam": "family",
     "sinew perf cal": "calibrate",
     "sinew serve --api": "--api-key-file",
     "sinew serve --engine ea": "eager",
+    "sinew eval --compa": "--compare",  # before an argument that has no choices
+    "sinew doctor --js": "--json",
+    "sinew hub push pol": "policy.gguf",
+    "sinew eval pol": "policy.gguf",  # a bundle, an address or a name
 }
 WAIT_S = 60
 
@@ -26,7 +31,9 @@ source {script}
 for line in "$@"; do
   read -ra COMP_WORDS <<< "$line"
   COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); COMP_LINE=$line; COMP_POINT=${{#line}}; COMPREPLY=()
-  _sinew sinew "${{COMP_WORDS[COMP_CWORD]}}" "${{COMP_WORDS[COMP_CWORD-1]}}"
+  word=${{COMP_WORDS[COMP_CWORD]}}
+  _sinew sinew "$word" "${{COMP_WORDS[COMP_CWORD-1]}}"
+  if [[ -z $COMPREPLY && $(complete -p sinew) == *"-o default"* ]]; then COMPREPLY=($(compgen -f -- "$word")); fi
   echo "${{COMPREPLY[*]}}"
 done
 """
@@ -63,6 +70,7 @@ def test_words_are_completed(shell: str, program: str, script: Callable[[str], P
         pytest.skip(f"{shell} is not installed")
     run = tmp_path / f"run.{shell}"
     run.write_text(program.format(script=script(shell)))
+    (tmp_path / "policy.gguf").touch()
     start = (
         [shell, "--noprofile", "--norc"]
         if shell == "bash"

@@ -244,6 +244,7 @@ def commands(walk: Walk) -> None:
     walk.type("sinew quantize policy.gguf --recipe vision=int8,language=int8 --out small.gguf")
     assert walk.type("sinew prepare policy.gguf").result["engine"] == "onnx"
     walk.type("sinew export policy.gguf --onnx robot/")
+    walk.type("sinew new family my_arm", says=("my-arm/",))
     with walk.serving("sinew serve policy.gguf", adds="--record records/"):
         walk.type("sinew client tcp://127.0.0.1:5555")
         walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 3")
@@ -263,19 +264,54 @@ def commands(walk: Walk) -> None:
         pass
 
 
+def quick_start(walk: Walk) -> None:
+    walk.leaves(
+        "pip install -c constraints.txt ./packages/sinew-client '.[full]'",
+        "made the environment that this runs in",
+    )
+    won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0 --episodes 3"), 1, of=3)
+    arm(walk)
+    walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
+    walk.type("sinew inspect policy.gguf", says=("camera1", "camera2", "6 values"))
+    assert walk.type("sinew validate policy.gguf", says=("passes over",)).result["passed"]
+    with walk.serving(
+        "sinew serve policy.gguf", says=("native at tcp://127.0.0.1:5555", "openpi at .*:8000")
+    ):
+        drove(
+            walk.type(
+                'sinew run tcp://127.0.0.1:5555 --robot dry --prompt "pick up the cube" --hz 30 --seconds 10',
+                instead=("10", "3"),
+            )
+        )
+        walk.program(0, before=ROBOT, after="assert chunk.actions.shape == (50, 6)")
+        walk.type("sinew client tcp://127.0.0.1:5555", says=("p50", "p99"))
+    walk.type("sinew bench policy.gguf", says=("vision", "head"))
+    evaluated(walk.type("sinew eval blocks --episodes 20"), 0.8)
+
+
 def adding_a_model(walk: Walk) -> None:
-    arm_policy(walk)
-    walk.type("sinew inspect policy.gguf --plan", says=("pack-qkv",))
-    assert walk.type("sinew validate policy.gguf --engine plan").result["passed"]
-    assert walk.type("sinew validate policy.gguf --engine onnx").result["passed"]
-    walk.type("sinew validate policy.gguf --engine cuda --device cpu")
-    walk.type("sinew bench policy.gguf")
-    walk.type("sinew perf run policy.gguf")
-    walk.type("sinew perf fit policy.gguf")
-    walk.type("sinew quantize policy.gguf --recipe head=int8 --out small.gguf")
-    walk.type("sinew export policy.gguf --onnx folder")
-    with walk.serving("sinew serve policy.gguf --wire native --wire openpi"):
-        pass
+    walk.type("sinew new family my_arm", says=("the family my_arm, which works as it is",))
+    into = "python -m pip install -q --disable-pip-version-check --target site"  # this environment has no such family
+    walk.type(
+        "pip install -e './my-arm[test]'", instead=("pip install -e './my-arm[test]'", f"{into} pytest")
+    )
+    walk.run(f"{into} --no-deps ./my-arm")
+    site = str(walk.folder / "site")
+    walk.environment["PYTHONPATH"] = ":".join(filter(None, (site, walk.environment.get("PYTHONPATH", ""))))
+    walk.type("python -m pytest my-arm", says=("6 passed",))
+    walk.type("python -m my_arm.checkpoint random/")
+    walk.type("sinew convert random/ my_arm.gguf")
+    walk.type("sinew inspect my_arm.gguf --plan", says=("pack-qkv +applied",))
+    assert walk.type("sinew validate my_arm.gguf --engine plan").result["passed"]
+    assert walk.type("sinew validate my_arm.gguf --engine onnx").result["passed"]
+    assert walk.type("sinew validate my_arm.gguf --engine cuda --device cpu").result["passed"]
+    walk.type("sinew bench my_arm.gguf")
+    walk.type("sinew perf run my_arm.gguf")
+    walk.type("sinew perf fit my_arm.gguf")
+    walk.type("sinew quantize my_arm.gguf --recipe head=int8 --out small.gguf")
+    walk.type("sinew export my_arm.gguf --onnx folder")
+    with walk.serving("sinew serve my_arm.gguf --wire native --wire openpi"):
+        walk.run(f"sinew client {NATIVE} --requests 3")
 
 
 def control(walk: Walk) -> None:
@@ -1013,6 +1049,7 @@ STORIES: dict[str, Story] = {
     "docs/eval-suites.md": suites,
     "docs/eval.md": evaluation,
     "docs/fleet.md": fleet,
+    "docs/quick-start.md": quick_start,
     "docs/perf.md": perf,
     "docs/perf-costs.md": perf_costs,
     "docs/plan.md": plan,

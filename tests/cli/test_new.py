@@ -1,0 +1,138 @@
+"""``sinew new family``: what it writes works before anybody changes a line of it, installed as pip installs it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinew import registry
+from sinew.cli import main
+from sinew.sources import identity
+from tests import processes
+
+NAME = "my_arm"
+PIP = ("-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The written folder; ``site`` beside it holds what pip makes of it."""
+    pytest.importorskip("hatchling", reason="pip builds the package with it")
+    home = tmp_path_factory.mktemp("new")
+    folder, log = home / "my-arm", home / "log"
+    assert main(["new", "family", NAME, "--out", str(folder)]) == 0
+    done = subprocess.run([sys.executable, *PIP, "--target", home / "site", folder], stderr=log.open("w"))
+    assert done.returncode == 0, log.read_text()
+    return folder
+
+
+def own_test(folder: Path, chosen: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the package's own test in a process of its own, and return what it says."""
+    monkeypatch.syspath_prepend(folder.parent / "site")
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests"]
+    done = processes.run(words, cwd=folder, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_its_own_test_passes(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "5 passed" in own_test(made, "not onnx", monkeypatch)
+
+
+@pytest.mark.slow  # an export
+def test_its_own_test_passes_on_onnx(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript")
+    assert "1 passed" in own_test(made, "onnx", monkeypatch)
+
+
+def test_verbs_know_an_installed_family(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(made.parent / "site")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_added", registry._added.__wrapped__)
+    monkeypatch.setattr(identity, "converter", identity.converter.__wrapped__)
+    before = identity.converter()
+    importlib.import_module(f"{NAME}.checkpoint").write(Path("random"))
+    for camera in ("front", "wrist"):
+        Image.fromarray(np.full((48, 64, 3), 90, np.uint8)).save(f"{camera}.png")
+    assert main(["convert", "random", "my_arm.gguf"]) == 0
+    seen = ["--image", "front=front.png", "--image", "wrist=wrist.png", "--state", "0,-45,60,10,0,20"]
+    capsys.readouterr()
+    assert main(["infer", "my_arm.gguf", *seen, "--seed", "1", "--engine", "plan", "--json"]) == 0
+    actions = np.array(json.loads(capsys.readouterr().out)["actions"])
+    assert actions.shape == (8, 6)
+    assert actions.std() > 1  # degrees
+    assert main(["new", "family", NAME, "--out", "again"]) == 1
+    assert "expected one that no family has, got 'my_arm', which my_arm has" in capsys.readouterr().err
+    source = made.parent / "site" / NAME / "convert.py"
+    with source.open("a") as file:
+        file.write("# mended\n")
+    assert identity.converter() != before  # what was converted before is converted anew
+    for module in [name for name in sys.modules if name.partition(".")[0] == NAME]:
+        del sys.modules[module]
+
+
+def test_what_is_written_is_clean(made: Path) -> None:
+    texts = {path: path.read_text() for path in made.rglob("*") if path.suffix in (".py", ".toml", ".md")}
+    assert len(texts) == 7
+    for path, text in texts.items():
+        assert not any(word in text for word in ("family_name", "FamilyName", "family-name")), path
+    if (ruff := shutil.which("ruff", path=Path(sys.executable).parent)) is None:
+        pytest.skip("ruff is not installed")
+    for words in (["check", "--select", "E,F,I,UP,B"], ["format", "--check"]):
+        command = [ruff, *words, "--isolated", "--no-cache", "--line-length", "110"]
+        done = subprocess.run(command, cwd=made, capture_output=True)
+        assert done.returncode == 0, done.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("My-Arm", "small letters and digits, words joined by '_', got 'My-Arm'; did you mean 'my_arm'?"),
+        ("../arm", "got '../arm'; did you mean 'arm'?"),
+        ("a" * 51, "at most 50"),
+        ("class", "expected one that Python has no package or word of, got 'class'"),
+        ("tests", "got 'tests'"),
+        ("act", "expected one that no family has, got 'act', which act has"),
+        ("gr00tn15", "which gr00t has"),  # an architecture, spelt otherwise
+    ],
+)
+def test_names_that_cannot_be(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "family", name]) == 1
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_of_it_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my-arm"
+    folder.mkdir()
+    assert main(["new", "family", NAME]) == 1
+    assert "my-arm: expected a new folder, got one that is there" in capsys.readouterr().err
+    folder.rmdir()  # empty as before
+    written = Path.write_text
+
+    def full(path: Path, *given: str, **options: str) -> int:
+        if path.name == "pyproject.toml":
+            raise OSError(28, "No space left on device", str(path))
+        return written(path, *given, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["new", "family", NAME]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
