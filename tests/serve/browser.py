@@ -28,6 +28,7 @@ class Page:
     def __init__(self, socket: Any):
         self._socket, self._numbers = socket, itertools.count(1)
         self.errors: list[str] = []
+        self._loads = 0
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -35,15 +36,26 @@ class Page:
         """Call a method of the protocol and return its result."""
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
-        while True:
-            message = json.loads(self._socket.recv(START_S))
-            if message.get("method") == "Runtime.exceptionThrown":
-                self.errors.append(json.dumps(message["params"]["exceptionDetails"])[:500])
-            if message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
-                self.errors.append(message["params"]["entry"]["text"])
-            if message.get("id") == number:
-                assert "error" not in message, message
-                return message["result"]
+        while (message := self._hear()).get("id") != number:
+            pass
+        assert "error" not in message, message
+        return message["result"]
+
+    def _hear(self) -> dict[str, Any]:
+        message = json.loads(self._socket.recv(START_S))
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(message["params"]["exceptionDetails"])[:500])
+        if message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
+            self.errors.append(message["params"]["entry"]["text"])
+        self._loads += message.get("method") == "Page.loadEventFired"
+        return message
+
+    def reload(self) -> None:
+        """Load the page again; what is asked while it goes would have no answer."""
+        before = self._loads
+        self.call("Page.reload")
+        while self._loads == before:
+            self._hear()
 
     def evaluate(self, script: str) -> Any:
         """Return the value of an expression in the page; a promise is awaited."""

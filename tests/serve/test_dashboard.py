@@ -492,7 +492,7 @@ def test_the_page_in_a_browser(smolvla_bundle: Callable[[str], Path], tmp_path: 
         page.wait("document.getElementById('pause').getAttribute('aria-pressed') === 'true'")
         page.press("Enter", 13)
         page.wait("document.getElementById('pause').textContent === 'Pause'")
-        page.evaluate("location.reload()")  # the hour is the server's, and the key stays with the tab
+        page.reload()  # the hour is the server's, and the key stays with the tab
         page.wait("/^[1-9][0-9]* answers/.test(document.getElementById('hour-note').textContent)")
         page.wait("document.querySelectorAll('#try-state input').length > 5")
 
