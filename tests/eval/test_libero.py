@@ -21,7 +21,7 @@ pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 from sinew.core import SinewError
 from sinew.eval import suites
 from sinew.eval.foreign import run as foreign
-from sinew.eval.suites import libero_expert
+from sinew.eval.suites import libero, libero_expert
 from tests.eval.test_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of
 from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
 
@@ -120,6 +120,32 @@ def test_the_expert_says_which_tasks_are_not_its_own() -> None:
         SinewError, match="libero_goal/7: the scripted expert expected goals .* got turnon flat_stove_1"
     ):
         libero_expert.begin(SimpleNamespace(robosuite=stove, current="libero_goal/7"))
+
+
+# ----------------------------------------------------------------------------- initial states
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_initial_states_are_the_recorded_ones_or_drawn_by_the_trial(
+    drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, float]] = []
+    scene = SimpleNamespace(
+        seed=lambda number: asked.append(("seed", number)),
+        reset=lambda: asked.append(("reset", 0)),
+        set_init_state=lambda state: asked.append(("state", state[0])),
+        step=lambda action: ({}, 0.0, False, {}),
+        close=lambda: None,
+    )
+    monkeypatch.setattr(libero, "_root", Path)
+    monkeypatch.setattr(libero, "_task_names", lambda root: {"libero_object": ["pick_up"]})
+    monkeypatch.setattr(libero.Simulator, "_draw_later", lambda self: None)
+    env = libero.Simulator(["libero_object/0"], drawn=drawn)
+    env._current, env._env, env._states = "libero_object/0", scene, np.arange(50.0)[:, None]
+    for trial in (3, 53):
+        env.reset(seed=trial)
+    recorded = [("seed", 7), ("reset", 0), ("state", 3.0)] * 2  # they come again
+    assert asked == ([("seed", 3), ("reset", 0), ("seed", 53), ("reset", 0)] if drawn else recorded)
 
 
 # ----------------------------------------------------------------------------- the scenes
