@@ -389,7 +389,6 @@ def test_a_simulator_of_another_interpreter_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-
 def test_the_verb_plays_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The scripted expert of the pen: what the environment was told is what is written."""
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
