@@ -1,4 +1,4 @@
-"""Train an ACT on the ten tasks of libero_object: ``python -m train.libero --cpu-seconds 1500``.
+"""Train an ACT on the ten tasks of libero_object: ``python -m train.libero --cpu-seconds 1100``.
 
 Demonstrations come first, from the simulator's own interpreter (train/libero_demos.py), here 16 episodes of each task
 in two shards; then the bundle is played and quantised as any other:
@@ -7,8 +7,10 @@ in two shards; then the bundle is played and quantised as any other:
     export PYTHONPATH=.:packages/sinew-client/src
     build/sims/libero/bin/python -m train.libero_demos runs/libero/demos/a libero_object 1000 16 0 1 2 3 4
     build/sims/libero/bin/python -m train.libero_demos runs/libero/demos/b libero_object 1000 16 5 6 7 8 9
-    python -m train.libero --cpu-seconds 1500
-    sinew eval runs/libero/libero-act.gguf --suite libero_object --episodes 200 --seed 0 --workers 1
+    python -m train.libero --cpu-seconds 1100
+    cd runs/libero
+    sinew quantize libero-act.gguf --recipe head=int8 --out libero-act-int8.gguf
+    sinew eval libero-act.gguf --compare libero-act-int8.gguf --suite libero_object --seed 0 --replan 16 --out pairs
 
 The network is that of train/act.py. It reads no language: each task has a scene of its own, which says what is meant.
 """
@@ -154,7 +156,7 @@ def _run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cpu-seconds", type=float, default=1500)
+    parser.add_argument("--cpu-seconds", type=float, default=1100)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/libero"))
