@@ -114,6 +114,24 @@ def test_a_palm_passes_beside_what_stands_around() -> None:
     assert np.abs(box @ axis - middle @ axis).max() < 0.04  # and the box is still between the fingers
 
 
+def test_a_hand_that_stands_on_something_goes_on() -> None:
+    """A palm may meet a bottle's cap above the place between the pads: pushing on for two seconds moves nothing."""
+    controller = SimpleNamespace(ee_pos=np.array([0.0, 0.0, 0.2]), ee_ori_mat=np.eye(3))
+    hand = object.__new__(libero_expert.Hand)
+    hand.robot, hand.down, hand.across = SimpleNamespace(controller=controller), np.eye(3), 0.0
+    for floor, speed, steps in (
+        (0.15, 0.005, 16),
+        (0.0, 0.001, 40),
+    ):  # the second is slow, and still on its way
+        controller.ee_pos = np.array([0.0, 0.0, 0.2])
+        taken = 0
+        for action in hand.go((0, 0, 0), 0.0, -1.0):
+            taken += 1
+            assert action[2] == -1
+            controller.ee_pos = np.array([0.0, 0.0, max(floor, controller.ee_pos[2] - speed)])
+        assert taken == steps
+
+
 def test_the_expert_says_which_tasks_are_not_its_own() -> None:
     stove = SimpleNamespace(parsed_problem={"goal_state": [["turnon", "flat_stove_1"]]})
     with pytest.raises(
