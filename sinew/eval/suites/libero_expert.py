@@ -26,10 +26,8 @@ WIDEST = 0.075  # metres between open fingers
 PALM = (0.105, 0.035)  # half its length (as the fingers close) and width, metres
 ABOVE = 0.045  # metres from the pads to the palm
 PATIENCE = 40  # control steps until a place counts as reached
-STALLED, STILL = (
-    6,
-    5e-4,
-)  # control steps in which the hand moves less than this, metres or rad: it stands on something
+# Control steps in which the hand moves and turns less than this, metres and rad: it stands on something.
+STALLED, STILL, STEADY = 6, 0.0012, 0.02
 SQUEEZE = 8  # control steps to close the fingers, or open them
 
 
@@ -109,8 +107,8 @@ class Hand:
             if np.abs(far).max() < near and np.linalg.norm(twist) < TURNED:
                 return
             # Who learns from this sees no reason to close after a long push that moves nothing.
-            now = np.concatenate([far, twist])
-            still = still + 1 if np.abs(now - before).max() < STILL else 0
+            now = np.concatenate([far / STILL, twist / STEADY])
+            still = still + 1 if np.abs(now - before).max() < 1 else 0
             if still == STALLED:
                 return
             before = now
