@@ -19,167 +19,85 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from sinew.bundle.image_recipe import ImageRecipe
-from sinew.bundle.schema import Normalization, Processing
-from sinew.convert import silent
-from sinew.convert.conversion import Conversion
-from sinew.convert.options import ConvertOptions
-from sinew.convert.tensors import constant, rounded
-from sinew.core import CameraSpec, PolicySpec, VectorSpec
-from sinew.families.act.model import ACT, view_places
-from sinew.solvers import SINGLE
+from sinew.core import CameraSpec, VectorSpec
+from sinew.families.act.model import ACT
 from sinew.steps.image.resize import Resize
 from train import act
 from train.checkpoint import Statistics
 from train.libero_demos import CAMERAS, CHUNK, SIDE
 from train.loop import Recipe, train
-from train.rollout import Episode, normalised, to_pixels
+from train.rollout import normalised, to_pixels
 from train.shard import Shards
 
-NAME, DRAWN, CONTROL_HZ, TASKS = "libero-act", 256, 20.0, 10
-STATE = VectorSpec(
-    8, ("x", "y", "z", "rx", "ry", "rz", "left", "right"), ("m",) * 3 + ("rad",) * 3 + ("m",) * 2
-)
-ACTION = VectorSpec(
-    7, ("x", "y", "z", "rx", "ry", "rz", "gripper"), ("50 mm",) * 3 + ("0.5 rad",) * 3 + ("closed above 0",)
-)
-CONFIG = replace(
-    act.CONFIG, chunk_size=CHUNK, max_state_dim=STATE.dim, max_action_dim=ACTION.dim, environment_dim=0
-)
+NAME, DRAWN, TASKS = "libero-act", 256, 10
+AXES, RAD = ("x", "y", "z", "rx", "ry", "rz"), ("rad",) * 3
+STATE = VectorSpec(8, (*AXES, "left", "right"), ("m", "m", "m", *RAD, "m", "m"))
+ACTION = VectorSpec(7, (*AXES, "gripper"), ("50 mm",) * 3 + ("0.5 rad",) * 3 + ("closed above 0",))
 
 
-class LiberoTask:
-    objective = act.ActObjective
-    things, auxiliary_outputs = 0, 3 + 3 + 2 + TASKS
-
-    def __init__(self, folders: Sequence[Path], stats: Statistics):
-        self.shards, self.stats = Shards(list(folders)), stats
-
-    def model(self, folder: Path, seed: int) -> ACT:
-        torch.manual_seed(seed)
-        model = ACT(CONFIG)
-        model.view_places.copy_(view_places(CONFIG.rows, CONFIG.cols, CONFIG.hidden_size))  # type: ignore[operator]
-        return model
+class LiberoTask(act.ActTask):
+    config = replace(act.CONFIG, chunk_size=CHUNK, max_state_dim=8, max_action_dim=7, environment_dim=0)
+    auxiliary_outputs = 3 + 3 + 2 + TASKS
 
     def write(self, folder: Path, model: ACT, state: dict[str, Tensor]) -> None:
-        write_policy(folder.with_name(f"{NAME}.gguf"), state, self.stats)
+        spec = {
+            "cameras": tuple(CameraSpec(name, DRAWN, DRAWN) for name in CAMERAS),
+            "state": STATE,
+            "action": ACTION,
+        }
+        processing = {
+            "image": ImageRecipe(SIDE, SIDE, (Resize(SIDE, SIDE, "area"),)),
+            "state": act.normalization(self.stats["observation.state"]),
+            "action": act.normalization(self.stats["action"]),
+        }
+        act.write(folder.with_name(f"{NAME}.gguf"), NAME, self.config, state, spec, processing, {})
 
     def batch(self, rng: np.random.Generator, rows: int, _second_rows: int) -> act.ActBatch:
         sample = self.shards.sample(rng, rows)
         where, hand = sample["where"], sample["state"][:, :3]
         told = [(where[:, :3] - hand) / 0.1, where / 0.1, np.eye(TASKS)[sample["task"].astype(int)]]
         return act.ActBatch(
-            pixels=to_pixels(sample["images"]),
-            state=torch.from_numpy(normalised(sample["state"], self.stats["observation.state"])),
-            chunk=torch.from_numpy(normalised(sample["action"], self.stats["action"])),
-            known=torch.ones(rows, CHUNK, dtype=torch.bool),
-            auxiliary=torch.from_numpy(np.concatenate(told, axis=1).astype(np.float32)),
+            to_pixels(sample["images"]),
+            torch.from_numpy(normalised(sample["state"], self.stats["observation.state"])),
+            torch.from_numpy(normalised(sample["action"], self.stats["action"])),
+            torch.ones(rows, CHUNK, dtype=torch.bool),
+            torch.from_numpy(np.concatenate(told, axis=1).astype(np.float32)),
         )
-
-    def evaluate(self, model: ACT, seeds: Sequence[int]) -> list[Episode]:
-        raise NotImplementedError("the simulator is in another interpreter: sinew eval")
 
 
 def statistics(shards: Shards) -> Statistics:
     """Mean and standard deviation over all frames; displacements share one scale, and so do turns."""
     out = {}
-    for feature, values in (
-        ("observation.state", shards.column("state")),
-        ("action", shards.column("action").reshape(-1, ACTION.dim)),
-    ):
-        std = values.astype(np.float64).std(0)
+    for feature, column in (("observation.state", "state"), ("action", "action")):
+        values = shards.column(column).astype(np.float64)
+        values = values.reshape(-1, values.shape[-1])
+        std = values.std(0)
         for part in (slice(0, 3), slice(3, 6), slice(6, None)):
             std[part] = std[part].max()
-        out[feature] = {
-            "mean": values.astype(np.float64).mean(0).astype(np.float32),
-            "std": std.astype(np.float32),
-        }
+        out[feature] = {"mean": values.mean(0).astype(np.float32), "std": std.astype(np.float32)}
     return out
-
-
-def write_policy(path: Path, state: dict[str, Tensor], stats: Statistics) -> None:
-    """Write the bundle, its weights in bfloat16."""
-
-    def normalization(feature: str) -> Normalization:
-        found = {name: tuple(float(v) for v in stats[feature][name]) for name in ("mean", "std")}
-        return Normalization("mean_std", found)
-
-    conversion = Conversion(
-        architecture="act",
-        format="sinew-train",
-        config=CONFIG,
-        spec=PolicySpec(
-            architecture="act",
-            name=NAME,
-            cameras=tuple(CameraSpec(name, DRAWN, DRAWN) for name in CAMERAS),
-            state=STATE,
-            action=ACTION,
-            chunk_size=CHUNK,
-            noise_dim=0,
-            solver_steps=1,
-            control_hz=CONTROL_HZ,
-            n_action_steps=CHUNK,
-            solver=SINGLE,
-            **silent.SPEC,
-        ),
-        processing=Processing(
-            image=ImageRecipe(SIDE, SIDE, (Resize(SIDE, SIDE, "area"),)),
-            prompt=silent.PROMPT,
-            state=normalization("observation.state"),
-            action=normalization("action"),
-            padded_state_dim=STATE.dim,
-            padded_action_dim=ACTION.dim,
-            all_cameras=True,
-        ),
-        tokenizer=silent.TOKENIZER,
-        tensors={
-            name: rounded(constant(name, value.detach().float().numpy())) for name, value in state.items()
-        },
-    )
-    conversion.write(path, NAME, ConvertOptions(control_hz=CONTROL_HZ))
-
-
-def _run(
-    rank: int, folders: list[Path], stats: Statistics, recipe: Recipe, out: Path, start: Path | None
-) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    train(rank, LiberoTask(folders, stats), recipe, out, start)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cpu-seconds", type=float, default=1100)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/libero"))
-    parser.add_argument("--demos", type=Path, default=None, help="default: OUT/demos")
-    parser.add_argument("--start", type=Path, default=None, help="state.pt of an earlier run to go on from")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--out", type=Path, default=Path("runs/libero"), help="with demos/ in it")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    folders = sorted(found.parent for found in (args.demos or args.out / "demos").glob("*/frames.npz"))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    folders = sorted(found.parent for found in args.out.glob("demos/*/frames.npz"))
     if not folders:
-        raise SystemExit("error: expected demonstrations of train/libero_demos.py in --demos, got none")
-    recipe = Recipe(
-        args.cpu_seconds,
-        rows=64,
-        second_rows=0,
-        ranks=args.ranks,
-        seed=args.seed,
-        learning_rate=args.learning_rate,
-        evaluations=0,
-    )
+        raise SystemExit("error: expected demonstrations of train/libero_demos.py in OUT/demos, got none")
+    recipe = Recipe(args.cpu_seconds, rows=64, second_rows=0, ranks=1, evaluations=0)
     (args.out / ".meet").unlink(missing_ok=True)
-    stats = statistics(Shards(folders))
-    multiprocessing.spawn(_run, (folders, stats, recipe, args.out, args.start), nprocs=args.ranks)
+    train(0, LiberoTask(folders, statistics(Shards(folders))), recipe, args.out)
 
 
 if __name__ == "__main__":

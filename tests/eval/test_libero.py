@@ -142,26 +142,20 @@ def test_the_expert_says_which_tasks_are_not_its_own() -> None:
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_initial_states_are_the_recorded_ones_or_drawn_by_the_trial(
-    drawn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, float]] = []
+def test_trials_are_recorded_states_or_seeds(drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
     scene = SimpleNamespace(
-        seed=lambda number: asked.append(("seed", number)),
-        reset=lambda: asked.append(("reset", 0)),
-        set_init_state=lambda state: asked.append(("state", state[0])),
-        step=lambda action: ({}, 0.0, False, {}),
-        close=lambda: None,
-    )
-    monkeypatch.setattr(libero, "_root", Path)
-    monkeypatch.setattr(libero, "_task_names", lambda root: {"libero_object": ["pick_up"]})
-    monkeypatch.setattr(libero.Simulator, "_draw_later", lambda self: None)
+        seed=asked.append, reset=dict, set_init_state=lambda state: asked.append(state[0]),
+        step=lambda _: ({}, 0.0, False, {}),
+    )  # fmt: skip
+    for name in ("_root", "_task_names"):
+        monkeypatch.setattr(libero, name, lambda *_: None)
+    monkeypatch.setattr(libero.Simulator, "_draw_later", lambda _: None)
     env = libero.Simulator(["libero_object/0"], drawn=drawn)
     env._current, env._env, env._states = "libero_object/0", scene, np.arange(50.0)[:, None]
     for trial in (3, 53):
         env.reset(seed=trial)
-    recorded = [("seed", 7), ("reset", 0), ("state", 3.0)] * 2  # they come again
-    assert asked == ([("seed", 3), ("reset", 0), ("seed", 53), ("reset", 0)] if drawn else recorded)
+    assert asked == ([3, 53] if drawn else [7, 3, 7, 3])
 
 
 # ----------------------------------------------------------------------------- the scenes
