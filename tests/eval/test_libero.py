@@ -149,7 +149,7 @@ def test_trials_are_recorded_states_or_seeds(drawn: bool, monkeypatch: pytest.Mo
         step=lambda _: ({}, 0.0, False, {}),
     )  # fmt: skip
     for name in ("_root", "_task_names"):
-        monkeypatch.setattr(libero, name, lambda *_: None)
+        monkeypatch.setattr(libero, name, lambda *_: {"libero_object": ["pick_up"]})
     monkeypatch.setattr(libero.Simulator, "_draw_later", lambda _: None)
     env = libero.Simulator(["libero_object/0"], drawn=drawn)
     env._current, env._env, env._states = "libero_object/0", scene, np.arange(50.0)[:, None]
