@@ -119,7 +119,7 @@ def ready(state: np.ndarray, stats: Statistics) -> Tensor:
 
 
 class ActTask:
-    objective = ActObjective
+    objective, config = ActObjective, CONFIG
     things, auxiliary_outputs = 0, 16
 
     def __init__(self, folders: Sequence[Path], stats: Statistics):
@@ -127,8 +127,8 @@ class ActTask:
 
     def model(self, folder: Path, seed: int) -> ACT:
         torch.manual_seed(seed)
-        model = ACT(CONFIG)
-        model.view_places.copy_(view_places(CONFIG.rows, CONFIG.cols, CONFIG.hidden_size))  # type: ignore[operator]
+        model, c = ACT(self.config), self.config
+        model.view_places.copy_(view_places(c.rows, c.cols, c.hidden_size))  # type: ignore[operator]
         return model
 
     def write(self, folder: Path, model: ACT, state: dict[str, Tensor]) -> None:
@@ -153,55 +153,72 @@ class ActTask:
         )
 
 
+def normalization(stats: dict[str, np.ndarray]) -> Normalization:
+    return Normalization("mean_std", {name: tuple(float(v) for v in stats[name]) for name in ("mean", "std")})
+
+
 def write_policy(path: Path, state: dict[str, Tensor], stats: Statistics) -> None:
     """Write the bundle, its weights in bfloat16."""
+    own = normalization(stats["observation.state"])
+    spec = {
+        "cameras": tuple(CameraSpec(name, SIDE, SIDE) for name in CAMERAS),
+        "state": VectorSpec(
+            4 + GOAL,
+            (*VECTORS["state"]["names"], *COLORS, *SIDES),
+            (*VECTORS["state"]["units"], *[""] * GOAL),
+        ),
+        "action": VectorSpec(4, *(tuple(VECTORS["action"][key]) for key in ("names", "units"))),
+    }
+    processing = {
+        "image": ImageRecipe(SIDE, SIDE),
+        "state": own,
+        "action": normalization(stats["action"]),
+        "state_parts": (
+            VectorPart("state", 4, own),
+            VectorPart("environment", GOAL, Normalization("identity")),
+        ),
+    }
+    write(path, NAME, CONFIG, state, spec, processing, {"motion": parse_motion(OFFSETS)})
 
-    def normalization(feature: str) -> Normalization:
-        found = {name: tuple(float(v) for v in stats[feature][name]) for name in ("mean", "std")}
-        return Normalization("mean_std", found)
 
-    own = normalization("observation.state")
+def write(
+    path: Path,
+    name: str,
+    config: ActConfig,
+    state: dict[str, Tensor],
+    spec: dict[str, Any],
+    processing: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
     conversion = Conversion(
         architecture="act",
         format="sinew-train",
-        config=CONFIG,
+        config=config,
         spec=PolicySpec(
             architecture="act",
-            name=NAME,
-            cameras=tuple(CameraSpec(name, SIDE, SIDE) for name in CAMERAS),
-            state=VectorSpec(
-                4 + GOAL,
-                (*VECTORS["state"]["names"], *COLORS, *SIDES),
-                (*VECTORS["state"]["units"], *[""] * GOAL),
-            ),
-            action=VectorSpec(4, *(tuple(VECTORS["action"][key]) for key in ("names", "units"))),
-            chunk_size=CONFIG.chunk_size,
+            name=name,
+            chunk_size=config.chunk_size,
             noise_dim=0,
             solver_steps=1,
             control_hz=CONTROL_HZ,
-            n_action_steps=CONFIG.chunk_size,
+            n_action_steps=config.chunk_size,
             solver=SINGLE,
+            **spec,
             **silent.SPEC,
         ),
         processing=Processing(
-            image=ImageRecipe(SIDE, SIDE),
             prompt=silent.PROMPT,
-            state=own,
-            action=normalization("action"),
-            padded_state_dim=4 + GOAL,
-            padded_action_dim=4,
+            padded_state_dim=config.max_state_dim,
+            padded_action_dim=config.max_action_dim,
             all_cameras=True,
-            state_parts=(
-                VectorPart("state", 4, own),
-                VectorPart("environment", GOAL, Normalization("identity")),
-            ),
+            **processing,
         ),
         tokenizer=silent.TOKENIZER,
         tensors={
             name: rounded(constant(name, value.detach().float().numpy())) for name, value in state.items()
         },
     )
-    conversion.write(path, NAME, ConvertOptions(control_hz=CONTROL_HZ, motion=parse_motion(OFFSETS)))
+    conversion.write(path, name, ConvertOptions(control_hz=CONTROL_HZ, **options))
 
 
 def _run(

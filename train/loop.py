@@ -50,7 +50,7 @@ class Recipe:
     auxiliary_weight: float = 1.0
     seed: int = 0
     ranks: int = 2
-    evaluations: int = 6
+    evaluations: int = 6  # 0 where the simulator is in another interpreter
     episodes: int = 12  # per process and evaluation
 
 
@@ -136,7 +136,7 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
             taken = step - (step - 1) // 50 * 50
             history.append({"step": step, "cpu_seconds": spent, **{k: v / taken for k, v in sums.items()}})
             sums = {}
-        if spent >= (evaluated + 1) / recipe.evaluations * recipe.cpu_seconds:
+        if spent * recipe.evaluations >= (evaluated + 1) * recipe.cpu_seconds:
             evaluated += 1
             history.append(
                 {"step": step, "cpu_seconds": spent, "success": _success(task, average, recipe, rank)}

@@ -211,10 +211,6 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     variants = [settled(variant, task, said) for variant in asked]
     if batch == "auto":
         variants = [in_lockstep(variant, task, out, _fastest_batch) for variant in variants]
-    if elsewhere is not None and runs.engine != "auto":
-        raise SinewError(
-            "--engine: this environment asks a server; start `sinew serve --engine` and give its address"
-        )
     if any(variant.batch > 1 for variant in variants) and (elsewhere or recording or realtime):
         raise SinewError(
             "--batch: expected simulated time in this interpreter, without --rerun and --realtime"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -510,6 +511,30 @@ def test_a_simulator_that_is_killed_is_started_anew(tmp_path: Path, monkeypatch:
     kills = iter([1] * foreign.DEATHS)
     with pytest.raises(SinewError, match="the simulator's process ended with exit code -9"):
         campaign.run(task, variants, range(1), workers=1, elsewhere=elsewhere)
+
+
+def test_its_server_is_told_all_that_the_variant_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variants of one bundle that are run differently have servers of their own."""
+    told: list[tuple[str, ...]] = []
+
+    @contextmanager
+    def served(_bundle: Path, _log: Path, *flags: str) -> Iterator[str]:
+        told.append(flags)
+        yield "tcp://127.0.0.1:1"
+
+    monkeypatch.setattr(foreign, "serving", served)
+    monkeypatch.setattr(foreign, "Worker", lambda *_: nullcontext())
+    monkeypatch.setattr(foreign, "_share", lambda *_: iter(()))
+    one = Variant("a.gguf", engine="eager", device="cpu")
+    two = replace(one, engine="plan", dtype="bf16", rename=("front=top",), allow_missing_cameras=True)
+    played = [one, replace(one, replan=8), two]
+    list(
+        foreign.Foreign(Path(sys.executable)).play(Task("sinew/Pen-v0"), played, [(0, 0), (1, 0), (2, 0)], 1)
+    )
+    assert [" ".join(flags) for flags in told] == [
+        "--device cpu --engine eager --threads 1",
+        "--device cpu --engine plan --dtype bf16 --allow-missing-cameras --rename front=top --threads 1",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -376,6 +377,16 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
             writer.close()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "out"]
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.skipif(find_spec("libero") is not None, reason="LIBERO is in this interpreter")
+def test_a_simulator_of_another_interpreter_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recording", "dataset", "expert", str(tmp_path / "out"), "--env", "libero_object/0"]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "--env libero_object/0: expected an environment of this interpreter" in told
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_verb_plays_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 from sinew.core import SinewError
 from sinew.eval import suites
 from sinew.eval.foreign import run as foreign
-from sinew.eval.suites import libero_expert
+from sinew.eval.suites import libero, libero_expert
 from tests.eval.test_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of
 from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
 
@@ -114,12 +114,48 @@ def test_a_palm_passes_beside_what_stands_around() -> None:
     assert np.abs(box @ axis - middle @ axis).max() < 0.04  # and the box is still between the fingers
 
 
+def test_a_hand_that_stands_on_something_goes_on() -> None:
+    """A palm may meet a bottle's cap above the place between the pads: pushing on for two seconds moves nothing."""
+    controller = SimpleNamespace(ee_pos=np.array([0.0, 0.0, 0.2]), ee_ori_mat=np.eye(3))
+    hand = object.__new__(libero_expert.Hand)
+    hand.robot, hand.down, hand.across = SimpleNamespace(controller=controller), np.eye(3), 0.0
+    # The first gets there in 10 and waits for six; the second is slow, and still on its way.
+    for floor, speed, steps in ((0.15, 0.005, 16), (0.0, 0.002, 40)):
+        controller.ee_pos = np.array([0.0, 0.0, 0.2])
+        taken = 0
+        for action in hand.go((0, 0, 0), 0.0, -1.0):
+            taken += 1
+            assert action[2] == -1
+            controller.ee_pos = np.array([0.0, 0.0, max(floor, controller.ee_pos[2] - speed)])
+        assert taken == steps
+
+
 def test_the_expert_says_which_tasks_are_not_its_own() -> None:
     stove = SimpleNamespace(parsed_problem={"goal_state": [["turnon", "flat_stove_1"]]})
     with pytest.raises(
         SinewError, match="libero_goal/7: the scripted expert expected goals .* got turnon flat_stove_1"
     ):
         libero_expert.begin(SimpleNamespace(robosuite=stove, current="libero_goal/7"))
+
+
+# ----------------------------------------------------------------------------- initial states
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_trials_are_recorded_states_or_seeds(drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    scene = SimpleNamespace(
+        seed=asked.append, reset=dict, set_init_state=lambda state: asked.append(state[0]),
+        step=lambda _: ({}, 0.0, False, {}),
+    )  # fmt: skip
+    for name in ("_root", "_task_names"):
+        monkeypatch.setattr(libero, name, lambda *_: {"libero_object": ["pick_up"]})
+    monkeypatch.setattr(libero.Simulator, "_draw_later", lambda _: None)
+    env = libero.Simulator(["libero_object/0"], drawn=drawn)
+    env._current, env._env, env._states = "libero_object/0", scene, np.arange(50.0)[:, None]
+    for trial in (3, 53):
+        env.reset(seed=trial)
+    assert asked == ([3, 53] if drawn else [7, 3, 7, 3])
 
 
 # ----------------------------------------------------------------------------- the scenes

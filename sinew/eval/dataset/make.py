@@ -7,6 +7,7 @@ from typing import Any
 
 from sinew import progress
 from sinew.core import SinewError
+from sinew.eval import suites
 from sinew.eval.dataset.writer import DatasetWriter
 from sinew.eval.settings import Task, Variant
 
@@ -53,7 +54,15 @@ def of_episodes(variant: Variant, task: Task, seeds: range, out: Path, successes
     from sinew.eval.dataset.episodes import RecordedEpisode
     from sinew.eval.player import EpisodePlayer
 
-    player = EpisodePlayer(task)
+    try:
+        player = EpisodePlayer(task)
+    except (SinewError, ModuleNotFoundError) as error:
+        if suites.find(task.env) is None:
+            raise
+        raise SinewError(
+            f"--env {task.env}: expected an environment of this interpreter, where a data set's episodes are played;"
+            " suites of sinew eval have one of their own"
+        ) from error
     player.env = recorded = RecordedEpisode(player.env, player.adapter)
     won = 0
     try:

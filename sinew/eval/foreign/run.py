@@ -162,9 +162,8 @@ class Foreign:
         tasks = len(found[1]) if found is not None else 1
         todo = sorted(todo, key=lambda job: (job[0], job[1] % tasks, job[1]))
 
-        def policy(job: tuple[int, int]) -> tuple[str, str | None, str]:
-            variant = variants[job[0]]
-            return variant.target, variant.dtype, variant.device
+        def policy(job: tuple[int, int]) -> tuple[str, tuple[str, ...]]:
+            return variants[job[0]].target, _flags(variants[job[0]])
 
         with ExitStack() as stack:
             free: SimpleQueue[Worker] = SimpleQueue()
@@ -182,13 +181,26 @@ class Foreign:
         if variant.target == EXPERT or "://" in variant.target:
             yield variant.target
             return
-        flags = ["--device", variant.device, *(["--dtype", variant.dtype] if variant.dtype else [])]
-        if variant.device == "cpu":
-            flags += ["--threads", "1"]  # as in workers of our own: the same episode gives the same bits
         with nullcontext() if self.log else tempfile.TemporaryDirectory() as scratch:
             log = self.log or Path(str(scratch)) / "serve.log"
-            with serving(Path(variant.target), log, *flags) as address:
+            with serving(Path(variant.target), log, *_flags(variant)) as address:
                 yield address
+
+
+def _flags(variant: Variant) -> tuple[str, ...]:
+    """Return what `sinew serve` is told of a variant: all that says how its policy is run. The rest is the robot's."""
+    found = ["--device", variant.device]
+    for name in ("engine", "dtype"):
+        if value := getattr(variant, name):
+            found += [f"--{name}", value]
+    for name in ("ignore_recipe", "allow_missing_cameras", "allow_empty_prompt"):
+        if getattr(variant, name):
+            found.append("--" + name.replace("_", "-"))
+    for name in variant.rename:
+        found += ["--rename", name]
+    if variant.device == "cpu":
+        found += ["--threads", "1"]  # as in workers of our own: the same episode gives the same bits
+    return tuple(found)
 
 
 def _share(

@@ -51,7 +51,8 @@ CAMERAS = ("agentview", "robot0_eye_in_hand")
 
 class Simulator(Tasks):
     """size: of frames, in pixels. settle: control steps before the policy's first. seed: of the simulator, which
-    moves what the initial state leaves open.
+    moves what the initial state leaves open. drawn: initial states are drawn from the task's own regions, by the trial
+    as the seed, in place of the 50 recorded ones: for demonstrations that leave those to the evaluation.
 
     robosuite draws both cameras in every control step, after its first physics step. Here their sensors keep what the
     simulator was at that moment, and a frame is drawn when somebody looks at it: the same pixels.
@@ -59,8 +60,11 @@ class Simulator(Tasks):
 
     action_space = gymnasium.spaces.Box(-1, 1, (7,), np.float32)
 
-    def __init__(self, tasks: Sequence[str], size: int = 256, settle: int = 10, seed: int = 7):
+    def __init__(
+        self, tasks: Sequence[str], size: int = 256, settle: int = 10, seed: int = 7, drawn: bool = False
+    ):
         super().__init__(tasks)
+        self._drawn = drawn
         self._root = _root()
         self._size, self._settle, self._seed = size, settle, seed
         self._names = _task_names(self._root)
@@ -85,10 +89,11 @@ class Simulator(Tasks):
 
     def begin(self, trial: int) -> Any:
         with drawing():
-            self._env.seed(self._seed)
-            self._env.reset()
+            self._env.seed(trial if self._drawn else self._seed)
+            raw = self._env.reset()
             self._draw_later()
-            raw = self._env.set_init_state(self._states[trial % len(self._states)])
+            if not self._drawn:
+                raw = self._env.set_init_state(self._states[trial % len(self._states)])
             for _ in range(self._settle):
                 raw, _, _, _ = self._env.step(MAPPING.rest)
         return self._with_frames(raw)

@@ -26,6 +26,8 @@ WIDEST = 0.075  # metres between open fingers
 PALM = (0.105, 0.035)  # half its length (as the fingers close) and width, metres
 ABOVE = 0.045  # metres from the pads to the palm
 PATIENCE = 40  # control steps until a place counts as reached
+# Control steps in which the hand moves and turns less than this, metres and rad: it stands on something.
+STALLED, STILL, STEADY = 6, 0.0012, 0.02
 SQUEEZE = 8  # control steps to close the fingers, or open them
 
 
@@ -97,12 +99,19 @@ class Hand:
         """Move until there. place: of the point between the pads, metres; yaw: in which the fingers close, radians."""
         goal = from_vector(np.array([0.0, 0.0, yaw - self.across])) @ self.down
         self.yaw = yaw
+        before, still = np.full(6, np.inf), 0
         for _ in range(PATIENCE):
             controller = self.robot.controller
             far = np.asarray(place) - controller.ee_pos
             twist = to_vector(goal @ controller.ee_ori_mat.T)
             if np.abs(far).max() < near and np.linalg.norm(twist) < TURNED:
                 return
+            # Who learns from this sees no reason to close after a long push that moves nothing.
+            now = np.concatenate([far / STILL, twist / STEADY])
+            still = still + 1 if np.abs(now - before).max() < 1 else 0
+            if still == STALLED:
+                return
+            before = now
             step = np.concatenate([GAIN * far / METRES, GAIN * twist / RADIANS])
             yield np.append(np.clip(step, -1, 1), grip).astype(np.float32)
 
