@@ -154,14 +154,15 @@ def export_to(home: Path) -> None:
 
 
 @pytest.fixture
-def forked_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The servers that evaluation starts begin with torch imported (tests/processes.py)."""
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers and shards that evaluation starts begin with torch imported (tests/processes.py)."""
 
-    def start(command: list[str], *, text: bool, **options: Any) -> processes.Process:
+    def start(command: list[str], *, text: bool = True, **options: Any) -> processes.Process:
         return processes.Process(command, **options)
 
     names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired, "Popen": start}
-    monkeypatch.setattr("sinew.eval.server.subprocess", SimpleNamespace(**names))
+    for module in ("server", "farm"):
+        monkeypatch.setattr(f"sinew.eval.{module}.subprocess", SimpleNamespace(**names))
 
 
 @pytest.fixture(scope="session")

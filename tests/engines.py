@@ -32,10 +32,9 @@ def run_one(
 
 
 def eager_rounding(model: Model, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Rounding:
-    """Return eager's chunk, as of :func:`run_one`, and what rounding does to it: the bound of every other engine. One
-    sample is of all numbers of the chunk."""
+    """Return eager's chunk, as of :func:`run_one`, and what rounding does to it: the bound of every other engine."""
     engine = EagerEngine(model, torch.device("cpu"))
-    return rounding(lambda: run_one(engine, inputs, noise, steps)[0], samples=1)
+    return rounding(lambda: run_one(engine, inputs, noise, steps)[0])
 
 
 def trace_one(engine: Engine, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -277,11 +278,11 @@ def _standard_streams(write_through: bool) -> None:
 
 def _run(words: list[str]) -> None:
     """Run a command as the interpreter does, in this process, to its end."""
-    write_through = words[0] == "-u"
-    first, *rest = words[write_through:]
-    _standard_streams(write_through)
-    sys.path[0] = str(Path.cwd()) if first in ("-m", "-c") else str(Path(first).parent)
-    sys.path[1:1] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    flags = list(itertools.takewhile(("-u", "-P").__contains__, words))
+    first, *rest = words[len(flags) :]
+    _standard_streams("-u" in flags)
+    own = [] if "-P" in flags else [str(Path.cwd()) if first in ("-m", "-c") else str(Path(first).parent)]
+    sys.path[:1] = own + [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     if first == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

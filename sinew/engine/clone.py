@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import nn
 
 from sinew.models.base import Model
+
+M = TypeVar("M", bound=nn.Module)
+ATOMS = {type(None), bool, int, float, str}
+CONTAINERS = {dict, OrderedDict, set, list}
 
 
 def clone_model(model: Model, changing: Iterable[str] | None = None) -> Model:
@@ -20,4 +27,26 @@ def clone_model(model: Model, changing: Iterable[str] | None = None) -> Model:
         parts = [name.split(".") for name in changing]
         own = {".".join(each[:length]) for each in parts for length in range(len(each) + 1)}
         shared |= {id(module): module for name, module in model.named_modules() if name not in own}
-    return copy.deepcopy(model, shared)
+    return copy_modules(model, shared)
+
+
+def copy_modules(module: M, known: dict[int, Any]) -> M:
+    """Return a module tree of its own. known: by identity, what stands in place of tensors and modules of the old one;
+    it takes what is copied.
+
+    ``copy.deepcopy`` does the same twenty times slower: it takes each module's dozen empty dictionaries of hooks apart.
+    """
+    if id(module) in known:
+        return known[id(module)]
+    made = known[id(module)] = type(module).__new__(type(module))
+    for name, value in vars(module).items():
+        if type(value) in ATOMS:
+            copied = value
+        elif not value and type(value) in CONTAINERS:
+            copied = type(value)()
+        elif name == "_modules":
+            copied = {k: None if child is None else copy_modules(child, known) for k, child in value.items()}
+        else:
+            copied = copy.deepcopy(value, known)
+        vars(made)[name] = copied
+    return made

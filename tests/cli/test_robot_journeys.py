@@ -31,6 +31,7 @@ from sinew.eval.server import serving
 from sinew.policy import Policy
 from sinew.serve.request import SupersededError
 from sinew.stream import Session
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
@@ -169,7 +170,7 @@ def test_windows_continue_under_every_guidance(said: Any, guidance_of: list[str]
     assert (f"({guidance_of[1]})" if guidance_of else "no guidance") in report["label"]
 
 
-@pytest.mark.usefixtures("forked_server")
+@pytest.mark.usefixtures("forked")
 def test_windows_continue_under_guidance_over_a_socket(said: Any, tmp_path: Path) -> None:
     with serving(BLOCKS, tmp_path / "serve.log", "--engine", "plan") as address:
         status, report, _ = said("stream", address, *FORTY, "--seconds", "60", "--rtc", "guided")
@@ -353,7 +354,7 @@ def sinew(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     paths = [str(ROOT), str(ROOT / "packages" / "sinew-client" / "src")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-P", "-m", "sinew", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return processes.run(command, cwd=folder, env=environment, timeout=300)
 
 
 @pytest.fixture(scope="module")

@@ -477,7 +477,7 @@ def content(episodes: list[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(not PEN.exists(), reason="no trained policy at sinew/assets/pen.gguf")
-@pytest.mark.usefixtures("forked_server")
+@pytest.mark.usefixtures("forked")
 def test_the_other_interpreter_plays_the_same_episodes(tmp_path: Path) -> None:
     """Bundle served, socket, worker process: the numbers are those of one process."""
     pytest.importorskip("mujoco", reason="the embedded tasks need the sim extra")
@@ -490,7 +490,7 @@ def test_the_other_interpreter_plays_the_same_episodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not PEN.exists(), reason="no trained policy at sinew/assets/pen.gguf")
-@pytest.mark.usefixtures("forked_server")
+@pytest.mark.usefixtures("forked")
 def test_a_simulator_that_is_killed_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its episode is played again: the same one. What is killed each time is named."""
     pytest.importorskip("mujoco", reason="the embedded tasks need the sim extra")

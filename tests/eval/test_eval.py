@@ -34,6 +34,8 @@ from sinew.eval.sources import chunk_seed  # noqa: E402
 from sinew.eval.suites.mapping import Mapping  # noqa: E402
 from tests import processes  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 PACKAGE = Path(__file__).resolve().parents[2] / "sinew"
 BLOCKS, PEN, ACT = (PACKAGE / "assets" / f"{name}.gguf" for name in ("blocks", "pen", "act"))
 GATES = PACKAGE / "eval" / "gates"
@@ -532,7 +534,6 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @needs_pen
-@pytest.mark.usefixtures("forked_server")
 def test_server_plays_the_same_episodes(tmp_path: Path) -> None:
     task, seeds = Task("sinew/Pen-v0"), range(2)
     here = campaign.run(task, [Variant(str(PEN), 8)], seeds)[0]
@@ -674,7 +675,6 @@ def test_a_future_state_is_what_the_robot_will_have() -> None:
 
 
 @needs_blocks
-@pytest.mark.usefixtures("forked_server")
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
     from PIL import Image

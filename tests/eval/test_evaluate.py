@@ -27,6 +27,8 @@ from sinew.sim.experts import expert_spec  # noqa: E402
 from sinew.sim.pen import PenEnv  # noqa: E402
 from tests.eval.test_eval import PEN, content, needs_pen  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SEEDS = range(5000, 5012)
 SHORT: dict[str, Any] = {"replan": 8, "solver_steps": 2, "episodes": len(SEEDS)}
 

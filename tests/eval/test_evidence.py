@@ -30,6 +30,8 @@ from sinew.eval.report import evidence, films, leaderboard, page, repeat, stats
 from sinew.eval.runner import Episode, digest_of
 from sinew.registry import architectures, backbone
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 needs_pen = pytest.mark.skipif(not PEN.exists(), reason="no trained policy at sinew/assets/pen.gguf")
 QUICK = ("--env", "sinew/Pen-v0", "--solver-steps", 2, "--workers", 1)

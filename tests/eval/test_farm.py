@@ -36,6 +36,8 @@ from sinew.serve.batching import Batcher
 from tests import processes
 from tests.eval.test_eval import PEN, children, content, needs_pen
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 PATIENCE = 300.0  # seconds until a test that waits gives up
 TASK, SEEDS = Task("sinew/Pen-v0"), range(5000, 5030)
 CLOCKS = ("key", "latency_ms", "wall_s", "peak_bytes")  # what differs between two runs

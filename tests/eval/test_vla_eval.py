@@ -31,7 +31,8 @@ from sinew.eval.model_server import ModelServer
 from sinew.eval.policies import identity
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant
-from tests.serve.vla_eval_package import FOLDER, environment, installed
+from tests import processes
+from tests.serve.vla_eval_package import FOLDER, environment, installed, nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
@@ -60,7 +61,7 @@ def outcomes(episodes: list[Any]) -> list[tuple[Any, ...]]:
 
 
 @installed
-@pytest.mark.usefixtures("forked_server")
+@pytest.mark.usefixtures("forked")
 def test_a_benchmark_is_played_as_the_task_that_it_wraps(interpreter: Path, tmp_path: Path) -> None:
     """Its class under its own base class, in its own interpreter: the episodes are those of the plain task, to the
     control step. Commands go out as the policy gives them, where the plain task cuts them to its space."""
@@ -148,8 +149,8 @@ def suites_mapping() -> Any:
 @contextlib.contextmanager
 def bridge(address: str, chunk: int) -> Iterator[str]:
     command = [sys.executable, "-m", "tests.serve.vla_eval_server", address, str(chunk)]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    with processes.Process(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, nursery=nursery()
     ) as server:
         try:
             assert server.stdout is not None
@@ -163,7 +164,7 @@ def bridge(address: str, chunk: int) -> Iterator[str]:
 
 
 @installed
-@pytest.mark.usefixtures("forked_server")
+@pytest.mark.usefixtures("forked")
 def test_its_own_server_plays_the_episodes_of_the_bundle(tmp_path: Path) -> None:
     """A model server under vla-eval's base class and code, asked by our loop: every command is the bundle's."""
     seeds, task = range(5000, 5002), Task("sinew/Blocks-v0")

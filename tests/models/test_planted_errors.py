@@ -96,7 +96,7 @@ def first_of_each_part(kind: str, case: str, policy: Policy, g: Golden) -> dict[
 
 def refused(case: str, part: str, name: str, policy: Policy, g: Golden) -> bool:
     """Return whether a stage refuses, which is of the spoilt part."""
-    for stage, found, expected in stages(case, policy, g, samples=1):
+    for stage, found, expected in stages(case, policy, g):
         if why := found.refusal(expected):
             print(f"{case}: {name}: {stage}: {why}")
             assert stage.startswith(STAGES[part]), f"{name}: {stage} refuses first: {why}"

@@ -29,11 +29,12 @@ from sinew.policy import load
 from sinew.serve.service import key_of
 from sinew.serve.transport.sockets import Dialect
 from sinew.serve.wires import vla_eval
+from tests import processes
 from tests.golden import Golden
 from tests.hostile.decoders import image, mutate, targets
 from tests.models.stages import observation as case_observation
 from tests.serve.puppet import FRAME, SPEC, WAIT_S, desk, until
-from tests.serve.vla_eval_package import environment, installed, recorded
+from tests.serve.vla_eval_package import environment, installed, nursery, recorded
 
 websockets = pytest.importorskip("websockets.sync.client", reason="the client side needs websockets")
 
@@ -83,11 +84,11 @@ def test_messages_that_the_package_wrote() -> None:
 
 @installed
 def test_the_package_still_writes_these_bytes(tmp_path: Path) -> None:
-    found = subprocess.run(
+    found = processes.run(
         [sys.executable, "-c", RECORD, str(tmp_path / "found")],
         env=environment(),
-        capture_output=True,
-        text=True,
+        nursery=nursery(),
+        timeout=600,
     )
     assert found.returncode == 0, found.stderr
     theirs = msgpack.unpackb((tmp_path / "found").read_bytes())
@@ -120,7 +121,7 @@ open(sys.argv[1], "wb").write(msgpack.packb(found))
 def their(*arguments: str) -> list[dict[str, Any]]:
     """Return what vla-eval's orchestrator found; it runs in an interpreter that has the wheel."""
     command = [sys.executable, "-m", "tests.serve.vla_eval_blocks", *arguments]
-    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
+    found = processes.run(command, env=environment(), nursery=nursery(), timeout=600)
     assert found.returncode == 0, found.stderr[-3000:]
     return [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
 
@@ -202,8 +203,8 @@ def served(*flags: str) -> Iterator[str]:
         "--no-prepare",
         *flags,
     ]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    with processes.Process(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as server:
         try:
             assert server.stdout is not None
@@ -588,12 +589,8 @@ anyio.run(main)
     with desk(("vla-eval",), api_key="a-key") as at:
         address = getattr(at, "vla-eval")
         for given, expected in ((address, 1), (address.replace("//", "//:a-key@"), 0)):
-            found = subprocess.run(
-                [sys.executable, "-c", program, given],
-                env=environment(),
-                capture_output=True,
-                text=True,
-                timeout=600,
+            found = processes.run(
+                [sys.executable, "-c", program, given], env=environment(), nursery=nursery(), timeout=600
             )
             assert found.returncode == expected, found.stderr
         assert found.stdout.strip() == "[0.25, 0.25]"
@@ -603,8 +600,8 @@ anyio.run(main)
 def test_the_program_that_serve_prints_runs_as_it_is() -> None:
     with desk(("vla-eval",)) as at:
         program = "\n".join(at.opened["vla-eval"].guide(SPEC))
-        found = subprocess.run(
-            [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=600
+        found = processes.run(
+            [sys.executable, "-c", program], env=environment(), nursery=nursery(), timeout=600
         )
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == "[0. 0.]"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.processes import PRELOAD, Nursery
 from tests.serve.lerobot_releases import CLIENTS, ROOT
 
 RELEASE = "0.8.0"
@@ -21,6 +24,13 @@ def environment() -> dict[str, str]:
     """Return variables under which this interpreter finds the package beside ours."""
     here = os.pathsep.join(map(str, (ROOT, ROOT / "packages" / "sinew-client" / "src", FOLDER)))
     return {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+
+
+@cache
+def nursery() -> Nursery:
+    """Return what processes with the package are forked from."""
+    theirs = ("vla_eval.connection", "vla_eval.orchestrator", "vla_eval.model_servers.serve")
+    return Nursery(sys.executable, (*PRELOAD, *theirs), environment())
 
 
 def recorded() -> Path:

@@ -7,7 +7,6 @@ and wrote its output: no caches, no fusion, one program for all engines. Both fo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from sinew.engine.clone import copy_modules
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan import meta
 from sinew.engine.plan.plan import Plan
@@ -68,7 +68,7 @@ def on_meta(model: Model) -> Model:
     empty: dict[int, Any] = {
         id(tensor): torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=False) for tensor in held
     }
-    return copy.deepcopy(model, empty)
+    return copy_modules(model, empty)
 
 
 @torch.no_grad()  # not inference_mode: it would hand over composite operators whole

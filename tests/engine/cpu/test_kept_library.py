@@ -57,17 +57,10 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def shown(cache: Path, **options: object) -> str:
+def shown(cache: Path) -> str:
     """Return what a new process says of its kernels."""
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", SHOW],
-        cwd=processes.ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        **options,  # type: ignore[call-overload]
-    )
+    done = processes.run([sys.executable, "-c", SHOW], cwd=processes.ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
