@@ -1,4 +1,4 @@
-"""docs/log/requirements.md, the table of what the project started from: what it names is there, and what it says is so."""
+"""docs/log/requirements.md, what the project started from: what it names is there, and what it says is so."""
 
 from __future__ import annotations
 
