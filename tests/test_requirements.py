@@ -1,4 +1,4 @@
-"""docs/requirements.md, the table of what the project started from: what it names is there, and what it says is so."""
+"""docs/log/requirements.md, what the project started from: what it names is there, and what it says is so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cyclopts import App
 from sinew.cli import build_app, main
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "requirements.md"
+PAGE = ROOT / "docs" / "log" / "requirements.md"
 OPEN = ("partial", "absent")
 STATES = ("works", *OPEN, "needs a GPU", "needs a board", "not to build")
 DOCUMENTS = (36, 23, 52, 74, 44)  # rows of each, in the page's order

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from cyclopts import App
 from sinew.cli import build_app, settings, terminal
 from sinew.cli.verbs import VERBS, commands
 from tests.journeys.pages import BLOCK, PAGES, ROOT, lines
+from tests.serve import browser
 
 EVERYWHERE = {"json", "debug", "config", "help"}
 
@@ -101,3 +106,32 @@ def test_pages_of_the_site_are_made_of_the_program(monkeypatch: pytest.MonkeyPat
     for name in re.findall(r"^::: (\S+)", pages["python.md"], re.MULTILINE):
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute).__doc__, name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    browser.find() is None or importlib.util.find_spec("material") is None,
+    reason="needs Chromium or Chrome on the path, and what `make docs` installs",
+)
+def test_the_site_is_searched_from_the_disk_without_a_network(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    for path in site.rglob("*.html"):
+        assert not re.search(r'<(script|link rel="stylesheet")[^>]* (src|href)="http', path.read_text()), path
+    with browser.browsing(f"file://{site}/control.html", tmp_path / "profile") as page:
+        page.size(1280, 900)
+        for words, found in {
+            "timeout": "timeout",
+            "rename cameras": "--rename",
+            "Client.infer": "infer",
+        }.items():
+            page.wait(
+                f"""(box => {{
+                    box.focus();
+                    box.value = "{words}";
+                    box.dispatchEvent(new Event("keyup", {{bubbles: true}}));
+                    return document.querySelector(".md-search-result__list").innerText.includes("{found}");
+                }})(document.querySelector(".md-search__input"))"""
+            )
+        assert not page.errors
