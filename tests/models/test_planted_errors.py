@@ -11,16 +11,27 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm
 from sinew.policy import Policy
 from tests.golden import Golden
-from tests.models.stages import CASES, each, observation, stages
+from tests.models.stages import CASES, LARGE, observation, stages
 
 EFFECT = 1e-3  # a norm's output that is off by so much is seen in every case
 ONE_OF_EACH = [case for case in CASES if case not in ("smolvla-3cam-padded", "evo1-mint")]
+
+
+def in_turn(first: int) -> pytest.MarkDecorator:
+    """Parametrize a test by the cases; every second one from ``first`` on is slow, so that each case has two of
+    the four errors in `make test`."""
+    slow = (*ONE_OF_EACH[first::2], *LARGE)
+    params = [pytest.param(case, marks=[pytest.mark.slow] * (case in slow)) for case in ONE_OF_EACH]
+    return pytest.mark.parametrize("case", params)
+
+
 # The stages of each part; what comes later is spoilt too.
 STAGES = {
     "vision": (
@@ -104,7 +115,7 @@ def refused(case: str, part: str, name: str, policy: Policy, g: Golden) -> bool:
     return False
 
 
-@each(ONE_OF_EACH)
+@in_turn(0)
 def test_a_wrong_epsilon(case, open_case: Open):
     for part, (name, given) in first_of_each_part("norm", case, *open_case(case)).items():
         policy, g = open_case(case)
@@ -128,7 +139,7 @@ def moved(right: nn.Module, wrong: nn.Module, given: Any) -> float:
     return float((first - second).norm() / first.norm())
 
 
-@each(ONE_OF_EACH)
+@in_turn(1)
 def test_swapped_heads(case, open_case: Open):
     """The first two of the queries."""
     for part, (name, _) in first_of_each_part("attention", case, *open_case(case)).items():
@@ -142,7 +153,7 @@ def test_swapped_heads(case, open_case: Open):
         assert refused(case, part, name, policy, g)
 
 
-@each(ONE_OF_EACH)
+@in_turn(0)
 def test_a_missing_norm_weight(case, open_case: Open):
     for part, (name, _) in first_of_each_part("norm", case, *open_case(case)).items():
         policy, g = open_case(case)
@@ -155,7 +166,7 @@ def test_a_missing_norm_weight(case, open_case: Open):
         assert refused(case, part, name, policy, g)
 
 
-@each(ONE_OF_EACH)
+@in_turn(1)
 def test_one_layer_in_bfloat16(case, open_case: Open):
     for part, (name, _) in first_of_each_part("layer", case, *open_case(case)).items():
         policy, g = open_case(case)
