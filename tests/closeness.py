@@ -35,7 +35,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from sinew.engine.plan.meta import OperatorMode
 
 UNIT = 2.0**-24  # the largest relative error of one rounding to float32
 SAMPLES = 3
@@ -48,7 +49,7 @@ Array = np.ndarray | Tensor
 Run = Callable[..., Any]  # calls a function with its arguments
 
 
-class Seen(TorchDispatchMode):
+class Seen(OperatorMode):
     """Notes what the low-bit products of a computation read, for its noisy repetitions."""
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Noise(TorchDispatchMode):
+class Noise(OperatorMode):
     """Adds to every float32 result of PyTorch a random error of the size of its rounding.
 
     seen: of the same computation without noise. Low-bit products round their input to whole numbers. Another rounding
@@ -153,7 +154,7 @@ def runs(samples: int = SAMPLES, derivatives: bool = False) -> tuple[Run, list[R
     first is ahead of the others, call by call. derivatives: the functions take some, which inference does not."""
     seen = Seen()
 
-    def within(mode: TorchDispatchMode) -> Run:
+    def within(mode: OperatorMode) -> Run:
         def run(function: Callable[..., Any], *arguments: Any) -> Any:
             with torch.inference_mode(not derivatives), mode:
                 return function(*arguments)
