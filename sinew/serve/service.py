@@ -27,6 +27,7 @@ from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
 from sinew.serve.policies import MAX_NAME, Deployment, Policies
 from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, bare
+from sinew.serve.robots import Robots
 from sinew.serve.scheduler import Scheduler, release
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class Service:
         )
         self.uses: set[str] = set()  # what robots asked for beyond plain chunks: values of ``rtc``, STREAMED
         self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), self.about)
+        self.robots = Robots()  # what they say of themselves
+        self.metrics.add(self.robots)
         self._listeners: tuple[Listener, ...] = ()
         self._quiet: dict[str, RateLimitedLog] = {}
         self._api_key = api_key
@@ -186,6 +189,12 @@ class Service:
         Raises RequestError for a name that is too long, UnknownPolicyError."""
         self.check_session(session)
         self.policies.get(policy).scheduler.policy.reset(session)
+
+    def report(self, wire: str, client: str, session: str, policy: str, data: bytes | memoryview) -> None:
+        """Take what a robot says of its run (``Robots``). Raises RequestError, UnknownPolicyError."""
+        self.check_session(session)
+        self.policies.get(policy)
+        self.robots.put(wire, client, session, policy, data)
 
     # ------------------------------------------------------------------------- the first policy
 

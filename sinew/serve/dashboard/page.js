@@ -105,6 +105,7 @@ const HEARD = {
     if (state.about) engine(state.about, health);
     if (health.host) host(health.host);
     wiring(health.wiring || []);
+    if (!state.paused) robots((state.robots = health.robots || []));
   },
   answers(answers) {
     keep(answers);
@@ -409,7 +410,7 @@ function pausing() {
 
 function snapshot() {
   const pictures = Object.fromEntries([...$("cameras").querySelectorAll("img[data-at]")].map((img) => [img.dataset.camera, img.src]));
-  save(`snapshot-${stamp()}.json`, JSON.stringify({ about: state.about, answer: state.last, cameras: pictures }));
+  save(`snapshot-${stamp()}.json`, JSON.stringify({ about: state.about, answer: state.last, robots: state.robots, cameras: pictures }));
 }
 
 // ------------------------------------------------------------------ sessions, policy
@@ -447,6 +448,39 @@ function wiring(robots) {
     `${[wire, client, name].filter(Boolean).join(" ")}: ${findings.map((each) => `${each.subject} ${each.level}: ${each.seen}`).join("; ")}`);
   if ([...$("wiring").children].map((line) => line.textContent).join("\n") === lines.join("\n")) return;
   $("wiring").replaceChildren(...lines.map((line) => element("li", line)));
+}
+
+// What robots say of their own runs. A report is a robot's word: shown, never acted on.
+function robots(rows) {
+  const moves = (row) => !["holds", "paused", "aligning"].includes(row.state);
+  const stopped = rows.filter((row) => !moves(row));
+  const each = (row) => `robot ${row.number} ${row.state}${row.reason ? `: ${row.reason}` : ""}`;
+  const text = stopped.length ? `${stopped.length} of ${rows.length} stand still: ${stopped.map(each).join("; ")}`
+    : rows.length ? `${rows.length} report; none holds.` : "No robot has reported. `sinew run` and `sinew stream` do, over the native wire.";
+  const note = $("robots-note");
+  if (note.textContent !== text) note.textContent = text; // it is read out, so only where it changes
+  note.className = stopped.length ? "bad" : "note";
+  $("robots-table").hidden = !rows.length;
+  const counts = (total, unit, parts) => `${total} ${unit}${total ? `: ${Object.entries(parts).map(([name, count]) => `${count} x ${name}`).join(", ")}` : ""}`;
+  $("robots").replaceChildren(...rows.map((row) => {
+    const held = Object.values(row.held).reduce((total, count) => total + count, 0);
+    const age = row.age_p50_ms === null ? "" : `p50 ${Math.round(row.age_p50_ms)}, p95 ${Math.round(row.age_p95_ms)} ms`;
+    const period = `${row.rows_hz.toFixed(1)}, ticks ${row.rate_hz.toFixed(1)} of ${short(row.hz)}; ${row.late} late, ${row.skipped} skipped`;
+    const cells = {
+      robot: [row.number, row.name, row.policy].filter(Boolean).join(" "),
+      state: `${row.state}${row.reason ? `: ${row.reason}` : ""}${row.heard_s > 4 ? `, ${Math.round(row.heard_s)} s ago` : ""}`,
+      client: [row.client, row.session].filter(Boolean).join(" "),
+      "rows per second": period,
+      "row age": age,
+      episodes: row.episodes === null ? "" : `${row.successes} of ${row.episodes} won`,
+      "by hand": row.takeovers ? `${row.takeovers} times, ${row.steps_by_hand} steps` : "",
+      clipped: row.limits.length ? counts(row.clipped_commands, `of limits of ${row.limits.join(", ")}`, row.clipped) : "no limits",
+      held: counts(held, `of ${row.steps} steps`, row.held),
+    };
+    const line = element("tr");
+    for (const [label, cell] of Object.entries(cells)) line.append(element("td", cell, { "data-label": label, class: label === "state" && !moves(row) ? "bad" : "" }));
+    return line;
+  }));
 }
 
 // What computes, which a faster form may take over from while the page is open.

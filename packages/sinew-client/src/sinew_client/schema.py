@@ -30,7 +30,17 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
         ),
     },
     "PredictRequest": {
-        "enums": {"Kind": {"INFER": 0, "METADATA": 1, "HEALTH": 2, "RESET": 3, "STREAM": 4, "STREAM_END": 5}},
+        "enums": {
+            "Kind": {
+                "INFER": 0,
+                "METADATA": 1,
+                "HEALTH": 2,
+                "RESET": 3,
+                "STREAM": 4,
+                "STREAM_END": 5,
+                "REPORT": 6,
+            }
+        },
         "fields": (
             (1, "images", "repeated Image"),
             (2, "lang_tokens", "repeated int32"),
@@ -68,6 +78,35 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (62, "text_only", "bool"),
             (121, "adapter", "string"),
             (122, "observations", "repeated PredictRequest"),
+            (123, "report", "Report"),
+        ),
+    },
+    "Count": {"enums": {}, "fields": ((1, "name", "string"), (2, "count", "uint64"))},
+    "Report": {
+        "enums": {},
+        "fields": (
+            (1, "run", "uint64"),
+            (2, "name", "string"),
+            (3, "state", "string"),
+            (4, "reason", "string"),
+            (5, "hz", "double"),
+            (6, "rate_hz", "double"),
+            (7, "rows_hz", "double"),
+            (8, "age_p50_ms", "optional double"),
+            (9, "age_p95_ms", "optional double"),
+            (10, "longest_gap_ms", "double"),
+            (11, "steps", "uint64"),
+            (12, "late", "uint64"),
+            (13, "skipped", "uint64"),
+            (14, "held", "repeated Count"),
+            (15, "clipped_commands", "uint64"),
+            (16, "clipped", "repeated Count"),
+            (17, "limits", "repeated string"),
+            (18, "failed_requests", "uint64"),
+            (19, "takeovers", "uint64"),
+            (20, "steps_by_hand", "uint64"),
+            (21, "episodes", "optional uint64"),
+            (22, "successes", "optional uint64"),
         ),
     },
     "Timing": {
@@ -182,5 +221,6 @@ _pool.AddSerializedFile(file_descriptor().SerializeToString())
 
 Image = _message_class(_pool, "Image")
 PredictRequest = _message_class(_pool, "PredictRequest")
+Report = _message_class(_pool, "Report")
 Timing = _message_class(_pool, "Timing")
 PredictResponse = _message_class(_pool, "PredictResponse")
