@@ -486,7 +486,9 @@ def test_the_page_in_a_browser(smolvla_bundle: Callable[[str], Path], tmp_path: 
         assert page.evaluate("document.querySelectorAll('#sessions img').length") == 0
         page.wait("document.querySelectorAll('#robots tr').length === 1")
         assert "2 of 3 won" in page.evaluate("document.getElementById('robots').textContent")
-        assert "1 of 1 stand still" in page.evaluate("document.getElementById('robots-note').textContent")
+        assert "Standing still: 1 of 1. robot 1 holds: <img" in page.evaluate(
+            "document.getElementById('robots-note').textContent"
+        )
         assert page.evaluate("document.querySelectorAll('main img[src=x]').length") == 0
         page.wait("document.getElementById('card').lastElementChild.textContent.includes('GiB in use')")
         assert "REPLAY" in page.evaluate("document.getElementById('card').textContent")

@@ -452,10 +452,11 @@ function wiring(robots) {
 
 // What robots say of their own runs. A report is a robot's word: shown, never acted on.
 function robots(rows) {
-  const moves = (row) => !["holds", "paused", "aligning"].includes(row.state);
+  // Between two chunks many a robot holds for a moment, which is nothing to call somebody for.
+  const moves = (row) => !(["paused", "aligning"].includes(row.state) || (row.state === "holds" && row.rows_hz < row.hz / 10));
   const stopped = rows.filter((row) => !moves(row));
   const each = (row) => `robot ${row.number} ${row.state}${row.reason ? `: ${row.reason}` : ""}`;
-  const text = stopped.length ? `${stopped.length} of ${rows.length} stand still: ${stopped.map(each).join("; ")}`
+  const text = stopped.length ? `Standing still: ${stopped.length} of ${rows.length}. ${stopped.map(each).join("; ")}`
     : rows.length ? `${rows.length} report; none holds.` : "No robot has reported. `sinew run` and `sinew stream` do, over the native wire.";
   const note = $("robots-note");
   if (note.textContent !== text) note.textContent = text; // it is read out, so only where it changes
@@ -474,7 +475,7 @@ function robots(rows) {
       "row age": age,
       episodes: row.episodes === null ? "" : `${row.successes} of ${row.episodes} won`,
       "by hand": row.takeovers ? `${row.takeovers} times, ${row.steps_by_hand} steps` : "",
-      clipped: row.limits.length ? counts(row.clipped_commands, `of limits of ${row.limits.join(", ")}`, row.clipped) : "no limits",
+      clipped: row.limits.length ? counts(row.clipped_commands, `(limits of ${row.limits.join(", ")})`, row.clipped) : "no limits",
       held: counts(held, `of ${row.steps} steps`, row.held),
     };
     const line = element("tr");
