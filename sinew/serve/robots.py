@@ -31,7 +31,7 @@ Key = tuple[str, str, str, int]  # wire, client, session, run
 
 
 @dataclass(frozen=True)
-class Robot:
+class Reported:
     """One robot. number: from 1 to ``MAX_ROBOTS``, the lowest that was free. heard: by the clock of :class:`Robots`."""
 
     number: int
@@ -48,7 +48,7 @@ class Robots(Collector):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._lock = clock, threading.Lock()
-        self._robots: dict[Key, Robot] = {}  # those that were heard last stand last
+        self._robots: dict[Key, Reported] = {}  # those that were heard last stand last
 
     def put(self, wire: str, client: str, session: str, policy: str, data: bytes | memoryview) -> None:
         """Take a robot's report. Where all places are taken, the peer that has most loses the one that was silent for
@@ -65,7 +65,7 @@ class Robots(Collector):
                 del self._robots[next(each for each in self._robots if each[1] == most)]
             taken = {each.number for each in self._robots.values()}
             number = next(n for n in range(1, MAX_ROBOTS + 1) if n not in taken)
-            self._robots[key] = Robot(number if before is None else before.number, policy, report, now)
+            self._robots[key] = Reported(number if before is None else before.number, policy, report, now)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return who they are, seconds since each was heard, and what it said; by number, ready for JSON."""
@@ -81,7 +81,7 @@ class Robots(Collector):
             for key, robot in self._sorted()
         ]
 
-    def _sorted(self) -> list[tuple[Key, Robot]]:
+    def _sorted(self) -> list[tuple[Key, Reported]]:
         with self._lock:
             self._forget(self._clock())
             return sorted(self._robots.items(), key=lambda each: each[1].number)
