@@ -1,7 +1,6 @@
 """What people who look at the dashboard cost the robot: latency of a server with and without viewers, in paired rounds.
 
     python -m benchmarks.dashboard [--viewers 3] [--pictures] [--bundle FILE] [--rounds 40] [--requests 40] [--hz 0]
-    python -m benchmarks.dashboard --reports [--hz 50] [--rounds 40] [--requests 100]
 
 One `sinew serve`, one robot on its native wire. In every round the same requests are sent once without and once with
 the viewers, in random order; a viewer is a connected event stream and, with --pictures, what a page that can be seen
@@ -10,17 +9,12 @@ cores than the server where there are two. Told are p50 and p95 of both, and the
 with a 95 % interval (of ranks), which slow changes of the machine leave alone. Beside it the server's processor time
 per request, and that of all its threads but the busiest, which computes: what viewers cost, however busy the machine
 is. The last line is JSON.
-
---reports: nobody looks, and what is paired is the robot's own reports: `sinew run`'s loop without hardware for so many
-control steps, once silent and once reporting. Told are the round trips of its requests, the lateness of its ticks, and
-the periods that passed without one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import subprocess
@@ -38,63 +32,6 @@ from sinew.eval.server import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_S = 0.3  # after viewers came or went
-
-
-def loops(address: str, hz: float) -> None:
-    """Run a robot's loop for as many control steps as a line says, with reports or without, and answer how it went."""
-    from sinew_client import Client
-    from sinew_client.control import Loop, Reporter, Servers, Settings
-    from sinew_client.control.robots import Dry
-
-    with Client(address, timeout=120.0) as client:
-        policy = client.metadata()["policy"]
-    servers = Servers(address)
-    settings = Settings(hz=hz, handover="aligned", replan="8", motion={"kind": "absolute"}, deadline=5.0)
-    for line in sys.stdin:
-        steps, reports = json.loads(line)
-        taken: list[float] = []
-
-        def connect(taken: list[float] = taken) -> Any:
-            call = servers()
-
-            def timed(observation: Any, limit: float) -> Any:
-                begun = time.perf_counter()
-                found = call(observation, limit)
-                taken.append(1e3 * (time.perf_counter() - begun))
-                return found
-
-            return timed
-
-        loop = Loop(Dry(policy), connect, settings, policy["action"]["dim"], "go")
-        reporter, cpu = Reporter(loop, servers), time.process_time()
-        with reporter if reports else contextlib.nullcontext():
-            loop.run(steps)
-        loop.close()
-        late = [1e3 * each for each in loop.pace.lateness]
-        answer = {"ms": taken, "late_ms": late, "skipped": loop.pace.skipped, "sent": reporter.sent}
-        print(json.dumps({**answer, "cpu_s": time.process_time() - cpu}), flush=True)
-
-
-def compare_reports(robots: Helper, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what the rounds have shown of a robot that reports beside one that does not."""
-    rng = np.random.default_rng(0)
-    found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    robots.tell([100, True])  # whatever is slow once
-    for _ in range(arguments.rounds):
-        for reports in rng.permutation([False, True]):
-            found[bool(reports)].append(robots.tell([arguments.requests, bool(reports)]))
-    told: dict[str, Any] = {"sent": sum(each["sent"] for each in found[True])}
-    for name in ("ms", "late_ms"):
-        silent, reporting = ([each[name] for each in found[k]] for k in (False, True))
-        told[name] = {"silent": _percentiles(silent), "reporting": _percentiles(reporting)}
-        for q in (50, 95):
-            pair = ([np.percentile(each, q) for each in rounds] for rounds in (silent, reporting))
-            told[name][f"p{q}"] = _overhead(*pair)
-    cpu = [sum(each["cpu_s"] for each in found[k]) for k in (False, True)]
-    told["cpu_s"] = [round(each, 3) for each in cpu]
-    told["cpu_ms_of_a_report"] = round(1e3 * (cpu[1] - cpu[0]) / max(1, told["sent"]), 2)
-    told["skipped"] = [sum(each["skipped"] for each in found[k]) for k in (False, True)]
-    return told
 
 
 class Helper:
@@ -246,7 +183,6 @@ def main() -> None:
     parser.add_argument(
         "--pictures", action="store_true", help="viewers fetch frames as well, as the page does"
     )
-    parser.add_argument("--reports", action="store_true", help="pair a robot's reports instead of viewers")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--requests", type=int, default=40, help="of each half of a round")
     parser.add_argument("--hz", type=float, default=0.0, help="requests per second; 0: the next at once")
@@ -254,13 +190,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part:
         which, address = arguments.part
-        if which == "loop":
-            loops(address, arguments.hz)
-        else:
-            robot(address, arguments.hz) if which == "robot" else viewers(address, arguments.pictures)
+        robot(address, arguments.hz) if which == "robot" else viewers(address, arguments.pictures)
         return
-    if arguments.reports:
-        arguments.hz = arguments.hz or 50.0
     cores = sorted(os.sched_getaffinity(0))
     first, others = {cores[0]}, set(cores[1:]) or {cores[0]}
     begun = os.getloadavg()[0]
@@ -271,13 +202,6 @@ def main() -> None:
             native, web = addresses.split()
             (server,) = psutil.Process().children()
             os.sched_setaffinity(0, others)
-            if arguments.reports:
-                robots = Helper(others, "--part", "loop", native, "--hz", str(arguments.hz))
-                try:
-                    print(json.dumps(compare_reports(robots, arguments)))
-                finally:
-                    robots.close()
-                return
             robots = Helper(others, "--part", "robot", native, "--hz", str(arguments.hz))
             lookers = Helper(others, "--part", "viewers", web, *["--pictures"] * arguments.pictures)
             try:

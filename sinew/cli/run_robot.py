@@ -57,8 +57,8 @@ class RobotFlags:
         seconds: end after this long.
         episodes: of gym:ENV, end after so many.
         record: file for the journal; `sinew client --replay FILE` repeats its decisions.
-        report: tell the server that drives it, once a second, how the run goes: holds, ages, episodes, clipped commands
-            (docs/dashboard.md#robots); --no-report keeps that here.
+        report: tell the server that drives it once a second how the run goes (docs/dashboard.md#robots); --no-report
+            keeps that here.
     """
 
     robot: str = "dry"
@@ -125,8 +125,8 @@ class RobotFlags:
     def reports(
         self, stack: ExitStack, loop: Loop, robot: Driven, where: Any, key: str, session: str = ""
     ) -> None:
-        """Let a loop tell its server how it goes, until the stack ends. where: says which server that is (``present``);
-        a policy that computes here has none."""
+        """Let a loop tell its server how it goes, until the stack ends. where: of ``Reporter``; a policy that computes
+        here has none."""
         if self.report and hasattr(where, "present"):
             stack.enter_context(Reporter(loop, where, key, session, self.robot, robot.machine))
 

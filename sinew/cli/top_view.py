@@ -115,7 +115,7 @@ def _sessions(seen: ServerSeen) -> Table:
 
 
 def _robots(rows: Sequence[dict[str, Any]]) -> Table:
-    """One line for each robot that reports, by its own word."""
+    """One line for each robot, by its own word."""
     columns = (
         "robot",
         "state",
@@ -130,13 +130,13 @@ def _robots(rows: Sequence[dict[str, Any]]) -> Table:
     )
     table = terminal.table(None, *columns, box=None, pad_edge=False)
     for row in rows[:SESSIONS]:
-        held = row["held"]
+        held, age = row["held"], (row["age_p50_ms"], row["age_p95_ms"])
         table.add_row(
             escape(f"{row['number']} {row['name']}"[:40]),
             escape(row["state"]),
             f"{row['rows_hz']:.1f}",
             f"{row['hz']:g}",
-            *(number(row[name]) for name in ("age_p50_ms", "age_p95_ms")),
+            *map(number, age),
             f"{sum(held.values())} of {row['steps']}",
             str(row["clipped_commands"]),
             "" if row["episodes"] is None else f"{row['successes']} of {row['episodes']}",

@@ -16,23 +16,24 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from sinew_client.control import controller, windows
+from sinew_client.control.controller import LATE, PAUSED, STARTING, STARVED
+from sinew_client.control.windows import NO_WINDOW, OLD_FRAME, OUT_OF_NODES
 from sinew_client.robot_report import STATES, RobotReport
 
 from sinew.serve.metrics import SESSION_S
 
 MAX_ROBOTS = 32  # remembered at once
 # Reasons of holds that metrics tell apart: others quote what servers and drivers say.
-REASONS = (
-    *(controller.PAUSED, controller.STARTING, controller.STARVED, controller.LATE),
-    *(windows.NO_WINDOW, windows.OUT_OF_NODES, windows.OLD_FRAME),
-)
+REASONS = (PAUSED, STARTING, STARVED, LATE, NO_WINDOW, OUT_OF_NODES, OLD_FRAME)
+GAUGES = ("rate_hz", "rows_hz", "row_age_seconds")
+PLAIN = ("rate_hz", "rows_hz", "steps", "late", "clipped_commands", "failed_requests", "takeovers")
+LABELS = {"row_age_seconds": ["quantile"], "held_steps": ["reason"], "episodes": ["outcome"]}
 Key = tuple[str, str, str, int]  # wire, client, session, run
 
 
 @dataclass(frozen=True)
 class Reported:
-    """One robot. number: from 1 to ``MAX_ROBOTS``, the lowest that was free. heard: by the clock of :class:`Robots`."""
+    """number: from 1 to ``MAX_ROBOTS``, the lowest that was free. heard: seconds of the clock."""
 
     number: int
     policy: str
@@ -41,9 +42,9 @@ class Reported:
 
 
 class Robots(Collector):
-    """The newest report of each robot; one that was silent for as long as a session may be is forgotten.
+    """Keeps the newest report of each robot, until it was silent for as long as a session may be. Thread-safe.
 
-    Thread-safe. clock: in seconds.
+    clock: in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -51,34 +52,33 @@ class Robots(Collector):
         self._robots: dict[Key, Reported] = {}  # those that were heard last stand last
 
     def put(self, wire: str, client: str, session: str, policy: str, data: bytes | memoryview) -> None:
-        """Take a robot's report. Where all places are taken, the peer that has most loses the one that was silent for
-        longest. Raises RequestError for bytes that are no report."""
+        """Take a report. Where all places are taken, the peer that has most loses the one that was silent for longest.
+        Raises RequestError."""
         report = RobotReport.parse(data)
         key, now = (wire, client, session, report.run), self._clock()
         with self._lock:
             self._forget(now)
             before = self._robots.pop(key, None)
             if before is None and len(self._robots) >= MAX_ROBOTS:
-                rows = Counter(peer for _, peer, _, _ in self._robots)
-                rows[client] += 1
+                rows = Counter([client, *(peer for _, peer, _, _ in self._robots)])
                 most = max(rows, key=lambda peer: (rows[peer], peer == client))
                 del self._robots[next(each for each in self._robots if each[1] == most)]
             taken = {each.number for each in self._robots.values()}
-            number = next(n for n in range(1, MAX_ROBOTS + 1) if n not in taken)
-            self._robots[key] = Reported(number if before is None else before.number, policy, report, now)
+            number = min({*range(1, MAX_ROBOTS + 1)} - taken) if before is None else before.number
+            self._robots[key] = Reported(number, policy, report, now)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return who they are, seconds since each was heard, and what it said; by number, ready for JSON."""
         now = self._clock()
         return [
             {
-                "number": robot.number,
                 **dict(zip(("wire", "client", "session"), key, strict=False)),
-                "policy": robot.policy,
-                "heard_s": round(now - robot.heard, 3),
-                **{name: value for name, value in robot.report.to_dict().items() if name != "run"},
+                **{name: value for name, value in vars(each.report).items() if name != "run"},
+                "number": each.number,
+                "policy": each.policy,
+                "heard_s": round(now - each.heard, 3),
             }
-            for key, robot in self._sorted()
+            for key, each in self._sorted()
         ]
 
     def _sorted(self) -> list[tuple[Key, Reported]]:
@@ -93,41 +93,27 @@ class Robots(Collector):
         """Yield metrics of Prometheus. Their labels are numbers of robots and known words: no text of a client's."""
         robots = [(str(each.number), each.report) for _, each in self._sorted()]
         states = Counter(report.state for _, report in robots)
-        found = GaugeMetricFamily("sinew_robots", "Robots that report, by what they do", labels=["state"])
+        found: dict[str, Any] = {"robots": GaugeMetricFamily("sinew_robots", "Robots now", labels=["state"])}
+        for kind in (*LABELS, *PLAIN):
+            family = GaugeMetricFamily if kind in GAUGES else CounterMetricFamily
+            found[kind] = family(
+                f"sinew_robot_{kind}", "As a robot's report says", labels=["robot", *LABELS.get(kind, [])]
+            )
         for state in STATES:
-            found.add_metric([state], states[state])
-        yield found
-        age = GaugeMetricFamily(
-            "sinew_robot_row_age_seconds", "Frame to execution of the last rows", labels=["robot", "quantile"]
-        )
-        held = CounterMetricFamily(
-            "sinew_robot_held_steps", "Control steps that held", labels=["robot", "reason"]
-        )
-        played = CounterMetricFamily("sinew_robot_episodes", "Finished episodes", labels=["robot", "outcome"])
+            found["robots"].add_metric([state], states[state])
         for number, report in robots:
             for share, ms in (("0.5", report.age_p50_ms), ("0.95", report.age_p95_ms)):
                 if ms is not None:
-                    age.add_metric([number, share], ms / 1e3)
-            reasons = Counter[str]()
+                    found["row_age_seconds"].add_metric([number, share], ms / 1e3)
+            held = Counter[str]()
             for reason, count in report.held.items():
-                reasons[reason if reason in REASONS else "other"] += count
-            for reason, count in reasons.items():
-                held.add_metric([number, reason], count)
+                held[reason if reason in REASONS else "other"] += count
+            for reason, count in held.items():
+                found["held_steps"].add_metric([number, reason], count)
             if report.episodes is not None:
                 won = report.successes or 0
-                played.add_metric([number, "won"], won)
-                played.add_metric([number, "lost"], report.episodes - won)
-        yield from (age, held, played)
-        for kind, name, about in (
-            (GaugeMetricFamily, "rate_hz", "Control steps per second of the last ten seconds"),
-            (GaugeMetricFamily, "rows_hz", "Rows of the policy executed per second"),
-            (CounterMetricFamily, "steps", "Control steps"),
-            (CounterMetricFamily, "late", "Control ticks that began late"),
-            (CounterMetricFamily, "clipped_commands", "Commands that a limit changed"),
-            (CounterMetricFamily, "failed_requests", "Requests without an answer that could be executed"),
-            (CounterMetricFamily, "takeovers", "Times that a human took over"),
-        ):
-            family = kind(f"sinew_robot_{name}", about, labels=["robot"])
-            for number, report in robots:
-                family.add_metric([number], getattr(report, name))
-            yield family
+                for outcome, count in (("won", won), ("lost", report.episodes - won)):
+                    found["episodes"].add_metric([number, outcome], count)
+            for name in PLAIN:
+                found[name].add_metric([number], getattr(report, name))
+        yield from found.values()

@@ -190,12 +190,6 @@ class Service:
         self.check_session(session)
         self.policies.get(policy).scheduler.policy.reset(session)
 
-    def report(self, wire: str, client: str, session: str, policy: str, data: bytes | memoryview) -> None:
-        """Take what a robot says of its run (``Robots``). Raises RequestError, UnknownPolicyError."""
-        self.check_session(session)
-        self.policies.get(policy)
-        self.robots.put(wire, client, session, policy, data)
-
     # ------------------------------------------------------------------------- the first policy
 
     @property

@@ -76,7 +76,7 @@ def image(kind: str) -> bytes:
 
 REPORT = RobotReport(
     run=7, state="holds", name="dry", reason="out of rows", hz=50.0, rate_hz=49.5, rows_hz=2.0, age_p50_ms=40.0,
-    age_p95_ms=80.0, longest_gap_ms=41.0, steps=100, late=2, skipped=1, held={"out of rows": 3, "paused": 4},
+    age_p95_ms=80.0, steps=100, late=2, skipped=1, held={"out of rows": 3, "paused": 4},
     clipped_commands=2, clipped={"a.velocity": 2}, limits=("range", "velocity"), failed_requests=1, takeovers=1,
     steps_by_hand=5, episodes=3, successes=2,
 )  # fmt: skip
@@ -99,8 +99,8 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
         header = native.peek(memoryview(data))
         if header.error is not None:
             raise header.error
-        robots.put("native", "peer", header.session, header.policy, header.report or b"")
-        return [json.dumps(robots.rows(), allow_nan=False), generate_latest(robots)]
+        robots.put("native", "peer", header.session, "", header.report or b"")
+        return json.dumps(robots.rows(), allow_nan=False), generate_latest(robots)
 
     def read_groot(data: bytes) -> object:
         header = groot.peek(memoryview(data))

@@ -450,36 +450,31 @@ function wiring(robots) {
   $("wiring").replaceChildren(...lines.map((line) => element("li", line)));
 }
 
-// What robots say of their own runs. A report is a robot's word: shown, never acted on.
+// What robots say of their own runs. Between two chunks many a robot holds for a moment, which is nothing to tell.
 function robots(rows) {
-  // Between two chunks many a robot holds for a moment, which is nothing to call somebody for.
-  const moves = (row) => !(["paused", "aligning"].includes(row.state) || (row.state === "holds" && row.rows_hz < row.hz / 10));
-  const stopped = rows.filter((row) => !moves(row));
-  const each = (row) => `robot ${row.number} ${row.state}${row.reason ? `: ${row.reason}` : ""}`;
-  const text = stopped.length ? `Standing still: ${stopped.length} of ${rows.length}. ${stopped.map(each).join("; ")}`
-    : rows.length ? `${rows.length} report; none holds.` : "No robot has reported. `sinew run` and `sinew stream` do, over the native wire.";
-  const note = $("robots-note");
+  const says = (row) => row.state + (row.reason && `: ${row.reason}`);
+  const stands = (row) => ["paused", "aligning"].includes(row.state) || (row.state === "holds" && row.rows_hz < row.hz / 10);
+  const still = rows.filter(stands), note = $("robots-note");
+  const text = still.length ? `Standing still: ${still.length} of ${rows.length}. ${still.map((row) => `robot ${row.number} ${says(row)}`).join("; ")}`
+    : rows.length ? `${rows.length} report; none stands still.` : "No robot reports. `sinew run` and `sinew stream` do, over the native wire.";
   if (note.textContent !== text) note.textContent = text; // it is read out, so only where it changes
-  note.className = stopped.length ? "bad" : "note";
+  note.className = still.length ? "bad" : "note";
   $("robots-table").hidden = !rows.length;
-  const counts = (total, unit, parts) => `${total} ${unit}${total ? `: ${Object.entries(parts).map(([name, count]) => `${count} x ${name}`).join(", ")}` : ""}`;
+  const counts = (parts) => Object.entries(parts).map(([name, count]) => `${count} x ${name}`).join(", ");
   $("robots").replaceChildren(...rows.map((row) => {
-    const held = Object.values(row.held).reduce((total, count) => total + count, 0);
-    const age = row.age_p50_ms === null ? "" : `p50 ${Math.round(row.age_p50_ms)}, p95 ${Math.round(row.age_p95_ms)} ms`;
-    const period = `${row.rows_hz.toFixed(1)}, ticks ${row.rate_hz.toFixed(1)} of ${short(row.hz)}; ${row.late} late, ${row.skipped} skipped`;
+    const line = element("tr");
     const cells = {
       robot: [row.number, row.name, row.policy].filter(Boolean).join(" "),
-      state: `${row.state}${row.reason ? `: ${row.reason}` : ""}${row.heard_s > 4 ? `, ${Math.round(row.heard_s)} s ago` : ""}`,
+      state: says(row) + (row.heard_s > 4 ? `, ${Math.round(row.heard_s)} s ago` : ""),
       client: [row.client, row.session].filter(Boolean).join(" "),
-      "rows per second": period,
-      "row age": age,
+      "rows per second": `${row.rows_hz.toFixed(1)}; ticks ${row.rate_hz.toFixed(1)} of ${short(row.hz)}, ${row.late} late, ${row.skipped} skipped`,
+      "row age": row.age_p50_ms === null ? "" : `p50 ${Math.round(row.age_p50_ms)}, p95 ${Math.round(row.age_p95_ms)} ms`,
       episodes: row.episodes === null ? "" : `${row.successes} of ${row.episodes} won`,
       "by hand": row.takeovers ? `${row.takeovers} times, ${row.steps_by_hand} steps` : "",
-      clipped: row.limits.length ? counts(row.clipped_commands, `(limits of ${row.limits.join(", ")})`, row.clipped) : "no limits",
-      held: counts(held, `of ${row.steps} steps`, row.held),
+      clipped: row.limits.length ? `${row.clipped_commands} ${counts(row.clipped)} (limits: ${row.limits.join(", ")})` : "no limits",
+      held: `${Object.values(row.held).reduce((sum, count) => sum + count, 0)} of ${row.steps} steps: ${counts(row.held)}`,
     };
-    const line = element("tr");
-    for (const [label, cell] of Object.entries(cells)) line.append(element("td", cell, { "data-label": label, class: label === "state" && !moves(row) ? "bad" : "" }));
+    for (const [label, cell] of Object.entries(cells)) line.append(element("td", cell, { "data-label": label, class: label === "state" && stands(row) ? "bad" : "" }));
     return line;
   }));
 }

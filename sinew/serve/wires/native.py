@@ -226,7 +226,9 @@ class NativeCodec:
         if header.kind == Kind.HEALTH:
             return self.encode_metadata(header, self.service.health())
         if header.kind == Kind.REPORT:
-            self.service.report(self.name, client, header.session, header.policy, header.report or b"")
+            self.service.check_session(header.session)
+            self.service.policies.get(header.policy)
+            self.service.robots.put(self.name, client, header.session, header.policy, header.report or b"")
         else:
             self.service.reset(header.session, header.policy)
         return self.encode_metadata(header, {})

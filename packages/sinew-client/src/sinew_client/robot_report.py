@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Mapping
 
 from google.protobuf.message import DecodeError
@@ -17,16 +16,12 @@ LIMITS = ("range", "velocity", "acceleration", "jerk", "jump", "workspace")
 MAX_BYTES = 8192  # of a message
 MAX_TEXT = 160  # characters of a name or reason
 MAX_COUNTS = 12  # reasons, or limits, that are told apart
-REST = "others"
-LARGEST = 1 << 53  # of a count, and of any other number
+LARGEST = 1 << 53  # of any number
 
 
 @dataclass(frozen=True)
 class RobotReport:
-    """How a robot's run goes, so far; ``sinew.proto`` has fields and units (``Report``).
-
-    None: ages before there are rows, episodes of a robot that knows none.
-    """
+    """How a robot's run goes, so far: ``Report`` of ``sinew.proto``, which says what each field is. None: not known."""
 
     run: int
     state: str
@@ -37,7 +32,6 @@ class RobotReport:
     rows_hz: float = 0.0
     age_p50_ms: float | None = None
     age_p95_ms: float | None = None
-    longest_gap_ms: float = 0.0
     steps: int = 0
     late: int = 0
     skipped: int = 0
@@ -53,56 +47,55 @@ class RobotReport:
 
     def to_message(self) -> Any:
         """Return the message, its texts and lists cut to what one may have."""
-        found = schema.Report()
+        found = schema.Report(limits=self.limits)
         for name, value in vars(self).items():
             if name in ("held", "clipped"):
                 for text, count in _most(value).items():
                     getattr(found, name).add(name=text, count=count)
-            elif name == "limits":
-                found.limits.extend(value)
-            elif value is not None:
+            elif name != "limits" and value is not None:
                 setattr(found, name, _printable(value) if isinstance(value, str) else value)
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON."""
-        return asdict(self)
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> RobotReport:
         """Return the report of a message, which may come from anybody.
 
-        Raises :class:`RequestError`, which names the field: for more bytes, entries or characters than there may be,
-        for numbers that are not finite or below 0, and for words that are not known.
+        Raises :class:`RequestError` by its field: for more bytes, entries or characters than there may be, numbers that
+        are not finite or below 0, and words that are not known.
         """
-        if len(data) > MAX_BYTES:
-            raise RequestError(f"report: expected at most {MAX_BYTES} bytes, got {len(data)}")
         message = schema.Report()
         try:
+            if len(data) > MAX_BYTES:
+                raise ValueError(f"{len(data)} bytes")
             message.ParseFromString(bytes(data))
-        except (DecodeError, ValueError) as error:  # ValueError: text that is not UTF-8
-            raise RequestError(f"report: expected a message Report, got {error}") from error
-        found: dict[str, Any] = {}
-        for name in (each.name for each in fields(cls)):
-            value = getattr(message, name)
-            if name in ("held", "clipped"):
-                found[name] = _counts(name, value)
-            elif name == "limits":
-                found[name] = tuple(_word("limits", each, LIMITS) for each in _few(name, value))
-            elif isinstance(value, str):
-                found[name] = _text(name, value)
-            elif not _optional(name) or message.HasField(name):
-                found[name] = value if name == "run" else _number(name, value)
-        _word("state", found["state"], STATES)
-        if (found.get("successes") or 0) > (found.get("episodes") or 0):
+        except (DecodeError, ValueError) as error:  # ValueError: also text that is not UTF-8
             raise RequestError(
-                f"report.successes: expected at most {found.get('episodes') or 0} episodes, got {found['successes']}"
-            )
+                f"report: expected a Report of at most {MAX_BYTES} bytes, got {error}"
+            ) from None
+        found: dict[str, Any] = {}
+        for each in message.DESCRIPTOR.fields:
+            name, value = each.name, getattr(message, each.name)
+            if each.containing_oneof is not None and not message.HasField(name):
+                continue  # not known
+            found[name] = value
+            if isinstance(value, str):
+                _text(name, value)
+            elif isinstance(value, (int, float)):
+                _check(name == "run" or 0 <= value <= LARGEST, name, "a number from 0 to 2^53", value)
+            else:
+                _check(len(value) <= MAX_COUNTS, name, f"at most {MAX_COUNTS} entries", len(value))
+                if name == "limits":
+                    found[name] = tuple(value)
+                    continue
+                found[name] = {_text(name, one.name): one.count for one in value}
+                _check(len(found[name]) == len(value), name, "each name once", "one twice")
+                _check(max([0, *found[name].values()]) <= LARGEST, name, "counts up to 2^53", "more")
+        _check(message.state in STATES, "state", f"one of {', '.join(STATES)}", shown(message.state))
+        for word in message.limits:
+            _check(word in LIMITS, "limits", f"one of {', '.join(LIMITS)}", shown(word))
+        won, played = found.get("successes", 0), found.get("episodes", 0)
+        _check(won <= played, "successes", f"at most {played} episodes", won)
         return cls(**found)
-
-
-def _optional(name: str) -> bool:
-    return name.startswith("age_") or name in ("episodes", "successes")
 
 
 def _printable(text: str) -> str:
@@ -114,39 +107,17 @@ def _most(counts: Mapping[str, int]) -> dict[str, int]:
     found: dict[str, int] = {}
     for text, count in sorted(counts.items(), key=lambda each: -each[1]):
         name = _printable(text)
-        name = name if name in found or len(found) < MAX_COUNTS - 1 else REST
+        name = name if name in found or len(found) < MAX_COUNTS - 1 else "others"
         found[name] = found.get(name, 0) + max(0, count)
     return found
 
 
-def _few(name: str, values: Any) -> Any:
-    if len(values) > MAX_COUNTS:
-        raise RequestError(f"report.{name}: expected at most {MAX_COUNTS} entries, got {len(values)}")
-    return values
-
-
-def _counts(name: str, values: Any) -> dict[str, int]:
-    found = {_text(name, each.name): int(_number(name, each.count)) for each in _few(name, values)}
-    if len(found) < len(values):
-        raise RequestError(f"report.{name}: expected each name once, got one twice")
-    return found
+def _check(fits: bool, name: str, expected: str, got: Any) -> None:
+    if not fits:
+        raise RequestError(f"report.{name}: expected {expected}, got {got}")
 
 
 def _text(name: str, value: str) -> str:
-    if len(value) > MAX_TEXT or not value.isprintable():
-        raise RequestError(
-            f"report.{name}: expected printable text of at most {MAX_TEXT} characters, got {shown(value)}"
-        )
-    return value
-
-
-def _word(name: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise RequestError(f"report.{name}: expected one of {', '.join(known)}, got {shown(value)}")
-    return value
-
-
-def _number(name: str, value: float) -> float:
-    if not (math.isfinite(value) and 0 <= value <= LARGEST):
-        raise RequestError(f"report.{name}: expected a number from 0 to 2^53, got {value}")
+    fits = len(value) <= MAX_TEXT and value.isprintable()
+    _check(fits, name, f"printable text of at most {MAX_TEXT} characters", shown(value))
     return value
