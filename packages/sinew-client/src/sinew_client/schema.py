@@ -43,11 +43,11 @@ def read_messages(text: str) -> dict[str, dict[str, Any]]:
 MESSAGES = read_messages((pkgutil.get_data("sinew_client", "sinew.proto") or b"").decode())
 
 
-def file_descriptor():
-    """Return ``sinew.proto`` as a ``FileDescriptorProto``."""
+def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str = PACKAGE) -> Any:
+    """Return messages that were read as a ``FileDescriptorProto``."""
     kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="sinew.proto", package=PACKAGE, syntax="proto3")
-    for message_name, described in MESSAGES.items():
+    file = descriptor_pb2.FileDescriptorProto(name="sinew.proto", package=package, syntax="proto3")
+    for message_name, described in messages.items():
         message = file.message_type.add(name=message_name)
         for enum_name, values in described["enums"].items():
             enum = message.enum_type.add(name=enum_name)
@@ -59,10 +59,10 @@ def file_descriptor():
             field.label = kinds.LABEL_REPEATED if label == "repeated" else kinds.LABEL_OPTIONAL
             if type_name in described["enums"]:
                 field.type = kinds.TYPE_ENUM
-                field.type_name = f".{PACKAGE}.{message_name}.{type_name}"
-            elif type_name in MESSAGES:
+                field.type_name = f".{package}.{message_name}.{type_name}"
+            elif type_name in messages:
                 field.type = kinds.TYPE_MESSAGE
-                field.type_name = f".{PACKAGE}.{type_name}"
+                field.type_name = f".{package}.{type_name}"
             else:
                 field.type = getattr(kinds, "TYPE_" + type_name.upper())
             if label == "optional":  # presence in proto3 is a one-field oneof
@@ -77,19 +77,18 @@ def _json_name(name):
     return head + "".join(part.capitalize() for part in rest)
 
 
-def _message_class(pool, name):
-    descriptor = pool.FindMessageTypeByName(f"{PACKAGE}.{name}")
-    if hasattr(message_factory, "GetMessageClass"):  # protobuf >= 4.22; the factory object left in 5
-        return message_factory.GetMessageClass(descriptor)
-    return message_factory.MessageFactory(pool).GetPrototype(descriptor)
+def classes(file: Any) -> dict[str, Any]:
+    """Return the message classes of a ``FileDescriptorProto`` by name, in a pool of their own."""
+    pool = descriptor_pool.DescriptorPool()
+    # Serialised, because the C++ implementation of protobuf 3.20 takes a file in no other form.
+    pool.AddSerializedFile(file.SerializeToString())
+    made = getattr(message_factory, "GetMessageClass", None)  # protobuf >= 4.22; the factory object left in 5
+    made = made or message_factory.MessageFactory(pool).GetPrototype
+    names = (each.name for each in file.message_type)
+    return {name: made(pool.FindMessageTypeByName(f"{file.package}.{name}")) for name in names}
 
 
-_pool = descriptor_pool.DescriptorPool()
-# Serialised, because the C++ implementation of protobuf 3.20 takes a file in no other form.
-_pool.AddSerializedFile(file_descriptor().SerializeToString())
-
-Image = _message_class(_pool, "Image")
-PredictRequest = _message_class(_pool, "PredictRequest")
-Report = _message_class(_pool, "Report")
-Timing = _message_class(_pool, "Timing")
-PredictResponse = _message_class(_pool, "PredictResponse")
+_classes = classes(file_descriptor())
+Image, PredictRequest, Report, Timing, PredictResponse = (
+    _classes[name] for name in ("Image", "PredictRequest", "Report", "Timing", "PredictResponse")
+)
