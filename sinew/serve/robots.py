@@ -68,7 +68,7 @@ class Robots(Collector):
             self._robots[key] = Reported(number, policy, report, now)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return who they are, seconds since each was heard, and what it said; by number, ready for JSON."""
+        """Return who they are, when each was heard and what it said, by number, ready for JSON."""
         now = self._clock()
         return [
             {
@@ -90,7 +90,7 @@ class Robots(Collector):
         self._robots = {key: each for key, each in self._robots.items() if now - each.heard <= SESSION_S}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield metrics of Prometheus. Their labels are numbers of robots and known words: no text of a client's."""
+        """Yield metrics, whose labels are numbers of robots and known words: no text of a client's."""
         robots = [(str(each.number), each.report) for _, each in self._sorted()]
         states = Counter(report.state for _, report in robots)
         found: dict[str, Any] = {"robots": GaugeMetricFamily("sinew_robots", "Robots now", labels=["state"])}

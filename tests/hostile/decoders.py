@@ -93,14 +93,10 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
         header = native.peek(memoryview(data))
         if header.error is not None:
             raise header.error
+        if header.report is not None:
+            robots.put("native", "peer", header.session, "", header.report)
+            return json.dumps(robots.rows(), allow_nan=False), generate_latest(robots)
         return native.decode(data)
-
-    def read_report(data: bytes) -> object:
-        header = native.peek(memoryview(data))
-        if header.error is not None:
-            raise header.error
-        robots.put("native", "peer", header.session, "", header.report or b"")
-        return json.dumps(robots.rows(), allow_nan=False), generate_latest(robots)
 
     def read_groot(data: bytes) -> object:
         header = groot.peek(memoryview(data))
@@ -162,7 +158,7 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
         "evo1": (json.dumps(evo1_message).encode(), lambda data: evo1.observation(evo1.read(data), SPEC)),
         "zmtp": (GREETING + ready + zmtp.message([b"", request(1)[:300]]), read_zmtp),
         "native": (request(1, session="arm", seed=3, deadline_ms=5), read_native),
-        "report": (protocol.encode_control("REPORT", 1, "arm", report=REPORT), read_report),
+        "report": (protocol.encode_control("REPORT", 1, "arm", report=REPORT), read_native),
         "openpi": (pack(flat), lambda data: openpi.observation(openpi.read(data), SPEC)),
         "http": (json.dumps(body).encode(), lambda data: http.observation(http.read(data, http.JSON), SPEC)),
         "act": (

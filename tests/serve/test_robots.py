@@ -132,7 +132,6 @@ def test_what_a_report_says_of_a_run() -> None:
 
 
 def data(report: RobotReport = REPORT, **changes: Any) -> bytes:
-    """The bytes of a report, with other fields after its own cuts."""
     message = report.to_message()
     for name, value in changes.items():
         message.ClearField(name)
@@ -154,7 +153,6 @@ def counts(*names: str) -> list[Any]:
         ("reason", "x" * (MAX_TEXT + 1), f"printable text of at most {MAX_TEXT} characters"),
         ("reason", "\x1b[2J", "printable text"),
         ("hz", float("nan"), "a number from 0 to 2.53, got nan"),
-        ("rate_hz", float("inf"), "a number"),
         ("age_p50_ms", -1.0, "a number"),
         ("steps", 2**64 - 1, "a number"),
         ("limits", ["speed"], "one of range, velocity"),
@@ -207,7 +205,6 @@ def test_a_liar_changes_its_own_row_alone() -> None:
 
 
 def test_reports_over_the_wire() -> None:
-    """They want the key, a session's and a policy's name; metrics have known words as labels."""
     with desk(api_key="k") as at:
 
         def report(path: str = "", key: str = "k", session: str = "arm") -> None:

@@ -450,14 +450,14 @@ function wiring(robots) {
   $("wiring").replaceChildren(...lines.map((line) => element("li", line)));
 }
 
-// What robots say of their own runs. Between two chunks many a robot holds for a moment, which is nothing to tell.
+// What robots say of their own runs. A hold between two chunks is nothing to tell.
 function robots(rows) {
   const says = (row) => row.state + (row.reason && `: ${row.reason}`);
   const stands = (row) => ["paused", "aligning"].includes(row.state) || (row.state === "holds" && row.rows_hz < row.hz / 10);
   const still = rows.filter(stands), note = $("robots-note");
   const text = still.length ? `Standing still: ${still.length} of ${rows.length}. ${still.map((row) => `robot ${row.number} ${says(row)}`).join("; ")}`
     : rows.length ? `${rows.length} report; none stands still.` : "No robot reports. `sinew run` and `sinew stream` do, over the native wire.";
-  if (note.textContent !== text) note.textContent = text; // it is read out, so only where it changes
+  if (note.textContent !== text) note.textContent = text; // it is read out
   note.className = still.length ? "bad" : "note";
   $("robots-table").hidden = !rows.length;
   const counts = (parts) => Object.entries(parts).map(([name, count]) => `${count} x ${name}`).join(", ");

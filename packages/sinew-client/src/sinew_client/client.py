@@ -147,8 +147,7 @@ class Client(BaseClient):
         self._drive(self._control("RESET", session, timeout))
 
     def report(self, report: RobotReport, session: str = "", *, timeout: float | None = None) -> None:
-        """Tell the server how a robot's run goes, as :class:`sinew_client.control.Reporter` does once a second. Raises
-        ServerError of code ``bad_request`` from a server of before there were reports."""
+        """Tell the server how a robot's run goes (``sinew_client.control.Reporter``). Raises as :meth:`metadata`."""
         self._drive(self._control("REPORT", session, timeout, report))
 
     def episode(self, *, rows: int | None = None, session: str = "") -> ActionQueue:

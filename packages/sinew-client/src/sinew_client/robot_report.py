@@ -58,11 +58,8 @@ class RobotReport:
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> RobotReport:
-        """Return the report of a message, which may come from anybody.
-
-        Raises :class:`RequestError` by its field: for more bytes, entries or characters than there may be, numbers that
-        are not finite or below 0, and words that are not known.
-        """
+        """Return the report of a message, which may come from anybody. Raises :class:`RequestError` by its field: for
+        more bytes, entries or characters than there may be, numbers that are none or below 0, and unknown words."""
         message = schema.Report()
         try:
             if len(data) > MAX_BYTES:
@@ -103,11 +100,10 @@ def _printable(text: str) -> str:
 
 
 def _most(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest counts, and the sum of what is left over under a name of its own."""
+    """Return the largest counts, and the sum of the others."""
     found: dict[str, int] = {}
     for text, count in sorted(counts.items(), key=lambda each: -each[1]):
-        name = _printable(text)
-        name = name if name in found or len(found) < MAX_COUNTS - 1 else "others"
+        name = _printable(text) if len(found) < MAX_COUNTS - 1 else "others"
         found[name] = found.get(name, 0) + max(0, count)
     return found
 

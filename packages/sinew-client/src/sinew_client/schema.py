@@ -55,7 +55,9 @@ def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str
                 enum.value.add(name=value_name, number=number)
         for number, name, declared in described["fields"]:
             label, _, type_name = declared.rpartition(" ")
-            field = message.field.add(name=name, number=number, json_name=_json_name(name))
+            field = message.field.add(
+                name=name, number=number, json_name=re.sub("_(.)", lambda found: found[1].upper(), name)
+            )
             field.label = kinds.LABEL_REPEATED if label == "repeated" else kinds.LABEL_OPTIONAL
             if type_name in described["enums"]:
                 field.type = kinds.TYPE_ENUM
@@ -70,11 +72,6 @@ def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str
                 field.oneof_index = len(message.oneof_decl)
                 message.oneof_decl.add(name="_" + name)
     return file
-
-
-def _json_name(name):
-    head, *rest = name.split("_")
-    return head + "".join(part.capitalize() for part in rest)
 
 
 def classes(file: Any) -> dict[str, Any]:

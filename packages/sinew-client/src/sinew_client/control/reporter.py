@@ -31,8 +31,8 @@ RECENT = 10  # reports of which rates and ages are
 class Reporter:
     """Reports a loop's run to its server while inside ``with``, and then that it has ended.
 
-    A report has a connection of its own for a moment, so it holds no place at the server and no request up. One without
-    an answer is dropped. A server that takes none is told nothing more, which is logged once.
+    A report has a connection of its own for a moment: it holds no place at the server and no request up. One without an
+    answer is dropped; a server that refuses one is told nothing more, which is logged.
 
     where: whose ``present`` says which server is asked: ``Servers``, ``StreamLink``. name: of the robot, for people.
     robot: with ``finished`` and ``successes`` where it plays episodes; the loop's own if absent. sent: reports so far.
@@ -74,13 +74,14 @@ class Reporter:
         span, ms = max(now - then, 1e-6), 1e3 / loop.settings.hz
         rows = Counter({age: count - old_ages.get(age, 0) for age, count in ages.items()})
         found = percentiles(ms * age for age in rows.elements())
-        reason = "" if ended else loop.reason
+        state = "holds" if loop.reason else "moves" if loop.steps else "starting"
+        state = state if loop.driver == POLICY else loop.driver
         limits = None if controller.guard is None else controller.guard.limits
         return RobotReport(
             run=self._number,
             name=self._name,
-            state="ended" if ended else self._state(reason),
-            reason=reason,
+            state="ended" if ended else "paused" if loop.paused else state,
+            reason="" if ended else loop.reason,
             hz=loop.settings.hz,
             rate_hz=round((steps - old_steps) / span, 3),
             rows_hz=round(max(0, sum(rows.values())) / span, 3),
@@ -99,12 +100,6 @@ class Reporter:
             successes=_count(self._robot, "successes"),  # first: an episode ends before it has succeeded
             episodes=_count(self._robot, "finished"),
         )
-
-    def _state(self, reason: str) -> str:
-        loop = self._loop
-        if loop.paused or loop.driver != POLICY:
-            return "paused" if loop.paused else loop.driver
-        return "holds" if reason else "moves" if loop.steps else "starting"
 
     def _note(self) -> tuple[float, int, dict[int, int]]:
         # dict() copies in one step, while the loop counts on.
