@@ -125,8 +125,7 @@ class RobotFlags:
     def reports(
         self, stack: ExitStack, loop: Loop, robot: Driven, where: Any, key: str, session: str = ""
     ) -> None:
-        """Let a loop tell its server how it goes, until the stack ends. where: of ``Reporter``; a policy that computes
-        here has none."""
+        """Let a loop tell its server how it goes. where: of ``Reporter``; a policy that computes here has none."""
         if self.report and hasattr(where, "present"):
             stack.enter_context(Reporter(loop, where, key, session, self.robot, robot.machine))
 

@@ -116,27 +116,16 @@ def _sessions(seen: ServerSeen) -> Table:
 
 def _robots(rows: Sequence[dict[str, Any]]) -> Table:
     """One line for each robot, by its own word."""
-    columns = (
-        "robot",
-        "state",
-        ">rows per s",
-        ">of",
-        ">age p50",
-        ">p95 ms",
-        ">held",
-        ">clipped",
-        ">won",
-        "most held for",
-    )
-    table = terminal.table(None, *columns, box=None, pad_edge=False)
+    numbers = (">rows per s", ">age p50", ">p95 ms", ">held", ">clipped", ">won")
+    table = terminal.table(None, "robot", "state", *numbers, "most held for", box=None, pad_edge=False)
     for row in rows[:SESSIONS]:
-        held, age = row["held"], (row["age_p50_ms"], row["age_p95_ms"])
+        held = row["held"]
         table.add_row(
             escape(f"{row['number']} {row['name']}"[:40]),
             escape(row["state"]),
             f"{row['rows_hz']:.1f}",
-            f"{row['hz']:g}",
-            *map(number, age),
+            number(row["age_p50_ms"]),
+            number(row["age_p95_ms"]),
             f"{sum(held.values())} of {row['steps']}",
             str(row["clipped_commands"]),
             "" if row["episodes"] is None else f"{row['successes']} of {row['episodes']}",

@@ -1,7 +1,7 @@
 """What robots say of their own runs: the newest report of each, for the dashboard and Prometheus.
 
-Anybody who may ask the server may send one. So a report is checked (``RobotReport.parse``), there are at most 32 at
-once, and one that lies changes its own row alone: a row belongs to a peer, a session and a number that the robot drew.
+Anybody who may ask the server may send one. So it is checked (``RobotReport.parse``), there are at most 32, and a lie
+changes its own row alone: a row belongs to a peer, a session and a number that the robot drew.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ class Reported:
 
 
 class Robots(Collector):
-    """Keeps the newest report of each robot, until it was silent for as long as a session may be. Thread-safe.
-
-    clock: in seconds.
-    """
+    """Keeps the newest report of each robot, until it was silent for as long as a session may be. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._lock = clock, threading.Lock()
@@ -70,6 +67,9 @@ class Robots(Collector):
     def rows(self) -> list[dict[str, Any]]:
         """Return who they are, when each was heard and what it said, by number, ready for JSON."""
         now = self._clock()
+        with self._lock:
+            self._forget(now)
+            robots = sorted(self._robots.items(), key=lambda each: each[1].number)
         return [
             {
                 **dict(zip(("wire", "client", "session"), key, strict=False)),
@@ -78,42 +78,37 @@ class Robots(Collector):
                 "policy": each.policy,
                 "heard_s": round(now - each.heard, 3),
             }
-            for key, each in self._sorted()
+            for key, each in robots
         ]
-
-    def _sorted(self) -> list[tuple[Key, Reported]]:
-        with self._lock:
-            self._forget(self._clock())
-            return sorted(self._robots.items(), key=lambda each: each[1].number)
 
     def _forget(self, now: float) -> None:
         self._robots = {key: each for key, each in self._robots.items() if now - each.heard <= SESSION_S}
 
     def collect(self) -> Iterator[Metric]:
         """Yield metrics, whose labels are numbers of robots and known words: no text of a client's."""
-        robots = [(str(each.number), each.report) for _, each in self._sorted()]
-        states = Counter(report.state for _, report in robots)
+        robots = self.rows()
+        states = Counter(row["state"] for row in robots)
         found: dict[str, Any] = {"robots": GaugeMetricFamily("sinew_robots", "Robots now", labels=["state"])}
         for kind in (*LABELS, *PLAIN):
             family = GaugeMetricFamily if kind in GAUGES else CounterMetricFamily
-            found[kind] = family(
-                f"sinew_robot_{kind}", "As a robot's report says", labels=["robot", *LABELS.get(kind, [])]
-            )
+            labels = ["robot", *LABELS.get(kind, [])]
+            found[kind] = family(f"sinew_robot_{kind}", "As a robot's report says", labels=labels)
         for state in STATES:
             found["robots"].add_metric([state], states[state])
-        for number, report in robots:
-            for share, ms in (("0.5", report.age_p50_ms), ("0.95", report.age_p95_ms)):
+        for row in robots:
+            number = str(row["number"])
+            for share, ms in (("0.5", row["age_p50_ms"]), ("0.95", row["age_p95_ms"])):
                 if ms is not None:
                     found["row_age_seconds"].add_metric([number, share], ms / 1e3)
             held = Counter[str]()
-            for reason, count in report.held.items():
+            for reason, count in row["held"].items():
                 held[reason if reason in REASONS else "other"] += count
             for reason, count in held.items():
                 found["held_steps"].add_metric([number, reason], count)
-            if report.episodes is not None:
-                won = report.successes or 0
-                for outcome, count in (("won", won), ("lost", report.episodes - won)):
+            if (played := row["episodes"]) is not None:
+                won = row["successes"] or 0
+                for outcome, count in (("won", won), ("lost", played - won)):
                     found["episodes"].add_metric([number, outcome], count)
             for name in PLAIN:
-                found[name].add_metric([number], getattr(report, name))
+                found[name].add_metric([number], row[name])
         yield from found.values()

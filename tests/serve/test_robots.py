@@ -1,4 +1,4 @@
-"""What robots say of their own runs: from their loops over a socket to the dashboard, `sinew top` and Prometheus."""
+"""What robots say of their own runs, from their loops to the dashboard, `sinew top` and Prometheus."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from tests.serve.test_server import free_port
 
 SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "0.6", "--json"]
 
+COUNT = type(schema.Report().held.add())
+
 
 def looped(source: Any, hz: float = 50.0, **more: Any) -> Loop:
     settings = Settings(hz=hz, motion={"kind": "absolute"}, watchdog=False, **{"deadline": 0.2, **more})
@@ -43,7 +45,6 @@ def looped(source: Any, hz: float = 50.0, **more: Any) -> Loop:
 
 @pytest.mark.parametrize("verb", ["run", "stream"])
 def test_a_robot_tells_its_server_how_it_runs(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The lines a user types, beside a server in this process with a trained policy."""
     listen, policy = Listen(dashboard=True), load("pen", engine="eager", threads=1)
     with desk(("native", "web"), policy=policy, device_lock=DeviceLock(), listen=listen) as at:
         if verb == "run":
@@ -70,7 +71,7 @@ def test_a_server_that_was_away_is_told_why_its_robot_held(monkeypatch: pytest.M
     driving = threading.Thread(target=loop.run)
     with contextlib.ExitStack() as stack:
         with desk(listen=Listen(port=port)) as first:
-            stack.enter_context(Reporter(loop, servers, name="arm", period=0.05))
+            stack.enter_context(Reporter(loop, servers, period=0.05))
             driving.start()
             stack.callback(driving.join)
             stack.callback(loop.stop)
@@ -85,7 +86,6 @@ def test_a_server_that_was_away_is_told_why_its_robot_held(monkeypatch: pytest.M
             told = (record["robots"] for name, record in events(viewer.getresponse()) if name == "health")
             (row,) = next(rows for rows in told if rows and "no server answers" in str(rows[0]["held"]))
             viewer.close()
-            assert row["name"] == "arm"
             assert row["failed_requests"] > 0
             assert str(port) in servers.present
             until(lambda: any(row["state"] == "moves" for row in second.service.robots.rows()))
@@ -94,9 +94,8 @@ def test_a_server_that_was_away_is_told_why_its_robot_held(monkeypatch: pytest.M
     loop.close()
 
 
-@pytest.mark.parametrize("code", ["bad_request", "unauthorized"])
+@pytest.mark.parametrize("code", ["bad_request", "unauthorized", "unknown"])
 def test_a_server_that_takes_no_reports_is_asked_once(code: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A server of before there were reports, or one that wants another key."""
     caplog.set_level("INFO", "sinew_client.control.reporter")
     with Server(does=code) as old:
         loop = looped(servers := Servers(old.address))
@@ -128,9 +127,6 @@ def test_what_a_report_says_of_a_run() -> None:
     loop.close()
 
 
-# ----------------------------------------------------------------------------- bounds, and robots that lie
-
-
 def data(report: RobotReport = REPORT, **changes: Any) -> bytes:
     message = report.to_message()
     for name, value in changes.items():
@@ -140,10 +136,6 @@ def data(report: RobotReport = REPORT, **changes: Any) -> bytes:
         else:
             setattr(message, name, value)
     return message.SerializeToString()  # type: ignore[no-any-return]
-
-
-def counts(*names: str) -> list[Any]:
-    return list(schema.Report(held=[{"name": name} for name in names]).held)
 
 
 @pytest.mark.parametrize(
@@ -156,16 +148,15 @@ def counts(*names: str) -> list[Any]:
         ("age_p50_ms", -1.0, "a number"),
         ("steps", 2**64 - 1, "a number"),
         ("limits", ["speed"], "one of range, velocity"),
-        ("limits", ["range"] * 13, "at most 12 entries, got 13"),
-        ("held", counts("a", "a"), "each name once"),
-        ("clipped", counts("\0"), "printable"),
+        ("limits", ["range"] * 13, "at most 12 entries"),
+        ("held", [COUNT(name="a")] * 2, "each name once"),
+        ("clipped", [COUNT(name="\0")], "printable"),
         ("successes", 4, "at most 3 episodes, got 4"),
     ],
 )
 def test_a_report_that_cannot_be_is_refused_by_its_field(field: str, value: Any, expected: str) -> None:
-    with pytest.raises(RequestError, match=f"^report.{field}: expected {expected}") as caught:
+    with pytest.raises(RequestError, match=f"^report.{field}: expected {expected}"):
         RobotReport.parse(data(**{field: value}))
-    assert len(str(caught.value)) < 400
 
 
 def test_bytes_that_are_no_report() -> None:
@@ -200,8 +191,6 @@ def test_a_liar_changes_its_own_row_alone() -> None:
     clock[0] = SESSION_S + 1
     (row,) = robots.rows()
     assert (row["client"], row["number"], row["heard_s"]) == ("honest", 1, SESSION_S / 2 + 1)
-    clock[0] = 2 * SESSION_S
-    assert robots.rows() == []
 
 
 def test_reports_over_the_wire() -> None:

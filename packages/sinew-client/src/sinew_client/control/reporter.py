@@ -17,7 +17,7 @@ from sinew_client.control.report import percentiles
 from sinew_client.control.safety import RATES
 from sinew_client.control.takeover import POLICY
 from sinew_client.errors import ClientError, ServerError
-from sinew_client.faults import PERMANENT
+from sinew_client.faults import kind_of
 from sinew_client.robot_report import RobotReport
 
 logger = logging.getLogger(__name__)
@@ -34,9 +34,8 @@ class Reporter:
     A report has a connection of its own for a moment: it holds no place at the server and no request up. One without an
     answer is dropped; a server that refuses one is told nothing more, which is logged.
 
-    where: whose ``present`` says which server is asked: ``Servers``, ``StreamLink``. name: of the robot, for people.
-    robot: with ``finished`` and ``successes`` where it plays episodes; the loop's own if absent. sent: reports so far.
-    refused: addresses that take none.
+    where: whose ``present`` says which server is asked: ``Servers``, ``StreamLink``. name: for people. robot: with
+    ``finished`` and ``successes`` of episodes; the loop's own if absent. sent: so many. refused: by these addresses.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Reporter:
                 client.report(report, self._session)
             self.sent += 1
         except (ClientError, OSError) as error:
-            if isinstance(error, ServerError) and error.code in PERMANENT:
+            if isinstance(error, ServerError) and kind_of(error):
                 self.refused.add(address)
                 logger.info("%s takes no reports of this robot: %s", address, error)
             else:
@@ -134,5 +133,5 @@ def _count(robot: Any, name: str) -> int | None:
 
 def _in_force(limits: Any) -> tuple[str, ...]:
     found = {"range": (limits.low, limits.high), **{name: getattr(limits, name) for name in RATES}}
-    found["workspace"] = (limits.workspace_low, limits.workspace_high)
-    return tuple(name for name, bounds in found.items() if np.isfinite(bounds).any())
+    ranged = tuple(name for name, bounds in found.items() if np.isfinite(bounds).any())
+    return (*ranged, "workspace") if limits.boxed.any() else ranged
