@@ -33,7 +33,7 @@ from tests.serve.puppet import SPEC, WAIT_S, desk, until
 from tests.serve.test_dashboard import events
 from tests.serve.test_server import free_port
 
-SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "0.6", "--json"]
+SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "1.5", "--json"]
 
 COUNT = type(schema.Report().held.add())
 
@@ -46,6 +46,7 @@ def looped(source: Any, hz: float = 50.0, **more: Any) -> Loop:
 @pytest.mark.parametrize("verb", ["run", "stream"])
 def test_a_robot_tells_its_server_how_it_runs(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     listen, policy = Listen(dashboard=True), load("pen", engine="eager", threads=1)
+    policy.warm_up()
     with desk(("native", "web"), policy=policy, device_lock=DeviceLock(), listen=listen) as at:
         if verb == "run":
             assert main([verb, at.native, *SAYS, "--no-report"]) == 0
