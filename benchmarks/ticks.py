@@ -6,11 +6,15 @@ The loop of ``sinew_client.control`` drives a robot without hardware with chunks
 so that nothing but the loop, the requester's thread and the machine is measured. The neighbour is a process that never
 sleeps, on the core that the loop runs on. Rounds alternate between alone and beside it. Lateness is that of a tick's
 beginning; skipped periods are those that passed without a tick.
+
+--server ADDRESS: chunks come from a ``sinew serve``, and every other round tells it how it goes, as `sinew run` does.
+Told are medians of rounds without and with that, and of the changes of pairs, with 95 % intervals.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -20,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sinew_client.control import Loop, Settings
+from sinew_client.control import Loop, Reporter, Servers, Settings
+from sinew_client.control.report import percentiles
 from sinew_client.control.robots import Dry
 
+from benchmarks.paired import median_interval
 from sinew import machine
 
 POLICY = {
@@ -31,6 +37,42 @@ POLICY = {
     "action": {"dim": 7},
 }
 HOG = "import os; os.sched_setaffinity(0, {%d})\nprint('spinning', flush=True)\nwhile True: pass"
+
+
+def beside_reports(arguments: argparse.Namespace) -> None:
+    """Run pairs of rounds against a server, without and with reports in turns, and print what reports change."""
+    hz, servers, trips = float(arguments.hz.split(",")[0]), Servers(arguments.server), list[float]()
+    with servers.client() as client:
+        policy = client.metadata()["policy"]
+    call = servers()
+
+    def timed(observation: Any, limit: float) -> Any:
+        begun = time.perf_counter()
+        rows = call(observation, limit)
+        trips.append(1e3 * (time.perf_counter() - begun))
+        return rows
+
+    settings = Settings(hz=hz, handover=arguments.handover, replan="8", motion={"kind": "absolute"})
+    found: list[dict[str, list[float]]] = [{}, {}]
+    for number in range(2 * arguments.rounds):
+        loop = Loop(Dry(policy), lambda: timed, settings, policy["action"]["dim"], "go")
+        reports, cpu = (number + number // 2) % 2, time.process_time()
+        with Reporter(loop, servers) if reports else contextlib.nullcontext():
+            report = loop.run(steps=int(hz * arguments.seconds))
+        loop.close()
+        run = {"cpu_ms": 1e3 * (time.process_time() - cpu), "skipped": report.skipped}
+        for name, values in (("round_trip", percentiles(trips)), ("lateness", report.jitter_ms)):
+            run |= {f"{name}_{mark}": values[mark] for mark in ("p50", "p95")}
+        trips.clear()
+        for name, value in run.items():
+            found[reports].setdefault(name, []).append(value)
+    for name, silent in found[0].items():
+        pairs = list(zip(silent, found[1][name], strict=True))
+        change = median_interval([100 * (b - a) / a if a else 0.0 for a, b in pairs])
+        print(
+            f"{name:15} {np.median(silent):8.3f} {np.median(found[1][name]):8.3f}",
+            "{:+.1f} % ({:+.1f} to {:+.1f})".format(*change),
+        )
 
 
 def one(hz: float, seconds: float, handover: str) -> dict[str, Any]:
@@ -62,8 +104,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--handover", default="aligned")
+    parser.add_argument("--server", metavar="ADDRESS")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     arguments = parser.parse_args()
+    if arguments.server:
+        beside_reports(arguments)
+        return
     core = min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     found: list[dict[str, Any]] = []

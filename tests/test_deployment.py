@@ -22,6 +22,7 @@ from sinew.serve import wires
 from sinew.serve.fleet.cluster import app_name
 from sinew.serve.fleet.config import parse
 from sinew.serve.metrics import Metrics
+from sinew.serve.robots import Robots
 from tests.serve.puppet import desk
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +49,7 @@ def exposed() -> str:
     metrics.request("http", ActionChunk(np.zeros((2, 3), np.float32), Timing()), 0.1, missed=False)
     metrics.request("http", BusyError("full"), 0.1, missed=True)
     metrics.connection("http", 1)
+    metrics.add(Robots())
     return metrics.exposition().decode()
 
 

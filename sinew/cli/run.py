@@ -107,7 +107,7 @@ def run(
             edge = None if edge_adapter is None else Adapter.read(edge_adapter)
             open_robot = on.opener(substeps)  # before anything is loaded
             policy, about, connect = open_connection(target, runs, split, key, frames_as)
-            sending = getattr(connect, "frames", None)
+            server, sending = connect, getattr(connect, "frames", None)
             connect = conditioned(connect, about, advantage, guidance_scale)
             robot = on.opened(stack, open_robot, policy)
             own = getattr(robot.machine, "motion", None)
@@ -141,6 +141,7 @@ def run(
             stack.callback(loop.close)
             said = {"advantage": advantage, "guidance_scale": guidance_scale}
             on.follow(stack, loop, robot, settings, target, **said)
+            on.reports(stack, loop, robot, server, key)
             watch = MotionWatch()
             if settings.motion is None:
                 loop.listeners.append(watch.put)

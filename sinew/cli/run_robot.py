@@ -12,7 +12,7 @@ from typing import Any
 
 from cyclopts import Parameter
 from sinew_client import ClientError
-from sinew_client.control import Journal, Limits, Loop, Settings
+from sinew_client.control import Journal, Limits, Loop, Reporter, Settings
 from sinew_client.control.end_effector import EndEffector, KinematicsOptions, numbers_of
 from sinew_client.control.kinematics import read_chain
 from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
@@ -57,6 +57,8 @@ class RobotFlags:
         seconds: end after this long.
         episodes: of gym:ENV, end after so many.
         record: file for the journal; `sinew client --replay FILE` repeats its decisions.
+        report: tell the server that drives it once a second how the run goes (docs/dashboard.md#robots); --no-report
+            keeps that here.
     """
 
     robot: str = "dry"
@@ -74,6 +76,7 @@ class RobotFlags:
     seconds: PositiveIfAny = None
     episodes: CountIfAny = None
     record: Path | None = None
+    report: bool = True
 
     def opener(self, substeps: int = 1) -> Callable[[dict[str, Any]], Opened]:
         """Return what opens the robot for a policy (:func:`robot_opener`)."""
@@ -118,6 +121,13 @@ class RobotFlags:
             )
             stack.callback(journal.close)
             loop.listeners.append(journal.put)
+
+    def reports(
+        self, stack: ExitStack, loop: Loop, robot: Driven, where: Any, key: str, session: str = ""
+    ) -> None:
+        """Let a loop tell its server how it goes. where: of ``Reporter``; a policy that computes here has none."""
+        if self.report and hasattr(where, "present"):
+            stack.enter_context(Reporter(loop, where, key, session, self.robot, robot.machine))
 
     def ticks(self, rate: float) -> int | None:
         """Return after how many control steps the run ends; None where it goes on."""

@@ -77,7 +77,8 @@ def stream(
             open_robot = on.opener()  # before anything is loaded
             plan = None if planner is None else open_planner(planner)
             guidance: str = "none" if rtc == "auto" else rtc
-            policy, open_link = _policy(target, runs, guidance, api_key_of(api_key_file))
+            key = api_key_of(api_key_file)
+            policy, open_link = _policy(target, runs, guidance, key)
             if rtc == "auto":
                 guidance, why = usual_guidance(policy)
                 log.info("--rtc %s: %s", guidance, why)
@@ -98,6 +99,7 @@ def stream(
             stack.callback(link.close)
             loop = Loop(Watching(robot.machine, camera_hz), Stream(link), settings, robot.dim, robot.prompt)
             on.follow(stack, loop, robot, settings, target)
+            on.reports(stack, loop, robot, link, key, session)
             planning = None
             if plan is not None:
                 planning = Planner(plan, planner_hz, loop.seen, loop.say)

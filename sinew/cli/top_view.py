@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -25,6 +26,8 @@ def view(seen: ServerSeen) -> RenderableType:
     parts: list[RenderableType] = [_title(seen)]
     if seen.about:
         parts += [_policy(seen.about), _latency(seen), _sessions(seen)]
+        if robots := seen.health.get("robots"):
+            parts.append(_robots(robots))
         if seen.last is not None:
             parts.append(_chunk(seen.last, seen.about))
     return Group(*parts)
@@ -107,6 +110,26 @@ def _sessions(seen: ServerSeen) -> Table:
         numbers = f"{one.rate(now):.1f}", str(one.answers), str(one.missed), str(one.refused)
         table.add_row(
             *map(escape, (wire, client, name, *numbers, one.prompt[:60], *[one.text[:60] for _ in said]))
+        )
+    return table
+
+
+def _robots(rows: Sequence[dict[str, Any]]) -> Table:
+    """One line for each robot, by its own word."""
+    numbers = (">rows per s", ">age p50", ">p95 ms", ">held", ">clipped", ">won")
+    table = terminal.table(None, "robot", "state", *numbers, "most held for", box=None, pad_edge=False)
+    for row in rows[:SESSIONS]:
+        held = row["held"]
+        table.add_row(
+            escape(f"{row['number']} {row['name']}"[:40]),
+            escape(row["state"]),
+            f"{row['rows_hz']:.1f}",
+            number(row["age_p50_ms"]),
+            number(row["age_p95_ms"]),
+            f"{sum(held.values())} of {row['steps']}",
+            str(row["clipped_commands"]),
+            "" if row["episodes"] is None else f"{row['successes']} of {row['episodes']}",
+            escape(row["reason"] or max(held, key=held.__getitem__, default="")),
         )
     return table
 

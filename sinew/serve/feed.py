@@ -65,9 +65,10 @@ class ServerSeen:
             if "engine" in record and self.about.get("server"):  # which may have been exchanged
                 now = {name: record[name] for name in ("engine", "engine_reason") if name in record}
                 self.about = {**self.about, "server": {**self.about["server"], **now}}
-        elif event == "answers":
+        if event in ("answers", "health"):
             try:
-                self._answer(record)
+                if event == "answers":
+                    self._answer(record)
                 show(self)  # whatever is drawn is there
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 raise SinewError(

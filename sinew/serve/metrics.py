@@ -20,6 +20,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.registry import Collector
 
 from sinew.core import ActionChunk, SinewError
 
@@ -123,6 +124,10 @@ class Metrics:
         self._batch.observe(timing.batch)
         for name, stage in self._stages.items():
             stage.observe(getattr(timing, f"{name}_ms") / 1e3)
+
+    def add(self, collector: Collector) -> None:
+        """Read this one's numbers as well."""
+        self._registry.register(collector)
 
     def connection(self, wire: str, change: int) -> None:
         """A connection has been opened (+1) or closed (-1)."""

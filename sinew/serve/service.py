@@ -27,6 +27,7 @@ from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
 from sinew.serve.policies import MAX_NAME, Deployment, Policies
 from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, bare
+from sinew.serve.robots import Robots
 from sinew.serve.scheduler import Scheduler, release
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class Service:
         )
         self.uses: set[str] = set()  # what robots asked for beyond plain chunks: values of ``rtc``, STREAMED
         self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), self.about)
+        self.robots = Robots()  # what they say of themselves
+        self.metrics.add(self.robots)
         self._listeners: tuple[Listener, ...] = ()
         self._quiet: dict[str, RateLimitedLog] = {}
         self._api_key = api_key

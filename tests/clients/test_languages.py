@@ -199,6 +199,7 @@ def test_the_schema_in_cpp_is_the_schema() -> None:
         *("state", "precomputed_img_emb", "precomputed_img_emb_n_views", "attention_mask"),  # vla.cpp's form
         *("rate", "frame_time", "interpolation"),  # of streams
         "observations",  # several in a message, which evaluations ask for
+        "report",  # of this package's loop
     }
     encoder = source[source.index("std::string encode_infer") : source.index("Chunk decode_reply")]
     control = source[source.index("std::string Client::control") :]

@@ -19,7 +19,9 @@ from typing import Any
 import msgpack
 import numpy as np
 from PIL import Image
+from prometheus_client import generate_latest
 from sinew_client import protocol, zmtp
+from sinew_client.robot_report import RobotReport
 
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.npy import dump_npy, load_npy
@@ -27,6 +29,7 @@ from sinew.policy import load
 from sinew.serve.decode.array import pack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.decode.pickle.machine import load as load_pickle
+from sinew.serve.robots import Robots
 from sinew.serve.safety import Safety
 from sinew.serve.wires import evo1, http, openpi, vla_eval
 from sinew.serve.wires.groot.codec import GrootCodec
@@ -71,12 +74,18 @@ def image(kind: str) -> bytes:
     return buffer.getvalue()
 
 
+REPORT = RobotReport(
+    run=7, state="holds", name="dry", reason="out of rows", hz=50.0, rate_hz=49.5, rows_hz=2.0, age_p50_ms=40.0,
+    age_p95_ms=80.0, steps=100, late=2, skipped=1, held={"out of rows": 3, "paused": 4},
+    clipped_commands=2, clipped={"a.velocity": 2}, limits=("range", "velocity"), failed_requests=1, takeovers=1,
+    steps_by_hand=5, episodes=3, successes=2,
+)  # fmt: skip
 EXPECTED = (SinewError, zmtp.ZmtpError)
 
 
 def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
     """Return name -> (a good message, what reads it)."""
-    native, groot = NativeCodec(), GrootCodec()
+    native, groot, robots = NativeCodec(), GrootCodec(), Robots()
     native.bind(lone(SPEC, 2, 2))
     groot.bind(lone(SPEC, 2, 2))
 
@@ -84,6 +93,9 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
         header = native.peek(memoryview(data))
         if header.error is not None:
             raise header.error
+        if header.report is not None:
+            robots.put("native", "peer", header.session, "", header.report)
+            return json.dumps(robots.rows(), allow_nan=False), generate_latest(robots)
         return native.decode(data)
 
     def read_groot(data: bytes) -> object:
@@ -146,6 +158,7 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
         "evo1": (json.dumps(evo1_message).encode(), lambda data: evo1.observation(evo1.read(data), SPEC)),
         "zmtp": (GREETING + ready + zmtp.message([b"", request(1)[:300]]), read_zmtp),
         "native": (request(1, session="arm", seed=3, deadline_ms=5), read_native),
+        "report": (protocol.encode_control("REPORT", 1, "arm", report=REPORT), read_native),
         "openpi": (pack(flat), lambda data: openpi.observation(openpi.read(data), SPEC)),
         "http": (json.dumps(body).encode(), lambda data: http.observation(http.read(data, http.JSON), SPEC)),
         "act": (

@@ -54,7 +54,8 @@ def server() -> Iterator[dict[str, Callable[[random.Random], None]]]:
                 answered(at)
 
         def zeromq(wire: str, rng: random.Random) -> None:
-            parts = [GREETING + READY, *(zmtp.message([b"", mutate(rng, good[wire])]) for _ in range(3))]
+            sent = good["report" if wire == "native" and rng.random() < 0.3 else wire]
+            parts = [GREETING + READY, *(zmtp.message([b"", mutate(rng, sent)]) for _ in range(3))]
             stream(wire, [mutate(rng, b"".join(parts))] if rng.random() < 0.3 else parts, rng)
 
         def web(rng: random.Random) -> None:

@@ -398,6 +398,11 @@ def control(walk: Walk) -> None:
 
 
 def dashboard(walk: Walk) -> None:
+    with walk.serving("sinew serve blocks --wire native --wire http"):
+        won(walk.type("sinew run tcp://127.0.0.1:5555 --robot blocks --episodes 3"), 1, of=3)
+        seen = walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 3")
+        (robot,) = seen.result["health"]["robots"]
+        assert (robot["name"], robot["state"], robot["episodes"]) == ("blocks", "ended", 3), robot
     viewer = "needs Rerun (the extra `rerun`, hundreds of megabytes); tests/serve/test_rrd.py where it is installed"
     walk.leaves("rerun --bind 127.0.0.1 &", viewer)
     walk.leaves("sinew serve policy.gguf --rerun rerun+http://127.0.0.1:9876/proxy", viewer)

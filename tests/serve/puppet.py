@@ -115,7 +115,7 @@ def desk(
     puppet = policy or Puppet()
     scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s), device_lock=device_lock)
     scheduler.start()
-    about = {"policy": puppet.spec.to_dict()}
+    about = {"policy": puppet.spec.to_dict(), "server": {}}
     dims = padded_state_dim, padded_action_dim
     service = Service(Deployment(scheduler, puppet.spec, about, safety, *dims, manifest=manifest), **options)
     opened: dict[str, Any] = {}

@@ -36,9 +36,11 @@ from sinew.serve.dashboard.feed import BY_HAND, KEPT, VIEWERS, Answer, Feed
 from sinew.serve.dashboard.history import RATIO, SPAN_S, SPANS, Hour
 from sinew.serve.dashboard.news import News
 from sinew.serve.request import Request
+from sinew.serve.robots import Robots
 from sinew.serve.transport.greeting import ready_text
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
+from tests.hostile.decoders import REPORT
 from tests.serve import browser
 from tests.serve.puppet import WAIT_S, until
 from tests.serve.puppet import desk as puppets
@@ -131,7 +133,7 @@ def told(feed: Feed, monkeypatch: pytest.MonkeyPatch, busy: bool = False) -> tup
     written = news.encoded
     monkeypatch.setattr(news, "encoded", lambda name, record: encoded.append(name) or written(name, record))
     policies = SimpleNamespace(stats=lambda: {"waiting": 0, "running": busy})
-    service = SimpleNamespace(feed=feed, policies=policies, health=dict)
+    service = SimpleNamespace(feed=feed, policies=policies, health=dict, robots=Robots())
     return News(service, feed), encoded  # type: ignore[arg-type]
 
 
@@ -464,6 +466,7 @@ def test_the_page_in_a_browser(smolvla_bundle: Callable[[str], Path], tmp_path: 
             while not stop.wait(0.05):
                 with contextlib.suppress(Exception):  # the server restarts meanwhile
                     ask(client, "<img src=x onerror=alert(1)>")
+                    client.report(replace(REPORT, reason="<img src=x>"))
 
     driving = threading.Thread(target=robot)
     with contextlib.ExitStack() as stack:
@@ -481,6 +484,9 @@ def test_the_page_in_a_browser(smolvla_bundle: Callable[[str], Path], tmp_path: 
         page.wait("document.querySelector('#cameras img').naturalWidth > 1")
         assert "<img src=x" in page.evaluate("document.getElementById('sessions').textContent")
         assert page.evaluate("document.querySelectorAll('#sessions img').length") == 0
+        page.wait("document.getElementById('robots').textContent.includes('2 of 3 won')")
+        note = page.evaluate("document.getElementById('robots-note').textContent")
+        assert note == "Standing still: 1 of 1. robot 1 holds: <img src=x>"
         page.wait("document.getElementById('card').lastElementChild.textContent.includes('GiB in use')")
         assert "REPLAY" in page.evaluate("document.getElementById('card').textContent")
         assert page.evaluate(PAINTED.format(id="latency")) > 0

@@ -31,6 +31,7 @@ from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.zeromq import ZeroMQWire
 from sinew.serve.wires.native import NativeCodec
+from tests.hostile.decoders import REPORT
 from tests.serve.puppet import GOOD, SPEC, WAIT_S, until
 
 ONE = {"policies": {"default": {"source": "a.gguf"}}}
@@ -266,6 +267,8 @@ def test_robots_of_a_gateway_get_their_own_answers_while_replicas_die(pool):
             health = client.health()
             told = health["policies"]["default"]
             assert (told["served"], told["failed"]) == (125, 0)
+            client.report(REPORT)
+            assert [row["name"] for row in at.service.robots.rows()] == ["dry"]
             assert told["retried"] >= 125 // 7
             assert health["status"] == "ok"
             at.scheduler.policy.replicas = 0

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from sinew_client import Client
-from sinew_client.control import Cadence, Command, Controller, Limits, Loop, Servers
+from sinew_client.control import Cadence, Command, Controller, Limits, Loop, Reporter, Servers
 from sinew_client.history import History
 from sinew_client.protocol import MAX_ROWS
 
@@ -68,14 +68,16 @@ class Bridge:
             raise ContractError("prompt: expected an instruction; the policy has none of its own")
         publish = [transport.publisher(output.topic, output.type) for output in contract.outputs]
         self.robot = TopicRobot(contract, publish, transport.now)
+        servers = Servers(
+            contract.servers,
+            key,
+            without=("time",),  # of another clock: only the loop reads it
+            max_rows=max(MAX_ROWS, settings.chunk_size),
+        )
+        self._reporter = partial(Reporter, where=servers, api_key=key, name="ROS 2")
         self.loop = Loop(
             self.robot,
-            Servers(
-                contract.servers,
-                key,
-                without=("time",),  # of another clock: only the loop reads it
-                max_rows=max(MAX_ROWS, settings.chunk_size),
-            ),
+            servers,
             settings,
             contract.action_dim,
             prompt,
@@ -120,7 +122,8 @@ class Bridge:
         reporter = threading.Thread(target=self._report_each_second, args=(ended,), daemon=True)
         reporter.start()
         try:
-            return self.loop.run(steps)
+            with self._reporter(self.loop):
+                return self.loop.run(steps)
         finally:
             ended.set()
             reporter.join()

@@ -183,6 +183,7 @@ class News(Broadcast):
             found = {"memory_bytes": _resident(), "viewers": self._feed.viewers, "host": self._host.look()}
             if (wiring := self._feed.wiring) is not None:
                 found["wiring"] = wiring.report()
+            found["robots"] = service.robots.rows()
             self._health = now, encoded("health", service.health() | found)
         return self._health[1]
 

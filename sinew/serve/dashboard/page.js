@@ -105,6 +105,7 @@ const HEARD = {
     if (state.about) engine(state.about, health);
     if (health.host) host(health.host);
     wiring(health.wiring || []);
+    if (!state.paused) robots((state.robots = health.robots || []));
   },
   answers(answers) {
     keep(answers);
@@ -409,7 +410,7 @@ function pausing() {
 
 function snapshot() {
   const pictures = Object.fromEntries([...$("cameras").querySelectorAll("img[data-at]")].map((img) => [img.dataset.camera, img.src]));
-  save(`snapshot-${stamp()}.json`, JSON.stringify({ about: state.about, answer: state.last, cameras: pictures }));
+  save(`snapshot-${stamp()}.json`, JSON.stringify({ about: state.about, answer: state.last, robots: state.robots, cameras: pictures }));
 }
 
 // ------------------------------------------------------------------ sessions, policy
@@ -447,6 +448,35 @@ function wiring(robots) {
     `${[wire, client, name].filter(Boolean).join(" ")}: ${findings.map((each) => `${each.subject} ${each.level}: ${each.seen}`).join("; ")}`);
   if ([...$("wiring").children].map((line) => line.textContent).join("\n") === lines.join("\n")) return;
   $("wiring").replaceChildren(...lines.map((line) => element("li", line)));
+}
+
+// What robots say of their own runs. A hold between two chunks is nothing to tell.
+function robots(rows) {
+  const says = (row) => row.state + (row.reason && `: ${row.reason}`);
+  const stands = (row) => ["paused", "aligning"].includes(row.state) || (row.state === "holds" && row.rows_hz < row.hz / 10);
+  const still = rows.filter(stands), note = $("robots-note");
+  const text = still.length ? `Standing still: ${still.length} of ${rows.length}. ${still.map((row) => `robot ${row.number} ${says(row)}`).join("; ")}`
+    : rows.length ? `${rows.length} report; none stands still.` : "No robot reports. `sinew run` and `sinew stream` do, over the native wire.";
+  if (note.textContent !== text) note.textContent = text; // it is read out
+  note.className = still.length ? "bad" : "note";
+  $("robots-table").hidden = !rows.length;
+  const counts = (parts) => Object.entries(parts).map(([name, count]) => `${count} x ${name}`).join(", ");
+  $("robots").replaceChildren(...rows.map((row) => {
+    const line = element("tr");
+    const cells = {
+      robot: [row.number, row.name, row.policy].filter(Boolean).join(" "),
+      state: says(row) + (row.heard_s > 4 ? `, ${Math.round(row.heard_s)} s ago` : ""),
+      client: [row.client, row.session].filter(Boolean).join(" "),
+      "rows per second": `${row.rows_hz.toFixed(1)}; ticks ${row.rate_hz.toFixed(1)} of ${short(row.hz)}, ${row.late} late, ${row.skipped} skipped`,
+      "row age": row.age_p50_ms === null ? "" : `p50 ${Math.round(row.age_p50_ms)}, p95 ${Math.round(row.age_p95_ms)} ms`,
+      episodes: row.episodes === null ? "" : `${row.successes} of ${row.episodes} won`,
+      "by hand": row.takeovers ? `${row.takeovers} times, ${row.steps_by_hand} steps` : "",
+      clipped: row.limits.length ? `${row.clipped_commands} ${counts(row.clipped)} (limits: ${row.limits.join(", ")})` : "no limits",
+      held: `${Object.values(row.held).reduce((sum, count) => sum + count, 0)} of ${row.steps} steps: ${counts(row.held)}`,
+    };
+    for (const [label, cell] of Object.entries(cells)) line.append(element("td", cell, { "data-label": label, class: label === "state" && stands(row) ? "bad" : "" }));
+    return line;
+  }));
 }
 
 // What computes, which a faster form may take over from while the page is open.

@@ -59,8 +59,8 @@ class Codec(Protocol):
     def authorize(self, header: Any) -> None:
         """Raises UnauthorizedError."""
 
-    def control(self, header: Any) -> bytes | None:
-        """The reply to everything that is not an inference; None for an inference."""
+    def control(self, header: Any, client: str = "") -> bytes | None:
+        """The reply to everything that is not an inference; None for an inference. client: the peer."""
 
     def decoders(self, header: Any, payload: memoryview) -> Sequence[Decoder]:
         """The observations of one request, usually one; each runs on the decode thread."""
@@ -125,7 +125,7 @@ class Exchange:
             codec.authorize(header)
             if self._service.wants_key:
                 asker.prove()
-            reply = codec.control(header)
+            reply = codec.control(header, asker.address)
             if reply is not None:
                 asker.reply([*envelope, reply], series)
                 return

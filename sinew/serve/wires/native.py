@@ -67,7 +67,10 @@ _NAMES = {number: name for name, number in _FIELD.items()}
 _OF_MESSAGES = {_FIELD[name] for name in ("request_id", "kind", "api_key", "policy", "deadline_ms")}
 _ROUTING = {  # what ``peek`` reads or refuses
     _FIELD[name]
-    for name in ("request_id", "kind", "session", "api_key", "policy", "deadline_ms", "precomputed_img_emb")
+    for name in (
+        *("request_id", "kind", "session", "api_key", "policy", "deadline_ms", "precomputed_img_emb"),
+        "report",
+    )
 }
 _TIMES = ("preprocess_ms", "vision_ms", "prefix_ms", "text_ms", "postprocess_ms", "total_ms", "queue_ms")
 _NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state", "policy")}
@@ -82,6 +85,7 @@ class Kind(IntEnum):
     RESET = 3
     STREAM = 4
     STREAM_END = 5
+    REPORT = 6
 
 
 _KINDS = frozenset(Kind)
@@ -93,7 +97,7 @@ class NativeHeader:
 
     native: False for vla.cpp's form. policy: the name of the one that is asked. error: why the request is refused; the
     rest is what was found until then. found: the fields of the message, so that they are looked for once. members: the
-    requests inside a message of several observations; None in one of one.
+    requests inside a message of several observations; None in one of one. report: the bytes of a robot's.
     """
 
     kind: Kind = Kind.INFER
@@ -106,6 +110,7 @@ class NativeHeader:
     error: RequestError | None = None
     found: Sequence[Field] | None = field(default=None, repr=False, compare=False)
     members: Sequence[memoryview] | None = field(default=None, repr=False, compare=False)
+    report: Payload | None = field(default=None, repr=False, compare=False)
 
 
 class NativeCodec:
@@ -125,7 +130,7 @@ class NativeCodec:
         """Look a request over without parsing it. Never raises: a refusal is in the header. asked: the policy of one
         that names none."""
         kind, request_id, session, native, error = 0, 0, "", False, None
-        deadline_ms, api_key, policy = None, "", asked
+        deadline_ms, api_key, policy, report = None, "", asked, None
         images, beside, members, lone = 0, 0, list[memoryview](), ""
         buffer, found = memoryview(payload), list[Field]()
         try:
@@ -164,6 +169,8 @@ class NativeCodec:
                     policy = str(buffer[end - value : end], "utf-8", "replace")
                 elif number == _FIELD["deadline_ms"] and wire_type == FIXED32:
                     (deadline_ms,) = struct.unpack("<f", buffer[end - 4 : end])
+                elif number == _FIELD["report"] and wire_type == BYTES:
+                    report = buffer[end - value : end]
                 elif number == _FIELD["precomputed_img_emb"]:
                     raise RequestError("precomputed_img_emb: not supported; send images")
             if error is not None:
@@ -174,6 +181,8 @@ class NativeCodec:
                 raise RequestError(
                     f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes beside images, got {beside}"
                 )
+            if report is not None and kind != Kind.REPORT:
+                raise RequestError(f"report: expected with kind {Kind.REPORT} alone, got it with {kind}")
             if members and (images or lone or kind != Kind.INFER):
                 what = "images" if images else lone or f"kind {kind}"
                 raise RequestError(f"{what}: expected inside of observations, got one beside them")
@@ -196,6 +205,7 @@ class NativeCodec:
             error,
             None if error else found,
             members or None,
+            report,
         )
 
     def _most_images(self, policy: str) -> int:
@@ -208,14 +218,19 @@ class NativeCodec:
     def authorize(self, header: NativeHeader) -> None:
         self.service.authorize(header.api_key)
 
-    def control(self, header: NativeHeader) -> bytes | None:
+    def control(self, header: NativeHeader, client: str = "") -> bytes | None:
         if header.kind in (Kind.INFER, Kind.STREAM, Kind.STREAM_END):
             return None
         if header.kind == Kind.METADATA:
             return self.encode_metadata(header, self.service.about(header.policy))
         if header.kind == Kind.HEALTH:
             return self.encode_metadata(header, self.service.health())
-        self.service.reset(header.session, header.policy)
+        if header.kind == Kind.REPORT:
+            self.service.check_session(header.session)
+            self.service.policies.get(header.policy)
+            self.service.robots.put(self.name, client, header.session, header.policy, header.report or b"")
+        else:
+            self.service.reset(header.session, header.policy)
         return self.encode_metadata(header, {})
 
     def decoders(
@@ -350,7 +365,7 @@ class NativeCodec:
         return PredictResponse(request_id=request_id, error=text, error_code=error.code).SerializeToString()
 
     def encode_metadata(self, header: NativeHeader, content: dict[str, Any]) -> bytes:
-        """The answer to METADATA and HEALTH; for RESET ``content`` is empty."""
+        """The answer to METADATA and HEALTH; for RESET and REPORT ``content`` is empty."""
         reply = PredictResponse(request_id=header.request_id, session=header.session)
         if content:
             reply.metadata = json.dumps(content)

@@ -27,6 +27,7 @@ class Addresses:
         if len({policy for _, policy in given}) != 1:
             raise ClientError(f"address: expected one or more, of one policy, got {address!r}")
         self.all = tuple(each for each, _ in given)
+        self.given = (address,) if isinstance(address, str) else tuple(address)  # with the policy's name
         self.policy: str = given[0][1]
         self.place = 0
         self._places = [place_of(each) for each in self.all]

@@ -15,6 +15,7 @@ from typing import Any, Generator, Mapping, Optional, Sequence, Tuple
 from sinew_client import protocol
 from sinew_client.addresses import LEAVING, Addresses
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost, RequestTimeout, ServerError
+from sinew_client.robot_report import RobotReport
 from sinew_client.types import ActionChunk, PolicySpec
 
 logger = logging.getLogger("sinew_client")
@@ -135,10 +136,12 @@ class BaseClient:
             raise ClientError(f"{self.address}: the policy {self.policy!r} answers with actions")
         return reply.context, protocol.decode_timing(reply)
 
-    def _control(self, kind: str, session: str, timeout: float | None) -> Asking:
+    def _control(
+        self, kind: str, session: str, timeout: float | None, report: RobotReport | None = None
+    ) -> Asking:
         """Return the attempts at a request without an observation."""
         request_id = next(self._ids)
-        payload = protocol.encode_control(kind, request_id, session, self.api_key, self.policy)
+        payload = protocol.encode_control(kind, request_id, session, self.api_key, self.policy, report)
         return self._asking([payload], request_id, timeout)
 
     # ------------------------------------------------------------------------- rules

@@ -15,6 +15,7 @@ from sinew_client.episode import ActionQueue
 from sinew_client.errors import ClientError, ConnectionLost
 from sinew_client.link import Link
 from sinew_client.policy import asking
+from sinew_client.robot_report import RobotReport
 from sinew_client.types import ActionChunk, Observation, PolicySpec
 
 
@@ -144,6 +145,10 @@ class Client(BaseClient):
     def reset(self, session: str = "", *, timeout: float | None = None) -> None:
         """Tell the server that a new episode begins in ``session``."""
         self._drive(self._control("RESET", session, timeout))
+
+    def report(self, report: RobotReport, session: str = "", *, timeout: float | None = None) -> None:
+        """Tell the server how a robot's run goes (``sinew_client.control.Reporter``). Raises as :meth:`metadata`."""
+        self._drive(self._control("REPORT", session, timeout, report))
 
     def episode(self, *, rows: int | None = None, session: str = "") -> ActionQueue:
         """Return an episode that hands out one action a control step (:class:`sinew_client.ActionQueue`)."""

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from sinew_client import schema
 from sinew_client.errors import ClientError, InvalidObservation, LateChunk, ServerError, UnsafeChunk
 from sinew_client.given import shown
+from sinew_client.robot_report import RobotReport
 from sinew_client.types import MOST_TOGETHER, WORDS, ActionChunk, Moment, Observation, Timing
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
@@ -209,13 +210,20 @@ def with_frames(request, frames: Iterable[tuple[str, Any]], jpeg_quality: int | 
 
 
 def encode_control(
-    kind: str, request_id: int, session: str = "", api_key: str = "", policy: str = ""
+    kind: str,
+    request_id: int,
+    session: str = "",
+    api_key: str = "",
+    policy: str = "",
+    report: RobotReport | None = None,
 ) -> bytes:
-    """Return a request without an observation. ``kind``: "METADATA", "HEALTH" or "RESET"."""
+    """Return a request without an observation. ``kind``: "METADATA", "HEALTH", "RESET" or, with one, "REPORT"."""
     number = schema.PredictRequest.Kind.Value(kind)
     request = schema.PredictRequest(
         kind=number, request_id=request_id, session=session, api_key=api_key, policy=policy
     )
+    if report is not None:
+        request.report.CopyFrom(report.to_message())
     return request.SerializeToString()
 
 

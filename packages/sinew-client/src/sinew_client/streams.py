@@ -107,6 +107,11 @@ class StreamLink:
         """The present one."""
         return self._addresses.present
 
+    @property
+    def present(self) -> str:
+        """Return the address that is asked now, as it was given: with the policy's name."""
+        return self._addresses.given[self._addresses.place]
+
     def wait_connected(self, seconds: float) -> bool:
         """Wait for a connection; False where none stands after so many seconds."""
         with self._changed:

@@ -13,40 +13,34 @@ from sinew.core import RequestError
 
 SERVICE = "transport.AsyncInference"
 BEGIN, MIDDLE, END = 1, 2, 3
-_PACKAGE = "transport"
-_STATES = {"TRANSFER_UNKNOWN": 0, "TRANSFER_BEGIN": BEGIN, "TRANSFER_MIDDLE": MIDDLE, "TRANSFER_END": END}
-_MESSAGES: dict[str, tuple[tuple[str, str], ...]] = {  # fields, numbered from 1
-    "Observation": (("transfer_state", "TransferState"), ("data", "bytes")),
-    "Actions": (("data", "bytes"),),
-    "PolicySetup": (("data", "bytes"),),
-    "Empty": (),
-}
+_PROTO = f"""
+message Observation {{
+  enum TransferState {{
+    TRANSFER_UNKNOWN = 0;
+    TRANSFER_BEGIN = {BEGIN};
+    TRANSFER_MIDDLE = {MIDDLE};
+    TRANSFER_END = {END};
+  }}
+  TransferState transfer_state = 1;
+  bytes data = 2;
+}}
+message Actions {{
+  bytes data = 1;
+}}
+message PolicySetup {{
+  bytes data = 1;
+}}
+message Empty {{
+}}
+"""
 
 
 @cache
 def messages() -> dict[str, Any]:
     """Message classes by name."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from sinew_client import schema
 
-    kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="services.proto", package=_PACKAGE, syntax="proto3")
-    states = file.enum_type.add(name="TransferState")
-    for name, number in _STATES.items():
-        states.value.add(name=name, number=number)
-    for message_name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=message_name)
-        for number, (name, kind) in enumerate(fields, 1):
-            field = message.field.add(name=name, number=number, label=kinds.LABEL_OPTIONAL)
-            if kind == "bytes":
-                field.type = kinds.TYPE_BYTES
-            else:
-                field.type, field.type_name = kinds.TYPE_ENUM, f".{_PACKAGE}.{kind}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(file.SerializeToString())
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-        for name in _MESSAGES
-    }
+    return schema.classes(schema.file_descriptor(schema.read_messages(_PROTO), "transport"))
 
 
 def parse(name: str, data: bytes) -> Any:

@@ -26,6 +26,7 @@ from sinew_client.control.player import Player
 from sinew_client.control.refinement import Refinement
 from sinew_client.control.replan import parse_rule
 from sinew_client.control.report import Cadence
+from sinew_client.control.reporter import Reporter
 from sinew_client.control.requester import Outcome, Requester
 from sinew_client.control.safety import Guard, Limits, LimitsError
 from sinew_client.control.servers import Servers
@@ -81,6 +82,7 @@ __all__ = [
     "Player",
     "Refinement",
     "Relative",
+    "Reporter",
     "Requester",
     "Robot",
     "Servers",

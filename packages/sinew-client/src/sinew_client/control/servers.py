@@ -33,6 +33,7 @@ class Servers:
         self.addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         self._key, self._without, self._max_rows = api_key, tuple(without), max_rows
         self.frames = frames or Frames()
+        self.present = self.addresses[0]  # that answered last, or will be asked first
 
     def __call__(self) -> Call:
         return Call(self)
@@ -43,6 +44,7 @@ class Servers:
     def left_at(self, place: int) -> None:
         """Begin with this address from now on, and try the ones before it last."""
         self.addresses = self.addresses[place:] + self.addresses[:place]
+        self.present = self.addresses[0]
 
     def sent(self, observation: Mapping[str, Any]) -> dict:
         return {name: value for name, value in observation.items() if name not in self._without}
@@ -68,7 +70,7 @@ class Call(PolicyCall):
 
     def __init__(self, servers: Servers):
         super().__init__(servers.client())
-        self._servers = servers
+        self._servers, self._places = servers, tuple(servers.addresses)
 
     def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
         frames = self._servers.frames
@@ -78,6 +80,7 @@ class Call(PolicyCall):
         except RequestTimeout:
             frames.took(1e3 * limit)
             raise
+        self._servers.present = self._places[self.policy.place]
         frames.took(max(0.0, chunk.round_trip_ms - chunk.timing.server_ms))
         return chunk.actions
 

@@ -1,0 +1,137 @@
+"""Tells a robot's server how its run goes, once a second, from a thread that no command waits for."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter, deque
+from typing import Any
+
+import numpy as np
+
+from sinew_client.client import Client
+from sinew_client.control.loop import Loop
+from sinew_client.control.report import percentiles
+from sinew_client.control.safety import RATES
+from sinew_client.control.takeover import POLICY
+from sinew_client.errors import ClientError, ServerError
+from sinew_client.faults import kind_of
+from sinew_client.robot_report import RobotReport
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 1.0  # between two reports
+TIMEOUT_S = 1.0  # for one of them,
+LAST_S = 0.3  # and for the last, which the end of a run waits for
+RECENT = 10  # reports of which rates and ages are
+
+
+class Reporter:
+    """Reports a loop's run to its server while inside ``with``, and then that it has ended.
+
+    A report has a connection of its own for a moment: it holds no place at the server and no request up. One without an
+    answer is dropped; a server that refuses one is told nothing more, which is logged.
+
+    where: whose ``present`` says which server is asked: ``Servers``, ``StreamLink``. name: for people. robot: with
+    ``finished`` and ``successes`` of episodes; the loop's own if absent. sent: so many. refused: by these addresses.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        where: Any,
+        api_key: str = "",
+        session: str = "",
+        name: str = "",
+        robot: Any = None,
+        period: float = PERIOD_S,
+    ):
+        self._loop, self._where, self._key, self._session = loop, where, api_key, session
+        self._robot, self._name, self._period = loop.robot if robot is None else robot, name, period
+        self._number = random.SystemRandom().getrandbits(64)
+        self.sent = 0
+        self.refused: set[str] = set()
+        self._recent: deque[tuple[float, int, dict[int, int]]] = deque(maxlen=RECENT)
+        self._note()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sinew-report", daemon=True)
+
+    def __enter__(self) -> Reporter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._ended.set()
+        self._thread.join(TIMEOUT_S + LAST_S)
+
+    def look(self, ended: bool = False) -> RobotReport:
+        """Return how the run goes now."""
+        loop, controller = self._loop, self._loop.controller
+        (then, old_steps, old_ages), (now, steps, ages) = self._recent[0], self._note()
+        span, ms = max(now - then, 1e-6), 1e3 / loop.settings.hz
+        rows = Counter({age: count - old_ages.get(age, 0) for age, count in ages.items()})
+        found = percentiles(ms * age for age in rows.elements())
+        state = "holds" if loop.reason else "moves" if loop.steps else "starting"
+        state = state if loop.driver == POLICY else loop.driver
+        limits = None if controller.guard is None else controller.guard.limits
+        return RobotReport(
+            run=self._number,
+            name=self._name,
+            state="ended" if ended else "paused" if loop.paused else state,
+            reason="" if ended else loop.reason,
+            hz=loop.settings.hz,
+            rate_hz=round((steps - old_steps) / span, 3),
+            rows_hz=round(max(0, sum(rows.values())) / span, 3),
+            age_p50_ms=found.get("p50"),
+            age_p95_ms=found.get("p95"),
+            steps=steps,
+            late=loop.pace.late,
+            skipped=loop.pace.skipped,
+            held=dict(controller.held),
+            clipped_commands=controller.clipped_commands,
+            clipped=dict(controller.clipped),
+            limits=() if limits is None else _in_force(limits),
+            failed_requests=loop.source.failures,
+            takeovers=controller.handed.to_human,
+            steps_by_hand=max(0, controller.handed.steps),
+            successes=_count(self._robot, "successes"),  # first: an episode ends before it has succeeded
+            episodes=_count(self._robot, "finished"),
+        )
+
+    def _note(self) -> tuple[float, int, dict[int, int]]:
+        # dict() copies in one step, while the loop counts on.
+        self._recent.append((time.monotonic(), self._loop.steps, dict(self._loop.controller.ages)))
+        return self._recent[-1]
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._period):
+            self._tell(self.look(), TIMEOUT_S)
+        self._tell(self.look(ended=True), LAST_S)
+
+    def _tell(self, report: RobotReport, timeout: float) -> None:
+        address = self._where.present
+        if address in self.refused:
+            return
+        try:
+            with Client(address, api_key=self._key, timeout=timeout) as client:
+                client.report(report, self._session)
+            self.sent += 1
+        except (ClientError, OSError) as error:
+            if isinstance(error, ServerError) and kind_of(error):
+                self.refused.add(address)
+                logger.info("%s takes no reports of this robot: %s", address, error)
+            else:
+                logger.debug("a report was not taken: %s", error)
+
+
+def _count(robot: Any, name: str) -> int | None:
+    found = getattr(robot, name, None)  # which may be anything of a robot that knows no episodes
+    return int(found) if isinstance(found, (int, np.integer)) else None
+
+
+def _in_force(limits: Any) -> tuple[str, ...]:
+    found = {"range": (limits.low, limits.high), **{name: getattr(limits, name) for name in RATES}}
+    ranged = tuple(name for name, bounds in found.items() if np.isfinite(bounds).any())
+    return (*ranged, "workspace") if limits.boxed.any() else ranged

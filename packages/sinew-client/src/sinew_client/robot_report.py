@@ -1,0 +1,119 @@
+"""What only a robot knows of its run, as a message to the server that it drives with. No clocks, no sockets here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Mapping
+
+from google.protobuf.message import DecodeError
+
+from sinew_client import schema
+from sinew_client.errors import RequestError
+from sinew_client.given import shown
+
+STATES = ("starting", "moves", "holds", "paused", "aligning", "human", "ended")
+LIMITS = ("range", "velocity", "acceleration", "jerk", "jump", "workspace")
+MAX_BYTES = 8192  # of a message
+MAX_TEXT = 160  # characters of a name or reason
+MAX_COUNTS = 12  # reasons, or limits, that are told apart
+LARGEST = 1 << 53  # of any number
+
+
+@dataclass(frozen=True)
+class RobotReport:
+    """How a robot's run goes, so far: ``Report`` of ``sinew.proto``, which says what each field is. None: not known."""
+
+    run: int
+    state: str
+    name: str = ""
+    reason: str = ""
+    hz: float = 0.0
+    rate_hz: float = 0.0
+    rows_hz: float = 0.0
+    age_p50_ms: float | None = None
+    age_p95_ms: float | None = None
+    steps: int = 0
+    late: int = 0
+    skipped: int = 0
+    held: Mapping[str, int] = field(default_factory=dict)
+    clipped_commands: int = 0
+    clipped: Mapping[str, int] = field(default_factory=dict)
+    limits: tuple[str, ...] = ()
+    failed_requests: int = 0
+    takeovers: int = 0
+    steps_by_hand: int = 0
+    episodes: int | None = None
+    successes: int | None = None
+
+    def to_message(self) -> Any:
+        """Return the message, its texts and lists cut to what one may have."""
+        found = schema.Report(limits=self.limits)
+        for name, value in vars(self).items():
+            if name in ("held", "clipped"):
+                for text, count in _most(value).items():
+                    getattr(found, name).add(name=text, count=count)
+            elif name != "limits" and value is not None:
+                setattr(found, name, _printable(value) if isinstance(value, str) else value)
+        return found
+
+    @classmethod
+    def parse(cls, data: bytes | memoryview) -> RobotReport:
+        """Return the report of a message, which may come from anybody. Raises :class:`RequestError` by its field: for
+        more bytes, entries or characters than there may be, numbers that are none or below 0, and unknown words."""
+        message = schema.Report()
+        try:
+            if len(data) > MAX_BYTES:
+                raise ValueError(f"{len(data)} bytes")
+            message.ParseFromString(bytes(data))
+        except (DecodeError, ValueError) as error:  # ValueError: also text that is not UTF-8
+            raise RequestError(
+                f"report: expected a Report of at most {MAX_BYTES} bytes, got {error}"
+            ) from None
+        found: dict[str, Any] = {}
+        for each in message.DESCRIPTOR.fields:
+            name, value = each.name, getattr(message, each.name)
+            if each.containing_oneof is not None and not message.HasField(name):
+                continue  # not known
+            found[name] = value
+            if isinstance(value, str):
+                _text(name, value)
+            elif isinstance(value, (int, float)):
+                _check(name == "run" or 0 <= value <= LARGEST, name, "a number from 0 to 2^53", value)
+            else:
+                _check(len(value) <= MAX_COUNTS, name, f"at most {MAX_COUNTS} entries", len(value))
+                if name == "limits":
+                    found[name] = tuple(value)
+                    continue
+                found[name] = {_text(name, one.name): one.count for one in value}
+                _check(len(found[name]) == len(value), name, "each name once", "one twice")
+                _check(max([0, *found[name].values()]) <= LARGEST, name, "counts up to 2^53", "more")
+        _check(message.state in STATES, "state", f"one of {', '.join(STATES)}", shown(message.state))
+        for word in message.limits:
+            _check(word in LIMITS, "limits", f"one of {', '.join(LIMITS)}", shown(word))
+        won, played = found.get("successes", 0), found.get("episodes", 0)
+        _check(won <= played, "successes", f"at most {played} episodes", won)
+        return cls(**found)
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text[:MAX_TEXT])
+
+
+def _most(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the largest counts, and the sum of the others."""
+    found: dict[str, int] = {}
+    for text, count in sorted(counts.items(), key=lambda each: -each[1]):
+        name = _printable(text) if len(found) < MAX_COUNTS - 1 else "others"
+        found[name] = found.get(name, 0) + max(0, count)
+    return found
+
+
+def _check(fits: bool, name: str, expected: str, got: Any) -> None:
+    if not fits:
+        raise RequestError(f"report.{name}: expected {expected}, got {got}")
+
+
+def _text(name: str, value: str) -> str:
+    fits = len(value) <= MAX_TEXT and value.isprintable()
+    _check(fits, name, f"printable text of at most {MAX_TEXT} characters", shown(value))
+    return value

@@ -1,0 +1,114 @@
+"""What robots say of their own runs: the newest report of each, for the dashboard and Prometheus.
+
+Anybody who may ask the server may send one. So it is checked (``RobotReport.parse``), there are at most 32, and a lie
+changes its own row alone: a row belongs to a peer, a session and a number that the robot drew.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from sinew_client.control.controller import LATE, PAUSED, STARTING, STARVED
+from sinew_client.control.windows import NO_WINDOW, OLD_FRAME, OUT_OF_NODES
+from sinew_client.robot_report import STATES, RobotReport
+
+from sinew.serve.metrics import SESSION_S
+
+MAX_ROBOTS = 32  # remembered at once
+# Reasons of holds that metrics tell apart: others quote what servers and drivers say.
+REASONS = (PAUSED, STARTING, STARVED, LATE, NO_WINDOW, OUT_OF_NODES, OLD_FRAME)
+GAUGES = ("rate_hz", "rows_hz", "row_age_seconds")
+PLAIN = ("rate_hz", "rows_hz", "steps", "late", "clipped_commands", "failed_requests", "takeovers")
+LABELS = {"row_age_seconds": ["quantile"], "held_steps": ["reason"], "episodes": ["outcome"]}
+Key = tuple[str, str, str, int]  # wire, client, session, run
+
+
+@dataclass(frozen=True)
+class Reported:
+    """number: from 1 to ``MAX_ROBOTS``, the lowest that was free. heard: seconds of the clock."""
+
+    number: int
+    policy: str
+    report: RobotReport
+    heard: float
+
+
+class Robots(Collector):
+    """Keeps the newest report of each robot, until it was silent for as long as a session may be. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._lock = clock, threading.Lock()
+        self._robots: dict[Key, Reported] = {}  # those that were heard last stand last
+
+    def put(self, wire: str, client: str, session: str, policy: str, data: bytes | memoryview) -> None:
+        """Take a report. Where all places are taken, the peer that has most loses the one that was silent for longest.
+        Raises RequestError."""
+        report = RobotReport.parse(data)
+        key, now = (wire, client, session, report.run), self._clock()
+        with self._lock:
+            self._forget(now)
+            before = self._robots.pop(key, None)
+            if before is None and len(self._robots) >= MAX_ROBOTS:
+                rows = Counter([client, *(peer for _, peer, _, _ in self._robots)])
+                most = max(rows, key=lambda peer: (rows[peer], peer == client))
+                del self._robots[next(each for each in self._robots if each[1] == most)]
+            taken = {each.number for each in self._robots.values()}
+            number = min({*range(1, MAX_ROBOTS + 1)} - taken) if before is None else before.number
+            self._robots[key] = Reported(number, policy, report, now)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return who they are, when each was heard and what it said, by number, ready for JSON."""
+        now = self._clock()
+        with self._lock:
+            self._forget(now)
+            robots = sorted(self._robots.items(), key=lambda each: each[1].number)
+        return [
+            {
+                **dict(zip(("wire", "client", "session"), key, strict=False)),
+                **{name: value for name, value in vars(each.report).items() if name != "run"},
+                "number": each.number,
+                "policy": each.policy,
+                "heard_s": round(now - each.heard, 3),
+            }
+            for key, each in robots
+        ]
+
+    def _forget(self, now: float) -> None:
+        self._robots = {key: each for key, each in self._robots.items() if now - each.heard <= SESSION_S}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield metrics, whose labels are numbers of robots and known words: no text of a client's."""
+        robots = self.rows()
+        states = Counter(row["state"] for row in robots)
+        found: dict[str, Any] = {"robots": GaugeMetricFamily("sinew_robots", "Robots now", labels=["state"])}
+        for kind in (*LABELS, *PLAIN):
+            family = GaugeMetricFamily if kind in GAUGES else CounterMetricFamily
+            labels = ["robot", *LABELS.get(kind, [])]
+            found[kind] = family(f"sinew_robot_{kind}", "As a robot's report says", labels=labels)
+        for state in STATES:
+            found["robots"].add_metric([state], states[state])
+        for row in robots:
+            number = str(row["number"])
+            for share, ms in (("0.5", row["age_p50_ms"]), ("0.95", row["age_p95_ms"])):
+                if ms is not None:
+                    found["row_age_seconds"].add_metric([number, share], ms / 1e3)
+            held = Counter[str]()
+            for reason, count in row["held"].items():
+                held[reason if reason in REASONS else "other"] += count
+            for reason, count in held.items():
+                found["held_steps"].add_metric([number, reason], count)
+            if (played := row["episodes"]) is not None:
+                won = row["successes"] or 0
+                for outcome, count in (("won", won), ("lost", played - won)):
+                    found["episodes"].add_metric([number, outcome], count)
+            for name in PLAIN:
+                found[name].add_metric([number], row[name])
+        yield from found.values()

@@ -1,0 +1,226 @@
+"""What robots say of their own runs, from their loops to the dashboard, `sinew top` and Prometheus."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from sinew_client import Client, ServerError, schema
+from sinew_client.control import Loop, Reporter, Servers, Settings
+from sinew_client.control.robots import Dry
+from sinew_client.errors import RequestError
+from sinew_client.robot_report import MAX_BYTES, MAX_COUNTS, MAX_TEXT, RobotReport
+
+from sinew.cli import main
+from sinew.policy import load
+from sinew.serve.dashboard import news
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.metrics import SESSION_S
+from sinew.serve.robots import MAX_ROBOTS, Robots
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires import open_wires
+from tests.contract.test_clients import Server
+from tests.hostile.decoders import REPORT
+from tests.serve.puppet import SPEC, WAIT_S, desk, until
+from tests.serve.test_dashboard import events
+from tests.serve.test_server import free_port
+
+SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "1.5", "--json"]
+
+COUNT = type(schema.Report().held.add())
+
+
+def looped(source: Any, hz: float = 50.0, **more: Any) -> Loop:
+    settings = Settings(hz=hz, motion={"kind": "absolute"}, watchdog=False, **{"deadline": 0.2, **more})
+    return Loop(Dry(SPEC.to_dict()), source, settings, 2, "go")
+
+
+@pytest.mark.parametrize("verb", ["run", "stream"])
+def test_a_robot_tells_its_server_how_it_runs(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    listen, policy = Listen(dashboard=True), load("pen", engine="eager", threads=1)
+    policy.warm_up()
+    with desk(("native", "web"), policy=policy, device_lock=DeviceLock(), listen=listen) as at:
+        if verb == "run":
+            assert main([verb, at.native, *SAYS, "--no-report"]) == 0
+            assert at.service.robots.rows() == []
+            capsys.readouterr()
+        assert main([verb, at.native, *SAYS]) == 0
+        told = json.loads(capsys.readouterr().out)
+        (row,) = at.service.robots.rows()
+        assert (row["client"], row["name"], row["state"]) == ("127.0.0.1", "dry", "ended")
+        assert (row["steps"], row["held"]) == (told["steps" if verb == "run" else "ticks"], told["held"])
+        assert 0 < row["age_p50_ms"] <= row["age_p95_ms"]
+        assert main(["top", at.web.replace("ws:", "http:"), "--seconds", "0.3", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)["health"]["robots"]
+        assert [(each["number"], each["steps"]) for each in shown] == [(1, row["steps"])]
+
+
+def test_a_server_that_was_away_is_told_why_its_robot_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends, the robot holds, another one begins on its port, and its page says why."""
+    monkeypatch.setattr(news, "HEALTH_S", 0.05)
+    port = free_port()
+    servers = Servers([f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{port}"])  # nobody is at the first
+    loop = looped(servers)
+    driving = threading.Thread(target=loop.run)
+    with contextlib.ExitStack() as stack:
+        with desk(listen=Listen(port=port)) as first:
+            stack.enter_context(Reporter(loop, servers, period=0.05))
+            driving.start()
+            stack.callback(driving.join)
+            stack.callback(loop.stop)
+            until(lambda: any(row["state"] == "moves" for row in first.service.robots.rows()))
+        until(lambda: "no server answers" in loop.reason, "the robot to hold")
+        with desk(listen=Listen(port=port)) as second:
+            (page,) = open_wires({"http": 0}, Listen(dashboard=True))
+            page.start(second.service)
+            stack.callback(page.stop)
+            viewer = http.client.HTTPConnection(page.address.rpartition("//")[2], timeout=WAIT_S)
+            viewer.request("GET", "/v1/events")
+            told = (record["robots"] for name, record in events(viewer.getresponse()) if name == "health")
+            (row,) = next(rows for rows in told if rows and "no server answers" in str(rows[0]["held"]))
+            viewer.close()
+            assert row["failed_requests"] > 0
+            assert str(port) in servers.present
+            until(lambda: any(row["state"] == "moves" for row in second.service.robots.rows()))
+            loop.stop()
+            driving.join()
+    loop.close()
+
+
+@pytest.mark.parametrize("code", ["bad_request", "unauthorized", "unknown"])
+def test_a_server_that_takes_no_reports_is_asked_once(code: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "sinew_client.control.reporter")
+    with Server(does=code) as old:
+        loop = looped(servers := Servers(old.address))
+        with Reporter(loop, servers, period=0.005) as reporter:
+            until(lambda: reporter.refused)
+            time.sleep(0.05)
+        assert (old.asked, reporter.sent) == (1, 0)
+        assert [old.address in each.message for each in caplog.records] == [True]
+        loop.close()
+
+
+def test_what_a_report_says_of_a_run() -> None:
+    chunk = np.full((4, 2), 3.0, np.float32)
+    loop = looped(lambda: lambda *_: chunk, 200.0, limits={"high": [1.0, 9.0], "velocity": 1000.0})
+    reporter = Reporter(loop, Servers("tcp://a:1"), robot=SimpleNamespace(finished=4, successes=print))
+    assert reporter.look().state == "starting"
+    until(lambda: loop.run(loop.steps + 1) and loop.controller.chunks)
+    loop.run(loop.steps + 3)
+    found = reporter.look()
+    assert found.state == ("holds" if loop.reason else "moves")
+    assert found.limits == ("range", "velocity")
+    assert found.clipped == {"0.range": found.clipped_commands}
+    assert found.clipped_commands == loop.steps - sum(found.held.values()) > 0
+    assert (found.episodes, found.successes) == (4, None)  # no number
+    loop.pause()
+    loop.run(loop.steps + 1)
+    assert (reporter.look().state, reporter.look().reason) == ("paused", "paused")
+    assert reporter.look(ended=True).state == "ended"
+    loop.close()
+
+
+def data(report: RobotReport = REPORT, **changes: Any) -> bytes:
+    message = report.to_message()
+    for name, value in changes.items():
+        message.ClearField(name)
+        if isinstance(value, list):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    return message.SerializeToString()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("state", "flies", "one of starting, moves, .*, got 'flies'"),
+        ("reason", "x" * (MAX_TEXT + 1), f"printable text of at most {MAX_TEXT} characters"),
+        ("reason", "\x1b[2J", "printable text"),
+        ("hz", float("nan"), "a number from 0 to 2.53, got nan"),
+        ("age_p50_ms", -1.0, "a number"),
+        ("steps", 2**64 - 1, "a number"),
+        ("limits", ["speed"], "one of range, velocity"),
+        ("limits", ["range"] * 13, "at most 12 entries"),
+        ("held", [COUNT(name="a")] * 2, "each name once"),
+        ("clipped", [COUNT(name="\0")], "printable"),
+        ("successes", 4, "at most 3 episodes, got 4"),
+    ],
+)
+def test_a_report_that_cannot_be_is_refused_by_its_field(field: str, value: Any, expected: str) -> None:
+    with pytest.raises(RequestError, match=f"^report.{field}: expected {expected}"):
+        RobotReport.parse(data(**{field: value}))
+
+
+def test_bytes_that_are_no_report() -> None:
+    for given in (b"\x0a\xff", b"\x12\x01\xff", bytes(MAX_BYTES + 1)):
+        with pytest.raises(RequestError, match="report: expected a Report of at most 8192 bytes, got "):
+            RobotReport.parse(given)
+
+
+def test_a_report_is_cut_to_what_may_be_sent() -> None:
+    held = {f"{number} \n{'x' * 1000}": number for number in range(50)}
+    long = replace(REPORT, name="a\tb" * 200, held=held, clipped={"\U0001f916" * 500: 1})
+    found = RobotReport.parse(data(long))
+    assert (len(found.name), len(found.held)) == (MAX_TEXT, MAX_COUNTS)
+    assert (sum(found.held.values()), found.held["others"]) == (sum(held.values()), sum(range(39)))
+    assert RobotReport.parse(data()) == REPORT
+
+
+def test_a_liar_changes_its_own_row_alone() -> None:
+    clock = [0.0]
+    robots = Robots(lambda: clock[0])
+    robots.put("native", "honest", "arm", "", data())
+    honest = robots.rows()[0]
+    for run in range(3 * MAX_ROBOTS):  # as many robots as it likes, of the same session's name
+        robots.put("native", "liar", "arm", "", data(replace(REPORT, run=run, steps=2**53, state="human")))
+    rows = robots.rows()
+    assert rows[0] == honest
+    assert len(rows) == MAX_ROBOTS == len({row["number"] for row in rows})
+    robots.put("native", "late", "arm", "", data())  # who has none gets a place of who has most
+    assert {"honest", "late"} < {row["client"] for row in robots.rows()}
+    clock[0] = SESSION_S / 2
+    robots.put("native", "honest", "arm", "", data())
+    clock[0] = SESSION_S + 1
+    (row,) = robots.rows()
+    assert (row["client"], row["number"], row["heard_s"]) == ("honest", 1, SESSION_S / 2 + 1)
+
+
+def test_reports_over_the_wire() -> None:
+    with desk(api_key="k") as at:
+
+        def report(path: str = "", key: str = "k", session: str = "arm") -> None:
+            with Client(at.native + path, timeout=WAIT_S, api_key=key) as client:
+                client.report(replace(REPORT, held={"paused": 2, 'evil" 1\\': 3, "b": 4}), session)
+
+        refused = {
+            "key": ("", "unauthorized"),
+            "session": ("x" * 129, "session: "),
+            "path": ("/x", "policy: "),
+        }
+        for name, (value, said) in refused.items():
+            with pytest.raises(ServerError, match=said):
+                report(**{name: value})
+        assert at.service.robots.rows() == []
+        report()
+        (row,) = at.service.robots.rows()
+        assert "run" not in row  # which would let others speak for it
+        assert [row[name] for name in ("session", "number", "clipped")] == ["arm", 1, REPORT.clipped]
+        said = at.service.metrics.exposition().decode()
+    for line in (
+        'held_steps_total{reason="other",robot="1"} 7.0',
+        'row_age_seconds{quantile="0.95",robot="1"} 0.08',
+        'episodes_total{outcome="won",robot="1"} 2.0',
+        'steps_total{robot="1"} 100.0',
+    ):
+        assert f"sinew_robot_{line}" in said.splitlines()
+    assert 'sinew_robots{state="holds"} 1.0' in said
+    assert "evil" not in said
