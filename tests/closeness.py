@@ -35,8 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-from sinew.engine.plan.meta import OperatorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 UNIT = 2.0**-24  # the largest relative error of one rounding to float32
 SAMPLES = 3
@@ -49,7 +48,7 @@ Array = np.ndarray | Tensor
 Run = Callable[..., Any]  # calls a function with its arguments
 
 
-class Seen(OperatorMode):
+class Seen(TorchDispatchMode):
     """Notes what the low-bit products of a computation read, for its noisy repetitions."""
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class Seen(OperatorMode):
         return func(*args, **(kwargs or {}))
 
 
-class Noise(OperatorMode):
+class Noise(TorchDispatchMode):
     """Adds to every float32 result of PyTorch a random error of the size of its rounding.
 
     seen: of the same computation without noise. Low-bit products round their input to whole numbers. Another rounding
@@ -154,7 +153,7 @@ def runs(samples: int = SAMPLES, derivatives: bool = False) -> tuple[Run, list[R
     first is ahead of the others, call by call. derivatives: the functions take some, which inference does not."""
     seen = Seen()
 
-    def within(mode: OperatorMode) -> Run:
+    def within(mode: TorchDispatchMode) -> Run:
         def run(function: Callable[..., Any], *arguments: Any) -> Any:
             with torch.inference_mode(not derivatives), mode:
                 return function(*arguments)

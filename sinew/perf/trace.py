@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sinew.engine.example import Inputs, Shapes
@@ -172,7 +173,7 @@ class TracedAttention(TorchFunctionMode):
 
 
 @dataclass(eq=False)
-class TraceRecorder(meta.OperatorMode):
+class TraceRecorder(TorchDispatchMode):
     """Records what runs under it. Tensors are known by their storage, which lives as long as a view of it."""
 
     model: nn.Module

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -36,7 +37,7 @@ class Cost:
         return Cost(self.flops - other.flops, self.bytes - other.bytes, self.weights - other.weights)
 
 
-class _Meter(meta.OperatorMode):
+class _Meter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = self.bytes = 0

@@ -10,24 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ENTRIES = 1 << 15  # of a hundred programs; then it begins anew
 PLAIN = (Tensor, torch.nn.Parameter)
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _layouts: dict[Hashable, tuple[Layout, ...] | None] = {}  # None: of a call that has to run
-
-
-class OperatorMode(TorchDispatchMode):
-    """A dispatch mode that sees every operator, and that nobody compiles.
-
-    Torch wraps the others so that its compiler passes them by, and imports all of ``torch._dynamo`` for it.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 class _UnknownError(Exception):
