@@ -2,8 +2,8 @@
 
 ``run`` and ``Process`` do what ``subprocess.run`` and ``subprocess.Popen`` do for ``python -m MODULE ...`` and
 ``python -c PROGRAM ...``: a process of its own with its own environment, standard streams, signals and exit. It is
-forked from a nursery, a process per test worker that has imported torch and nothing that starts threads. Tests of how
-a process begins (what it imports, in which order, under which variables of torch's) use ``subprocess``. Another
+forked from a nursery, a process of all workers that has imported torch and nothing that starts threads. Tests of how a
+process begins (what it imports, in which order, under which variables of torch's) use ``subprocess``. Another
 interpreter has a nursery of its own, which says what it imports.
 """
 
@@ -12,7 +12,9 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import fcntl
 import gc
+import hashlib
 import importlib
 import itertools
 import json
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -189,14 +191,22 @@ def run(
 
 
 class Nursery:
-    """A process that others are forked from; ends with the test worker that started it."""
+    """A process that others are forked from, one for all workers of a run; ends with the last that has used it."""
 
     def __init__(self, interpreter: str, imports: Sequence[str], env: Mapping[str, str] | None = None):
         self.interpreter, self._lock = interpreter, threading.Lock()
-        self._socket, theirs = socket.socketpair()
-        command = [interpreter, "-m", "tests.processes", str(theirs.fileno()), *imports]
-        self._process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()])
-        theirs.close()
+        self._socket = socket.socket(socket.AF_UNIX)
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+        name = hashlib.sha256(repr((run, interpreter, imports)).encode()).hexdigest()[:16]
+        place = Path(tempfile.gettempdir()) / f"sinew-nursery-{name}"
+        with _alone():
+            if not place.exists():
+                with socket.socket(socket.AF_UNIX) as listener:
+                    listener.bind(str(place))
+                    listener.listen()
+                    command = [interpreter, "-m", "tests.processes", str(listener.fileno()), *imports]
+                    self._process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[listener.fileno()])
+            self._socket.connect(str(place))
 
     def fork(self, request: Mapping[str, Any], streams: Sequence[int]) -> IO[str]:
         """Start a process; returns a file that tells its number at once and its exit code at the end."""
@@ -210,6 +220,14 @@ class Nursery:
         finally:
             os.close(theirs)
         return os.fdopen(fate)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Let no other process of this user begin or end a nursery."""
+    with (Path(tempfile.gettempdir()) / f"sinew-nurseries-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 _making = threading.Lock()  # several threads of a test may begin their processes at once
@@ -226,13 +244,13 @@ def own_nursery() -> Nursery:
         return _own_nursery()
 
 
-def _requests(nursery: socket.socket) -> tuple[dict[str, Any], array.array]:
+def _request(worker: socket.socket) -> tuple[dict[str, Any], array.array]:
     """Return the next request with its four descriptors. Raises EOFError where the worker is gone."""
-    size = nursery.recv(4, socket.MSG_WAITALL)
+    size = worker.recv(4, socket.MSG_WAITALL)
     if len(size) < 4:
         raise EOFError
-    first, descriptors, _, _ = socket.recv_fds(nursery, 1, 4)
-    rest = nursery.recv(int.from_bytes(size, "big") - 1, socket.MSG_WAITALL)
+    first, descriptors, _, _ = socket.recv_fds(worker, 1, 4)
+    rest = worker.recv(int.from_bytes(size, "big") - 1, socket.MSG_WAITALL)
     return json.loads(first + rest), array.array("i", descriptors)
 
 
@@ -323,30 +341,43 @@ def _end(words: list[str]) -> NoReturn:
 
 
 def main() -> None:
-    """Answer requests until the worker is gone. In a process that was asked for, run its command instead."""
-    nursery = socket.socket(fileno=int(sys.argv[1]))
+    """Answer requests until the workers are gone. In a process that was asked for, run its command instead."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's business
     for name in sys.argv[2:]:
         with contextlib.suppress(ImportError):  # of an extra that is not installed
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is never collected stays shared between the processes
+    workers: list[socket.socket] = []
     while True:
-        try:
-            request, descriptors = _requests(nursery)
-        except EOFError:
-            return
-        if os.fork() == 0:
-            nursery.close()
-            words = _keep(request, descriptors)
-            if words is None:
-                os._exit(0)
-            _end(words)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        for ready in select.select([listener, *workers], [], [])[0]:
+            if ready is listener:
+                workers.append(listener.accept()[0])
+                continue
+            try:
+                request, descriptors = _request(ready)
+            except (EOFError, OSError):  # OSError: a worker that was killed
+                ready.close()
+                workers.remove(ready)
+                continue
+            if os.fork() == 0:
+                for each in (listener, *workers):
+                    each.close()
+                words = _keep(request, descriptors)
+                if words is None:
+                    os._exit(0)
+                _end(words)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+        if not workers:
+            with _alone():
+                if not select.select([listener], [], [], 0)[0]:  # nobody has come meanwhile
+                    Path(listener.getsockname()).unlink()
+                    return
 
 
 if __name__ == "__main__":

@@ -100,11 +100,8 @@ def said(case: str, given: Observation, shorter: bool) -> Observation:
 
 
 def is_slow(engine: str, case: str) -> bool:
-    exports = (
-        "act-2cam",
-        "bitvla",
-    )  # of the others an export takes fifteen seconds to minutes; BitVLA has none
-    return (engine, case) in TWICE or (engine == "onnx" and case not in exports)
+    """An export takes fifteen seconds to minutes; BitVLA has none."""
+    return (engine, case) in TWICE or (engine == "onnx" and case != "bitvla")
 
 
 def cells() -> list[Any]:
