@@ -437,6 +437,12 @@ def test_fit_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert word in report
     assert perf_machine.fit("pi0", memory_gib=4, search=False) == 1
     assert "does not fit" in capsys.readouterr().out
+    own = tmp_path / "boards.toml"
+    own.write_text("[mine]\npeak = { fp32 = 1e12 }\nbandwidth = 1e11\nmemory_gib = 4\n")
+    assert (
+        main(["perf", "fit", str(golden.BUNDLE), "--data", str(own), "--hardware", "mine", "--no-search"])
+        == 0
+    )
 
 
 def test_calibrate_then_predict(

@@ -34,6 +34,7 @@ def fit(
     alone: Flag = False,
     embodiments: Count = 1,
     search: bool = True,
+    data: Path | None = None,
 ) -> int:
     """Does a policy fit a board's memory, and how much can be asked of it there? Exit status 1 if it does not.
 
@@ -49,11 +50,12 @@ def fit(
         alone: the machine runs nothing else: no desktop, the simulator on another. Its system then takes less.
         embodiments: robots whose projections the head of a GR00T holds; upstream's files have 32, a bundle one.
         search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).
+        data: a file with more machines.
     """
     from sinew.perf.hardware import load_hardware
     from sinew.perf.memory import DEVICES, fits
 
-    board = load_hardware(hardware or "orin-nano")
+    board = load_hardware(hardware or "orin-nano", data)
     memory_gib = board.memory_gib if memory_gib is None else memory_gib
     usual = board.alone_gib if alone else board.system_gib
     if system_gib is None and usual is None:
