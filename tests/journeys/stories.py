@@ -417,8 +417,9 @@ def dashboard(walk: Walk) -> None:
         ),
     ):
         walk.run(ask)
-        sent = walk.run("curl -s http://127.0.0.1:8000/healthz").text
-        assert json.loads(sent)["rerun"]["dropped"] == 0, sent
+        health = walk.run("sinew top http://127.0.0.1:8000 --seconds 3").result["health"]
+        assert health["rerun"]["written"] >= 5, health
+        assert health["rerun"]["dropped"] == 0, health
     with walk.serving("sinew serve policy.gguf --rerun run.rrd"):
         walk.run(ask)
     again = walk.type(
