@@ -166,6 +166,7 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["client", "--replay", "nope.jsonl"], "nope.jsonl: no such file or folder"),
         (["recording", "mcap", "nope", "run.mcap"], "nope: no such file or folder"),
         (["serve", "--replay", "nope"], "nope: no such file or folder"),
+        (["client", "--api-key-file", "nope"], "--api-key-file nope: No such file or directory"),
         (
             ["perf", "run", "SmolVLA"],
             "SmolVLA: no such file or folder; did you mean 'smolvla'?; expected one of",
