@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sinew_client import Client, ClientError
+from sinew_client import Client, ClientError, ServerError
 from sinew_client.control import Assist, AssistRule, Frames, Servers, Settings, parse_assist
 from sinew_client.control.requester import Call
 from sinew_client.control.settings import LARGEST_CHUNK
@@ -203,5 +203,12 @@ def _split(local: Policy, address: str, key: str) -> Callable[[], Call]:
     from sinew.stream.split import SplitCalls
 
     opener = SplitCalls(local, address, key)
-    opener().close()
+    try:
+        opener().close()
+    except ServerError as error:
+        if error.code != "unknown_policy":
+            raise
+        raise SinewError(
+            f"--split {address}: {error.message} (a server has contexts where it is started with --context)"
+        ) from error
     return opener
