@@ -166,6 +166,7 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["client", "--replay", "nope.jsonl"], "nope.jsonl: no such file or folder"),
         (["recording", "mcap", "nope", "run.mcap"], "nope: no such file or folder"),
         (["serve", "--replay", "nope"], "nope: no such file or folder"),
+        (["top", "http://127.0.0.1:1", "--seconds", "0.1"], "http://127.0.0.1:1: Connection refused"),
         (["client", "--api-key-file", "nope"], "--api-key-file nope: No such file or directory"),
         (
             ["perf", "run", "SmolVLA"],
