@@ -810,6 +810,8 @@ def perf(walk: Walk) -> None:
     walk.type("sinew perf paper realtime-vla", says=("1378",))
     walk.type("sinew perf calibrate policy.gguf")
     walk.run("sinew perf predict policy.gguf", says=("head",))
+    walk.run("sinew perf calibrate policy.gguf --engine plan")  # as docs/fleet.md has it
+    walk.run("sinew perf fleet policy.gguf --hz 10 --deadline-ms 100", says=("robots at 10 Hz", "predicted"))
     walk.type("sinew perf machines", says=("orin-nano", "wifi7"))
     (board,) = programs(walk.page, "toml")
     walk.write("board.toml", board)

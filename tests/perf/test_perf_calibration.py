@@ -462,8 +462,12 @@ def test_calibrate_then_predict(
     assert len(after.samples) == len(before.samples)  # a policy's new samples replace its old ones
     for word in ("GFLOP/s", "GB/s", "us per operator", "band of predictions"):
         assert word in report
-    assert main(["perf", "predict", "smolvla", "--threads", "1", "--steps", "4", "--json"]) == 0
+    # Without --threads those of what was calibrated are meant, however many cores there are.
+    assert calibration.threads_of(None) == 1
+    assert calibration.threads_of(None, "plan") == machine.recommended_threads()[0]
+    assert main(["perf", "predict", "smolvla", "--steps", "4", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
+    assert document["threads"] == 1
     for stage in STAGES:
         row = document["stages_ms"][stage]
         assert 0 < row["low"] <= row["predicted"]

@@ -172,7 +172,7 @@ def predict(
 
     Args:
         source: as of `sinew infer`, or a family's preset, at their published size.
-        threads: for compute, as calibrated; chosen from the cores of this process if absent.
+        threads: for compute, as calibrated; those of the newest calibration of the engine if absent.
         dtype: compute type, as calibrated.
         engine: as calibrated.
         directory: where the calibration is stored; $XDG_CONFIG_HOME/sinew/calibration if absent.
@@ -180,7 +180,7 @@ def predict(
     from sinew.perf.machine import fit as calibration
     from sinew.perf.program import PublishedProgram
 
-    count = calibration.threads_of(threads)
+    count = calibration.threads_of(threads, engine, directory)
     fitted = calibration.calibrated(source, count, engine, directory)
     program = PublishedProgram.load(source, request, dtypes=dtype, engine=calibration.program_of(engine))
     title = f"{program.name}, {dtype}, {engine}, {count} threads, band {fitted.band:.0%}: milliseconds"
