@@ -25,7 +25,8 @@ def api_key_of(path: Path | None) -> str:
     try:
         key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SinewError(f"--api-key-file {path}: {error}") from error
+        why = getattr(error, "strerror", None) or error  # without the path, which is said
+        raise SinewError(f"--api-key-file {path}: {why}") from error
     if not key:
         raise SinewError(f"--api-key-file {path}: the file is empty")
     return key

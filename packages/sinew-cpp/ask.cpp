@@ -14,6 +14,7 @@
 
 static sinew::Image picture(const std::string& camera, const std::string& path, std::string& bytes) {
   std::ifstream file(path, std::ios::binary);
+  if (!file) throw sinew::Error("bad_observation", "images." + camera + ": expected a file, got " + path + ", which cannot be read");
   bytes.assign(std::istreambuf_iterator<char>(file), {});
   auto* data = reinterpret_cast<const std::uint8_t*>(bytes.data());
   unsigned width = 0, height = 0, top = 0;
@@ -26,7 +27,7 @@ static sinew::Image picture(const std::string& camera, const std::string& path, 
 }
 
 int main(int count, char** given) try {
-  if (count < 3) throw sinew::Error("usage", "expected ADDRESS PROMPT");
+  if (count < 3) throw sinew::Error("usage", "expected ADDRESS PROMPT --image CAMERA=FILE ... --state NUMBER,NUMBER");
   sinew::Observation seen;
   sinew::Options options;
   std::list<std::string> files;  // what the frames point into

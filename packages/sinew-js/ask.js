@@ -4,10 +4,11 @@
 // Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its code.
 // --bytes writes the first request instead.
 
-import { readFileSync, writeFileSync } from "node:fs";
+import { existsSync, readFileSync, writeFileSync } from "node:fs";
 import { Client, SinewError, encode } from "./sinew.js";
 
 function picture(path) {
+  if (!existsSync(path)) throw new SinewError("bad_observation", `${path}: expected a PPM (P6) picture, got no file`);
   const bytes = readFileSync(path), head = /^P6\s+(\d+)\s+(\d+)\s+255\s/.exec(bytes.subarray(0, 64).toString("latin1"));
   if (!head) throw new SinewError("bad_observation", `${path}: expected a PPM (P6) picture of 8 bits, got something else`);
   return { data: bytes.subarray(head[0].length), width: Number(head[1]), height: Number(head[2]) };
@@ -17,7 +18,7 @@ let client;
 try {
   const [url, prompt, ...rest] = process.argv.slice(2), seen = { images: {}, state: [], prompt };
   let apiKey, bytes, times = 1;
-  if (!prompt) throw new SinewError("usage", "expected URL PROMPT");
+  if (!prompt) throw new SinewError("usage", "expected URL PROMPT --image CAMERA=FILE.ppm ... --state NUMBER,NUMBER");
   for (let at = 0; at < rest.length; at += 2) {
     const [option, value] = rest.slice(at, at + 2), [camera, file] = String(value).split("=");
     if (option === "--image") seen.images[camera] = picture(file);

@@ -25,6 +25,7 @@ from sinew.auth import api_key_of
 from sinew.cli import status, terminal
 from sinew.cli.options import RUNS, Runs, json_object
 from sinew.cli.run_connection import (
+    ASSIST_TIMEOUT,
     ASSIST_WHEN,
     assist_rule,
     check_guidance,
@@ -58,7 +59,7 @@ def run(
     split: str | None = None,
     assist: str | None = None,
     assist_when: str = ASSIST_WHEN,
-    assist_timeout: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 5.0,
+    assist_timeout: Annotated[float, Parameter(validator=validators.Number(gt=0))] = ASSIST_TIMEOUT,
     frames_as: str = "raw",
     api_key_file: Path | None = None,
     go: Annotated[bool, Parameter(negative="")] = False,
@@ -102,7 +103,7 @@ def run(
     with ExitStack() as stack:
         try:
             key = api_key_of(api_key_file)
-            rule = assist_rule(target, assist, assist_when)
+            rule = assist_rule(target, assist, assist_when, assist_timeout)
             lead.check()
             edge = None if edge_adapter is None else Adapter.read(edge_adapter)
             open_robot = on.opener(substeps)  # before anything is loaded
@@ -161,9 +162,10 @@ def run(
         "prompt": on.prompt or loop.prompt,
         **episodes_of(robot.machine),
     }
+    rows = episodes_row(robot.machine)
     if assisted is not None:
         result["assist"] = assisted.report()
-    rows = episodes_row(robot.machine)
+        rows = [*rows, ("assist", assisted.text())]
     if sending is not None:
         result["frames"] = sending.text
         rows = [*rows, ("frames", sending.text)]

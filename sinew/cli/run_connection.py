@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sinew_client import Client, ClientError
+from sinew_client import Client, ClientError, ServerError
 from sinew_client.control import Assist, AssistRule, Frames, Servers, Settings, parse_assist
 from sinew_client.control.requester import Call
 from sinew_client.control.settings import LARGEST_CHUNK
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ASSIST_WHEN = "every:5"
+ASSIST_TIMEOUT = 5.0
 Connection = tuple[dict[str, Any], dict[str, Any], Callable[[], Call]]
 
 
@@ -127,9 +128,13 @@ class _Conditioned:
             close()
 
 
-def assist_rule(target: str, address: str | None, when: str) -> AssistRule | None:
-    """Return when the far policy is asked; None where there is none."""
+def assist_rule(target: str, address: str | None, when: str, deadline: float) -> AssistRule | None:
+    """Return when the far policy is asked; None where there is none. Raises :class:`SinewError` for settings of one
+    that is not there."""
     if address is None:
+        for flag, given in (("when", when != ASSIST_WHEN), ("timeout", deadline != ASSIST_TIMEOUT)):
+            if given:
+                raise SinewError(f"--assist-{flag}: expected --assist beside it, got none")
         return None
     if is_address(target):
         raise SinewError(
@@ -198,5 +203,12 @@ def _split(local: Policy, address: str, key: str) -> Callable[[], Call]:
     from sinew.stream.split import SplitCalls
 
     opener = SplitCalls(local, address, key)
-    opener().close()
+    try:
+        opener().close()
+    except ServerError as error:
+        if error.code != "unknown_policy":
+            raise
+        raise SinewError(
+            f"--split {address}: {error.message} (a server has contexts where it is started with --context)"
+        ) from error
     return opener

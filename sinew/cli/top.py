@@ -60,7 +60,7 @@ def top(
                         if _done(seen, end, answers):
                             break
                 except (OSError, http.client.HTTPException) as error:
-                    seen.lost(str(error) or type(error).__name__)
+                    seen.lost(getattr(error, "strerror", None) or str(error) or type(error).__name__)
                     if seconds is not None and not seen.about and end is not None and time.monotonic() >= end:
                         break
                     time.sleep(AGAIN_S if end is None else max(0.0, min(AGAIN_S, end - time.monotonic())))

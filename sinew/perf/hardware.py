@@ -41,7 +41,9 @@ class Hardware:
         bits = BITS[dtype]
         wider = [name for name in self.peak if BITS[name] >= max(bits, 16)]
         if not wider:
-            raise SinewError(f"{self.name}: no peak for {dtype}; known are {', '.join(self.peak)}")
+            raise SinewError(
+                f"{self.name}: peak: expected a rate for {dtype}, got {', '.join(self.peak)} alone"
+            )
         return self.peak[min(wider, key=lambda name: BITS[name])]
 
     @property

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 
 from sinew.bundle import Bundle
-from sinew.core import BundleError, SinewError
+from sinew.core import BundleError, SinewError, did_you_mean
 from sinew.engine.engine import Engine as Running
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
@@ -253,8 +253,8 @@ def of_bundle(path: Path) -> PublishedProgram:
         bundle = open_bundle(path)
     except BundleError as error:
         raise SinewError(
-            f"{error}; expected one of {', '.join((*PRESETS, *DESCRIBED))}, FILE.json of a model's sizes, "
-            "or what `sinew serve` takes"
+            f"{error}{did_you_mean(path.name.lower(), (*PRESETS, *DESCRIBED))}; expected one of "
+            f"{', '.join((*PRESETS, *DESCRIBED))}, FILE.json of a model's sizes, or what `sinew serve` takes"
         ) from None
     return of_opened(bundle)
 

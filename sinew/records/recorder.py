@@ -198,10 +198,17 @@ class Recorder(BackgroundWriter):
 
 def read_records(directory: Path) -> Iterator[Record]:
     """The records of a folder, oldest first. Raises :class:`SinewError` for a file that is none."""
-    paths = sorted(directory.glob("*.npz"))
-    if not paths:
-        raise SinewError(f"{directory}: no records (*.npz) there")
-    return (read_record(path) for path in paths)  # the folder is looked at now, its files one by one
+    # the folder is looked at now, its files one by one
+    return (read_record(path) for path in record_files(directory))
+
+
+def record_files(directory: Path) -> list[Path]:
+    """Return the records of a folder, oldest first. Raises :class:`SinewError` where there are none."""
+    if not directory.exists():
+        raise SinewError(f"{directory}: no such file or folder")
+    if paths := sorted(directory.glob("*.npz")):
+        return paths
+    raise SinewError(f"{directory}: no records (*.npz) there; `sinew serve --record` writes them")
 
 
 def read_record(path: Path) -> Record:

@@ -33,7 +33,7 @@ from sinew.core import (
 )
 from sinew.processing import Processor
 from sinew.records.archive import Archive
-from sinew.records.recorder import check_array, moments_in, read_meta, read_record
+from sinew.records.recorder import check_array, moments_in, read_meta, read_record, record_files
 from sinew.serve.served import ServedPolicy
 
 MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients
@@ -243,9 +243,7 @@ class Replay(OpenPolicy, ServedPolicy):
 def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int]:
     """The answers of each session, how many records hold none, the first file that holds one, and the most moments of
     an observation: an episode's first record may have fewer."""
-    paths = sorted(folder.glob("*.npz"))
-    if not paths:
-        raise SinewError(f"{folder}: no records (*.npz) there; `sinew serve --record` writes them")
+    paths = record_files(folder)
     sessions: dict[str, list[ReplayedAnswer]] = {}
     left_out, first, shape = 0, None, None
     kept, most = 0, 1

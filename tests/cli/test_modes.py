@@ -139,6 +139,15 @@ def test_what_does_not_fit_is_named(server, flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow  # loads a policy to refuse it
+def test_a_context_that_a_server_does_not_have_says_how_it_comes_there(server, capsys):
+    split = ["--split", f"{server.native}/context.int8", "--engine", "plan"]
+    assert main(["run", str(BLOCKS), "--prompt", "go", "--hz", "20", "--seconds", "1", *split]) == 1
+    said = capsys.readouterr().err
+    assert "expected one of default, context.bf16, got 'context.int8'" in said
+    assert "(a server has contexts where it is started with --context)" in said
+
+
 def test_an_assistance_that_nobody_understands_is_refused(capsys):
     flags = ["--prompt", "go", "--hz", "20", "--seconds", "1", "--assist", "tcp://127.0.0.1:1"]
     assert main(["run", str(BLOCKS), *flags, "--assist-when", "often"]) == 1

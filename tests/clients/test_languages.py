@@ -456,7 +456,13 @@ def test_a_live_server_answers_other_languages(
     nobody = [str(each).replace(str(native), "1").replace(f":{web}", ":1") for each in command]
     if language == "javascript":
         assert "[connection_lost]" in run(*nobody, *asked, status=1)
-    assert "[usage]" in run(*command, status=1)
+    usage = run(*command, status=1)
+    assert "[usage]" in usage
+    assert "--state" in usage
+    nowhere = run(*command, "go", "--image", "front=nowhere.ppm", status=1)
+    assert "nowhere.ppm" in nowhere
+    assert "expected" in nowhere
+    assert "[bad_observation]" in nowhere
 
 
 ASKED_BY_A_PAGE = """

@@ -16,7 +16,21 @@ PAGES = {
         *sorted((ROOT / "packages").glob("*/README.md")),
     ]
 }
-TOOLS = ("cp", "curl", "docker", "make", "pip", "python", "source", "sudo", "uv")
+TOOLS = (
+    "cp",
+    "curl",
+    "docker",
+    "export",
+    "make",
+    "pip",
+    "python",
+    "python3",
+    "python3.12",
+    "source",
+    "sudo",
+    "tar",
+    "uv",
+)
 LEROBOT = ("lerobot-eval", "lerobot-record", "lerobot-rollout")
 LANGUAGES = ("g++", "./ask", "node")
 COMMANDS = frozenset((*TOOLS, *LEROBOT, *LANGUAGES, "rerun", "ros2", "sinew", "sinew-ros"))
@@ -79,6 +93,6 @@ def without_comment(line: str) -> str:
     return re.sub(r"(^|\s)#( .*|$)", "", line).strip()
 
 
-def programs(page: str) -> list[str]:
-    """Return the Python programs of a page."""
-    return [block.text for block in blocks(page) if block.language == "python"]
+def programs(page: str, language: str = "python") -> list[str]:
+    """Return the Python programs of a page, or its blocks of another language."""
+    return [block.text for block in blocks(page) if block.language == language]

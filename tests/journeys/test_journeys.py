@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.journeys import pages
-from tests.journeys.pages import PAGES, Block, lines, programs, typed, without_comment
+from tests.journeys.pages import BLOCK, COMMANDS, PAGES, Block, lines, programs, typed, without_comment
 from tests.journeys.stories import ASSETS, STORIES, arm, drove, evaluated, my_robot, streamed
 from tests.journeys.walk import Walk
 
@@ -65,6 +65,14 @@ def test_programs_import_what_is_there(page: str) -> None:
                 module = importlib.import_module(node.module or "")
                 missing = [each.name for each in node.names if not hasattr(module, each.name)]
                 assert not missing, f"{page}: {node.module} has no {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_stand_in_fenced_blocks(page: str) -> None:
+    """A command that is only indented would be walked by nobody."""
+    text = BLOCK.sub("", PAGES[page].read_text(encoding="utf-8"))
+    indented = [line for line in text.splitlines() if line.startswith("    ") and line.strip()]
+    assert not [line for line in indented if line.split()[0] in COMMANDS]
 
 
 def test_a_page_without_a_story_is_refused_before_anything_is_installed() -> None:

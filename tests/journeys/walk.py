@@ -138,6 +138,11 @@ class Walk:
         self.write(name, f"{before}\n{body}\n{after}\n")
         return self.run(f"python {name}")
 
+    def has(self, module: str) -> bool:
+        """Return True if the environment of this walk has an optional package."""
+        found = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        return subprocess.run([self.python, "-c", found], cwd=self.folder, check=False).returncode == 0
+
     def left(self) -> list[str]:
         """Return the lines and programs of the page that nothing was said of."""
         numbered = [f"program {number}" for number in range(len(programs(self.page)))]

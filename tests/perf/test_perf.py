@@ -264,7 +264,7 @@ def test_formats_without_a_rate_use_the_next_wider():
     assert MACHINE.peak_flops("int4") == 100.0  # unpacked to half precision
     assert MACHINE.peak_flops("fp16") == 100.0
     assert load_hardware("b100").peak_flops("fp8") == 3500e12
-    with pytest.raises(SinewError, match="no peak for fp32"):
+    with pytest.raises(SinewError, match="m: peak: expected a rate for fp32, got bf16 alone"):
         Hardware("m", "m", {"bf16": 1.0}, 1.0, 1, "test").peak_flops("fp32")
 
 

@@ -437,6 +437,12 @@ def test_fit_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert word in report
     assert perf_machine.fit("pi0", memory_gib=4, search=False) == 1
     assert "does not fit" in capsys.readouterr().out
+    own = tmp_path / "boards.toml"
+    own.write_text("[mine]\npeak = { fp32 = 1e12 }\nbandwidth = 1e11\nmemory_gib = 4\n")
+    assert (
+        main(["perf", "fit", str(golden.BUNDLE), "--data", str(own), "--hardware", "mine", "--no-search"])
+        == 0
+    )
 
 
 def test_calibrate_then_predict(
@@ -456,8 +462,12 @@ def test_calibrate_then_predict(
     assert len(after.samples) == len(before.samples)  # a policy's new samples replace its old ones
     for word in ("GFLOP/s", "GB/s", "us per operator", "band of predictions"):
         assert word in report
-    assert main(["perf", "predict", "smolvla", "--threads", "1", "--steps", "4", "--json"]) == 0
+    # Without --threads those of what was calibrated are meant, however many cores there are.
+    assert calibration.threads_of(None) == 1
+    assert calibration.threads_of(None, "plan") == machine.recommended_threads()[0]
+    assert main(["perf", "predict", "smolvla", "--steps", "4", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
+    assert document["threads"] == 1
     for stage in STAGES:
         row = document["stages_ms"][stage]
         assert 0 < row["low"] <= row["predicted"]

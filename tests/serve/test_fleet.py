@@ -20,6 +20,7 @@ import yaml
 from sinew_client import Client, ServerError
 
 from sinew.core import ActionChunk, CancelledError, Observation, ObservationError, SinewError
+from sinew.serve.fleet import cluster
 from sinew.serve.fleet.config import parse, read
 from sinew.serve.fleet.remote import TRIES, RemotePolicy
 from sinew.serve.fleet.replica import About, Refusal, Replica
@@ -112,6 +113,28 @@ def test_a_configuration_names_what_is_wrong(tmp_path):
         read(tmp_path / "fifo")
     with pytest.raises(SinewError, match="No such file"):
         read(tmp_path / "none.yaml")
+
+
+def test_what_a_cluster_refuses_is_the_configurations(monkeypatch):
+    """The errors are Ray's own for no cluster, and for a replica that does not start (2.60)."""
+
+    def fails(error: Exception) -> Callable[..., None]:
+        def call(*_: object, **__: object) -> None:
+            raise error
+
+        return call
+
+    ray = SimpleNamespace(init=fails(ConnectionError("Could not find any running Ray instance.")))
+    serve = SimpleNamespace(run=fails(RuntimeError("Deploying application sinew-default failed")))
+    monkeypatch.setattr(cluster, "libraries", lambda alone=False: (ray, serve))
+    monkeypatch.setattr(cluster, "application", lambda config: config)
+    fleet = cluster.Fleet(parse({"address": "auto", **ONE}), Supervisor(0))
+    with pytest.raises(SinewError, match="address: expected a Ray cluster that runs, got none at 'auto'"):
+        fleet.start()
+    ray.init = lambda **_: None
+    serve.start = lambda **_: None
+    with pytest.raises(SinewError, match=r"policies\.default: expected replicas that start with a\.gguf"):
+        fleet.start()
 
 
 def test_replicas_are_wanted_by_the_wait_that_they_prevent():

@@ -124,7 +124,8 @@ def read(path: Path) -> Contract:
     try:
         given = read_yaml(path)
     except (OSError, ValueError) as error:
-        raise ContractError(f"{path}: {error}") from error
+        why = getattr(error, "strerror", None) or error  # without the path, which is said
+        raise ContractError(f"{path}: {why}") from error
     return parse(given)
 
 

@@ -35,7 +35,7 @@ def fleet(
         max_batch: as of `sinew serve`.
         overhead_ms: what a request takes beside the policy: wires, decoding, preparing, the network.
         share: of a robot's moments that have to be answered in time.
-        threads: for compute, as calibrated; chosen from the cores of this process if absent.
+        threads: for compute, as calibrated; those of the newest calibration of the engine if absent.
         engine: as calibrated.
         measure: load the policy and time its batches.
     """
@@ -43,7 +43,7 @@ def fleet(
     from sinew.perf.machine.batches import predicted, sizes
     from sinew.perf.machine.fit import threads_of
 
-    count = threads_of(threads)
+    count = threads_of(threads, engine)
     tables: dict[str, dict[int, float]] = {}
     band = None
     try:

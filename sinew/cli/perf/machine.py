@@ -34,6 +34,7 @@ def fit(
     alone: Flag = False,
     embodiments: Count = 1,
     search: bool = True,
+    data: Path | None = None,
 ) -> int:
     """Does a policy fit a board's memory, and how much can be asked of it there? Exit status 1 if it does not.
 
@@ -49,11 +50,12 @@ def fit(
         alone: the machine runs nothing else: no desktop, the simulator on another. Its system then takes less.
         embodiments: robots whose projections the head of a GR00T holds; upstream's files have 32, a bundle one.
         search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).
+        data: a file with more machines.
     """
     from sinew.perf.hardware import load_hardware
     from sinew.perf.memory import DEVICES, fits
 
-    board = load_hardware(hardware or "orin-nano")
+    board = load_hardware(hardware or "orin-nano", data)
     memory_gib = board.memory_gib if memory_gib is None else memory_gib
     usual = board.alone_gib if alone else board.system_gib
     if system_gib is None and usual is None:
@@ -170,7 +172,7 @@ def predict(
 
     Args:
         source: as of `sinew infer`, or a family's preset, at their published size.
-        threads: for compute, as calibrated; chosen from the cores of this process if absent.
+        threads: for compute, as calibrated; those of the newest calibration of the engine if absent.
         dtype: compute type, as calibrated.
         engine: as calibrated.
         directory: where the calibration is stored; $XDG_CONFIG_HOME/sinew/calibration if absent.
@@ -178,7 +180,7 @@ def predict(
     from sinew.perf.machine import fit as calibration
     from sinew.perf.program import PublishedProgram
 
-    count = calibration.threads_of(threads)
+    count = calibration.threads_of(threads, engine, directory)
     fitted = calibration.calibrated(source, count, engine, directory)
     program = PublishedProgram.load(source, request, dtypes=dtype, engine=calibration.program_of(engine))
     title = f"{program.name}, {dtype}, {engine}, {count} threads, band {fitted.band:.0%}: milliseconds"

@@ -217,7 +217,7 @@ def folder() -> Path:
     return Path(base) / "sinew" / "calibration"
 
 
-def path_of(processor: str, threads: int, directory: Path | None = None, engine: str = "eager") -> Path:
+def path_of(processor: str, threads: int | str, directory: Path | None = None, engine: str = "eager") -> Path:
     slug = re.sub(r"[^a-z0-9]+", "-", processor.lower()).strip("-")
     suffix = "" if engine == "eager" else f"-{engine}"
     return (directory or folder()) / f"{slug}-{threads}-threads{suffix}.json"
@@ -262,9 +262,18 @@ def calibrated(
     return found
 
 
-def threads_of(asked: int | None) -> int:
-    """Return the threads that are meant: those of this process's cores where none are asked for."""
-    return asked or machine.recommended_threads()[0]
+def threads_of(asked: int | None, engine: str = "eager", directory: Path | None = None) -> int:
+    """Return the threads that are meant. Where none are asked for, those of the newest calibration of this processor
+    and engine, whose threads were the engine's own choice, else those of this process's cores."""
+    if asked:
+        return asked
+    form = path_of(machine.cpu_model(), "*", directory, engine)
+    before, after = form.name.split("*")
+    stored = {
+        path.name.removeprefix(before).removesuffix(after): path for path in form.parent.glob(form.name)
+    }
+    ages = {int(count): path.stat().st_mtime_ns for count, path in stored.items() if count.isdigit()}
+    return max(ages, key=ages.__getitem__) if ages else machine.recommended_threads()[0]
 
 
 def program_of(engine: str) -> Literal["eager", "plan"]:

@@ -131,7 +131,13 @@ class Fleet:
                 logging_level="WARNING",
             )
         else:
-            self._ray.init(address=address, log_to_driver=False, logging_level="WARNING")
+            try:
+                self._ray.init(address=address, log_to_driver=False, logging_level="WARNING")
+            except ConnectionError:
+                raise SinewError(
+                    f"address: expected a Ray cluster that runs, got none at {address!r}; where the configuration has "
+                    "no address, one is begun on this machine"
+                ) from None
         if not self._attach:
             self._serve.start(proxy_location="Disabled")
             for name, config in self._configs.items():
@@ -163,7 +169,13 @@ class Fleet:
 
     def _deploy(self, name: str, config: PolicyConfig) -> None:
         """Start a policy's replicas, or replace them one after the other; return when that is done."""
-        self._serve.run(application(config), name=app_name(name), route_prefix=None)
+        try:
+            self._serve.run(application(config), name=app_name(name), route_prefix=None)
+        except RuntimeError as error:  # a replica did not start; what it said is in its log
+            raise SinewError(
+                f"policies.{name}: expected replicas that start with {config.source}, got none; their log says why "
+                f"({error})"
+            ) from error
 
     def _deployment(self, name: str) -> Deployment:
         handle = self._serve.get_app_handle(app_name(name))

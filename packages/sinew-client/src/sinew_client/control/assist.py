@@ -128,6 +128,15 @@ class Assist:
             "chunks": {"near": self.near_chunks, "far": self.far_chunks},
         }
 
+    def text(self) -> str:
+        """Return the same as a line for people."""
+        why = ", ".join(f"{count} {reason}" for reason, count in self.asked.items())
+        return (
+            f"{self.far_chunks} of {self.far_chunks + self.near_chunks} chunks from the far policy, asked "
+            f"{sum(self.asked.values())} times{f' ({why})' if why else ''}: {self.answered} answers, "
+            f"{self.late} of them too late, {sum(self.failed.values())} failures"
+        )
+
     def answer(self, near: Call, observation: Mapping[str, Any], limit: float) -> np.ndarray:
         """Return the chunk for an observation, float32 [H, D]: the far policy's rows while they last."""
         now = float(observation.get("time") or self._clock())
