@@ -8,7 +8,7 @@ from typing import Any
 from sinew import progress
 from sinew.core import SinewError
 from sinew.eval import suites
-from sinew.eval.dataset.writer import DatasetWriter
+from sinew.eval.dataset.writer import DatasetFrame, DatasetWriter
 from sinew.eval.settings import Task, Variant
 
 
@@ -51,31 +51,22 @@ def of_episodes(variant: Variant, task: Task, seeds: range, out: Path, successes
 
     variant: settled (:func:`sinew.eval.variants.settled`). successes: leave out episodes that failed.
     """
-    from sinew.eval.dataset.episodes import RecordedEpisode
-    from sinew.eval.player import EpisodePlayer
+    from sinew.eval.foreign.run import Foreign, interpreter
+    from sinew.eval.variants import control_hz
+    from sinew.eval.watched import watch
 
-    try:
-        player = EpisodePlayer(task)
-    except (SinewError, ModuleNotFoundError) as error:
-        if suites.find(task.env) is None:
-            raise
-        raise SinewError(
-            f"--env {task.env}: expected an environment of this interpreter, where a data set's episodes are played;"
-            " suites of sinew eval have one of their own"
-        ) from error
-    player.env = recorded = RecordedEpisode(player.env, player.adapter)
-    won = 0
-    try:
-        with (
-            DatasetWriter(out, player.adapter.control_hz, robot=task.env) as writer,
-            progress.task(f"writing {out}", len(seeds)) as advance,
-        ):
-            for number in seeds:
-                episode = player.play(variant, number)
-                won += episode.success
-                if episode.success or not successes:
-                    writer.add(recorded.frames, episode.success)
-                advance("success" if episode.success else "failure")
-    finally:
-        player.close()
+    suite = suites.find(task.env)
+    elsewhere = Foreign(interpreter(suite[0].simulator)) if suite is not None else None
+    rate = control_hz(task, [variant]) if elsewhere is None else elsewhere.control_hz(task)
+    play, won = watch if elsewhere is None else elsewhere.watch, 0
+    with (
+        DatasetWriter(out, rate, robot=task.env) as writer,
+        progress.task(f"writing {out}", len(seeds)) as advance,
+    ):
+        for _, episode, moments in play(task, [variant], [(0, seed) for seed in seeds]):
+            won += episode.success
+            if episode.success or not successes:
+                frames = [DatasetFrame(m.images, m.state, m.action, m.prompt) for m in moments[:-1]]
+                writer.add(frames, episode.success)
+            advance("success" if episode.success else "failure")
     return {**writer.close(), "played": len(seeds), "successes": won}
