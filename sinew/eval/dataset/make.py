@@ -7,7 +7,7 @@ from typing import Any
 
 from sinew import progress
 from sinew.core import SinewError
-from sinew.eval import suites
+from sinew.eval.campaign import Elsewhere
 from sinew.eval.dataset.writer import DatasetFrame, DatasetWriter
 from sinew.eval.settings import Task, Variant
 
@@ -46,17 +46,17 @@ def of_records(
     return writer.close()
 
 
-def of_episodes(variant: Variant, task: Task, seeds: range, out: Path, successes: bool) -> dict[str, Any]:
+def of_episodes(
+    variant: Variant, task: Task, seeds: range, out: Path, successes: bool, elsewhere: Elsewhere | None = None
+) -> dict[str, Any]:
     """Play an episode per seed, write every control step as a frame, and return what was counted.
 
     variant: settled (:func:`sinew.eval.variants.settled`). successes: leave out episodes that failed.
+    elsewhere: plays in another interpreter.
     """
-    from sinew.eval.foreign.run import Foreign, interpreter
     from sinew.eval.variants import control_hz
     from sinew.eval.watched import watch
 
-    suite = suites.find(task.env)
-    elsewhere = Foreign(interpreter(suite[0].simulator)) if suite is not None else None
     rate = control_hz(task, [variant]) if elsewhere is None else elsewhere.control_hz(task)
     play, won = watch if elsewhere is None else elsewhere.watch, 0
     with (

@@ -16,7 +16,7 @@ from sinew.eval.settings import Task, Variant
 from sinew.eval.watched import WatchedMoment, every, watch
 
 if TYPE_CHECKING:
-    from sinew.eval.foreign.run import Foreign
+    from sinew.eval.campaign import Elsewhere
 
 SIDE = 240  # pixels of the scene
 FPS = 10  # pictures per second of the episode's own time, at most
@@ -56,7 +56,7 @@ def shoot(
     results: Sequence[Sequence[Episode]],
     count: int,
     control_hz: float,
-    elsewhere: Foreign | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> list[Film]:
     """Play the chosen seeds of the first ``MOST_VARIANTS`` variants again, and film them. elsewhere: plays them in
     another interpreter."""
