@@ -37,7 +37,7 @@ from sinew.steps.image.resize import Resize
 from train import act
 from train.checkpoint import Design, Statistics, build_tokenizer
 from train.libero_demos import CAMERAS, CHUNK, SIDE
-from train.loop import Recipe, SmolVLATask, Task, export, train
+from train.loop import Recipe, SmolVLATask, export, train
 from train.objective import Batch, Objective
 from train.rollout import Episode, encode, normalised, to_pixels
 from train.shard import Shards
@@ -157,7 +157,7 @@ def main() -> None:
     recipe = Recipe(args.cpu_seconds, rows=rows, second_rows=0, ranks=1, evaluations=0)
     (args.out / ".meet").unlink(missing_ok=True)
     stats = statistics(Shards(folders))
-    task: Task = LiberoSmolVLA(folders, stats) if smolvla else LiberoAct(folders, stats)
+    task = (LiberoSmolVLA if smolvla else LiberoAct)(folders, stats)
     train(0, task, recipe, args.out, args.start)
     if smolvla:
         export(args.out, DESIGN)
