@@ -128,11 +128,34 @@ def action_units(architecture: str) -> tuple[str, ...]:
     return said.get(plain(architecture), ())
 
 
-def backbone(architecture: str) -> str:
+def backbone(architecture: str, config: Mapping[str, Any] | None = None) -> str:
     """Return the published models that an architecture is built on, "" for one that is not one of these. Servers of
-    other projects spell it their own way (``action_units``)."""
-    said = {plain(name): text for family in families() for name, text in family.backbones.items()}
-    return said.get(plain(architecture), "")
+    other projects spell it their own way (``action_units``). config: of a bundle, whose towers may have other sizes.
+    """
+    said = {plain(name): (family, text) for family in families() for name, text in family.backbones.items()}
+    if (found := said.get(plain(architecture))) is None:
+        return ""
+    if config is None:
+        return found[1]
+    vision = config.get("vision", {})
+    if "blocks" in vision and vision.keys() <= {"blocks", "width", "group"}:
+        # A residual network (He et al. 2016): two convolutions a block, one before them and a layer behind.
+        width = vision.get("width", 64)
+        wide = "" if width == 64 else f", {width} channels at first"
+        return f"ResNet-{2 * sum(vision['blocks']) + 2}{wide}"
+    known = [
+        p["config"] for p in found[0].published().values() if plain(p["architecture"]) == plain(architecture)
+    ]
+    same = not known or any(_widths(each) == _widths(config) for each in known)
+    return found[1] if same else f"{found[1]} in other sizes"
+
+
+def _widths(config: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Return width and depth of a policy's eyes and of its language model."""
+    parts = [config.get(part) for part in ("vision", "language")]
+    return [
+        (p.get("hidden_size"), p.get("num_layers")) if isinstance(p, Mapping) else (None, None) for p in parts
+    ]
 
 
 def hints(architecture: str) -> tuple[str, ...]:

@@ -72,6 +72,9 @@ def write_configs(folder: Path, design: Design, stats: Statistics) -> SmolVLACon
         place.mkdir(exist_ok=True)
         build_tokenizer(design.words).save(str(place / "tokenizer.json"))
         _json(place / "tokenizer_config.json", _tokenizer_config())
+    # LeRobot opens a processor of frames there, which a policy does not use.
+    _json(folder / "vlm" / "preprocessor_config.json", {"image_processor_type": "SmolVLMImageProcessor"})
+    _json(folder / "vlm" / "processor_config.json", {"processor_class": "SmolVLMProcessor"})
     _write_processors(folder, design, stats)
     return model_config(open_checkpoint(folder), read_json(folder / "vlm" / "config.json"), {})
 
@@ -136,6 +139,12 @@ def _tokenizer_config() -> dict[str, Any]:
         "pad_token": PAD,
         "eos_token": PAD,
         "unk_token": UNKNOWN,
+        "extra_special_tokens": {
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "image_token": "<image>",
+            "end_of_utterance_token": PAD,
+        },
     }
 
 

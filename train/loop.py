@@ -151,7 +151,7 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
 
 
 def export(out: Path, design: Design) -> Path:
-    """The checkpoint as a bundle, and the learning curve as a picture."""
+    """The checkpoint as a bundle, and the learning curve as a picture where episodes were played."""
     bundle = out / f"{design.name}.gguf"
     convert(
         out / "checkpoint",
@@ -162,7 +162,8 @@ def export(out: Path, design: Design) -> Path:
         motion=design.motion,
         vectors=design.vectors,
     )
-    plot(out / "log.json", out / "curve.png")
+    if json.loads((out / "log.json").read_text())["recipe"]["evaluations"]:
+        plot(out / "log.json", out / "curve.png")
     return bundle
 
 

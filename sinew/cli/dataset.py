@@ -36,7 +36,7 @@ def dataset(
             folder that `sinew serve --record` wrote: every request is a frame. Or that of `sinew run --frames`: every
             control step is, and says in LeRobot's `intervention` whether a human drove.
         out: a new folder.
-        env: gymnasium id; if absent, the embedded task that the policy fits.
+        env: gymnasium id, or a suite or a task of one; if absent, the embedded task that the policy fits.
         episodes: to play, one per seed.
         seed: of the first episode.
         replan: actions executed per inference, `full`, or another rule of `sinew run`.
@@ -45,6 +45,7 @@ def dataset(
         bundle: of records: the policy, which gives the joints their names.
         corrections: of records: only the steps in which a human drove.
     """
+    from sinew.cli.eval import elsewhere_for
     from sinew.eval.dataset.make import of_episodes, of_records
     from sinew.eval.settings import Task, parse_replan
     from sinew.eval.variants import default_env, settled, variants
@@ -61,7 +62,8 @@ def dataset(
         try:
             task = Task(env or default_env(source, cameras.rename, **cameras.allowed))
             (variant,) = variants(runs.variant(source, cameras, replan=parse_replan(replan)))
-            counts = of_episodes(settled(variant), task, range(seed, seed + episodes), out, successes)
+            seeds, elsewhere = range(seed, seed + episodes), elsewhere_for(task)
+            counts = of_episodes(settled(variant), task, seeds, out, successes, elsewhere)
         except ModuleNotFoundError as error:
             raise MissingPackageError("playing episodes", error.name or "mujoco") from None
     console = terminal.console(markup=False)

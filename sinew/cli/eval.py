@@ -205,7 +205,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     if out is not None:
         plots.check()
     asked = variants_of(base, sweep or [], compare or [])
-    elsewhere = _elsewhere(task, interpreter, out)
+    elsewhere = elsewhere_for(task, interpreter, out)
     rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
     said: set[str] = set()
     variants = [settled(variant, task, said) for variant in asked]
@@ -252,7 +252,7 @@ def _repeat(
 
     recorded = repeat.read(path)
     task = recorded.task
-    elsewhere = _elsewhere(task, interpreter, out)
+    elsewhere = elsewhere_for(task, interpreter, out)
     asked = recorded.found(policies)
     rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
     said: set[str] = set()
@@ -302,8 +302,8 @@ def _set_up(simulator: str) -> int:
     return 0
 
 
-def _elsewhere(task: Task, interpreter: Path | None, out: Path | None) -> Foreign | None:
-    """Where the environment is played, if not here."""
+def elsewhere_for(task: Task, interpreter: Path | None = None, out: Path | None = None) -> Foreign | None:
+    """Return where the environment is played, if not here."""
     found = suites.find(task.env)
     if found is None and interpreter is None:
         return None
@@ -448,14 +448,12 @@ def _films(
     if filmed is None:
         return []
     task, variants = filmed
-    if elsewhere is not None or task.realtime or any(variant.stream for variant in variants):
-        terminal.say(
-            "no films: expected chunks in simulated time, of an environment that is played in this interpreter"
-        )
+    if task.realtime or any(variant.stream for variant in variants):
+        terminal.say("no films: expected chunks in simulated time")
         return []
     from sinew.eval.report.films import shoot
 
-    return shoot(task, variants, report["episodes"], films)
+    return shoot(task, variants, report["episodes"], films, report["control_hz"], elsewhere)
 
 
 def _terminal(report: dict[str, Any]) -> list[Any]:

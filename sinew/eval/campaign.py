@@ -16,6 +16,7 @@ from sinew.eval.adapters import make_env
 from sinew.eval.player import EpisodePlayer, groups, key, one_thread
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
+from sinew.eval.watched import WatchedMoment
 
 LOG = "episodes.jsonl"
 OnEpisode = Callable[[Variant, Episode], None]
@@ -28,6 +29,14 @@ class Elsewhere(Protocol):
         self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], workers: int
     ) -> Iterator[tuple[int, Episode]]:
         """todo: index of a variant, seed. Yields the index and its episode, in any order."""
+
+    def watch(
+        self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], fps: float = 0.0
+    ) -> Iterator[tuple[int, Episode, list[WatchedMoment]]]:
+        """Do what :func:`sinew.eval.watched.watch` does."""
+
+    def control_hz(self, task: Task) -> float:
+        """Return control steps per second."""
 
 
 def run(

@@ -143,13 +143,13 @@ class InProcess(EpisodePolicy):
 
 
 class ServerPolicy(EpisodePolicy):
-    """A server. ``engine``: what runs its policy, and why."""
+    """A server. ``engine``: what runs its policy, and why. client: asks it."""
 
     def __init__(self, address: str, solver_steps: int | None, timeout: float = 60.0):
         from sinew_client import Client
         from sinew_client.types import MOST_TOGETHER
 
-        client = Client(address, timeout=timeout, api_key=key_from_environment())
+        self.client = client = Client(address, timeout=timeout, api_key=key_from_environment())
         metadata = client.metadata()
         self.engine: dict[str, Any] = metadata["server"]
         super().__init__(client, solver_steps)

@@ -33,7 +33,7 @@ from sinew_client.control.windows import OUT_OF_NODES
 from sinew_client.history import History
 
 from sinew import machine
-from sinew.eval.policies import EvalPolicy, InProcess
+from sinew.eval.policies import EvalPolicy, InProcess, ServerPolicy
 from sinew.eval.robot import SimulatedRobot, StreamedRobot
 from sinew.eval.settings import Latency, rows_between
 from sinew.eval.sources import Measured, Simulated, SimulatedLink, StreamCosts, chunk_seed, way
@@ -58,7 +58,8 @@ class Episode:
     ``seam``: the largest change of a command from the last row of a chunk to the first of the next. ``jerk``: the
     root mean square of the commands' third difference. Both in units of the action, over its numbers.
     digest: of all commands, bit for bit (:func:`digest_of`); "" of a stream. peak_bytes: the most memory that the
-    process had until the end of the episode, the simulator's included; 0 where the policy computes in another.
+    policy's process had until the end of the episode, the simulator's included where that is the same one; 0 where a
+    server does not say it.
     """
 
     seed: int
@@ -160,7 +161,10 @@ def run_episode(
 
 
 def peak_of(policy: EvalPolicy) -> int:
-    """Return the most memory that this process had, in bytes; 0 where the policy computes in another."""
+    """Return the most memory that the process had in which the policy computes, in bytes, as a server says it of
+    itself; 0 where nobody says it."""
+    if isinstance(policy, ServerPolicy):
+        return int(policy.client.health().get("peak_bytes", 0))
     return machine.resident_bytes()["peak"] if isinstance(policy, InProcess) else 0
 
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from sinew import machine
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.processing.continuation import kind_of
 from sinew.rate_limited_log import RateLimitedLog
@@ -233,12 +234,14 @@ class Service:
         return bool(self._api_key)
 
     def health(self) -> dict[str, Any]:
-        """Status (ok, unhealthy, stopping), what is wrong, and counters, ready for JSON."""
+        """Status (ok, unhealthy, stopping), what is wrong, the most memory that the process had, and counters, ready
+        for JSON."""
         problems = self.problems()
         return {
             "status": "stopping" if self._stopping else "unhealthy" if problems else "ok",
             "problems": problems,
             "uptime_s": round(time.monotonic() - self._started, 3),
+            "peak_bytes": machine.resident_bytes()["peak"],
             **self._engine(),
             **self.policies.stats(),
             **({"policies": self.policies.describe()} if self.policies.several else {}),

@@ -487,6 +487,7 @@ def test_the_other_interpreter_plays_the_same_episodes(tmp_path: Path) -> None:
     assert elsewhere.control_hz(task) == 60
     there = campaign.run(task, variants, range(2), workers=2, elsewhere=elsewhere)
     assert [content(e) for e in here] == [content(e) for e in there]
+    assert there[0][0].peak_bytes > PEN.stat().st_size  # of the server, which was asked
 
 
 @pytest.mark.skipif(not PEN.exists(), reason="no trained policy at sinew/assets/pen.gguf")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -379,13 +378,13 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.skipif(find_spec("libero") is not None, reason="LIBERO is in this interpreter")
-def test_a_simulator_of_another_interpreter_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_simulator_that_is_not_installed_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SINEW_SIMS", str(tmp_path))
     assert main(["recording", "dataset", "expert", str(tmp_path / "out"), "--env", "libero_object/0"]) == 1
     told = " ".join(capsys.readouterr().err.split())
-    assert "--env libero_object/0: expected an environment of this interpreter" in told
+    assert "libero is not installed: sinew eval --setup libero" in told
     assert not (tmp_path / "out").exists()
 
 

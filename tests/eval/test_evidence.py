@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import tempfile
 from copy import deepcopy
 from dataclasses import replace
@@ -24,11 +25,14 @@ pytest.importorskip("mujoco", reason="the pen needs the sim extra")
 
 from PIL import Image
 
+from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import SinewError
 from sinew.eval.report import evidence, films, leaderboard, page, repeat, stats
 from sinew.eval.runner import Episode, digest_of
-from sinew.registry import architectures, backbone
+from sinew.eval.settings import Task, Variant
+from sinew.eval.watched import read_moments, watch, write_moments
+from sinew.registry import architectures, backbone, families
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -195,6 +199,22 @@ def test_nothing_that_a_run_names_becomes_markup(run: Path) -> None:
         if any(name.startswith("on") for name in a) or (tag == "img" and a["src"] == "x")
     ]
     assert json.loads(page.record_in(markup) or "") == record
+
+
+def test_an_episode_of_another_interpreter_is_filmed(tmp_path: Path) -> None:
+    """As the simulators of suites are; its moments come back as they were."""
+    words = ["eval", "expert", "--env", "sinew/Pen-v0", "--interpreter", sys.executable, "--episodes", "2"]
+    assert main([*words, "--workers", "1", "--replan", "4", "--out", str(tmp_path), "--films", "1"]) == 0
+    markup = (tmp_path / "report.html").read_text()
+    (film,) = [a["src"] for tag, a in Elements(markup).found if tag == "img"]
+    assert "every command was the run's" in markup
+    assert Image.open(io.BytesIO(base64.b64decode(film.partition("base64,")[2]))).n_frames > 5
+    ((_, episode, moments),) = watch(Task("sinew/Pen-v0"), [Variant("expert", 4)], [(0, 5000)], 10)
+    assert [each.step for each in moments] == [*range(0, episode.steps, 6), episode.steps]
+    write_moments(tmp_path / "moments.npz", moments)
+    for one, other in zip(moments, read_moments(tmp_path / "moments.npz"), strict=True):
+        for name in ("step", "state", "action", "prompt", "scene", "images"):
+            np.testing.assert_equal(getattr(one, name), getattr(other, name))
 
 
 def test_films_need_a_page() -> None:
@@ -405,7 +425,7 @@ def test_a_board_ranks_and_pairs_what_reports_say(
         assert each["interval"] == [round(end, 4) for end in stats.wilson(each["wins"], 3)]
         assert each["size_bytes"] == PEN.stat().st_size
         assert each["peak_bytes"] > PEN.stat().st_size
-        assert each["backbone"] == "SmolVLM2"
+        assert each["backbone"] == "SmolVLM2 in other sizes"
         if told["mean_steps_to_success"] is not None:
             assert math.isclose(each["seconds_to_success"], told["mean_steps_to_success"] / 60, abs_tol=1e-3)
     (pair,) = board["pairs"]
@@ -514,4 +534,15 @@ def test_a_folder_without_reports_is_named(tmp_path: Path, capsys: pytest.Captur
 
 def test_every_architecture_has_a_backbone() -> None:
     assert all(backbone(name) for name in architectures())
-    assert backbone("another") == ""
+    assert backbone("another") == backbone("another", {}) == ""
+
+
+def test_a_backbone_of_other_sizes_is_not_called_the_published_one() -> None:
+    for family in families():
+        for each in family.published().values():
+            assert backbone(each["architecture"], each["config"]) == backbone(each["architecture"])
+    sizes = {"pen": "SmolVLM2 in other sizes", "act": "ResNet-10, 16 channels at first"}
+    for name, said in sizes.items():
+        manifest = Bundle(PEN.with_name(f"{name}.gguf")).manifest
+        assert backbone(manifest.architecture, manifest.config) == said
+    assert backbone("act", {"vision": {"blocks": [3, 4, 6, 3], "width": 64}}) == "ResNet-34"

@@ -18,6 +18,7 @@ from sinew_client.rotations import from_vector
 
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 
+from sinew.cli import main
 from sinew.core import SinewError
 from sinew.eval import suites
 from sinew.eval.foreign import run as foreign
@@ -192,6 +193,26 @@ def test_the_expert_wins_three_tasks(capsys: pytest.CaptureFixture[str]) -> None
     assert code == 0, said
     assert report["variants"][0]["wins"] == 3
     assert len([name for name in report["variants"][0]["by_task"] if "/" in name]) == 3
+
+
+@scenes
+def test_an_episode_is_filmed_and_becomes_a_data_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("expert", "--env", "libero_object/3", "--episodes", 1, "--seed", 0, "--replan", 1)
+    out, written = tmp_path / "run", tmp_path / "data"
+    code, report, said = evaluate(capsys, *words, "--workers", 1, "--films", 1, "--out", out)
+    assert code == 0, said
+    markup = (out / "report.html").read_text()
+    assert "every command was the run's" in markup
+    assert markup.count("data:image/webp;base64,") == 2  # a film and its last picture
+    assert main(["recording", "dataset", words[0], str(written), *map(str, words[1:]), "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert counts["successes"] == counts["episodes"] == 1
+    assert counts["frames"] == report["variants"][0]["mean_steps_to_success"]
+    video = json.loads((written / "meta" / "info.json").read_text())["features"]
+    assert video["observation.images.image2"]["shape"] == [256, 256, 3]
+    assert video["action"]["shape"] == [7]
 
 
 @scenes

@@ -621,6 +621,12 @@ def evaluation(walk: Walk) -> None:
         instead=("50", "3"),
     )
     written(walk, "build/demonstrations", 3)
+    walk.environment |= {"SINEW_SIMS": str(walk.folder / "sims")}  # those of this checkout would play
+    walk.type(
+        "sinew recording dataset expert build/libero --env libero_object/3",
+        status=1,
+        says=("error: libero is not installed: sinew eval --setup libero",),
+    )
     walk.type("sinew recording dataset records/ build/recorded --hz 10 --bundle policy.gguf")
     written(walk, "build/recorded", 1)
 

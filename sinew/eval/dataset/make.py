@@ -7,8 +7,8 @@ from typing import Any
 
 from sinew import progress
 from sinew.core import SinewError
-from sinew.eval import suites
-from sinew.eval.dataset.writer import DatasetWriter
+from sinew.eval.campaign import Elsewhere
+from sinew.eval.dataset.writer import DatasetFrame, DatasetWriter
 from sinew.eval.settings import Task, Variant
 
 
@@ -46,36 +46,27 @@ def of_records(
     return writer.close()
 
 
-def of_episodes(variant: Variant, task: Task, seeds: range, out: Path, successes: bool) -> dict[str, Any]:
+def of_episodes(
+    variant: Variant, task: Task, seeds: range, out: Path, successes: bool, elsewhere: Elsewhere | None = None
+) -> dict[str, Any]:
     """Play an episode per seed, write every control step as a frame, and return what was counted.
 
     variant: settled (:func:`sinew.eval.variants.settled`). successes: leave out episodes that failed.
+    elsewhere: plays in another interpreter.
     """
-    from sinew.eval.dataset.episodes import RecordedEpisode
-    from sinew.eval.player import EpisodePlayer
+    from sinew.eval.variants import control_hz
+    from sinew.eval.watched import watch
 
-    try:
-        player = EpisodePlayer(task)
-    except (SinewError, ModuleNotFoundError) as error:
-        if suites.find(task.env) is None:
-            raise
-        raise SinewError(
-            f"--env {task.env}: expected an environment of this interpreter, where a data set's episodes are played;"
-            " suites of sinew eval have one of their own"
-        ) from error
-    player.env = recorded = RecordedEpisode(player.env, player.adapter)
-    won = 0
-    try:
-        with (
-            DatasetWriter(out, player.adapter.control_hz, robot=task.env) as writer,
-            progress.task(f"writing {out}", len(seeds)) as advance,
-        ):
-            for number in seeds:
-                episode = player.play(variant, number)
-                won += episode.success
-                if episode.success or not successes:
-                    writer.add(recorded.frames, episode.success)
-                advance("success" if episode.success else "failure")
-    finally:
-        player.close()
+    rate = control_hz(task, [variant]) if elsewhere is None else elsewhere.control_hz(task)
+    play, won = watch if elsewhere is None else elsewhere.watch, 0
+    with (
+        DatasetWriter(out, rate, robot=task.env) as writer,
+        progress.task(f"writing {out}", len(seeds)) as advance,
+    ):
+        for _, episode, moments in play(task, [variant], [(0, seed) for seed in seeds]):
+            won += episode.success
+            if episode.success or not successes:
+                frames = [DatasetFrame(m.images, m.state, m.action, m.prompt) for m in moments[:-1]]
+                writer.add(frames, episode.success)
+            advance("success" if episode.success else "failure")
     return {**writer.close(), "played": len(seeds), "successes": won}

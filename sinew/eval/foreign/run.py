@@ -32,6 +32,7 @@ from sinew.eval.policies import EXPERT
 from sinew.eval.runner import Episode
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant
+from sinew.eval.watched import WatchedMoment, read_moments
 
 PACKAGE = Path(__file__).resolve().parents[2]
 VERSIONS = Path(__file__).parent / "simulators"
@@ -175,6 +176,19 @@ class Foreign:
                 with self._address(variants[jobs[0][0]]) as address:
                     yield from _share(free, count, variants, jobs, address)
 
+    def watch(
+        self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], fps: float = 0.0
+    ) -> Iterator[tuple[int, Episode, list[WatchedMoment]]]:
+        """Do what :func:`sinew.eval.watched.watch` does, in the other interpreter."""
+        with tempfile.TemporaryDirectory() as scratch, Worker(self.python, task, fps) as worker:
+            for index, group in itertools.groupby(todo, lambda job: job[0]):
+                with self._address(variants[index]) as address:
+                    for _, seed in group:
+                        file = Path(scratch) / f"{seed}.npz"
+                        episode = worker.play(_there(variants[index], address), seed, file)
+                        yield index, episode, read_moments(file)
+                        file.unlink()
+
     @contextmanager
     def _address(self, variant: Variant) -> Iterator[str]:
         """What the interpreter is given as the variant's policy."""
@@ -203,6 +217,11 @@ def _flags(variant: Variant) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _there(variant: Variant, address: str) -> Variant:
+    """Return a variant as the other interpreter gets it: what its server was told is not its own."""
+    return replace(variant, target=address, dtype=None, device="cpu")
+
+
 def _share(
     free: SimpleQueue[Worker],
     count: int,
@@ -212,7 +231,7 @@ def _share(
 ) -> Iterator[tuple[int, Episode]]:
     def play(index: int, seed: int) -> tuple[int, Episode]:
         worker = free.get()
-        variant = replace(variants[index], target=address, dtype=None, device="cpu")
+        variant = _there(variants[index], address)
         try:
             for _ in range(DEATHS - 1):
                 try:
@@ -240,10 +259,11 @@ class KilledError(SinewError):
 
 
 class Worker:
-    """One process of the other interpreter. Its environment has been made when this returns."""
+    """One process of the other interpreter. Its environment has been made when this returns. fps: of the moments
+    that its episodes leave; None: none are kept."""
 
-    def __init__(self, python: Path, task: Task):
-        self._python, self._task = python, task
+    def __init__(self, python: Path, task: Task, fps: float | None = None):
+        self._python, self._task = python, task.to_dict() | ({} if fps is None else {"fps": fps})
         self._start()
 
     def again(self) -> None:
@@ -267,13 +287,15 @@ class Worker:
             env=variables,
         )
         try:
-            self.control_hz = float(self._ask(self._task.to_dict())["control_hz"])
+            self.control_hz = float(self._ask(self._task)["control_hz"])
         except BaseException:
             self.close()
             raise
 
-    def play(self, variant: Variant, seed: int) -> Episode:
-        return Episode(**self._ask({"variant": variant.to_dict(), "seed": seed})["episode"])
+    def play(self, variant: Variant, seed: int, file: Path | None = None) -> Episode:
+        """Play an episode. file: where its moments are written."""
+        more = {} if file is None else {"file": str(file)}
+        return Episode(**self._ask({"variant": variant.to_dict(), "seed": seed, **more})["episode"])
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -5,7 +5,8 @@ protobuf, and neither sinew nor torch: both packages are imported here from wher
 folders, so that nothing else that lies beside them gets in.
 
 In: the task, then one request per line, ``{"variant": {...}, "seed": 0}``. Out: ``{"control_hz": 50.0}`` when the
-environment is there, then one ``{"episode": {...}}`` per request; ``{"error": "..."}`` for what a user can mend.
+environment is there, then one ``{"episode": {...}}`` per request; ``{"error": "..."}`` for what a user can mend. With
+``fps`` beside the task, a request has a ``file``, into which the moments of its episode are written.
 """
 
 import importlib.util
@@ -58,6 +59,7 @@ def main(sinew, client):
         from sinew.core import SinewError
         from sinew.eval.player import EpisodePlayer
         from sinew.eval.settings import Task, Variant
+        from sinew.eval.watched import WatchedPlayer, write_moments
     except ModuleNotFoundError as error:
         answer({"error": f"{sys.executable} lacks {error.name}: pip install numpy protobuf gymnasium"})
         return
@@ -67,11 +69,16 @@ def main(sinew, client):
         request = json.loads(line)
         try:
             if player is None:
-                player = EpisodePlayer(Task(**request))
+                fps = request.pop("fps", None)
+                task = Task(**request)
+                player = EpisodePlayer(task) if fps is None else WatchedPlayer(task, fps)
                 answer({"control_hz": player.adapter.control_hz})
                 continue
             variant = Variant.from_dict(request["variant"])
-            answer({"episode": player.play(variant, request["seed"]).to_dict()})
+            episode = player.play(variant, request["seed"])
+            if isinstance(player, WatchedPlayer):
+                write_moments(request["file"], player.watched.moments)
+            answer({"episode": episode.to_dict()})
         except ModuleNotFoundError as error:
             answer({"error": f"{sys.executable} lacks {error.name}"})
             break

@@ -12,9 +12,9 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sinew.eval.adapters import EnvAdapter
-from sinew.eval.dataset.episodes import RecordedEpisode
 from sinew.eval.policies import ServerPolicy
 from sinew.eval.runner import Conduct, run_episode
+from sinew.eval.watched import WatchedEpisode
 from sinew.figures import COLORS
 
 SIDE = 400  # pixels beside the scene
@@ -48,7 +48,7 @@ def shoot(policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter, seeds: 
     scene: Any = env.unwrapped
     names = tuple(policy.served["action"].get("names") or getattr(scene, "action_names", ()))
     for seed in seeds:
-        recorded = RecordedEpisode(env, adapter)
+        recorded = WatchedEpisode(env, adapter)
         poses: list[np.ndarray] = []
         latencies: list[float] = []
         counts: list[int] = []
@@ -63,15 +63,15 @@ def shoot(policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter, seeds: 
             poses.append(scene.pose())
 
         episode = run_episode(recorded, adapter, policy, Conduct(), seed, watch)
-        taken = recorded.frames
+        taken = recorded.moments
         actions = np.stack([frame.action for frame in taken])
         text = f"{'success' if episode.success else 'no success'} after {episode.steps} steps"
         for step, frame in enumerate(taken):
             last = step == len(taken) - 1
             shots.append(
                 Shot(
-                    poses[step], frame.images, frame.task, actions[: step + 1], tuple(latencies[: counts[step]]), step,
-                    names, text if last else "", episode.success,
+                    poses[step], frame.images, frame.prompt, actions[: step + 1], tuple(latencies[: counts[step]]),
+                    step, names, text if last else "", episode.success,
                 )
             )  # fmt: skip
     return shots

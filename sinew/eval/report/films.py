@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from sinew.eval.adapters import make_env
-from sinew.eval.player import EpisodePlayer, one_thread
 from sinew.eval.report.animation import compose
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.eval.watched import WatchedSteps
+from sinew.eval.watched import WatchedMoment, every, watch
+
+if TYPE_CHECKING:
+    from sinew.eval.campaign import Elsewhere
 
 SIDE = 240  # pixels of the scene
 FPS = 10  # pictures per second of the episode's own time, at most
@@ -50,62 +51,35 @@ def chosen(results: Sequence[Sequence[Episode]], count: int) -> list[int]:
 
 
 def shoot(
-    task: Task, variants: Sequence[Variant], results: Sequence[Sequence[Episode]], count: int
+    task: Task,
+    variants: Sequence[Variant],
+    results: Sequence[Sequence[Episode]],
+    count: int,
+    control_hz: float,
+    elsewhere: Elsewhere | None = None,
 ) -> list[Film]:
-    """Play the chosen seeds of the first ``MOST_VARIANTS`` variants again, and film them."""
-    seeds = chosen(results, count)
+    """Play the chosen seeds of the first ``MOST_VARIANTS`` variants again, and film them. elsewhere: plays them in
+    another interpreter."""
+    seeds, shown = chosen(results, count), variants[:MOST_VARIANTS]
+    todo = [(index, seed) for index in range(len(shown)) for seed in seeds]
+    before = [{each.seed: each for each in episodes} for episodes in results]
     films: list[Film] = []
-    player = _FilmPlayer(task)
-    try:
-        with one_thread(variants):
-            for index, variant in enumerate(variants[:MOST_VARIANTS]):
-                before = {each.seed: each for each in results[index]}
-                for seed in seeds:
-                    player.pictures, player.label = [], variant.label(variants)
-                    episode = player.play(variant, seed)
-                    player.finish(episode)
-                    webp, still = _files(player.pictures, player.every / player.adapter.control_hz)
-                    same = (episode.success, episode.digest) == (before[seed].success, before[seed].digest)
-                    films.append(Film(index, episode, same, webp, still))
-    finally:
-        player.close()
+    for index, episode, moments in (watch if elsewhere is None else elsewhere.watch)(task, shown, todo, FPS):
+        pictures = [_picture(each, f"step {each.step}") for each in moments[:-1]]
+        outcome = "success" if episode.success else "no success"
+        pictures.append(_picture(moments[-1], f"{outcome} after {episode.steps} steps", episode.success))
+        webp, still = _files(pictures, every(control_hz, FPS) / control_hz)
+        was = before[index][episode.seed]
+        same = (episode.success, episode.digest) == (was.success, was.digest)
+        films.append(Film(index, episode, same, webp, still))
     return films
 
 
-class _FilmPlayer(EpisodePlayer):
-    """A player whose episodes leave pictures: the scene where the environment draws it, and what the policy saw."""
-
-    def __init__(self, task: Task):
-        super().__init__(task)
-        modes = self.env.metadata.get("render_modes") or ()
-        if "rgb_array" in modes and self.env.render_mode is None:
-            self.env.close()
-            self.env, self.adapter = make_env(
-                task.env, task.adapter, task.env_options, render_mode="rgb_array"
-            )
-        self.draws = self.env.render_mode == "rgb_array"
-        self.every = max(1, round(self.adapter.control_hz / FPS))
-        self.env = WatchedSteps(self.env, self.show)
-        self.pictures: list[Image.Image] = []
-        self.label = ""
-        self._seen: Mapping[str, Any] = {}
-
-    def show(self, raw: Any, _action: Any, step: int) -> None:
-        """Draw what is there before a control step."""
-        if step % self.every == 0:
-            self._seen = self.adapter.observation(raw)
-            self._draw(f"step {step}")
-
-    def finish(self, episode: Episode) -> None:
-        """Draw the end."""
-        outcome = "success" if episode.success else "no success"
-        self._draw(f"{outcome} after {episode.steps} steps", episode.success)
-
-    def _draw(self, status: str, success: bool | None = None) -> None:
-        images = {name: _square(frame, SIDE // 2) for name, frame in self._seen["images"].items()}
-        drawn: Any = self.env.render() if self.draws else next(iter(self._seen["images"].values()))
-        prompt = str(self._seen.get("prompt", ""))
-        self.pictures.append(compose(_square(drawn, SIDE), images, prompt, status, success))
+def _picture(moment: WatchedMoment, status: str, success: bool | None = None) -> Image.Image:
+    """Return the scene, or else what the first camera saw, beside what the policy saw."""
+    images = {name: _square(frame, SIDE // 2) for name, frame in moment.images.items()}
+    scene = next(iter(moment.images.values())) if moment.scene is None else moment.scene
+    return compose(_square(scene, SIDE), images, moment.prompt, status, success)
 
 
 def _square(frame: Any, side: int) -> np.ndarray:

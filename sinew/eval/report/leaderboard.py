@@ -38,8 +38,8 @@ class Standing:
 
     file: of the bundle, or a server's address. wins: seed -> whether it succeeded there. entry: what a board says of
     it. chunk: actions of a chunk. step_ms: milliseconds of inference for each executed action; inference_ms: of a
-    chunk, p50. seconds_to_success: of the robot's own time, mean of the successes. peak_bytes: the most memory of a
-    process that played, simulator included. size_bytes: of the bundle.
+    chunk, p50. seconds_to_success: of the robot's own time, mean of the successes. peak_bytes: the most memory of the
+    policy's process, the simulator's included where they share one. size_bytes: of the bundle.
     """
 
     name: str
@@ -297,7 +297,8 @@ def _parts(record: Mapping[str, Any]) -> Iterator[str]:
     yield (
         '<p class="note">Success with its 95 % Wilson interval. Differences are paired, over seeds that both played,'
         " with their 95 % interval (Newcombe 1998, method 10) and McNemar's exact p. Step: milliseconds of inference"
-        " (p50) for each executed action. Memory: the most that a process held which played, simulator included.</p>"
+        " (p50) for each executed action. Memory: the most that the policy's process held, simulator included where"
+        " they share one.</p>"
     )
     for board in record["boards"]:
         yield f"<h2>{page.text(title(board))}</h2>"

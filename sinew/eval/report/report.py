@@ -116,7 +116,7 @@ def facts(variant: Variant) -> dict[str, Any]:
     return {
         "name": bundle.manifest.name,
         "architecture": bundle.manifest.architecture,
-        "backbone": backbone(bundle.manifest.architecture),
+        "backbone": backbone(bundle.manifest.architecture, bundle.manifest.config),
         "file": path.name,
         "bytes": sum(each.stat().st_size for each in files),
         "parameters": sum(map(bundle.parameters, bundle.infos.values())),
