@@ -411,10 +411,7 @@ def prepare_inside(
     """Write the files that ``names`` run; return those of them that can, and the bound of a float32 chunk in processor
     seconds (0 without the engine ``onnx``, whose benchmark counts it)."""
     lerobot, bundle = arguments.lerobot.resolve(), out / f"{FLOAT}.gguf"
-    words, bench = (
-        [str(out / "lerobot")],
-        ["--engine", "onnx", "--runs", "1", "--threads", str(arguments.threads)],
-    )
+    words, threads = [str(out / "lerobot")], str(arguments.threads)
     if not arguments.again:
         if family == "smolvla":
             reader = peer if any(name.startswith("lerobot") for name in names) else None
@@ -424,26 +421,29 @@ def prepare_inside(
             part = [str(peer), "-m", "benchmarks.peers", "--part", "write", family, words[0]]
             subprocess.run(part, check=True, env=environment(lerobot))
         sinew("convert", *words, str(bundle), "--force")
-    for name, recipe in INSIDE[family].get("recipes", LOW).items():
-        low = out / f"{name}.gguf"
-        if arguments.again or all(ENGINES.get(each, ("",))[0] != name for each in names):
-            continue
-        low.unlink(missing_ok=True)
-        options = ["--engine", "cpu", "--observations", "1", "--episodes", "0", "--out", str(low)]
-        if not sinew(
-            "quantize", str(bundle), "--recipe", recipe, *options
-        ):  # it has said what has no linear layer
-            names = [each for each in names if ENGINES.get(each, ("",))[0] != name]
-    found: dict[str, Any] = {}
-    for name in ("onnx int8", "onnx"):
-        if name in names:  # its graphs are exported in a process of their own
-            found = json.loads(sinew("bench", str(out / f"{ENGINES[name][0]}.gguf"), *bench, "--json"))
-    if any(name in VLACPP for name in names):
+    for low, recipe in INSIDE[family].get("recipes", LOW).items():
+        path, users = out / f"{low}.gguf", [name for name in ENGINES if ENGINES[name][0] == low]
+        if not arguments.again and set(users) & set(names):
+            path.unlink(missing_ok=True)
+            options = ["--engine", "cpu", "--observations", "1", "--episodes", "0", "--out", str(path)]
+            sinew("quantize", str(bundle), "--recipe", recipe, *options)
+        if not path.exists():  # it has said that the family has no such layers
+            names = [name for name in names if name not in users]
+    counted: dict[str, Any] = {}
+    for name in (
+        "onnx int8",
+        "onnx",
+    ):  # graphs are exported here, beside the bundle, and not where memory is measured
+        if name in names:
+            options = ["--engine", "onnx", "--runs", "1", "--threads", threads, "--json"]
+            counted = json.loads(sinew("bench", str(out / f"{ENGINES[name][0]}.gguf"), *options))["roofline"]
+    if set(VLACPP) & set(names) and not arguments.again:
         (out / "vla.gguf").unlink(missing_ok=True)
         sinew("export", str(bundle), "--vlacpp", str(out / "vla.gguf"))
-    counted = found.get("roofline", {}) if "onnx" in names else {}
-    work = sum(stage["gflop"] for stage in counted.get("stages_ms", {}).values())
-    return names, arguments.threads * work / counted["sgemm_gflops"] if work else 0.0
+    if "onnx" not in names or "stages_ms" not in counted:
+        return names, 0.0
+    work = sum(stage["gflop"] for stage in counted["stages_ms"].values())
+    return names, arguments.threads * work / counted["sgemm_gflops"]
 
 
 def sinew(*words: str) -> str:
