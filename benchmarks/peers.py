@@ -1,7 +1,8 @@
-"""One checkpoint in LeRobot and in Sinew: SmolVLA behind both servers, ACT and Diffusion Policy in one process each.
+"""One checkpoint in LeRobot, vla.cpp and Sinew: SmolVLA behind both servers; SmolVLA, ACT, Diffusion Policy inside.
 
     python -m benchmarks.peers OUT --peer PYTHON [--rounds 5] [--requests 2] [--threads 2] [--tiny]
     python -m benchmarks.peers OUT --peer PYTHON --inside diffusion [--lerobot FOLDER] [--rounds 12] [--threads 1]
+    python -m benchmarks.peers OUT --peer PYTHON --inside smolvla [--vlacpp vla.cpp/build/vla-server] [--rounds 6]
 
 PYTHON belongs to an environment with lerobot[smolvla] (0.4.4 here; ``python -m benchmarks.peers --how`` says how one is
 made). The checkpoint is random, at full size, in float32 (no policy was trained, so the actions mean nothing; every
@@ -12,11 +13,16 @@ latencies stands the server's processor time, which other work disturbs less. Af
 LeRobot's server is given the noise that Sinew is sent, and a second time the position rows of transformers 5.5 as well:
 4.57 puts every patch but the first into the row before its own.
 
-``--inside``: no server. LeRobot (0.6.1 in FOLDER, where `make clients` puts it) writes a policy with random weights at
-its published size. Its policy between its own pipelines, and Sinew's engines, are a process each and answer the same
-raw frames in turn, in random order. Of each: processor seconds of a chunk (time.process_time, which other work disturbs
-less than the clock), the same as a part of LeRobot's in the same round (median, 95 % of it), VmHWM, and how far its
-actions lie from LeRobot's for the same noise.
+``--inside``: no server of ours or of LeRobot's. LeRobot (0.6.1 in FOLDER, where `make clients` puts it) reads a policy
+with random weights at its published size, and so does Sinew. LeRobot's policy between its own pipelines, each engine of
+Sinew, and vla.cpp's server with each of its precisions, are a process each and answer the same raw frames in turn, in
+random order. Of each: processor seconds of a chunk (of all threads, which other work disturbs less than the clock), the
+same as a part of the reference's in the same round (median, 95 % of it), VmHWM, and how far its actions lie from the
+reference's for the same noise: the largest difference, and the root of squares as a part. ``--reference`` names it,
+LeRobot if absent; ``--at-once`` limits how many processes stand together, by rounds of their own with the reference in
+each; ``--engines`` takes others than all (``lerobot compiled`` is torch.compile, minutes, and only runs when named);
+``--again`` uses what an earlier run of the same family wrote to OUT. The bound is what ``sinew bench`` counts of a
+float32 chunk's operations at the rate of a large product.
 
 Load is from the start of the process to the first chunk, with files in the page cache; peak is VmHWM of the server.
 The last line is JSON.
@@ -28,7 +34,6 @@ import argparse
 import json
 import os
 import pickle
-import platform
 import shutil
 import socket
 import subprocess
@@ -42,18 +47,34 @@ import numpy as np
 from benchmarks.paired import median_interval
 
 ROOT = Path(__file__).resolve().parents[1]
-HOW = """make clients    # .venv-clients: lerobot 0.4.4, beside the environment's torch
+HOW = """make clients    # .venv-clients: lerobot 0.4.4 and 0.6.1, beside the environment's torch
+for e in .venv-clients .venv; do $e/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done \\
+    > peers.pth
+# 0.4.4, for the servers
 python3.11 -m venv .venv-peers
 .venv-peers/bin/pip install --no-deps transformers==4.57.6 huggingface-hub==0.36.2 tokenizers==0.22.2 \\
     datasets==4.1.1 diffusers==0.35.2 num2words==0.5.14 docopt regex
-for e in .venv-clients .venv; do $e/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done \\
-    > .venv-peers/lib/python3.11/site-packages/peers.pth"""
+cp peers.pth .venv-peers/lib/python3.11/site-packages/
+# 0.6.1, for --inside
+python3.11 -m venv .venv-inside
+.venv-inside/bin/pip install --no-deps transformers==5.5.4 huggingface-hub==1.33.0 tokenizers==0.22.2 \\
+    num2words==0.5.14 docopt regex httpx httpcore h11 anyio sniffio idna certifi typer click shellingham
+cp peers.pth .venv-inside/lib/python3.11/site-packages/
+# vla.cpp, for --vlacpp: its README's packages, then
+git clone https://github.com/VinRobotics/vla.cpp && cd vla.cpp && git checkout b18873d
+cmake -B build -DCMAKE_BUILD_TYPE=Release && cmake --build build --target vla-server"""
 SERVERS = ("lerobot", "sinew, LeRobot's wire", "sinew, its own wire")
 NAMES, CAMERAS = [f"joint{number}.pos" for number in range(6)], ("camera1", "camera2")
 PROMPT = "pick up the red cube"
 START_S = 600.0
-# What LeRobot is told to make, beside its defaults: the sizes of published.json.
+# What LeRobot is told to make, beside its defaults: the sizes of published.json; and recipes of our low-bit bundles.
 INSIDE: dict[str, dict[str, Any]] = {
+    "smolvla": {
+        "cameras": CAMERAS, "frame": (512, 512), "state": 6, "action": 6, "noise": (50, 32), "prompt": PROMPT,
+        "recipes": {
+            "int8": "vision=int8,language=int8,head=int8", "4 bits": "vision=q4_0,language=q4_0,head=int8",
+        },
+    },
     "act": {"cameras": ("top", "wrist"), "frame": (480, 640), "state": 14, "action": 14},
     "diffusion": {
         "cameras": ("top",), "frame": (96, 96), "state": 4, "action": 2, "noise": (16, 2), "moments": 2,
@@ -63,7 +84,20 @@ INSIDE: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-ENGINES = ("eager", "plan", "onnx", "int8")  # int8: linear layers of the head, on engine cpu
+LOW = {"int8": "head=int8"}  # of ACT and Diffusion Policy: the head's linear layers
+FLOAT = "policy"
+# name -> bundle, engine, precision of the products
+ENGINES = {
+    "eager": (FLOAT, "eager", "fp32"), "plan": (FLOAT, "plan", "fp32"), "plan bf16": (FLOAT, "plan", "bf16"),
+    "onnx": (FLOAT, "onnx", "fp32"), "onnx int8": ("int8", "onnx", "fp32"), "cpu int8": ("int8", "cpu", "fp32"),
+    "cpu 4 bits": ("4 bits", "cpu", "fp32"),
+}  # fmt: skip
+COMPILED = "lerobot compiled"
+# vla.cpp's server, by its flags: bfloat16 is its default, flash attention what it is fastest with
+VLACPP = {
+    "vla.cpp float32": ("--weight-dtype", "f32"), "vla.cpp bf16": ("--weight-dtype", "bf16"),
+    "vla.cpp bf16 flash": ("--weight-dtype", "bf16", "--flash-attn"),
+}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- in the peer's environment
@@ -222,7 +256,7 @@ def write_policy(family: str, out: Path) -> None:
         pipeline.save_pretrained(out)
 
 
-def answers_of_lerobot(family: str, out: Path) -> Any:
+def answers_of_lerobot(family: str, out: Path, compiled: bool) -> Any:
     """Return LeRobot's policy between its pipelines as a function of moments and noise."""
     imported()
     import torch
@@ -230,8 +264,10 @@ def answers_of_lerobot(family: str, out: Path) -> Any:
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
     from lerobot.policies.utils import prepare_observation_for_inference
 
-    folder = str(out / "lerobot")
+    folder, task = str(out / "lerobot"), INSIDE[family].get("prompt", "")
     config = PreTrainedConfig.from_pretrained(folder)
+    if compiled:
+        config.compile_model, config.compile_mode = True, "default"
     policy = get_policy_class(family).from_pretrained(folder, config=config).eval()
     before, after = make_pre_post_processors(config, pretrained_path=folder)
 
@@ -241,7 +277,7 @@ def answers_of_lerobot(family: str, out: Path) -> Any:
             for moment in moments:
                 raw = {f"observation.images.{camera}": frame for camera, frame in moment["images"].items()}
                 raw["observation.state"] = moment["state"]
-                seen.append(before(prepare_observation_for_inference(raw, torch.device("cpu"), "", "")))
+                seen.append(before(prepare_observation_for_inference(raw, torch.device("cpu"), task, "")))
             batch, more = seen[0], {}
             if len(seen) > 1:
                 batch = {
@@ -256,24 +292,81 @@ def answers_of_lerobot(family: str, out: Path) -> Any:
     return infer
 
 
-def inside(name: str, family: str, out: Path, threads: int) -> None:
-    """Answer lines: as many chunks as one says, of observations that its seed draws."""
-    about = INSIDE[family]
-    if name == "lerobot":
+class VlaCpp:
+    """vla.cpp's server over its own protocol, whose messages and sockets are those of our native wire."""
+
+    def __init__(self, address: str, bundle: Path):
+        from sinew_client.link import Link, place_of
+
+        from sinew.bundle import Bundle
+        from sinew.processing.processor import Processor
+
+        manifest = Bundle(bundle).manifest
+        self._processor, self._joints = Processor(manifest), manifest.spec.action.dim
+        self._padded = manifest.processing.padded_state_dim
+        begun = time.monotonic()
+        while True:
+            try:
+                self._link = Link(place_of(address), begun + START_S)
+                return
+            except OSError:
+                if time.monotonic() > begun + START_S:
+                    raise
+                time.sleep(0.2)
+
+    def __call__(self, observation: dict[str, Any]) -> np.ndarray:
+        """Return [chunk, action] in world units of frames, a state, a prompt and noise."""
+        from sinew_client import protocol, schema
+
+        from sinew.core import Observation
+
+        inputs = self._processor.inputs(Observation.from_mapping(observation), pixels=False)
+        state = np.zeros(self._padded, np.float32)
+        state[: len(observation["state"])] = observation["state"]
+        request = schema.PredictRequest(
+            request_id=1, lang_tokens=inputs.tokens[inputs.token_mask].tolist(), state=state.tolist(),
+            noise=np.ravel(observation["noise"]).tolist(),
+        )  # fmt: skip
+        parts = protocol.with_frames(request, observation["images"].items())
+        answer = self._link.ask(parts, time.monotonic() + START_S)
+        if answer is None:
+            raise SystemExit(f"vla.cpp: no answer in {START_S:.0f} s")
+        reply = protocol.decode_reply(answer, 1)
+        return np.reshape(reply.action_chunk, (reply.chunk_size, -1))[:, : self._joints]
+
+
+def inside(name: str, family: str, out: Path, threads: int, server: str) -> None:
+    """Answer lines: as many chunks as one says, of observations that its seed draws. server: vla.cpp's program."""
+    about, process = INSIDE[family], None
+    if name.startswith("lerobot"):
         import torch
 
         torch.set_num_threads(threads)
-        infer = answers_of_lerobot(family, out)
+        infer = answers_of_lerobot(family, out, name == COMPILED)
+    elif name in VLACPP:
+        port = free_port()
+        process = subprocess.Popen(
+            [server, *VLACPP[name], "--bind", f"tcp://127.0.0.1:{port}", str(out / "vla.gguf")],
+            stdout=sys.stderr, env={**os.environ, "VLA_N_THREADS": str(threads)},
+        )  # fmt: skip
+        asked = VlaCpp(f"tcp://127.0.0.1:{port}", out / f"{FLOAT}.gguf")
+
+        def infer(moments: list[dict[str, Any]], noise: np.ndarray | None) -> np.ndarray:
+            return asked({**moments[0], "noise": noise, "prompt": about["prompt"]})
     else:
         import sinew
 
-        file, engine = ("int8.gguf", "cpu") if name == "int8" else ("policy.gguf", name)
-        policy = sinew.load(out / file, "cpu", "fp32", engine, threads=threads)
+        file, engine, dtype = ENGINES[name]
+        policy = sinew.load(out / f"{file}.gguf", "cpu", dtype, engine, threads=threads)
 
         def infer(moments: list[dict[str, Any]], noise: np.ndarray | None) -> np.ndarray:
             *earlier, newest = moments
             before = [sinew.core.Moment(**moment) for moment in earlier]
-            return policy.infer({**newest, "earlier": before, "noise": noise}).actions
+            more = {"prompt": about["prompt"]} if "prompt" in about else {}
+            return policy.infer({**newest, **more, "earlier": before, "noise": noise}).actions
+
+    def cpu() -> float:
+        return time.process_time() if process is None else cpu_s(process.pid)
 
     for line in sys.stdin:
         told = json.loads(line)
@@ -290,91 +383,164 @@ def inside(name: str, family: str, out: Path, threads: int) -> None:
                 for _ in range(about.get("moments", 1))
             ]
             noise = drawn.standard_normal(about["noise"], dtype=np.float32) if "noise" in about else None
-            begun, cpu = time.perf_counter(), time.process_time()
+            begun, before = time.perf_counter(), cpu()
             chunk = infer(moments, noise)
-            spent.append(time.process_time() - cpu)
+            spent.append(cpu() - before)
             taken.append(1e3 * (time.perf_counter() - begun))
-        print(json.dumps({"cpu_s": spent, "ms": taken, "actions": np.asarray(chunk).tolist()}), flush=True)
+        peak = peak_mib(os.getpid() if process is None else process.pid)
+        answer = {"cpu_s": spent, "ms": taken, "peak_mib": peak, "actions": np.asarray(chunk).tolist()}
+        print(json.dumps(answer), flush=True)
+    if process is not None:
+        process.terminate()
+        process.wait()
 
 
 # ----------------------------------------------------------------------------- here
 
 
-def prepare_inside(family: str, out: Path, peer: Path, lerobot: Path) -> list[str]:
-    """Write LeRobot's policy and the bundles of it; return the engines that run them."""
-    part = [str(peer), "-m", "benchmarks.peers", "--part", "write", family, str(out / "lerobot")]
-    subprocess.run(part, check=True, env=environment(lerobot))
-    sinew = [sys.executable, "-m", "sinew"]
-    bundle, low = str(out / "policy.gguf"), str(out / "int8.gguf")
-    quantize = ["quantize", bundle, "--recipe", "head=int8", "--engine", "cpu", "--observations", "1"]
-    for words in (
-        ["convert", str(out / "lerobot"), bundle, "--force"],
-        ["bench", bundle, "--engine", "onnx", "--runs", "1"],  # exports its graphs
-        [*quantize, "--out", low],
-    ):
-        done = subprocess.run(
-            [*sinew, *words], check=False, env=environment(), capture_output=True, text=True
-        )
-        if done.returncode:
-            print(done.stderr or done.stdout, file=sys.stderr)
-            if words[0] != "quantize":
-                raise SystemExit(" ".join(words))
-            return list(ENGINES[:-1])  # which names what has no linear layer
-    return list(ENGINES)
+def known(family: str) -> list[str]:
+    """Return who can be asked for chunks of a family."""
+    whole = family == "smolvla"
+    ours = [name for name in ENGINES if whole or name in ("eager", "plan", "onnx", "cpu int8")]
+    return ["lerobot", COMPILED, *ours, *VLACPP] if whole else ["lerobot", *ours]
+
+
+def prepare_inside(
+    family: str, out: Path, peer: Path, names: list[str], arguments: argparse.Namespace
+) -> tuple[list[str], float]:
+    """Write the files that ``names`` run; return those of them that can, and the bound of a float32 chunk in processor
+    seconds (0 without the engine ``onnx``, whose benchmark counts it)."""
+    lerobot, bundle = arguments.lerobot.resolve(), out / f"{FLOAT}.gguf"
+    words, threads = [str(out / "lerobot")], str(arguments.threads)
+    if not arguments.again:
+        if family == "smolvla":
+            reader = peer if any(name.startswith("lerobot") for name in names) else None
+            made = write_smolvla(out, reader, arguments.tiny, INSIDE[family]["frame"], lerobot)
+            words = [str(made.policy), "--vlm", str(made.vlm)]
+        else:
+            part = [str(peer), "-m", "benchmarks.peers", "--part", "write", family, words[0]]
+            subprocess.run(part, check=True, env=environment(lerobot))
+        sinew("convert", *words, str(bundle), "--force")
+    for low, recipe in INSIDE[family].get("recipes", LOW).items():
+        path, users = out / f"{low}.gguf", [name for name in ENGINES if ENGINES[name][0] == low]
+        if not arguments.again and set(users) & set(names):
+            path.unlink(missing_ok=True)
+            options = ["--engine", "cpu", "--observations", "1", "--episodes", "0", "--out", str(path)]
+            sinew("quantize", str(bundle), "--recipe", recipe, *options)
+        if not path.exists():  # it has said that the family has no such layers
+            names = [name for name in names if name not in users]
+    counted: dict[str, Any] = {}
+    for name in (
+        "onnx int8",
+        "onnx",
+    ):  # graphs are exported here, beside the bundle, and not where memory is measured
+        if name in names:
+            options = ["--engine", "onnx", "--runs", "1", "--threads", threads, "--json"]
+            counted = json.loads(sinew("bench", str(out / f"{ENGINES[name][0]}.gguf"), *options))["roofline"]
+    if set(VLACPP) & set(names) and not arguments.again:
+        (out / "vla.gguf").unlink(missing_ok=True)
+        sinew("export", str(bundle), "--vlacpp", str(out / "vla.gguf"))
+    if "onnx" not in names or "stages_ms" not in counted:
+        return names, 0.0
+    work = sum(stage["gflop"] for stage in counted["stages_ms"].values())
+    return names, arguments.threads * work / counted["sgemm_gflops"]
+
+
+def sinew(*words: str) -> str:
+    """Run a verb and return what it prints; "" where ``quantize`` refuses, and an exit where another does."""
+    command = [sys.executable, "-m", "sinew", *words]
+    done = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        print(done.stderr or done.stdout, file=sys.stderr)
+        if words[0] != "quantize":
+            raise SystemExit(" ".join(words))
+        return ""
+    return done.stdout or done.stderr or "done"
 
 
 def compare_inside(family: str, out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Ask LeRobot's policy and Sinew's engines in turn, and return what was seen."""
-    lerobot = arguments.lerobot.resolve()
-    names = ["lerobot", *prepare_inside(family, out, peer, lerobot)]
+    """Ask LeRobot's policy, Sinew's engines and vla.cpp in turn, and return what was seen."""
+    left_out = {COMPILED} if arguments.vlacpp else {COMPILED, *VLACPP}
+    asked = arguments.engines or [name for name in known(family) if name not in left_out]
+    reference = arguments.reference
+    names, bound = prepare_inside(family, out, peer, list(dict.fromkeys([reference, *asked])), arguments)
+    others = [name for name in names if name != reference]
+    beside = (arguments.at_once or len(others) + 1) - 1
     rng, threads = np.random.default_rng(1), str(arguments.threads)
     limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    talkers, last = {}, {}
-    spent: dict[str, list[float]] = {name: [] for name in names}
-    taken: dict[str, list[float]] = {name: [] for name in names}
+    talkers: dict[str, Talker] = {}
+    last: dict[str, Any] = {}
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in (reference, *others)}
+    part: dict[str, list[float]] = {name: [] for name in others}
+
+    def start(name: str) -> None:
+        theirs = name.startswith("lerobot")
+        python, paths = (peer, (arguments.lerobot.resolve(),)) if theirs else (Path(sys.executable), ())
+        words = ["inside", name, family, str(out), threads, str(arguments.vlacpp)]
+        talkers[name] = Talker(python, out, words, environment(*paths, **limits))
+        last[name] = talkers[name].tell(name, 1, seed=0)  # warms up, and is compared
+
     try:
-        for name in names:
-            python, paths = (peer, (lerobot,)) if name == "lerobot" else (Path(sys.executable), ())
-            words = ["inside", name, family, str(out), threads]
-            talkers[name] = Talker(python, out, words, environment(*paths, **limits))
-            last[name] = talkers[name].tell(name, 1, seed=0)  # warms up, and is compared
-        for number in range(arguments.rounds):
-            for name in map(str, rng.permutation(names)):
-                found = talkers[name].tell(name, arguments.requests, seed=number)
-                spent[name].append(float(np.median(found["cpu_s"])))
-                taken[name].append(float(np.median(found["ms"])))
-            print(
-                number,
-                {name: round(each[-1], 3) for name, each in spent.items()},
-                file=sys.stderr,
-                flush=True,
-            )
-        peaks = {name: peak_mib(talker.process) for name, talker in talkers.items()}
+        start(reference)
+        for group in (others[i : i + beside] for i in range(0, len(others), beside)):
+            for name in group:
+                start(name)
+            for number in range(arguments.rounds):
+                spent = {}
+                for name in map(str, rng.permutation([reference, *group])):
+                    found = talkers[name].tell(name, arguments.requests, seed=number)
+                    spent[name] = round(float(np.median(found["cpu_s"])), 4)
+                    seen[name].append(found)
+                for name in group:
+                    part[name].append(spent[name] / spent[reference])
+                print(number, spent, file=sys.stderr, flush=True)
+            for name in group:
+                talkers.pop(name).close()
     finally:
         for talker in talkers.values():
             talker.close()
-    reference, theirs = np.array(spent["lerobot"]), np.array(last["lerobot"]["actions"])
-    return {
-        "cpu_s": {name: round(float(np.median(each)), 3) for name, each in spent.items()},
-        "of_lerobot": {
-            name: [round(each, 2) for each in median_interval(list(np.array(spent[name]) / reference))]
-            for name in names[1:]
+    theirs = np.array(last[reference]["actions"])
+    apart = {name: np.array(last[name]["actions"]) - theirs for name in others}
+    result = {
+        "cpu_s": {
+            name: round(float(np.median([f["cpu_s"] for f in all_])), 3) for name, all_ in seen.items()
         },
-        "p50_ms": {name: round(float(np.median(each))) for name, each in taken.items()},
-        "peak_mib": peaks,
+        "reference": reference,
+        "part": {name: [round(each, 3) for each in median_interval(found)] for name, found in part.items()},
+        "p50_ms": {name: round(float(np.median([f["ms"] for f in all_]))) for name, all_ in seen.items()},
+        "peak_mib": {name: all_[-1]["peak_mib"] for name, all_ in seen.items()},
         "largest_action": round(float(np.abs(theirs).max()), 3),
-        "largest_difference": {
-            name: float(f"{np.abs(np.array(last[name]['actions']) - theirs).max():.2g}") for name in names[1:]
+        "largest_difference": {name: float(f"{np.abs(each).max():.2g}") for name, each in apart.items()},
+        "relative_error": {
+            name: float(f"{np.linalg.norm(each) / np.linalg.norm(theirs):.2g}")
+            for name, each in apart.items()
         },
+        "bound_cpu_s": round(bound, 2),
     }
+    print(
+        f"| | CPU s a chunk | of {reference} | peak MiB | largest difference | relative |\n|---|--:|--:|--:|--:|--:|"
+    )
+    for name, cpu in result["cpu_s"].items():
+        ratio = "{} ({} to {})".format(*result["part"][name]) if name in part else "1"
+        far, error = (result[key].get(name, 0) for key in ("largest_difference", "relative_error"))
+        print(f"| {name} | {cpu} | {ratio} | {result['peak_mib'][name]:,} | {far} | {error} |")
+    return result
 
 
-def prepare(out: Path, peer: Path, tiny: bool) -> float:
-    """Write the checkpoint, the folder that LeRobot loads, and the bundle; return seconds of the conversion."""
+def write_smolvla(out: Path, peer: Path | None, tiny: bool, frame: tuple[int, int], *paths: Path) -> Any:
+    """Write a random checkpoint, and ``out / "lerobot"``, the folder of it that LeRobot in ``paths`` loads, unless
+    ``peer`` is None; return where the checkpoint is. frame: height and width of the cameras, pixels."""
     from sinew.families.smolvla.checkpoint import write_checkpoint
     from sinew.families.smolvla.layout import TINY
 
-    made = write_checkpoint(out / "made", widths=TINY if tiny else None, cameras=2)
+    made = write_checkpoint(out / "made", widths=TINY if tiny else None, cameras=len(CAMERAS))
+    policy = json.loads((made.policy / "config.json").read_text())
+    for key in policy["input_features"]:
+        if "images" in key:
+            policy["input_features"][key]["shape"] = [3, *frame]
+    (made.policy / "config.json").write_text(json.dumps(policy))
+    if peer is None:
+        return made
     view, vlm = out / "lerobot", out / "vlm"
     for source, folder in ((made.policy, view), (made.vlm, vlm)):
         shutil.rmtree(folder, ignore_errors=True)
@@ -402,21 +568,16 @@ def prepare(out: Path, peer: Path, tiny: bool) -> float:
             extra_special_tokens=special,
         )
     subprocess.run(
-        [peer, "-m", "benchmarks.peers", "--part", "processor", str(vlm)], check=True, env=environment()
+        [peer, "-m", "benchmarks.peers", "--part", "processor", str(vlm)], check=True, env=environment(*paths)
     )
+    return made
+
+
+def prepare(out: Path, peer: Path, tiny: bool) -> float:
+    """Write the checkpoint and the bundle of it; return seconds of the conversion."""
+    made = write_smolvla(out, peer, tiny, (480, 640))
     begun = time.perf_counter()
-    convert = [
-        sys.executable,
-        "-m",
-        "sinew",
-        "convert",
-        str(made.policy),
-        str(out / "policy.gguf"),
-        "--force",
-    ]
-    subprocess.run(
-        [*convert, "--vlm", str(made.vlm)], check=True, stdout=subprocess.DEVNULL, env=environment()
-    )
+    sinew("convert", str(made.policy), str(out / "policy.gguf"), "--force", "--vlm", str(made.vlm))
     return time.perf_counter() - begun
 
 
@@ -450,8 +611,13 @@ class Talker:
         raise SystemExit(f"{name}: its process has died")
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def free_port() -> int:
@@ -459,17 +625,17 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def peak_mib(process: subprocess.Popen[Any]) -> int:
+def peak_mib(pid: int) -> int:
     """Return the largest resident memory that a process had (Linux)."""
-    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return round(int(line.split()[1]) / 1024)
     raise SystemExit("no VmHWM: measured on Linux only")
 
 
-def cpu_s(process: subprocess.Popen[Any]) -> float:
+def cpu_s(pid: int) -> float:
     """Return the processor seconds that a process has taken (Linux)."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -510,7 +676,7 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
         spent: dict[str, float] = dict.fromkeys(SERVERS, 0.0)
         for number in range(arguments.rounds):
             for name in map(str, rng.permutation(SERVERS)):
-                server = running[name.partition(",")[0]]
+                server = running[name.partition(",")[0]].pid
                 before = cpu_s(server)
                 taken[name].append(talker.tell(name, arguments.requests)["ms"])
                 spent[name] += cpu_s(server) - before
@@ -523,7 +689,7 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
             theirs = np.array(talker.tell(SERVERS[0], 1, seed=2)["actions"])
             difference[rows] = float(f"{np.abs(ours - theirs).max():.2g}")
             (hooks / "rows").touch()
-        peaks = {name: peak_mib(process) for name, process in running.items()}
+        peaks = {name: peak_mib(process.pid) for name, process in running.items()}
     finally:
         talker.close()
         for process in running.values():
@@ -552,11 +718,15 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
 
 def about(arguments: argparse.Namespace, load: float) -> dict[str, Any]:
     """Return what a number depends on beside the programs."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+    from sinew import machine
+
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    kind = ", ".join(f"{name} {fields[name]}" for name in ("cpu family", "model") if name in fields)
     return {
         "threads": arguments.threads, "rounds": arguments.rounds, "requests": arguments.requests, "dtype": "float32",
-        "machine": model or platform.machine(), "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+        "machine": f"{machine.cpu_model()}, {kind}, {machine.instructions()}",
+        "load": [round(load, 1), round(os.getloadavg()[0], 1)],
     }  # fmt: skip
 
 
@@ -573,6 +743,15 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small widths: does it run?")
     parser.add_argument("--inside", choices=INSIDE, help="compare this family without servers")
     parser.add_argument("--lerobot", type=Path, default=ROOT / ".venv-clients" / "lerobot-0.6.1")
+    parser.add_argument(
+        "--vlacpp", type=Path, help="vla.cpp's program vla-server; only with --inside smolvla"
+    )
+    parser.add_argument("--reference", default="lerobot", help="of whose time the others' is a part")
+    parser.add_argument(
+        "--engines", nargs="+", metavar="NAME", help="who is asked; all but torch.compile if absent"
+    )
+    parser.add_argument("--at-once", type=int, help="processes that stand together; all if absent")
+    parser.add_argument("--again", action="store_true", help="use the files that an earlier run left in OUT")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
@@ -584,7 +763,7 @@ def main() -> None:
         elif which == "write":
             write_policy(words[0], Path(words[1]))
         elif which == "inside":
-            inside(words[0], words[1], Path(words[2]), int(words[3]))
+            inside(words[0], words[1], Path(words[2]), int(words[3]), words[4])
         else:
             add_processor(Path(words[0]))
         return
@@ -594,6 +773,18 @@ def main() -> None:
     out, peer = arguments.out.resolve(), arguments.peer.absolute()
     out.mkdir(parents=True, exist_ok=True)
     begun = os.getloadavg()[0]
+    if arguments.vlacpp:
+        if arguments.inside != "smolvla" or not arguments.vlacpp.is_file():
+            parser.error(f"--vlacpp: expected a program, and --inside smolvla, got {arguments.vlacpp}")
+        arguments.vlacpp = arguments.vlacpp.resolve()
+    names = known(arguments.inside) if arguments.inside else []
+    for name in (arguments.reference, *(arguments.engines or ())):
+        if arguments.inside and name not in names:
+            parser.error(f"--engines, --reference: expected {', '.join(names)}, got {name}")
+        if name in VLACPP and not arguments.vlacpp:
+            parser.error(f"--vlacpp: expected its program for {name!r}, got none")
+    if arguments.at_once is not None and arguments.at_once < 2:
+        parser.error(f"--at-once: expected 2 or more, got {arguments.at_once}")
     if arguments.inside:
         found = compare_inside(arguments.inside, out, peer, arguments) | about(arguments, begun)
         print(json.dumps(found))
