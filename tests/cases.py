@@ -9,6 +9,8 @@ is.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import errno
 import fcntl
 import functools
@@ -31,7 +33,7 @@ USED = (  # beside the fixtures
     Path(__file__),
     Path(rules.__file__),
     PRESETS / "frames.py",
-    ROOT / "sinew" / "families" / "smolvla" / "golden" / "smolvla-tiny.gguf",
+    ROOT / "sinew" / "families" / "smolvla" / "golden" / "smolvla-tiny.gguf.xz",
 )
 RULES = {"model.safetensors": "weights.json", "fixture.safetensors": "fixture.json"}  # file -> its rules
 PACKED = ".xz"
@@ -120,6 +122,16 @@ def unpack(source: Path, target: Path) -> None:
     names = {path.name.removesuffix(PACKED) for path in source.iterdir() if path.is_file()}
     for name in {made_of.get(name, name) for name in names}:
         (target / name).write_bytes(content(source / name))
+
+
+@functools.cache
+def tiny_bundle() -> Path:
+    """Return the bundle that `sinew doctor` computes, as a file of this process."""
+    from sinew.families.smolvla import golden
+
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(golden.unpacked())
 
 
 def _digest() -> str:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import math
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,7 +170,10 @@ def build(rules: dict[str, Any], stored: bytes | None, other: Callable[[str], by
     made = {name: draw(rules["seed"], name, spec) for name, spec in rules.get("tensors", {}).items()}
     for share in rules.get("taken", []):
         if "bundle" in share:
-            made |= from_bundle(ROOT / share["bundle"], share["names"])
+            with tempfile.NamedTemporaryFile() as bundle:
+                bundle.write(lzma.decompress((ROOT / f"{share['bundle']}.xz").read_bytes()))
+                bundle.flush()
+                made |= from_bundle(Path(bundle.name), share["names"])
             continue
         for name, tensor in read(other(share["file"]))[0].items():
             if name not in share.get("except", ()):

@@ -8,7 +8,7 @@ pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 
 from sinew.cli import main
-from sinew.families.smolvla import golden
+from tests.cases import tiny_bundle
 
 
 def test_cameras_are_checked_before_a_policy_is_loaded(capsys, monkeypatch):
@@ -27,7 +27,7 @@ def test_cameras_are_checked_before_a_policy_is_loaded(capsys, monkeypatch):
         (["--rename", "front=camera1"], "images.wrist: expected one of the cameras ['front', 'camera2']"),
         (["--env", "sinew/Pen-v0"], "do not fit: images."),
     ):
-        assert main(["eval", str(golden.BUNDLE), "--episodes", "1", *arguments]) == 1
+        assert main(["eval", str(tiny_bundle()), "--episodes", "1", *arguments]) == 1
         assert words in " ".join(capsys.readouterr().err.split())
 
 

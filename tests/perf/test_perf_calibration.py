@@ -21,7 +21,6 @@ from sinew.cli.perf import machine as perf_machine
 from sinew.core import SinewError, Timing
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
-from sinew.families.smolvla import golden
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.perf.machine import fit as calibration
@@ -35,6 +34,7 @@ from sinew.perf.program import PublishedProgram, of_model
 from sinew.perf.request import LIMITS, TracedRequest
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
+from tests.cases import tiny_bundle
 from tests.engines import run_one
 
 # ------------------------------------------------- memory
@@ -105,7 +105,7 @@ def test_memory_that_is_kept_goes_by_the_largest_block() -> None:
     assert memory_report(program).kept == 2 * (4 * 2 * 1024 * 3072)  # of a vision layer's hidden activations
     assert memory_report(program, "cuda").kept == 0
     assert memory_report(PublishedProgram.load("pi0", dtypes="fp32")).kept == 64 << 20  # at most
-    assert memory_report(PublishedProgram.load(golden.BUNDLE)).kept < 1 << 20
+    assert memory_report(PublishedProgram.load(tiny_bundle())).kept < 1 << 20
 
 
 def test_a_small_cache_is_smaller() -> None:
@@ -133,22 +133,22 @@ def test_pi0_on_an_eight_gigabyte_board() -> None:
 
 def test_the_largest_request_is_the_last_that_fits() -> None:
     board = {"memory": 320_000_000, "system": 10_000_000}
-    found = fits(golden.BUNDLE, **board)
+    found = fits(tiny_bundle(), **board)
     assert found.fits
     for axis, argument in (("chunk", "chunk"), ("cameras", "cameras"), ("context", "prompt_tokens")):
         most = found.largest[axis]
         assert most > 1
-        assert fits(golden.BUNDLE, **board, request=TracedRequest(**{argument: most}), search=False).fits
+        assert fits(tiny_bundle(), **board, request=TracedRequest(**{argument: most}), search=False).fits
         if most < LIMITS[argument]:
             assert not fits(
-                golden.BUNDLE, **board, request=TracedRequest(**{argument: most + 1}), search=False
+                tiny_bundle(), **board, request=TracedRequest(**{argument: most + 1}), search=False
             ).fits
     assert found.largest["chunk"] < LIMITS["chunk"]
-    assert fits(golden.BUNDLE, 200_000_000).largest == {"chunk": 0, "cameras": 0, "context": 0}
+    assert fits(tiny_bundle(), 200_000_000).largest == {"chunk": 0, "cameras": 0, "context": 0}
 
 
 def test_the_search_ends_at_the_longest_chunk_of_any_model() -> None:
-    found = fits(golden.BUNDLE, 64 << 30)
+    found = fits(tiny_bundle(), 64 << 30)
     assert found.fits
     assert found.largest["chunk"] == LIMITS["chunk"]
 
@@ -261,10 +261,10 @@ def test_a_bundle_is_calibrated_with_the_threads_that_bench_runs(
     threads = torch.get_num_threads()
     try:
         terminal.take_json(["--json"])
-        assert perf_machine.calibrate(str(golden.BUNDLE), runs=1, engine="plan") == 0
+        assert perf_machine.calibrate(str(tiny_bundle()), runs=1, engine="plan") == 0
         made = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert made["speeds"]["threads"] == 1
-        assert main(["bench", str(golden.BUNDLE), "--runs", "2", "--engine", "plan", "--json"]) == 0
+        assert main(["bench", str(tiny_bundle()), "--runs", "2", "--engine", "plan", "--json"]) == 0
     finally:
         torch.set_num_threads(threads)
     assert "band" in json.loads(capsys.readouterr().out.splitlines()[-1])["roofline"]
@@ -297,7 +297,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Calibration, P
         patch.setattr(measure, "COPY_BYTES", 32 << 20)
         folder = tmp_path_factory.mktemp("calibrated")
         patch.setenv("XDG_CONFIG_HOME", str(folder))
-        found, path = calibrate(golden.BUNDLE, threads=1, runs=1)
+        found, path = calibrate(tiny_bundle(), threads=1, runs=1)
     assert path.parent == folder / "sinew" / "calibration"
     return found, path
 
@@ -340,7 +340,7 @@ def test_bench_prints_what_a_calibration_makes_of_it(
     def bench() -> tuple[dict, str]:
         asked = [
             "bench",
-            str(golden.BUNDLE),
+            str(tiny_bundle()),
             "--runs",
             "2",
             "--threads",
@@ -353,7 +353,7 @@ def test_bench_prints_what_a_calibration_makes_of_it(
 
     try:
         before, report = bench()
-        command = f"sinew perf calibrate {golden.BUNDLE} --threads 1"
+        command = f"sinew perf calibrate {tiny_bundle()} --threads 1"
         assert before["roofline"] == {"reason": f"not calibrated for 1 threads: {command}"}
         assert "roofline: not calibrated" in report
         stored(calibrated, quick)
@@ -379,7 +379,7 @@ def test_the_config_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_other_engines_have_calibrations_of_their_own(
     engine: str, quick: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    bundle = str(shutil.copy(golden.BUNDLE, quick.parents[1] / "tiny.gguf"))  # graphs are exported beside it
+    bundle = str(shutil.copy(tiny_bundle(), quick.parents[1] / "tiny.gguf"))  # graphs are exported beside it
     threads_and_engine = ["--threads", "1", "--engine", engine, "--json"]
     assert main(["perf", "calibrate", bundle, "--runs", "2", *threads_and_engine]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -412,7 +412,7 @@ def test_other_engines_have_calibrations_of_their_own(
 def test_what_an_engine_cannot_be_asked_is_named(quick: Path) -> None:
     with pytest.raises(SinewError, match="source: expected a bundle for engine onnx, got the preset smolvla"):
         calibrate("smolvla", engine="onnx", threads=1)
-    policy = load(golden.BUNDLE, threads=1)
+    policy = load(tiny_bundle(), threads=1)
     chunk, cameras = policy.spec.chunk_size, len(policy.spec.cameras)
     with pytest.raises(SinewError, match=f"chunk: expected {chunk}, got 7"):
         measure_engine(policy, [MeasuredSizes(1, 4, 7)])
@@ -428,7 +428,7 @@ def test_what_an_engine_cannot_be_asked_is_named(quick: Path) -> None:
 def test_fit_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     board = ["--memory-gib", "0.3", "--system-gib", "0.01", "--device", "cpu"]
     out = tmp_path / "out.json"
-    assert main(["perf", "fit", str(golden.BUNDLE), *board, "--no-search", "--json", str(out)]) == 0
+    assert main(["perf", "fit", str(tiny_bundle()), *board, "--no-search", "--json", str(out)]) == 0
     report = capsys.readouterr().out
     document = json.loads(out.read_text())
     assert document["fits"]
@@ -440,7 +440,7 @@ def test_fit_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixtu
     own = tmp_path / "boards.toml"
     own.write_text("[mine]\npeak = { fp32 = 1e12 }\nbandwidth = 1e11\nmemory_gib = 4\n")
     assert (
-        main(["perf", "fit", str(golden.BUNDLE), "--data", str(own), "--hardware", "mine", "--no-search"])
+        main(["perf", "fit", str(tiny_bundle()), "--data", str(own), "--hardware", "mine", "--no-search"])
         == 0
     )
 
@@ -453,7 +453,7 @@ def test_calibrate_then_predict(
     before, path = stored(calibrated, quick)
     kept = path.stat().st_mtime_ns
     told = ["--json", str(quick.parents[1] / "out.json")]
-    assert main(["perf", "calibrate", str(golden.BUNDLE), "--threads", "1", "--runs", "1", *told]) == 0
+    assert main(["perf", "calibrate", str(tiny_bundle()), "--threads", "1", "--runs", "1", *told]) == 0
     report = capsys.readouterr().out
     assert json.loads((quick.parents[1] / "out.json").read_text())["path"] == str(path)
     assert path.stat().st_mtime_ns > kept

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from sinew.core import SinewError
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan import meta
-from sinew.families.smolvla import golden
 from sinew.models.base import Model
 from sinew.perf.flops import PRODUCTS
 from sinew.perf.memory import memory_report
@@ -24,6 +23,7 @@ from sinew.perf.program import PRESETS, PublishedProgram, of_model
 from sinew.perf.request import TracedRequest
 from sinew.perf.trace import STAGES, trace
 from sinew.policy import load
+from tests.cases import tiny_bundle
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
 CAMERAS, TOKENS, CHUNK = 3, 32, 50  # the request of the VLA-Perf paper, arXiv 2602.18397
@@ -234,8 +234,8 @@ def test_convolutions_are_counted_both_ways(groups: int) -> None:
 
 
 def test_flops_are_torchs_on_a_real_model() -> None:
-    model = load(golden.BUNDLE, dtype="fp32", engine="eager").engine.model
-    shapes = replace(PublishedProgram.load(golden.BUNDLE).shapes, tokens=12)
+    model = load(tiny_bundle(), dtype="fp32", engine="eager").engine.model
+    shapes = replace(PublishedProgram.load(tiny_bundle()).shapes, tokens=12)
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FUSED_ON_CPU) as counter:
         run(model, shapes)
     real, empty = trace(model, shapes), of_model(model, shapes).trace
@@ -306,7 +306,7 @@ def test_precision_of_each_stage() -> None:
 
 
 def test_a_bundle_is_traced_as_it_is_stored() -> None:
-    for bundle, stored in ((ASSETS / "egg.gguf", {"fp32"}), (golden.BUNDLE, {"fp32", "bf16"})):
+    for bundle, stored in ((ASSETS / "egg.gguf", {"fp32"}), (tiny_bundle(), {"fp32", "bf16"})):
         found = PublishedProgram.load(bundle).components()
         assert {
             t.dtype for c in found for o in c.operators for t in o.tensors if t.kind == "weight"

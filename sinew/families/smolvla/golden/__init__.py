@@ -7,6 +7,10 @@ The frames are drawn as the reference's were.
 
 from __future__ import annotations
 
+import contextlib
+import lzma
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +18,21 @@ import numpy as np
 from sinew.presets.frames import grey_frame
 
 DATA = Path(__file__).parent
-BUNDLE = DATA / "smolvla-tiny.gguf"
+BUNDLE = DATA / "smolvla-tiny.gguf.xz"
 REFERENCE = DATA / "reference.npz"
 FRAMES = {"seed": 0, "skip": 192, "word": 8}  # as tests/fixtures/smolvla-2cam/fixture.json has them
 MAX_ABS, COSINE_GAP = 1e-4, 1e-7  # the project's bound for the eager float32 engine
 
 Check = tuple[str, bool, str]  # name, passed, detail
+
+
+@contextlib.contextmanager
+def unpacked() -> Iterator[Path]:
+    """Yield the bundle as a file of its own."""
+    with tempfile.TemporaryDirectory(prefix="sinew-doctor-") as folder:
+        bundle = Path(folder) / BUNDLE.stem
+        bundle.write_bytes(lzma.decompress(BUNDLE.read_bytes()))
+        yield bundle
 
 
 def observation() -> dict:
@@ -38,8 +51,8 @@ def check() -> list[Check]:
     """Run the stored observation and compare with the stored actions."""
     import sinew
 
-    policy = sinew.load(BUNDLE, "cpu", "fp32", "eager")
-    actions = policy.infer(observation()).actions.astype(np.float64)
+    with unpacked() as bundle, sinew.load(bundle, "cpu", "fp32", "eager") as policy:
+        actions = policy.infer(observation()).actions.astype(np.float64)
     with np.load(REFERENCE, allow_pickle=False) as stored:
         reference = stored["actions"].astype(np.float64)
     worst = float(np.abs(actions - reference).max())

@@ -7,6 +7,7 @@ The directory holds ``checkpoint/``, ``vlm/`` and ``fixture.safetensors`` as the
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 import sys
 import tempfile
@@ -32,7 +33,8 @@ def build(fixture: Path) -> None:
         checkpoint = shutil.copytree(fixture / "checkpoint", Path(folder) / "checkpoint")
         weights = checkpoint / "model.safetensors"
         save_file({name: narrowed(tensor) for name, tensor in load_file(weights).items()}, weights)
-        convert(checkpoint, BUNDLE, vlm=fixture / "vlm", name="golden-smolvla")
+        made = convert(checkpoint, Path(folder) / BUNDLE.stem, vlm=fixture / "vlm", name="golden-smolvla")
+        BUNDLE.write_bytes(lzma.compress(made.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
     with safe_open(fixture / "fixture.safetensors", framework="np") as stored:
         facts = stored.metadata()
         np.savez_compressed(
