@@ -22,7 +22,7 @@ reference's for the same noise: the largest difference, and the root of squares 
 LeRobot if absent; ``--at-once`` limits how many processes stand together, by rounds of their own with the reference in
 each; ``--engines`` takes others than all (``lerobot compiled`` is torch.compile, minutes, and only runs when named);
 ``--again`` uses what an earlier run of the same family wrote to OUT. The bound is what ``sinew bench`` counts of a
-float32 chunk's operations at the rate of a large product.
+float32 chunk's operations at the rate of a large product in one thread, by processor time as well.
 
 Load is from the start of the process to the first chunk, with files in the page cache; peak is VmHWM of the server.
 The last line is JSON.
@@ -442,8 +442,21 @@ def prepare_inside(
         sinew("export", str(bundle), "--vlacpp", str(out / "vla.gguf"))
     if "onnx" not in names or "stages_ms" not in counted:
         return names, 0.0
-    work = sum(stage["gflop"] for stage in counted["stages_ms"].values())
-    return names, arguments.threads * work / counted["sgemm_gflops"]
+    return names, sum(stage["gflop"] for stage in counted["stages_ms"].values()) / gflop_of_a_second()
+
+
+def gflop_of_a_second() -> float:
+    """Return what a processor second of float32 products computes, 2048 x 2048 of one thread, the best of five: the
+    clock of a busy machine would tell less."""
+    import torch
+
+    torch.set_num_threads(1)
+    a, spent = torch.randn(2048, 2048), []
+    for _ in range(5):
+        begun = time.process_time()
+        torch.mm(a, a)
+        spent.append(time.process_time() - begun)
+    return 2e-9 * 2048**3 / min(spent)
 
 
 def sinew(*words: str) -> str:

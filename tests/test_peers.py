@@ -20,7 +20,7 @@ def command(out: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks.peers", str(out), "--peer", sys.executable, *words]
 
 
-@pytest.mark.slow  # 40 CPU seconds of imports, a conversion and a recipe
+@pytest.mark.slow  # 20 CPU seconds of imports, a conversion and a recipe
 def test_engines_are_compared_in_rounds(tmp_path: Path) -> None:
     words = ("--inside", "smolvla", "--tiny", "--rounds", "3", "--requests", "1", "--threads", "1")
     asked = ("--reference", "eager", "--at-once", "2", "--engines", "plan", "cpu int8")
