@@ -197,7 +197,8 @@ class Nursery:
         self.interpreter, self._lock = interpreter, threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX)
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
-        name = hashlib.sha256(repr((run, interpreter, imports)).encode()).hexdigest()[:16]
+        found = (env or os.environ).get("PYTHONPATH")  # other releases of the same packages
+        name = hashlib.sha256(repr((run, interpreter, imports, found)).encode()).hexdigest()[:16]
         place = Path(tempfile.gettempdir()) / f"sinew-nursery-{name}"
         with _alone():
             if not place.exists():

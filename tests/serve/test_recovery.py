@@ -245,7 +245,7 @@ from sinew.cli import main
 from sinew.serve.wires.native import NativeCodec
 
 sinew.serve.process.END_S = 2.0
-NativeCodec.control = lambda self, header: time.sleep(1000)  # the wire's own loop hangs
+NativeCodec.control = lambda *given: time.sleep(1000)  # the wire's own loop hangs
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
 

@@ -517,9 +517,14 @@ def test_requests_leave_streams_a_share_and_have_the_rest(
         assert ran[0] <= before + 2  # the one that ran, and one
         for passed in (10.0, 10.0):  # the request takes its time, and streams have theirs again
             before = ran[0] = ran[0] + passed
-            with device_lock._changed:  # who sleeps for so many seconds sees that this clock went on
-                device_lock._changed.notify_all()
-            until(lambda: loop.tick(loop.pace.next()) or ran[0] > before, "a run")  # noqa: B023
+
+            def goes_on(before: float = before) -> bool:
+                with device_lock._changed:  # who sleeps for so many seconds sees that this clock went on
+                    device_lock._changed.notify_all()
+                loop.tick(loop.pace.next())
+                return ran[0] > before
+
+            until(goes_on, "a run")
             for _ in range(20):
                 loop.tick(loop.pace.next())
             assert ran[0] <= before + 1  # and not what they did not use before

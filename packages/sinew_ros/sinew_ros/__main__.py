@@ -6,11 +6,13 @@ As a node: ``ros2 run sinew_ros sinew-ros run CONTRACT.yaml``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
+@contextlib.contextmanager
+def ended_by_signals(end: Callable[[], object]) -> Iterator[None]:
+    """Call ``end`` for SIGINT and SIGTERM while inside."""
+    before = {number: signal.signal(number, lambda *_: end()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def drive(given: argparse.Namespace, ros: list[str]) -> int:
     """Run the bridge until a signal, and print its report as one line of JSON."""
     found = read(given.contract)
@@ -71,11 +84,10 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
         if given.record is not None:
             transport = recorded = Recorded(transport, given.record, given.storage)
         bridge = Bridge(found, transport)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: bridge.stop())
-        if (begin := getattr(transport, "begin", None)) is not None:  # a bag
-            begin(bridge.stop)
-        bridge.run(given.steps)
+        with ended_by_signals(bridge.stop):
+            if (begin := getattr(transport, "begin", None)) is not None:  # a bag
+                begin(bridge.stop)
+            bridge.run(given.steps)
     finally:
         transport.close()
     report = {**bridge.report(), **({} if recorded is None else {"bag": recorded.report()})}
@@ -86,16 +98,15 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
 def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:
     """Answer calls until a signal, and print how many there were as one line of JSON."""
     ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
     service = ChunkService(given.server, given.hz)
     transport = opened(given.transport, ros)
     try:
         if not hasattr(transport, "serve"):
             raise ClientError(f"--transport: expected rclpy or dds for calls, got {given.transport}")
-        transport.serve(NAME, KIND, service.answer)
-        sys.stderr.write(f"{NAME} is served\n")
-        ended.wait()
+        with ended_by_signals(ended.set):
+            transport.serve(NAME, KIND, service.answer)
+            sys.stderr.write(f"{NAME} is served\n")
+            ended.wait()
     finally:
         transport.close()
         service.close()
