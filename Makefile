@@ -11,7 +11,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
 # More than cores, as tests of robots and servers wait for clocks; each takes a gigabyte.
-WORKERS ?= 5
+WORKERS ?= 4
 PYTEST_ARGS ?=
 PYTHON_GPU ?= python3
 GPU_ARGS ?=

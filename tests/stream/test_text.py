@@ -335,10 +335,10 @@ def test_a_stream_of_the_wire_says_its_text(loaded: Callable[[str, str], Policy]
             take(made.streams, asker, request)
             return decode_window(asker.sent[-1]).said if asker.sent else ""
 
-        until(heard, "a text")
-        windows = [decode_window(each) for each in asker.sent]
         first = next_token(policy, seen | {"images": dict.fromkeys(names, image), "prompt": "go"}, [])
-        assert policy.processor.prompter.words([first]) in {window.text for window in windows}
+        word = policy.processor.prompter.words([first])
+        # A robot that asks seldom, as on a busy machine, may miss the window of a word.
+        until(lambda: heard() and word in {decode_window(each).text for each in asker.sent}, "the word")
         for each in list(asker.requests):
             each.abandon()
 
