@@ -200,6 +200,8 @@ class Nursery:
         found = (env or os.environ).get("PYTHONPATH")  # other releases of the same packages
         name = hashlib.sha256(repr((run, interpreter, imports, found)).encode()).hexdigest()[:16]
         place = Path(tempfile.gettempdir()) / f"sinew-nursery-{name}"
+        if len(os.fsencode(place)) > 100:  # a socket's name has 104 bytes on some systems
+            place = Path("/tmp") / place.name
         with _alone():
             if not place.exists():
                 with socket.socket(socket.AF_UNIX) as listener:

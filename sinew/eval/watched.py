@@ -42,7 +42,7 @@ class WatchedSteps(gymnasium.Wrapper):
 
 @dataclass(frozen=True, slots=True)
 class WatchedMoment:
-    """What was there before a control step, or at the end of an episode.
+    """Holds what was there before a control step, or at the end of an episode.
 
     step: how many were taken before. images: what the policy saw by camera, uint8 [H, W, 3] or floats in [0, 1].
     state: [S]. action: float32 [A], what was executed then; zeros at the end. prompt: the instruction. scene: what the

@@ -1,4 +1,4 @@
-"""What robots say of their own runs: the newest report of each, for the dashboard and Prometheus.
+"""Keeps what robots say of their own runs, the newest report of each, for the dashboard and Prometheus.
 
 Anybody who may ask the server may send one. So it is checked (``RobotReport.parse``), there are at most 32, and a lie
 changes its own row alone: a row belongs to a peer, a session and a number that the robot drew.

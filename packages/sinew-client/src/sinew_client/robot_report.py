@@ -1,4 +1,4 @@
-"""What only a robot knows of its run, as a message to the server that it drives with. No clocks, no sockets here."""
+"""Makes and reads a robot's report of its own run, a message to the server that drives it. No clocks, no sockets."""
 
 from __future__ import annotations
 
