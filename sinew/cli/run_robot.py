@@ -13,7 +13,13 @@ from typing import Any
 from cyclopts import Parameter
 from sinew_client import ClientError
 from sinew_client.control import Journal, Limits, Loop, Reporter, Settings
-from sinew_client.control.end_effector import EndEffector, KinematicsOptions, numbers_of
+from sinew_client.control.end_effector import (
+    EndEffector,
+    KinematicsOptions,
+    KnownArm,
+    moves_joints,
+    numbers_of,
+)
 from sinew_client.control.kinematics import read_chain
 from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
 
@@ -41,7 +47,7 @@ class RobotFlags:
         rename_joint: NEW=JOINT, repeatable: the same of joints, where robot and policy call them otherwise. Where both
             have names they are matched by them, whatever their order.
         kinematics: robot description, URDF or MJCF, of a robot that takes joints where the policy says poses of its
-            tip: they become joints by it, or the robot holds.
+            tip: they become joints by it, or the robot holds. With a policy of joints it only shows the arm.
         kinematics_options: JSON object, such as tip, base, action ("xyz,rotvec,gripper"), state, unit, velocity
             (docs/control.md#poses-on-a-robot-of-joints); what the bundle's names and units say need not be said.
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
@@ -232,7 +238,7 @@ def _posed(
     hz: float | None,
     substeps: int,
 ) -> Callable[[dict[str, Any]], Opened]:
-    """Return what opens a robot of joints for a policy of poses."""
+    """Return what opens a robot of joints for a policy of poses, or one whose arm is only shown for one of joints."""
     if text.startswith("gym:"):
         raise SinewError(f"--kinematics: expected a robot that takes joints, got --robot {text}")
     opener = robot_opener(text, options, rename, None)
@@ -243,6 +249,14 @@ def _posed(
         raise SinewError(f"--kinematics: {error}") from error
 
     def posed(policy: dict[str, Any]) -> Opened:
+        if not chosen.action and moves_joints(policy, chain, joints):
+            machine, task, rate = opener(policy)
+            about = policy["state"]
+            arm = KnownArm(
+                machine, chain, about["names"], chosen.unit, joints, units=about.get("units") or ()
+            )
+            terminal.say(arm.text())
+            return arm, task, rate
         own: dict[str, Any] = {}
         if text == "dry":
             names = numbers_of(chain, chosen.parts(policy, "action"))

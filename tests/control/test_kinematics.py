@@ -57,7 +57,9 @@ def test_the_jacobian_is_mujocos(arm: str) -> None:
         mujoco.mj_comPos(model, data)
         moved, turned = np.zeros((3, size)), np.zeros((3, size))
         mujoco.mj_jacBody(model, data, moved, turned, model.body(chain.tip).id)
-        np.testing.assert_allclose(chain.forward(joints).jacobian, np.vstack([moved, turned]), atol=1e-13)
+        tip = chain.forward(joints)
+        np.testing.assert_allclose(tip.jacobian, np.vstack([moved, turned]), atol=1e-13)
+        np.testing.assert_allclose(tip.anchors, data.xanchor, atol=1e-13)
 
 
 MJCF = """<mujoco><compiler angle="degree"/><default><joint axis="0 1 0" range="-100 100"/></default><worldbody>

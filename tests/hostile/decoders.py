@@ -78,7 +78,7 @@ REPORT = RobotReport(
     run=7, state="holds", name="dry", reason="out of rows", hz=50.0, rate_hz=49.5, rows_hz=2.0, age_p50_ms=40.0,
     age_p95_ms=80.0, steps=100, late=2, skipped=1, held={"out of rows": 3, "paused": 4},
     clipped_commands=2, clipped={"a.velocity": 2}, limits=("range", "velocity"), failed_requests=1, takeovers=1,
-    steps_by_hand=5, episodes=3, successes=2,
+    steps_by_hand=5, episodes=3, successes=2, arm=(0.0, 0.0, 0.0, 0.0, 0.0, 0.25, 0.5, 0.0, 0.25),
 )  # fmt: skip
 EXPECTED = (SinewError, zmtp.ZmtpError)
 

@@ -487,6 +487,13 @@ def test_the_page_in_a_browser(smolvla_bundle: Callable[[str], Path], tmp_path: 
         page.wait("document.getElementById('robots').textContent.includes('2 of 3 won')")
         note = page.evaluate("document.getElementById('robots-note').textContent")
         assert note == "Standing still: 1 of 1. robot 1 holds: <img src=x>"
+        label = "document.querySelector('#arms canvas').getAttribute('aria-label')"
+        page.wait(f"{label}.startsWith('Arm of robot 1: tip at 0.500, 0.000, 0.250 m')")
+        page.evaluate("document.querySelector('#arms canvas').id = 'arm'")
+        before = page.evaluate("document.getElementById('arm').toDataURL()")
+        page.evaluate("document.getElementById('arm').focus()")
+        page.press("ArrowRight", 39)
+        assert page.evaluate("document.getElementById('arm').toDataURL()") != before
         page.wait("document.getElementById('card').lastElementChild.textContent.includes('GiB in use')")
         assert "REPLAY" in page.evaluate("document.getElementById('card').textContent")
         assert page.evaluate(PAINTED.format(id="latency")) > 0

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from sinew_client.errors import RequestError
 from sinew_client.robot_report import MAX_BYTES, MAX_COUNTS, MAX_TEXT, RobotReport
 
 from sinew.cli import main
+from sinew.core import VectorSpec
 from sinew.policy import load
 from sinew.serve.dashboard import news
 from sinew.serve.device_lock import DeviceLock
@@ -29,7 +31,7 @@ from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires
 from tests.contract.test_clients import Server
 from tests.hostile.decoders import REPORT
-from tests.serve.puppet import SPEC, WAIT_S, desk, until
+from tests.serve.puppet import SPEC, WAIT_S, Puppet, desk, until
 from tests.serve.test_dashboard import events
 from tests.serve.test_server import free_port
 
@@ -61,6 +63,47 @@ def test_a_robot_tells_its_server_how_it_runs(verb: str, capsys: pytest.CaptureF
         assert main(["top", at.web.replace("ws:", "http:"), "--seconds", "0.3", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["health"]["robots"]
         assert [(each["number"], each["steps"]) for each in shown] == [(1, row["steps"])]
+
+
+ARM = """<robot name="arm"><link name="base"/><link name="one"/><link name="two"/><link name="tip"/>
+<joint name="a" type="revolute"><parent link="base"/><child link="one"/><origin xyz="0 0 0.1"/><axis xyz="0 0 1"/>
+<limit lower="-3" upper="3"/></joint>
+<joint name="b" type="revolute"><parent link="one"/><child link="two"/><origin xyz="0 0 0.2"/><axis xyz="0 1 0"/>
+<limit lower="-3" upper="3"/></joint>
+<joint name="end" type="fixed"><parent link="two"/><child link="tip"/><origin xyz="0.5 0 0"/></joint></robot>"""
+
+
+def test_an_arm_that_is_known_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A policy of joints is driven as without the description; its server is told where base, joints and tip are."""
+    (tmp_path / "arm.urdf").write_text(ARM)
+    shown = ["--kinematics", str(tmp_path / "arm.urdf")]
+    puppet = Puppet()
+    puppet.spec = replace(SPEC, action=VectorSpec(2, ("a", "b")))
+    with desk(policy=puppet) as at:
+        assert main(["run", at.native, *SAYS, "--hz", "50", *shown]) == 0
+        assert "2 joints from base to tip, to show the arm" in capsys.readouterr().err
+        (row,) = at.service.robots.rows()
+        assert row["arm"] == pytest.approx((0, 0, 0, 0, 0, 0.1, 0, 0, 0.3, 0.5, 0, 0.3))
+        assert row["steps"] > row["held"].get("no chunk yet", 0)
+        lost = ["--kinematics-options", '{"unit": "turns"}']
+        assert main(["run", at.native, *SAYS, *shown, *lost]) == 1
+
+
+def test_what_is_no_arm_is_not_reported() -> None:
+    """Robots of others may have an attribute of that name."""
+    for points in (
+        None,
+        np.full((3, 3), np.nan),
+        np.zeros((3, 2)),
+        np.zeros((65, 3)),
+        np.full((1, 3), 1e4),
+        "abc",
+    ):
+        loop = looped(lambda: lambda *_: np.zeros((4, 2), np.float32))
+        for given in (points, lambda points=points: points):
+            robot = SimpleNamespace(arm_points=given)
+            assert Reporter(loop, Servers("tcp://a:1"), robot=robot).look().arm == ()
+        loop.close()
 
 
 def test_a_server_that_was_away_is_told_why_its_robot_held(monkeypatch: pytest.MonkeyPatch) -> None:

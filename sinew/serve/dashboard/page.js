@@ -460,6 +460,7 @@ function robots(rows) {
   if (note.textContent !== text) note.textContent = text; // it is read out
   note.className = still.length ? "bad" : "note";
   $("robots-table").hidden = !rows.length;
+  showArms(rows);
   const counts = (parts) => Object.entries(parts).map(([name, count]) => `${count} x ${name}`).join(", ");
   $("robots").replaceChildren(...rows.map((row) => {
     const line = element("tr");
@@ -471,12 +472,80 @@ function robots(rows) {
       "row age": row.age_p50_ms === null ? "" : `p50 ${Math.round(row.age_p50_ms)}, p95 ${Math.round(row.age_p95_ms)} ms`,
       episodes: row.episodes === null ? "" : `${row.successes} of ${row.episodes} won`,
       "by hand": row.takeovers ? `${row.takeovers} times, ${row.steps_by_hand} steps` : "",
-      clipped: row.limits.length ? `${row.clipped_commands} ${counts(row.clipped)} (limits: ${row.limits.join(", ")})` : "no limits",
+      clipped: row.limits.length ? `${row.clipped_commands} (${counts(row.clipped) || "none"}); limits: ${row.limits.join(", ")}` : "no limits",
       held: `${Object.values(row.held).reduce((sum, count) => sum + count, 0)} of ${row.steps} steps: ${counts(row.held)}`,
     };
     for (const [label, cell] of Object.entries(cells)) line.append(element("td", cell, { "data-label": label, class: label === "state" && stands(row) ? "bad" : "" }));
     return line;
   }));
+}
+
+// Where arms stand that a robot knows (--kinematics), in metres of their bases: dragged or by arrow keys seen from elsewhere.
+const arms = new Map(); // robot's number -> its figure, from where it is looked at, where its tip was
+function showArms(rows) {
+  const known = rows.filter((row) => row.arm.length);
+  for (const number of [...arms.keys()].filter((number) => !known.some((row) => row.number === number))) arms.delete(number);
+  for (const row of known) {
+    const arm = arms.get(row.number) || newArm(row.number);
+    arm.points = Array.from({ length: row.arm.length / 3 }, (_, i) => row.arm.slice(3 * i, 3 * i + 3));
+    const tip = arm.points.at(-1), last = arm.trail.at(-1);
+    if (!last || tip.some((x, i) => Math.abs(x - last[i]) > 1e-3)) arm.trail.push(tip);
+    if (arm.trail.length > 60) arm.trail.shift();
+    arm.caption.textContent = `robot ${row.number}: tip at ${tip.map((x) => x.toFixed(3)).join(", ")} m`;
+    arm.canvas.setAttribute("aria-label", `Arm of ${arm.caption.textContent}. Arrow keys turn it.`);
+    drawArm(arm);
+  }
+  const figures = [...arms.values()].map((arm) => arm.figure), shown = [...$("arms").children];
+  if (figures.length !== shown.length || figures.some((figure, i) => figure !== shown[i])) $("arms").replaceChildren(...figures);
+}
+
+function newArm(number) {
+  const canvas = element("canvas", null, { height: 240, role: "img", tabindex: 0 }), caption = element("figcaption"), figure = element("figure");
+  const arm = { canvas, caption, figure, points: [], trail: [], turn: -0.9, tilt: 0.45 };
+  const look = (turn, tilt) => {
+    arm.turn += turn;
+    arm.tilt = Math.min(1.5, Math.max(-0.2, arm.tilt + tilt));
+    drawArm(arm);
+  };
+  canvas.style.touchAction = "pan-y"; // a page is still scrolled on a phone
+  canvas.addEventListener("pointerdown", (event) => canvas.setPointerCapture(event.pointerId));
+  canvas.addEventListener("pointermove", (event) => event.buttons && look(event.movementX / 100, event.movementY / 100));
+  canvas.addEventListener("keydown", (event) => {
+    const way = { ArrowLeft: [-0.1, 0], ArrowRight: [0.1, 0], ArrowUp: [0, 0.1], ArrowDown: [0, -0.1] }[event.key];
+    if (way) event.preventDefault(), look(...way);
+  });
+  figure.append(canvas, caption);
+  arms.set(number, arm);
+  return arm;
+}
+
+function drawArm({ canvas, points, trail, turn, tilt }) {
+  const [context, width, height] = surface(canvas), style = getComputedStyle(canvas);
+  const reach = points.slice(1).reduce((sum, point, i) => sum + Math.hypot(...point.map((x, axis) => x - points[i][axis])), 0) || 1;
+  const scale = 0.75 * Math.min(width, height) / reach;
+  const seen = ([x, y, z]) => { // turned about the vertical, then tilted; without perspective, so that lengths compare
+    const across = x * Math.cos(turn) - y * Math.sin(turn), away = x * Math.sin(turn) + y * Math.cos(turn);
+    return [width / 2 + scale * across, 0.72 * height - scale * (z * Math.cos(tilt) + away * Math.sin(tilt))];
+  };
+  const line = (path, colour, thick) => {
+    context.strokeStyle = colour;
+    context.lineWidth = thick;
+    context.beginPath();
+    path.map(seen).forEach(([x, y], i) => (i ? context.lineTo(x, y) : context.moveTo(x, y)));
+    context.stroke();
+  };
+  const [faint, ink, mark] = ["--line", "--ink", "--mark"].map((name) => style.getPropertyValue(name));
+  context.clearRect(0, 0, width, height);
+  const far = reach / 2;
+  for (let at = -far; at <= far; at += far / 2) { // the ground, a quarter of its reach a square
+    line([[at, -far, 0], [at, far, 0]], faint, 1);
+    line([[-far, at, 0], [far, at, 0]], faint, 1);
+  }
+  line(points.map(([x, y]) => [x, y, 0]), faint, 3); // its shadow
+  line(trail, mark, 1);
+  line(points, ink, 5);
+  context.fillStyle = mark;
+  for (const [x, y] of points.map(seen)) context.beginPath(), context.arc(x, y, 4, 0, 7), context.fill();
 }
 
 // What computes, which a faster form may take over from while the page is open.

@@ -16,6 +16,8 @@ LIMITS = ("range", "velocity", "acceleration", "jerk", "jump", "workspace")
 MAX_BYTES = 8192  # of a message
 MAX_TEXT = 160  # characters of a name or reason
 MAX_COUNTS = 12  # reasons, or limits, that are told apart
+MAX_POINTS = 64  # of an arm
+FARTHEST = 1e3  # metres
 LARGEST = 1 << 53  # of any number
 
 
@@ -44,15 +46,16 @@ class RobotReport:
     steps_by_hand: int = 0
     episodes: int | None = None
     successes: int | None = None
+    arm: tuple[float, ...] = ()
 
     def to_message(self) -> Any:
         """Return the message, its texts and lists cut to what one may have."""
-        found = schema.Report(limits=self.limits)
+        found = schema.Report(limits=self.limits, arm=self.arm)
         for name, value in vars(self).items():
             if name in ("held", "clipped"):
                 for text, count in _most(value).items():
                     getattr(found, name).add(name=text, count=count)
-            elif name != "limits" and value is not None:
+            elif name not in ("limits", "arm") and value is not None:
                 setattr(found, name, _printable(value) if isinstance(value, str) else value)
         return found
 
@@ -79,6 +82,11 @@ class RobotReport:
                 _text(name, value)
             elif isinstance(value, (int, float)):
                 _check(name == "run" or 0 <= value <= LARGEST, name, "a number from 0 to 2^53", value)
+            elif name == "arm":
+                fits = len(value) <= 3 * MAX_POINTS and len(value) % 3 == 0
+                _check(fits, name, f"x, y, z of at most {MAX_POINTS} points", f"{len(value)} numbers")
+                _check(all(-FARTHEST <= x <= FARTHEST for x in value), name, "metres within 1000", "others")
+                found[name] = tuple(round(x, 4) for x in value)
             else:
                 _check(len(value) <= MAX_COUNTS, name, f"at most {MAX_COUNTS} entries", len(value))
                 if name == "limits":

@@ -240,7 +240,70 @@ def _positive(given: Any, count: int) -> bool:
     )
 
 
-class EndEffector:
+class KnownArm:
+    """A robot of joints whose arm is known: driven as it is, and others can be shown where it stands.
+
+    names: of its numbers, and ``units`` of each, as a policy states them. unit: "rad" or "deg", of its joints; the
+    robot's own (``joint_unit``), or by ``units``, if absent. joints: joint of the chain -> the robot's, where they are
+    called otherwise. spare: numbers that it has beside the arm's; None: any.
+
+    Raises :class:`~sinew_client.control.robots.RobotError` where joints or units do not fit.
+    """
+
+    def __init__(
+        self,
+        robot: Any,
+        chain: Chain,
+        names: Sequence[str],
+        unit: str = "",
+        joints: Mapping[str, str] | None = None,
+        spare: int | None = None,
+        units: Sequence[str] = (),
+    ):
+        self.chain, self._robot = chain, robot
+        self._places = _matched(chain, names, joints or {}, spare)
+        stated = {units[at] for at in self._places if at < len(units)}
+        unit = unit or getattr(robot, "joint_unit", "") or " or ".join(sorted(stated)) or "rad"
+        if unit not in ("rad", "deg"):
+            raise RobotError(
+                f"robot: expected joints in radians or degrees, got {unit}; LeRobot's arms have degrees with"
+                """ --robot-options '{"use_degrees": true}'"""
+            )
+        self._radians = np.where(chain.slides, 1.0, math.pi / 180 if unit == "deg" else 1.0)
+        self._seen: np.ndarray | None = None  # all numbers of the robot's state, as they were seen last
+
+    def observe(self) -> dict[str, Any]:
+        found = dict(self._robot.observe())
+        self._seen = np.asarray(found["state"], np.float64)
+        return found
+
+    def arm_points(self) -> np.ndarray | None:
+        """Return where the arm was seen last: base, joints and tip, float64 [J + 2, 3], metres; None before that. From
+        any thread."""
+        if (seen := self._seen) is None:
+            return None
+        tip = self.chain.forward(self._of(seen))
+        return np.concatenate([np.zeros((1, 3)), tip.anchors, tip.place[None]])
+
+    def text(self) -> str:
+        """Return in a line what the description is for."""
+        chain = self.chain
+        return (
+            f"kinematics: {len(chain.joints)} joints from {chain.base} to {chain.tip}, to show the arm; the policy's"
+            " actions are joints"
+        )
+
+    def _of(self, whole: np.ndarray) -> np.ndarray:
+        """Return the chain's joints, radians or metres, of the robot's numbers."""
+        return np.asarray(whole)[self._places] * self._radians
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_robot":  # before there is one, as while it is copied
+            raise AttributeError(name)
+        return getattr(self._robot, name)
+
+
+class EndEffector(KnownArm):
     """A robot whose numbers are poses of its tip; everything else of it is its own.
 
     robot: of joints, with their names (``joints``) or with as many numbers as the chain and the grippers have, in that
@@ -266,20 +329,12 @@ class EndEffector:
         names = getattr(robot, "joints", None)
         names = names["action"] if isinstance(names, Mapping) else names
         size = len(chain.joints)
-        unit = options.unit or getattr(robot, "joint_unit", "") or "rad"
-        if unit not in ("rad", "deg"):
-            raise RobotError(
-                f"robot: expected joints in radians or degrees, got {unit}; LeRobot's arms have degrees with"
-                """ --robot-options '{"use_degrees": true}'"""
-            )
-        self.chain, self.options = chain, options
-        self._robot, self._period = robot, 1.0 / hz
-        self._radians = np.where(chain.slides, 1.0, math.pi / 180 if unit == "deg" else 1.0)
+        self.options, self._period = options, 1.0 / hz
         self._velocity = _velocities(chain, options.velocity)
         self.action = options.parts(policy, "action")
         had = list(names) if names is not None else numbers_of(chain, self.action)
+        super().__init__(robot, chain, had, options.unit, joints, _grippers(self.action))
         self._width = len(had)
-        self._places = _matched(chain, had, joints or {}, _grippers(self.action))
         self._others = [at for at in range(len(had)) if at not in self._places]
         self.state = options.parts(policy, "state", len(had))
         if _grippers(self.state) > len(self._others):
@@ -304,7 +359,6 @@ class EndEffector:
                 " the tip to its place with the rotation as near as it can be"
             )
         self._now: np.ndarray | None = None  # joints as they were seen since the last command
-        self._seen: np.ndarray | None = None  # all numbers of the robot's state then
         self._sent: np.ndarray | None = None  # joints of the last command, None after a hold
         self._kept: np.ndarray | None = None  # the rotation that is kept
 
@@ -359,12 +413,9 @@ class EndEffector:
         self._robot.hold()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_robot":  # before there is one, as while it is copied
-            raise AttributeError(name)
-        if name == "sense":
-            sense = self._robot.sense  # no such method: the whole is looked at
-            return lambda: self._encoded(sense())
-        return getattr(self._robot, name)
+        found = super().__getattr__(name)
+        # The robot's own, where it has one: else the whole is looked at.
+        return (lambda: self._encoded(found())) if name == "sense" else found
 
     # ------------------------------------------------------------------------- poses
 
@@ -376,10 +427,6 @@ class EndEffector:
                 f" {self._width - len(self._places)} more, got shape {list(found.shape)}"
             )
         return found
-
-    def _of(self, whole: np.ndarray) -> np.ndarray:
-        """Return the chain's joints, radians or metres, of the robot's numbers."""
-        return np.asarray(whole)[self._places] * self._radians
 
     def _encoded(self, state: Any) -> np.ndarray:
         """Return the policy's state, float32, of the robot's."""
@@ -480,12 +527,22 @@ def numbers_of(chain: Chain, action: Sequence[PosePart]) -> list[str]:
     return [*chain.joints, *(f"gripper{i or ''}" for i in range(_grippers(action)))]
 
 
-def _matched(chain: Chain, had: Sequence[str], given: Mapping[str, str], spare: int) -> list[int]:
-    """Return the place of each of the chain's joints among a robot's numbers."""
+def moves_joints(policy: Mapping[str, Any], chain: Chain, joints: Mapping[str, str]) -> bool:
+    """Return True where a policy's state and action are joints, those of the chain among them. joints: as KnownArm's."""
+    wanted = {joints.get(name, name) for name in chain.joints}
+    for what in ("state", "action"):
+        names = set(policy[what].get("names") or ())
+        if not wanted <= names | {re.sub(r"\.pos$", "", name) for name in names}:
+            return False
+    return True
+
+
+def _matched(chain: Chain, had: Sequence[str], given: Mapping[str, str], spare: int | None) -> list[int]:
+    """Return the place of each of the chain's joints among a robot's numbers. spare: how many it has beside them."""
     wanted = {given.get(name, name) for name in chain.joints}
     arm = [name for name in had if {name, f"{name}.pos", re.sub(r"\.pos$", "", name)} & wanted]
     found = match_joints(chain.joints, arm or had, given, "kinematics")
-    if len(had) - len(found) != spare:
+    if spare is not None and len(had) - len(found) != spare:
         raise RobotError(
             f"robot: expected {spare} numbers beside the arm's, the action's grippers, got"
             f" {', '.join(name for name in had if name not in found) or 'none'}"

@@ -31,11 +31,12 @@ class KinematicsError(ClientError, ValueError):
 
 class Tip(NamedTuple):
     """Hold where the tip is: place float64 [..., 3], turn [..., 3, 3], and jacobian [..., 6, J], its velocity and then
-    its angular velocity, in the base's frame, per unit of each joint's."""
+    its angular velocity, in the base's frame, per unit of each joint's. anchors [..., J, 3]: where the joints are."""
 
     place: np.ndarray
     turn: np.ndarray
     jacobian: np.ndarray
+    anchors: np.ndarray
 
 
 class Singularity(NamedTuple):
@@ -92,7 +93,7 @@ class Chain:
         place, turn = place + turn @ self.tip_place, turn @ self.tip_turn
         arms = np.where(self.slides[:, None], axes, np.cross(axes, place[..., None, :] - anchors))
         about = np.where(self.slides[:, None], 0.0, axes)
-        return Tip(place, turn, np.swapaxes(np.concatenate([arms, about], axis=-1), -1, -2))
+        return Tip(place, turn, np.swapaxes(np.concatenate([arms, about], axis=-1), -1, -2), anchors)
 
     def inverse(
         self, place: np.ndarray, turn: np.ndarray, start: np.ndarray, weight: float = 1.0

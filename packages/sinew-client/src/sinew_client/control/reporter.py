@@ -18,7 +18,7 @@ from sinew_client.control.safety import RATES
 from sinew_client.control.takeover import POLICY
 from sinew_client.errors import ClientError, ServerError
 from sinew_client.faults import kind_of
-from sinew_client.robot_report import RobotReport
+from sinew_client.robot_report import FARTHEST, MAX_POINTS, RobotReport
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,9 @@ class Reporter:
     answer is dropped; a server that refuses one is told nothing more, which is logged.
 
     where: whose ``present`` says which server is asked: ``Servers``, ``StreamLink``. name: for people. robot: with
-    ``finished`` and ``successes`` of episodes; the loop's own if absent. sent: so many. refused: by these addresses.
+    ``finished`` and ``successes`` of episodes, and ``arm_points`` where it knows its arm
+    (:class:`~sinew_client.control.end_effector.KnownArm`); the loop's own if absent. sent: so many. refused: by these
+    addresses.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Reporter:
             steps_by_hand=max(0, controller.handed.steps),
             successes=_count(self._robot, "successes"),  # first: an episode ends before it has succeeded
             episodes=_count(self._robot, "finished"),
+            arm=_points(self._robot),
         )
 
     def _note(self) -> tuple[float, int, dict[int, int]]:
@@ -129,6 +132,14 @@ class Reporter:
 def _count(robot: Any, name: str) -> int | None:
     found = getattr(robot, name, None)  # which may be anything of a robot that knows no episodes
     return int(found) if isinstance(found, (int, np.integer)) else None
+
+
+def _points(robot: Any) -> tuple[float, ...]:
+    found = getattr(robot, "arm_points", None)
+    points = found() if callable(found) else None
+    if points is None or np.shape(points)[1:] != (3,) or len(points) > MAX_POINTS:
+        return ()
+    return tuple(np.ravel(points).tolist()) if np.all(np.abs(points) < FARTHEST) else ()  # NaN is not
 
 
 def _in_force(limits: Any) -> tuple[str, ...]:
