@@ -528,7 +528,7 @@ def numbers_of(chain: Chain, action: Sequence[PosePart]) -> list[str]:
 
 
 def moves_joints(policy: Mapping[str, Any], chain: Chain, joints: Mapping[str, str]) -> bool:
-    """Return True where a policy's state and action are joints, those of the chain among them. joints: as KnownArm's."""
+    """Return True where state and action of a policy are joints, those of the chain among them. joints: as KnownArm."""
     wanted = {joints.get(name, name) for name in chain.joints}
     for what in ("state", "action"):
         names = set(policy[what].get("names") or ())
