@@ -83,10 +83,10 @@ def noisy(policy: Policy) -> EagerEngine:
 
 def trained(path: Path) -> Iterator[dict[str, Any]]:
     """Median and largest error of the action's own columns."""
-    from sinew.eval.observations import generated
+    from sinew.eval.observations import observations
 
     policy = load(path, "cpu", engine="eager")
-    origin, stream = generated(policy)
+    origin, stream = observations(policy)
     data = [
         (policy.processor.inputs(o), policy.processor.noise(o)[0]) for o in islice(stream, SEEN + COMPARED)
     ]

@@ -156,7 +156,8 @@ class Quantization:
     the weights in ONNX graphs; 7 where products of eight bits would saturate. weight_error: relative L2 of the stored
     weights of a top-level module against those before. error: relative L2 of the chunk against float32, median
     and largest over ``observations`` observations from ``source``, computed by ``engine``. scales: of the inputs of
-    FP8 layers, by the layer's name. validated: the proof of the bundle before.
+    FP8 layers, by the layer's name. validated: the proof of the bundle before. calibrated: observations by whose inputs
+    q4_0 was rounded; 0: each weight alone.
     """
 
     recipe: dict[str, Literal["int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32"]]
@@ -170,6 +171,7 @@ class Quantization:
     weight_error: dict[str, float] = field(default_factory=dict)
     success: Success | None = None
     validated: Validated | None = None
+    calibrated: int = 0
 
     @property
     def fp8(self) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ def quantize(
     recipe: str = DEFAULT_RECIPE,
     out: Path,
     observations: Count = 32,
+    calibration: Whole = 32,
+    records: Path | None = None,
     engine: Literal["cpu", "onnx"] | None = None,
     search: Flag = False,
     budget: str = "",
@@ -45,8 +47,11 @@ def quantize(
             measured on engine cpu.
         budget: of all weights, such as 1.4GiB or 200MB.
         target_ms: of vision, prefix and head of one chunk, as measured on this machine, the best of all observations.
-        observations: over which the error is measured, from episodes of an embedded task where the policy fits
-            one, else random frames. For fp8 as many others come before, for its scales.
+        observations: over which the error is measured. For fp8 as many others come before, for its scales.
+        calibration: observations before those, by whose inputs q4_0 is rounded (GPTQ), but for random frames; 0 rounds
+            each weight alone.
+        records: folder that `sinew serve --record` wrote, to take them from; else episodes of an embedded task that the
+            policy fits, else random frames.
         episodes: of the success gate of an embedded task that the policy fits; its outcome goes into the header.
             0 plays none.
     """
@@ -56,8 +61,8 @@ def quantize(
         raise SinewError("expected --search together with --budget or --target-ms")
     console = terminal.console(markup=False)
     made = quantized(
-        bundle, out, recipe=recipe, observations=observations, engine=engine, budget=budget, target_ms=target_ms,
-        episodes=episodes, say=console.print,
+        bundle, out, recipe=recipe, observations=observations, calibration=calibration, records=records, engine=engine,
+        budget=budget, target_ms=target_ms, episodes=episodes, say=console.print,
     )  # fmt: skip
     record, proof = made.record, made.proof
     console.print(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from sinew.bundle import Bundle, TensorSource
 from sinew.bundle.quant import FORMATS, SCALE, WEIGHT, Format, quantize
 from sinew.bundle.schema import from_builtins
 from sinew.bundle.writer import FileSlice
+from sinew.convert.gptq import WIDEST, gptq, portions, second_moments
 from sinew.core import BundleError, SinewError
 from sinew.layers.linear import width_of
 from sinew.layers.stores.lowbit import dequantize
@@ -32,14 +33,19 @@ OTHERWISE = "int8"  # where rows do not divide into groups
 
 @dataclass(frozen=True)
 class Rounded:
-    """Bytes of a weight in ``format``, or of its scales, computed when they are written."""
+    """Bytes of a weight in ``format``, or of its scales, computed when they are written. made: where they lie if they
+    were computed before."""
 
     bundle: Bundle
     name: str
     format: str
     scales: bool
+    made: Path | None = None
 
     def blocks(self) -> Iterable[memoryview]:
+        if self.made is not None:
+            yield np.load(self.made, mmap_mode="r").reshape(-1).data
+            return
         weights = self.bundle.tensor(self.name).float().numpy()
         try:
             made = quantize(weights, self.format)[self.scales]
@@ -69,9 +75,43 @@ def plan_formats(bundle: Bundle, recipe: Mapping[str, str]) -> dict[str, str]:
     return made
 
 
-def lowbit_sources(bundle: Bundle, formats: Mapping[str, str]) -> list[TensorSource]:
-    """Return the bundle's tensors in their order, those of ``formats`` rounded. Raises :class:`SinewError` for a bundle
-    that has low-bit weights already: rounding twice would hide an error."""
+def calibrated_rows(
+    bundle: Bundle,
+    formats: Mapping[str, str],
+    model: nn.Module,
+    runs: Callable[[], Iterable[Callable[[], object]]],
+    folder: Path,
+) -> tuple[dict[str, Path], int]:
+    """Round the linear layers that ``formats`` stores as q4_0 by what reaches them (:mod:`sinew.convert.gptq`).
+
+    model: that of the bundle in floats. runs: the same observations each time, a call of the model each; several times
+    where the moments of all layers are too large for the memory at once. folder: for the rows. Return the file of each
+    layer's rows, and how many layers are left that each weight is rounded alone in: wider ones, and unused.
+    """
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if formats.get(name) == "q4_0" and not isinstance(layer, nn.Embedding)
+    }
+    narrow = {name: layer for name, layer in layers.items() if (width_of(layer) or 0) <= WIDEST}
+    found: dict[str, Path] = {}
+    for some in portions(narrow):
+        for name, moments in second_moments(some, runs()).items():
+            found[name] = folder / f"{len(found)}.npy"
+            try:
+                np.save(found[name], gptq(bundle.tensor(name + WEIGHT).float().numpy(), moments))
+            except ValueError as error:
+                raise BundleError(f"{bundle.path}: {name}: {error}") from None
+            bundle.release(())
+    return found, len(layers) - len(found)
+
+
+def lowbit_sources(
+    bundle: Bundle, formats: Mapping[str, str], made: Mapping[str, Path] | None = None
+) -> list[TensorSource]:
+    """Return the bundle's tensors in their order, those of ``formats`` rounded. made: rows that were computed before.
+    Raises :class:`SinewError` for a bundle that has low-bit weights already: rounding twice would hide an
+    error."""
     if bundle.lowbit:
         raise SinewError(
             f"{bundle.path}: expected float weights, got {', '.join(sorted(set(bundle.lowbit.values())))}"
@@ -88,7 +128,13 @@ def lowbit_sources(bundle: Bundle, formats: Mapping[str, str]) -> list[TensorSou
         shape = stored.stored_shape(rows, k)
         nbytes = rows * stored.row_bytes(k)
         sources.append(
-            TensorSource(info.name, shape, stored.type, nbytes, Rounded(bundle, info.name, name, False))
+            TensorSource(
+                info.name,
+                shape,
+                stored.type,
+                nbytes,
+                Rounded(bundle, info.name, name, False, (made or {}).get(info.name.removesuffix(WEIGHT))),
+            )
         )
         if not stored.group:
             scale = info.name.removesuffix(WEIGHT) + SCALE

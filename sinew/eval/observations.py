@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from sinew.checks.validate.observations import random_observations
+from sinew.checks.validate.observations import random_observations, recorded_observations
 from sinew.core import Observation, ObservationError
 from sinew.eval.fitting import TASKS
 from sinew.policy import Policy
 
 FIRST_SEED = 9000  # episodes that neither training nor the gates have seen
 REPLAN = 8
+RANDOM = "random frames"
 
 
-def generated(reference: Policy) -> tuple[str, Iterator[Observation]]:
-    """Return where observations come from, and they without end: of episodes that the reference plays, one per chunk
-    it is asked for, where it fits an embedded task; else random frames."""
-    return _episodes(reference) or ("random frames", random_observations(reference))
+def observations(reference: Policy, records: Path | None = None) -> tuple[str, Iterator[Observation]]:
+    """Return where observations come from, and they: of a folder of records; without end of episodes that the reference
+    plays, one per chunk it is asked for, where it fits an embedded task; else ``RANDOM``, without end."""
+    if records is not None:
+        return f"records of {records}", recorded_observations(records, reference)
+    return _episodes(reference) or (RANDOM, random_observations(reference))
 
 
 def _episodes(policy: Policy) -> tuple[str, Iterator[Observation]] | None:

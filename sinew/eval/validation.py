@@ -20,15 +20,10 @@ SCHEMA = "sinew.validate/1"
 
 def compared(policy: Policy, reference: Policy, count: int, records: Path | None = None) -> dict[str, Any]:
     """Compare over ``count`` observations and return the comparison, ready for JSON."""
-    from sinew.checks.validate.observations import recorded_observations
     from sinew.checks.validate.parity import compare, report
+    from sinew.eval.observations import observations
 
-    if records is not None:
-        source, stream = f"records of {records}", recorded_observations(records, reference)
-    else:
-        from sinew.eval.observations import generated
-
-        source, stream = generated(reference)
+    source, stream = observations(reference, records)
     with progress.task(f"comparing with eager fp32: {source}", count) as advance:
 
         def counted() -> Iterator[Observation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
 from sinew.checks.validate.parity import compare
-from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
+from sinew.convert.gptq import WIDEST
+from sinew.convert.lowbit import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import choose
@@ -24,7 +26,8 @@ from sinew.engine.engine import Watch
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant
 from sinew.engine.onnx.quantize import parse_recipe
-from sinew.eval.observations import generated
+from sinew.eval.observations import RANDOM
+from sinew.eval.observations import observations as observations_of
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import gate_of, play_gate
 from sinew.policy import Policy
@@ -34,6 +37,21 @@ PROVED = 8  # observations of the proof of what will be rounded, at most
 Input = tuple[ModelInputs, np.ndarray]  # of one observation, with the solver's noise
 Trial = tuple[float, dict[str, float]]  # error of the chunk; component -> milliseconds of its stage, at best
 Measure = Callable[[Bundle, dict[str, str], Path], Trial]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a policy is shown: the error is over ``count`` observations; by ``calibration`` others before them q4_0 is
+    rounded, if they are no random frames. records: a folder to take them from."""
+
+    count: int
+    calibration: int = 0
+    records: Path | None = None
+
+    def to(self, reference: Policy) -> tuple[str, Iterator[Input]]:
+        """Return where observations come from, and what the reference's processing makes of them."""
+        processor, (origin, stream) = reference.processor, observations_of(reference, self.records)
+        return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
 
 
 @dataclass(frozen=True)
@@ -71,6 +89,8 @@ def quantize(
     *,
     recipe: str = DEFAULT_RECIPE,
     observations: int = 32,
+    calibration: int = 32,
+    records: str | Path | None = None,
     engine: str | None = None,
     budget: str = "",
     target_ms: float | None = None,
@@ -81,7 +101,10 @@ def quantize(
 
     source: a bundle, a checkpoint or training run, or a name of the hub. out: the bundle to write. recipe:
     ``COMPONENT=PRECISION,...`` of vision, language and head in int8, q8_0, q4_0, int8-rows, fp8 or fp32. budget,
-    target_ms: search the recipe of the least error within these in place of it. engine: that computes the error.
+    target_ms: search the recipe of the least error within these in place of it. engine: that computes the error over
+    ``observations``, of ``records`` (a folder of ``sinew serve --record``), of an embedded task or of random frames.
+    calibration: of as many before them q4_0's rounding knows the inputs, but for random frames; 0: each weight is
+    rounded alone.
     episodes: of the gate of an embedded task that the policy fits. say: told of the search's steps.
 
     Raises :class:`SinewError` for a bundle that is not what its reference computes, or a recipe that it cannot have;
@@ -98,6 +121,7 @@ def quantize(
     if out.resolve() == bundle.resolve():
         raise SinewError(f"--out {out}: expected another file than the bundle that is read")
     searched = bool(budget or target_ms)
+    shown = Shown(observations, calibration, None if records is None else Path(records))
     absent = [] if searched else lacking(opened, chosen)
     for part in absent:
         if recipe != DEFAULT_RECIPE:
@@ -106,13 +130,13 @@ def quantize(
             )
         chosen[part] = "fp32"
     with progress.task(f"validating {bundle.name} as it is"):
-        proof = validated(opened, min(observations, PROVED))
+        proof = validated(opened, replace(shown, count=min(observations, PROVED)))
     out.parent.mkdir(parents=True, exist_ok=True)
     search: dict[str, Any] = {}
     if searched:
         from sinew.eval.report.recipe_search import search as search_recipe
 
-        trial = trials(opened, observations)
+        trial = trials(opened, shown)
         chosen, search["search"] = search_recipe(
             opened, budget, target_ms, out, trial, say or (lambda _: None)
         )
@@ -122,7 +146,7 @@ def quantize(
             raise SinewError(f"{asked}: the bundle fits as it is; nothing was written")
     asked = ",".join(f"{part}={kind}" for part, kind in chosen.items() if kind != "fp32")
     with progress.task(f"measuring {bundle.name} in {asked}"):
-        record, stored = quantized(opened, chosen, observations, out, engine)
+        record, stored = quantized(opened, chosen, shown, out, engine)
     record, verdict, passed = gated(replace(record, validated=proof), out, episodes)
     rewritten(record, out)
     nbytes = out.stat().st_size, bundle.stat().st_size
@@ -133,36 +157,36 @@ def quantize(
 
 
 def quantized(
-    opened: Bundle, chosen: dict[str, Any], count: int, out: Path, engine: str | None
+    opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path, engine: str | None
 ) -> tuple[Quantization, str]:
-    """Write a bundle in the precisions ``chosen`` of its components, and measure its error over ``count`` observations
-    with an engine; None: with that which the precisions want. Return the record in its header, and in words what was
+    """Write a bundle in the precisions ``chosen`` of its components, and measure its error with an
+    engine; None: with that which the precisions want. Return the record in its header, and in words what was
     stored. Raises :class:`SinewError`."""
     kinds = set(chosen.values())
     if engine is not None and not kinds <= {*(follows := BACKENDS[engine].follows), "fp32"}:
         recipe = ",".join(f"{part}={kind}" for part, kind in chosen.items())
         raise SinewError(f"--engine {engine}: expected {', '.join(sorted(follows))} and fp32, got {recipe}")
     if "fp8" in kinds:
-        return _in_fp8(opened, chosen, count, out)
+        return _in_fp8(opened, chosen, shown, out)
     make = _in_lowbit if engine == "cpu" or {"q8_0", "q4_0"} & kinds else _in_int8
-    return make(opened, chosen, count, out)
+    return make(opened, chosen, shown, out)
 
 
-def validated(opened: Bundle, count: int) -> Validated:
-    """Hold the program that will be rounded, the plan, against eager float32 over ``count`` observations.
+def validated(opened: Bundle, shown: Shown) -> Validated:
+    """Hold the program that will be rounded, the plan, against eager float32.
 
     Raises :class:`SinewError` where it fails: what is wrong before is not what fewer bits cost.
     """
     reference = Policy(opened, "cpu", "fp32", "eager")
     policy = Policy(opened, "cpu", "fp32", "plan")
-    _, stream = generated(reference)
-    found = compare(policy, reference, islice(stream, count))
+    _, stream = observations_of(reference, shown.records)
+    found = compare(policy, reference, islice(stream, shown.count))
     if not found.passed:
         wrong = [f"{stage.name} {stage.error:.1e}" for stage in found.stages.values() if not stage.passed]
         wrong += [*found.faults, *(f"indices of {name}" for name, same in found.indices.items() if not same)]
         raise SinewError(
-            f"{opened.path}: expected a bundle whose plan computes what eager fp32 does over {count} observations,"
-            f" got {', '.join(wrong)}; `sinew validate {opened.path} --engine plan` says more"
+            f"{opened.path}: expected a bundle whose plan computes what eager fp32 does over {found.observations}"
+            f" observations, got {', '.join(wrong)}; `sinew validate {opened.path} --engine plan` says more"
         )
     return Validated("plan", found.observations, float(f"{found.stages['actions'].error:.4g}"))
 
@@ -217,10 +241,10 @@ def cache_name(out: Path) -> Path:
     return cache_folder(out, variant(usable_bits(Bundle(out))))
 
 
-def trials(opened: Bundle, count: int) -> Measure:
+def trials(opened: Bundle, shown: Shown) -> Measure:
     """Return a function that measures a recipe on the same observations each time."""
     reference = Policy(opened, "cpu", engine="eager")
-    inputs = list(islice(observed(reference)[1], count))
+    inputs = list(islice(shown.to(reference)[1], shown.count))
 
     def trial(bundle: Bundle, recipe: dict[str, str], scratch: Path) -> Trial:
         whole = dict.fromkeys(COMPONENTS, "fp32") | recipe
@@ -235,59 +259,102 @@ def trials(opened: Bundle, count: int) -> Measure:
     return trial
 
 
-def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
+def _in_int8(opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path) -> tuple[Quantization, str]:
     from sinew.engine.onnx.providers import runtime
     from sinew.engine.onnx.quantize import weight_bits
 
     bits, why = weight_bits()
-    record = _measured(opened, chosen, count, out, "onnx", bits, f"onnxruntime {runtime().__version__}")
+    record, _ = _measured(opened, chosen, shown, out, "onnx", bits, f"onnxruntime {runtime().__version__}")
     return record, f"graphs of {bits} bits per output channel: {why}"
 
 
-def _in_lowbit(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
+def _in_lowbit(opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path) -> tuple[Quantization, str]:
     from sinew.engine.cpu.kernels.library import extension
 
-    record = _measured(opened, chosen, count, out, "cpu", 8, f"cpu, {extension().kernels} kernels")
-    return record, f"computed on as they are stored ({extension().kernels} kernels: {extension().reason})"
+    by = f"cpu, {extension().kernels} kernels"
+    record, rounded = _measured(opened, chosen, shown, out, "cpu", 8, by)
+    return (
+        record,
+        f"computed on as they are stored ({extension().kernels} kernels: {extension().reason}){rounded}",
+    )
 
 
 def _measured(
-    opened: Bundle, chosen: dict[str, Any], count: int, out: Path, engine: str, bits: Any, by: str
-) -> Quantization:
-    """Write the bundle, and return its record with the error of ``engine`` on what was written.
+    opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path, engine: str, bits: Any, by: str
+) -> tuple[Quantization, str]:
+    """Write the bundle; return its record with the error of ``engine`` on what was written, and in words how 4 bits
+    were rounded.
 
     Graphs are exported from the stored weights, as on any other machine, and go with the bundle.
     """
     with scratch.beside(out) as folder:
         unmeasured = folder / out.name
-        stored = _store(opened, chosen, _record(chosen, bits, [0.0], "", ""), unmeasured)
         reference = Policy(opened, "cpu", engine="eager")
-        rounded = Policy(Bundle(unmeasured), "cpu", engine=engine)
-        origin, stream = observed(reference)
-        errors = measure(reference, rounded.engine, islice(stream, count))
-        record = replace(_record(chosen, bits, errors, origin, by), weight_error=stored.weight_error)
+        origin, stream = shown.to(reference)
+        formats = plan_formats(opened, chosen)
+        made, calibrated, rounded = _calibrated(opened, formats, reference, shown, origin, stream, folder)
+        record = replace(_record(chosen, bits, [0.0], "", ""), calibrated=calibrated)
+        stored = _store(opened, formats, made, record, unmeasured)
+        errors = measure(
+            reference, Policy(Bundle(unmeasured), "cpu", engine=engine).engine, islice(stream, shown.count)
+        )
+        if not errors:
+            raise SinewError(
+                f"{origin}: expected more than the {calibrated} observations of the calibration, got none behind them"
+            )
+        record = _record(chosen, bits, errors, origin, by)
+        record = replace(record, weight_error=stored.weight_error, calibrated=calibrated)
         write(Bundle(unmeasured), record, out)
         if BACKENDS[engine].runs_graphs:
             graphs = cache_name(out)
             shutil.rmtree(graphs, ignore_errors=True)  # of the same bundle, made before
             cache_name(unmeasured).rename(graphs)
-    return record
+    return record, rounded
 
 
-def _store(opened: Bundle, chosen: dict[str, Any], record: Quantization, out: Path) -> Quantization:
+def _calibrated(
+    opened: Bundle,
+    formats: dict[str, str],
+    reference: Policy,
+    shown: Shown,
+    origin: str,
+    stream: Iterator[Input],
+    folder: Path,
+) -> tuple[dict[str, Path], int, str]:
+    """Return rows that were rounded by their inputs, over how many observations, and in words how q4_0 was rounded."""
+    if not shown.calibration or "q4_0" not in formats.values():
+        return {}, 0, ""
+    if origin == RANDOM:  # of which blocks' error is a third larger than of weights that are rounded alone
+        return (
+            {},
+            0,
+            f"; q4_0: each weight rounded alone, for {RANDOM} are not what it will see; --records calibrates",
+        )
+    seen, steps = list(islice(stream, shown.calibration)), reference.spec.solver_steps
+
+    def runs() -> Iterator[Callable[[], object]]:
+        return (partial(reference.engine.run, inputs.batched(), noise[None], steps) for inputs, noise in seen)
+
+    made, alone = calibrated_rows(opened, formats, reference.engine.model, runs, folder)
+    others = f", but for {alone} layers without inputs or of more than {WIDEST}" if alone else ""
+    return made, len(seen), f"; q4_0 rounded by its inputs in {len(seen)} observations{others}"
+
+
+def _store(
+    opened: Bundle, formats: dict[str, str], made: dict[str, Path], record: Quantization, out: Path
+) -> Quantization:
     """Write the bundle with low-bit weights; return the record with their error."""
-    formats = plan_formats(opened, chosen)
     with scratch.beside(out) as folder:
         stored = folder / out.name
         manifest = replace(opened.manifest, quantization=record)
-        write_bundle(stored, lambda: manifest, lowbit_sources(opened, formats))
+        write_bundle(stored, lambda: manifest, lowbit_sources(opened, formats, made))
         errors = {name: float(f"{error:.4g}") for name, error in weight_errors(opened, stored).items()}
         record = replace(record, weight_error=errors)
         write(Bundle(stored), record, out)
     return record
 
 
-def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
+def _in_fp8(opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path) -> tuple[Quantization, str]:
     import torch
 
     from sinew.engine.cuda.calibrate import calibrate
@@ -298,8 +365,8 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tu
 
     reference = Policy(opened, "cpu", engine="eager")
     model = reference.engine.model
-    origin, stream = observed(reference)
-    made, _ = calibrate(opened, model, islice(stream, count), origin)
+    origin, stream = shown.to(reference)
+    made, _ = calibrate(opened, model, islice(stream, shown.count), origin)
     options = CudaOptions(fp8=tuple(name for name, kind in chosen.items() if kind == "fp8"))
     scales = {name: float(f"{scale:.6g}") for name, scale in made.scales.items()}
     scales = {name: scale for name, scale in scales.items() if model.component_of(name) in options.fp8}
@@ -309,7 +376,7 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tu
         )
     processing, plan = opened.manifest.processing, Plan.of(model, rewrites=ON_CUDA)
     engine = CudaEngine(plan, torch.device("cpu"), processing=processing, options=options, scales=scales)
-    errors = measure(reference, engine, islice(stream, count))
+    errors = measure(reference, engine, islice(stream, shown.count))
     record = _record(
         chosen, 8, errors, origin, f"the kernels' references in float32, torch {torch.__version__}"
     )
@@ -321,13 +388,6 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tu
 def _record(recipe: dict[str, Any], bits: Any, errors: list[float], origin: str, engine: str) -> Quantization:
     median, largest = (float(f"{value:.4g}") for value in (np.median(errors), np.max(errors)))
     return Quantization(recipe, bits, median, largest, len(errors), origin, engine)
-
-
-def observed(reference: Policy) -> tuple[str, Iterator[Input]]:
-    """Where observations come from, and they without end. The reference plays the episodes."""
-    origin, stream = generated(reference)
-    processor = reference.processor
-    return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
 
 
 def measure(

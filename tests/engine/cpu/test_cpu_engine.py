@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from gguf import GGMLQuantizationType
 from sinew.bundle import Bundle, TensorSource, write_bundle
 from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
 from sinew.bundle.writer import ArraySlice
+from sinew.checks.validate.observations import random_observations
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
 from sinew.core import BundleError, SinewError
@@ -25,6 +27,7 @@ from sinew.layers.stores.codes import Codes, Panels, codes_of
 from sinew.layers.stores.rows import Rows
 from sinew.perf.memory import fits
 from sinew.policy import load
+from sinew.records.recorder import Recorder
 from tests.engines import run_one
 from tests.golden import Golden
 
@@ -195,6 +198,31 @@ def test_quantize_stores_and_measures(case, tmp_path, capsys) -> None:
     assert main(["inspect", str(out)]) == 0
     assert "Q4_0" in capsys.readouterr().out
     assert main(["quantize", str(out), *arguments[2:-1], str(tmp_path / "again.gguf")]) != 0  # twice
+
+
+def test_four_bits_are_rounded_by_what_was_recorded(smolvla_bundle, tmp_path, capsys) -> None:
+    path = smolvla_bundle("smolvla-2cam")
+    policy, recorder = load(path, engine="eager"), Recorder(tmp_path / "records")
+    for observation in islice(random_observations(policy), 5):
+        recorder.put("native", "arm", observation, policy.infer(observation))
+    recorder.close()
+    line = ["quantize", str(path), "--recipe", "vision=q4_0,language=q4_0", "--observations", "2"]
+    made = {}
+    for name, more in {"drawn": [], "alone": ["--calibration", "0"], "known": ["--calibration", "3"]}.items():
+        records = [] if name == "drawn" else ["--records", str(tmp_path / "records")]
+        assert main([*line, *more, *records, "--out", str(tmp_path / f"{name}.gguf")]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        made[name] = Bundle(tmp_path / f"{name}.gguf").manifest.quantization
+        assert ("rounded alone, for random frames" in said) == (name == "drawn")
+        assert ("rounded by its inputs in 3 observations" in said) == (name == "known")
+    assert [each.calibrated for each in made.values()] == [0, 0, 3]
+    assert made["known"].source.startswith("records of")
+    assert made["known"].observations == 2
+    assert made["alone"].weight_error["language"] < made["known"].weight_error["language"]
+    few = ["--calibration", "5", "--records", str(tmp_path / "records"), "--out", str(tmp_path / "few.gguf")]
+    assert main([*line, *few]) == 1
+    assert "expected more than the 5 observations of the calibration" in capsys.readouterr().err
+    assert not (tmp_path / "few.gguf").exists()
 
 
 def test_memory_is_priced_as_it_is_stored(smolvla_bundle, tmp_path) -> None:

@@ -1,0 +1,127 @@
+"""Rounding that knows its inputs: what one weight loses is made up for by those that are rounded behind it.
+
+A layer's error over inputs x is tr((W - Q) H (W - Q)^T) with H the sum of x x^T. Columns are rounded in turn, and each
+column's error is spread over the later ones so that this grows least, by a Cholesky factor of the inverse of H (GPTQ:
+Frantar et al. 2023, arXiv 2210.17323, algorithm 1). The scale of a group is chosen when its first column is reached, of
+a few the one with the least error of the group, each column counted as H counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sinew.layers.linear import width_of
+
+GROUP, LARGEST, OFFSET = 32, 15, 8  # of q4_0: weights that share a scale, the largest code, the code of 0
+BLOCK = 128  # columns whose errors reach those behind the block at once
+DAMPING = 0.01  # of the diagonal's mean, added to it
+FACTORS = tuple(np.linspace(0.7, 1.05, 15))  # of the scale that spans a group
+MOST_BYTES = 2 << 30  # of moments that are held at once
+WIDEST = 8192  # inputs of a layer: the moments of more take gigabytes, and their factors minutes
+
+
+def second_moments(
+    layers: Mapping[str, nn.Module], runs: Iterable[Callable[[], object]]
+) -> dict[str, Tensor]:
+    """Return the sum of x x^T over all rows x that reach each layer in ``runs``, float64 [k, k]; nothing of a layer
+    that none reaches."""
+    found: dict[str, Tensor] = {}
+
+    def add(name: str, _layer: nn.Module, given: Any) -> None:
+        rows = given[0].detach().reshape(-1, given[0].shape[-1]).float()
+        product = (rows.T @ rows).double()
+        found[name] = found[name] + product if name in found else product
+
+    with ExitStack() as stack, torch.no_grad():
+        for name, layer in layers.items():
+            stack.callback(layer.register_forward_pre_hook(partial(add, name)).remove)
+        for run in runs:
+            run()
+    return found
+
+
+def portions(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
+    """Yield layers in their order, as many at once as have moments of ``MOST_BYTES``."""
+    some: dict[str, nn.Module] = {}
+    held = 0
+    for name, layer in layers.items():
+        size = 8 * (width_of(layer) or 0) ** 2
+        if some and held + size > MOST_BYTES:
+            yield some
+            some, held = {}, 0
+        some[name] = layer
+        held += size
+    if some:
+        yield some
+
+
+def gptq(weights: np.ndarray, moments: Tensor) -> np.ndarray:
+    """float32 [channels, k] -> rows of q4_0, uint8 [channels, k / 32 * 18], rounded for inputs of these moments.
+
+    moments: float64 [k, k]. Raises ValueError where k does not divide into groups, or a weight or moment is not finite.
+    """
+    left = torch.from_numpy(np.ascontiguousarray(weights, np.float32)).clone()
+    channels, k = left.shape
+    if k % GROUP:
+        raise ValueError(f"rows of {k} weights do not divide into groups of {GROUP}")
+    if not (torch.isfinite(left).all() and torch.isfinite(moments).all()):
+        raise ValueError("a weight or a moment is not finite")
+    factor = _factor(moments)
+    codes = torch.empty(channels, k, dtype=torch.uint8)
+    scales = torch.empty(channels, k // GROUP)
+    for start in range(0, k, BLOCK):
+        end = min(start + BLOCK, k)
+        errors = torch.zeros(channels, end - start)
+        for j in range(start, end):
+            if j % GROUP == 0:
+                scale = _scale(left[:, j : j + GROUP], factor.diagonal()[j : j + GROUP])
+                scales[:, j // GROUP] = scale
+                inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
+            code = (left[:, j] * inverse + OFFSET).round().clamp(0, LARGEST)
+            codes[:, j] = code.to(torch.uint8)
+            error = (left[:, j] - (code - OFFSET) * scale) / factor[j, j]
+            left[:, j + 1 : end] -= error[:, None] * factor[j, j + 1 : end]
+            errors[:, j - start] = error
+        left[:, end:] -= errors @ factor[start:end, end:]
+    return pack_q4_0(codes.numpy(), scales.numpy().astype(np.float16))
+
+
+def pack_q4_0(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Codes uint8 [channels, k], scales float16 [channels, k / 32] -> rows of q4_0, uint8 [channels, k / 32 * 18]: of
+    each group the scale, then 16 bytes, each with the code i in its low and the code 16 + i in its high half."""
+    channels, k = codes.shape
+    halves = codes.reshape(channels, k // GROUP, 2, GROUP // 2)
+    packed = halves[:, :, 0] | halves[:, :, 1] << 4
+    found = np.concatenate([scales[:, :, None].view(np.uint8), packed], axis=2)
+    return found.reshape(channels, -1)
+
+
+def _factor(moments: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of the damped moments, float32 [k, k]."""
+    damped = moments.clone()
+    diagonal = damped.diagonal()
+    diagonal += DAMPING * float(diagonal.mean()) or 1.0
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def _scale(group: Tensor, factor: Tensor) -> Tensor:
+    """Return the scales of a group's rows, float32 [channels] that float16 holds, of [channels, 32]."""
+    at = group.abs().argmax(dim=1, keepdim=True)
+    whole = group.gather(1, at)[:, 0] / -OFFSET  # q4_0's own: the largest weight is the code 0
+    best, least = torch.zeros_like(whole), torch.full_like(whole, torch.inf)
+    for share in FACTORS:
+        scale = (whole * share).half().float()
+        inverse = torch.where(scale == 0, 0.0, 1.0 / scale)[:, None]
+        rounded = ((group * inverse + OFFSET).round().clamp(0, LARGEST) - OFFSET) * scale[:, None]
+        error = ((group - rounded) / factor).square().sum(dim=1)
+        better = error < least
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+    return best
