@@ -40,8 +40,8 @@ Measure = Callable[[Bundle, dict[str, str], Path], Trial]
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What a policy is shown: the error is over ``count`` observations; by ``calibration`` others before them q4_0 is
+class Samples:
+    """What a policy is samples: the error is over ``count`` observations; by ``calibration`` others before them q4_0 is
     rounded, if they are no random frames. records: a folder to take them from."""
 
     count: int
@@ -121,7 +121,7 @@ def quantize(
     if out.resolve() == bundle.resolve():
         raise SinewError(f"--out {out}: expected another file than the bundle that is read")
     searched = bool(budget or target_ms)
-    shown = Shown(observations, calibration, None if records is None else Path(records))
+    samples = Samples(observations, calibration, None if records is None else Path(records))
     absent = [] if searched else lacking(opened, chosen)
     for part in absent:
         if recipe != DEFAULT_RECIPE:
@@ -130,13 +130,13 @@ def quantize(
             )
         chosen[part] = "fp32"
     with progress.task(f"validating {bundle.name} as it is"):
-        proof = validated(opened, replace(shown, count=min(observations, PROVED)))
+        proof = validated(opened, replace(samples, count=min(observations, PROVED)))
     out.parent.mkdir(parents=True, exist_ok=True)
     search: dict[str, Any] = {}
     if searched:
         from sinew.eval.report.recipe_search import search as search_recipe
 
-        trial = trials(opened, shown)
+        trial = trials(opened, samples)
         chosen, search["search"] = search_recipe(
             opened, budget, target_ms, out, trial, say or (lambda _: None)
         )
@@ -146,7 +146,7 @@ def quantize(
             raise SinewError(f"{asked}: the bundle fits as it is; nothing was written")
     asked = ",".join(f"{part}={kind}" for part, kind in chosen.items() if kind != "fp32")
     with progress.task(f"measuring {bundle.name} in {asked}"):
-        record, stored = quantized(opened, chosen, shown, out, engine)
+        record, stored = quantized(opened, chosen, samples, out, engine)
     record, verdict, passed = gated(replace(record, validated=proof), out, episodes)
     rewritten(record, out)
     nbytes = out.stat().st_size, bundle.stat().st_size
@@ -157,7 +157,7 @@ def quantize(
 
 
 def quantized(
-    opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path, engine: str | None
+    opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path, engine: str | None
 ) -> tuple[Quantization, str]:
     """Write a bundle in the precisions ``chosen`` of its components, and measure its error with an
     engine; None: with that which the precisions want. Return the record in its header, and in words what was
@@ -167,20 +167,20 @@ def quantized(
         recipe = ",".join(f"{part}={kind}" for part, kind in chosen.items())
         raise SinewError(f"--engine {engine}: expected {', '.join(sorted(follows))} and fp32, got {recipe}")
     if "fp8" in kinds:
-        return _in_fp8(opened, chosen, shown, out)
+        return _in_fp8(opened, chosen, samples, out)
     make = _in_lowbit if engine == "cpu" or {"q8_0", "q4_0"} & kinds else _in_int8
-    return make(opened, chosen, shown, out)
+    return make(opened, chosen, samples, out)
 
 
-def validated(opened: Bundle, shown: Shown) -> Validated:
+def validated(opened: Bundle, samples: Samples) -> Validated:
     """Hold the program that will be rounded, the plan, against eager float32.
 
     Raises :class:`SinewError` where it fails: what is wrong before is not what fewer bits cost.
     """
     reference = Policy(opened, "cpu", "fp32", "eager")
     policy = Policy(opened, "cpu", "fp32", "plan")
-    _, stream = observations_of(reference, shown.records)
-    found = compare(policy, reference, islice(stream, shown.count))
+    _, stream = observations_of(reference, samples.records)
+    found = compare(policy, reference, islice(stream, samples.count))
     if not found.passed:
         wrong = [f"{stage.name} {stage.error:.1e}" for stage in found.stages.values() if not stage.passed]
         wrong += [*found.faults, *(f"indices of {name}" for name, same in found.indices.items() if not same)]
@@ -241,10 +241,10 @@ def cache_name(out: Path) -> Path:
     return cache_folder(out, variant(usable_bits(Bundle(out))))
 
 
-def trials(opened: Bundle, shown: Shown) -> Measure:
+def trials(opened: Bundle, samples: Samples) -> Measure:
     """Return a function that measures a recipe on the same observations each time."""
     reference = Policy(opened, "cpu", engine="eager")
-    inputs = list(islice(shown.to(reference)[1], shown.count))
+    inputs = list(islice(samples.to(reference)[1], samples.count))
 
     def trial(bundle: Bundle, recipe: dict[str, str], scratch: Path) -> Trial:
         whole = dict.fromkeys(COMPONENTS, "fp32") | recipe
@@ -259,20 +259,22 @@ def trials(opened: Bundle, shown: Shown) -> Measure:
     return trial
 
 
-def _in_int8(opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path) -> tuple[Quantization, str]:
+def _in_int8(opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path) -> tuple[Quantization, str]:
     from sinew.engine.onnx.providers import runtime
     from sinew.engine.onnx.quantize import weight_bits
 
     bits, why = weight_bits()
-    record, _ = _measured(opened, chosen, shown, out, "onnx", bits, f"onnxruntime {runtime().__version__}")
+    record, _ = _measured(opened, chosen, samples, out, "onnx", bits, f"onnxruntime {runtime().__version__}")
     return record, f"graphs of {bits} bits per output channel: {why}"
 
 
-def _in_lowbit(opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path) -> tuple[Quantization, str]:
+def _in_lowbit(
+    opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path
+) -> tuple[Quantization, str]:
     from sinew.engine.cpu.kernels.library import extension
 
     by = f"cpu, {extension().kernels} kernels"
-    record, rounded = _measured(opened, chosen, shown, out, "cpu", 8, by)
+    record, rounded = _measured(opened, chosen, samples, out, "cpu", 8, by)
     return (
         record,
         f"computed on as they are stored ({extension().kernels} kernels: {extension().reason}){rounded}",
@@ -280,7 +282,7 @@ def _in_lowbit(opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path) 
 
 
 def _measured(
-    opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path, engine: str, bits: Any, by: str
+    opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path, engine: str, bits: Any, by: str
 ) -> tuple[Quantization, str]:
     """Write the bundle; return its record with the error of ``engine`` on what was written, and in words how 4 bits
     were rounded.
@@ -290,13 +292,13 @@ def _measured(
     with scratch.beside(out) as folder:
         unmeasured = folder / out.name
         reference = Policy(opened, "cpu", engine="eager")
-        origin, stream = shown.to(reference)
+        origin, stream = samples.to(reference)
         formats = plan_formats(opened, chosen)
-        made, calibrated, rounded = _calibrated(opened, formats, reference, shown, origin, stream, folder)
+        made, calibrated, rounded = _calibrated(opened, formats, reference, samples, origin, stream, folder)
         record = replace(_record(chosen, bits, [0.0], "", ""), calibrated=calibrated)
         stored = _store(opened, formats, made, record, unmeasured)
         errors = measure(
-            reference, Policy(Bundle(unmeasured), "cpu", engine=engine).engine, islice(stream, shown.count)
+            reference, Policy(Bundle(unmeasured), "cpu", engine=engine).engine, islice(stream, samples.count)
         )
         if not errors:
             raise SinewError(
@@ -316,13 +318,13 @@ def _calibrated(
     opened: Bundle,
     formats: dict[str, str],
     reference: Policy,
-    shown: Shown,
+    samples: Samples,
     origin: str,
     stream: Iterator[Input],
     folder: Path,
 ) -> tuple[dict[str, Path], int, str]:
     """Return rows that were rounded by their inputs, over how many observations, and in words how q4_0 was rounded."""
-    if not shown.calibration or "q4_0" not in formats.values():
+    if not samples.calibration or "q4_0" not in formats.values():
         return {}, 0, ""
     if origin == RANDOM:  # of which blocks' error is a third larger than of weights that are rounded alone
         return (
@@ -330,7 +332,7 @@ def _calibrated(
             0,
             f"; q4_0: each weight rounded alone, for {RANDOM} are not what it will see; --records calibrates",
         )
-    seen, steps = list(islice(stream, shown.calibration)), reference.spec.solver_steps
+    seen, steps = list(islice(stream, samples.calibration)), reference.spec.solver_steps
 
     def runs() -> Iterator[Callable[[], object]]:
         return (partial(reference.engine.run, inputs.batched(), noise[None], steps) for inputs, noise in seen)
@@ -354,7 +356,7 @@ def _store(
     return record
 
 
-def _in_fp8(opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path) -> tuple[Quantization, str]:
+def _in_fp8(opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path) -> tuple[Quantization, str]:
     import torch
 
     from sinew.engine.cuda.calibrate import calibrate
@@ -365,8 +367,8 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path) -> 
 
     reference = Policy(opened, "cpu", engine="eager")
     model = reference.engine.model
-    origin, stream = shown.to(reference)
-    made, _ = calibrate(opened, model, islice(stream, shown.count), origin)
+    origin, stream = samples.to(reference)
+    made, _ = calibrate(opened, model, islice(stream, samples.count), origin)
     options = CudaOptions(fp8=tuple(name for name, kind in chosen.items() if kind == "fp8"))
     scales = {name: float(f"{scale:.6g}") for name, scale in made.scales.items()}
     scales = {name: scale for name, scale in scales.items() if model.component_of(name) in options.fp8}
@@ -376,7 +378,7 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], shown: Shown, out: Path) -> 
         )
     processing, plan = opened.manifest.processing, Plan.of(model, rewrites=ON_CUDA)
     engine = CudaEngine(plan, torch.device("cpu"), processing=processing, options=options, scales=scales)
-    errors = measure(reference, engine, islice(stream, shown.count))
+    errors = measure(reference, engine, islice(stream, samples.count))
     record = _record(
         chosen, 8, errors, origin, f"the kernels' references in float32, torch {torch.__version__}"
     )
