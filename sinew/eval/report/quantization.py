@@ -41,7 +41,7 @@ Measure = Callable[[Bundle, dict[str, str], Path], Trial]
 
 @dataclass(frozen=True)
 class Samples:
-    """What a policy is samples: the error is over ``count`` observations; by ``calibration`` others before them q4_0 is
+    """What a policy is shown: the error is over ``count`` observations; by ``calibration`` others before them q4_0 is
     rounded, if they are no random frames. records: a folder to take them from."""
 
     count: int
