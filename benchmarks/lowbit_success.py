@@ -2,8 +2,8 @@
 
     python -m benchmarks.lowbit_success pen OUT [--episodes 200] [--recipe vision=q4_0,head=int8] [--until 09:30]
 
-Recipes are written into OUT and played by engine cpu, float32 by engine plan; one compute thread, no simulated delay.
-Episodes are played in slices over all recipes, so whatever was reached is paired; a run that was ended goes on from
+Recipes are written into OUT, those of 4 bits also with each weight rounded alone, and played by engine cpu, float32 by
+engine plan; one compute thread, no simulated delay. Episodes are played in slices over all recipes, so whatever was reached is paired; a run that was ended goes on from
 OUT/episodes.jsonl. ``--until`` ends it at a time of day (UTC). OUT/TASK.json has the outcomes.
 """
 
@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from sinew import machine
-from sinew.bundle import Bundle, write_bundle
-from sinew.bundle.schema import COMPONENTS
-from sinew.convert.lowbit import lowbit_sources, plan_formats
-from sinew.engine.onnx.quantize import parse_recipe
+from sinew.bundle import Bundle
 from sinew.eval import campaign
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import GATES
+from sinew.eval.report.quantization import quantize
 from sinew.eval.report.stats import mcnemar, wilson
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
@@ -44,13 +42,20 @@ RECIPES = (
 FIRST_SEED, SLICE = 5000, 20  # the gates' first seed
 
 
-def store(bundle: Bundle, recipe: str, out: Path) -> Path:
-    """Write the bundle's weights in ``recipe``; return the file."""
-    path = out / f"{bundle.path.stem}-{recipe.replace('=', '-').replace(',', '-')}.gguf"
+def store(bundle: Bundle, recipe: str, out: Path, calibration: int) -> Path:
+    """Write the bundle's weights in ``recipe``, as ``sinew quantize`` does; return the file."""
+    alone = "" if calibration or "q4_0" not in recipe else "-alone"
+    path = out / f"{bundle.path.stem}-{recipe.replace('=', '-').replace(',', '-')}{alone}.gguf"
     if not path.exists():
-        manifest = bundle.manifest
-        whole = dict.fromkeys(COMPONENTS, FLOAT) | parse_recipe(recipe)
-        write_bundle(path, lambda: manifest, lowbit_sources(bundle, plan_formats(bundle, whole)))
+        quantize(
+            bundle.path,
+            path,
+            recipe=recipe,
+            calibration=calibration,
+            observations=8,
+            episodes=0,
+            engine="cpu",
+        )
     return path
 
 
@@ -108,7 +113,10 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     bundle = Bundle(ASSETS / settings["bundle"])
     files = {FLOAT: bundle.path}
-    files |= {recipe: store(bundle, recipe, out) for recipe in arguments.recipe or RECIPES}
+    for recipe in arguments.recipe or RECIPES:
+        files[recipe] = store(bundle, recipe, out, 32)
+        if "q4_0" in recipe:
+            files[f"{recipe}, each weight alone"] = store(bundle, recipe, out, 0)
     variants = [
         Variant(
             str(path),
