@@ -3,8 +3,9 @@
     python -m benchmarks.lowbit_success pen OUT [--episodes 200] [--recipe vision=q4_0,head=int8] [--until 09:30]
 
 Recipes are written into OUT, those of 4 bits also with each weight rounded alone, and played by engine cpu, float32 by
-engine plan; one compute thread, no simulated delay. Episodes are played in slices over all recipes, so whatever was reached is paired; a run that was ended goes on from
-OUT/episodes.jsonl. ``--until`` ends it at a time of day (UTC). OUT/TASK.json has the outcomes.
+engine plan; one compute thread, no simulated delay. Episodes are played in slices over all recipes, so whatever was
+reached is paired; a run that was ended goes on from OUT/episodes.jsonl. ``--until`` ends it at a time of day (UTC).
+OUT/TASK.json has the outcomes.
 """
 
 from __future__ import annotations
