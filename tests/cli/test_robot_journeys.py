@@ -86,7 +86,7 @@ def test_every_episode_gets_its_own_instruction_and_succeeds(said: Any, tmp_path
             asked.append(prompt)
             fresh = False
     assert asked == tasks
-    assert main(["client", "--replay", str(journal)]) == 0
+    assert main(["recording", "replay", str(journal)]) == 0
 
 
 def test_a_prompt_that_was_given_is_that_of_all_episodes(said: Any, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_dry_robot_streams(
     assert result["windows"] > 0
     assert result["errors"] == 0
     assert set(result["histograms_ms"]) == {"sensor", "image"}
-    assert main(["client", "--replay", str(journal), "--json"]) == 0
+    assert main(["recording", "replay", str(journal), "--json"]) == 0
     repeated = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (repeated["commands"], repeated["differ"]) == (150, 0)
 

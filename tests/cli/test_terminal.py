@@ -149,25 +149,40 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["inspect", ROOT / "docs"], "expected a bundle, a checkpoint, or a folder of `sinew export`"),
         (["doctor", "nope.gguf", "--json"], "give what the message expects"),
         (
-            ["client", "127.0.0.1"],
+            ["bench", "tcp://"],
             "expected tcp://HOST:PORT of the native wire (5555 unless `--wire native:PORT` says otherwise)",
         ),
-        (["client", "ws://127.0.0.1:8000/x"], "got 'ws://127.0.0.1:8000/x'"),
+        (["bench", "ws://127.0.0.1:8000/x"], "got 'ws://127.0.0.1:8000/x'"),
         (
-            ["client", "ipc://tmp/x"],
+            ["bench", "ipc://tmp/x"],
             "or the ipc:///PATH that `--wire native:ipc:///PATH` names, got 'ipc://tmp/x'",
         ),
         (
             ["serve", PEN, "--wire", "openpi:ipc:///tmp/x"],
             "expected a port; a Unix socket is for the wire native",
         ),
-        (["client", "tcp://"], "got 'tcp://'"),
-        (["client", "--replay", ROOT / "docs"], "no records (*.npz) there"),
-        (["client", "--replay", "nope.jsonl"], "nope.jsonl: no such file or folder"),
+        (["bench", PEN, "--warmup", "2"], "--warmup: expected the address of a server, tcp://HOST:PORT, got"),
+        (
+            ["bench", "tcp://x:1", "--threads", "2"],
+            "--threads: expected a policy that is run here, got the server",
+        ),
+        (
+            ["bench", "tcp://x:1", "--dtype", "fp32"],
+            "--dtype: expected a policy that is run here, got the server",
+        ),
+        (
+            ["run", "tcp://x:1", "--device", "cpu"],
+            "--device: expected a policy that is run here, got the server",
+        ),
+        (["recording", "replay", ROOT / "docs"], "no records (*.npz) there"),
+        (["recording", "replay", "nope.jsonl"], "nope.jsonl: no such file or folder"),
         (["recording", "mcap", "nope", "run.mcap"], "nope: no such file or folder"),
         (["serve", "--replay", "nope"], "nope: no such file or folder"),
         (["top", "http://127.0.0.1:1", "--seconds", "0.1"], "http://127.0.0.1:1: Connection refused"),
-        (["client", "--api-key-file", "nope"], "--api-key-file nope: No such file or directory"),
+        (
+            ["bench", "tcp://127.0.0.1:1", "--api-key-file", "nope"],
+            "--api-key-file nope: No such file or directory",
+        ),
         (
             ["perf", "run", "SmolVLA"],
             "SmolVLA: no such file or folder; did you mean 'smolvla'?; expected one of",

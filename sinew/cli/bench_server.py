@@ -1,10 +1,11 @@
-"""``sinew client``: how long a server takes to answer, stage by stage, seen from a client."""
+"""``sinew bench ADDRESS``: how long a server takes to answer, stage by stage, seen from a client."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,84 +13,66 @@ from typing import Annotated, Any
 from cyclopts import Parameter, validators
 from rich.progress import track
 from sinew_client import Client, ClientError
-from sinew_client.control import is_journal
 
 from sinew import __version__
 from sinew.auth import api_key_of
 from sinew.cli import terminal
-from sinew.cli.options import Count, PositiveIfAny, Whole, image_size_of
-from sinew.cli.replay import print_replay, replay_journal
+from sinew.cli.options import Whole
 from sinew.core import PolicySpec, SinewError
 from sinew.eval.report.stats import latencies
-from sinew.perf.machine.bench import PROMPT, hardware, make_observation
-from sinew.records.comparison import replay_records
-from sinew.records.recorder import read_records
+from sinew.perf.machine.bench import hardware, make_observation
 
 SCHEMA = "sinew.client/1"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
-def client(
-    address: str = "tcp://127.0.0.1:5555",
-    *,
-    requests: Count = 50,
-    warmup: Whole = 3,
-    image_size: str | None = None,
-    prompt: str = PROMPT,
-    solver_steps: int | None = None,
-    advantage: str | None = None,
-    guidance_scale: float | None = None,
-    jpeg_quality: Annotated[int | None, Parameter(validator=validators.Number(gte=1, lte=95))] = None,
-    timeout: float = 60.0,
-    deadline_ms: PositiveIfAny = None,
-    api_key_file: Path | None = None,
-    replay: Path | None = None,
-) -> int:
-    """Send observations that fit the server's policy, and print a latency table.
+@Parameter(name="*", group="Server")
+@dataclass(frozen=True)
+class AskingFlags:
+    """How a server is asked.
 
-    Frames are noise and the state is zero: their content does not change the work. With --replay, send what
-    `sinew serve --record` wrote, and compare the actions with the recorded ones: every bit where the server computes as
-    it did then, else within a tolerance that is said (docs/wires.md). The exit status is 1 if any is beyond it.
-
-    Args:
-        address: of the server.
-        requests: how many to time, one after the other.
-        warmup: how many to send before that.
-        image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
-        prompt: the instruction.
-        solver_steps: instead of the bundle's own number.
+    Attributes:
+        warmup: how many requests to send before those that are timed.
         advantage: that the prompt shall state, as positive; '' for none, the bundle's usual one if absent.
         guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
         jpeg_quality: compress frames, 1 to 95; raw pixels if absent.
         timeout: seconds to wait for each answer.
-        deadline_ms: the server refuses a request that would begin later than this after its arrival.
         api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
-        replay: folder of records, or a journal of `sinew run --record`, whose decisions are repeated without a server.
     """
-    key = api_key_of(api_key_file)
-    size = image_size_of(image_size)
-    records = read_records(replay) if replay is not None and not is_journal(replay) else ()
-    command = ["sinew", *sys.argv[1:]]
+
+    warmup: Whole = 3
+    advantage: str | None = None
+    guidance_scale: float | None = None
+    jpeg_quality: Annotated[int | None, Parameter(validator=validators.Number(gte=1, lte=95))] = None
+    timeout: float = 60.0
+    api_key_file: Path | None = None
+
+
+ASKING = AskingFlags()
+
+
+def ask(
+    address: str,
+    requests: int,
+    size: tuple[int, int] | None,
+    prompt: str,
+    solver_steps: int | None,
+    deadline_ms: float | None,
+    asking: AskingFlags,
+) -> int:
+    """Send ``requests`` observations that fit the server's policy, and print a latency table."""
+    key = api_key_of(asking.api_key_file)
+    jpeg_quality = asking.jpeg_quality
     try:
-        if replay is not None and is_journal(replay):
-            result = replay_journal(replay)
-            terminal.emit(result)
-            return 0 if result["differ"] == 0 else 1
-        with Client(address, timeout=timeout, jpeg_quality=jpeg_quality, api_key=key) as server:
+        with Client(address, timeout=asking.timeout, jpeg_quality=jpeg_quality, api_key=key) as server:
             metadata = server.metadata()
-            if replay is not None:
-                result = replay_records(server, records, deadline_ms)
-                result |= {"command": shlex.join(command), "address": address, "server": metadata["server"]}
-                print_replay(result)
-                terminal.emit(result)
-                return 0 if result["beyond"] == result["lost"] == 0 else 1
             observation = make_observation(
                 PolicySpec.from_dict(metadata["policy"]), size, prompt, solver_steps
             )
-            observation |= {"advantage": advantage, "guidance_scale": guidance_scale}
+            observation |= {"advantage": asking.advantage, "guidance_scale": asking.guidance_scale}
             if deadline_ms is not None:
                 observation["deadline_ms"] = deadline_ms
-            for _ in range(warmup):
+            for _ in range(asking.warmup):
                 server.infer(observation)
             start = time.perf_counter()
             runs = track(range(requests), "requests", console=terminal.console(stderr=True), transient=True)
@@ -100,7 +83,7 @@ def client(
     result = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(command),
+        "command": shlex.join(["sinew", *sys.argv[1:]]),
         "sinew": __version__,
         "client_hardware": hardware()["cpu"],
         "address": address,
