@@ -98,13 +98,6 @@ HUB = {
     ),
     "cache": Verb("List and remove checkpoints that were converted on first use.", commands=CACHE),
 }
-NEW = {
-    "family": Verb(
-        "Write a package of your own for a family, with a test that it passes.",
-        "new family my_arm",
-        "new:family",
-    )
-}
 
 SECTIONS: dict[str, dict[str, Verb]] = {
     "Start": {
@@ -163,7 +156,7 @@ SECTIONS: dict[str, dict[str, Verb]] = {
     },
     "Hub": {"hub": Verb("Fetch policies from the hub, upload them, and see what was kept.", commands=HUB)},
     "Expert": {
-        "new": Verb("Begin a package of your own that Sinew finds.", commands=NEW),
+        "new": Verb("Begin a package of your own that Sinew finds.", "new family my_arm"),
         "fleet": Verb("Serve policies on replicas of a Ray cluster.", commands=FLEET),
     },
 }
