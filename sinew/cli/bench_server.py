@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 from rich.progress import track
-from sinew_client import Client, ClientError
+from sinew_client import Client
 
 from sinew import __version__
 from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import Whole
-from sinew.core import PolicySpec, SinewError
+from sinew.core import PolicySpec
 from sinew.eval.report.stats import latencies
 from sinew.perf.machine.bench import hardware, make_observation
 
@@ -63,23 +63,18 @@ def ask(
     """Send ``requests`` observations that fit the server's policy, and print a latency table."""
     key = api_key_of(asking.api_key_file)
     jpeg_quality = asking.jpeg_quality
-    try:
-        with Client(address, timeout=asking.timeout, jpeg_quality=jpeg_quality, api_key=key) as server:
-            metadata = server.metadata()
-            observation = make_observation(
-                PolicySpec.from_dict(metadata["policy"]), size, prompt, solver_steps
-            )
-            observation |= {"advantage": asking.advantage, "guidance_scale": asking.guidance_scale}
-            if deadline_ms is not None:
-                observation["deadline_ms"] = deadline_ms
-            for _ in range(asking.warmup):
-                server.infer(observation)
-            start = time.perf_counter()
-            runs = track(range(requests), "requests", console=terminal.console(stderr=True), transient=True)
-            chunks = [server.infer({**observation, "seed": run}) for run in runs]
-            seconds = time.perf_counter() - start
-    except ClientError as error:
-        raise SinewError(str(error)) from error
+    with Client(address, timeout=asking.timeout, jpeg_quality=jpeg_quality, api_key=key) as server:
+        metadata = server.metadata()
+        observation = make_observation(PolicySpec.from_dict(metadata["policy"]), size, prompt, solver_steps)
+        observation |= {"advantage": asking.advantage, "guidance_scale": asking.guidance_scale}
+        if deadline_ms is not None:
+            observation["deadline_ms"] = deadline_ms
+        for _ in range(asking.warmup):
+            server.infer(observation)
+        start = time.perf_counter()
+        runs = track(range(requests), "requests", console=terminal.console(stderr=True), transient=True)
+        chunks = [server.infer({**observation, "seed": run}) for run in runs]
+        seconds = time.perf_counter() - start
     result = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -24,31 +24,12 @@ FORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 MOST = 50  # characters of a name, which families and classes carry
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a package may be of. about: in its description. point: the group of its entry point and what that names,
-    "" without one. lines: what is typed when it is installed."""
-
-    about: str
-    point: str
-    lines: tuple[str, ...]
-
-
+# Kind -> group of its entry point, and what that names; a robot is named where it is used.
 KINDS = {
-    "family": Kind(
-        "a family of robot policies",
-        "sinew.families our_name",
-        (
-            "python -m our_name.checkpoint random/  # a checkpoint with random weights",
-            "sinew convert random/ our_name.gguf",
-            "sinew bench our_name.gguf",
-        ),
-    ),
-    "engine": Kind(
-        "an engine", "sinew.engines our_name:BACKEND", ("sinew validate blocks --engine our_name",)
-    ),
-    "wire": Kind("a wire of a server", "sinew.wires our_name:WIRE", ("sinew serve blocks --wire our_name",)),
-    "robot": Kind("a robot", "", ("sinew run blocks --robot our_name:OurName --seconds 10",)),
+    "family": ("sinew.families", "our_name"),
+    "engine": ("sinew.engines", "our_name:BACKEND"),
+    "wire": ("sinew.wires", "our_name:WIRE"),
+    "robot": ("", ""),
 }
 
 
@@ -66,23 +47,11 @@ def new(kind: Literal["family", "engine", "wire", "robot"], name: str, /, *, out
     write(kind, name, folder)
     console, place = terminal.console(markup=False), folder if folder.is_absolute() else f"./{folder}"
     console.print(f"{folder}/: the {kind} {name}, which works as it is:")
-    for line in (
-        f"pip install -e {shlex.quote(f'{place}[test]')}",
-        f"python -m pytest {shlex.quote(str(place))}",
-        *(named(line, name) for line in KINDS[kind].lines),
-    ):
-        console.print(f"  {line}", soft_wrap=True)
+    console.print(f"  pip install -e {shlex.quote(f'{place}[test]')}", soft_wrap=True)
+    console.print(f"  python -m pytest {shlex.quote(str(place))}", soft_wrap=True)
     console.print("What is written there says what to exchange for yours.")
     terminal.emit({"kind": kind, "name": name, "folder": str(folder)})
     return 0
-
-
-def taken(kind: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of a kind that are known, each with all words that stand for it."""
-    if kind == "family":
-        return {known.name: (known.name, *known.models, *known.published()) for known in families()}
-    known = {"engine": BACKENDS, "wire": WIRES}.get(kind, {})
-    return {each: (each,) for each in known}
 
 
 def check(kind: str, name: str) -> None:
@@ -92,9 +61,14 @@ def check(kind: str, name: str) -> None:
         hint = f"; did you mean {near!r}?" if near != name and FORM.fullmatch(near) else ""
         form = f"at most {MOST} small letters and digits, words joined by '_'"
         raise SinewError(f"name: expected {form}, got {name!r}{hint}")
-    for known, words in taken(kind).items():
+    known: dict[str, Iterable[str]] = {
+        each: (each,) for each in {"engine": BACKENDS, "wire": WIRES}.get(kind, ())
+    }
+    if kind == "family":
+        known = {each.name: (each.name, *each.models, *each.published()) for each in families()}
+    for owner, words in known.items():
         if plain(name) in map(plain, words):
-            raise SinewError(f"name: expected one that no {kind} has, got {name!r}, which {known} has")
+            raise SinewError(f"name: expected one that no {kind} has, got {name!r}, which {owner} has")
     if keyword.iskeyword(name) or (TEMPLATES / kind / name).exists() or find_spec(name) is not None:
         raise SinewError(f"name: expected one that Python has no package or word of, got {name!r}")
 
@@ -114,11 +88,11 @@ def write(kind: str, name: str, folder: Path) -> None:
     there."""
     if os.path.lexists(folder):
         raise SinewError(f"{folder}: expected a new folder, got one that is there; --out names another")
-    group, _, place = KINDS[kind].point.partition(" ")
+    group, point = KINDS[kind]
     project = (TEMPLATES / "pyproject.toml").read_text(encoding="utf-8")
-    texts = {"pyproject.toml": project.replace("OUR_ABOUT", KINDS[kind].about)}
+    texts = {"pyproject.toml": project.replace("OUR_KIND", kind)}
     if group:
-        texts["pyproject.toml"] += f'\n[project.entry-points."{group}"]\nour_name = "{place}"\n'
+        texts["pyproject.toml"] += f'\n[project.entry-points."{group}"]\nour_name = "{point}"\n'
     for source in sorted((TEMPLATES / kind).rglob("*")):
         if source.is_file():
             place = source.relative_to(TEMPLATES / kind).as_posix().removesuffix(SUFFIX)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from sinew_client import Client, ClientError
+from sinew_client import Client
 from sinew_client.control import is_journal, repeat, watched
 
 from sinew.auth import api_key_of
@@ -46,11 +46,8 @@ def replay(
     """
     if is_journal(recording):
         given = {
-            "address": address,
-            "--timeout": timeout,
-            "--deadline-ms": deadline_ms,
-            "--api-key-file": api_key_file,
-        }
+            "address": address, "--timeout": timeout, "--deadline-ms": deadline_ms, "--api-key-file": api_key_file,
+        }  # fmt: skip
         if (flag := next((name for name, value in given.items() if value is not None), None)) is not None:
             raise SinewError(f"{flag}: expected none, as the journal {recording} needs no server")
         result = replay_journal(recording)
@@ -58,12 +55,9 @@ def replay(
         return 0 if result["differ"] == 0 else 1
     key, address = api_key_of(api_key_file), address or "tcp://127.0.0.1:5555"
     records = read_records(recording)
-    try:
-        with Client(address, timeout=timeout or 60.0, api_key=key) as server:
-            about = server.metadata()["server"]
-            result = replay_records(server, records, deadline_ms)
-    except ClientError as error:
-        raise SinewError(str(error)) from error
+    with Client(address, timeout=timeout or 60.0, api_key=key) as server:
+        about = server.metadata()["server"]
+        result = replay_records(server, records, deadline_ms)
     result |= {"command": shlex.join(["sinew", *sys.argv[1:]]), "address": address, "server": about}
     print_replay(result)
     terminal.emit(result)

@@ -132,10 +132,6 @@ SECTIONS: dict[str, dict[str, Verb]] = {
         "run": Verb(
             "Drive a robot with a policy.", "run tcp://127.0.0.1:5555 --robot my_robot:Arm --seconds 60"
         ),
-        "stream": Verb(
-            "Drive a robot with a stream: no chunk is ever waited for.",
-            "stream tcp://127.0.0.1:5555 --robot my_robot:Arm --hz 240 --seconds 60",
-        ),
         "top": Verb("Show what a server does, in the terminal.", "top http://127.0.0.1:8000"),
     },
     "Measure": {
@@ -187,6 +183,7 @@ RENAMED = {
     "cache": "hub cache",
     "client": "bench",
     "completion": "--completion",
+    "stream": "run --stream",
     "upgrade": "convert",
     **{words[-1]: " ".join(words) for words, _ in commands() if words[0] in ("recording", "hub")},
 }

@@ -922,12 +922,14 @@ def stream(walk: Walk) -> None:
     with walk.serving("sinew serve policy.gguf --engine plan"):
         streamed(
             walk.type(
-                "sinew stream tcp://server:5555 --robot my_robot:Arm --hz 240",
+                "sinew run tcp://server:5555 --stream --robot my_robot:Arm --hz 240",
                 adds="--prompt 'pick up the red block' --seconds 5",
             )
         )
-    streamed(walk.run("sinew stream policy.gguf --robot dry --prompt 'pick up the red block' --seconds 5"))
-    egg = walk.type("sinew stream egg --robot gym:sinew/Egg-v0 --episodes 5")
+    streamed(
+        walk.run("sinew run policy.gguf --stream --robot dry --prompt 'pick up the red block' --seconds 5")
+    )
+    egg = walk.type("sinew run egg --stream --robot gym:sinew/Egg-v0 --episodes 5")
     streamed(egg)
     won(egg, 4, of=5)
     evaluated(
