@@ -55,15 +55,13 @@ def pages() -> dict[str, str]:
 
 def menu() -> dict[str, Any]:
     """Return what the site's menu has of these pages, in the order of the help."""
-    from sinew.cli.verbs import SECTIONS
+    from sinew.cli.verbs import SECTIONS, commands
 
     verbs = []
     for title, section in SECTIONS.items():
         inner = []
-        for name, verb in section.items():
-            for words in [(name, each) for each in verb.commands] or [(name,)]:
-                place = f"{FOLDER}/verbs/{'-'.join(words)}.md"
-                inner.append({" ".join(words): place})
+        for words, _ in commands(section):
+            inner.append({" ".join(words): f"{FOLDER}/verbs/{'-'.join(words)}.md"})
         verbs.append({title: inner})
     return {
         "API and settings": [

@@ -104,7 +104,7 @@ def torch_free(walk: Walk, verbs: Walk, exported: Path) -> None:
             verbs.type(line)
     walk.program(0, before=ROBOT)
     with walk.serving("sinew serve policy.gguf"):
-        verbs.type("sinew client tcp://127.0.0.1:5555")
+        verbs.type("sinew bench tcp://127.0.0.1:5555")
         walk.program(1, before=ROBOT)
         walk.run(healthcheck())
     walk.run("""python -c 'from importlib.util import find_spec; assert find_spec("torch") is None'""")

@@ -8,6 +8,7 @@ import pytest
 
 from sinew import registry
 from sinew.core import BundleError, SinewError
+from sinew.engine import backend
 from sinew.serve import wires
 
 FAMILY = """
@@ -82,3 +83,12 @@ def test_a_wire_of_another_distribution(installed: Path) -> None:
     installed.write_text("")
     with pytest.raises(SinewError, match="--wire nothing: expected one of native"):
         wires.parse(["nothing"])
+
+
+def test_what_is_no_engine_is_said(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_added", backend._added.__wrapped__)
+    monkeypatch.setattr(backend, "_backend", backend._backend.__wrapped__)
+    installed.write_text("[sinew.engines]\ntheirs = their_family:BACKEND\n")
+    words = "sinew.engines: theirs = their_family:BACKEND: expected a Backend: .*no attribute 'BACKEND'"
+    with pytest.raises(SinewError, match=words):
+        backend.BACKENDS["theirs"]

@@ -19,7 +19,7 @@ from rich.markup import escape
 from sinew import __version__, hints, progress
 from sinew.cli import settings, terminal
 from sinew.cli.status import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
-from sinew.cli.verbs import MOVED, SECTIONS, VERBS, Verb, function_of
+from sinew.cli.verbs import RENAMED, SECTIONS, VERBS, Verb, function_of
 from sinew.core import SinewError, did_you_mean
 from sinew.extras import MissingPackageError
 
@@ -43,20 +43,19 @@ def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:
         suppress_keyboard_interrupt=False,
         config=settings.sources(config, VERBS),
     )
-    app["--help"].group = app["--version"].group = Group("Program", sort_key=len(SECTIONS))
+    program = Group("Program", sort_key=len(SECTIONS))
+    app.command(
+        "sinew.cli.completion:completion",
+        name="--completion",
+        help="Print what completes words in your shell: --completion bash, zsh or fish.",
+        version_flags=[],
+    )
+    for flag in ("--completion", "--help", "--version"):
+        app[flag].group = program
     for order, (title, section) in enumerate(SECTIONS.items()):
         group = Group(title, sort_key=order)
         for place, (name, verb) in enumerate(section.items()):
-            options: dict[str, Any] = {"name": name, "group": group, "sort_key": place, "version_flags": []}
-            if not verb.commands:
-                _add(app, (name,), verb, asked, options)
-                continue
-            inner = App(name=name, help=verb.summary, version_flags=[], group=group, sort_key=place)
-            app.command(inner)
-            for number, (word, each) in enumerate(verb.commands.items()):
-                _add(
-                    inner, (name, word), each, asked, {"name": word, "sort_key": number, "version_flags": []}
-                )
+            _add(app, (name,), verb, asked, group=group, sort_key=place)
     return app
 
 
@@ -65,10 +64,17 @@ def _default(value: Any) -> str | None:
     return None if value in ((), [], "", None) or value is False else str(value)
 
 
-def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], options: dict[str, Any]) -> None:
-    if tuple(asked[: len(words)]) != words:
+def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], **options: Any) -> None:
+    options |= {"name": words[-1], "version_flags": []}
+    if verb.commands or tuple(asked[: len(words)]) != words:
         options["help"] = verb.summary
-    app.command(function_of(words, verb), help_epilogue=f"Example: `sinew {verb.example}`", **options)
+    if not verb.commands:
+        app.command(function_of(words, verb), help_epilogue=f"Example: `sinew {verb.example}`", **options)
+        return
+    inner = App(**options)
+    app.command(inner)
+    for place, (word, each) in enumerate(verb.commands.items()):
+        _add(inner, (*words, word), each, asked, sort_key=place)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,12 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = list(sys.argv[1:] if argv is None else argv)
     debug = _take_flag(tokens, "--debug") or os.environ.get("SINEW_DEBUG", "") not in ("", "0")
     terminal.take_json(tokens)
+    if tokens and tokens[0].startswith("--completion="):
+        tokens[:1] = tokens[0].split("=", 1)
     errors = terminal.console(stderr=True, highlight=None)
     if tokens and not tokens[0].startswith("-") and tokens[0] not in VERBS:
         # Checked here because cyclopts would import every verb, torch with them, to word its own message.
         hint = (
-            f"did you mean `sinew {MOVED[tokens[0]]}`?"
-            if tokens[0] in MOVED
+            f"it is `sinew {RENAMED[tokens[0]]}` now"
+            if tokens[0] in RENAMED
             else did_you_mean(tokens[0], VERBS).removeprefix("; ") or f"expected one of {', '.join(VERBS)}"
         )
         _print_error(errors, f"unknown verb {tokens[0]!r}: {hint}")

@@ -1,6 +1,6 @@
-"""``sinew bench``: where the milliseconds of a bundle go on this machine.
+"""``sinew bench``: where the milliseconds of a bundle go on this machine, or those of a server's answers.
 
-Load, warm-up and steady state are timed apart.
+Of a bundle load, warm-up and steady state are timed apart; a server is asked by ``bench_server.py``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinew_client.policy import is_address
 
 from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import RUNS, Count, CountIfAny, Runs, image_size_of
-from sinew.core import ObservationError
+from sinew.cli.bench_server import ASKING, AskingFlags, ask
+from sinew.cli.options import RUNS, CountIfAny, PositiveIfAny, Runs, changed, image_size_of
+from sinew.core import ObservationError, SinewError
 from sinew.eval.report.stats import stage_statistics
 from sinew.perf.machine.bench import PHASES, PROMPT, make_observation, measure
 
@@ -23,37 +25,50 @@ STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
 def bench(
-    bundle: Path,
+    target: str,
     /,
     *,
-    runs: Count = 20,
+    runs: CountIfAny = None,
     load: Runs = RUNS,
+    server: AskingFlags = ASKING,
     threads: CountIfAny = None,
     image_size: str | None = None,
     prompt: str = PROMPT,
     solver_steps: int | None = None,
     fit_steps: str | None = None,
-    deadline_ms: float | None = None,
+    deadline_ms: PositiveIfAny = None,
 ) -> int:
-    """Time a bundle, stage by stage.
+    """Time a bundle, or the answers of a server, stage by stage.
+
+    Frames are noise and the state is zero: their content does not change the work.
 
     Args:
-        bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
-        runs: inferences in the steady state.
-        threads: for compute; chosen from the cores of this process if absent.
+        target: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub, or the address of
+            a server, tcp://HOST:PORT.
+        runs: inferences in the steady state, one after the other; 20 of a bundle, 50 of a server if absent.
+        threads: for compute here; chosen from the cores of this process if absent.
         image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
         prompt: the instruction.
         solver_steps: instead of the bundle's own number.
         fit_steps: numbers of solver steps with commas, as 1,2,5,10: also fits a line to the inference's median over
             them, which tells the prefix from a step where an engine runs both as one.
-        deadline_ms: count the inferences that take longer.
+        deadline_ms: count the inferences that take longer; a server refuses a request that would begin later than this
+            after its arrival.
     """
-    size = image_size_of(image_size)
+    size, here = image_size_of(image_size), {"--threads": threads, "--fit-steps": fit_steps}
+    if is_address(target):
+        given = changed(load) or next((flag for flag, value in here.items() if value is not None), None)
+        if given is not None:
+            raise SinewError(f"{given}: expected a policy that is run here, got the server {target}")
+        return ask(target, runs or 50, size, prompt, solver_steps, deadline_ms, server)
+    if (given := changed(server)) is not None:
+        raise SinewError(f"{given}: expected the address of a server, tcp://HOST:PORT, got {target}")
+    runs = runs or 20
     counts = parse_steps(fit_steps) if fit_steps else ()
     options = load.keywords() | {"threads": threads}
     with progress.task("import", PHASES + runs) as advance:
         found = measure(
-            bundle,
+            Path(target),
             runs,
             options,
             lambda spec: make_observation(spec, size, prompt, solver_steps),

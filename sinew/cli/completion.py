@@ -1,4 +1,4 @@
-"""``sinew completion``: what completes verbs, flags and choices in a shell."""
+"""``sinew --completion``: what completes verbs, flags and choices in a shell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import sys
 from typing import Literal
 
-from sinew.cli.verbs import VERBS
+from sinew.cli.verbs import commands
 
 # Flags of every verb, which the program takes before a verb sees its own.
 EVERYWHERE = {
@@ -50,6 +50,6 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     if shell == "zsh":
         text = BARE.sub(r"\1:_files\2", text) + ZSH
     if shell == "fish":
-        text += FISH.format(groups=" ".join(name for name, verb in VERBS.items() if verb.commands))
+        text += FISH.format(groups=" ".join({word: None for words, _ in commands() for word in words[:-1]}))
     sys.stdout.write(text)
     return 0

@@ -1,4 +1,4 @@
-"""``sinew convert``: an upstream checkpoint becomes one bundle file."""
+"""``sinew convert``: an upstream checkpoint, or a bundle of an older format, becomes one bundle file."""
 
 from __future__ import annotations
 
@@ -43,10 +43,13 @@ def convert(
 ) -> int:
     """Turn an upstream checkpoint into one bundle file, streaming the weights.
 
+    A bundle of an older format is rewritten in the present one: the header anew, every tensor byte for byte. Verbs read
+    older formats as they are; this is for files that other programs shall read, or that are kept.
+
     Args:
         source: checkpoint directory or training folder of LeRobot, openpi checkpoint, hub name (ORG/NAME, with the
-            hub extra), or a vla.cpp GGUF file.
-        out: the bundle to write.
+            hub extra), a vla.cpp GGUF file, or a bundle of an older format.
+        out: the bundle to write; with --force also the old bundle itself.
         vlm: directory of the vision-language model that the checkpoint names: its config.json, tokenizer, processor.
         base: directory of the base model, for checkpoints that hold only what was trained on top of it: a LoRA
             adapter of LeRobot's SmolVLA, pi0, pi0.5 or pi0-FAST, which is merged; some of GR00T's.
@@ -75,7 +78,7 @@ def convert(
     """
     from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.bundle.seen import renamed
-    from sinew.convert import ConvertOptions, read
+    from sinew.convert import ConvertOptions, is_bundle, read, upgrade
     from sinew.convert.options import parse_motion, parse_settings, parse_vectors
     from sinew.core import ConvertError
 
@@ -102,6 +105,11 @@ def convert(
         settings=parse_settings(settings or []),
     )
     renames = parse_renames(rename)
+    if is_bundle(Path(source)):
+        more = {"rename": renames, "name": name is not None, "no-merge": not merge}
+        with progress.task(f"rewriting {source}"):
+            made, notes = upgrade(Path(source), out, (*options.given, *(key for key in more if more[key])))
+        return _ended(out, made.manifest.architecture, notes, start)
     with progress.task(f"reading {source}"):
         conversion = read(source, options)
     if renames:
@@ -113,13 +121,13 @@ def convert(
     with terminal.bars(*columns) as bars:
         task = bars.add_task("", total=conversion.nbytes)
         conversion.write(out, name or conversion.spec.name, options, lambda n: bars.advance(task, n), merge)
-    seconds = time.perf_counter() - start
-    size, architecture = out.stat().st_size, conversion.spec.architecture
-    console = terminal.console(markup=False)
-    for note in conversion.notes:
+    return _ended(out, conversion.spec.architecture, conversion.notes, start)
+
+
+def _ended(out: Path, architecture: str, notes: tuple[str, ...], start: float) -> int:
+    size, console = out.stat().st_size, terminal.console(markup=False)
+    for note in notes:
         console.print(f"note: {note}")
-    console.print(f"{out}: {architecture}, {size / 1e6:.1f} MB, {seconds:.1f} s")
-    terminal.emit(
-        {"out": str(out), "architecture": architecture, "bytes": size, "notes": list(conversion.notes)}
-    )
+    console.print(f"{out}: {architecture}, {size / 1e6:.1f} MB, {time.perf_counter() - start:.1f} s")
+    terminal.emit({"out": str(out), "architecture": architecture, "bytes": size, "notes": list(notes)})
     return 0

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from sinew_client import ClientError
 
 from sinew import progress
 from sinew.cli import terminal
@@ -68,14 +67,11 @@ def _live(on: RobotFlags, manifest: Manifest, seconds: float) -> tuple[int, list
     from sinew.checks.wiring import observe as looking
 
     opener = on.opener()
-    try:
-        with (
-            looking.closing(opener(manifest.spec.to_dict())[0]) as machine,
-            progress.task(f"looking at {on.robot}"),
-        ):
-            return looking.live(machine, manifest, seconds)
-    except ClientError as error:
-        raise SinewError(str(error)) from error
+    with (
+        looking.closing(opener(manifest.spec.to_dict())[0]) as machine,
+        progress.task(f"looking at {on.robot}"),
+    ):
+        return looking.live(machine, manifest, seconds)
 
 
 def _print(found: list[Finding]) -> None:

@@ -186,7 +186,9 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     if edge_adapter is not None and held is not None:
         raise SinewError("--edge-adapter: a gate is judged with chunks as they come")
     if stream is not None and (realtime or held is not None):
-        raise SinewError("--stream: expected simulated time and no gate; `sinew stream` runs by the clock")
+        raise SinewError(
+            "--stream: expected simulated time and no gate; `sinew run --stream` runs by the clock"
+        )
     if realtime and (latency is not None or any(text.startswith("latency") for text in sweep or ())):
         raise SinewError("--latency is simulated; with --realtime the latency is what it is")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
@@ -107,6 +107,17 @@ class Cameras:
             "allow_missing_cameras": self.allow_missing_cameras,
             "allow_empty_prompt": self.allow_empty_prompt,
         }
+
+
+def changed(flags: Any) -> str | None:
+    """Return the first flag of a record of them that was given another value than its own, as it is typed; None where
+    none was."""
+    usual = type(flags)()
+    names = (field.name for field in fields(flags))
+    return next(
+        (f"--{name.replace('_', '-')}" for name in names if getattr(flags, name) != getattr(usual, name)),
+        None,
+    )
 
 
 def pairs(flag: str, what: str, texts: Iterable[str]) -> dict[str, str]:

@@ -1,18 +1,67 @@
-"""``sinew client --replay``: recorded requests once more, and whether the server answers as it did then."""
+"""``sinew recording replay``: what was recorded once more, and whether the same comes of it."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from sinew_client.control import repeat, watched
+from sinew_client import Client
+from sinew_client.control import is_journal, repeat, watched
 
+from sinew.auth import api_key_of
 from sinew.cli import terminal
+from sinew.cli.options import PositiveIfAny
+from sinew.core import SinewError
+from sinew.records.comparison import replay_records
+from sinew.records.recorder import read_records
 
 JOURNAL_SCHEMA = "sinew.replay/1"
 SHOWN = 20  # rows of the table
+
+
+def replay(
+    recording: Path,
+    address: str | None = None,
+    /,
+    *,
+    timeout: PositiveIfAny = None,
+    deadline_ms: PositiveIfAny = None,
+    api_key_file: Path | None = None,
+) -> int:
+    """Send what `sinew serve --record` wrote to a server once more, or repeat the decisions of a robot's journal.
+
+    Actions are compared with the recorded ones: every bit where the server computes as it did then, else within a
+    tolerance that is said (docs/wires.md). The exit status is 1 if any is beyond it, or a decision is another one.
+
+    Args:
+        recording: folder of records, or a journal of `sinew run --record`, which needs no server.
+        address: of the server; tcp://127.0.0.1:5555 if absent.
+        timeout: seconds to wait for each answer; 60 if absent.
+        deadline_ms: the server refuses a request that would begin later than this after its arrival.
+        api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
+    """
+    if is_journal(recording):
+        given = {
+            "address": address, "--timeout": timeout, "--deadline-ms": deadline_ms, "--api-key-file": api_key_file,
+        }  # fmt: skip
+        if (flag := next((name for name, value in given.items() if value is not None), None)) is not None:
+            raise SinewError(f"{flag}: expected none, as the journal {recording} needs no server")
+        result = replay_journal(recording)
+        terminal.emit(result)
+        return 0 if result["differ"] == 0 else 1
+    key, address = api_key_of(api_key_file), address or "tcp://127.0.0.1:5555"
+    records = read_records(recording)
+    with Client(address, timeout=timeout or 60.0, api_key=key) as server:
+        about = server.metadata()["server"]
+        result = replay_records(server, records, deadline_ms)
+    result |= {"command": shlex.join(["sinew", *sys.argv[1:]]), "address": address, "server": about}
+    print_replay(result)
+    terminal.emit(result)
+    return 0 if result["beyond"] == result["lost"] == 0 else 1
 
 
 def replay_journal(path: Path) -> dict[str, Any]:

@@ -9,21 +9,19 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 from rich.table import Table
-from sinew_client import ClientError
 from sinew_client.control import Adapter, Cadence, Loop, MotionWatch, Settings, choose
 from sinew_client.control.defaults import AUTO, HANDOVER, REPLAN
-from sinew_client.errors import Refused
 from sinew_client.history import History
 
 from sinew.auth import api_key_of
 from sinew.cli import status, terminal
-from sinew.cli.options import RUNS, Runs, json_object
+from sinew.cli.options import RUNS, Count, Flag, Positive, Runs, changed, json_object
 from sinew.cli.run_connection import (
     ASSIST_TIMEOUT,
     ASSIST_WHEN,
@@ -34,49 +32,20 @@ from sinew.cli.run_connection import (
     open_connection,
 )
 from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, LeaderFlags
-from sinew.cli.run_robot import ROBOT, RobotFlags, drive, episodes_of, episodes_row, refusal
+from sinew.cli.run_robot import ROBOT, Driven, RobotFlags, drive, episodes_of, episodes_row
+from sinew.cli.run_stream import STREAM, StreamFlags, run_stream
 from sinew.cli.run_view import Keys, RunView
 from sinew.core import SinewError
 
 SCHEMA = "sinew.run/1"
 
 
-def run(
-    target: str = "tcp://127.0.0.1:5555",
-    /,
-    *,
-    on: RobotFlags = ROBOT,
-    advantage: str | None = None,
-    guidance_scale: float | None = None,
-    substeps: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
-    handover: str = HANDOVER,
-    replan: str = REPLAN,
-    max_age: float | None = None,
-    timeout: float = 2.0,
-    finish: Annotated[bool, Parameter(negative="")] = False,
-    future: Annotated[bool, Parameter(negative="")] = False,
-    edge_adapter: Path | None = None,
-    split: str | None = None,
-    assist: str | None = None,
-    assist_when: str = ASSIST_WHEN,
-    assist_timeout: Annotated[float, Parameter(validator=validators.Number(gt=0))] = ASSIST_TIMEOUT,
-    frames_as: str = "raw",
-    api_key_file: Path | None = None,
-    go: Annotated[bool, Parameter(negative="")] = False,
-    lead: LeaderFlags = LEADER,
-    envelope: EnvelopeFlags = ENVELOPE,
-    runs: Runs = RUNS,
-) -> int:
-    """Drive a robot with a policy: chunks become one command per control step, whatever the network does.
+@Parameter(name="*", group="Chunks")
+@dataclass(frozen=True)
+class ChunkFlags:
+    """How chunks are asked for and executed.
 
-    Starts paused where there is a keyboard. Ends with a report of the cadence and, of gym:ENV, of the episodes. Exit
-    status 3: answers failed by errors, or were missing at the end, or the robot never got a command; a late answer now
-    and then, for which it held, is none of these. docs/control.md.
-
-    Args:
-        target: address of a server (tcp://host:port; tcp://A,tcp://B turns to the next one where one fails), or what is
-            loaded here: a bundle, a folder of `sinew export`,
-            a checkpoint or training run, a name of the hub.
+    Attributes:
         advantage: that the prompt of each request shall state, as positive; '' for none, the policy's usual one if
             absent.
         guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
@@ -97,62 +66,109 @@ def run(
         assist_timeout: seconds to wait for it.
         frames_as: how frames travel to a server: raw; a JPEG quality from 1 to 95; or auto, JPEG 90 where requests
             spend more than 50 ms on the network and it helps. What was sent, and why, is in the report.
-        api_key_file: a file with the key of servers; SINEW_API_KEY in the environment if absent.
         go: begin at once, also with a keyboard.
     """
+
+    advantage: str | None = None
+    guidance_scale: float | None = None
+    substeps: Count = 1
+    handover: str = HANDOVER
+    replan: str = REPLAN
+    max_age: float | None = None
+    timeout: float = 2.0
+    finish: Flag = False
+    future: Flag = False
+    edge_adapter: Path | None = None
+    split: str | None = None
+    assist: str | None = None
+    assist_when: str = ASSIST_WHEN
+    assist_timeout: Positive = ASSIST_TIMEOUT
+    frames_as: str = "raw"
+    go: Flag = False
+
+
+CHUNKS = ChunkFlags()
+
+
+def run(
+    target: str = "tcp://127.0.0.1:5555",
+    /,
+    *,
+    on: RobotFlags = ROBOT,
+    by: ChunkFlags = CHUNKS,
+    streaming: StreamFlags = STREAM,
+    api_key_file: Path | None = None,
+    lead: LeaderFlags = LEADER,
+    envelope: EnvelopeFlags = ENVELOPE,
+    runs: Runs = RUNS,
+) -> int:
+    """Drive a robot with a policy: chunks become one command per control step, whatever the network does.
+
+    With --stream no chunk is waited for. Chunks start paused where there is a keyboard. Ends with a report of the
+    cadence and, of gym:ENV, of the episodes. Exit status 3: answers failed by errors, or were missing at the end, or
+    the robot never got a command; a late answer now and then, for which it held, is none of these. docs/control.md.
+
+    Args:
+        target: address of a server (tcp://host:port; tcp://A,tcp://B turns to the next one where one fails), or what is
+            loaded here: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub.
+        api_key_file: a file with the key of servers; SINEW_API_KEY in the environment if absent.
+    """
+    key = api_key_of(api_key_file)
+    if streaming.stream:
+        if (flag := changed(by) or changed(lead) or changed(envelope)) is not None:
+            raise SinewError(f"{flag}: expected none with --stream")
+        return run_stream(target, on, streaming, key, runs)
+    if (flag := changed(streaming)) is not None:
+        raise SinewError(f"{flag}: expected --stream beside it, got none")
     with ExitStack() as stack:
+        rule = assist_rule(target, by.assist, by.assist_when, by.assist_timeout)
+        lead.check()
+        edge = None if by.edge_adapter is None else Adapter.read(by.edge_adapter)
+        open_robot = on.opener(by.substeps)  # before anything is loaded
+        policy, about, connect = open_connection(target, runs, by.split, key, by.frames_as)
+        server, sending = connect, getattr(connect, "frames", None)
+        connect = conditioned(connect, about, by.advantage, by.guidance_scale)
+        robot = on.opened(stack, open_robot, policy)
+        own = getattr(robot.machine, "motion", None)
         try:
-            key = api_key_of(api_key_file)
-            rule = assist_rule(target, assist, assist_when, assist_timeout)
-            lead.check()
-            edge = None if edge_adapter is None else Adapter.read(edge_adapter)
-            open_robot = on.opener(substeps)  # before anything is loaded
-            policy, about, connect = open_connection(target, runs, split, key, frames_as)
-            server, sending = connect, getattr(connect, "frames", None)
-            connect = conditioned(connect, about, advantage, guidance_scale)
-            robot = on.opened(stack, open_robot, policy)
-            own = getattr(robot.machine, "motion", None)
-            try:
-                chosen = choose(handover, json_object("--motion", on.motion), policy, edge is not None, own)
-            except ValueError as error:
-                raise SinewError(f"--{error}") from error
-            check_guidance(chosen.handover, policy, about)
-            if edge is not None:
-                edge.check(policy, robot.rate)
-            settings = Settings(
-                hz=robot.rate, handover=chosen.handover, replan=replan, motion=chosen.motion,
-                limits=lead.limits(robot, chosen.motion, policy), max_age=max_age, deadline=timeout,
-                stale=on.stale, finish=finish, future=future, substeps=substeps,
-                committed_rows=int(policy.get("committed_rows") or 0),
-                refine=0 if edge is None else edge.form.max_age,
-                # A far policy's chunks may be longer, and nobody knows them while it is not there.
-                chunk_size=0 if assist is not None else int(policy.get("chunk_size") or 0), watchdog=on.watchdog,
-                **envelope.settings(),
-            )  # fmt: skip
-            machine, takeover = lead.opened(stack, robot, settings, policy)
-            assisted = None
-            if assist is not None and rule is not None:
-                connect = assisted = open_assist(assist, rule, assist_timeout, connect, policy, settings, key)
-                stack.callback(assisted.close)
-            history = History.of(policy)
-            loop = Loop(
-                machine, connect, settings, robot.dim, robot.prompt, adapter=edge, history=history,
-                takeover=takeover, keep=lead.keeper(stack, robot, robot.rate),
-            )  # fmt: skip
-            stack.callback(loop.close)
-            said = {"advantage": advantage, "guidance_scale": guidance_scale}
-            on.follow(stack, loop, robot, settings, target, **said)
-            on.reports(stack, loop, robot, server, key)
-            watch = MotionWatch()
-            if settings.motion is None:
-                loop.listeners.append(watch.put)
-            if handover == AUTO:
-                terminal.say(str(chosen))
-            cadence = _drive(loop, on.ticks(robot.rate), go, lead.takeover_key)
-        except Refused as error:
-            raise SinewError(refusal(str(error), robot.machine, policy)) from error
-        except ClientError as error:
-            raise SinewError(str(error)) from error
+            chosen = choose(by.handover, json_object("--motion", on.motion), policy, edge is not None, own)
+        except ValueError as error:
+            raise SinewError(f"--{error}") from error
+        check_guidance(chosen.handover, policy, about)
+        if edge is not None:
+            edge.check(policy, robot.rate)
+        settings = Settings(
+            hz=robot.rate, handover=chosen.handover, replan=by.replan, motion=chosen.motion,
+            limits=lead.limits(robot, chosen.motion, policy), max_age=by.max_age, deadline=by.timeout,
+            stale=on.stale, finish=by.finish, future=by.future, substeps=by.substeps,
+            committed_rows=int(policy.get("committed_rows") or 0),
+            refine=0 if edge is None else edge.form.max_age,
+            # A far policy's chunks may be longer, and nobody knows them while it is not there.
+            chunk_size=0 if by.assist is not None else int(policy.get("chunk_size") or 0), watchdog=on.watchdog,
+            **envelope.settings(),
+        )  # fmt: skip
+        machine, takeover = lead.opened(stack, robot, settings, policy)
+        assisted = None
+        if by.assist is not None and rule is not None:
+            connect = assisted = open_assist(
+                by.assist, rule, by.assist_timeout, connect, policy, settings, key
+            )
+            stack.callback(assisted.close)
+        history = History.of(policy)
+        loop = Loop(
+            machine, connect, settings, robot.dim, robot.prompt, adapter=edge, history=history,
+            takeover=takeover, keep=lead.keeper(stack, robot, robot.rate),
+        )  # fmt: skip
+        stack.callback(loop.close)
+        said = {"advantage": by.advantage, "guidance_scale": by.guidance_scale}
+        on.follow(stack, loop, robot, settings, target, **said)
+        on.reports(stack, loop, robot, server, key)
+        watch = MotionWatch()
+        if settings.motion is None:
+            loop.listeners.append(watch.put)
+        if by.handover == AUTO:
+            terminal.say(str(chosen))
+        cadence = _drive(loop, robot, policy, on.ticks(robot.rate), by.go, lead.takeover_key)
     result = {
         "schema": SCHEMA,
         "robot": on.robot,
@@ -180,19 +196,21 @@ def run(
     return status.ended(failed)
 
 
-def _drive(loop: Loop, steps: int | None, go: bool, key: str) -> Cadence:
+def _drive(
+    loop: Loop, robot: Driven, policy: dict[str, Any], steps: int | None, go: bool, key: str
+) -> Cadence:
     """Run the loop under its live view; without a terminal it begins at once."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if steps is None and not interactive and not hasattr(loop.robot, "episodes"):
         raise SinewError("--seconds: expected a number where there is no keyboard to stop with")
     if not interactive:
         terminal.log(logging.WARNING, "%(message)s")
-        drive(loop, steps)
+        drive(loop, robot, policy, steps)
         return loop.report()
     if not go:
         loop.pause()
     with Keys(loop, key) as keys, RunView(loop, keys):
-        drive(loop, steps)
+        drive(loop, robot, policy, steps)
     return loop.report()
 
 

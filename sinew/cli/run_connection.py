@@ -15,7 +15,7 @@ from sinew_client.protocol import MAX_ROWS
 
 from sinew import progress
 from sinew.cli.infer import running
-from sinew.cli.options import RUNS, Runs
+from sinew.cli.options import RUNS, Runs, changed
 from sinew.core import RTC, SinewError
 from sinew.processing.conditioning import MAX_SCALE
 
@@ -187,8 +187,8 @@ def load_here(target: str, runs: Runs, **options: Any) -> tuple[Policy, dict[str
 def ask_server(target: str, runs: Runs = RUNS, key: str = "") -> dict[str, Any]:
     """Return what a server says about itself and its policy. Raises :class:`SinewError` for flags of what runs a
     policy, which are the server's own."""
-    if runs != RUNS:
-        raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
+    if (flag := changed(runs)) is not None:
+        raise SinewError(f"{flag}: expected a policy that is run here, got the server {target}")
     with Client(target.split(","), timeout=10.0, api_key=key) as client:
         return client.metadata()
 

@@ -1,4 +1,4 @@
-"""The robot of ``sinew run`` and ``sinew stream``: which one it is, its instruction, its episodes, its cameras."""
+"""The robot of ``sinew run``: which one it is, its instruction, its episodes, its cameras."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from sinew_client.control.end_effector import (
 )
 from sinew_client.control.kinematics import read_chain
 from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
+from sinew_client.errors import Refused
 
 from sinew.bundle.rename import parse_renames
 from sinew.cli import terminal
@@ -62,7 +63,7 @@ class RobotFlags:
             held while it observes.
         seconds: end after this long.
         episodes: of gym:ENV, end after so many.
-        record: file for the journal; `sinew client --replay FILE` repeats its decisions.
+        record: file for the journal; `sinew recording replay FILE` repeats its decisions.
         report: tell the server that drives it once a second how the run goes (docs/dashboard.md#robots); --no-report
             keeps that here.
     """
@@ -85,11 +86,80 @@ class RobotFlags:
     report: bool = True
 
     def opener(self, substeps: int = 1) -> Callable[[dict[str, Any]], Opened]:
-        """Return what opens the robot for a policy (:func:`robot_opener`)."""
-        return robot_opener(
-            self.robot, self.robot_options, self.rename, self.episodes, self.rename_joint,
-            self.kinematics, self.kinematics_options, self.hz, substeps,
-        )  # fmt: skip
+        """Return what opens the robot for a policy: the robot, its own instruction and its own rate.
+
+        What can be wrong without a policy is said here, before one is loaded. substeps: commands in each control step.
+        """
+        given = json_object("--robot-options", self.robot_options) or {}
+        cameras = _of_policy("--rename", "camera", parse_renames(tuple(self.rename)))
+        places = _of_policy("--rename-joint", "joint", pairs("--rename-joint", "JOINT", self.rename_joint))
+        text = EMBEDDED.get(self.robot, self.robot)
+        kind, _, rest = text.partition(":")
+        if self.kinematics is not None:
+            return self._posed(text, self.kinematics, places, substeps)
+        if self.kinematics_options is not None:
+            raise SinewError("--kinematics-options: expected --kinematics beside it, got none")
+        if self.episodes is not None and kind != "gym":
+            raise SinewError("--episodes: belongs to --robot gym:ENV")
+        if places and (kind in ("gym", "dry") or text == "dry"):
+            raise SinewError(
+                f"--rename-joint: expected none with --robot {text}, which has no names of its own"
+            )
+        if kind == "gym" and rest:
+            return _simulated(rest, given, cameras, self.episodes)
+        if kind == "lerobot" and rest:
+            return lambda policy: (open_lerobot(rest, given, policy, cameras, places), "", None)
+        if text == "dry":
+            if cameras:
+                raise SinewError("--rename: expected none with --robot dry, which has the policy's own")
+            return lambda policy: (Dry(policy), "", None)
+        if rest:
+            find_class(text)
+
+            def own(policy: dict[str, Any]) -> Opened:
+                robot = ordered(open_class(text, given, cameras), policy, places)
+                return robot, str(getattr(robot, "task", "")), None
+
+            return own
+        raise SinewError(
+            f"--robot: expected dry, blocks, pen, egg, gym:ENV, module:Class or lerobot:TYPE, got {text!r}"
+        )
+
+    def _posed(
+        self, text: str, kinematics: Path, joints: Mapping[str, str], substeps: int
+    ) -> Callable[[dict[str, Any]], Opened]:
+        """Return what opens a robot of joints for a policy of poses, which become joints by ``kinematics``, or one whose
+        arm is only shown for a policy of joints."""
+        if text.startswith("gym:"):
+            raise SinewError(f"--kinematics: expected a robot that takes joints, got --robot {text}")
+        opener = RobotFlags(text, self.robot_options, self.rename).opener()
+        try:
+            chosen = KinematicsOptions.parse(json_object("--kinematics-options", self.kinematics_options))
+            chain = read_chain(kinematics, chosen.tip, chosen.base)
+        except ClientError as error:
+            raise SinewError(f"--kinematics: {error}") from error
+
+        def posed(policy: dict[str, Any]) -> Opened:
+            if not chosen.action and moves_joints(policy, chain, joints):
+                machine, task, rate = opener(policy)
+                about = policy["state"]
+                units = about.get("units") or ()
+                arm = KnownArm(machine, chain, about["names"], chosen.unit, joints, units=units)
+                terminal.say(arm.text())
+                return arm, task, rate
+            own: dict[str, Any] = {}
+            if text == "dry":
+                names = numbers_of(chain, chosen.parts(policy, "action"))
+                own = {"dim": len(names), "names": names}
+            machine, task, rate = opener({**policy, "state": own, "action": own})
+            if text == "dry":
+                machine.state[: len(chain.joints)] = chain.ready()
+            commands_hz = substeps * float(self.hz or rate or policy.get("control_hz") or 1.0)
+            robot = EndEffector(machine, chain, chosen, policy, commands_hz, joints)
+            terminal.say(robot.text())
+            return robot, task, rate
+
+        return posed
 
     def opened(
         self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Opened], policy: dict[str, Any]
@@ -154,122 +224,35 @@ class Driven:
     limits: dict[str, Any] | None
 
 
-def drive(loop: Loop, ticks: int | None) -> None:
+def drive(loop: Loop, robot: Driven, policy: dict[str, Any], ticks: int | None) -> None:
     """Run a loop. A signal ends it after the present tick, with the robot holding and the journal complete."""
     with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()):
         try:
             loop.run(ticks)
         except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
             loop.stop()
+        except Refused as error:
+            raise SinewError(refusal(str(error), robot.machine, policy)) from error
 
 
 EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}
 
 
-def robot_opener(
-    text: str,
-    options: str | None,
-    rename: Iterable[str],
-    episodes: int | None,
-    joints: Iterable[str] = (),
-    kinematics: Path | None = None,
-    kinematics_options: str | None = None,
-    hz: float | None = None,
-    substeps: int = 1,
+def _simulated(
+    env_id: str, options: dict[str, Any], cameras: Mapping[str, str], episodes: int | None
 ) -> Callable[[dict[str, Any]], Opened]:
-    """Return what opens a robot for a policy: the robot, its own instruction and its own rate.
+    from sinew.eval.adapters import make_env
+    from sinew.eval.robot import SimulatedRobot
 
-    kinematics: by which the policy's poses become its joints, at a control rate of ``hz``, the policy's if absent,
-    with ``substeps`` commands in each control step.
-    What can be wrong without a policy is said here, before one is loaded.
-    """
-    given = json_object("--robot-options", options) or {}
-    cameras = _of_policy("--rename", "camera", parse_renames(tuple(rename)))
-    places = _of_policy("--rename-joint", "joint", pairs("--rename-joint", "JOINT", joints))
-    text = EMBEDDED.get(text, text)
-    kind, _, rest = text.partition(":")
-    if kinematics is not None:
-        return _posed(text, options, rename, kinematics, kinematics_options, places, hz, substeps)
-    if kinematics_options is not None:
-        raise SinewError("--kinematics-options: expected --kinematics beside it, got none")
-    if episodes is not None and kind != "gym":
-        raise SinewError("--episodes: belongs to --robot gym:ENV")
-    if places and (kind in ("gym", "dry") or text == "dry"):
-        raise SinewError(f"--rename-joint: expected none with --robot {text}, which has no names of its own")
-    if kind == "gym" and rest:
-        from sinew.eval.adapters import make_env
-        from sinew.eval.robot import SimulatedRobot
+    env, adapter = make_env(env_id, env_options=options)
 
-        env, adapter = make_env(rest, env_options=given)
+    def simulated(policy: dict[str, Any]) -> Opened:
+        if fit := getattr(adapter, "fit_actions" if cameras else "fit", None):
+            fit(policy)
+        robot = SimulatedRobot(env, adapter, episodes, cameras=cameras)
+        return robot, robot.task, adapter.control_hz
 
-        def simulated(policy: dict[str, Any]) -> Opened:
-            if fit := getattr(adapter, "fit_actions" if cameras else "fit", None):
-                fit(policy)
-            robot = SimulatedRobot(env, adapter, episodes, cameras=cameras)
-            return robot, robot.task, adapter.control_hz
-
-        return simulated
-    if kind == "lerobot" and rest:
-        return lambda policy: (open_lerobot(rest, given, policy, cameras, places), "", None)
-    if text == "dry":
-        if cameras:
-            raise SinewError("--rename: expected none with --robot dry, which has the policy's own")
-        return lambda policy: (Dry(policy), "", None)
-    if rest:
-        find_class(text)
-
-        def own(policy: dict[str, Any]) -> Opened:
-            robot = ordered(open_class(text, given, cameras), policy, places)
-            return robot, str(getattr(robot, "task", "")), None
-
-        return own
-    raise SinewError(
-        f"--robot: expected dry, blocks, pen, egg, gym:ENV, module:Class or lerobot:TYPE, got {text!r}"
-    )
-
-
-def _posed(
-    text: str,
-    options: str | None,
-    rename: Iterable[str],
-    kinematics: Path,
-    kinematics_options: str | None,
-    joints: Mapping[str, str],
-    hz: float | None,
-    substeps: int,
-) -> Callable[[dict[str, Any]], Opened]:
-    """Return what opens a robot of joints for a policy of poses, or one whose arm is only shown for one of joints."""
-    if text.startswith("gym:"):
-        raise SinewError(f"--kinematics: expected a robot that takes joints, got --robot {text}")
-    opener = robot_opener(text, options, rename, None)
-    try:
-        chosen = KinematicsOptions.parse(json_object("--kinematics-options", kinematics_options))
-        chain = read_chain(kinematics, chosen.tip, chosen.base)
-    except ClientError as error:
-        raise SinewError(f"--kinematics: {error}") from error
-
-    def posed(policy: dict[str, Any]) -> Opened:
-        if not chosen.action and moves_joints(policy, chain, joints):
-            machine, task, rate = opener(policy)
-            about = policy["state"]
-            arm = KnownArm(
-                machine, chain, about["names"], chosen.unit, joints, units=about.get("units") or ()
-            )
-            terminal.say(arm.text())
-            return arm, task, rate
-        own: dict[str, Any] = {}
-        if text == "dry":
-            names = numbers_of(chain, chosen.parts(policy, "action"))
-            own = {"dim": len(names), "names": names}
-        machine, task, rate = opener({**policy, "state": own, "action": own})
-        if text == "dry":
-            machine.state[: len(chain.joints)] = chain.ready()
-        commands_hz = substeps * float(hz or rate or policy.get("control_hz") or 1.0)
-        robot = EndEffector(machine, chain, chosen, policy, commands_hz, joints)
-        terminal.say(robot.text())
-        return robot, task, rate
-
-    return posed
+    return simulated
 
 
 def _of_policy(flag: str, what: str, names: Mapping[str, str]) -> dict[str, str]:

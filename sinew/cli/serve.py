@@ -123,7 +123,7 @@ def serve(
         context: repeatable: answer under the name context.FORM with what the head needs, floats in this form; robots
             run the head themselves (docs/fleet.md).
         threads: for compute; chosen from the cores of this process if absent.
-        record: folder for requests and replies, for `sinew client --replay`.
+        record: folder for requests and replies, for `sinew recording replay`.
         rerun: requests and replies for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
             rerun+http://HOST:9876/proxy (unencrypted). Needs the extra `rerun`.
         dashboard: a page at / of the openpi and http ports; auto: on loopback, or where a key is wanted.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts.config import Dict, Env
 
 from sinew import progress
+from sinew.cli.verbs import groups_of
 from sinew.core import SinewError, did_you_mean
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
         return
     prefix = _prefix(commands)
     known = {prefix + name.upper().replace("-", "_"): name for name in flags(arguments)}
-    beside = [_prefix((commands[0], each)) for each in _members(commands)]
     for variable, value in os.environ.items():
         if variable not in known and _of_kubernetes(variable, value):
             continue
@@ -70,9 +70,11 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
             raise SinewError(
                 f"{variable}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(variable, known)}"
             )
-        if beside and variable.startswith(_prefix(commands[:1])) and not variable.startswith(tuple(beside)):
-            names = ", ".join(f"{each}..." for each in beside)
-            raise SinewError(f"{variable}: expected a flag of one of its commands, {names}")
+        for group, members in groups_of(commands):
+            inside = tuple(_prefix((*group, each)) for each in members)
+            if variable.startswith(_prefix(group)) and not variable.startswith(inside):
+                names = ", ".join(f"{each}..." for each in inside)
+                raise SinewError(f"{variable}: expected a flag of one of its commands, {names}")
     with _telling(arguments, "the environment"):
         Env(PREFIX)(app, commands, arguments)
 
@@ -84,15 +86,6 @@ def _of_kubernetes(variable: str, value: str) -> bool:
 
 def _prefix(commands: Iterable[str]) -> str:
     return PREFIX + "".join(f"{word}_".upper().replace("-", "_") for word in commands)
-
-
-def _members(commands: tuple[str, ...]) -> list[str]:
-    """Return the names of the commands of a group, such as ``sinew perf``; none for a verb of its own."""
-    if len(commands) < 2:
-        return []
-    from sinew.cli import build_app
-
-    return [name for name in build_app()[commands[0]] if not name.startswith("-")]
 
 
 @dataclass(frozen=True)
@@ -123,16 +116,14 @@ class SettingsFile:
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         """Take the flags of one command."""
         table: Any = self.tables
-        members = _members(commands)
-        for key, value in self.tables.get(commands[0], {}).items() if members else ():
-            if key not in members or not isinstance(value, dict):
-                hint = did_you_mean(key, members)
-                raise SinewError(f"{self.path}: [{commands[0]}] {key}: expected a table of a command{hint}")
-        for word in commands:
-            table = table.get(word, {})
-            if not isinstance(table, dict):
-                raise SinewError(f"{self.path}: {word}: expected a table [{'.'.join(commands)}]")
-        if not commands or not table:
+        for group, members in groups_of(commands):
+            table = table.get(group[-1], {})
+            for key, value in table.items():
+                if key not in members or not isinstance(value, dict):
+                    where = f"{self.path}: [{'.'.join(group)}] {key}"
+                    raise SinewError(f"{where}: expected a table of a command{did_you_mean(key, members)}")
+        table = table.get(commands[-1], {}) if commands else {}
+        if not table:
             return
         known, taken = flags(arguments), {}
         for key, value in table.items():

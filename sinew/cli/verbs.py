@@ -64,6 +64,10 @@ PERF = {
     "paper": Verb("VLA-Perf's printed numbers against ours.", "perf paper --correct all", "perf.paper:paper"),
 }
 RECORDING = {
+    "replay": Verb(
+        "Repeat a recording, and compare what comes of it.",
+        "recording replay records/ tcp://127.0.0.1:5555",
+    ),
     "mcap": Verb(
         "Write a recording for Foxglove or PlotJuggler.",
         "recording mcap records/ run.mcap --bundle policy.gguf",
@@ -78,6 +82,13 @@ RECORDING = {
         "dataset:dataset",
     ),
 }
+CACHE = {
+    "list": Verb("List the checkpoints that were converted.", "hub cache list", "hub_cache:list_entries"),
+    "show": Verb(
+        "Print what is known of one of them.", "hub cache show pick-cube --verify", "hub_cache:show"
+    ),
+    "rm": Verb("Remove some of them.", "hub cache rm pick-cube", "hub_cache:remove"),
+}
 HUB = {
     "pull": Verb(
         "Fetch a policy of the hub, for later.", "hub pull my-lab/pick-cube --out policy.gguf", "hub:pull"
@@ -85,25 +96,13 @@ HUB = {
     "push": Verb(
         "Upload a bundle to the hub, with a card.", "hub push policy.gguf my-lab/pick-cube", "hub:push"
     ),
-}
-CACHE = {
-    "list": Verb("List the checkpoints that were converted.", "cache list", "cache:list_entries"),
-    "show": Verb("Print what is known of one of them.", "cache show pick-cube --verify", "cache:show"),
-    "rm": Verb("Remove some of them.", "cache rm pick-cube", "cache:remove"),
-}
-NEW = {
-    "family": Verb(
-        "Write a package of your own for a family, with a test that it passes.",
-        "new family my_arm",
-        "new:family",
-    )
+    "cache": Verb("List and remove checkpoints that were converted on first use.", commands=CACHE),
 }
 
 SECTIONS: dict[str, dict[str, Verb]] = {
     "Start": {
         "demo": Verb("Run the trained demo policy in closed loop.", "demo act --episodes 20"),
         "doctor": Verb("Check the installation and this machine.", "doctor policy.gguf"),
-        "completion": Verb("Print what completes words in your shell.", "completion bash"),
     },
     "Policy": {
         "convert": Verb(
@@ -133,20 +132,14 @@ SECTIONS: dict[str, dict[str, Verb]] = {
         "run": Verb(
             "Drive a robot with a policy.", "run tcp://127.0.0.1:5555 --robot my_robot:Arm --seconds 60"
         ),
-        "stream": Verb(
-            "Drive a robot with a stream: no chunk is ever waited for.",
-            "stream tcp://127.0.0.1:5555 --robot my_robot:Arm --hz 240 --seconds 60",
-        ),
         "top": Verb("Show what a server does, in the terminal.", "top http://127.0.0.1:8000"),
     },
     "Measure": {
         "eval": Verb(
             "Run a policy in closed loop and count successes.", "eval blocks --episodes 100 --out build/eval"
         ),
-        "bench": Verb("Time a bundle, stage by stage.", "bench policy.gguf --runs 50 --deadline-ms 100"),
-        "client": Verb(
-            "Send observations to a server and print a latency table.",
-            "client tcp://127.0.0.1:5555 --requests 200",
+        "bench": Verb(
+            "Time a bundle or a server, stage by stage.", "bench policy.gguf --runs 50 --deadline-ms 100"
         ),
         "leaderboard": Verb(
             "Rank evaluations, with intervals and paired differences.",
@@ -155,32 +148,45 @@ SECTIONS: dict[str, dict[str, Verb]] = {
         "perf": Verb("Predict latency, rates and memory on any machine.", commands=PERF),
     },
     "Recordings": {
-        "recording": Verb("Make data sets and viewers' files of recordings and episodes.", commands=RECORDING)
+        "recording": Verb("Repeat recordings; make data sets and viewers' files of them.", commands=RECORDING)
     },
-    "Hub and cache": {
-        "hub": Verb("Fetch policies from the hub, and upload them.", commands=HUB),
-        "cache": Verb("List and remove checkpoints that were converted on first use.", commands=CACHE),
-    },
+    "Hub": {"hub": Verb("Fetch policies from the hub, upload them, and see what was kept.", commands=HUB)},
     "Expert": {
-        "new": Verb("Begin a package of your own that Sinew finds.", commands=NEW),
+        "new": Verb("Begin a package of your own that Sinew finds.", "new family my_arm"),
         "fleet": Verb("Serve policies on replicas of a Ray cluster.", commands=FLEET),
-        "upgrade": Verb(
-            "Rewrite a bundle of an older format in the present one.", "upgrade old.gguf --out new.gguf"
-        ),
     },
 }
 VERBS = {name: verb for section in SECTIONS.values() for name, verb in section.items()}
-# What has another name than before, for those whose fingers know it.
-MOVED = {name: f"{group} {name}" for group in ("recording", "hub", "cache") for name in VERBS[group].commands}
 
 
-def commands() -> Iterator[tuple[tuple[str, ...], Verb]]:
-    """Yield everything that does something: its words, as ("perf", "run"), and what it is."""
-    for name, verb in VERBS.items():
+def commands(
+    verbs: Mapping[str, Verb] = VERBS, group: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Verb]]:
+    """Yield everything in a group that does something: its words, as ("perf", "run"), and what it is."""
+    for name, verb in verbs.items():
         if verb.commands:
-            yield from (((name, each), found) for each, found in verb.commands.items())
+            yield from commands(verb.commands, (*group, name))
         else:
-            yield (name,), verb
+            yield (*group, name), verb
+
+
+def groups_of(words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Verb]]]:
+    """Yield the groups that a command is in, the outermost first: the words of each, and what is in it."""
+    inside: Mapping[str, Verb] = VERBS
+    for place, word in enumerate(words[:-1], start=1):
+        inside = inside[word].commands
+        yield words[:place], inside
+
+
+# What had another name, for those whose fingers know it.
+RENAMED = {
+    "cache": "hub cache",
+    "client": "bench",
+    "completion": "--completion",
+    "stream": "run --stream",
+    "upgrade": "convert",
+    **{words[-1]: " ".join(words) for words, _ in commands() if words[0] in ("recording", "hub")},
+}
 
 
 def function_of(words: tuple[str, ...], verb: Verb) -> str:

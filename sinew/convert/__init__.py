@@ -15,6 +15,7 @@ from sinew.bundle.writer import Progress
 from sinew.convert import advantage
 from sinew.convert.lerobot.folder import read_dataset, resolve
 from sinew.convert.lerobot.stats import seen_in
+from sinew.convert.older import is_bundle, upgrade
 from sinew.convert.options import COMPAT, ConvertOptions, parse_motion, parse_vectors
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import refuse_adapter
@@ -65,7 +66,8 @@ def convert(
     progress: Progress | None = None,
     **options: Any,
 ) -> Path:
-    """Convert a checkpoint directory, a hub name or a vla.cpp GGUF file into the bundle ``out``.
+    """Convert a checkpoint directory, a hub name or a vla.cpp GGUF file into the bundle ``out``. A bundle of an older
+    format, which takes no options, is rewritten in the present one.
 
     options: the other fields of :class:`ConvertOptions`, which are those of ``sinew convert``; ``settings`` are the
     names and values of ``--set``. Weights are streamed; nothing is written to ``out`` unless all of it is there.
@@ -78,6 +80,10 @@ def convert(
         settings={key: str(value) for key, value in (settings or {}).items()},
         **options,
     )
+    if is_bundle(Path(source)):
+        more = {"name": name is not None, "no_merge": not merge}
+        upgrade(Path(source), Path(out), (*given.given, *(key for key in more if more[key])), progress)
+        return Path(out)
     conversion = read(source, given)
     conversion.write(Path(out), name or conversion.spec.name, given, progress, merge)
     return Path(out)

@@ -199,7 +199,12 @@ def _added() -> dict[str, str]:
 def _backend(name: str) -> Backend:
     where = f"sinew.engine.{name}.backend:BACKEND" if name in ORDER else _added()[name]
     module, _, attribute = where.partition(":")
-    found: Backend = getattr(import_module(module), attribute)
+    try:
+        found: Backend = getattr(import_module(module), attribute)
+    except Exception as error:
+        if name in ORDER:
+            raise
+        raise SinewError(f"entry point {GROUP}: {name} = {where}: expected a Backend: {error}") from error
     return found
 
 

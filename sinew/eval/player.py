@@ -73,7 +73,7 @@ class EpisodePlayer:
         if variant.stream:
             if not isinstance(policy, InProcess):
                 raise SinewError(
-                    "stream: expected a bundle; a server streams by its own clock (`sinew stream`)"
+                    "stream: expected a bundle; a server streams by its own clock (`sinew run --stream`)"
                 )
             costs = StreamCosts.parse(variant.stream)
             return run_stream_episode(self.env, self.adapter, policy.policy, conduct, seed, costs)

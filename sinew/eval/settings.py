@@ -256,10 +256,9 @@ class Task:
     future: bool = False
 
     def __post_init__(self) -> None:
-        try:
-            Settings(1.0, motion=self.motion, future=self.future).controller(0)
-        except ClientError as error:
-            raise SinewError(str(error)) from error
+        Settings(1.0, motion=self.motion, future=self.future).controller(
+            0
+        )  # which says what is wrong with them
 
     def to_dict(self) -> dict[str, Any]:
         # Logs of episodes that were played before there was a choice stay valid.

@@ -65,7 +65,7 @@ class RecordedPolicy(OpenPolicy):
 def record(policy: Policy, folder: str | os.PathLike[str], *, limit_bytes: int = 8 << 30) -> RecordedPolicy:
     """Return a policy that answers as ``policy`` does and keeps every request with its answer in a folder.
 
-    The folder is what ``sinew serve --record`` writes: ``sinew recording``, ``sinew client --replay`` and
+    The folder is what ``sinew serve --record`` writes: the verbs of ``sinew recording`` and
     :func:`sinew.connect` take it. limit_bytes: of all files together; recording ends there with a warning. Use it in a
     ``with`` block, whose end writes what waits. Raises :class:`SinewError` for a folder that cannot be written.
     """

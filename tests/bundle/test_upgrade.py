@@ -15,7 +15,8 @@ from sinew.bundle import Bundle
 from sinew.bundle.schema import KEY_VERSION, Manifest, Processing, from_builtins, to_json
 from sinew.bundle.upgrade import upgraded
 from sinew.cli import main
-from sinew.core import BundleError
+from sinew.convert import convert
+from sinew.core import BundleError, ConvertError
 from sinew.policy import Policy, load
 from sinew.solvers import FLOW
 from sinew.sources import ASSETS
@@ -156,7 +157,7 @@ def test_each_field_of_a_prompt_of_format_2_says_what_it_said(fields, text, rest
     ]
 
 
-# ----------------------------------------------------------------------------- sinew upgrade
+# ----------------------------------------------------------------------------- sinew convert
 
 HEADER = Path(__file__).with_name(
     "format-2.header"
@@ -188,16 +189,17 @@ def answers(path: Path) -> bytes:
 def test_an_upgraded_file_is_the_same_policy(old, capsys):
     new = old.with_name("new.gguf")
     before = old.read_bytes()
-    assert main(["upgrade", str(old), "--out", str(new)]) == 0
-    said = capsys.readouterr().out
-    assert f"{new.name}: format 2 to 3 (frames, prompts and vectors" in said.replace("\n", " ")
+    assert main(["convert", str(old), str(new)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "format 2 to 3 (frames, prompts and vectors" in said
+    assert f"{len(Bundle(new).infos)} tensors as they were" in said
     assert (version(old), version(new), old.read_bytes()) == (2, 3, before)
     assert Bundle(new).manifest == Bundle(old).manifest
     assert Bundle(new).hashes == Bundle(old).hashes
     assert Bundle(new).verify() == []
     assert answers(new) == answers(old)
-    assert main(["upgrade", str(new)]) == 0
-    assert "of format 3 already; nothing was written" in capsys.readouterr().out
+    again = old.with_name("again.gguf")
+    assert convert(old, again).read_bytes() == new.read_bytes()
 
 
 def test_a_file_is_replaced_where_it_lies_and_a_link_stays_one(old, monkeypatch):
@@ -206,7 +208,7 @@ def test_a_file_is_replaced_where_it_lies_and_a_link_stays_one(old, monkeypatch)
     synced = []
     monkeypatch.setattr("sinew.bundle.writer.os.fsync", synced.append)
     wanted = Bundle(old).manifest
-    assert main(["upgrade", str(link)]) == 0
+    assert main(["convert", str(link), str(link), "--force"]) == 0
     assert link.is_symlink()
     assert version(old) == 3
     assert Bundle(old).manifest == wanted
@@ -221,7 +223,7 @@ def test_a_write_that_breaks_off_leaves_the_old_file(old, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sinew.bundle.writer.os.fsync", full)
-    assert main(["upgrade", str(old)]) == 1
+    assert main(["convert", str(old), str(old), "--force"]) == 1
     assert old.read_bytes() == before
     assert [path.name for path in old.parent.iterdir()] == ["old.gguf"]
 
@@ -233,17 +235,25 @@ def test_what_cannot_be_upgraded_is_refused_by_name(old, capsys):
     data[middle.offset + 7] ^= 1
     damaged = old.with_name("damaged.gguf")
     damaged.write_bytes(data)
-    new.write_bytes(b"mine")
+    mine = old.with_name("mine.gguf")
+    mine.write_bytes(b"mine")
+    present = ASSETS / "egg.gguf"
     other = old.with_name("other.gguf")
     other.write_bytes(b"GGUF and nothing")
     for arguments, said in (
-        ([old.parent], "expected a bundle's file, got a folder"),
-        ([old.parent / "none.gguf"], "expected a bundle's file, got none"),
-        ([old, "--out", new], "expected a file that is not there yet"),
-        ([damaged], f"1 tensors differ from what was written, {middle.name} first; nothing was written"),
-        ([other], "other.gguf"),
+        ([old, mine], "mine.gguf exists; --force overwrites it"),
+        ([damaged, new], f"1 tensors differ from what was written, {middle.name} first; nothing was written"),
+        ([other, new], "other.gguf"),
+        ([present, new], "expected a checkpoint or a bundle before format 3, got one of format 3"),
+        ([old, new, "--control-hz", 30], f"--control-hz: expected a checkpoint, got the bundle {old}"),
+        ([old, new, "--rename", "front=camera1"], "--rename: expected a checkpoint"),
+        ([old, new, "--name", "egg"], "--name: expected a checkpoint"),
+        ([old, new, "--no-merge"], "--no-merge: expected a checkpoint"),
     ):
-        assert main(["upgrade", *map(str, arguments)]) == 1
+        assert main(["convert", *map(str, arguments)]) == 1
         assert said in " ".join(capsys.readouterr().err.split())
-    assert new.read_bytes() == b"mine"
+    assert mine.read_bytes() == b"mine"
+    assert not new.exists()
+    with pytest.raises(ConvertError, match="--name: expected a checkpoint"):
+        convert(old, new, name="egg")
     assert version(old) == 2

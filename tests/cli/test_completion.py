@@ -1,4 +1,4 @@
-"""`sinew completion`, tried in the shells themselves: verbs, verbs of a group, flags, choices."""
+"""`sinew --completion`, tried in the shells themselves: verbs, verbs of a group, flags, choices."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from sinew.cli import main
 CASES = {
     "sinew qua": "quantize",
     "sinew hub pul": "pull",
+    "sinew hub cache sh": "show",
+    "sinew --compl": "--completion",
     "sinew new fam": "family",
     "sinew perf cal": "calibrate",
     "sinew serve --api": "--api-key-file",
@@ -56,7 +58,7 @@ zpty -d shell
 @pytest.fixture
 def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], Path]:
     def written(shell: str) -> Path:
-        assert main(["completion", shell]) == 0
+        assert main([f"--completion={shell}"]) == 0
         path = tmp_path / f"sinew.{shell}"
         path.write_text(capsys.readouterr().out)
         return path
@@ -85,5 +87,5 @@ def test_words_are_completed(shell: str, program: str, script: Callable[[str], P
 
 
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "tcsh"]) == 2
+    assert main(["--completion", "tcsh"]) == 2
     assert "bash" in capsys.readouterr().err

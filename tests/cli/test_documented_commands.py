@@ -34,7 +34,14 @@ def mentions(text: str) -> list[str]:
 
 
 def verb_of(app: App, words: list[str]) -> App:
-    return app[words[0]][words[1]] if VERBS[words[0]].commands else app[words[0]]
+    """The verb that a line begins with, or the group, where nothing of it follows."""
+    verbs = VERBS
+    for word in words:
+        if not verbs or word.startswith("-"):
+            break
+        assert word in verbs, words
+        app, verbs = app[word], verbs[word].commands
+    return app
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -54,10 +61,9 @@ def test_commands_of_a_page_are_understood(page: str, app: App, monkeypatch: pyt
             pytest.fail(f"{line}\n{error}")
     for line in mentions(PAGES[page].read_text()):
         words = line.split()[1:]
-        assert words[0] in VERBS, line
-        assert not (inner := VERBS[words[0]].commands) or words[1:2] == [] or words[1] in inner, line
+        verb = verb_of(app, words)
         if flags := {word.partition("=")[0] for word in words if word.startswith("--")}:
-            known = set(settings.flags(verb_of(app, words).assemble_argument_collection())) | EVERYWHERE
+            known = set(settings.flags(verb.assemble_argument_collection())) | EVERYWHERE
             assert {flag.removeprefix("--") for flag in flags} <= known, line
 
 
@@ -99,9 +105,7 @@ def test_pages_of_the_site_are_made_of_the_program(monkeypatch: pytest.MonkeyPat
         assert f"/verbs/{'-'.join(words)}.md" in menu
     assert "| `--action-limits` (`refuse`, `clamp`, `off`) | `refuse` |" in pages["verbs/serve.md"]
     settings = pages["settings.md"]
-    assert re.search(r"^\| `--timeout` \| .*`SINEW_CLIENT_TIMEOUT`.*seconds", settings, re.MULTILINE), (
-        settings
-    )
+    assert re.search(r"^\| `--timeout` \| .*`SINEW_BENCH_TIMEOUT`.*seconds", settings, re.MULTILINE), settings
     assert re.search(r"^\| `--rename` \| .*camera", settings, re.MULTILINE)
     for name in re.findall(r"^::: (\S+)", pages["python.md"], re.MULTILINE):
         module, _, attribute = name.rpartition(".")

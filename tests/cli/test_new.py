@@ -1,12 +1,14 @@
-"""``sinew new family``: what it writes works before anybody changes a line of it, installed as pip installs it."""
+"""``sinew new``: what it writes works before anybody changes a line of it, installed as pip installs it."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +17,36 @@ from PIL import Image
 
 from sinew import registry
 from sinew.cli import main
+from sinew.engine import backend
+from sinew.policy import Policy, load
 from sinew.sources import identity
 from tests import processes
+from tests.contract import test_engine_verbs as contract
 
 NAME = "my_arm"
 PIP = ("-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation")
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The written folder; ``site`` beside it holds what pip makes of it."""
+PROMISES = {
+    name: tuple(inspect.signature(promise).parameters)
+    for name, promise in vars(contract).items()
+    if name.startswith("test_") and "policy" in inspect.signature(promise).parameters
+}
+
+
+def written(kind: str, home: Path) -> Path:
+    """Return the written folder; ``site`` beside it holds what pip makes of it."""
     pytest.importorskip("hatchling", reason="pip builds the package with it")
-    home = tmp_path_factory.mktemp("new")
-    folder, log = home / "my-arm", home / "log"
-    assert main(["new", "family", NAME, "--out", str(folder)]) == 0
+    folder, log = home / "own", home / "log"
+    assert main(["new", kind, NAME if kind == "family" else f"my_{kind}", "--out", str(folder)]) == 0
     done = subprocess.run([sys.executable, *PIP, "--target", home / "site", folder], stderr=log.open("w"))
     assert done.returncode == 0, log.read_text()
     return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written("family", tmp_path_factory.mktemp("new"))
 
 
 def own_test(folder: Path, chosen: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -52,6 +67,31 @@ def test_its_own_test_passes(made: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_its_own_test_passes_on_onnx(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxscript")
     assert "1 passed" in own_test(made, "onnx", monkeypatch)
+
+
+@pytest.mark.slow  # each is installed, one starts a server and one runs a robot for two seconds
+@pytest.mark.parametrize(("kind", "tests"), [("engine", 5), ("wire", 1), ("robot", 2)])
+def test_what_else_is_written_passes_its_own_test(
+    kind: str, tests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"{tests} passed" in own_test(written(kind, tmp_path), "test", monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def own_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
+    folder = written("engine", tmp_path_factory.mktemp("engine"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder.parent / "site")
+        patch.setattr(backend, "_added", backend._added.__wrapped__)
+        yield load("pen", device="cpu", engine="my_engine", threads=1)
+
+
+@pytest.mark.slow  # the engine is installed
+@pytest.mark.parametrize("promise", PROMISES)
+def test_a_written_engine_keeps_the_contract_of_engines(promise: str, own_engine: Policy) -> None:
+    reference = load("pen", device="cpu", engine="eager", threads=1)
+    given = {"policy": own_engine, "eager": reference, "reference": reference.engine.model}
+    getattr(contract, promise)(**{word: given[word] for word in PROMISES[promise]})
 
 
 def test_verbs_know_an_installed_family(
@@ -82,11 +122,14 @@ def test_verbs_know_an_installed_family(
         del sys.modules[module]
 
 
-def test_what_is_written_is_clean(made: Path) -> None:
+@pytest.mark.parametrize(("kind", "files"), [("family", 7), ("engine", 4), ("wire", 4), ("robot", 3)])
+def test_what_is_written_is_clean(kind: str, files: int, tmp_path: Path) -> None:
+    made = tmp_path / "my-arm"
+    assert main(["new", kind, NAME, "--out", str(made)]) == 0
     texts = {path: path.read_text() for path in made.rglob("*") if path.suffix in (".py", ".toml", ".md")}
-    assert len(texts) == 7
+    assert len(texts) == files
     for path, text in texts.items():
-        assert not any(word in text for word in ("family_name", "FamilyName", "family-name")), path
+        assert not any(word in text for word in ("our_name", "OurName", "our-name", "OUR_")), path
     if (ruff := shutil.which("ruff", path=Path(sys.executable).parent)) is None:
         pytest.skip("ruff is not installed")
     for words in (["check", "--select", "E,F,I,UP,B"], ["format", "--check"]):
@@ -105,13 +148,17 @@ def test_what_is_written_is_clean(made: Path) -> None:
         ("tests", "got 'tests'"),
         ("act", "expected one that no family has, got 'act', which act has"),
         ("gr00tn15", "which gr00t has"),  # an architecture, spelt otherwise
+        ("engine eager", "expected one that no engine has, got 'eager', which eager has"),
+        ("wire http", "expected one that no wire has, got 'http', which http has"),
+        ("robot tests", "got 'tests'"),
     ],
 )
 def test_names_that_cannot_be(
     name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["new", "family", name]) == 1
+    kind, _, own = name.rpartition(" ")
+    assert main(["new", kind or "family", own]) == 1
     assert words in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
 

@@ -86,7 +86,7 @@ def test_every_episode_gets_its_own_instruction_and_succeeds(said: Any, tmp_path
             asked.append(prompt)
             fresh = False
     assert asked == tasks
-    assert main(["client", "--replay", str(journal)]) == 0
+    assert main(["recording", "replay", str(journal)]) == 0
 
 
 def test_a_prompt_that_was_given_is_that_of_all_episodes(said: Any, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_prompt_that_was_given_is_that_of_all_episodes(said: Any, tmp_path: Pa
 
 
 def test_a_stream_follows_the_episodes_and_counts_them(said: Any) -> None:
-    status, report, text = said("stream", "egg", "--robot", "gym:sinew/Egg-v0", "--episodes", "2")
+    status, report, text = said("run", "egg", "--stream", "--robot", "gym:sinew/Egg-v0", "--episodes", "2")
     assert (status, report["errors"], report["episodes"]) == (0, 0, 2)
     assert report["windows"] > 10
     assert f"{report['successes']} of 2 succeeded" in text
@@ -117,7 +117,7 @@ def test_a_new_instruction_of_an_episode_is_streamed(said: Any, monkeypatch: pyt
         return made
 
     monkeypatch.setattr(Session, "compute", noted)
-    said("stream", "blocks", *GYM, "--episodes", "2", "--hz", "200", "--rtc", "none")
+    said("run", "blocks", "--stream", *GYM, "--episodes", "2", "--hz", "200", "--rtc", "none")
     env, adapter = make_env("sinew/Blocks-v0")
     tasks = [adapter.observation(env.reset(seed=5000 + k)[0])["prompt"] for k in range(2)]
     env.close()
@@ -163,7 +163,7 @@ FORTY = ("--robot", f"{__name__}:Forty", "--prompt", "put the red block into the
     "guidance_of", [[], *(["--rtc", kind] for kind in ("guided", "no-jacobian", "ramp"))]
 )
 def test_windows_continue_under_every_guidance(said: Any, guidance_of: list[str]) -> None:
-    status, report, _ = said("stream", "blocks", *FORTY, "--seconds", "60", *guidance_of)
+    status, report, _ = said("run", "blocks", "--stream", *FORTY, "--seconds", "60", *guidance_of)
     assert (status, report["errors"], report["failed"]) == (0, 0, [])
     assert report["executed"] == 40
     assert report["windows"] > 1
@@ -173,7 +173,7 @@ def test_windows_continue_under_every_guidance(said: Any, guidance_of: list[str]
 @pytest.mark.usefixtures("forked")
 def test_windows_continue_under_guidance_over_a_socket(said: Any, tmp_path: Path) -> None:
     with serving(BLOCKS, tmp_path / "serve.log", "--engine", "plan") as address:
-        status, report, _ = said("stream", address, *FORTY, "--seconds", "60", "--rtc", "guided")
+        status, report, _ = said("run", address, "--stream", *FORTY, "--seconds", "60", "--rtc", "guided")
     assert (status, report["errors"], report["executed"]) == (0, 0, 40)
     assert report["windows"] > 1
 
@@ -227,7 +227,7 @@ def test_a_stream_whose_windows_fail_says_so(said: Any, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(guidance, "guide", broken)  # of the second window on, as it was
     more = ("--robot", f"{__name__}:Waiting", *DRY[2:], "--stale", "30", "--seconds", "120")
-    status, report, text = said("stream", "blocks", *more, "--rtc", "guided")
+    status, report, text = said("run", "blocks", "--stream", *more, "--rtc", "guided")
     assert status == EXIT_FAULTS
     assert list(report["faults"]["kinds"]) == ["internal"]
     # errors are counted by the thread that computes, also after the robot's last look at them
@@ -261,7 +261,7 @@ def test_a_robot_that_was_held_all_the_time_is_no_success(said: Any, monkeypatch
     assert (status, report["executed"], report["faults"]["total"]) == (EXIT_FAULTS, 0, 0)
     assert "the robot was held all the time and never got a command" in text
     monkeypatch.setattr(Session, "run", lambda _session, _pause: None)
-    status, report, text = said("stream", "blocks", *DRY, "--seconds", "2")
+    status, report, text = said("run", "blocks", "--stream", *DRY, "--seconds", "2")
     assert (status, report["executed"], report["errors"]) == (EXIT_FAULTS, 0, 0)
     assert "never got a command: no window yet" in text
 
@@ -396,10 +396,10 @@ def test_a_robot_of_the_current_folder_moves(folder: Path) -> None:
     assert report["failed_requests"] == 0
 
 
-@pytest.mark.parametrize("verb", ["run", "stream"])
-def test_a_robot_with_other_cameras_is_refused_before_it_moves(folder: Path, verb: str) -> None:
+@pytest.mark.parametrize("by", [(), ("--stream",)], ids=["chunks", "stream"])
+def test_a_robot_with_other_cameras_is_refused_before_it_moves(folder: Path, by: tuple[str, ...]) -> None:
     more = ("--prompt", "go", "--hz", "20", "--seconds", "20")
-    done = sinew(folder, verb, "blocks", "--robot", "my_robot:Both", *more)
+    done = sinew(folder, "run", "blocks", *by, "--robot", "my_robot:Both", *more)
     assert done.returncode == 1
     error = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(error) == 1
@@ -418,7 +418,7 @@ def test_a_robot_with_other_cameras_is_refused_before_it_moves(folder: Path, ver
         ),
         (("run", "nowhere.gguf", "--robot", "my_robot:Leg"), "my_robot.py has no 'Leg'"),
         (
-            ("stream", "nowhere.gguf", "--planner", "your_plan:plan"),
+            ("run", "nowhere.gguf", "--stream", "--planner", "your_plan:plan"),
             "planner your_plan:plan: no module 'your_plan'",
         ),
         (("eval", "expert", "--env", "your_env:Arm-v0"), "env your_env:Arm-v0: no module 'your_env'"),
@@ -459,7 +459,7 @@ def test_environments_and_planners_of_the_current_folder_are_found(folder: Path)
     )
     assert done.returncode == 0, done.stderr
     more = ("--robot", "dry", "--prompt", "go", "--seconds", "3", "--planner", "my_robot:plan")
-    done = sinew(folder, "stream", "blocks", *more, "--json")
+    done = sinew(folder, "run", "blocks", "--stream", *more, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["planner"]["failed"] == 0
 

@@ -52,7 +52,7 @@ def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert report["executed"] + sum(report["held"].values()) == 60
     found = repeat(journal)
     assert (found.commands, found.differences) == (60, [])
-    assert main(["client", "--replay", str(journal), "--json"]) == 0
+    assert main(["recording", "replay", str(journal), "--json"]) == 0
     assert last_json(capsys)["differ"] == 0
     sent = [
         json.loads(line)["command"]["row"]
@@ -113,8 +113,10 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     assert 0.8 * STEP_SIZE < motion["scale"] < STEP_SIZE  # the hand lags behind what it is told
     advice = f"--motion '{json.dumps(motion)}'"
     assert advice in said.err
-    assert main(["client", "--replay", str(journal)]) == 0
+    assert main(["recording", "replay", str(journal)]) == 0
     assert advice in capsys.readouterr().out
+    assert main(["recording", "replay", str(journal), "tcp://127.0.0.1:1"]) == 1
+    assert "address: expected none, as the journal" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``sinew stream`` with a policy in this process: the report, the live view, the planner, and what is refused."""
+"""``sinew run --stream`` with a policy in this process: the report, the live view, the planner, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,24 @@ from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
 from sinew.cli import main
-from sinew.cli.stream_view import StreamView, report_table
+from sinew.cli.run_stream_view import StreamView, report_table
 
 
 def test_a_dry_robot_streams(
     rolling_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = tmp_path / "stream.jsonl"
-    asked = ["stream", str(rolling_bundle), "--engine", "eager", "--prompt", "go", "--seconds", "1.5"]
+    asked = [
+        "run",
+        str(rolling_bundle),
+        "--stream",
+        "--engine",
+        "eager",
+        "--prompt",
+        "go",
+        "--seconds",
+        "1.5",
+    ]
     assert main([*asked, "--record", str(journal), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["label"].startswith("gradual flow matching")
@@ -33,7 +43,7 @@ def test_a_dry_robot_streams(
     assert result["windows"] > 0
     assert result["errors"] == 0
     assert set(result["histograms_ms"]) == {"sensor", "image"}
-    assert main(["client", "--replay", str(journal), "--json"]) == 0
+    assert main(["recording", "replay", str(journal), "--json"]) == 0
     repeated = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (repeated["commands"], repeated["differ"]) == (150, 0)
 
@@ -50,7 +60,18 @@ def test_a_dry_robot_streams(
 def test_what_does_not_fit_is_refused(
     rolling_bundle: Path, capsys: pytest.CaptureFixture[str], flags: list[str], text: str
 ) -> None:
-    asked = ["stream", str(rolling_bundle), "--engine", "eager", "--prompt", "go", "--seconds", "0.1", *flags]
+    asked = [
+        "run",
+        str(rolling_bundle),
+        "--stream",
+        "--engine",
+        "eager",
+        "--prompt",
+        "go",
+        "--seconds",
+        "0.1",
+        *flags,
+    ]
     assert main(asked) == 1
     assert text in " ".join(capsys.readouterr().err.split())
 

@@ -110,7 +110,7 @@ def test_an_expert_corrects_and_lerobot_reads_what_it_did(
         assert record.by == command["by"]
         assert record.actions is not None
         np.testing.assert_array_equal(record.actions, np.float32([command["row"]]))
-    assert main(["client", "--replay", str(tmp_path / "run.jsonl"), "--json"]) == 0
+    assert main(["recording", "replay", str(tmp_path / "run.jsonl"), "--json"]) == 0
     assert last_json(capsys)["differ"] == 0
 
     made = ("--hz", "100", "--bundle", str(BLOCKS))

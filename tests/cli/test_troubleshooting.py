@@ -133,19 +133,19 @@ def nobody(at: SimpleNamespace) -> str:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-        said = at.say("client", f"tcp://127.0.0.1:{port}", "--timeout", "1", "--requests", "1")
+        said = at.say("bench", f"tcp://127.0.0.1:{port}", "--timeout", "1", "--runs", "1")
     return said.replace(str(port), "5555")
 
 
 def no_key(at: SimpleNamespace) -> str:
     at.patch.delenv("SINEW_API_KEY", raising=False)
     with desk(api_key="a key of twenty letters") as server:
-        return at.say("client", server.native, "--requests", "1")
+        return at.say("bench", server.native, "--runs", "1")
 
 
 def no_such_policy(at: SimpleNamespace) -> str:
     with desk() as server:
-        return at.say("client", f"{server.native}/other", "--requests", "1")
+        return at.say("bench", f"{server.native}/other", "--runs", "1")
 
 
 def no_simulator(at: SimpleNamespace) -> str:

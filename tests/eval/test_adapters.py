@@ -22,7 +22,7 @@ gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim ex
 
 from sinew.bundle import Bundle, write_bundle  # noqa: E402
 from sinew.cli import main  # noqa: E402
-from sinew.cli.run_robot import robot_opener  # noqa: E402
+from sinew.cli.run_robot import RobotFlags  # noqa: E402
 from sinew.convert import convert  # noqa: E402
 from sinew.convert.lowbit import lowbit_sources  # noqa: E402
 from sinew.core import ActionChunk, CameraSpec, Observation, PolicySpec, SinewError, VectorSpec  # noqa: E402
@@ -240,7 +240,7 @@ def test_a_policy_in_this_process_is_asked_for_its_gripper_too(
     cameras = {"cameras": {camera.name: "agentview_image" for camera in spec.cameras}}
     player = campaign.EpisodePlayer(Task("libero_spatial/0", env_options={**cameras, "max_steps": 2}))
     player.play(Variant(str(bundle)), 0)
-    robot, *_ = robot_opener("gym:libero_spatial/0", json.dumps(cameras), (), None)(spec.to_dict())
+    robot, *_ = RobotFlags("gym:libero_spatial/0", json.dumps(cameras)).opener()(spec.to_dict())
     robot.act(np.full(6, 0.9, np.float32))
     assert robot.env.told == [-1.0 if unit == "opening" else pytest.approx(0.9)]
     assert all(abs(each) == 1.0 for each in player.env.told) == (unit == "opening")

@@ -218,9 +218,9 @@ def readme(walk: Walk) -> None:
 def commands(walk: Walk) -> None:
     for folder in (".local/share/bash-completion/completions", ".zfunc", ".config/fish/completions"):
         (walk.folder / folder).mkdir(parents=True)
-    walk.type("sinew completion bash > ~/.local/share/bash-completion/completions/sinew")
-    walk.type("sinew completion zsh > ~/.zfunc/_sinew")
-    walk.type("sinew completion fish > ~/.config/fish/completions/sinew.fish")
+    walk.type("sinew --completion bash > ~/.local/share/bash-completion/completions/sinew")
+    walk.type("sinew --completion zsh > ~/.zfunc/_sinew")
+    walk.type("sinew --completion fish > ~/.config/fish/completions/sinew.fish")
     walk.leaves("sinew demo", "`make demo` is this line")
     walk.type("sinew demo act", adds="--episodes 10 --sweep-episodes 0", says=("10/10 succeeded",))
     evaluated(walk.type("sinew eval blocks --episodes 100", instead=("100", "10")), 0.9)
@@ -246,7 +246,7 @@ def commands(walk: Walk) -> None:
     walk.type("sinew export policy.gguf --onnx robot/")
     walk.type("sinew new family my_arm", says=("my-arm/",))
     with walk.serving("sinew serve policy.gguf", adds="--record records/"):
-        walk.type("sinew client tcp://127.0.0.1:5555")
+        walk.type("sinew bench tcp://127.0.0.1:5555")
         walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 3")
         drove(
             walk.type(
@@ -255,7 +255,7 @@ def commands(walk: Walk) -> None:
             )
         )
     with walk.serving("sinew serve --replay records/"):
-        walk.type("sinew client tcp://127.0.0.1:5555")
+        walk.type("sinew bench tcp://127.0.0.1:5555")
     walk.copy(walk.folder / "policy.gguf", "base.gguf")
     walk.run(
         "sinew convert kitchen/ kitchen.gguf --base my_smolvla/ --no-merge --vlm SmolVLM2-500M-Video-Instruct/"
@@ -284,7 +284,7 @@ def quick_start(walk: Walk) -> None:
             )
         )
         walk.program(0, before=ROBOT, after="assert chunk.actions.shape == (50, 6)")
-        walk.type("sinew client tcp://127.0.0.1:5555", says=("p50", "p99"))
+        walk.type("sinew bench tcp://127.0.0.1:5555", says=("p50", "p99"))
     walk.type("sinew bench policy.gguf", says=("vision", "head"))
     evaluated(walk.type("sinew eval blocks --episodes 20"), 0.8)
 
@@ -311,7 +311,7 @@ def adding_a_model(walk: Walk) -> None:
     walk.type("sinew quantize my_arm.gguf --recipe head=int8 --out small.gguf")
     walk.type("sinew export my_arm.gguf --onnx folder")
     with walk.serving("sinew serve my_arm.gguf --wire native --wire openpi"):
-        walk.run(f"sinew client {NATIVE} --requests 3")
+        walk.run(f"sinew bench {NATIVE} --runs 3")
 
 
 def control(walk: Walk) -> None:
@@ -363,7 +363,7 @@ def control(walk: Walk) -> None:
             before=simulated,
             after="assert report.executed > 0, report",
         )
-    walk.type("sinew client --replay run.jsonl", says=("0 differ",))
+    walk.type("sinew recording replay run.jsonl", says=("0 differ",))
     drove(
         walk.type(
             "sinew run policy.gguf --robot dry --kinematics examples/robots/ur5e.urdf --prompt "
@@ -414,7 +414,7 @@ def dashboard(walk: Walk) -> None:
     viewer = walk.meant(
         "rerun --bind 127.0.0.1 &", ("rerun --bind 127.0.0.1 &", "rerun --serve-grpc --bind 127.0.0.1")
     )
-    ask = f"sinew client {NATIVE} --requests 5"
+    ask = f"sinew bench {NATIVE} --runs 5"
     with (
         walk.beside(f"""bash -c '{viewer} & trap "kill $!; exit 0" TERM; wait'"""),
         walk.serving(
@@ -468,7 +468,7 @@ def deployment(walk: Walk) -> None:
     with walk.server(
         start.replace("/var/", "var/"), says=("native at tcp://127.0.0.1:5555", "openpi at .*:8000")
     ):
-        walk.run(f"sinew client {NATIVE} --requests 3")
+        walk.run(f"sinew bench {NATIVE} --runs 3")
     (settings,) = programs("docs/deployment.md", "toml")
     walk.write("robot.toml", settings)
     del walk.environment["SINEW_SERVE_WIRE"]
@@ -517,7 +517,7 @@ with Client("{NATIVE}", timeout=120) as client:
         walk.run("python still.py")
     walk.type("sinew export policy.gguf --onnx robot/")
     with walk.serving("sinew serve robot/"):
-        walk.run(f"sinew client {NATIVE} --requests 3")
+        walk.run(f"sinew bench {NATIVE} --runs 3")
     walk.type(
         "sinew quantize policy.gguf --recipe vision=int8,language=int8,head=fp32 --out policy-int8.gguf"
     )
@@ -730,7 +730,7 @@ def cluster(walk: Walk, line: str) -> None:
     walk.write("fleet.yaml", configuration)
     with walk.serving(line):
         for name in ("", "/b"):
-            walk.run(f"SINEW_API_KEY=$(cat key) sinew client {NATIVE}{name} --requests 3")
+            walk.run(f"SINEW_API_KEY=$(cat key) sinew bench {NATIVE}{name} --runs 3")
     walk.write("fleet.yaml", configuration.replace("# address: auto", "address: auto"))
     walk.run(line, status=1, says=("address: expected a Ray cluster that runs, got none at 'auto'",))
 
@@ -922,12 +922,14 @@ def stream(walk: Walk) -> None:
     with walk.serving("sinew serve policy.gguf --engine plan"):
         streamed(
             walk.type(
-                "sinew stream tcp://server:5555 --robot my_robot:Arm --hz 240",
+                "sinew run tcp://server:5555 --stream --robot my_robot:Arm --hz 240",
                 adds="--prompt 'pick up the red block' --seconds 5",
             )
         )
-    streamed(walk.run("sinew stream policy.gguf --robot dry --prompt 'pick up the red block' --seconds 5"))
-    egg = walk.type("sinew stream egg --robot gym:sinew/Egg-v0 --episodes 5")
+    streamed(
+        walk.run("sinew run policy.gguf --stream --robot dry --prompt 'pick up the red block' --seconds 5")
+    )
+    egg = walk.type("sinew run egg --stream --robot gym:sinew/Egg-v0 --episodes 5")
     streamed(egg)
     won(egg, 4, of=5)
     evaluated(
@@ -990,7 +992,7 @@ def tutorial_lerobot(walk: Walk) -> None:
         "sinew serve outputs/train/pick-cube --host 0.0.0.0 --api-key-file /etc/sinew/key",
         instead=("0.0.0.0 --api-key-file /etc/sinew/key", f"{LOOPBACK} --api-key-file etc-key"),
     ):
-        walk.run(f"SINEW_API_KEY=$(cat etc-key) sinew client {NATIVE} --requests 3")
+        walk.run(f"SINEW_API_KEY=$(cat etc-key) sinew bench {NATIVE} --runs 3")
     walk.leaves(
         """sinew run tcp://127.0.0.1:5555 --robot lerobot:so101_follower --robot-options '{"port": "/dev/ttyACM0", """
         """"id": "arm"}' --prompt "pick up the cube" --hz 30 --limits limits.toml"""
@@ -998,13 +1000,13 @@ def tutorial_lerobot(walk: Walk) -> None:
         ARM,
     )
     with walk.serving("sinew serve outputs/train/pick-cube --record records/"):
-        walk.run(f"sinew client {NATIVE} --requests 5")
+        walk.run(f"sinew bench {NATIVE} --runs 5")
         walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 2")
     mcap = walk.type("sinew recording mcap records/ run.mcap --bundle outputs/train/pick-cube --hz 30")
     assert mcap.result["bytes"] > 1000, mcap
     with walk.server("sinew serve outputs/train/pick-cube"):
         walk.type(
-            "sinew client tcp://127.0.0.1:5555 --replay records/",
+            "sinew recording replay records/ tcp://127.0.0.1:5555",
             says=("8 records: .* 0 beyond; 0 answered with an error",),
         )
     walk.type("sinew bench outputs/train/pick-cube", says=("vision", "head"))
@@ -1146,19 +1148,19 @@ def wires(walk: Walk) -> None:
         "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 1 -subj /CN=localhost"
     )
     with walk.serving("sinew serve policy.gguf"):
-        walk.run(f"sinew client {NATIVE} --requests 3")
+        walk.run(f"sinew bench {NATIVE} --runs 3")
     with walk.serving(
         "sinew serve policy.gguf --wire openpi --wire http --wire groot --wire lerobot:8081",
         instead=("--wire http", "--wire http:8001"),
     ):
         pass
     with walk.serving("sinew serve policy.gguf --wire native:ipc:///tmp/sinew.sock"):
-        walk.run("sinew client ipc:///tmp/sinew.sock --requests 3")
+        walk.run("sinew bench ipc:///tmp/sinew.sock --runs 3")
     with walk.serving(
         "sinew serve policy.gguf --host 0.0.0.0 --api-key-file key.txt --tls-cert cert.pem --tls-key key.pem",
         instead=("0.0.0.0", LOOPBACK),
     ):
-        walk.run(f"SINEW_API_KEY=$(cat key.txt) sinew client {NATIVE} --requests 3")
+        walk.run(f"SINEW_API_KEY=$(cat key.txt) sinew bench {NATIVE} --runs 3")
     walk.leaves(
         "sinew serve policy.gguf --wire vla-eval --max-batch auto --rename agentview=image --rename wrist=image2",
         "the cameras of a policy for LIBERO; tests/serve/test_vla_eval_wire.py plays with vla-eval's own orchestrator",

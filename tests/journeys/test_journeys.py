@@ -144,6 +144,6 @@ def test_a_server_and_its_robots(tmp_path: Path) -> None:
     with walk.serving("sinew serve policy.gguf"):
         asked = "--prompt 'put the red block into the left bin' --seconds 3"
         drove(walk.run(f"sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm {asked}"))
-        streamed(walk.run(f"sinew stream tcp://127.0.0.1:5555 --robot dry {asked}"))
-    streamed(walk.run(f"sinew stream policy.gguf --robot dry {asked}"))
+        streamed(walk.run(f"sinew run tcp://127.0.0.1:5555 --stream --robot dry {asked}"))
+    streamed(walk.run(f"sinew run policy.gguf --stream --robot dry {asked}"))
     evaluated(walk.run("sinew eval blocks --episodes 5"), 0.8)

@@ -224,7 +224,7 @@ def test_records_are_replayed_with_their_adapters(
     kept.mkdir()
     for each in newest:
         (kept / each.path.name).write_bytes(each.path.read_bytes())
-    ran = run([sys.executable, "-m", "sinew", "client", server.native, "--replay", kept, "--json"])
+    ran = run([sys.executable, "-m", "sinew", "recording", "replay", kept, server.native, "--json"])
     assert ran.returncode == 0, ran.stdout + ran.stderr
     result = json.loads(ran.stdout.splitlines()[-1])
     assert (result["records"], result["equal"] + result["within"], result["error"]) == (3, 3, 0)

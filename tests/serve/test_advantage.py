@@ -279,7 +279,7 @@ def test_records_keep_both_and_a_replay_asks_for_both(server: Any, policy: Polic
     np.testing.assert_allclose(policy.infer(record.observation).actions, wanted, rtol=0, atol=BOUND)
     failed = [each for each in read_records(server.records) if each.observation.advantage == "best"]
     assert all("advantage: expected one of" in each.error for each in failed)
-    assert main(["client", server.at["native"], "--replay", str(server.records)]) == 0
+    assert main(["recording", "replay", str(server.records), server.at["native"]]) == 0
     with Replay(server.records, policy.manifest, latency=False) as replay:
         assert replay.infer({**SEEN, **GUIDED}).actions.shape == wanted.shape
         with pytest.raises(ObservationError, match="^advantage: expected one of good, bad"):
@@ -302,7 +302,7 @@ def test_the_verbs_take_both(
     assert told[0] != told[1]
     assert main([*infer, "--advantage", "best"]) == 1
     assert "advantage: expected one of good, bad" in capsys.readouterr().err
-    client = ["client", server.at["native"], "--requests", "2", "--warmup", "0", "--prompt", "go"]
+    client = ["bench", server.at["native"], "--runs", "2", "--warmup", "0", "--prompt", "go"]
     assert main([*client, *guided]) == 0
     assert main([*client, "--guidance-scale", "101", "--advantage", "good"]) == 1
     assert "guidance_scale: expected a number from 0 to 100" in capsys.readouterr().err
@@ -312,7 +312,7 @@ def test_the_verbs_take_both(
     capsys.readouterr()
     begun = json.loads(journal.read_text().splitlines()[0])
     assert (begun["advantage"], begun["guidance_scale"]) == ("good", 2.0)
-    assert main(["client", "--replay", str(journal)]) == 0
+    assert main(["recording", "replay", str(journal)]) == 0
     capsys.readouterr()
     for options, message in {
         ("--advantage", "best"): "--advantage: expected one of good, bad, got 'best'",

@@ -57,7 +57,7 @@ def test_a_served_chunk_is_continued_as_in_process_and_replayed(tmp_path: Path) 
                 client.infer(observation(previous=ROWS[0]))
             with pytest.raises(ServerError, match="previous: expected rows of 4 numbers"):
                 client.infer(observation(previous=ROWS[:19, :3]))
-        assert main(["client", address, "--replay", str(records)]) == 0
+        assert main(["recording", "replay", str(records), address]) == 0
 
 
 @pytest.mark.slow  # an export, and two servers

@@ -1,4 +1,4 @@
-"""``sinew serve --record`` and ``sinew client --replay``: what is written, what comes back, files that are none."""
+"""``sinew serve --record`` and ``sinew recording replay``: what is written, what comes back, files that are none."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
 
         def replay() -> tuple[int, dict, str]:
             told = ("--json", tmp_path / "told.json")
-            ran = sinew("client", address, "--replay", kept, "--api-key-file", tmp_path / "key", *told)
+            ran = sinew("recording", "replay", kept, address, "--api-key-file", tmp_path / "key", *told)
             return ran.returncode, json.loads(told[1].read_text()), ran.stdout
 
         code, result, text = replay()
@@ -243,12 +243,10 @@ def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
             # 2^-24 of a recorded action, rounded once more to float32, is what the number may be off by
             assert result["largest"]["of_scale"] == pytest.approx(change, abs=2.0**-23)
 
-        late = sinew(
-            "client", address, "--api-key-file", tmp_path / "key", "--requests", 1, "--deadline-ms", 1e-6
-        )
+        late = sinew("bench", address, "--api-key-file", tmp_path / "key", "--runs", 1, "--deadline-ms", 1e-6)
         assert late.returncode == 1
         assert "[deadline]" in late.stderr
-        unknown = sinew("client", address)
+        unknown = sinew("bench", address)
         assert unknown.returncode == 1
         assert "[unauthorized]" in unknown.stderr
         assert server.stop() == 0

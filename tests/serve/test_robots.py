@@ -45,20 +45,22 @@ def looped(source: Any, hz: float = 50.0, **more: Any) -> Loop:
     return Loop(Dry(SPEC.to_dict()), source, settings, 2, "go")
 
 
-@pytest.mark.parametrize("verb", ["run", "stream"])
-def test_a_robot_tells_its_server_how_it_runs(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("by", [(), ("--stream",)], ids=["chunks", "stream"])
+def test_a_robot_tells_its_server_how_it_runs(
+    by: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     listen, policy = Listen(dashboard=True), load("pen", engine="eager", threads=1)
     policy.warm_up()
     with desk(("native", "web"), policy=policy, device_lock=DeviceLock(), listen=listen) as at:
-        if verb == "run":
-            assert main([verb, at.native, *SAYS, "--no-report"]) == 0
+        if not by:
+            assert main(["run", at.native, *SAYS, "--no-report"]) == 0
             assert at.service.robots.rows() == []
             capsys.readouterr()
-        assert main([verb, at.native, *SAYS]) == 0
+        assert main(["run", at.native, *by, *SAYS]) == 0
         told = json.loads(capsys.readouterr().out)
         (row,) = at.service.robots.rows()
         assert (row["client"], row["name"], row["state"]) == ("127.0.0.1", "dry", "ended")
-        assert (row["steps"], row["held"]) == (told["steps" if verb == "run" else "ticks"], told["held"])
+        assert (row["steps"], row["held"]) == (told["ticks" if by else "steps"], told["held"])
         assert 0 < row["age_p50_ms"] <= row["age_p95_ms"]
         assert main(["top", at.web.replace("ws:", "http:"), "--seconds", "0.3", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["health"]["robots"]

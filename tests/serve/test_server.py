@@ -439,14 +439,14 @@ def test_the_printed_program_runs(bundle, tmp_path):
         assert server.stop(signal.SIGINT) == 0
 
 
-def test_client_verb(server, tmp_path):
+def test_bench_of_a_server(server, tmp_path):
     out = tmp_path / "out.json"
     command = [
         "-m",
         "sinew",
-        "client",
+        "bench",
         server.address,
-        "--requests",
+        "--runs",
         "3",
         "--image-size",
         "48x64",
@@ -461,8 +461,8 @@ def test_client_verb(server, tmp_path):
     assert "round trip" in done.stdout
 
 
-def test_client_verb_without_a_server():
-    command = [sys.executable, "-m", "sinew", "client", f"tcp://127.0.0.1:{free_port()}", "--timeout", "0.2"]
+def test_bench_without_a_server():
+    command = [sys.executable, "-m", "sinew", "bench", f"tcp://127.0.0.1:{free_port()}", "--timeout", "0.2"]
     done = processes.run(command, timeout=START_S)
     assert done.returncode == 1
     assert done.stderr.startswith("error: no answer from tcp://127.0.0.1:")

@@ -303,7 +303,7 @@ def test_records_keep_the_words_and_replay_them(
     assert (silent.text, silent.observation.asks) == ("", "")
     assert not {"question", "text"} & set(silent.meta)
     monkeypatch.setenv("SINEW_API_KEY", KEY)
-    assert main(["client", at.native, "--replay", str(tmp_path), "--json"]) == 0
+    assert main(["recording", "replay", str(tmp_path), at.native, "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (told["records"], told["equal"], told["lost"], told["new"]) == (4, 4, 0, 0)
     assert [row["then"] for row in told["rows"]] == ["text", "text", "actions", "actions"]

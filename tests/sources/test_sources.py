@@ -223,24 +223,26 @@ def test_an_unwritable_cache_is_said(run: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_verbs_of_the_cache(run: Path, said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     first, second = resolve(run), resolve(run / "checkpoints" / "000100")
-    assert main(["cache", "list", "--json"]) == 0
+    assert main(["hub", "cache", "list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["entries"]
     assert [entry["bundle"] for entry in listed] == [str(first), str(second)]
-    assert main(["cache", "show", listed[0]["key"][:8], "--verify", "--json"]) == 0
+    assert main(["hub", "cache", "show", listed[0]["key"][:8], "--verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["damage"] is None
     for name in ("pick-cube", "pick"):
-        assert main(["cache", "show", name]) == 1  # both have this name
+        assert main(["hub", "cache", "show", name]) == 1  # both have this name
         assert listed[1]["key"][:12] in capsys.readouterr().err.replace("\n", "")
     flip(first, -100)
-    assert main(["cache", "show", listed[0]["key"], "--json"]) == 1
+    assert main(["hub", "cache", "show", listed[0]["key"], "--json"]) == 1
     assert "tensors differ" in json.loads(capsys.readouterr().out)["damage"]
-    assert main(["cache", "rm", listed[0]["key"]]) == 0
+    assert main(["hub", "cache", "rm", listed[0]["key"]]) == 0
     assert (first.exists(), second.exists(), run.exists()) == (False, True, True)
     capsys.readouterr()
-    assert main(["cache", "show", "pick", "--json"]) == 0  # the beginning of a name that only one has now
+    assert (
+        main(["hub", "cache", "show", "pick", "--json"]) == 0
+    )  # the beginning of a name that only one has now
     assert json.loads(capsys.readouterr().out)["name"] == "pick-cube"
-    assert main(["cache", "rm"]) == 1
-    assert main(["cache", "rm", "--all"]) == 0
+    assert main(["hub", "cache", "rm"]) == 1
+    assert main(["hub", "cache", "rm", "--all"]) == 0
     assert cache.entries() == []
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 
 import pytest
 from sinew_client.control.defaults import usual_guidance
 
 from sinew.cli import main
-from sinew.cli.stream import stream
+from sinew.cli.run_stream import STREAM
 from sinew.eval.sources import StreamCosts
 from sinew.policy import open_bundle
 from sinew.stream import StreamSettings
@@ -17,7 +16,7 @@ from sinew.stream import StreamSettings
 
 def test_nothing_continues_an_old_window_unless_it_is_asked_for() -> None:
     """On the pen guidance costs 7 and 8 points (docs/control.md), and the pen's streams were played without."""
-    assert inspect.signature(stream).parameters["rtc"].default == "auto"
+    assert STREAM.rtc == "auto"
     assert StreamSettings(30.0).guidance == StreamCosts.parse("33:2.1").guidance == "none"
 
 
@@ -39,8 +38,9 @@ def test_the_choice_for_a_policy_is_said_with_its_reason(policy: str, why: str) 
 def test_the_verb_prints_it(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     with caplog.at_level(logging.INFO):
         command = [
-            "stream",
+            "run",
             str(open_bundle("pen").path),
+            "--stream",
             "--robot",
             "dry",
             "--prompt",

@@ -365,7 +365,17 @@ def test_the_verb_says_its_text(
         raise Stopped("a first command is enough")
 
     monkeypatch.setattr(Dry, "act", enough)
-    asked = ["stream", str(kept("smolvla-2cam")), "--engine", "eager", "--prompt", "go", "--rtc", "none"]
+    asked = [
+        "run",
+        str(kept("smolvla-2cam")),
+        "--stream",
+        "--engine",
+        "eager",
+        "--prompt",
+        "go",
+        "--rtc",
+        "none",
+    ]
     assert main([*asked, "--seconds", "60", "--text-tokens", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(told["text"]) <= {"running", "said"}

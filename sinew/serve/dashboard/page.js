@@ -456,7 +456,7 @@ function robots(rows) {
   const stands = (row) => ["paused", "aligning"].includes(row.state) || (row.state === "holds" && row.rows_hz < row.hz / 10);
   const still = rows.filter(stands), note = $("robots-note");
   const text = still.length ? `Standing still: ${still.length} of ${rows.length}. ${still.map((row) => `robot ${row.number} ${says(row)}`).join("; ")}`
-    : rows.length ? `${rows.length} report; none stands still.` : "No robot reports. `sinew run` and `sinew stream` do, over the native wire.";
+    : rows.length ? `${rows.length} report; none stands still.` : "No robot reports. `sinew run` does, over the native wire.";
   if (note.textContent !== text) note.textContent = text; // it is read out
   note.className = still.length ? "bad" : "note";
   $("robots-table").hidden = !rows.length;

@@ -1,4 +1,4 @@
-"""``sinew stream``: a robot on a stream. Samples go out at every tick, frames when they come, and nodes come back."""
+"""``sinew run --stream``: samples go out at every tick, frames when they come, and nodes come back."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
-from sinew_client import ClientError
 from sinew_client.control import Loop, Planner, Settings, Stream, StreamController, StreamReport
 from sinew_client.control.defaults import stated, usual_guidance
 from sinew_client.control.planner import open_planner
 from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.control.stream import Watching
-from sinew_client.errors import Refused
 from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.streams import StreamLink
 
-from sinew.auth import api_key_of
 from sinew.cli import status, terminal
-from sinew.cli.options import RUNS, Positive, Runs, json_object
+from sinew.cli.options import Flag, Positive, Runs, json_object
 from sinew.cli.run_connection import ask_server, load_here
-from sinew.cli.run_robot import ROBOT, RobotFlags, drive, episodes_of, episodes_row, refusal
-from sinew.cli.stream_view import StreamView, report_table
+from sinew.cli.run_robot import Driven, RobotFlags, drive, episodes_of, episodes_row
+from sinew.cli.run_stream_view import StreamView, report_table
 from sinew.core import SinewError
 
 SCHEMA = "sinew.stream/1"
@@ -36,30 +33,13 @@ SCHEMA = "sinew.stream/1"
 log = logging.getLogger(__name__)
 
 
-def stream(
-    target: str = "tcp://127.0.0.1:5555",
-    /,
-    *,
-    on: RobotFlags = ROBOT,
-    camera_hz: Positive = 30.0,
-    rtc: Literal["auto", "guided", "no-jacobian", "ramp", "none"] = "auto",
-    interpolation: Literal["linear", "hold"] = "linear",
-    fusion: str = "latest_only",
-    planner: str | None = None,
-    planner_hz: float = 1.0,
-    text_tokens: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=256))] = 0,
-    session: str = "",
-    api_key_file: Path | None = None,
-    runs: Runs = RUNS,
-) -> int:
-    """Drive a robot with a stream: prefixes of the newest frame and runs of the head never wait for each other.
+@Parameter(name="*", group="Stream")
+@dataclass(frozen=True)
+class StreamFlags:
+    """A stream in the place of chunks: prefixes of the newest frame and runs of the head never wait for each other.
 
-    The server side is `sinew serve` with its native wire. Ends with rates, ages, misses and reaction times and, of
-    gym:ENV, the episodes. Exit status 3: windows failed by errors, or the robot never got a command. docs/stream.md.
-
-    Args:
-        target: address of a server (tcp://host:port), several with commas in between (the next one where one is gone),
-            or what is loaded here: a bundle, a checkpoint, a name of the hub.
+    Attributes:
+        stream: drive with a stream; the server side is `sinew serve` with its native wire (docs/stream.md).
         camera_hz: frames per second.
         rtc: how whole chunks continue what runs: guided, no-jacobian or ramp. none lets a newer window replace the old
             one at once. auto prints what it takes for this policy, and why: at present none.
@@ -70,45 +50,53 @@ def stream(
         text_tokens: of each text that the policy's language head says beside, one token a prefix; 0 for none. Bundles
             keep it on request (sinew convert --set lm_head=true).
         session: name of this robot's stream on its connection.
-        api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
     """
+
+    stream: Flag = False
+    camera_hz: Positive = 30.0
+    rtc: Literal["auto", "guided", "no-jacobian", "ramp", "none"] = "auto"
+    interpolation: Literal["linear", "hold"] = "linear"
+    fusion: str = "latest_only"
+    planner: str | None = None
+    planner_hz: float = 1.0
+    text_tokens: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=256))] = 0
+    session: str = ""
+
+
+STREAM = StreamFlags()
+
+
+def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Runs) -> int:
+    """Drive a robot with a stream. Ends with rates, ages, misses and reaction times and, of gym:ENV, the episodes."""
     with ExitStack() as stack:
-        try:
-            open_robot = on.opener()  # before anything is loaded
-            plan = None if planner is None else open_planner(planner)
-            guidance: str = "none" if rtc == "auto" else rtc
-            key = api_key_of(api_key_file)
-            policy, open_link = _policy(target, runs, guidance, key)
-            if rtc == "auto":
-                guidance, why = usual_guidance(policy)
-                log.info("--rtc %s: %s", guidance, why)
-            robot = on.opened(stack, open_robot, policy)
-            if on.seconds is None and on.episodes is None and not sys.stdout.isatty():
-                raise SinewError("--seconds: expected a number where there is no terminal to stop at")
-            options = {"rtc": guidance, "interpolation": interpolation, "text_tokens": text_tokens}
-            said = (
-                json_object("--motion", on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
-            )
-            most = _most_nodes(policy, robot.rate)
-            settings = Settings(
-                hz=robot.rate, motion=said, limits=robot.limits, stale=on.stale, chunk_size=most,
-                watchdog=on.watchdog, fusion=fusion,
-            )  # fmt: skip
-            settings.of_stream(robot.dim)  # what is wrong with it is said before a stream is opened
-            link = open_link(robot.rate, session, options, robot.prompt, most)
-            stack.callback(link.close)
-            loop = Loop(Watching(robot.machine, camera_hz), Stream(link), settings, robot.dim, robot.prompt)
-            on.follow(stack, loop, robot, settings, target)
-            on.reports(stack, loop, robot, link, key, session)
-            planning = None
-            if plan is not None:
-                planning = Planner(plan, planner_hz, loop.seen, loop.say)
-                stack.callback(planning.close)
-            report = _drive(loop, robot.machine, on.ticks(robot.rate))
-        except Refused as error:
-            raise SinewError(refusal(str(error), robot.machine, policy)) from error
-        except ClientError as error:
-            raise SinewError(str(error)) from error
+        open_robot = on.opener()  # before anything is loaded
+        plan = None if by.planner is None else open_planner(by.planner)
+        guidance: str = "none" if by.rtc == "auto" else by.rtc
+        policy, open_link = _policy(target, runs, guidance, key)
+        if by.rtc == "auto":
+            guidance, why = usual_guidance(policy)
+            log.info("--rtc %s: %s", guidance, why)
+        robot = on.opened(stack, open_robot, policy)
+        if on.seconds is None and on.episodes is None and not sys.stdout.isatty():
+            raise SinewError("--seconds: expected a number where there is no terminal to stop at")
+        options = {"rtc": guidance, "interpolation": by.interpolation, "text_tokens": by.text_tokens}
+        said = json_object("--motion", on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
+        most = _most_nodes(policy, robot.rate)
+        settings = Settings(
+            hz=robot.rate, motion=said, limits=robot.limits, stale=on.stale, chunk_size=most,
+            watchdog=on.watchdog, fusion=by.fusion,
+        )  # fmt: skip
+        settings.of_stream(robot.dim)  # what is wrong with it is said before a stream is opened
+        link = open_link(robot.rate, by.session, options, robot.prompt, most)
+        stack.callback(link.close)
+        loop = Loop(Watching(robot.machine, by.camera_hz), Stream(link), settings, robot.dim, robot.prompt)
+        on.follow(stack, loop, robot, settings, target)
+        on.reports(stack, loop, robot, link, key, by.session)
+        planning = None
+        if plan is not None:
+            planning = Planner(plan, by.planner_hz, loop.seen, loop.say)
+            stack.callback(planning.close)
+        report = _drive(loop, robot, policy, on.ticks(robot.rate))
     controller = loop.controller
     assert isinstance(controller, StreamController)
     histograms = {
@@ -116,7 +104,7 @@ def stream(
     }
     result = {"schema": SCHEMA, "robot": on.robot, **report.to_dict(), "histograms_ms": histograms}
     result |= {"prompt": on.prompt or loop.prompt, **episodes_of(robot.machine)}
-    if text_tokens:
+    if by.text_tokens:
         newest = controller.newest
         result["text"] = {"running": newest.text, "said": newest.said} if newest is not None else {}
     terminal.console(stderr=True).print(report_table(report, episodes_row(robot.machine)))
@@ -145,7 +133,7 @@ def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any]
     if is_address(target):
         addresses, served = target.split(","), ask_server(target, runs, key)
         if reason := served["server"].get("unstreamed"):
-            raise SinewError(f"stream: {target}: {reason}")
+            raise SinewError(f"--stream: {target}: {reason}")
 
         def remote(rate: float, session: str, options: dict[str, Any], _prompt: str, most: int) -> StreamLink:
             if options["text_tokens"] and not served["server"].get("lm_head"):
@@ -170,12 +158,12 @@ def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any]
     return policy, here
 
 
-def _drive(loop: Loop, machine: Any, ticks: int | None) -> StreamReport:
+def _drive(loop: Loop, robot: Driven, policy: dict[str, Any], ticks: int | None) -> StreamReport:
     """Run under the live view where there is a terminal."""
     if not sys.stdout.isatty():
         terminal.log(logging.WARNING, "%(message)s")
-        drive(loop, ticks)
+        drive(loop, robot, policy, ticks)
     else:
-        with StreamView(loop, machine):
-            drive(loop, ticks)
+        with StreamView(loop, robot.machine):
+            drive(loop, robot, policy, ticks)
     return StreamReport.of(loop)

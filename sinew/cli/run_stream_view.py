@@ -1,4 +1,4 @@
-"""The live view of ``sinew stream``: rates, ages, misses, and how long each loop takes to react."""
+"""The live view of ``sinew run --stream``: rates, ages, misses, and how long each loop takes to react."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StreamView:
                 facts.add_row("says", Text(newest.text or newest.said))
         for name in LOOPS:
             facts.add_row(f"{name} reaction", reaction_line(controller.reactions, name))
-        return Panel(Group(facts), title="sinew stream")
+        return Panel(Group(facts), title="sinew run --stream")
 
 
 def reaction_line(reactions: Reactions, loop: str) -> str:

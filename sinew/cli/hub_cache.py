@@ -1,4 +1,4 @@
-"""``sinew cache``: the checkpoints that verbs have converted on first use."""
+"""``sinew hub cache``: the checkpoints that verbs have converted on first use."""
 
 from __future__ import annotations
 

@@ -1,0 +1,121 @@
+"""``sinew bench ADDRESS``: how long a server takes to answer, stage by stage, seen from a client."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter, validators
+from rich.progress import track
+from sinew_client import Client
+
+from sinew import __version__
+from sinew.auth import api_key_of
+from sinew.cli import terminal
+from sinew.cli.options import Whole
+from sinew.core import PolicySpec
+from sinew.eval.report.stats import latencies
+from sinew.perf.machine.bench import hardware, make_observation
+
+SCHEMA = "sinew.client/1"
+STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+@Parameter(name="*", group="Server")
+@dataclass(frozen=True)
+class AskingFlags:
+    """How a server is asked.
+
+    Attributes:
+        warmup: how many requests to send before those that are timed.
+        advantage: that the prompt shall state, as positive; '' for none, the bundle's usual one if absent.
+        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
+        jpeg_quality: compress frames, 1 to 95; raw pixels if absent.
+        timeout: seconds to wait for each answer.
+        api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
+    """
+
+    warmup: Whole = 3
+    advantage: str | None = None
+    guidance_scale: float | None = None
+    jpeg_quality: Annotated[int | None, Parameter(validator=validators.Number(gte=1, lte=95))] = None
+    timeout: float = 60.0
+    api_key_file: Path | None = None
+
+
+ASKING = AskingFlags()
+
+
+def ask(
+    address: str,
+    requests: int,
+    size: tuple[int, int] | None,
+    prompt: str,
+    solver_steps: int | None,
+    deadline_ms: float | None,
+    asking: AskingFlags,
+) -> int:
+    """Send ``requests`` observations that fit the server's policy, and print a latency table."""
+    key = api_key_of(asking.api_key_file)
+    jpeg_quality = asking.jpeg_quality
+    with Client(address, timeout=asking.timeout, jpeg_quality=jpeg_quality, api_key=key) as server:
+        metadata = server.metadata()
+        observation = make_observation(PolicySpec.from_dict(metadata["policy"]), size, prompt, solver_steps)
+        observation |= {"advantage": asking.advantage, "guidance_scale": asking.guidance_scale}
+        if deadline_ms is not None:
+            observation["deadline_ms"] = deadline_ms
+        for _ in range(asking.warmup):
+            server.infer(observation)
+        start = time.perf_counter()
+        runs = track(range(requests), "requests", console=terminal.console(stderr=True), transient=True)
+        chunks = [server.infer({**observation, "seed": run}) for run in runs]
+        seconds = time.perf_counter() - start
+    result = {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["sinew", *sys.argv[1:]]),
+        "sinew": __version__,
+        "client_hardware": hardware()["cpu"],
+        "address": address,
+        "server": metadata["server"],
+        "policy": {key: metadata["policy"][key] for key in ("architecture", "name", "chunk_size")},
+        "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
+        "encoding": "raw" if jpeg_quality is None else f"jpeg quality {jpeg_quality}",
+        "solver_steps": solver_steps or metadata["policy"]["solver_steps"],
+        "requests": requests,
+        "latency_ms": latencies(chunks),
+        "chunks_per_second": requests / seconds,
+        "actions_per_second": requests / seconds * metadata["policy"]["chunk_size"],
+    }
+    print_report(result)
+    terminal.emit(result)
+    return 0
+
+
+def print_report(result: dict[str, Any]) -> None:
+    server, policy = result["server"], result["policy"]
+    height, width, _ = next(iter(result["frames"].values()))
+    console = terminal.console()
+    console.print(
+        f"{policy['name']} ({policy['architecture']}), {server['dtype']} on {server['device']}"
+        f" ({server['hardware']}, {server['threads']} threads) at {result['address']}",
+        f"{len(result['frames'])} frames {height} x {width} ({result['encoding']}),"
+        f" {result['solver_steps']} solver steps",
+        sep="\n",
+    )
+    columns = (f">{name}" for name in STATISTICS)
+    table = terminal.table(f"milliseconds over {result['requests']} requests", "", *columns)
+    for name, statistics in result["latency_ms"].items():
+        bold = "bold" if name in ("round trip", "overhead") else None
+        ends = name in ("server total", "queue", "policy total")
+        table.add_row(name, *(f"{statistics[key]:.2f}" for key in STATISTICS), style=bold, end_section=ends)
+    console.print(table)
+    console.print(
+        f"chunk rate {result['chunks_per_second']:.3f} chunks/s;"
+        f" action rate {result['actions_per_second']:.1f} actions/s ({policy['chunk_size']} per chunk)",
+    )

@@ -1,0 +1,55 @@
+"""A bundle of an older format -> one of the present format: the header anew, every tensor byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from sinew.bundle.gguf_file import GGUFFile
+from sinew.bundle.reader import Bundle
+from sinew.bundle.schema import KEY_VERSION
+from sinew.bundle.upgrade import NEWS, READS
+from sinew.bundle.writer import Progress, rewrite
+from sinew.core import BundleError, ConvertError
+
+
+def is_bundle(path: Path) -> bool:
+    """Return True for a bundle's file, of whichever format."""
+    try:
+        return path.is_file() and KEY_VERSION in GGUFFile(path).metadata
+    except BundleError:
+        return False
+
+
+def upgrade(
+    source: Path, out: Path, given: Iterable[str] = (), progress: Progress | None = None
+) -> tuple[Bundle, tuple[str, ...]]:
+    """Write ``source``, a bundle, in the present format; return what was written and what is new in it.
+
+    given: names of flags that the caller has for checkpoints. ``out`` may be ``source``, where a link stays one. It
+    takes its name when it is complete and on the disk. Exported graphs, proofs and FP8 scales of the old file are not
+    the new one's. Raises :class:`ConvertError` for such a flag, a bundle of the present format and a damaged one.
+    """
+    if flag := next(iter(given), None):
+        raise ConvertError(f"--{flag.replace('_', '-')}: expected a checkpoint, got the bundle {source}")
+    opened = Bundle(source.resolve())
+    before, now = opened.file.metadata[KEY_VERSION], READS[-1]
+    if before == now:
+        raise ConvertError(
+            f"{source}: expected a checkpoint or a bundle before format {now}, got one of format {now}"
+        )
+    if (
+        changed := opened.verify() if opened.hashes is not None else ()
+    ):  # new hashes would bless what is damaged
+        raise ConvertError(
+            f"{source}: {len(changed)} tensors differ from what was written, {changed[0]} first; nothing was written"
+        )
+    target = opened.path if out.exists() and out.samefile(source) else out
+    rewrite(opened, opened.manifest, target, progress, durable=True)
+    made = Bundle(target)
+    if made.manifest != opened.manifest or (opened.hashes or made.hashes) != made.hashes:
+        raise AssertionError("an upgraded bundle reads as another one")
+    told = "; ".join(NEWS[version] for version in range(before + 1, now + 1))
+    hashes = "" if opened.hashes else ", which had no hashes and have them now"
+    notes = (f"format {before} to {now} ({told})", f"{len(made.infos)} tensors as they were{hashes}")
+    return made, notes
