@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from sinew_client.policy import is_address
 from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.bench_server import ASKING, AskingFlags, ask
-from sinew.cli.options import RUNS, CountIfAny, PositiveIfAny, Runs, changed, image_size_of
+from sinew.cli.options import RUNS, CountIfAny, Flag, PositiveIfAny, Runs, changed, image_size_of
 from sinew.core import ObservationError, SinewError
+from sinew.engine.backend import AUTO, BACKENDS
 from sinew.eval.report.stats import stage_statistics
-from sinew.perf.machine.bench import PHASES, PROMPT, make_observation, measure
+from sinew.perf.machine.bench import PHASES, PROMPT, hardware, make_observation, measure
+from sinew.perf.machine.ladder import Observe, Rung
+from sinew.perf.machine.ladder import ladder as climb
 
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
@@ -36,6 +40,7 @@ def bench(
     prompt: str = PROMPT,
     solver_steps: int | None = None,
     fit_steps: str | None = None,
+    ladder: Flag = False,
     deadline_ms: PositiveIfAny = None,
 ) -> int:
     """Time a bundle, or the answers of a server, stage by stage.
@@ -52,10 +57,13 @@ def bench(
         solver_steps: instead of the bundle's own number.
         fit_steps: numbers of solver steps with commas, as 1,2,5,10: also fits a line to the inference's median over
             them, which tells the prefix from a step where an engine runs both as one.
+        ladder: time every engine that runs the bundle here instead, each in a process of its own: milliseconds,
+            processor time, memory, and how far its actions lie from eager's.
         deadline_ms: count the inferences that take longer; a server refuses a request that would begin later than this
             after its arrival.
     """
-    size, here = image_size_of(image_size), {"--threads": threads, "--fit-steps": fit_steps}
+    size = image_size_of(image_size)
+    here = {"--threads": threads, "--fit-steps": fit_steps, "--ladder": ladder or None}
     if is_address(target):
         given = changed(load) or next((flag for flag, value in here.items() if value is not None), None)
         if given is not None:
@@ -66,6 +74,14 @@ def bench(
     runs = runs or 20
     counts = parse_steps(fit_steps) if fit_steps else ()
     options = load.keywords() | {"threads": threads}
+    if ladder:
+        for flag, other in {"--fit-steps": fit_steps, "--deadline-ms": deadline_ms}.items():
+            if other is not None:
+                raise SinewError(f"{flag}: expected none beside --ladder, got {other}")
+        if options.pop("engine") != AUTO:
+            raise SinewError(f"--engine: expected none beside --ladder, which times all, got {load.engine}")
+        observe = partial(make_observation, size=size, prompt=prompt, solver_steps=solver_steps)
+        return print_ladder(Path(target), runs, options, observe)
     with progress.task("import", PHASES + runs) as advance:
         found = measure(
             Path(target),
@@ -84,6 +100,32 @@ def bench(
     print_report(result)
     terminal.emit(result)
     return 0
+
+
+def print_ladder(bundle: Path, runs: int, options: dict[str, Any], observe: Observe) -> int:
+    """Time every engine and print a row for each as it comes. Return 1 where none ran."""
+    console, rungs = terminal.console(), list[Rung]()
+    with progress.task(f"timing {bundle.name}", len(BACKENDS)) as advance:
+        for rung in climb(bundle, runs, options, observe, advance):
+            rungs.append(rung)
+    reference = next((rung for rung in rungs if BACKENDS[rung.engine].reference and not rung.reason), None)
+    records = [rung.record(reference) for rung in rungs]
+    title = f"milliseconds over {runs} runs, each engine in a process of its own"
+    columns = (">p50", ">max", ">of eager", ">CPU s", ">ready s", ">peak", ">error")
+    table = terminal.table(title, "engine", "computes", *columns)
+    for row in (row for row in records if "reason" not in row):
+        apart = ("-", "-") if "error" not in row else (f"{row['of_reference']:.2f}", f"{row['error']:.1e}")
+        table.add_row(
+            row["engine"], row["about"], f"{row['p50_ms']:.1f}", f"{row['max_ms']:.1f}", apart[0],
+            f"{row['cpu_s']:.3f}", f"{row['ready_s']:.1f}", _mib(row["peak_bytes"]), apart[1],
+        )  # fmt: skip
+    if any("reason" not in row for row in records):
+        console.print(table)
+    for row in records:
+        if "reason" in row:
+            console.print(f"{row['engine']}: {row['reason']}", markup=False)
+    terminal.emit({"bundle": str(bundle), "runs": runs, "hardware": hardware(), "engines": records})
+    return int(all("reason" in row for row in records))
 
 
 def print_report(result: dict[str, Any]) -> None:

@@ -128,8 +128,8 @@ class RobotFlags:
     def _posed(
         self, text: str, kinematics: Path, joints: Mapping[str, str], substeps: int
     ) -> Callable[[dict[str, Any]], Opened]:
-        """Return what opens a robot of joints for a policy of poses, which become joints by ``kinematics``, or one whose
-        arm is only shown for a policy of joints."""
+        """Return what opens a robot of joints for a policy of poses, which become joints by ``kinematics``; with a
+        policy of joints the arm is only shown."""
         if text.startswith("gym:"):
             raise SinewError(f"--kinematics: expected a robot that takes joints, got --robot {text}")
         opener = RobotFlags(text, self.robot_options, self.rename).opener()

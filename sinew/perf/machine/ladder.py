@@ -15,57 +15,59 @@ from typing import Any
 import numpy as np
 
 from sinew import machine
-from sinew.core import SinewError
-from sinew.perf.machine.bench import make_observation
+from sinew.core import PolicySpec, SinewError
+
+Observe = Callable[[PolicySpec], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """What one engine took. reason: why it does not run this bundle here, "" if it does; then totals: milliseconds of each
-    inference; cpu_s: processor seconds of one; ready_s: from the start of its process to its first chunk; peak: bytes of
-    its memory; actions: those of the first inference; about: device, dtype and recipe as the policy says them."""
+    """What one engine took, or ``reason``: why it does not run the bundle here.
+
+    about: device, precision and recipe. totals_ms: of each inference. cpu_s: processor seconds of one. ready_s: from
+    the start of its process to its first chunk. peak: bytes of its memory. actions: of the first inference, [H, D].
+    """
 
     engine: str
     reason: str = ""
-    totals: tuple[float, ...] = ()
+    about: str = ""
+    totals_ms: tuple[float, ...] = ()
     cpu_s: float = 0.0
     ready_s: float = 0.0
     peak: int = 0
     actions: np.ndarray | None = None
-    about: str = ""
+
+    @property
+    def p50_ms(self) -> float:
+        """Return the median of an inference."""
+        return float(np.median(self.totals_ms))
 
     def record(self, reference: Rung | None) -> dict[str, Any]:
-        """Return what a report shows, ready for JSON. reference: whose time and actions this one's are held against."""
+        """Return what a report shows, ready for JSON. reference: whose time and actions it is held against."""
         if self.reason:
             return {"engine": self.engine, "reason": self.reason}
-        found = {
-            "engine": self.engine,
-            "about": self.about,
-            "p50_ms": round(float(np.median(self.totals)), 3),
-            "max_ms": round(max(self.totals), 3),
-            "cpu_s": round(self.cpu_s, 4),
-            "ready_s": round(self.ready_s, 2),
-            "peak_bytes": self.peak,
-        }
+        found: dict[str, Any] = {"engine": self.engine, "about": self.about, "p50_ms": round(self.p50_ms, 3)}
+        found |= {"max_ms": round(max(self.totals_ms), 3), "cpu_s": round(self.cpu_s, 4)}
+        found |= {"ready_s": round(self.ready_s, 2), "peak_bytes": self.peak}
         if reference is None or reference.actions is None or self.actions is None:
             return found
-        away = float(np.linalg.norm(self.actions - reference.actions))
-        return found | {
-            "of_reference": round(found["p50_ms"] / float(np.median(reference.totals)), 3),
-            "error": away / (float(np.linalg.norm(reference.actions)) or 1.0),
-        }
+        apart = float(np.linalg.norm(self.actions - reference.actions))
+        size = float(np.linalg.norm(reference.actions)) or 1.0
+        return found | {"of_reference": round(self.p50_ms / reference.p50_ms, 3), "error": apart / size}
 
 
 def ladder(
     bundle: Path,
     runs: int,
     options: dict[str, Any],
-    size: tuple[int, int] | None,
-    prompt: str,
-    solver_steps: int | None,
+    observe: Observe,
     advance: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Rung]:
-    """Yield a rung for each engine there is, the reference first. options: of ``sinew.load``, but for the engine."""
+    """Yield what each engine takes for ``runs`` inferences, the reference first.
+
+    options: of ``sinew.load``, but for the engine. observe: makes the observation that is sent, in another process.
+    advance: is called with the name of each.
+    """
     from sinew.engine.backend import BACKENDS
     from sinew.engine.choose import choose
     from sinew.policy import open_bundle
@@ -73,36 +75,22 @@ def ladder(
     opened = open_bundle(bundle)
     for name in sorted(BACKENDS, key=lambda name: not BACKENDS[name].reference):
         advance(name)
-        chosen = options | {"engine": name}
         try:
-            choose(opened, **chosen)
+            choose(opened, **options | {"engine": name})
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                given = (bundle, runs, options | {"engine": name}, observe, time.time())
+                yield pool.submit(_timed, *given).result()
         except SinewError as error:
             yield Rung(name, str(error))
-            continue
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            try:
-                yield pool.submit(
-                    _timed, bundle, runs, chosen, size, prompt, solver_steps, time.time()
-                ).result()
-            except SinewError as error:
-                yield Rung(name, str(error))
-            except BrokenProcessPool:
-                yield Rung(name, "its process ended, for want of memory perhaps")
+        except BrokenProcessPool:
+            yield Rung(name, "its process was ended, for want of memory perhaps")
 
 
-def _timed(
-    bundle: Path,
-    runs: int,
-    options: dict[str, Any],
-    size: tuple[int, int] | None,
-    prompt: str,
-    solver_steps: int | None,
-    began: float,
-) -> Rung:
+def _timed(bundle: Path, runs: int, options: dict[str, Any], observe: Observe, began: float) -> Rung:
     from sinew.policy import load
 
     policy = load(bundle, **options)
-    observation = make_observation(policy.spec, size, prompt, solver_steps)
+    observation = observe(policy.spec)
     policy.warm_up()
     actions = policy.infer({**observation, "seed": 0}).actions
     ready, totals, before = time.time() - began, [], time.process_time()
@@ -110,13 +98,13 @@ def _timed(
         begin = time.perf_counter()
         policy.infer({**observation, "seed": seed})
         totals.append((time.perf_counter() - begin) * 1e3)
-    about = f"{policy.dtype} on {policy.device}" + (f", {policy.recipe}" if policy.recipe else "")
+    recipe = ", ".join(f"{part} {kind}" for part, kind in policy.recipe.items())
     return Rung(
         policy.engine_name,
-        totals=tuple(totals),
+        about=f"{policy.dtype} on {policy.device}" + (f"; {recipe}" if recipe else ""),
+        totals_ms=tuple(totals),
         cpu_s=(time.process_time() - before) / runs,
         ready_s=ready,
         peak=machine.resident_bytes()["peak"],
         actions=actions,
-        about=about,
     )
