@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sinew.cli import main
+from sinew.cli import main, options  # noqa: F401 - whose choices are made of the engines when it is imported
 from sinew.engine import backend
 
 
