@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -23,6 +24,8 @@ from sinew.engine.onnx.cache import fingerprint
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.export import ON_ONNX, _write, export_graphs, write_tables
 from sinew.engine.onnx.graphs import GraphSet
+from sinew.engine.onnx.providers import OPENVINO
+from sinew.engine.onnx.sessions import session_options
 from sinew.engine.plan.plan import Plan
 from sinew.policy import load
 from sinew.solvers import FLOW
@@ -193,6 +196,19 @@ def test_a_folder_that_is_no_export(tmp_path):
     (tmp_path / "graphs.json").write_text(json.dumps({"format": 0}))
     with pytest.raises(BundleError, match="format 0, expected 5: export again"):
         OnnxEngine(tmp_path, solver=FLOW)
+
+
+def test_nodes_compute_every_output(case):
+    """OpenVINO opens no graph with a stored constant as an output, nor what ONNX Runtime's rewrites make of it."""
+    engine = case[2]
+    for path in engine.directory.glob("*.onnx"):
+        graph = onnx.load(path, load_external_data=False).graph
+        assert {output.name for output in graph.output} <= {
+            name for node in graph.node for name in node.output
+        }
+    levels = onnxruntime.GraphOptimizationLevel
+    assert session_options(1, providers=[OPENVINO]).graph_optimization_level == levels.ORT_DISABLE_ALL
+    assert session_options(1).graph_optimization_level == levels.ORT_ENABLE_ALL
 
 
 def test_graphs_are_cached_beside_the_bundle(exported, golden, tmp_path):

@@ -67,7 +67,7 @@ class OnnxEngine(Engine):
         self._borrowed = (
             weights(bundle, self.graphs, self.directory) if bundle and self.graphs.borrows else {}
         )
-        options = [session_options(self._threads, self._borrowed.get(stage, {})) for stage in STAGES]
+        options = [session_options(self._threads, self._borrowed.get(stage, {}), wanted) for stage in STAGES]
         with ThreadPoolExecutor(
             min(self._threads, len(STAGES))
         ) as pool:  # weights are laid out while it opens

@@ -168,6 +168,7 @@ def _write(
             )
             assert graph is not None
             constant_targets(graph.model)
+            _compute_outputs(graph.model)
             _label(graph.model, path.stem, component_of)
             graph.save(str(path), external_data=True)
     except RuntimeError as error:  # torch's own errors of tracing are among them
@@ -179,6 +180,23 @@ def _write(
     finally:
         for name, each in quiet.items():
             each.setLevel(levels[name])
+
+
+def _compute_outputs(model: Any) -> None:
+    """Let every output come from a node, also one that is a stored constant: OpenVINO opens no other graph."""
+    from onnxscript import ir
+
+    graph = model.graph
+    for at, stored in enumerate(graph.outputs):
+        if not stored.is_initializer():
+            continue
+        name = stored.name
+        del graph.initializers[name]
+        stored.name = f"{name}.stored"
+        graph.register_initializer(stored)
+        output = ir.Value(name=name, shape=stored.shape, type=stored.type)
+        graph.append(ir.Node("", "Identity", [stored], outputs=[output]))
+        graph.outputs[at] = output
 
 
 def _label(model: Any, stage: str, component_of: Callable[[str], str]) -> None:

@@ -29,7 +29,7 @@ ROOM = 3  # times the weights in float32: they, their folded copies, and the exp
 def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
     """Return the engine over the graphs of an export, those beside the bundle, or those that come with this package for
     an embedded policy; where there are none, they are made beside the bundle."""
-    folder = options.graphs or graphs_of(bundle)
+    folder = options.graphs or graphs_of(bundle, borrowed=not options.providers)
     check_bits(folder)
     engine = OnnxEngine(
         folder, options.providers, options.threads, solver=bundle.manifest.spec.solver, bundle=bundle
@@ -50,13 +50,14 @@ def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
     return engine
 
 
-def graphs_of(bundle: Bundle) -> Path:
-    """Return the folder of graphs of the bundle, quantised as its recipe says; export it if it is missing."""
+def graphs_of(bundle: Bundle, borrowed: bool = True) -> Path:
+    """Return the folder of graphs of the bundle, quantised as its recipe says; export it if it is missing. borrowed:
+    those of this package will do, whose weights are lent by the bundle, which not every provider takes."""
     variant_here = variant(usable_bits(bundle))
     where = cache_folder(bundle.path, variant_here)
     if (where / "graphs.json").exists():
         return where
-    if ours := shipped(bundle.path):
+    if borrowed and (ours := shipped(bundle.path)):
         return ours
     return cached_graphs(bundle.path, lambda folder: write_graphs(bundle, folder, where), variant_here)
 

@@ -8,13 +8,13 @@ from typing import Any
 from sinew.core import SinewError
 from sinew.extras import MissingPackageError
 
-CPU = "CPUExecutionProvider"
+CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
 # short name -> ONNX Runtime's
 SHORT = {
     "cpu": CPU,
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
-    "openvino": "OpenVINOExecutionProvider",
+    "openvino": OPENVINO,
     "coreml": "CoreMLExecutionProvider",
     "qnn": "QNNExecutionProvider",
     "directml": "DmlExecutionProvider",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import BundleError
-from sinew.engine.onnx.providers import runtime
+from sinew.engine.onnx.providers import OPENVINO, runtime
 
 
 def open_axis(node: Any) -> bool:
@@ -27,10 +27,14 @@ def open_session(ort: Any, path: Path, options: Any, providers: Sequence[str]) -
         raise BundleError(f"{path}: ONNX Runtime cannot open it ({type(error).__name__}: {what})") from None
 
 
-def session_options(threads: int, lent: Mapping[str, np.ndarray] | None = None) -> Any:
+def session_options(
+    threads: int, lent: Mapping[str, np.ndarray] | None = None, providers: Sequence[str] = ()
+) -> Any:
     """Return the options that every session of this engine has. lent: constants that are not in the graph's file."""
     ort = runtime()
     options = ort.SessionOptions()
+    if OPENVINO in providers:  # has its own rewrites, and does not open what ONNX Runtime's leave
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if lent:
         values = [ort.OrtValue.ortvalue_from_numpy(array) for array in lent.values()]
         options.add_external_initializers(list(lent), values)
