@@ -186,7 +186,8 @@ def open_lerobot(
         robot = robots.make_robot_from_config(config)
         arm = LeRobotArm(robot, policy, cameras, joints)
         robot.connect()
-    except (KeyError, TypeError, ValueError, OSError, ImportError) as error:
+    except (KeyError, TypeError, ValueError, OSError, ImportError, RuntimeError, EOFError) as error:
+        # RuntimeError: a servo is not there. EOFError: the calibration is another one, and nobody can be asked.
         raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
     return arm
 
