@@ -1,4 +1,4 @@
-"""A policy that answers with one pose, for robots that are to reach it: the recipes' limits make the way."""
+"""A policy that answers with one pose, for robots that are to reach it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ ROWS = 30
 class Poser(ServedPolicy):
     """Says ``goal`` [D] in each of its rows. joints: names of its state and of its action. It keeps what it was shown.
 
-    cameras: name -> height and width.
+    cameras: name -> height and width. step: the most by which a number of one row differs from the row before, the
+    first from the state; without one the limits of whoever drives make the way.
     """
 
     def __init__(
@@ -24,7 +25,9 @@ class Poser(ServedPolicy):
         goal: Sequence[float],
         joints: Sequence[str],
         cameras: dict[str, tuple[int, int]] | None = None,
+        step: float = np.inf,
     ):
+        self.step = step
         self.goal = np.float32(goal)
         self.seen: list[Observation] = []
         self.spec = PolicySpec(
@@ -47,7 +50,10 @@ class Poser(ServedPolicy):
 
     def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
         self.seen.append(observation)
-        return ActionChunk(np.tile(self.goal, (ROWS, 1)), seed=0, session=observation.session)
+        way = self.goal - np.asarray(observation.state, np.float32)
+        shares = np.minimum(1.0, np.arange(1, ROWS + 1) * self.step / max(np.abs(way).max(), 1e-9))
+        rows = self.goal - way * (1.0 - shares[:, None])
+        return ActionChunk(rows.astype(np.float32), seed=0, session=observation.session)
 
     def warm_up(self) -> None:
         pass
