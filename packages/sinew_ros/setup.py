@@ -1,6 +1,6 @@
 """For colcon (ament_python) and pip alike; colcon runs this file."""
 
-from glob import glob
+from pathlib import Path
 
 from setuptools import setup
 
@@ -19,7 +19,7 @@ setup(
         ("share/ament_index/resource_index/packages", [f"resource/{NAME}"]),
         (f"share/{NAME}", ["package.xml"]),
         (f"share/{NAME}/launch", ["launch/policy.launch.py"]),
-        (f"share/{NAME}/config", sorted(glob("config/*.yaml"))),
+        (f"share/{NAME}/config", sorted(map(str, Path("config").glob("*.yaml")))),
     ],
     zip_safe=True,
     entry_points={"console_scripts": ["sinew-ros = sinew_ros.__main__:main"]},

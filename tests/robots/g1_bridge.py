@@ -1,7 +1,7 @@
 """LeRobot's bridge on a Unitree G1 as its clients see it: JSON over ZeroMQ, and motors that follow their targets.
 
-Written from the bridge's messages (lerobot/robots/unitree_g1/run_g1_server.py) and from nothing of examples/robots/g1.py.
-A motor in mode 1 goes towards its target at a motor's speed where its stiffness is above 0; any other is limp and sinks.
+Written from the bridge's messages (lerobot/robots/unitree_g1/run_g1_server.py), from nothing of examples/robots/g1.py.
+A motor in mode 1 goes towards its target at a motor's speed where its stiffness is above 0; any other is limp.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 Feetech's (STS3215, an SO-101): FF FF, id, length, instruction, parameters, and the complement of their sum. Dynamixel's
 2.0 (XL430 and XL330, a Koch): FF FF FD 00, id, a length and addresses of two bytes, an error in each answer, and a
 CRC-16; what begins like a packet inside one is followed by an FD. Each servo goes to its goal at once; a Dynamixel
-refuses its EEPROM while it has torque and stays where it is without. ``python -m tests.robots.servo_bus MAKER ARMS OUT``
-prints a port for each arm, and writes all goals to OUT when its input ends.
+refuses its EEPROM while it has torque and stays where it is without.
+
+``python -m tests.robots.servo_bus MAKER ARMS OUT`` prints a port for each arm, and writes all goals to OUT when its
+input ends.
 """
 
 from __future__ import annotations

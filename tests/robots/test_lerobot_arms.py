@@ -18,7 +18,8 @@ from tests.serve.puppet import desk
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "robots"
-JOINTS = [f"{name}.pos" for name in ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")]  # fmt: skip
+NAMES = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
+JOINTS = [f"{name}.pos" for name in NAMES]
 GOAL = [10, -20, 30, 5, 0, 60]
 # `sinew`, where PyPI's torchvision stands beside a CPU's torch; the recipe's line follows.
 PROGRAM = (

@@ -1,4 +1,4 @@
-"""Arms of ROS 2 topics without ROS: joints that follow what controllers are sent, over DDS, for the contracts in config/.
+"""Arms of ROS 2 topics without ROS, over DDS: joints that follow what controllers are sent, for config/'s contracts.
 
 A joint goes towards its target at no more than a speed, as ros2_control's and Interbotix's nodes have it: trajectories,
 commands of a group or of a single motor, and goals of a hand, which are accepted or refused.
@@ -67,7 +67,10 @@ class Arms:
         if output.type == TRAJECTORY:
             assert tuple(message.joint_names) == output.joints
             keys = [(whose, name) for name in output.joints]
-            times = [0.0, *(each.time_from_start.sec + 1e-9 * each.time_from_start.nanosec for each in message.points)]
+            times = [
+                0.0,
+                *(each.time_from_start.sec + 1e-9 * each.time_from_start.nanosec for each in message.points),
+            ]
             places = [[self.at[key] for key in keys], *(each.positions for each in message.points)]
             self._way = (keys, time.monotonic(), np.array(times), np.array(places))
             return
@@ -113,7 +116,9 @@ class Arms:
             if self._way is not None:
                 keys, began, times, places = self._way
                 passed = time.monotonic() - began
-                self._targets.update({key: np.interp(passed, times, places[:, at]) for at, key in enumerate(keys)})
+                self._targets.update(
+                    {key: np.interp(passed, times, places[:, at]) for at, key in enumerate(keys)}
+                )
             for key, target in list(self._targets.items()):
                 most = self._speed * PERIOD
                 self.at[key] += float(np.clip(target - self.at[key], -most, most))

@@ -18,13 +18,14 @@ from sinew_ros.__main__ import main
 from sinew_ros.contract import ContractError, parse, read
 from sinew_ros.messages import command, differs
 
+from tests.robots.poser import Poser
 from tests.ros.arms import Arms
 from tests.ros.test_bridge import domain  # noqa: F401 - a fixture
-from tests.robots.poser import Poser
 from tests.serve.puppet import desk, until
 
 CONFIG = Path(__file__).resolve().parents[2] / "packages" / "sinew_ros" / "config"
 VIPERX = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate")
+HAND = {"/franka_gripper/move": lambda width: width / 2}  # one finger of two
 READY = [0.0, -0.8, 0.0, -2.2, 0.0, 1.6, 0.8]  # of a Franka, radians
 
 
@@ -70,7 +71,11 @@ def test_frankas_limits_are_within_its_tables() -> None:
     ("path", "value", "said"),
     [
         (("action", 0, "group"), None, r"action\[0\].group: expected a value, got nothing"),
-        (("action", 1, "joints"), ["a", "b"], r"action\[1\].joints: expected one for a JointSingleCommand, got 2"),
+        (
+            ("action", 1, "joints"),
+            ["a", "b"],
+            r"action\[1\].joints: expected one for a JointSingleCommand, got 2",
+        ),
         (("action", 1, "group"), "arm", r"action\[1\].group: unknown"),
         (("kinematics",), {"file": "none.urdf"}, r"kinematics: .*none.urdf"),
         (("kinematics",), {"tip": "a"}, "kinematics.file: expected a value, got nothing"),
@@ -142,7 +147,9 @@ def near(arms: Arms, goal: list[float]) -> bool:
 
 @pytest.mark.slow
 def test_two_viperx_reach_a_pose_of_fourteen_numbers(
-    domain: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    domain: int,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     left, right = [0.2, -0.4, 0.5, 0.1, -0.2, 0.3], [-0.2, -0.5, 0.6, 0.0, -0.3, 0.1]
     goal = [*left, 1.0, *right, 0.25]
@@ -153,7 +160,11 @@ def test_two_viperx_reach_a_pose_of_fourteen_numbers(
     def finger(radians: float) -> float:  # metres of its motor's, both from closed to open
         return 0.01844 + (0.058 - 0.01844) * (radians + 0.6213) / (1.4910 + 0.6213)
 
-    moves = {f"{side}/commands/joint_{kind}": f"{side}/joint_states" for side in sides for kind in ("group", "single")}
+    moves = {
+        f"{side}/commands/joint_{kind}": f"{side}/joint_states"
+        for side in sides
+        for kind in ("group", "single")
+    }
     hands = {f"{side}/commands/joint_single": finger for side in sides}
     start = ([0.0] * 6 + [0.01844]) * 2
     reached = [*left, 0.058, *right, finger(-0.6213 + 0.25 * (1.4910 + 0.6213))]
@@ -174,15 +185,20 @@ def test_two_viperx_reach_a_pose_of_fourteen_numbers(
 
 @pytest.mark.slow
 def test_a_franka_reaches_joints_and_closes_its_hand(
-    domain: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    domain: int,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     goal = [0.2, -0.6, 0.1, -2.0, 0.1, 1.7, 0.7]
     names = [*(f"fr3_joint{at}" for at in range(1, 8)), "gripper"]
-    moves = {"/fr3_arm_controller/joint_trajectory": "/joint_states", "/franka_gripper/move": "/franka_gripper/joint_states"}
+    moves = {
+        "/fr3_arm_controller/joint_trajectory": "/joint_states",
+        "/franka_gripper/move": "/franka_gripper/joint_states",
+    }
     policy = Poser([*goal, 0.5], names, {"exterior": (48, 64), "wrist": (48, 64)})
     arms = drive(
         "franka", policy,
-        lambda contract: Arms(contract, domain, [*READY, 0.04], moves, {"/franka_gripper/move": lambda width: width / 2}),
+        lambda contract: Arms(contract, domain, [*READY, 0.04], moves, HAND),
         tmp_path, lambda arms: near(arms, [*goal, 0.02]),
     )  # fmt: skip
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -197,27 +213,36 @@ def test_a_franka_reaches_joints_and_closes_its_hand(
 
 @pytest.mark.slow
 def test_a_policy_of_poses_moves_a_franka_by_its_kinematics(
-    domain: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    domain: int,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     chain = read_chain(CONFIG / "../../../examples/robots/panda.urdf", "panda_link8", "panda_link0")
     start = [*READY[:5], 2.4, READY[6]]  # a rotation vector far from half a turn, where its sign would change
-    wanted = np.array(start) + [0.1, 0.1, 0.0, 0.1, 0.0, -0.1, 0.1]
+    wanted = np.array(start) + np.array([0.1, 0.1, 0.0, 0.1, 0.0, -0.1, 0.1])
     tip = chain.forward(wanted)
     goal = [*tip.place, *to_vector(tip.turn), 0.5]
     names = ["x", "y", "z", "rx", "ry", "rz", "gripper"]
-    moves = {"/fer_arm_controller/joint_trajectory": "/joint_states", "/franka_gripper/move": "/franka_gripper/joint_states"}
+    moves = {
+        "/fer_arm_controller/joint_trajectory": "/joint_states",
+        "/franka_gripper/move": "/franka_gripper/joint_states",
+    }
 
     def there(arms: Arms) -> bool:
         found = chain.forward(np.array(list(arms.at.values())[:7]))
-        return bool(np.abs(found.place - tip.place).max() < 1e-3 and np.abs(found.turn - tip.turn).max() < 5e-3)
+        return bool(
+            np.abs(found.place - tip.place).max() < 1e-3 and np.abs(found.turn - tip.turn).max() < 5e-3
+        )
 
     arms = drive(
         "franka_poses", Poser(goal, names, {"wrist": (48, 64)}, step=0.01),
-        lambda contract: Arms(contract, domain, [*start, 0.04], moves, {"/franka_gripper/move": lambda width: width / 2}),
+        lambda contract: Arms(contract, domain, [*start, 0.04], moves, HAND),
         tmp_path, there,
     )  # fmt: skip
     assert there(arms)
     sent = arms.commands["/fer_arm_controller/joint_trajectory"]
     assert {len(message.points) for message in sent} == {1}
     rows = np.array([message.points[0].positions for message in sent])
-    assert np.abs(np.diff(rows, axis=0)).max() <= 0.7 / 15 + 1e-5  # radians of a step, by the contract's kinematics
+    assert (
+        np.abs(np.diff(rows, axis=0)).max() <= 0.7 / 15 + 1e-5
+    )  # radians of a step, by the contract's kinematics

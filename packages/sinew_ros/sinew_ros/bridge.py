@@ -111,7 +111,7 @@ class Bridge:
         )
 
     def enable(self, on: bool) -> None:
-        """Begin, or hold until told to begin again; what is so already stays as it is, for one who says it every second."""
+        """Begin, or hold until told to begin again; what is said once more changes nothing."""
         if on != self.loop.paused:
             return
         logger.warning("%s", "goes on" if on else "pauses")

@@ -325,7 +325,9 @@ def _output(where: str, given: Any) -> Output:
         name = kind.rpartition("/")[2]
         raise ContractError(f"{where}.field: expected position for a {name}, got {found.field}")
     if (kind == SINGLE or kind in GOALS) and len(joints) != 1:
-        raise ContractError(f"{where}.joints: expected one for a {kind.rpartition('/')[2]}, got {len(joints)}")
+        raise ContractError(
+            f"{where}.joints: expected one for a {kind.rpartition('/')[2]}, got {len(joints)}"
+        )
     if np.any(found.scale == 0):
         raise ContractError(f"{where}.scale: expected numbers other than 0")
     part.end()

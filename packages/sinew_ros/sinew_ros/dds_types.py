@@ -191,7 +191,9 @@ class GripperCommandRequest(IdlStruct, typename="control_msgs.action.dds_.Grippe
 
 
 @dataclass
-class GripperCommandResponse(IdlStruct, typename="control_msgs.action.dds_.GripperCommand_SendGoal_Response_"):
+class GripperCommandResponse(
+    IdlStruct, typename="control_msgs.action.dds_.GripperCommand_SendGoal_Response_"
+):
     guid: uint64 = 0
     seq: int64 = 0
     accepted: bool = False

@@ -47,7 +47,9 @@ class TopicRobot:
         self.paused = False  # set by whoever runs the loop
         self.joints = [joint for output in contract.outputs for joint in output.joints]
         self._columns = _columns(contract)
-        self._goals: dict[str, tuple[Any, Any]] = {}  # topic -> the newest numbers, and those that were sent last
+        self._goals: dict[
+            str, tuple[Any, Any]
+        ] = {}  # topic -> the newest numbers, and those that were sent last
         self._last: np.ndarray | None = None  # the last command, float32 [D]
         self._held = False
 
