@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,26 @@ def test_the_bytes_of_a_makers_messages_are_those_of_their_definitions() -> None
         wanted = bytes(store.serialize_cdr(build(store, name, fields), name))
         made = bytes(dds_types.build(kinds[name], fields).serialize())
         assert made[4 : len(wanted)] == wanted[4:], name
+    # What takes a goal: rmw_cyclonedds's head, the goal's number, the goal.
+    request, _, goal = dds_types.ACTIONS["franka_msgs/action/Move"]
+    sent = bytes(request(1, 2, dds_types.Uuid([3] * 16), goal(0.08, 0.1)).serialize())
+    assert sent[4:] == struct.pack("<Qq16Bdd", 1, 2, *[3] * 16, 0.08, 0.1)
+
+
+@pytest.mark.slow
+def test_a_goal_that_is_refused_is_told(domain: int, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    from sinew_ros.dds import Dds
+
+    contract = read(CONFIG / "franka.yaml")
+    moves = {output.topic: "/joint_states" for output in contract.outputs}
+    arms, own = Arms(contract, domain, [*READY, 0.04], moves, HAND), Dds(domain)
+    arms.accepts = False
+    send = own.publisher("/franka_gripper/move", "franka_msgs/action/Move")
+    until(lambda: send({"width": 0.04, "speed": 0.1}) or "refused" in caplog.text, "an answer")
+    assert "/franka_gripper/move: goal" in caplog.text
+    assert not arms.commands["/franka_gripper/move"]
+    own.close()
+    arms.close()
 
 
 def drive(

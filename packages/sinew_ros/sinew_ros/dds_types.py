@@ -182,44 +182,33 @@ class MoveGoal(IdlStruct, typename="franka_msgs.action.dds_.Move_Goal_"):
     speed: float64 = 0.0
 
 
-@dataclass
-class GripperCommandRequest(IdlStruct, typename="control_msgs.action.dds_.GripperCommand_SendGoal_Request_"):
-    guid: uint64 = 0
-    seq: int64 = 0
-    goal_id: Uuid = field(default_factory=Uuid)
-    goal: GripperCommandGoal = field(default_factory=GripperCommandGoal)
+def _goals(action, kind):
+    """Return what an action's goals are sent in, what answers them, and the goal."""
+    package, name = action.split("/action/")
+
+    @dataclass
+    class Request(IdlStruct, typename=f"{package}.action.dds_.{name}_SendGoal_Request_"):
+        guid: uint64 = 0
+        seq: int64 = 0
+        goal_id: Uuid = field(default_factory=Uuid)
+        goal: kind = field(default_factory=kind)
+
+    @dataclass
+    class Response(IdlStruct, typename=f"{package}.action.dds_.{name}_SendGoal_Response_"):
+        guid: uint64 = 0
+        seq: int64 = 0
+        accepted: bool = False
+        stamp: Time = field(default_factory=Time)
+
+    return Request, Response, kind
 
 
-@dataclass
-class GripperCommandResponse(
-    IdlStruct, typename="control_msgs.action.dds_.GripperCommand_SendGoal_Response_"
-):
-    guid: uint64 = 0
-    seq: int64 = 0
-    accepted: bool = False
-    stamp: Time = field(default_factory=Time)
-
-
-@dataclass
-class MoveRequest(IdlStruct, typename="franka_msgs.action.dds_.Move_SendGoal_Request_"):
-    guid: uint64 = 0
-    seq: int64 = 0
-    goal_id: Uuid = field(default_factory=Uuid)
-    goal: MoveGoal = field(default_factory=MoveGoal)
-
-
-@dataclass
-class MoveResponse(IdlStruct, typename="franka_msgs.action.dds_.Move_SendGoal_Response_"):
-    guid: uint64 = 0
-    seq: int64 = 0
-    accepted: bool = False
-    stamp: Time = field(default_factory=Time)
-
-
-# Action -> request, response and goal
 ACTIONS = {
-    "control_msgs/action/GripperCommand": (GripperCommandRequest, GripperCommandResponse, GripperCommandGoal),
-    "franka_msgs/action/Move": (MoveRequest, MoveResponse, MoveGoal),
+    name: _goals(name, goal)
+    for name, goal in (
+        ("control_msgs/action/GripperCommand", GripperCommandGoal),
+        ("franka_msgs/action/Move", MoveGoal),
+    )
 }
 SERVICES = {"sinew_msgs/srv/GetActionChunk": (GetActionChunkRequest, GetActionChunkResponse)}
 
