@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sinew_client.control import Limits
@@ -29,7 +30,19 @@ ARMS = {  # recipe -> maker of its servos, the package of its bus, sides
     "so101": ("feetech", "scservo_sdk", [""]),
     "koch": ("dynamixel", "dynamixel_sdk", [""]),
     "so101_pair": ("feetech", "scservo_sdk", ["left_", "right_"]),
+    "koch_pair": ("dynamixel", "dynamixel_sdk", ["left_", "right_"]),
 }
+
+
+def options_of(recipe: str, ports: list[str], home: Path) -> dict[str, Any]:
+    """Return what the recipe's head has in --robot-options."""
+    arms = [{"port": port, "use_degrees": True} for port in ports]
+    own = {"calibration_dir": str(home)}
+    if recipe == "koch_pair":
+        return {side: {"id": side, **own, **arm} for side, arm in zip(("left", "right"), arms, strict=True)}
+    if recipe == "so101_pair":
+        return {"id": "arm", **own, "left_arm_config": arms[0], "right_arm_config": arms[1]}
+    return {"id": "arm", **own, **arms[0]}
 
 
 @pytest.mark.parametrize("recipe", ARMS)
@@ -51,8 +64,7 @@ def test_the_recipes_line_moves_servos_within_its_limits(recipe: str, release: s
         pytest.skip(f"{package} is not installed beside LeRobot; `make clients` does it")
     whole = {"drive_mode": 0, "homing_offset": 0, "range_min": 0, "range_max": 4095}
     calibration = {joint[:-4]: {"id": at + 1, **whole} for at, joint in enumerate(JOINTS)}
-    for side in sides:
-        name = f"arm_{side}".strip("_")
+    for name in ("arm", "arm_left", "arm_right", "left", "right"):
         (tmp_path / f"{name}.json").write_text(json.dumps(calibration))
     paths = (ROOT, ROOT / "packages" / "sinew-client" / "src", lerobot_folder(release))
     bus = subprocess.Popen(
@@ -62,23 +74,19 @@ def test_the_recipes_line_moves_servos_within_its_limits(recipe: str, release: s
     policy = Poser(GOAL * len(sides), [side + joint for side in sides for joint in JOINTS])
     with bus, desk(policy=policy) as server:
         assert bus.stdout is not None
-        arms = [{"port": bus.stdout.readline().strip(), "use_degrees": True} for _ in sides]
-        own = (
-            {f"{side}arm_config": arm for side, arm in zip(sides, arms, strict=True)}
-            if sides[1:]
-            else arms[0]
-        )
-        options = {"id": "arm", "calibration_dir": str(tmp_path), **own}
-        line = ["run", server.native, "--config", f"{recipe}.toml", "--robot-options", json.dumps(options)]
-        run = [CLIENTS, "-c", PROGRAM, *line, "--stale", "60", "--seconds", "2", "--prompt", "go", "--json"]
+        ports = [bus.stdout.readline().strip() for _ in sides]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(run, env=env, cwd=RECIPES, capture_output=True, text=True, timeout=280)
-        # a servo that does not answer is an error in one line
-        options["calibration_dir"] = str(tmp_path / "none")
-        asked = subprocess.run(
-            [CLIENTS, "-c", PROGRAM, *line[:-1], json.dumps(options), "--prompt", "go"], env=env, cwd=RECIPES,
-            capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+
+        def sinew(home: Path, *more: str) -> subprocess.CompletedProcess[str]:
+            options = json.dumps(options_of(recipe, ports, home))
+            line = ["run", server.native, "--config", f"{recipe}.toml", "--robot-options", options, *more]
+            return subprocess.run(
+                [CLIENTS, "-c", PROGRAM, *line, "--prompt", "go"], env=env, cwd=RECIPES, capture_output=True,
+                text=True, timeout=280, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+
+        done = sinew(tmp_path, "--stale", "60", "--seconds", "2", "--json")
+        asked = sinew(tmp_path / "none")  # no calibration, and nobody who could be asked to move the arm
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["executed"] > 20
