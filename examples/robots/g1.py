@@ -4,8 +4,8 @@
     sinew run POLICY --config g1.toml --robot-options '{"host": "192.168.123.164", "camera": true}'
 
 The bridge (``lerobot/robots/unitree_g1/run_g1_server.py``) publishes the robot's state as JSON on port 6001, takes
-commands on 6000 and its camera's frames on 5555. LeRobot's own class for these sockets wants unitree_sdk2py, which no
-package index has; this one needs nothing of Unitree's.
+commands on 6000 and its camera's frames on 5555. LeRobot's own class for these sockets wants unitree_sdk2py, which
+PyPI has not; this one needs nothing of Unitree's.
 
 **Legs and balance.** The bridge releases the robot's own controller and writes to its motors: nothing balances any
 more, so the robot hangs or is held. This class commands all 29 motors, as a motor without a command is limp: the arms

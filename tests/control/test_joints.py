@@ -23,6 +23,7 @@ from sinew_client.control.robots import (
     joints_of,
     lerobot_choice,
     match_joints,
+    open_lerobot,
     ordered,
 )
 
@@ -182,6 +183,9 @@ def test_two_of_lerobots_arms_are_one_robot_or_none() -> None:
     with pytest.raises(ConnectionError):
         Pair(left, Side(log, "right", silent=True)).connect()
     assert log == ["left closes", "right closes", "left opens", "right opens", "left closes"]
+    for kind, options in (("a+b", {"left": {}}), ("a+b+c", {"left": {}, "right": {}})):
+        with pytest.raises(RobotError, match="expected two types and their options left and right, got"):
+            open_lerobot(kind, options, POLICY)
     with pytest.raises(RobotError, match="use_degrees: expected the same of both arms, got True and False"):
         Pair(left, Side(log, "right", degrees=False))
 

@@ -231,6 +231,12 @@ def open_lerobot(
 ) -> LeRobotArm:
     """Return one of LeRobot's robots, connected. kind: its type, such as ``so101_follower``, or two types with a
     plus, of a :class:`Pair`; options: its fields, of a pair those of ``left`` and ``right``."""
+    kinds = kind.split("+")
+    if len(kinds) > 1 and (len(kinds) > 2 or sorted(options) != ["left", "right"]):
+        raise RobotError(
+            f"lerobot:{kind}: expected two types and their options left and right, got {len(kinds)} and"
+            f" {', '.join(options) or 'none'}"
+        )
     try:
         robots = importlib.import_module("lerobot.robots")
     except ImportError as error:
@@ -238,11 +244,6 @@ def open_lerobot(
             f"--robot lerobot:{kind} needs the package lerobot in this environment ({error})"
         ) from error
     try:
-        kinds = kind.split("+")
-        if len(kinds) > 1 and (len(kinds) > 2 or sorted(options) != ["left", "right"]):
-            raise ValueError(
-                f"expected two types, with options left and right, got {len(kinds)} with {shown(list(options))}"
-            )
         each = [options] if len(kinds) == 1 else [options["left"], options["right"]]
         made = [
             robots.make_robot_from_config(
