@@ -32,7 +32,9 @@ class Bridge:
         self.joints, self.targets = np.full(MOTORS, start), []
         self.limp: set[int] = set()  # motors that were without a command since the first one
         self.garbled = False
-        self._open, self._commanded = True, False
+        self.heard: dict[str, Any] = {}  # the newest command, and the state as it was said last
+        self.said = b""
+        self._open = True
         self._context = zmq.Context()
         kinds = (zmq.PULL, zmq.PUB, zmq.PUB)
         self._sockets = [self._context.socket(kind) for kind in kinds]
@@ -61,7 +63,7 @@ class Bridge:
                     continue  # as the bridge does
                 data: dict[str, Any] = message["data"]
                 assert data["mode_machine"] == 5, "the kind of robot is sent back"
-                motors, self._commanded = data["motor_cmd"], True
+                motors, self.heard = data["motor_cmd"], message
                 assert len(motors) == SLOTS
                 assert all(
                     math.isfinite(motor[key]) for motor in motors for key in ("q", "dq", "kp", "kd", "tau")
@@ -77,7 +79,7 @@ class Bridge:
             state += [dict.fromkeys(("q", "dq", "tau_est", "temperature"), 0.0)] * (SLOTS - MOTORS)
             data = {"motor_state": state, "imu_state": {"quaternion": [1.0, 0.0, 0.0, 0.0], **SILENT}}
             data |= {"wireless_remote": base64.b64encode(bytes(40)).decode(), "mode_machine": 5}
-            said = json.dumps({"topic": "rt/lowstate", "data": data}).encode()
+            self.said = said = json.dumps({"topic": "rt/lowstate", "data": data}).encode()
             states.send(said[:-9] if self.garbled else said)
             if ticks % 8 == 0:
                 images = {"head_camera": picture} if ticks % 16 else {}  # between two new frames it says none

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from sinew.cli import main
 from tests.cli.test_run import HANGS, last_json
 from tests.robots.g1_bridge import FRAME, Bridge
 from tests.robots.poser import Poser
+from tests.serve.lerobot_releases import CLIENTS, lerobot_folder, newest_release
 from tests.serve.puppet import desk
 
 RECIPES = Path(__file__).parents[2] / "examples" / "robots"
@@ -56,6 +59,48 @@ def test_the_recipe_fits_its_class_and_lerobots_names(recipe: Any) -> None:
     rolls = [1]  # mirrored at the shoulder's roll
     assert left[0, rolls] == -right[1, rolls]
     assert told["robot"] == "g1:G1"
+
+
+LEROBOTS = """
+import json, sys
+import tests.serve.torchvision_operators
+from types import SimpleNamespace
+from lerobot.robots.unitree_g1.config_unitree_g1 import UnitreeG1Config
+from lerobot.robots.unitree_g1.g1_utils import G1_29_JointArmIndex, G1_29_JointIndex
+from lerobot.robots.unitree_g1.unitree_sdk2_socket import LowStateMsg, lowcmd_to_dict
+state, command = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+told = command["data"]
+motors = [SimpleNamespace(**motor) for motor in told["motor_cmd"]]
+again = lowcmd_to_dict(command["topic"], SimpleNamespace(**{**told, "motor_cmd": motors}))
+read, own = LowStateMsg(state["data"]), UnitreeG1Config()
+print(json.dumps({
+    "joints": [f"{joint.name}.q" for joint in G1_29_JointIndex], "arms": [joint.value for joint in G1_29_JointArmIndex],
+    "kp": own.kp, "kd": own.kd, "same": again == command, "q": [motor.q for motor in read.motor_state],
+    "machine": read.mode_machine,
+}))
+"""
+
+
+@pytest.mark.slow  # LeRobot's import
+@newest_release
+def test_names_gains_and_messages_are_lerobots(recipe: Any, bridge: Bridge, release: str) -> None:
+    """Its own class for the bridge reads the double's state, and writes the commands that ours writes."""
+    robot = recipe.G1("127.0.0.1", ports=bridge.ports)
+    waits(lambda: bridge.heard or robot.hold())
+    robot.close()
+    paths = (Path(__file__).parents[2], lerobot_folder(release))
+    done = subprocess.run(
+        [CLIENTS, "-c", LEROBOTS, bridge.said, json.dumps(bridge.heard)], capture_output=True, text=True, timeout=280,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["joints"] == recipe.JOINTS
+    assert found["arms"] == list(range(29))[recipe.ARMS]
+    assert (found["kp"], found["kd"]) == (recipe.STIFFNESS, recipe.DAMPING)
+    assert found["same"]
+    assert found["q"] == [0.1] * 29 + [0.0] * 6
+    assert found["machine"] == 5
 
 
 @pytest.mark.slow  # two seconds of a moving robot
