@@ -398,15 +398,19 @@ namespace {
 
 [[noreturn]] void late() { throw Error("timeout", "no answer in time"); }
 
-void wait(int socket, short events, double end) {
+bool ready(int socket, short events, double end) {
   for (;;) {
     double left = end - now();
-    if (left <= 0) late();
+    if (left <= 0) return false;
     pollfd one{socket, events, 0};
     int count = poll(&one, 1, int(std::min(left * 1e3 + 1, 1e6)));
-    if (count > 0) return;
+    if (count > 0) return true;
     if (count < 0 && errno != EINTR) throw Error("connection_lost", std::strerror(errno));
   }
+}
+
+void wait(int socket, short events, double end) {
+  if (!ready(socket, events, end)) late();
 }
 
 }  // namespace
@@ -418,17 +422,22 @@ void Client::connect(double end) {
     throw Error("connection_lost", host_ + ": " + gai_strerror(wrong));
   std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
   int wrong = 0;
-  // A server that is not there yet may come: its addresses are tried in turn until the time is up.
+  // A server that is not there yet may come: its addresses are tried in turn until the time is up. One that is silent gets
+  // its share of the time that is left.
   for (addrinfo* each = found;; each = each->ai_next ? each->ai_next : found) {
+    int to_try = 0;
+    for (addrinfo* next = each; next; next = next->ai_next) ++to_try;
     socket_ = ::socket(each->ai_family, each->ai_socktype, each->ai_protocol);
     if (socket_ < 0) throw Error("connection_lost", std::strerror(errno));
     fcntl(socket_, F_SETFL, fcntl(socket_, F_GETFL) | O_NONBLOCK);
     fcntl(socket_, F_SETFD, FD_CLOEXEC);
     wrong = ::connect(socket_, each->ai_addr, each->ai_addrlen) ? errno : 0;
     if (wrong == EINPROGRESS) {
-      wait(socket_, POLLOUT, end);
       socklen_t size = sizeof wrong;
-      getsockopt(socket_, SOL_SOCKET, SO_ERROR, &wrong, &size);
+      if (ready(socket_, POLLOUT, now() + (end - now()) / to_try))
+        getsockopt(socket_, SOL_SOCKET, SO_ERROR, &wrong, &size);
+      else
+        wrong = ETIMEDOUT;
     }
     if (!wrong) break;
     close();

@@ -8,6 +8,7 @@ const REALS = new Set(["time", "beta", "guidance_scale", "deadline_ms"]);
 const READ = new Set(["images", "state", "prompt", ...OPTIONS]);
 const MAX_DEPTH = 16; // of a reply's containers
 const MAX_ROWS = 1024, MAX_DIM = 1024; // of a chunk, as of the Python client
+const MAX_REPLY = 2 ** 28, MAX_TOLD = 2 ** 16; // bytes of a frame, as of the C++ client; characters of an error
 const LONGEST_MS = 2 ** 31 - 1; // of a timer: one that is set longer ends at once
 const text = new TextEncoder(), words = new TextDecoder("utf-8", { fatal: true });
 
@@ -309,7 +310,9 @@ export class Client {
     let said = "";
     socket.onmessage = ({ data }) => {
       if (this.#socket !== socket) return;
-      if (typeof data === "string") { // an error, after which the server ends the connection
+      const [size, most] = typeof data === "string" ? [data.length, MAX_TOLD] : [data.byteLength, MAX_REPLY];
+      if (size > most) this.#forget(new SinewError("bad_reply", `the reply: expected at most ${most} bytes, got ${size}`));
+      else if (typeof data === "string") { // an error, after which the server ends the connection
         said = data;
       } else if (this.#waiting) this.#waiting.resolve(new Uint8Array(data));
       else this.#forget();

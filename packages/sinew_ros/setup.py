@@ -1,5 +1,7 @@
 """For colcon (ament_python) and pip alike; colcon runs this file."""
 
+from pathlib import Path
+
 from setuptools import setup
 
 NAME = "sinew_ros"
@@ -17,7 +19,7 @@ setup(
         ("share/ament_index/resource_index/packages", [f"resource/{NAME}"]),
         (f"share/{NAME}", ["package.xml"]),
         (f"share/{NAME}/launch", ["launch/policy.launch.py"]),
-        (f"share/{NAME}/config", ["config/so101.yaml"]),
+        (f"share/{NAME}/config", sorted(map(str, Path("config").glob("*.yaml")))),
     ],
     zip_safe=True,
     entry_points={"console_scripts": ["sinew-ros = sinew_ros.__main__:main"]},

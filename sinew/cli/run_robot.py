@@ -42,7 +42,7 @@ class RobotFlags:
     Attributes:
         robot: dry (no hardware), blocks, pen or egg (embedded tasks), gym:ENV, module:Class (methods observe, act,
             hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first) or
-            lerobot:TYPE.
+            lerobot:TYPE (two with a plus for two arms).
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         rename: NEW=CAMERA, repeatable: the policy's CAMERA is called NEW by your robot, as front=camera1.
         rename_joint: NEW=JOINT, repeatable: the same of joints, where robot and policy call them otherwise. Where both

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -132,6 +133,12 @@ const none = reply({ shape: [0, 12], data: new Uint8Array(0) });
 await asked(server({}, [none, reply({})]), 2); // a connection of its own for the second
 await asked(server({}, [reply({})]), 1, { timeoutMs: Infinity });
 await asked(server({}), 1, { timeoutMs: 20 });
+const long = (data) => class {
+  constructor() { setTimeout(() => this.onmessage({ data })); }
+  close() {}
+};
+await asked(long({ byteLength: 2 ** 28 + 1 }));
+await asked(long("x".repeat(2 ** 16 + 1)));
 await asked(class { constructor() { throw new SyntaxError("no address"); } });
 const robot = new Client("ws://robot", { WebSocket: server({}, [reply({})]) });
 opened = 0;
@@ -301,6 +308,29 @@ def test_cpp_leaves_a_server_that_is_none(talk: Any, told: list[str], fields: Pa
         assert run(fields, "reset", address, len(told)).splitlines() == told
 
 
+def test_cpp_goes_past_an_address_that_is_silent(fields: Path) -> None:
+    """The first of a name's two addresses takes no connection and refuses none, as a host behind a broken tunnel."""
+
+    def answers(made: socket.socket) -> None:
+        said_first(made)
+        made.sendall(
+            zmtp.message([b"", schema.PredictResponse(request_id=1, metadata="one").SerializeToString()])
+        )
+        made.recv(1)
+
+    with peer(answers) as address, socket.socket() as full, contextlib.ExitStack() as waiting:
+        port = int(address.rpartition(":")[2])
+        full.bind(("127.0.0.2", port))
+        full.listen(0)
+        for _ in range(4):  # its queue is full: the kernel is silent to whoever comes next
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.2", port))
+        assert run(fields, "reset", f"tcp://both.test:{port}", 1).splitlines() == ["one"]
+        alone = run(fields, "reset", f"tcp://127.0.0.2:{port}", 1)
+    assert alone.splitlines() == [f"no server at 127.0.0.2:{port}: Connection timed out [timeout]"]
+
+
 @pytest.mark.slow
 def test_cpp_under_the_sanitizers(tmp_path: Path) -> None:
     flags = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
@@ -375,6 +405,8 @@ def test_javascript_refuses_what_no_server_says() -> None:
         "bad_reply 2 2",
         "2 1",
         "timeout 1",
+        "bad_reply 0",  # longer than any reply
+        "bad_reply 0",
         "bad_address 0",
         "connection_lost connection_lost connection_lost 0",  # a client that was closed opens nothing
     ]

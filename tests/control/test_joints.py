@@ -18,10 +18,12 @@ from PIL import Image
 from sinew_client.control import Limits, LimitsError
 from sinew_client.control.robots import (
     LeRobotArm,
+    Pair,
     RobotError,
     joints_of,
     lerobot_choice,
     match_joints,
+    open_lerobot,
     ordered,
 )
 
@@ -145,6 +147,47 @@ def test_lerobots_joints_are_taken_by_name() -> None:
         LeRobotArm(Bus(), other)
     mapped = LeRobotArm(Bus(), other, joints={"a": "lift.pos", "b": "grip.pos", "c": "pan.pos"})
     assert mapped.joints == ["lift.pos", "grip.pos", "pan.pos"]
+
+
+class Side(Bus):
+    def __init__(self, log: list[str], name: str, degrees: bool = True, silent: bool = False):
+        super().__init__()
+        self.config, self._log, self._name, self._silent = (
+            SimpleNamespace(use_degrees=degrees),
+            log,
+            name,
+            silent,
+        )
+
+    def connect(self) -> None:
+        self._log.append(f"{self._name} opens")
+        if self._silent:
+            raise ConnectionError("no servo answers")
+
+    def disconnect(self) -> None:
+        self._log.append(f"{self._name} closes")
+
+
+def test_two_of_lerobots_arms_are_one_robot_or_none() -> None:
+    log: list[str] = []
+    left, right = Side(log, "left"), Side(log, "right")
+    names = [f"{side}_{joint}" for side in ("right", "left") for joint in ("pan", "lift", "grip")]
+    vector = {"dim": 6, "names": names}
+    arm = LeRobotArm(Pair(left, right), {"cameras": [], "state": vector, "action": vector})
+    assert (arm.joint_unit, arm.motion) == ("deg", {"kind": "absolute"})
+    np.testing.assert_array_equal(arm.observe()["state"], [1, 2, 3, 1, 2, 3])
+    arm.act(np.float32([1, 2, 3, 10, 20, 30]))
+    assert right.sent == [{"pan.pos": 1.0, "lift.pos": 2.0, "grip.pos": 3.0}]
+    assert left.sent == [{"pan.pos": 10.0, "lift.pos": 20.0, "grip.pos": 30.0}]
+    arm.close()
+    with pytest.raises(ConnectionError):
+        Pair(left, Side(log, "right", silent=True)).connect()
+    assert log == ["left closes", "right closes", "left opens", "right opens", "left closes"]
+    for kind, options in (("a+b", {"left": {}}), ("a+b+c", {"left": {}, "right": {}})):
+        with pytest.raises(RobotError, match="expected two types and their options left and right, got"):
+            open_lerobot(kind, options, POLICY)
+    with pytest.raises(RobotError, match="use_degrees: expected the same of both arms, got True and False"):
+        Pair(left, Side(log, "right", degrees=False))
 
 
 def test_limits_are_of_the_joints_that_they_name() -> None:

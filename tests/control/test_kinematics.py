@@ -267,6 +267,27 @@ def test_a_singular_pose_is_refused_and_left() -> None:
     assert bench.angles()[4] == pytest.approx(0.1, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("form", "turn", "why"),
+    [
+        ("quat", [0, 0, 0, 0], "a quaternion of length 0"),
+        ("wxyz", [0, 1e-5, 0, 0], "a quaternion of length 1e-05"),
+        ("rot6d", [0, 0, 0, 0, 1, 0], "a row of length 0"),
+        ("rot6d", [1, 0, 0, -2, 1e-4, 0], "two rows that are parallel"),
+    ],
+)
+def test_numbers_of_no_rotation_are_refused_by_name(form: str, turn: list[float], why: str) -> None:
+    size = 4 + len(turn)
+    policy = {"cameras": [], **{what: {"dim": size} for what in ("state", "action")}}
+    robot, bench = arm_of(policy=policy, action=f"xyz,{form},gripper", state=f"xyz,{form},gripper")
+    seen = robot.observe()["state"]
+    with pytest.raises(NoCommand, match=f"the {form} of a row is no rotation: it has {why}"):
+        robot.act(np.float32([*seen[:3], *turn, 0.0]))
+    assert not bench.sent
+    robot.act(seen)  # its own pose is one
+    assert len(bench.sent) == 1
+
+
 def test_offsets_are_of_the_base_or_of_the_tip() -> None:
     policy = {**POSES, "action": {"dim": 6}, "state": {"dim": 9}}
     for frame in ("base", "tip"):

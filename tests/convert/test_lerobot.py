@@ -263,6 +263,15 @@ def test_unknown_keys_are_refused_and_may_be_set_aside(checkpoint):
         run(checkpoint)
     with pytest.raises(ConvertError, match=r"seed=1 .*--set ignore=attention_window,seed"):
         run(checkpoint, settings={"ignore": "attention_window"})
+    for name, why in (
+        ("sed", "not there.*seed"),
+        ("chunk_size", "read"),
+        ("observation.images.none", "not there"),
+    ):
+        with pytest.raises(
+            ConvertError, match=rf"--set ignore={name}: expected a key of .* got one which is {why}"
+        ):
+            run(checkpoint, settings={"ignore": f"attention_window,seed,{name}"})
     out = run(checkpoint, settings={"ignore": "attention_window,seed"})
     assert Bundle(out).manifest.provenance.options["set ignore"] == "attention_window,seed"
 

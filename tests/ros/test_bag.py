@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,3 +150,26 @@ def test_a_bag_drives_the_bridge_and_what_came_is_recorded(
     sent = {round(point.positions[0]) for each in trajectories for point in each.points}
     assert sent <= set(range(100))
     assert sent
+
+
+def test_a_second_signal_does_not_cut_off_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody presses Ctrl+C once more while the bag is completed."""
+    typesys = pytest.importorskip("rosbags.typesys", reason="the extra `ros` is not installed")
+    from sinew_ros import bag
+
+    write(tmp_path / "bag", typesys.get_typestore(typesys.Stores.ROS2_HUMBLE), 5)
+    close = bag.Bag.close
+
+    def interrupted(self: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        close(self)
+
+    monkeypatch.setattr(bag.Bag, "close", interrupted)
+    with desk() as server:
+        text = contract(server.native, start=True, stamps="header")
+        (tmp_path / "robot.yaml").write_text(json.dumps(text))
+        line = ["run", str(tmp_path / "robot.yaml"), "--transport", f"bag:{tmp_path / 'bag'}"]
+        assert main([*line, "--record", str(tmp_path / "kept")]) == 0
+    assert (tmp_path / "kept" / "metadata.yaml").exists()

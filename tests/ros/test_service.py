@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 from sinew_client import Client
-from sinew_ros.service import KIND, NAME
+from sinew_ros.service import KIND, NAME, ChunkService
 
 from tests.ros.test_bridge import FRAME, domain  # noqa: F401 - a fixture
 from tests.serve.puppet import desk
@@ -96,3 +97,22 @@ def test_calls_are_answered_over_dds(domain: int) -> None:  # noqa: F811
     assert "[bad_observation]" in wrong.error
     assert "cameras: expected one for each of 1 images, got 0" in unnamed.error
     assert wrong.trajectory.points == unnamed.trajectory.points == []
+
+
+def test_a_call_that_makes_no_sense_is_answered_with_the_reason() -> None:
+    """Whatever fails behind a call, the thread that answers goes on."""
+    with desk() as server:
+        service = ChunkService(server.native, hz=20)
+        good = SimpleNamespace(
+            cameras=["front"], images=[SimpleNamespace(**picture())], state=[0.5, 0.25], prompt="go", seed=3
+        )
+        for change, said in (
+            ({"prompt": "\udc80"}, "InvalidObservation"),
+            ({"state": ["a", "b"]}, "ValueError"),
+        ):
+            answer = service.answer(SimpleNamespace(**{**vars(good), **change}))
+            assert answer["error"].endswith(f"[{said}]")
+            assert answer["trajectory"]["points"] == []
+        assert service.answer(good)["error"] == ""
+        assert (service.answered, service.failed) == (1, 2)
+        service.close()

@@ -79,17 +79,23 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
     if given.server:
         found = type(found)(**{**found.__dict__, "servers": tuple(given.server.split(","))})
     transport = opened(given.transport, ros)
-    recorded = None
-    try:
-        if given.record is not None:
-            transport = recorded = Recorded(transport, given.record, given.storage)
-        bridge = Bridge(found, transport)
-        with ended_by_signals(bridge.stop):
+    recorded, bridge = None, None
+
+    def end() -> None:
+        if bridge is None:
+            raise ClientError("ended by a signal before the robot was driven")
+        bridge.stop()
+
+    with ended_by_signals(end):  # until the transport is closed, and a recording complete
+        try:
+            if given.record is not None:
+                transport = recorded = Recorded(transport, given.record, given.storage)
+            bridge = Bridge(found, transport)
             if (begin := getattr(transport, "begin", None)) is not None:  # a bag
                 begin(bridge.stop)
             bridge.run(given.steps)
-    finally:
-        transport.close()
+        finally:
+            transport.close()
     report = {**bridge.report(), **({} if recorded is None else {"bag": recorded.report()})}
     sys.stdout.write(json.dumps(report) + "\n")
     return 0 if recorded is None or not recorded.failed else 1
@@ -100,16 +106,16 @@ def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:
     ended = threading.Event()
     service = ChunkService(given.server, given.hz)
     transport = opened(given.transport, ros)
-    try:
-        if not hasattr(transport, "serve"):
-            raise ClientError(f"--transport: expected rclpy or dds for calls, got {given.transport}")
-        with ended_by_signals(ended.set):
+    with ended_by_signals(ended.set):
+        try:
+            if not hasattr(transport, "serve"):
+                raise ClientError(f"--transport: expected rclpy or dds for calls, got {given.transport}")
             transport.serve(NAME, KIND, service.answer)
             sys.stderr.write(f"{NAME} is served\n")
             ended.wait()
-    finally:
-        transport.close()
-        service.close()
+        finally:
+            transport.close()
+            service.close()
     sys.stdout.write(json.dumps({"answered": service.answered, "failed": service.failed}) + "\n")
     return 0
 

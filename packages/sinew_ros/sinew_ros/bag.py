@@ -20,6 +20,13 @@ from sinew_client import ClientError
 logger = logging.getLogger(__name__)
 
 STORAGES = ("mcap", "sqlite3")
+DEFINITIONS = {  # that rosbags does not bring
+    "interbotix_xs_msgs/msg/JointGroupCommand": "string name\nfloat32[] cmd",
+    "interbotix_xs_msgs/msg/JointSingleCommand": "string name\nfloat32 cmd",
+    "control_msgs/msg/GripperCommand": "float64 position\nfloat64 max_effort",
+    "control_msgs/action/GripperCommand_Goal": "control_msgs/GripperCommand command",
+    "franka_msgs/action/Move_Goal": "float64 width\nfloat64 speed",
+}
 WAITING = 256  # messages that a disk may be behind
 Take = Callable[[Any], None]
 
@@ -27,10 +34,14 @@ Take = Callable[[Any], None]
 def types() -> Any:
     """Return the definitions of messages, those of Humble. Raises ClientError where rosbags is missing."""
     try:
-        from rosbags.typesys import Stores, get_typestore
+        from rosbags.typesys import Stores, get_types_from_msg, get_typestore
     except ImportError as error:
         raise ClientError(f"bags need the package rosbags: pip install 'sinew-ros[bag]' ({error})") from error
-    return get_typestore(Stores.ROS2_HUMBLE)
+    store = get_typestore(Stores.ROS2_HUMBLE)
+    for name, text in DEFINITIONS.items():
+        found = get_types_from_msg(text, name)
+        store.register({each: form for each, form in found.items() if each not in store.fielddefs})
+    return store
 
 
 class Bag:
@@ -129,7 +140,7 @@ class Recorded:
 
         def both(fields: Mapping[str, Any]) -> None:
             publish(fields)
-            self._put(topic, kind, fields)
+            self._put(topic, f"{kind}_Goal" if "/action/" in kind else kind, fields)
 
         return both
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from sinew_client import Client
 from sinew_client.control import Cadence, Command, Controller, Limits, Loop, Reporter, Servers
+from sinew_client.control.end_effector import EndEffector
 from sinew_client.history import History
 from sinew_client.protocol import MAX_ROWS
 
@@ -67,7 +68,12 @@ class Bridge:
         if not prompt:
             raise ContractError("prompt: expected an instruction; the policy has none of its own")
         publish = [transport.publisher(output.topic, output.type) for output in contract.outputs]
-        self.robot = TopicRobot(contract, publish, transport.now)
+        robot: Any = TopicRobot(contract, publish, transport.now)
+        self.robot, dim = robot, contract.action_dim
+        if contract.kinematics is not None:
+            robot = EndEffector(robot, *contract.kinematics, policy, settings.hz * settings.substeps)
+            dim = int(policy["action"]["dim"])
+            logger.info("%s", robot.text())
         servers = Servers(
             contract.servers,
             key,
@@ -76,10 +82,10 @@ class Bridge:
         )
         self._reporter = partial(Reporter, where=servers, api_key=key, name="ROS 2")
         self.loop = Loop(
-            self.robot,
+            robot,
             servers,
             settings,
-            contract.action_dim,
+            dim,
             prompt,
             watch=self._watch,
             hold_refused=True,  # a node's status says why it holds
@@ -105,7 +111,9 @@ class Bridge:
         )
 
     def enable(self, on: bool) -> None:
-        """Begin, or hold until told to begin again."""
+        """Begin, or hold until told to begin again; what is said once more changes nothing."""
+        if on != self.loop.paused:
+            return
         logger.warning("%s", "goes on" if on else "pauses")
         if on:
             self.loop.resume()
@@ -134,6 +142,8 @@ class Bridge:
         """Publish what is planned when a new chunk has begun, and a stop when a hold has."""
         self._reason = command.reason
         self.robot.paused = self.loop.paused
+        if self.contract.kinematics is not None:  # its poses become joints one by one
+            return
         if command.row is None:
             self._halt()
             return

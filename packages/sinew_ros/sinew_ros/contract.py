@@ -12,12 +12,18 @@ import numpy as np
 from sinew_client import ClientError
 from sinew_client.control import Settings
 from sinew_client.control.defaults import stated
+from sinew_client.control.end_effector import KinematicsOptions
+from sinew_client.control.kinematics import Chain, read_chain
 from sinew_client.given import named, read_yaml, shown
 
 IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
 JOINT_STATE, ARRAY = "sensor_msgs/msg/JointState", "std_msgs/msg/Float64MultiArray"
 TRAJECTORY = "trajectory_msgs/msg/JointTrajectory"
-CAMERA_TYPES, ACTION_TYPES = (IMAGE, COMPRESSED), (TRAJECTORY, JOINT_STATE, ARRAY)
+GROUP, SINGLE = "interbotix_xs_msgs/msg/JointGroupCommand", "interbotix_xs_msgs/msg/JointSingleCommand"
+# Actions that take one number and a constant: the constant's name in a contract
+GOALS = {"control_msgs/action/GripperCommand": "effort", "franka_msgs/action/Move": "speed"}
+CAMERA_TYPES = (IMAGE, COMPRESSED)
+ACTION_TYPES = (TRAJECTORY, JOINT_STATE, ARRAY, GROUP, SINGLE, *GOALS)
 FIELDS = ("position", "velocity", "effort")
 
 
@@ -58,7 +64,9 @@ class Joints:
 class Output:
     """A topic that takes columns of an action, in the policy's order.
 
-    scale, offset: as of :class:`Joints`, so that the message's number = (policy's - offset) / scale.
+    scale, offset: as of :class:`Joints`, so that the message's number = (policy's - offset) / scale. group: of a
+    JointGroupCommand. constant, change: of an action's goal, its effort or speed, and by how much the message's number
+    has to differ from the last goal's for a new one.
     """
 
     topic: str
@@ -67,6 +75,9 @@ class Output:
     field: str
     scale: np.ndarray
     offset: np.ndarray
+    group: str = ""
+    constant: float = 0.0
+    change: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,8 @@ class Contract:
 
     servers: addresses; the next one is asked where one fails. stamps: "header" takes a message's own stamp as the
     time of its exposure, "arrival" the moment at which it came, for drivers that do not stamp. start: True begins at
-    once, False waits for true on the enable topic. names: topics of prompt, enable and status.
+    once, False waits for true on the enable topic. names: topics of prompt, enable and status. kinematics: of a policy
+    that says poses, the arm whose joints the topics have, and what its numbers mean.
     """
 
     servers: tuple[str, ...]
@@ -87,6 +99,7 @@ class Contract:
     start: bool = False
     stamps: str = "header"
     names: Mapping[str, str] = field(default_factory=dict)
+    kinematics: tuple[Chain, KinematicsOptions] | None = None
 
     @property
     def state_dim(self) -> int:
@@ -110,6 +123,8 @@ class Contract:
             ("state", self.states, self.state_dim),
             ("action", self.outputs, self.action_dim),
         ):
+            if self.kinematics is not None:  # whose policy says poses
+                continue
             if int(policy[where]["dim"]) != dim:
                 names = [joint for part in parts for joint in part.joints]
                 raise ContractError(
@@ -126,11 +141,12 @@ def read(path: Path) -> Contract:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error  # without the path, which is said
         raise ContractError(f"{path}: {why}") from error
-    return parse(given)
+    return parse(given, path.parent)
 
 
-def parse(given: Any) -> Contract:
-    """Return the contract that a mapping states. Raises :class:`ContractError` that names the field."""
+def parse(given: Any, folder: Path = Path()) -> Contract:
+    """Return the contract that a mapping states; its files are relative to ``folder``. Raises :class:`ContractError`
+    that names the field."""
     top = _Fields("contract", given)
     servers = top.texts("server")
     names = _Fields("names", top.get("names", {}))
@@ -153,14 +169,28 @@ def parse(given: Any) -> Contract:
         if found
         else Settings(top.number("hz"))
     )
-    settings.controller(sum(len(part.joints) for part in outputs))
+    kinematics = _kinematics(top.get("kinematics", None), folder)
+    if kinematics is None:
+        settings.controller(sum(len(part.joints) for part in outputs))
     contract = Contract(
         servers, settings, found, states, outputs, top.text("prompt", ""), top.flag("start", False),
-        top.choice("stamps", ("header", "arrival"), "header"), topics,
+        top.choice("stamps", ("header", "arrival"), "header"), topics, kinematics,
     )  # fmt: skip
     top.end()
     _consistent(contract)
     return contract
+
+
+def _kinematics(given: Any, folder: Path) -> tuple[Chain, KinematicsOptions] | None:
+    if given is None:
+        return None
+    part = _Fields("kinematics", given)
+    file = folder / part.text("file")
+    try:
+        options = KinematicsOptions.parse({key: part.given[key] for key in part.left()})
+        return read_chain(file, options.tip, options.base), options
+    except ClientError as error:
+        raise ContractError(f"kinematics: {error}") from error
 
 
 def _settings(hz: float, limits: Any, control: _Fields, stale: float) -> Settings:
@@ -201,7 +231,7 @@ def _consistent(contract: Contract) -> None:
             raise ContractError(
                 "control.substeps: expected 1 beside a JointTrajectory, whose controller interpolates"
             )
-        offsets = (contract.settings.motion or {}).get("kind") == "offsets"
+        offsets = (contract.settings.motion or {}).get("kind") == "offsets" and contract.kinematics is None
         if offsets and contract.settings.limits is not None:
             raise ContractError(
                 "limits: expected none beside motion offsets and a JointTrajectory: they are those of commands"
@@ -284,13 +314,20 @@ def _joints(where: str, given: Any) -> Joints:
 
 def _output(where: str, given: Any) -> Output:
     part = _Fields(where, given)
-    joints = part.joints()
+    joints, kind = part.joints(), part.choice("type", ACTION_TYPES)
     found = Output(
-        part.text("topic"), part.choice("type", ACTION_TYPES), joints, part.choice("field", FIELDS, "position"),
+        part.text("topic"), kind, joints, part.choice("field", FIELDS, "position"),
         part.vector("scale", 1.0, len(joints)), part.vector("offset", 0.0, len(joints)),
+        part.text("group") if kind == GROUP else "", part.number(GOALS[kind]) if kind in GOALS else 0.0,
+        part.number("change", 0.005) if kind in GOALS else 0.0,
     )  # fmt: skip
-    if found.type == TRAJECTORY and found.field != "position":
-        raise ContractError(f"{where}.field: expected position for a JointTrajectory, got {found.field}")
+    if kind not in (JOINT_STATE, ARRAY) and found.field != "position":
+        name = kind.rpartition("/")[2]
+        raise ContractError(f"{where}.field: expected position for a {name}, got {found.field}")
+    if (kind == SINGLE or kind in GOALS) and len(joints) != 1:
+        raise ContractError(
+            f"{where}.joints: expected one for a {kind.rpartition('/')[2]}, got {len(joints)}"
+        )
     if np.any(found.scale == 0):
         raise ContractError(f"{where}.scale: expected numbers other than 0")
     part.end()

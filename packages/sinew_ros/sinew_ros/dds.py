@@ -7,6 +7,7 @@ by ``ros2 node list``, which lists what announces itself on ros_discovery_info; 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -39,6 +40,9 @@ class Dds:
         from cyclonedds.sub import DataReader
 
         reader = DataReader(self._participant, self._topic(topic, kind), qos=_qos(quality))
+        self._begin(reader, topic, callback)
+
+    def _begin(self, reader: Any, topic: str, callback: Callable[[Any], None]) -> None:
         thread = threading.Thread(target=self._read, args=(reader, topic, callback), daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -48,8 +52,30 @@ class Dds:
 
         from sinew_ros import dds_types
 
+        if kind in dds_types.ACTIONS:
+            return self._goals(topic, kind)
         writer = DataWriter(self._participant, self._topic(topic, kind), qos=_qos("command"))
         return lambda fields: writer.write(dds_types.build(dds_types.TYPES[kind], fields))
+
+    def _goals(self, name: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
+        """Return what sends an action the fields of a goal; one that is refused is told, and no result is asked for."""
+        from sinew_ros import dds_types
+
+        request, response, goal = dds_types.ACTIONS[kind]
+        calls, replies = self._caller(f"{name}/_action/send_goal", request, response)
+        own, sent = int.from_bytes(os.urandom(8), "big"), itertools.count(1)
+
+        def refused(reply: Any) -> None:
+            if reply.guid == own and not reply.accepted:
+                logger.warning("%s: goal %d was refused", name, reply.seq)
+
+        self._begin(replies, name, refused)
+
+        def send(fields: Mapping[str, Any]) -> None:
+            number = dds_types.Uuid(list(os.urandom(16)))
+            calls.write(request(own, next(sent), number, dds_types.build(goal, fields)))
+
+        return send
 
     def serve(self, name: str, kind: str, answer: Callable[[Any], Mapping[str, Any]]) -> None:
         """Answer the calls of a service, one after the other, on a thread of its own. Callers are nodes of
@@ -72,24 +98,14 @@ class Dds:
             said.guid, said.seq = call.guid, call.seq
             replies.write(said)
 
-        thread = threading.Thread(target=self._read, args=(calls, name, reply), daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._begin(calls, name, reply)
 
     def call(self, name: str, kind: str, fields: Mapping[str, Any], seconds: float) -> Any:
         """Call a service and return its response; None where there is none in time."""
-        from cyclonedds.pub import DataWriter
-        from cyclonedds.sub import DataReader
-
         from sinew_ros import dds_types
 
         request, response = dds_types.SERVICES[kind]
-        replies = DataReader(
-            self._participant, self._topic(name + "Reply", response, "rr"), qos=_qos("command")
-        )
-        calls = DataWriter(
-            self._participant, self._topic(name + "Request", request, "rq"), qos=_qos("command")
-        )
+        calls, replies = self._caller(name, request, response)
         asked = dds_types.build(request, fields)
         asked.guid, asked.seq = int.from_bytes(os.urandom(8), "big"), 1
         end = time.monotonic() + seconds
@@ -104,6 +120,16 @@ class Dds:
                     return sample
             time.sleep(0.005)
         return None
+
+    def _caller(self, name: str, request: Any, response: Any) -> tuple[Any, Any]:
+        """Return what writes the calls of a service, and what reads their replies."""
+        from cyclonedds.pub import DataWriter
+        from cyclonedds.sub import DataReader
+
+        calls = self._topic(name + "Request", request, "rq")
+        replies = self._topic(name + "Reply", response, "rr")
+        qos = _qos("command")
+        return DataWriter(self._participant, calls, qos=qos), DataReader(self._participant, replies, qos=qos)
 
     def now(self) -> float:
         return time.time()

@@ -1,14 +1,14 @@
 # No `from __future__ import annotations`: cyclonedds evaluates the types of the fields.
 """The message types that the bridge uses, as DDS structures: what rmw_cyclonedds and rmw_fastrtps put on the wire.
 
-Definitions: common_interfaces and rcl_interfaces of ROS 2 (the same from Humble to Kilted). tests/ros compares their
-bytes with those of the package rosbags.
+Definitions: common_interfaces and rcl_interfaces of ROS 2 (the same from Humble to Kilted), control_msgs, franka_msgs
+and interbotix_xs_msgs. tests/ros compares their bytes with those of the package rosbags.
 """
 
 from dataclasses import dataclass, field
 
 from cyclonedds.idl import IdlStruct
-from cyclonedds.idl.types import float64, int32, int64, sequence, uint8, uint32, uint64
+from cyclonedds.idl.types import array, float32, float64, int32, int64, sequence, uint8, uint32, uint64
 
 
 @dataclass
@@ -102,6 +102,18 @@ class JointTrajectory(IdlStruct, typename="trajectory_msgs.msg.dds_.JointTraject
 
 
 @dataclass
+class JointGroupCommand(IdlStruct, typename="interbotix_xs_msgs.msg.dds_.JointGroupCommand_"):
+    name: str = ""
+    cmd: sequence[float32] = field(default_factory=list)
+
+
+@dataclass
+class JointSingleCommand(IdlStruct, typename="interbotix_xs_msgs.msg.dds_.JointSingleCommand_"):
+    name: str = ""
+    cmd: float32 = 0.0
+
+
+@dataclass
 class KeyValue(IdlStruct, typename="diagnostic_msgs.msg.dds_.KeyValue_"):
     key: str = ""
     value: str = ""
@@ -145,6 +157,59 @@ class GetActionChunkResponse(IdlStruct, typename="sinew_msgs.srv.dds_.GetActionC
     server_ms: float64 = 0.0
 
 
+# Actions: the service that takes their goals.
+
+
+@dataclass
+class Uuid(IdlStruct, typename="unique_identifier_msgs.msg.dds_.UUID_"):
+    uuid: array[uint8, 16] = field(default_factory=lambda: [0] * 16)
+
+
+@dataclass
+class GripperCommand(IdlStruct, typename="control_msgs.msg.dds_.GripperCommand_"):
+    position: float64 = 0.0
+    max_effort: float64 = 0.0
+
+
+@dataclass
+class GripperCommandGoal(IdlStruct, typename="control_msgs.action.dds_.GripperCommand_Goal_"):
+    command: GripperCommand = field(default_factory=GripperCommand)
+
+
+@dataclass
+class MoveGoal(IdlStruct, typename="franka_msgs.action.dds_.Move_Goal_"):
+    width: float64 = 0.0
+    speed: float64 = 0.0
+
+
+def _goals(action, kind):
+    """Return what an action's goals are sent in, what answers them, and the goal."""
+    package, name = action.split("/action/")
+
+    @dataclass
+    class Request(IdlStruct, typename=f"{package}.action.dds_.{name}_SendGoal_Request_"):
+        guid: uint64 = 0
+        seq: int64 = 0
+        goal_id: Uuid = field(default_factory=Uuid)
+        goal: kind = field(default_factory=kind)
+
+    @dataclass
+    class Response(IdlStruct, typename=f"{package}.action.dds_.{name}_SendGoal_Response_"):
+        guid: uint64 = 0
+        seq: int64 = 0
+        accepted: bool = False
+        stamp: Time = field(default_factory=Time)
+
+    return Request, Response, kind
+
+
+ACTIONS = {
+    name: _goals(name, goal)
+    for name, goal in (
+        ("control_msgs/action/GripperCommand", GripperCommandGoal),
+        ("franka_msgs/action/Move", MoveGoal),
+    )
+}
 SERVICES = {"sinew_msgs/srv/GetActionChunk": (GetActionChunkRequest, GetActionChunkResponse)}
 
 # ROS's name -> structure, and the structure of each field that is one (or a sequence of one).
@@ -156,6 +221,8 @@ TYPES = {
     "sensor_msgs/msg/CompressedImage": CompressedImage,
     "sensor_msgs/msg/JointState": JointState,
     "trajectory_msgs/msg/JointTrajectory": JointTrajectory,
+    "interbotix_xs_msgs/msg/JointGroupCommand": JointGroupCommand,
+    "interbotix_xs_msgs/msg/JointSingleCommand": JointSingleCommand,
     "diagnostic_msgs/msg/DiagnosticArray": DiagnosticArray,
 }
 INNER = {
@@ -169,6 +236,7 @@ INNER = {
     "values": KeyValue,
     "images": CompressedImage,
     "trajectory": JointTrajectory,
+    "command": GripperCommand,
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew_ros.contract import ARRAY, JOINT_STATE, TRAJECTORY, Output
+from sinew_ros.contract import ARRAY, GOALS, GROUP, JOINT_STATE, SINGLE, TRAJECTORY, Output
 
 MAX_COMPRESSED = 32 << 20  # bytes of one compressed picture
 # encoding -> (bytes per pixel, which of them are red, green and blue); sensor_msgs/image_encodings.hpp
@@ -125,13 +125,30 @@ def points(joints: Sequence[str], rows: np.ndarray, period: float) -> dict[str, 
 
 
 def command(output: Output, row: np.ndarray, now: float) -> dict[str, Any]:
-    """Return one row as a sensor_msgs/JointState or std_msgs/Float64MultiArray. now: seconds of ROS time."""
+    """Return one row as a message of the output's type, of an action its goal. now: seconds of ROS time."""
     numbers = _numbers(output, row).tolist()
     if output.type == ARRAY:
         return {"layout": {"dim": [], "data_offset": 0}, "data": numbers}
+    if output.type == GROUP:
+        return {"name": output.group, "cmd": numbers}
+    if output.type == SINGLE:
+        return {"name": output.joints[0], "cmd": numbers[0]}
+    if output.type in GOALS:
+        if GOALS[output.type] == "speed":
+            return {"width": numbers[0], "speed": output.constant}
+        return {"command": {"position": numbers[0], "max_effort": output.constant}}
     assert output.type == JOINT_STATE, output.type
     values = {name: numbers if name == output.field else [] for name in ("position", "velocity", "effort")}
     return {"header": header(now), "name": list(output.joints), **values}
+
+
+def differs(output: Output, row: np.ndarray, before: np.ndarray | None, sent: np.ndarray | None) -> bool:
+    """Return whether a row is a message of its own, after the row ``before`` and the last one that was ``sent``: of an
+    action, a goal that differs by its change, or by a tenth of it once the rows stand still there."""
+    if output.type not in GOALS or sent is None or before is None:
+        return True
+    moved, left = (abs(_numbers(output, row)[0] - _numbers(output, other)[0]) for other in (before, sent))
+    return bool(left >= output.change or moved < output.change / 10 <= left)
 
 
 def diagnostics(now: float, level: int, text: str, values: dict[str, Any]) -> dict[str, Any]:

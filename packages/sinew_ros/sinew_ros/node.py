@@ -39,6 +39,18 @@ class Rclpy:
     def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
         from rosidl_runtime_py import set_message_fields
 
+        if "/action/" in kind:
+            from rclpy.action import ActionClient
+
+            action = _message(kind)
+            client = ActionClient(self.node, action, topic)
+
+            def send(fields: Mapping[str, Any]) -> None:
+                goal = action.Goal()
+                set_message_fields(goal, dict(fields))
+                client.send_goal_async(goal)
+
+            return send
         made = _message(kind)
         publisher = self.node.create_publisher(made, topic, 10)
 
@@ -74,8 +86,8 @@ class Rclpy:
 
 
 def _message(kind: str) -> Any:
-    package, _, name = kind.split("/")
-    return getattr(importlib.import_module(f"{package}.msg"), name)
+    package, sort, name = kind.split("/")
+    return getattr(importlib.import_module(f"{package}.{sort}"), name)
 
 
 def _octets(value: Any) -> Any:

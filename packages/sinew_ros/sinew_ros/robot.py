@@ -22,6 +22,8 @@ class TopicRobot:
     """Observes the newest message of each topic of a contract, and publishes commands.
 
     publish: one function for each of the contract's outputs. clock: seconds of ROS time, by which messages are stamped.
+    Its numbers are those of the topics' joints; by the contract's kinematics something else makes them of poses, row by
+    row, and then a trajectory has one point.
     """
 
     def __init__(self, contract: Contract, publish: list[Publish], clock: Callable[[], float] = time.time):
@@ -43,7 +45,11 @@ class TopicRobot:
         ]
         self.published: Counter = Counter()  # topic -> messages
         self.paused = False  # set by whoever runs the loop
+        self.joints = [joint for output in contract.outputs for joint in output.joints]
         self._columns = _columns(contract)
+        self._goals: dict[
+            str, tuple[Any, Any]
+        ] = {}  # topic -> the newest numbers, and those that were sent last
         self._last: np.ndarray | None = None  # the last command, float32 [D]
         self._held = False
 
@@ -74,6 +80,8 @@ class TopicRobot:
         """Publish one command on the topics that take one per control step."""
         self._last, self._held = row, False
         self._send(row)
+        if self.contract.kinematics is not None:
+            self.follow(row[None])
 
     def hold(self) -> None:
         """Repeat the last position, or send zero velocity, on the topics that take one command per step. Silent before
@@ -92,16 +100,22 @@ class TopicRobot:
 
     def _still(self, row: np.ndarray) -> np.ndarray:
         motion = self.contract.settings.parse_motion()
-        if motion.holds == "zero":
+        if motion.holds == "zero" and self.contract.kinematics is None:
             row = np.array(row)
             row[list(motion.action)] = 0.0
         return row
 
     def _send(self, row: np.ndarray) -> None:
         for output, columns, publish in zip(self.contract.outputs, self._columns, self._publish):
-            if not messages.is_trajectory(output):
-                publish(messages.command(output, row[columns], self._clock()))
+            if messages.is_trajectory(output):
+                continue
+            part = row[columns]
+            before, sent = self._goals.get(output.topic, (None, None))
+            if messages.differs(output, part, before, sent):
+                publish(messages.command(output, part, self._clock()))
                 self.published[output.topic] += 1
+                sent = part
+            self._goals[output.topic] = (part, sent)
 
     # ------------------------------------------------------------------------- for people
 

@@ -45,10 +45,11 @@ class ChunkService:
         try:
             response = self._answer(request)
             self.answered += 1
-        except (ClientError, messages.Refused) as error:
+        except Exception as error:  # whatever it is: the caller waits, and so do those after it
             self.failed += 1
             code = "" if isinstance(error, ServerError) else f" [{type(error).__name__}]"
-            logger.warning("refused: %s", error)
+            expected = isinstance(error, (ClientError, messages.Refused))
+            logger.warning("refused: %s", error, exc_info=not expected)
             empty = {"header": messages.header(0.0), "joint_names": [], "points": []}
             response = {"error": f"{error}{code}", "trajectory": empty, "server_ms": 0.0}
         return response

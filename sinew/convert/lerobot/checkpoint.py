@@ -48,7 +48,7 @@ from sinew.convert.lerobot.steps import (
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import adapter_alone, is_adapter, read_weights
-from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
+from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec, did_you_mean
 from sinew.steps.base import MAX_SIZE
 from sinew.steps.vector.base import VectorStep
 
@@ -161,6 +161,18 @@ class LeRobotCheckpoint:
                     f"{self.file}: {key}={json.dumps(value)} is not understood; where it does not change what is"
                     f" computed, --set ignore={','.join([*ignored, key])} leaves it aside"
                 )
+        inputs = self.config.get("input_features")
+        read = {*self.schema.defaults, *self.schema.required}
+        aside = {*self.config, *(inputs if isinstance(inputs, dict) else ())} - read
+        if strange := [key for key in ignored if key not in aside]:
+            why = (
+                "which is read"
+                if strange[0] in read
+                else f"which is not there{did_you_mean(strange[0], aside)}"
+            )
+            raise ConvertError(
+                f"--set ignore={strange[0]}: expected a key of {self.file} or one of its inputs, got one {why}"
+            )
         for key, value in self.schema.fixed.items():
             if key not in ignored and self.config.get(key, value) != value:
                 raise ConvertError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 TINY = 1e-12
+FLAT = 1e-3  # length, or sine of an angle, below which a direction is noise
 
 
 def compose(reference: np.ndarray, relative: np.ndarray) -> np.ndarray:
@@ -30,6 +31,21 @@ def from_6d(x: np.ndarray) -> np.ndarray:
     second = x[..., 3:] - (first * x[..., 3:]).sum(axis=-1, keepdims=True) * first
     second = second / _length(second)
     return np.stack([first, second, np.cross(first, second)], axis=-2)
+
+
+def undetermined(x: np.ndarray) -> str:
+    """Return why a quaternion [4] or six numbers [6] stand for no one rotation, whatever is computed of them; "" where
+    they do, and for other forms."""
+    if len(x) == 4 and (size := float(np.linalg.norm(x))) < FLAT:
+        return f"a quaternion of length {size:.2g}"
+    if len(x) == 6:
+        first, second = x[:3], x[3:]
+        sizes = float(np.linalg.norm(first) * np.linalg.norm(second))
+        if min(np.linalg.norm(first), np.linalg.norm(second)) < FLAT:
+            return "a row of length 0"
+        if np.linalg.norm(np.cross(first, second)) < FLAT * sizes:
+            return "two rows that are parallel"
+    return ""
 
 
 def to_6d(matrix: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ from sinew_client.rotations import (
     to_quaternion,
     to_rpy,
     to_vector,
+    undetermined,
 )
 
 USUAL_VELOCITY = math.pi  # of a joint, per second, where neither the description nor the options say one
@@ -481,6 +482,8 @@ class EndEffector(KnownArm):
             if part.form == "xyz":
                 wanted = place + (turn @ given if own else given) if part.offset else given
             else:
+                if why := undetermined(given):
+                    raise NoCommand(f"the {part.form} of a row is no rotation", f"it has {why}")
                 about = _FORMS[part.form][1](given)
                 turned = (turn @ about if own else about @ turn) if part.offset else about
         return wanted, turned

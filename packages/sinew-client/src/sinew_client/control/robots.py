@@ -49,6 +49,61 @@ class Dry:
         self.holds += 1
 
 
+class Pair:
+    """Two of LeRobot's robots as one: names of the first begin with ``left_``, of the second with ``right_``.
+
+    Raises :class:`RobotError` where one has degrees and the other has not.
+    """
+
+    def __init__(self, left: Any, right: Any):
+        self.sides = {"left": left, "right": right}
+        degrees = [getattr(each.config, "use_degrees", None) for each in (left, right)]
+        if degrees[0] != degrees[1]:
+            raise RobotError(
+                f"use_degrees: expected the same of both arms, got {degrees[0]} and {degrees[1]}"
+            )
+        self.config = left.config
+
+    def _named(self, of: Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
+        return {
+            f"{side}_{name}": value for side, arm in self.sides.items() for name, value in of(arm).items()
+        }
+
+    @property
+    def action_features(self) -> dict[str, Any]:
+        return self._named(lambda arm: arm.action_features)
+
+    @property
+    def observation_features(self) -> dict[str, Any]:
+        return self._named(lambda arm: arm.observation_features)
+
+    def connect(self) -> None:
+        """Open both, or neither."""
+        self.sides["left"].connect()
+        try:
+            self.sides["right"].connect()
+        except BaseException:
+            self.sides["left"].disconnect()
+            raise
+
+    def disconnect(self) -> None:
+        """Close both, the second also where the first fails."""
+        try:
+            self.sides["left"].disconnect()
+        finally:
+            self.sides["right"].disconnect()
+
+    def get_observation(self) -> dict[str, Any]:
+        return self._named(lambda arm: arm.get_observation())
+
+    def send_action(self, action: Mapping[str, float]) -> None:
+        for side, arm in self.sides.items():
+            at = len(side) + 1
+            arm.send_action(
+                {name[at:]: value for name, value in action.items() if name.startswith(f"{side}_")}
+            )
+
+
 class LeRobotArm:
     """One of LeRobot's robots: joints by name in the order of its action features, cameras by their names.
 
@@ -174,7 +229,14 @@ def open_lerobot(
     cameras: Mapping[str, str] | None = None,
     joints: Mapping[str, str] | None = None,
 ) -> LeRobotArm:
-    """Return one of LeRobot's robots, connected. kind: its type, such as ``so101_follower``; options: its fields."""
+    """Return one of LeRobot's robots, connected. kind: its type, such as ``so101_follower``, or two types with a
+    plus, of a :class:`Pair`; options: its fields, of a pair those of ``left`` and ``right``."""
+    kinds = kind.split("+")
+    if len(kinds) > 1 and (len(kinds) > 2 or sorted(options) != ["left", "right"]):
+        raise RobotError(
+            f"lerobot:{kind}: expected two types and their options left and right, got {len(kinds)} and"
+            f" {', '.join(options) or 'none'}"
+        )
     try:
         robots = importlib.import_module("lerobot.robots")
     except ImportError as error:
@@ -182,11 +244,18 @@ def open_lerobot(
             f"--robot lerobot:{kind} needs the package lerobot in this environment ({error})"
         ) from error
     try:
-        config = lerobot_config(lerobot_choice(robots, robots.RobotConfig, kind), options)
-        robot = robots.make_robot_from_config(config)
+        each = [options] if len(kinds) == 1 else [options["left"], options["right"]]
+        made = [
+            robots.make_robot_from_config(
+                lerobot_config(lerobot_choice(robots, robots.RobotConfig, one), own)
+            )
+            for one, own in zip(kinds, each)
+        ]
+        robot = made[0] if len(made) == 1 else Pair(*made)
         arm = LeRobotArm(robot, policy, cameras, joints)
         robot.connect()
-    except (KeyError, TypeError, ValueError, OSError, ImportError) as error:
+    except (KeyError, TypeError, ValueError, OSError, ImportError, RuntimeError, EOFError) as error:
+        # RuntimeError: a servo is not there. EOFError: the calibration is another one, and nobody can be asked.
         raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
     return arm
 

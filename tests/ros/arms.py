@@ -1,0 +1,134 @@
+"""Arms of ROS 2 topics without ROS, over DDS: joints that follow what controllers are sent, for config/'s contracts.
+
+A joint goes towards its target at no more than a speed, as ros2_control's and Interbotix's nodes have it: trajectories,
+commands of a group or of a single motor, and goals of a hand, which are accepted or refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from sinew_ros.contract import GOALS, GROUP, JOINT_STATE, SINGLE, TRAJECTORY, Contract, Output
+from sinew_ros.messages import header
+
+PERIOD = 0.01
+PIXELS = np.full((48, 64, 3), 70, np.uint8)
+
+
+class Arms:
+    """Has the topics of a contract. start: of each joint of a state, in the order of the contract's. moves: topic of
+    commands -> topic of the state whose joints they move, all of its first ones. hands: topic of one command -> what a
+    hand's joint, the last of that state, is at it. speed: of every joint, per second.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        domain: int,
+        start: Sequence[float],
+        moves: Mapping[str, str],
+        hands: Mapping[str, Callable[[float], float]],
+        speed: float = 20.0,
+    ):
+        from sinew_ros.dds import Dds
+
+        self._dds = Dds(domain)
+        self._states = {part.topic: part.joints for part in contract.states}
+        keys = [(topic, name) for topic, names in self._states.items() for name in names]
+        self.at = dict(zip(keys, start, strict=True))
+        self._targets, self._speed, self.accepts = dict(self.at), speed, True
+        self._way: Any = None  # the newest trajectory: joints, when it came, times and places
+        self.commands: dict[str, list[Any]] = {output.topic: [] for output in contract.outputs}
+        self._publish = {topic: self._dds.publisher(topic, JOINT_STATE) for topic in self._states}
+        self._cameras = [self._dds.publisher(camera.topic, camera.type) for camera in contract.cameras]
+        self.enable = self._dds.publisher("/sinew/enable", "std_msgs/msg/Bool")
+        for output in contract.outputs:
+            take = partial(self._take, output, moves[output.topic], hands.get(output.topic))
+            if output.type in GOALS:
+                self._serve(output.topic, output.type, take)
+            else:
+                self._dds.subscribe(output.topic, output.type, "command", take)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._dds.close()
+
+    def _take(self, output: Output, whose: str, hand: Callable[[float], float] | None, message: Any) -> None:
+        self.commands[output.topic].append(message)
+        if output.type == TRAJECTORY:
+            assert tuple(message.joint_names) == output.joints
+            keys = [(whose, name) for name in output.joints]
+            times = [
+                0.0,
+                *(each.time_from_start.sec + 1e-9 * each.time_from_start.nanosec for each in message.points),
+            ]
+            places = [[self.at[key] for key in keys], *(each.positions for each in message.points)]
+            self._way = (keys, time.monotonic(), np.array(times), np.array(places))
+            return
+        elif output.type == GROUP:
+            assert message.name == output.group
+            numbers = message.cmd
+        elif output.type == SINGLE:
+            assert message.name == output.joints[0]
+            numbers = [message.cmd]
+        else:
+            goal = message.goal
+            numbers = [goal.width if GOALS[output.type] == "speed" else goal.command.position]
+        assert len(numbers) == len(output.joints)
+        names = self._states[whose]
+        if hand is not None:
+            self._targets[whose, names[-1]] = hand(numbers[0])
+        else:
+            self._targets.update({(whose, name): float(x) for name, x in zip(names, numbers, strict=False)})
+
+    def _serve(self, name: str, kind: str, take: Callable[[Any], None]) -> None:
+        """Be the half of an action server that takes goals."""
+        from cyclonedds.pub import DataWriter
+        from cyclonedds.sub import DataReader
+        from sinew_ros import dds_types
+        from sinew_ros.dds import _qos
+
+        request, response, _ = dds_types.ACTIONS[kind]
+        own, topic = self._dds._participant, f"{name}/_action/send_goal"
+        calls = DataReader(own, self._dds._topic(topic + "Request", request, "rq"), qos=_qos("command"))
+        replies = DataWriter(own, self._dds._topic(topic + "Reply", response, "rr"), qos=_qos("command"))
+
+        def goal(call: Any) -> None:
+            assert any(call.goal_id.uuid), "a goal has a number"
+            if self.accepts:
+                take(call)
+            replies.write(response(call.guid, call.seq, self.accepts))
+
+        self._dds._begin(calls, name, goal)
+
+    def _run(self) -> None:
+        while not self._ended.wait(PERIOD):
+            now = header(time.time())
+            if self._way is not None:
+                keys, began, times, places = self._way
+                passed = time.monotonic() - began
+                self._targets.update(
+                    {key: np.interp(passed, times, places[:, at]) for at, key in enumerate(keys)}
+                )
+            for key, target in list(self._targets.items()):
+                most = self._speed * PERIOD
+                self.at[key] += float(np.clip(target - self.at[key], -most, most))
+            for topic, names in self._states.items():
+                position = [self.at[topic, name] for name in names]
+                self._publish[topic](
+                    {"header": now, "name": list(names), "position": position, "velocity": [], "effort": []}
+                )
+            for publish in self._cameras:
+                publish(
+                    {"header": now, "height": 48, "width": 64, "encoding": "rgb8", "is_bigendian": 0, "step": 192,
+                     "data": PIXELS.tobytes()}
+                )  # fmt: skip
