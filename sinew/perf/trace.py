@@ -197,7 +197,7 @@ class TraceRecorder(TorchDispatchMode):
 
     def adopt(self, tensors: Any, kind: str = "activation") -> int:
         """Blocks of tensors made elsewhere, or already known and now of another kind; returns their bytes."""
-        blocks = [self._block(leaf) for leaf in _tensors(tensors)]
+        blocks = [self._block(leaf) for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         for block in blocks:
             block.kind = kind
         return sum(block.nbytes for block in dict.fromkeys(blocks))
@@ -210,7 +210,7 @@ class TraceRecorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         operator = func._overloadpacket.__name__  # noqa: SLF001 - the only way from an overload to its operator
-        read, made = _tensors((args, kwargs)), _tensors(out)
+        read, made = meta.tensors((*args, *kwargs.values())), meta.tensors((out,))
         held = {_key(tensor) for tensor in read}
         mutates = func._schema.is_mutable  # noqa: SLF001
         if not mutates and all(_key(tensor) in held for tensor in made):
@@ -302,10 +302,6 @@ def _mark_scores(operand: TracedOperand) -> bool:
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # noqa: SLF001 - identity
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # ----------------------------------------------------------------------------- a model's stages
