@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -39,6 +40,7 @@ os.environ.pop(
 # Collecting makes half a million objects and hardly any garbage, which every full collection would look through.
 if "PYTEST_XDIST_WORKER" in os.environ:
     gc.disable()  # until the tests begin
+    atexit.register(os._exit, 0)  # behind what others registered since: to free all of them takes seconds
 
 with contextlib.suppress(ImportError):  # which not every test needs
     import hypothesis

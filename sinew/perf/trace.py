@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -205,7 +206,8 @@ class TraceRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = meta.run(func, args, kwargs)
-        self._record(func, args, kwargs, out)
+        if not _is_view(func):
+            self._record(func, args, kwargs, out)
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -214,7 +216,7 @@ class TraceRecorder(TorchDispatchMode):
         held = {_key(tensor) for tensor in read}
         mutates = func._schema.is_mutable  # noqa: SLF001
         if not mutates and all(_key(tensor) in held for tensor in made):
-            return  # a view
+            return  # a view whose schema does not say so
         counts = PRODUCTS.get(operator)
         flops = counts(args, out if isinstance(out, Tensor) else made[0]) if counts else 0
         floats = [tensor.dtype for tensor in (*read, *made) if tensor.is_floating_point()]
@@ -298,6 +300,13 @@ def _mark_scores(operand: TracedOperand) -> bool:
     for block in chain:
         block.kind = "scores"
     return True
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Return True for an ATen overload that says that its results are its operands' memory, and writes nothing."""
+    schema = func._schema  # noqa: SLF001
+    return not schema.is_mutable and all(result.alias_info for result in schema.returns)
 
 
 def _key(tensor: Tensor) -> int:
