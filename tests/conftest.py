@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -39,6 +40,7 @@ os.environ.pop(
 # Collecting makes half a million objects and hardly any garbage, which every full collection would look through.
 if "PYTEST_XDIST_WORKER" in os.environ:
     gc.disable()  # until the tests begin
+    atexit.register(os._exit, 0)  # behind what others registered since: to free all of them takes seconds
 
 with contextlib.suppress(ImportError):  # which not every test needs
     import hypothesis
@@ -234,6 +236,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 50)  # of 10: whole searches, as there is one behind each file
     gc.enable()
     # Two workers would meet at the export, and one of them wait for the other: a third process is about it meanwhile.
     needed = any("exported" in getattr(item, "fixturenames", ()) for item in session.items)
@@ -246,6 +249,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.stash[EXPORT] = processes.Process(
             command, cwd=processes.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Have no later search for garbage look through what a file of tests leaves: libraries, caches of the session."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 EXPORT = pytest.StashKey[processes.Process]()

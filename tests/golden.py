@@ -48,7 +48,7 @@ class Golden:
             "images": {c.removeprefix("observation.images."): self.numpy(f"frame.{c}") for c in self.cameras},
             "state": self.numpy("state_raw"),
             "prompt": self.metadata["task"],
-            "noise": self.numpy("noise")[0],
+            **({"noise": self.numpy("noise")[0]} if "noise" in self.tensors else {}),
         }
 
 

@@ -12,8 +12,9 @@ import argparse
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,11 +52,19 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements inside one, at any depth: no expression holds any."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for each in getattr(node, field, ()):
+            yield each
+            yield from statements(each)
+
+
 @cache
 def imported_modules(path: Path) -> frozenset[str]:
     """Return what a file imports, anywhere in it: modules, and their names as if those were modules."""
     found = set()
-    for node in ast.walk(tree(path)):
+    for node in statements(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
@@ -63,6 +72,14 @@ def imported_modules(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+@cache
+def imported_places(path: Path) -> frozenset[str]:
+    """Return the same with all folders that they lie in, as names of modules."""
+    split = [name.split(".") for name in imported_modules(path)]
+    return frozenset(".".join(words[:count]) for words in split for count in range(1, len(words) + 1))
+
+
+@cache
 def imported_rooms(path: Path) -> set[str]:
     found = {name.split(".")[1] for name in imported_modules(path) if name.startswith("sinew.")}
     return found - {"__version__", "load", "Policy"}
@@ -74,16 +91,16 @@ class Structure:
 
     root: Path = ROOT
 
-    @property
+    @cached_property
     def package(self) -> Path:
         return self.root / "sinew"
 
-    @property
+    @cached_property
     def files(self) -> list[Path]:
         package = self.package
         return sorted(path for path in package.rglob("*.py") if path.parent != package or path.stem[0] != "_")
 
-    @property
+    @cached_property
     def core(self) -> list[Path]:
         """Return the files that are behind no wall."""
         walls = {self.package / wall for wall in WALLS}
@@ -157,6 +174,7 @@ class Structure:
         return {
             path.relative_to(self.package).as_posix()
             for path in self.files
+            if "__class__" in path.read_text()
             for node in ast.walk(tree(path))
             if isinstance(node, ast.Attribute)
             and node.attr == "__class__"
@@ -170,9 +188,8 @@ class Structure:
         return {
             path.relative_to(self.package).as_posix()
             for path in self.files
+            if name in imported_places(path) and self.room_of(path) not in beside
             if not path.is_relative_to(home) and path != home.with_suffix(".py")
-            if self.room_of(path) not in beside
-            and any(f"{each}.".startswith(f"{name}.") for each in imported_modules(path))
         }
 
     def engines(self) -> dict[str, set[str]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sinew import scratch
+from tests import processes
 from tests.serve.test_server import START_S
 
 CASE = "smolvla-2cam"
@@ -140,9 +141,8 @@ def test_a_verb_that_is_stopped_leaves_nothing_beside_its_target(
     bundle.write_bytes(Path(smolvla_bundle(CASE)).read_bytes())
     command = [sys.executable, "-m", "sinew", verb, str(bundle), *options]
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))))
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = processes.Process(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
     start = time.monotonic()
     while not list(tmp_path.glob(".*.sinew")):
         assert process.poll() is None, process.communicate()[1]

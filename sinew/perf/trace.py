@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -197,7 +198,7 @@ class TraceRecorder(TorchDispatchMode):
 
     def adopt(self, tensors: Any, kind: str = "activation") -> int:
         """Blocks of tensors made elsewhere, or already known and now of another kind; returns their bytes."""
-        blocks = [self._block(leaf) for leaf in _tensors(tensors)]
+        blocks = [self._block(leaf) for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         for block in blocks:
             block.kind = kind
         return sum(block.nbytes for block in dict.fromkeys(blocks))
@@ -205,16 +206,17 @@ class TraceRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = meta.run(func, args, kwargs)
-        self._record(func, args, kwargs, out)
+        if not _is_view(func):
+            self._record(func, args, kwargs, out)
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         operator = func._overloadpacket.__name__  # noqa: SLF001 - the only way from an overload to its operator
-        read, made = _tensors((args, kwargs)), _tensors(out)
+        read, made = meta.tensors((*args, *kwargs.values())), meta.tensors((out,))
         held = {_key(tensor) for tensor in read}
         mutates = func._schema.is_mutable  # noqa: SLF001
         if not mutates and all(_key(tensor) in held for tensor in made):
-            return  # a view
+            return  # a view whose schema does not say so
         counts = PRODUCTS.get(operator)
         flops = counts(args, out if isinstance(out, Tensor) else made[0]) if counts else 0
         floats = [tensor.dtype for tensor in (*read, *made) if tensor.is_floating_point()]
@@ -300,12 +302,15 @@ def _mark_scores(operand: TracedOperand) -> bool:
     return True
 
 
+@cache
+def _is_view(func: Any) -> bool:
+    """Return True for an ATen overload that says that its results are its operands' memory, and writes nothing."""
+    schema = func._schema  # noqa: SLF001
+    return not schema.is_mutable and all(result.alias_info for result in schema.returns)
+
+
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # noqa: SLF001 - identity
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # ----------------------------------------------------------------------------- a model's stages

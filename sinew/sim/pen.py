@@ -205,8 +205,9 @@ def picture(drop: DropEpisode, bottom: float, opening: float, size: int) -> np.n
     image[:] = _WALL_RGB
 
     def paint(row: np.ndarray, col: np.ndarray, color: np.ndarray) -> None:
-        share = (row[:, None] * col[None, :])[..., None]
-        image[:] = image + share * (color - image)
+        part = image[_touched(row), _touched(col)]
+        share = (row[_touched(row), None] * col[None, _touched(col)])[..., None]
+        part += share * (color - part)
 
     everywhere = np.ones(size)
     paint(rows(-1.0, -0.05), everywhere, _FLOOR_RGB)
@@ -223,6 +224,12 @@ def _coverage(low: float, high: float, size: int) -> np.ndarray:
     """Share of each of ``size`` unit cells that [low, high] covers."""
     edge = np.arange(size)
     return np.clip(np.minimum(high, edge + 1) - np.maximum(low, edge), 0.0, 1.0)
+
+
+def _touched(coverage: np.ndarray) -> slice:
+    """The cells from the first to the last that is covered."""
+    found = np.flatnonzero(coverage)
+    return slice(found[0], found[-1] + 1) if len(found) else slice(0)
 
 
 # ----------------------------------------------------------------------------- expert

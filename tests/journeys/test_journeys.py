@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.journeys import pages
 from tests.journeys.pages import BLOCK, COMMANDS, PAGES, Block, lines, programs, typed, without_comment
 from tests.journeys.stories import ASSETS, STORIES, arm, drove, evaluated, my_robot, streamed
@@ -77,9 +77,7 @@ def test_lines_stand_in_fenced_blocks(page: str) -> None:
 
 def test_a_page_without_a_story_is_refused_before_anything_is_installed() -> None:
     asked_for = ["docs/control.md", "docs/controll.md", "docs/concepts.md"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.journeys", *asked_for], cwd=pages.ROOT, capture_output=True, text=True
-    )
+    done = processes.run([sys.executable, "-m", "tests.journeys", *asked_for], cwd=pages.ROOT)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     said = " ".join(done.stderr.split())

@@ -201,9 +201,9 @@ def http(at: dict, content: bytes = b"") -> Callable[[], Any]:
 
 
 def pictures(at: dict) -> Callable[[], Any]:
-    """Requests of 50 kB, whose picture has 48 MB."""
+    """Requests of 2 kB, whose picture has 48 MB."""
     file = io.BytesIO()
-    Image.new("RGB", (4096, MIN_BUDGET // 4096)).save(file, "PNG")
+    Image.new("1", (4096, MIN_BUDGET // 4096)).save(file, "PNG")  # of one bit a pixel
     return http(at, pack({"images/front": file.getvalue(), "state": np.zeros(2), "prompt": "hang"}))
 
 

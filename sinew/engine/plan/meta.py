@@ -5,7 +5,7 @@ Torch computes most shapes in Python there, half a millisecond an operator, and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,13 +62,14 @@ def _signature(values: Sequence[Any]) -> tuple[Hashable, ...]:
     return tuple(found)
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
+def tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among the operands or the results of a call, those in lists and tuples too."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
+            found += tensors(value)
     return found
 
 
@@ -79,9 +80,7 @@ def _layout(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
         return None
     if not all(type(tensor) is Tensor and tensor.is_meta for tensor in made):
         return None
-    held = [
-        tensor.untyped_storage() for tensor in (*made, *_tensors(args), *_tensors(tuple(kwargs.values())))
-    ]
+    held = [tensor.untyped_storage() for tensor in (*made, *tensors(args), *tensors(kwargs.values()))]
     keys = [storage._cdata for storage in held]  # noqa: SLF001 - identity
     layouts = []
     for tensor, storage, key in zip(made, held, keys, strict=False):

@@ -328,20 +328,6 @@ class Study:
 
     def figures(self) -> dict[str, list[dict[str, Any]]]:
         """The data behind figures 5 to 9; its drawn values are not printed, so only shapes can be compared."""
-        scaled = [
-            {
-                "machine": m,
-                "family": f.name,
-                "part": t.name,
-                "params_b": n.parameters / 1e9,
-                "ms": 1e3 * t.seconds,
-            }
-            for m in ("thor", "rtx4090", "b100")
-            for f in SCALED
-            for n, t in zip(
-                f.nets, (timing(c, self.machines[m]) for c in f.components(self.how)), strict=True
-            )
-        ]
         grid = [
             self._action_row(steps=steps, chunk=chunk)
             for chunk in (5, 10, 25, 50, 100, 250)
@@ -358,13 +344,6 @@ class Study:
             for k in kinds
             for n in (7, 14, 28, 42)
         ]
-        placement: list[dict[str, Any]] = []
-        for machine, place in PLACES:
-            for links in ROUTES_TO[place]:
-                seconds_ = self.over(machine, links) if links else self.e2e(machine)
-                title = " + ".join(self.links[name].title for name in links) or place
-                where = f"{self.machines[machine].title}, {title}"
-                placement.append(self._place(where, seconds_, *self.stages(machine)))
         server = self.stages("b100")
         seen = server[0] if "vision-in-split" in self.put_right else None
         parts = (seen, server[1], self.stages("thor")[2])
@@ -375,12 +354,40 @@ class Study:
             split.append(self._place(f"server, {title}", self.over("b100", [link]), *server))
             split.append(self._place(f"split over {title}", self.collaboration(link), *parts))
         return {
-            "figure 5": scaled,
+            "figure 5": self.sizes(),
             "figure 6": grid,
             "figure 7": [*decoding, *single],
-            "figure 8": placement,
+            "figure 8": self.placements(),
             "figure 9": split,
         }
+
+    def sizes(self) -> list[dict[str, Any]]:
+        """Return figure 5's rows: milliseconds of each part of each size."""
+        return [
+            {
+                "machine": m,
+                "family": f.name,
+                "part": t.name,
+                "params_b": n.parameters / 1e9,
+                "ms": 1e3 * t.seconds,
+            }
+            for m in ("thor", "rtx4090", "b100")
+            for f in SCALED
+            for n, t in zip(
+                f.nets, (timing(c, self.machines[m]) for c in f.components(self.how)), strict=True
+            )
+        ]
+
+    def placements(self) -> list[dict[str, Any]]:
+        """Return figure 8's rows: where a policy may run, the device first."""
+        placement: list[dict[str, Any]] = []
+        for machine, place in PLACES:
+            for links in ROUTES_TO[place]:
+                seconds_ = self.over(machine, links) if links else self.e2e(machine)
+                title = " + ".join(self.links[name].title for name in links) or place
+                where = f"{self.machines[machine].title}, {title}"
+                placement.append(self._place(where, seconds_, *self.stages(machine)))
+        return placement
 
     @staticmethod
     def _place(where: str, seconds: float, *stages: StageTiming | None) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _bounds(study: Study) -> TakeawayVerdict:
 def _linear(study: Study) -> TakeawayVerdict:
     """Slope of latency over parameters, both logarithmic, between neighbouring sizes of a part."""
     slopes = []
-    rows = study.figures()["figure 5"]
+    rows = study.sizes()
     for machine in ("thor", "rtx4090", "b100"):
         for part in ("vision", "prefix", "head"):
             own = {(r["params_b"], r["ms"]) for r in rows if (r["machine"], r["part"]) == (machine, part)}
@@ -154,8 +154,9 @@ def _few_tokens(study: Study) -> TakeawayVerdict:
 
 def _server(study: Study) -> TakeawayVerdict:
     device = study.e2e("thor")
-    places = [row for row in study.figures()["figure 8"][1:] if row["ms"] < 1e3 * device]
-    all_of_them = len(study.figures()["figure 8"]) - 1
+    routes = study.placements()[1:]
+    places = [row for row in routes if row["ms"] < 1e3 * device]
+    all_of_them = len(routes)
     named = [
         study.over("rtx4090", ["wifi6"]) < device,
         study.over("b100", ["5g"]) < device,

@@ -159,8 +159,8 @@ def test_a_home_that_may_not_be_written_to_costs_a_compilation_and_no_speed(tmp_
 def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     both = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHOW], cwd=processes.ROOT, env=environment, stdout=-1, text=True
+        processes.Process(
+            [sys.executable, "-c", SHOW], cwd=processes.ROOT, env=environment, stdout=subprocess.PIPE
         )
         for _ in range(2)
     ]

@@ -43,7 +43,7 @@ def stop(u: np.ndarray, a: np.ndarray, push: np.ndarray, jerk: np.ndarray) -> np
     size = np.abs(u)
     n = np.floor((np.sqrt(8.0 * size / jerk + 1.0) - 1.0) / 2.0)
     wanted = -np.sign(u) * (size + jerk * n * (n + 1.0) / 2.0) / (n + 1.0)
-    return np.clip(wanted, np.maximum(a - jerk, -push), np.minimum(a + jerk, push))
+    return np.minimum(np.maximum(wanted, np.maximum(a - jerk, -push)), np.minimum(a + jerk, push))
 
 
 def stopped(
