@@ -209,7 +209,7 @@ def _drive(
         return loop.report()
     if not go:
         loop.pause()
-    with Keys(loop, key) as keys, RunView(loop, keys):
+    with Keys(loop, key) as keys, terminal.drawn(RunView(loop, keys).picture, 8):
         drive(loop, robot, policy, steps)
     return loop.report()
 

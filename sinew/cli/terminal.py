@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -176,6 +177,12 @@ def emit(record: dict[str, Any]) -> None:
             raise SinewError(f"--json {output.file}: {error.strerror}") from None
     if output.json:
         print(json.dumps(record), flush=True)
+
+
+def drawn(picture: Callable[[], RenderableType], rate: float) -> Live:
+    """Return what draws a picture ``rate`` times a second while it is entered, on a thread of its own: a loop waits for
+    nothing."""
+    return Live(get_renderable=picture, refresh_per_second=rate, transient=True)
 
 
 # ----------------------------------------------------------------------------- progress
