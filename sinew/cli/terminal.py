@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import re
+import shlex
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -97,11 +99,18 @@ def console(stderr: bool = False, **options: Any) -> Console:
     return made
 
 
-def table(title: str | None, *columns: str, **options: Any) -> Table:
-    """Return an empty table; a column whose name begins with ``>`` has numbers, and is set to the right."""
+def typed() -> str:
+    """Return this program's command line, for records of what it did."""
+    return shlex.join(["sinew", *sys.argv[1:]])
+
+
+def table(title: str | None, *columns: str, rows: Iterable[Sequence[str]] = (), **options: Any) -> Table:
+    """Return a table of rows; a column whose name begins with ``>`` has numbers, and is set to the right."""
     made = Table(title=title, **options)
     for name in columns:
         made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
