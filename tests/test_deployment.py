@@ -133,7 +133,7 @@ def test_the_example_of_a_file_is_taken() -> None:
     _, found, _ = app.parse_args(["serve", "policy.gguf"], exit_on_error=False, print_error=False)
     assert found.arguments["on"].deadline_ms == 200
     _, found, _ = app.parse_args(["run"], exit_on_error=False, print_error=False)
-    assert found.arguments["handover"] == "rtc"
+    assert found.arguments["by"].handover == "rtc"
 
 
 def test_the_unit_starts_a_command_that_exists() -> None:

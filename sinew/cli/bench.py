@@ -5,8 +5,6 @@ Of a bundle load, warm-up and steady state are timed apart; a server is asked by
 
 from __future__ import annotations
 
-import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,7 +94,7 @@ def bench(
         totals = np.array(result["samples_ms"]["total"])
         misses = int((totals > deadline_ms).sum())
         result["deadline"] = {"ms": deadline_ms, "misses": misses, "miss_rate": misses / runs}
-    result["command"] = shlex.join(["sinew", *sys.argv[1:]])
+    result["command"] = terminal.typed()
     print_report(result)
     terminal.emit(result)
     return 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -78,7 +76,7 @@ def ask(
     result = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["sinew", *sys.argv[1:]]),
+        "command": terminal.typed(),
         "sinew": __version__,
         "client_hardware": hardware()["cpu"],
         "address": address,

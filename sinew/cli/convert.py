@@ -106,9 +106,8 @@ def convert(
     )
     renames = parse_renames(rename)
     if is_bundle(Path(source)):
-        more = {"rename": renames, "name": name is not None, "no-merge": not merge}
         with progress.task(f"rewriting {source}"):
-            made, notes = upgrade(Path(source), out, (*options.given, *(key for key in more if more[key])))
+            made, notes = upgrade(Path(source), out, options, rename=renames, name=name, no_merge=not merge)
         return _ended(out, made.manifest.architecture, notes, start)
     with progress.task(f"reading {source}"):
         conversion = read(source, options)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -265,10 +263,7 @@ def _repeat(
     report["repeat"] = found
     _write(report, out, None, (task, variants) if films else None, films, elsewhere)
     console = terminal.console()
-    table = terminal.table(None, *repeat.COLUMNS)
-    for row in repeat.rows(found):
-        table.add_row(*row)
-    console.print(table)
+    console.print(terminal.table(None, *repeat.COLUMNS, rows=repeat.rows(found)))
     for text in repeat.sentences(found):
         console.print(text, markup=False)
     terminal.emit({name: value for name, value in report.items() if name != "episodes"})
@@ -405,8 +400,7 @@ def _run(
             player=player,
             listen=listen,
         )
-    command = shlex.join(["sinew", *sys.argv[1:]])
-    report = document(task, control_hz, variants, results, workers=workers, command=command)
+    report = document(task, control_hz, variants, results, workers=workers, command=terminal.typed())
     for entry, episodes in zip(report["variants"], results, strict=True):
         if found := reactions(episodes):
             entry["reactions_ms"] = found

@@ -20,22 +20,20 @@ KEY = 12  # digits of a key that are shown; any unambiguous beginning is underst
 def list_entries() -> int:
     """List the checkpoints that were converted on first use, with their keys and sizes."""
     found = cache.entries()
+    good = [entry for entry in found if isinstance(entry, cache.CacheEntry)]
+    bad = [str(entry) for entry in found if not isinstance(entry, cache.CacheEntry)]
     console = terminal.console(markup=False)
     if found:
         table = Table(box=None, pad_edge=False)
         for column in ("key", "policy", "architecture", "size", "converted", "source"):
             table.add_column(column, overflow="fold", justify="right" if column == "size" else "left")
-        for entry in found:
-            if isinstance(entry, cache.CacheEntry):
-                said = entry.record
-                size = f"{entry.nbytes / 1e6:.1f} MB"
-                table.add_row(entry.key[:KEY], said.name, said.architecture, size, said.made, said.source)
-            else:
-                table.add_row("damaged", str(entry))
+        for entry in good:
+            said, size = entry.record, f"{entry.nbytes / 1e6:.1f} MB"
+            table.add_row(entry.key[:KEY], said.name, said.architecture, size, said.made, said.source)
+        for path in bad:
+            table.add_row("damaged", path)
         console.print(table)
     console.print(f"{len(found)} in {cache.folder()}")
-    good = [entry for entry in found if isinstance(entry, cache.CacheEntry)]
-    bad = [str(entry) for entry in found if not isinstance(entry, cache.CacheEntry)]
     terminal.emit({"folder": str(cache.folder()), "entries": [_row(entry) for entry in good], "damaged": bad})
     return 0
 

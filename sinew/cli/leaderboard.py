@@ -38,20 +38,14 @@ def leaderboard(*reports: Path, out: Path | None = None) -> None:
     }
     console = terminal.console()
     for board in boards:
-        table = terminal.table(found.title(board), *found.COLUMNS)
-        for row in found.rows(board):
-            table.add_row(*row)
-        console.print(table)
+        console.print(terminal.table(found.title(board), *found.COLUMNS, rows=found.rows(board)))
         if by_task := found.task_rows(board):
-            tasks = terminal.table("Success by task, with 95 % intervals", *found.task_columns(board))
-            for row in by_task:
-                tasks.add_row(*(cell.replace("[", r"\[") for cell in row))
-            console.print(tasks)
+            rows = [[cell.replace("[", r"\[") for cell in row] for row in by_task]
+            title = "Success by task, with 95 % intervals"
+            console.print(terminal.table(title, *found.task_columns(board), rows=rows))
         if pairs := found.pair_rows(board, board["entries"][0]["label"]):
-            compared = terminal.table("Over common seeds, with 95 % intervals", *found.PAIR_COLUMNS)
-            for row in pairs:
-                compared.add_row(*row)
-            console.print(compared)
+            title = "Over common seeds, with 95 % intervals"
+            console.print(terminal.table(title, *found.PAIR_COLUMNS, rows=pairs))
         if len({entry["hardware"] for entry in board["entries"]}) > 1:
             terminal.say("entries are of several machines: their milliseconds do not compare")
     if out is not None:

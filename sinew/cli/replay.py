@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,7 @@ def replay(
     with Client(address, timeout=timeout or 60.0, api_key=key) as server:
         about = server.metadata()["server"]
         result = replay_records(server, records, deadline_ms)
-    result |= {"command": shlex.join(["sinew", *sys.argv[1:]]), "address": address, "server": about}
+    result |= {"command": terminal.typed(), "address": address, "server": about}
     print_replay(result)
     terminal.emit(result)
     return 0 if result["beyond"] == result["lost"] == 0 else 1

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cyclopts import Parameter
-from rich.table import Table
 from sinew_client.control import Adapter, Cadence, Loop, MotionWatch, Settings, choose
 from sinew_client.control.defaults import AUTO, HANDOVER, REPLAN
 from sinew_client.history import History
@@ -185,7 +183,8 @@ def run(
     if sending is not None:
         result["frames"] = sending.text
         rows = [*rows, ("frames", sending.text)]
-    print_cadence(cadence, rows)
+    table = terminal.table("cadence", "", "", rows=[*rows, *cadence.rows()], show_header=False)
+    terminal.console(stderr=True).print(table)
     if (fit := watch.fit()) is not None:
         terminal.say(fit.advice())
         result["motion"] = asdict(fit)
@@ -209,13 +208,6 @@ def _drive(
         return loop.report()
     if not go:
         loop.pause()
-    with Keys(loop, key) as keys, RunView(loop, keys):
+    with Keys(loop, key) as keys, terminal.drawn(RunView(loop, keys).picture, 8):
         drive(loop, robot, policy, steps)
     return loop.report()
-
-
-def print_cadence(cadence: Cadence, first: Sequence[tuple[str, str]] = ()) -> None:
-    table = Table(title="cadence", show_header=False)
-    for name, text in [*first, *cadence.rows()]:
-        table.add_row(name, text)
-    terminal.console(stderr=True).print(table)

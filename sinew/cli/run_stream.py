@@ -164,6 +164,6 @@ def _drive(loop: Loop, robot: Driven, policy: dict[str, Any], ticks: int | None)
         terminal.log(logging.WARNING, "%(message)s")
         drive(loop, robot, policy, ticks)
     else:
-        with StreamView(loop, robot.machine):
+        with terminal.drawn(StreamView(loop, robot.machine).picture, 4):
             drive(loop, robot, policy, ticks)
     return StreamReport.of(loop)

@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -18,29 +17,18 @@ from sinew_client.control.report import gap, hz
 from sinew.cli.run_robot import episodes_text
 from sinew.cli.terminal import BARS
 
-RATE = 4  # pictures per second
 WIDEST = 40  # bins of a histogram
 
 
 class StreamView:
-    """A panel that is drawn on a thread of its own; the loop waits for nothing."""
+    """What :func:`sinew.cli.terminal.drawn` shows of a stream while it runs."""
 
-    def __init__(self, loop: Loop, machine: Any = None, console: Console | None = None):
+    def __init__(self, loop: Loop, machine: Any = None):
         assert isinstance(loop.source, Stream)
         assert isinstance(loop.controller, StreamController)
         self.loop, self.machine, self.link, self.controller = loop, machine, loop.source.link, loop.controller
         self._before = (time.monotonic(), 0, 0)
         self._rates = (0.0, 0.0)
-        self._live = Live(
-            get_renderable=self.picture, refresh_per_second=RATE, console=console, transient=True
-        )
-
-    def __enter__(self) -> StreamView:
-        self._live.start()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._live.stop()
 
     def picture(self) -> Panel:
         loop, controller, link = self.loop, self.controller, self.link

@@ -8,12 +8,10 @@ import select
 import sys
 import termios
 import threading
-import time
 import tty
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -24,8 +22,6 @@ from sinew_client.control.report import hz
 from sinew.cli.run_robot import episodes_text
 
 log = logging.getLogger(__name__)
-
-RATE = 8  # pictures per second
 
 
 class Keys:
@@ -94,28 +90,13 @@ class Keys:
 
 
 class RunView:
-    """A panel that is drawn a few times a second on a thread of its own; the loop waits for nothing."""
+    """What :func:`sinew.cli.terminal.drawn` shows of a run while it lasts."""
 
-    def __init__(self, loop: Loop, keys: Keys, console: Console | None = None):
+    def __init__(self, loop: Loop, keys: Keys):
         self.loop, self.keys = loop, keys
         self._command: Command | None = None
         self._events: list[str] = []
-        self._begun = time.monotonic()
         loop.watch(self._see)
-        self._live = Live(
-            get_renderable=self.picture,
-            refresh_per_second=RATE,
-            console=console,
-            transient=True,
-            screen=False,
-        )
-
-    def __enter__(self) -> RunView:
-        self._live.start()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._live.stop()
 
     def _see(self, command: Command) -> None:
         last, self._command = self._command, command

@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import re
+import shlex
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -96,11 +99,18 @@ def console(stderr: bool = False, **options: Any) -> Console:
     return made
 
 
-def table(title: str | None, *columns: str, **options: Any) -> Table:
-    """Return an empty table; a column whose name begins with ``>`` has numbers, and is set to the right."""
+def typed() -> str:
+    """Return this program's command line, for records of what it did."""
+    return shlex.join(["sinew", *sys.argv[1:]])
+
+
+def table(title: str | None, *columns: str, rows: Iterable[Sequence[str]] = (), **options: Any) -> Table:
+    """Return a table of rows; a column whose name begins with ``>`` has numbers, and is set to the right."""
     made = Table(title=title, **options)
     for name in columns:
         made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
@@ -176,6 +186,12 @@ def emit(record: dict[str, Any]) -> None:
             raise SinewError(f"--json {output.file}: {error.strerror}") from None
     if output.json:
         print(json.dumps(record), flush=True)
+
+
+def drawn(picture: Callable[[], RenderableType], rate: float) -> Live:
+    """Return what draws a picture ``rate`` times a second while it is entered, on a thread of its own: a loop waits for
+    nothing."""
+    return Live(get_renderable=picture, refresh_per_second=rate, transient=True)
 
 
 # ----------------------------------------------------------------------------- progress

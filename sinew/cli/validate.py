@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +63,7 @@ def validate(
     with progress.task(f"loading {bundle} as the reference"):
         reference = Policy(opened, "cpu", "fp32", "eager", ignore_recipe=True)
     parity = compared(policy, reference, observations, records)
-    found = kept_record(bundle, parity, shlex.join(["sinew", *sys.argv[1:]]))
+    found = kept_record(bundle, parity, terminal.typed())
     if held is None and episodes:
         gate, why = gate_of(bundle)
         held = read_gate(gate) if gate is not None else None

@@ -81,8 +81,7 @@ def convert(
         **options,
     )
     if is_bundle(Path(source)):
-        more = {"name": name is not None, "no_merge": not merge}
-        upgrade(Path(source), Path(out), (*given.given, *(key for key in more if more[key])), progress)
+        upgrade(Path(source), Path(out), given, progress, name=name, no_merge=not merge)
         return Path(out)
     conversion = read(source, given)
     conversion.write(Path(out), name or conversion.spec.name, given, progress, merge)

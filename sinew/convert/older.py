@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from sinew.bundle.gguf_file import GGUFFile
@@ -10,6 +9,7 @@ from sinew.bundle.reader import Bundle
 from sinew.bundle.schema import KEY_VERSION
 from sinew.bundle.upgrade import NEWS, READS
 from sinew.bundle.writer import Progress, rewrite
+from sinew.convert.options import ConvertOptions
 from sinew.core import BundleError, ConvertError
 
 
@@ -22,16 +22,16 @@ def is_bundle(path: Path) -> bool:
 
 
 def upgrade(
-    source: Path, out: Path, given: Iterable[str] = (), progress: Progress | None = None
+    source: Path, out: Path, options: ConvertOptions, progress: Progress | None = None, **more: object
 ) -> tuple[Bundle, tuple[str, ...]]:
     """Write ``source``, a bundle, in the present format; return what was written and what is new in it.
 
-    given: names of flags that the caller has for checkpoints. ``out`` may be ``source``, where a link stays one. It
-    takes its name when it is complete and on the disk. Exported graphs, proofs and FP8 scales of the old file are not
-    the new one's. Raises :class:`ConvertError` for such a flag, a bundle of the present format and a damaged one.
+    ``out`` may be ``source``, where a link stays one; it takes its name when it is complete and on the disk. Exported
+    graphs, proofs and FP8 scales of the old file are not the new one's. Raises :class:`ConvertError` for options and
+    what else is for checkpoints, ``more``, for a bundle of the present format and for a damaged one.
     """
-    if flag := next(iter(given), None):
-        raise ConvertError(f"--{flag.replace('_', '-')}: expected a checkpoint, got the bundle {source}")
+    for name in (*options.given, *(name for name, value in more.items() if value)):
+        raise ConvertError(f"--{name.replace('_', '-')}: expected a checkpoint, got the bundle {source}")
     opened = Bundle(source.resolve())
     before, now = opened.file.metadata[KEY_VERSION], READS[-1]
     if before == now:

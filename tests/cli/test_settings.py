@@ -56,7 +56,8 @@ def test_every_flag_has_a_variable_and_a_key(
         name: sample(argument.field_info.annotation) for name, argument in settings.flags(arguments).items()
     }
     wanted = [argument for argument in arguments if argument.index is not None and argument.required]
-    given = (*words, *("1" for argument in wanted if not argument.name.startswith("--")))
+    places = [argument for argument in wanted if not argument.name.startswith("--")]
+    given = (*words, *(str(sample(argument.field_info.annotation)) for argument in places))
     command_line = []
     for name, value in flags.items():
         for each in value if isinstance(value, list) else [value]:
