@@ -56,7 +56,7 @@ class RobotFlags:
             held while it observes.
         seconds: end after this long.
         episodes: of gym:ENV, end after so many.
-        record: file for the journal; `sinew client --replay FILE` repeats its decisions.
+        record: a new file for the journal; `sinew client --replay FILE` repeats its decisions.
         report: tell the server that drives it once a second how the run goes (docs/dashboard.md#robots); --no-report
             keeps that here.
     """

@@ -61,6 +61,11 @@ def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]
     rows = np.array([row for row in sent if row is not None])
     assert (np.abs(rows) <= 0.2 + 1e-6).all()
+    before = journal.read_bytes()
+    assert main(["run", str(BLOCKS), *options]) == 1
+    said = f"error: {journal}: expected the name of a new file, got one that is there already\n"
+    assert said in capsys.readouterr().err
+    assert journal.read_bytes() == before
 
 
 def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> None:
