@@ -23,7 +23,7 @@ from sinew_client.history import History
 
 from sinew.auth import api_key_of
 from sinew.cli import status, terminal
-from sinew.cli.options import RUNS, Runs, json_object
+from sinew.cli.options import RUNS, Runs, motion_of
 from sinew.cli.run_connection import (
     ASSIST_TIMEOUT,
     ASSIST_WHEN,
@@ -113,7 +113,7 @@ def run(
             robot = on.opened(stack, open_robot, policy)
             own = getattr(robot.machine, "motion", None)
             try:
-                chosen = choose(handover, json_object("--motion", on.motion), policy, edge is not None, own)
+                chosen = choose(handover, motion_of(on.motion), policy, edge is not None, own)
             except ValueError as error:
                 raise SinewError(f"--{error}") from error
             check_guidance(chosen.handover, policy, about)

@@ -46,8 +46,8 @@ class RobotFlags:
             (docs/control.md#poses-on-a-robot-of-joints); what the bundle's names and units say need not be said.
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: control rate; the policy's own, or the environment's, if absent.
-        motion: JSON object, what actions are measured from; {"kind": "absolute"} ...; as the policy states it if
-            absent, {"kind": "as is"} for rows as they come.
+        motion: what actions are measured from: absolute (they are targets), or a JSON object (docs/control.md); as the
+            policy states it if absent, "as is" for rows as they come.
         limits: .toml or .json with low, high, velocity, acceleration, jerk, jump, workspace_low, workspace_high and
             still (the command at which the robot stands still, such as 0 of velocities) per joint; the policy's own if
             absent.

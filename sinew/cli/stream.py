@@ -25,7 +25,7 @@ from sinew_client.streams import StreamLink
 
 from sinew.auth import api_key_of
 from sinew.cli import status, terminal
-from sinew.cli.options import RUNS, Positive, Runs, json_object
+from sinew.cli.options import RUNS, Positive, Runs, motion_of
 from sinew.cli.run_connection import ask_server, load_here
 from sinew.cli.run_robot import ROBOT, RobotFlags, drive, episodes_of, episodes_row, refusal
 from sinew.cli.stream_view import StreamView, report_table
@@ -87,7 +87,7 @@ def stream(
                 raise SinewError("--seconds: expected a number where there is no terminal to stop at")
             options = {"rtc": guidance, "interpolation": interpolation, "text_tokens": text_tokens}
             said = (
-                json_object("--motion", on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
+                motion_of(on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
             )
             most = _most_nodes(policy, robot.rate)
             settings = Settings(

@@ -44,10 +44,11 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal, limits = tmp_path / "run.jsonl", tmp_path / "limits.json"
     limits.write_text(json.dumps({"low": -0.2, "high": 0.2, "velocity": 1, "still": 0}))
-    options = ("--seconds", "3", "--record", str(journal), "--limits", str(limits), *PLAIN)
+    options = ("--seconds", "3", "--record", str(journal), "--limits", str(limits), "--motion", "absolute", *PLAIN)
     assert main(["run", str(BLOCKS), *options, "--json"]) == 0
     report = last_json(capsys)
     assert (report["robot"], report["steps"]) == ("dry", 60)
+    assert report["settings"]["motion"] == {"kind": "absolute"}
     assert report["executed"] > 0
     assert report["executed"] + sum(report["held"].values()) == 60
     found = repeat(journal)
