@@ -14,6 +14,7 @@ from sinew_client.control import Command, Limits, Onlooker, Settings, Takeover
 from sinew_client.control.defaults import stated
 from sinew_client.control.leaders import open_leader, open_lerobot_leader
 from sinew_client.control.motion import Motion, parse_motion
+from sinew_client.control.robots import command_names
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
@@ -61,9 +62,8 @@ class LeaderFlags:
             raise SinewError(
                 f"--takeover-key: expected one character other than space, p and q, got {self.takeover_key!r}"
             )
-        for flag, value in (("--takeover-options", self.takeover_options),):
-            if value is not None and self.takeover is None:
-                raise SinewError(f"{flag}: expected --takeover beside it, got none")
+        if self.takeover_options is not None and self.takeover is None:
+            raise SinewError("--takeover-options: expected --takeover beside it, got none")
         if self.align is not None and not self.wanted:
             raise SinewError("--align: expected --takeover or --shadow beside it, got none")
 
@@ -118,8 +118,7 @@ class LeaderFlags:
             except TypeError as error:
                 raise SinewError(f"--takeover-options: {error}") from error
         if kind == "lerobot" and rest:
-            names = getattr(robot.machine, "joints", None) or policy["action"].get("names")
-            names = names["action"] if isinstance(names, Mapping) else names
+            names = command_names(robot.machine) or policy["action"].get("names")
             if not names:
                 raise SinewError(
                     "--takeover lerobot: expected a policy or a robot that names its joints, got neither"

@@ -15,7 +15,7 @@ from sinew_client import ClientError
 from sinew_client.control import Journal, Limits, Loop, Reporter, Settings
 from sinew_client.control.end_effector import EndEffector, KinematicsOptions, numbers_of
 from sinew_client.control.kinematics import read_chain
-from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
+from sinew_client.control.robots import Dry, command_names, find_class, open_class, open_lerobot, ordered
 
 from sinew.bundle.rename import parse_renames
 from sinew.cli import terminal
@@ -94,20 +94,22 @@ class RobotFlags:
             stack.callback(machine.close)
         if not (rate := self.hz or own_rate or policy.get("control_hz")):
             raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
-        dim = int(policy["action"]["dim"])
-        found = Limits.from_metadata(policy) if self.limits is None else self._limits(policy, dim)
-        return Driven(
-            machine,
-            choose_prompt(self.prompt, instruction, policy),
-            float(rate),
-            dim,
-            None if found is None else found.to_dict(),
-        )
-
-    def _limits(self, policy: dict[str, Any], dim: int) -> Limits:
-        assert self.limits is not None
-        found = Limits.read(self.limits, dim)
-        return found.ordered(policy["action"].get("names") or (), str(self.limits))
+        dim, prompt = int(policy["action"]["dim"]), choose_prompt(self.prompt, instruction, policy)
+        found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
+        posed = (
+            self.kinematics is not None
+        )  # then joints are no numbers of a command, and have speeds of their own
+        names = policy["action"].get("names") or ([] if posed else command_names(machine))
+        if found is not None:
+            found = found.ordered(names, str(self.limits))
+        if not (posed or hasattr(machine, "finished") or isinstance(machine, Dry)):  # it may break something
+            if names and not policy["action"].get("names"):
+                terminal.say(f"joints {', '.join(names)}: in the robot's order, as the policy names none")
+            free = range(dim) if found is None else [at for at in range(dim) if not found.paced[at]]
+            if free:
+                each = ", ".join(names[at] if names else str(at) for at in free)
+                terminal.say(f"limits: nothing bounds the speed of {each}; --limits FILE with velocity does")
+        return Driven(machine, prompt, float(rate), dim, None if found is None else found.to_dict())
 
     def follow(
         self, stack: ExitStack, loop: Loop, robot: Driven, settings: Settings, target: str, **said: Any

@@ -86,9 +86,7 @@ def stream(
             if on.seconds is None and on.episodes is None and not sys.stdout.isatty():
                 raise SinewError("--seconds: expected a number where there is no terminal to stop at")
             options = {"rtc": guidance, "interpolation": interpolation, "text_tokens": text_tokens}
-            said = (
-                motion_of(on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
-            )
+            said = motion_of(on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
             most = _most_nodes(policy, robot.rate)
             settings = Settings(
                 hz=robot.rate, motion=said, limits=robot.limits, stale=on.stale, chunk_size=most,

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from sinew_client.control import Loop, Settings, Stopped, repeat
 from sinew_client.control.robots import Dry, LeRobotArm
 
 from sinew.cli import main
+from sinew.cli.run_robot import RobotFlags
 from sinew.cli.run_view import Keys, RunView
 from sinew.eval.adapters import make_env
 from sinew.eval.robot import SimulatedRobot
@@ -44,7 +46,17 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal, limits = tmp_path / "run.jsonl", tmp_path / "limits.json"
     limits.write_text(json.dumps({"low": -0.2, "high": 0.2, "velocity": 1, "still": 0}))
-    options = ("--seconds", "3", "--record", str(journal), "--limits", str(limits), "--motion", "absolute", *PLAIN)
+    options = (
+        "--seconds",
+        "3",
+        "--record",
+        str(journal),
+        "--limits",
+        str(limits),
+        "--motion",
+        "absolute",
+        *PLAIN,
+    )
     assert main(["run", str(BLOCKS), *options, "--json"]) == 0
     report = last_json(capsys)
     assert (report["robot"], report["steps"]) == ("dry", 60)
@@ -76,6 +88,37 @@ def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> N
     report = last_json(capsys)
     assert report["episodes"] == 1
     assert report["executed"] > 0
+
+
+class Bench:
+    """An arm of somebody's own: three methods, and what its joints are called."""
+
+    joints = ("pan", "lift")
+
+    def __init__(self) -> None:
+        self._dry = Dry(POLICY)
+        self.observe, self.act, self.hold = self._dry.observe, self._dry.act, self._dry.hold
+
+
+def test_a_robot_names_what_its_policy_does_not_and_what_nothing_bounds_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = tmp_path / "arm.json"
+    limits.write_text(json.dumps({"low": -1, "velocity": [1, None]}))
+    flags = RobotFlags(robot=f"{__name__}:Bench", hz=20, prompt="go", limits=limits)
+    with ExitStack() as stack:
+        robot = flags.opened(stack, flags.opener(), POLICY)
+    assert robot.limits is not None
+    assert robot.limits["names"] == ["pan", "lift"]
+    assert capsys.readouterr().err.splitlines() == [
+        "joints pan, lift: in the robot's order, as the policy names none",
+        "limits: nothing bounds the speed of lift; --limits FILE with velocity does",
+    ]
+    with (
+        ExitStack() as stack,
+        pytest.raises(ClientError, match="joints: expected 3 names of its state, got 2"),
+    ):
+        flags.opened(stack, flags.opener(), {**POLICY, "state": {"dim": 3}})
 
 
 class Patient(SimulatedRobot):
