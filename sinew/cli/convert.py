@@ -68,8 +68,8 @@ def convert(
         control_hz: actions per second at which the chunk is meant to be executed; upstream files do not say it.
         vectors: JSON object, names and units of the numbers of state and action, in their order, where the checkpoint
             does not have them: {"action": {"names": ["pan", "lift"], "units": ["deg", "deg"]}}.
-        motion: what actions are measured from: absolute (they are targets), or a JSON object (docs/control.md). Robots then
-            take the hand-over that fits by themselves; upstream files do not say it.
+        motion: what actions are measured from: absolute (they are targets), or a JSON object (docs/control.md). Robots
+            then take the hand-over that fits by themselves; upstream files do not say it.
         name: the policy's name; the checkpoint directory's if absent.
         force: overwrite an existing file.
     """

@@ -135,9 +135,10 @@ def run(
                 connect = assisted = open_assist(assist, rule, assist_timeout, connect, policy, settings, key)
                 stack.callback(assisted.close)
             history = History.of(policy)
+            kept = lead.keeper(stack, robot)
             loop = Loop(
                 machine, connect, settings, robot.dim, robot.prompt, adapter=edge, history=history,
-                takeover=takeover, keep=lead.keeper(stack, robot, robot.rate),
+                takeover=takeover, keep=kept,
             )  # fmt: skip
             stack.callback(loop.close)
             said = {"advantage": advantage, "guidance_scale": guidance_scale}
@@ -166,6 +167,8 @@ def run(
     if assisted is not None:
         result["assist"] = assisted.report()
         rows = [*rows, ("assist", assisted.text())]
+    if kept is not None:
+        rows = [*rows, kept.row()]
     if sending is not None:
         result["frames"] = sending.text
         rows = [*rows, ("frames", sending.text)]

@@ -144,15 +144,9 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     pytest.importorskip("mujoco")
     from sinew.sim.blocks import STEP_SIZE
 
-    journal = tmp_path / "run.jsonl"
-    robot = (
-        "--robot",
-        f"{__name__}:Patient",
-        "--robot-options",
-        '{"commands": 96}',
-        "--record",
-        str(journal),
-    )
+    journal, frames = tmp_path / "run.jsonl", tmp_path / "frames"
+    robot = ("--robot", f"{__name__}:Patient", "--robot-options", '{"commands": 96}')
+    robot += ("--record", str(journal), "--frames", str(frames))
     options = ("--handover", "freeze", "--replan", "4", *PLAIN[2:])
     assert main(["run", str(BLOCKS), *robot, *options, "--hz", "200", "--json"]) == 0
     said = capsys.readouterr()
@@ -164,6 +158,15 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     assert advice in said.err
     assert main(["client", "--replay", str(journal)]) == 0
     assert advice in capsys.readouterr().out
+    assert f"96 steps in {frames}; sinew recording dataset {frames} OUT makes" in " ".join(
+        re.sub("[│\\n]", " ", said.err).split()
+    )
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    assert main(["recording", "dataset", str(frames), str(tmp_path / "set"), "--json"]) == 0
+    assert last_json(capsys)["frames"] > 48  # a period that was skipped may cost some
+    assert json.loads((tmp_path / "set" / "meta" / "info.json").read_text())["fps"] == 200
+    assert main(["recording", "dataset", str(journal), str(tmp_path / "none")]) == 1
+    assert f"{journal}: no records (*.npz) there; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
