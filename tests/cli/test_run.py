@@ -114,6 +114,9 @@ def test_a_robot_names_what_its_policy_does_not_and_what_nothing_bounds_is_said(
         "joints pan, lift: in the robot's order, as the policy names none",
         "limits: nothing bounds the speed of lift; --limits FILE with velocity does",
     ]
+    limits.write_text(json.dumps({"velocty": 1}))
+    with ExitStack() as stack, pytest.raises(ClientError, match="velocty: .* did you mean 'velocity'"):
+        flags.opened(stack, flags.opener(), POLICY)
     with (
         ExitStack() as stack,
         pytest.raises(ClientError, match="joints: expected 3 names of its state, got 2"),
