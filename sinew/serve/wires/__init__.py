@@ -156,7 +156,9 @@ def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]
         for listener in opened:
             listener.stop()
         if isinstance(error, AddressError) and getattr(error.__cause__, "errno", 0) == errno.EADDRINUSE:
-            others = " ".join(f"--wire {name}:{port + 1}" for name, port in ports.items() if isinstance(port, int))
+            others = " ".join(
+                f"--wire {name}:{port + 1}" for name, port in ports.items() if isinstance(port, int)
+            )
             raise AddressError(f"{error}; {others} takes others") from error
         raise
     return opened
