@@ -46,8 +46,6 @@ def run(
     /,
     *,
     on: RobotFlags = ROBOT,
-    advantage: str | None = None,
-    guidance_scale: float | None = None,
     substeps: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
     handover: str = HANDOVER,
     replan: str = REPLAN,
@@ -63,6 +61,8 @@ def run(
     frames_as: str = "raw",
     api_key_file: Path | None = None,
     go: Annotated[bool, Parameter(negative="")] = False,
+    advantage: str | None = None,
+    guidance_scale: float | None = None,
     lead: LeaderFlags = LEADER,
     envelope: EnvelopeFlags = ENVELOPE,
     runs: Runs = RUNS,
@@ -77,9 +77,6 @@ def run(
         target: address of a server (tcp://host:port; tcp://A,tcp://B turns to the next one where one fails), or what is
             loaded here: a bundle, a folder of `sinew export`,
             a checkpoint or training run, a name of the hub.
-        advantage: that the prompt of each request shall state, as positive; '' for none, the policy's usual one if
-            absent.
-        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
         substeps: commands per control step, for faster actuators; they are interpolated.
         handover: auto, freeze, naive, aligned, ensemble[:M], aggregate[:MIX] or rtc[:GUIDANCE[:SCHEDULE[:BETA]]];
             +halt:LIMIT behind one stops the robot where a late chunk expects it elsewhere. auto: aligned where actions
@@ -99,6 +96,9 @@ def run(
             spend more than 50 ms on the network and it helps. What was sent, and why, is in the report.
         api_key_file: a file with the key of servers; SINEW_API_KEY in the environment if absent.
         go: begin at once, also with a keyboard.
+        advantage: that the prompt of each request shall state, as positive; '' for none, the policy's usual one if
+            absent.
+        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
     """
     with ExitStack() as stack:
         try:

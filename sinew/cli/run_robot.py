@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 from sinew_client import ClientError
 from sinew_client.control import Journal, Limits, Loop, Reporter, Settings
 from sinew_client.control.end_effector import EndEffector, KinematicsOptions, numbers_of
@@ -27,7 +27,7 @@ from sinew.signals import handled
 Opened = tuple[Any, str, "float | None"]
 
 
-@Parameter(name="*", group="Robot")
+@Parameter(name="*", group=Group("Robot", sort_key=-1))
 @dataclass(frozen=True)
 class RobotFlags:
     """The robot, and how it is driven.

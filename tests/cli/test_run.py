@@ -124,6 +124,14 @@ def test_a_robot_names_what_its_policy_does_not_and_what_nothing_bounds_is_said(
         flags.opened(stack, flags.opener(), {**POLICY, "state": {"dim": 3}})
 
 
+def test_help_begins_with_the_robot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        said.index("--robot ") < said.index("--limits") < said.index("--handover") < said.index("--advantage")
+    )
+
+
 class Patient(SimulatedRobot):
     """The hand over the table, in a world that stands still while it holds: its moves do not depend on the clock."""
 
