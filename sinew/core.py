@@ -6,9 +6,6 @@ Types and errors are those of the robot's package (:mod:`sinew_client.types`, :m
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 from sinew_client.errors import (
     BusyError,
     CancelledError,
@@ -16,6 +13,7 @@ from sinew_client.errors import (
     ObservationError,
     RequestError,
     SinewError,
+    did_you_mean,
 )
 from sinew_client.types import (
     MAX_HISTORY,
@@ -77,12 +75,6 @@ class ConvertError(SinewError):
     """An upstream checkpoint cannot be turned into a bundle; the message says what to give."""
 
     code = "bad_checkpoint"
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'camera1'?`` where a known name is close, else nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 # The words of flags, recipes and reports -> torch's names of the types.

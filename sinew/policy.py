@@ -50,7 +50,7 @@ def load(
 ) -> Policy:
     """Load what ``path`` names: a bundle, a checkpoint, a name of the hub (:func:`sinew.sources.resolve`).
 
-    ``options``: those of :class:`Policy`.
+    ``options``: ``rename``, ``threads``, ``adapters``, ``reuse`` and what else ``help(sinew.Policy)`` explains.
     """
     hints.refuse_unknown("sinew.load", options, Policy.__init__)
     return Policy(open_bundle(path), device, dtype, engine, **options)

@@ -61,7 +61,8 @@ def words(bundle: Bundle) -> dict[str, str]:
         "hashes": _hashes(bundle.hashes),
         "compat": manifest.processing.compat or "-",
         "converted": f"by {source.converter} from {source.format}",
-        **{f"  {s.name}": f"{s.bytes} bytes, sha256 {s.sha256}" for s in source.sources},
+        "sources": "\n".join(f"{s.name}, {s.bytes:,} bytes, sha256 {s.sha256[:12]}" for s in source.sources)
+        or "-",
         "left out": ", ".join(source.dropped) or "nothing",
         "notes": "; ".join(source.notes) or "-",
     }

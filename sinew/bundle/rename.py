@@ -19,9 +19,10 @@ def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
     known = [camera.name for camera in spec.cameras]
     for new, old in names.items():
         if old not in known:
+            turned = f"; did you mean {option('rename', {old: new})}?" if new in known else ""
             raise SinewError(
                 f"{option('rename', {new: old})}: expected one of the cameras {known} after the equals sign,"
-                f" got {old!r}{did_you_mean(old, known)}"
+                f" got {old!r}{turned or did_you_mean(old, known)}"
             )
     new_of = {old: new for new, old in names.items()}
     if len(new_of) < len(names):

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, Transf
 
 from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import Flag, Texts, json_object
+from sinew.cli.options import Flag, Texts, json_object, motion_of
 
 
 def convert(
@@ -71,8 +71,8 @@ def convert(
         control_hz: actions per second at which the chunk is meant to be executed; upstream files do not say it.
         vectors: JSON object, names and units of the numbers of state and action, in their order, where the checkpoint
             does not have them: {"action": {"names": ["pan", "lift"], "units": ["deg", "deg"]}}.
-        motion: JSON object, what the actions are measured from: {"kind": "absolute"} ... (docs/control.md). Robots then
-            take the hand-over that fits by themselves; upstream files do not say it.
+        motion: what actions are measured from: absolute (they are targets), or a JSON object (docs/control.md). Robots
+            then take the hand-over that fits by themselves; upstream files do not say it.
         name: the policy's name; the checkpoint directory's if absent.
         force: overwrite an existing file.
     """
@@ -100,7 +100,7 @@ def convert(
         embodiment=embodiment,
         stats_key=stats_key,
         control_hz=control_hz,
-        motion=parse_motion(json_object("--motion", motion)),
+        motion=parse_motion(motion_of(motion)),
         vectors=parse_vectors(json_object("--vectors", vectors)),
         settings=parse_settings(settings or []),
     )

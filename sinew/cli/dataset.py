@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sinew_client.control import is_journal
 from sinew_client.control.defaults import REPLAN
 
 from sinew.cli import terminal
@@ -41,7 +42,7 @@ def dataset(
         seed: of the first episode.
         replan: actions executed per inference, `full`, or another rule of `sinew run`.
         successes: leave out episodes that failed.
-        hz: of records: requests per second; the control rate of --bundle if absent.
+        hz: of records: requests per second; if absent that of `sinew run --frames`, or the bundle's control rate.
         bundle: of records: the policy, which gives the joints their names.
         corrections: of records: only the steps in which a human drove.
     """
@@ -50,7 +51,7 @@ def dataset(
     from sinew.eval.settings import Task, parse_replan
     from sinew.eval.variants import default_env, settled, variants
 
-    if Path(source).is_dir() and next(Path(source).glob("*.npz"), None) is not None:
+    if next(Path(source).glob("*.npz"), None) is not None or is_journal(Path(source)):
         if env is not None or successes:
             raise SinewError("--env, --successes: belong to episodes that are played, not to records")
         counts: dict[str, Any] = of_records(Path(source), out, hz, bundle, corrections)

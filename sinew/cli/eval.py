@@ -17,7 +17,7 @@ from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
 
 from sinew.cli import status, terminal
-from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
+from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object, motion_of
 from sinew.core import SinewError
 from sinew.eval import suites
 from sinew.eval.report import plots, stats
@@ -100,8 +100,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         stream: PREFIX:HEAD[:GUIDANCE], milliseconds of simulated time that the two loops of a stream take; instead of
             chunks; --latency is then what each window takes on top. guidance of whole chunks: guided, no-jacobian,
             ramp or none (docs/stream.md).
-        motion: JSON object, what actions are measured from; {"kind": "absolute"} ... (docs/control.md); as the policy
-            states it if absent, {"kind": "as is"} for rows as they come.
+        motion: what actions are measured from: absolute (they are targets), or a JSON object (docs/control.md); as the
+            policy states it if absent, "as is" for rows as they come.
         future: tell the policy the state that the robot will have when the answer arrives; needs --motion.
         solver_steps: instead of the bundle's own number.
         sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter,
@@ -166,7 +166,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         adapter=adapter or "",
         noise=noise or 0,
         realtime=realtime,
-        motion=json_object("--motion", motion),
+        motion=motion_of(motion),
         future=future,
     )
     given: dict[str, Any] = {

@@ -28,9 +28,8 @@ def facts_table(facts: dict[str, str]) -> Table:
 def config_table(config: dict[str, Any]) -> Table:
     table = Table("config", "", box=None, pad_edge=False)
     for key, value in config.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{k} {v}" for k, v in value.items())
-        table.add_row(escape(key), escape(shown(value)))
+        each = value.items() if isinstance(value, dict) else [("", value)]
+        table.add_row(escape(key), escape(", ".join(f"{k} {shown(v)}".lstrip() for k, v in each)))
     return table
 
 

@@ -149,6 +149,11 @@ def image_size_of(text: str | None) -> tuple[int, int] | None:
 RUNS, CAMERAS = Runs(), Cameras()
 
 
+def motion_of(text: str | None) -> dict[str, Any] | None:
+    """Return what --motion says: a kind that needs no numbers, by its name, else a JSON object."""
+    return {"kind": text} if text in ("absolute", "as is") else json_object("--motion", text)
+
+
 def json_object(name: str, text: str | None) -> dict[str, Any] | None:
     """Return what a flag says as JSON; None where it is absent. Raises :class:`SinewError`."""
     if text is None:

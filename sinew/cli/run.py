@@ -19,7 +19,7 @@ from sinew_client.history import History
 
 from sinew.auth import api_key_of
 from sinew.cli import status, terminal
-from sinew.cli.options import RUNS, Count, Flag, Positive, Runs, changed, json_object
+from sinew.cli.options import RUNS, Count, Flag, Positive, Runs, changed, motion_of
 from sinew.cli.run_connection import (
     ASSIST_TIMEOUT,
     ASSIST_WHEN,
@@ -44,9 +44,6 @@ class ChunkFlags:
     """How chunks are asked for and executed.
 
     Attributes:
-        advantage: that the prompt of each request shall state, as positive; '' for none, the policy's usual one if
-            absent.
-        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
         substeps: commands per control step, for faster actuators; they are interpolated.
         handover: auto, freeze, naive, aligned, ensemble[:M], aggregate[:MIX] or rtc[:GUIDANCE[:SCHEDULE[:BETA]]];
             +halt:LIMIT behind one stops the robot where a late chunk expects it elsewhere. auto: aligned where actions
@@ -65,10 +62,11 @@ class ChunkFlags:
         frames_as: how frames travel to a server: raw; a JPEG quality from 1 to 95; or auto, JPEG 90 where requests
             spend more than 50 ms on the network and it helps. What was sent, and why, is in the report.
         go: begin at once, also with a keyboard.
+        advantage: that the prompt of each request shall state, as positive; '' for none, the policy's usual one if
+            absent.
+        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
     """
 
-    advantage: str | None = None
-    guidance_scale: float | None = None
     substeps: Count = 1
     handover: str = HANDOVER
     replan: str = REPLAN
@@ -83,6 +81,8 @@ class ChunkFlags:
     assist_timeout: Positive = ASSIST_TIMEOUT
     frames_as: str = "raw"
     go: Flag = False
+    advantage: str | None = None
+    guidance_scale: float | None = None
 
 
 CHUNKS = ChunkFlags()
@@ -129,7 +129,7 @@ def run(
         robot = on.opened(stack, open_robot, policy)
         own = getattr(robot.machine, "motion", None)
         try:
-            chosen = choose(by.handover, json_object("--motion", on.motion), policy, edge is not None, own)
+            chosen = choose(by.handover, motion_of(on.motion), policy, edge is not None, own)
         except ValueError as error:
             raise SinewError(f"--{error}") from error
         check_guidance(chosen.handover, policy, about)
@@ -153,9 +153,10 @@ def run(
             )
             stack.callback(assisted.close)
         history = History.of(policy)
+        kept = lead.keeper(stack, robot)
         loop = Loop(
             machine, connect, settings, robot.dim, robot.prompt, adapter=edge, history=history,
-            takeover=takeover, keep=lead.keeper(stack, robot, robot.rate),
+            takeover=takeover, keep=kept,
         )  # fmt: skip
         stack.callback(loop.close)
         said = {"advantage": by.advantage, "guidance_scale": by.guidance_scale}
@@ -180,6 +181,8 @@ def run(
     if assisted is not None:
         result["assist"] = assisted.report()
         rows = [*rows, ("assist", assisted.text())]
+    if kept is not None:
+        rows = [*rows, kept.row()]
     if sending is not None:
         result["frames"] = sending.text
         rows = [*rows, ("frames", sending.text)]

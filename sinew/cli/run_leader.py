@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from sinew_client.control import Command, Limits, Onlooker, Settings, Takeover
 from sinew_client.control.defaults import stated
 from sinew_client.control.leaders import open_leader, open_lerobot_leader
 from sinew_client.control.motion import Motion, parse_motion
+from sinew_client.control.robots import command_names
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
@@ -21,6 +23,7 @@ from sinew.cli.run_robot import Driven
 from sinew.core import ActionChunk, Observation, SinewError
 
 EXPERT = "expert"
+SPARE_BYTES = 1 << 30  # of the disk, that frames leave free
 
 
 @Parameter(name="*", group="Take-over")
@@ -39,8 +42,8 @@ class LeaderFlags:
             the limits give it if absent.
         shadow: the policy computes and somebody else drives: the leader of --takeover, or whoever drives a robot that
             is then only looked at. The report says how well they agree.
-        frames: folder; each control step with a command is kept, with what was seen and who drove: `sinew
-            recording dataset FOLDER OUT` makes a LeRobot data set of them.
+        frames: folder; each control step with a command is kept, with what was seen and who drove, uncompressed (two
+            cameras of 640x480 at 30 Hz: 55 MB a second): `sinew recording dataset FOLDER OUT` makes a LeRobot data set.
     """
 
     takeover: str | None = None
@@ -61,9 +64,8 @@ class LeaderFlags:
             raise SinewError(
                 f"--takeover-key: expected one character other than space, p and q, got {self.takeover_key!r}"
             )
-        for flag, value in (("--takeover-options", self.takeover_options),):
-            if value is not None and self.takeover is None:
-                raise SinewError(f"{flag}: expected --takeover beside it, got none")
+        if self.takeover_options is not None and self.takeover is None:
+            raise SinewError("--takeover-options: expected --takeover beside it, got none")
         if self.align is not None and not self.wanted:
             raise SinewError("--align: expected --takeover or --shadow beside it, got none")
 
@@ -118,8 +120,7 @@ class LeaderFlags:
             except TypeError as error:
                 raise SinewError(f"--takeover-options: {error}") from error
         if kind == "lerobot" and rest:
-            names = getattr(robot.machine, "joints", None) or policy["action"].get("names")
-            names = names["action"] if isinstance(names, Mapping) else names
+            names = command_names(robot.machine) or policy["action"].get("names")
             if not names:
                 raise SinewError(
                     "--takeover lerobot: expected a policy or a robot that names its joints, got neither"
@@ -129,28 +130,41 @@ class LeaderFlags:
             return open_leader(self.takeover, options)
         raise SinewError(f"--takeover: expected lerobot:TYPE, expert or module:Class, got {self.takeover!r}")
 
-    def keeper(
-        self, stack: ExitStack, robot: Driven, hz: float
-    ) -> Callable[[Mapping[str, Any], str, Command], None] | None:
+    def keeper(self, stack: ExitStack, robot: Driven) -> FrameKeeper | None:
         """Return what keeps the frames of a run, which the stack closes; None where they are not kept."""
         if self.frames is None:
             return None
+        keeper = FrameKeeper(self.frames, robot)
+        stack.callback(keeper.close)
+        return keeper
+
+
+class FrameKeeper:
+    """Keeps each control step with a command in a folder, until the disk has less than a gigabyte left."""
+
+    def __init__(self, folder: Path, robot: Driven):
         from sinew.records.recorder import Recorder
 
-        recorder = Recorder(self.frames)
-        stack.callback(recorder.close)
+        self._folder, self._robot = folder, robot
+        folder.mkdir(parents=True, exist_ok=True)
+        self._recorder = Recorder(folder, max(0, shutil.disk_usage(folder).free - SPARE_BYTES))
+        self.close = self._recorder.close
 
-        def keep(seen: Mapping[str, Any], prompt: str, command: Command) -> None:
-            images = {name: _pixels(name, frame) for name, frame in seen["images"].items()}
-            state = _copied(seen["state"])
-            moment = Observation(
-                images, state, prompt=prompt or str(seen.get("prompt", "")), time=command.step / hz
-            )
-            episode = getattr(robot.machine, "finished", 0)
-            assert command.row is not None
-            recorder.put("run", f"episode {episode}", moment, ActionChunk(command.row[None]), by=command.by)
+    def __call__(self, seen: Mapping[str, Any], prompt: str, command: Command) -> None:
+        images = {name: _pixels(name, frame) for name, frame in seen["images"].items()}
+        prompt = prompt or str(seen.get("prompt", ""))
+        moment = Observation(
+            images, _copied(seen["state"]), prompt=prompt, time=command.step / self._robot.rate
+        )
+        assert command.row is not None
+        episode = f"episode {getattr(self._robot.machine, 'finished', 0)}"
+        self._recorder.put("run", episode, moment, ActionChunk(command.row[None]), by=command.by)
 
-        return keep
+    def row(self) -> tuple[str, str]:
+        """Return the row of a report."""
+        written = self._recorder.stats()["written"]
+        made = f"sinew recording dataset {self._folder} OUT"
+        return "kept", f"{written} steps in {self._folder}; {made} makes a data set of them"
 
 
 LEADER = LeaderFlags()

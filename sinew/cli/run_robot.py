@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 from sinew_client import ClientError
 from sinew_client.control import Journal, Limits, Loop, Reporter, Settings
 from sinew_client.control.end_effector import (
@@ -21,7 +21,7 @@ from sinew_client.control.end_effector import (
     numbers_of,
 )
 from sinew_client.control.kinematics import read_chain
-from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
+from sinew_client.control.robots import Dry, command_names, find_class, open_class, open_lerobot, ordered
 from sinew_client.errors import Refused
 
 from sinew.bundle.rename import parse_renames
@@ -34,7 +34,7 @@ from sinew.signals import handled
 Opened = tuple[Any, str, "float | None"]
 
 
-@Parameter(name="*", group="Robot")
+@Parameter(name="*", group=Group("Robot", sort_key=-1))
 @dataclass(frozen=True)
 class RobotFlags:
     """The robot, and how it is driven.
@@ -53,8 +53,8 @@ class RobotFlags:
             (docs/control.md#poses-on-a-robot-of-joints); what the bundle's names and units say need not be said.
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: control rate; the policy's own, or the environment's, if absent.
-        motion: JSON object, what actions are measured from; {"kind": "absolute"} ...; as the policy states it if
-            absent, {"kind": "as is"} for rows as they come.
+        motion: what actions are measured from: absolute (they are targets), or a JSON object (docs/control.md); as the
+            policy states it if absent, "as is" for rows as they come.
         limits: .toml or .json with low, high, velocity, acceleration, jerk, jump, workspace_low, workspace_high and
             still (the command at which the robot stands still, such as 0 of velocities) per joint; the policy's own if
             absent.
@@ -63,7 +63,7 @@ class RobotFlags:
             held while it observes.
         seconds: end after this long.
         episodes: of gym:ENV, end after so many.
-        record: file for the journal; `sinew recording replay FILE` repeats its decisions.
+        record: a new file for the journal; `sinew recording replay FILE` repeats its decisions.
         report: tell the server that drives it once a second how the run goes (docs/dashboard.md#robots); --no-report
             keeps that here.
     """
@@ -170,20 +170,20 @@ class RobotFlags:
             stack.callback(machine.close)
         if not (rate := self.hz or own_rate or policy.get("control_hz")):
             raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
-        dim = int(policy["action"]["dim"])
-        found = Limits.from_metadata(policy) if self.limits is None else self._limits(policy, dim)
-        return Driven(
-            machine,
-            choose_prompt(self.prompt, instruction, policy),
-            float(rate),
-            dim,
-            None if found is None else found.to_dict(),
-        )
-
-    def _limits(self, policy: dict[str, Any], dim: int) -> Limits:
-        assert self.limits is not None
-        found = Limits.read(self.limits, dim)
-        return found.ordered(policy["action"].get("names") or (), str(self.limits))
+        dim, prompt = int(policy["action"]["dim"]), choose_prompt(self.prompt, instruction, policy)
+        found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
+        posed = isinstance(machine, EndEffector)  # joints are no numbers of a command, and have speeds of their own
+        names = policy["action"].get("names") or ([] if posed else command_names(machine))
+        if found is not None:
+            found = found.ordered(names, str(self.limits))
+        if not (posed or hasattr(machine, "finished") or isinstance(machine, Dry)):  # it may break something
+            if names and not policy["action"].get("names"):
+                terminal.say(f"joints {', '.join(names)}: in the robot's order, as the policy names none")
+            free = range(dim) if found is None else [at for at in range(dim) if not found.paced[at]]
+            if free:
+                each = ", ".join(names[at] if names else str(at) for at in free)
+                terminal.say(f"limits: nothing bounds the speed of {each}; --limits FILE with velocity does")
+        return Driven(machine, prompt, float(rate), dim, None if found is None else found.to_dict())
 
     def follow(
         self, stack: ExitStack, loop: Loop, robot: Driven, settings: Settings, target: str, **said: Any

@@ -22,7 +22,7 @@ from sinew_client.protocol import MAX_ROWS
 from sinew_client.streams import StreamLink
 
 from sinew.cli import status, terminal
-from sinew.cli.options import Flag, Positive, Runs, json_object
+from sinew.cli.options import Flag, Positive, Runs, motion_of
 from sinew.cli.run_connection import ask_server, load_here
 from sinew.cli.run_robot import Driven, RobotFlags, drive, episodes_of, episodes_row
 from sinew.cli.run_stream_view import StreamView, report_table
@@ -80,7 +80,7 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
         if on.seconds is None and on.episodes is None and not sys.stdout.isatty():
             raise SinewError("--seconds: expected a number where there is no terminal to stop at")
         options = {"rtc": guidance, "interpolation": by.interpolation, "text_tokens": by.text_tokens}
-        said = json_object("--motion", on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
+        said = motion_of(on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
         most = _most_nodes(policy, robot.rate)
         settings = Settings(
             hz=robot.rate, motion=said, limits=robot.limits, stale=on.stale, chunk_size=most,

@@ -17,7 +17,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 from sinew_client.control import Command, Controller, Loop
-from sinew_client.control.report import hz
 
 from sinew.cli.run_robot import episodes_text
 
@@ -131,7 +130,7 @@ class RunView:
             else f"{1e3 * command.age / loop.settings.hz:.0f} ms"
         )
         delay = 1e3 * controller.delay.steps / loop.settings.hz
-        facts.add_row("chunk age", f"{age}, a request takes {delay:.0f} ms{hz(delay)}")
+        facts.add_row("chunk age", f"{age}, the next one due {delay:.0f} ms after it is asked for")
         if loop.takeover is not None and loop.takeover.apart and loop.driver == "aligning":
             facts.add_row("leader", Text(loop.takeover.apart, style="yellow"))
         if failed := str(controller.faults):

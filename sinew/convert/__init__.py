@@ -150,6 +150,9 @@ def recognise(path: Path, adapters: bool = False) -> ModuleType:
         modules.append(module)
         if module.recognises(path):
             return module
+    if not (path / "config.json").exists():
+        got = "a folder without one" if path.is_dir() else "a file"
+        raise ConvertError(f"{path}: expected a checkpoint, a folder with config.json, got {got}")
     record = read_json(path / "config.json")
     kind = record.get("type", record.get("model_type"))
     known = ", ".join(name for module in modules for name in module.NAMES)

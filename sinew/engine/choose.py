@@ -232,5 +232,6 @@ def _choice(
 
 
 def _worth_saying(passed_over: Sequence[tuple[str, str]]) -> list[str]:
-    """Leave out what is for a device that is not here."""
-    return [problem for name, problem in passed_over if "references" not in problem or "valid" in problem]
+    """Leave out what is for a device or for weights that are not here."""
+    found = [problem for name, problem in passed_over if "references" not in problem or "valid" in problem]
+    return [problem for problem in found if "is for weights" not in problem]

@@ -208,7 +208,9 @@ def record_files(directory: Path) -> list[Path]:
         raise SinewError(f"{directory}: no such file or folder")
     if paths := sorted(directory.glob("*.npz")):
         return paths
-    raise SinewError(f"{directory}: no records (*.npz) there; `sinew serve --record` writes them")
+    raise SinewError(
+        f"{directory}: no records (*.npz) there; `sinew serve --record` and `sinew run --frames` write them"
+    )
 
 
 def read_record(path: Path) -> Record:

@@ -52,6 +52,7 @@ def policy():
         (without("wrist", cam2=FRAME), "images.cam2: .*an unknown camera (rename={'cam2': 'wrist'} maps it)"),
         (without("", third=FRAME), "images.third: .*an unknown camera"),
         ({**GOOD, "images": {}}, "images: expected at least one of the cameras"),
+        ({"image": {}, "state": [0]}, "image: expected one of .*an unknown key; did you mean 'images'?"),
     ],
 )
 def test_no_caller_runs_half_blind(policy, observation, words: str) -> None:
@@ -97,12 +98,18 @@ def test_the_command_line_spells_its_own_flags(tmp_path, capsys) -> None:
     assert "(--allow-missing-cameras runs without)" in capsys.readouterr().err
     assert main([*arguments, f"cam2={picture}"]) == 1
     assert "(--rename cam2=front maps it)" in capsys.readouterr().err
+    assert (
+        main([*arguments, f"top={picture}", "--rename", "front=top"]) == 1
+    )  # LeRobot's rename_map is this way
+    assert "got 'top'; did you mean --rename top=front?" in capsys.readouterr().err
 
 
 def test_a_missing_camera_that_is_allowed_is_said_in_the_chunk(policy) -> None:
     allowed = load(BLOCKS, "cpu", engine="eager", allow_missing_cameras=True)
     chunk = allowed.infer(without("wrist"))
     assert chunk.warnings == ("no frame for wrist: the policy ran without",)
+    assert repr(chunk).startswith(f"<ActionChunk actions float32 {list(chunk.actions.shape)}, ")
+    assert repr(chunk).endswith(f" ms, seed {chunk.seed}, warnings {chunk.warnings}>")
     whole = allowed.infer(GOOD)
     assert whole.warnings == ()
     np.testing.assert_array_equal(whole.actions, policy.infer(GOOD).actions)

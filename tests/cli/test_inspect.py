@@ -47,3 +47,12 @@ def test_the_cost_is_the_tracers(smolvla_bundle, openvla_bundle, capsys, case):
 
 def test_it_is_counted_on_request(smolvla_bundle, capsys):
     assert "cost" not in inspected(smolvla_bundle("smolvla-2cam"), capsys)[1]
+
+
+def test_the_table_shows_every_number_of_the_configuration_and_short_hashes(smolvla_bundle, capsys):
+    text, record = inspected(smolvla_bundle("smolvla-2cam"), capsys)
+    shown = " ".join(text.split())
+    for name, value in record["config"]["vision"].items():  # together longer than a text that is shown whole
+        assert f"{name} {value}" in shown
+    for source in record["provenance"]["sources"]:
+        assert f"{source['name']}, {source['bytes']:,} bytes, sha256 {source['sha256'][:12]} " in shown

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from sinew_client.control import Loop, Settings, Stopped, repeat
 from sinew_client.control.robots import Dry, LeRobotArm
 
 from sinew.cli import main
+from sinew.cli.run_robot import RobotFlags
 from sinew.cli.run_view import Keys, RunView
 from sinew.eval.adapters import make_env
 from sinew.eval.robot import SimulatedRobot
@@ -44,10 +46,21 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal, limits = tmp_path / "run.jsonl", tmp_path / "limits.json"
     limits.write_text(json.dumps({"low": -0.2, "high": 0.2, "velocity": 1, "still": 0}))
-    options = ("--seconds", "3", "--record", str(journal), "--limits", str(limits), *PLAIN)
+    options = (
+        "--seconds",
+        "3",
+        "--record",
+        str(journal),
+        "--limits",
+        str(limits),
+        "--motion",
+        "absolute",
+        *PLAIN,
+    )
     assert main(["run", str(BLOCKS), *options, "--json"]) == 0
     report = last_json(capsys)
     assert (report["robot"], report["steps"]) == ("dry", 60)
+    assert report["settings"]["motion"] == {"kind": "absolute"}
     assert report["executed"] > 0
     assert report["executed"] + sum(report["held"].values()) == 60
     found = repeat(journal)
@@ -61,6 +74,11 @@ def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]
     rows = np.array([row for row in sent if row is not None])
     assert (np.abs(rows) <= 0.2 + 1e-6).all()
+    before = journal.read_bytes()
+    assert main(["run", str(BLOCKS), *options]) == 1
+    said = f"error: {journal}: expected the name of a new file, got one that is there already\n"
+    assert said in capsys.readouterr().err
+    assert journal.read_bytes() == before
 
 
 def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +88,48 @@ def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> N
     report = last_json(capsys)
     assert report["episodes"] == 1
     assert report["executed"] > 0
+
+
+class Bench:
+    """An arm of somebody's own: three methods, and what its joints are called."""
+
+    joints = ("pan", "lift")
+
+    def __init__(self) -> None:
+        self._dry = Dry(POLICY)
+        self.observe, self.act, self.hold = self._dry.observe, self._dry.act, self._dry.hold
+
+
+def test_a_robot_names_what_its_policy_does_not_and_what_nothing_bounds_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = tmp_path / "arm.json"
+    limits.write_text(json.dumps({"low": -1, "velocity": [1, None]}))
+    flags = RobotFlags(robot=f"{__name__}:Bench", hz=20, prompt="go", limits=limits)
+    with ExitStack() as stack:
+        robot = flags.opened(stack, flags.opener(), POLICY)
+    assert robot.limits is not None
+    assert robot.limits["names"] == ["pan", "lift"]
+    assert capsys.readouterr().err.splitlines() == [
+        "joints pan, lift: in the robot's order, as the policy names none",
+        "limits: nothing bounds the speed of lift; --limits FILE with velocity does",
+    ]
+    limits.write_text(json.dumps({"velocty": 1}))
+    with ExitStack() as stack, pytest.raises(ClientError, match="velocty: .* did you mean 'velocity'"):
+        flags.opened(stack, flags.opener(), POLICY)
+    with (
+        ExitStack() as stack,
+        pytest.raises(ClientError, match="joints: expected 3 names of its state, got 2"),
+    ):
+        flags.opened(stack, flags.opener(), {**POLICY, "state": {"dim": 3}})
+
+
+def test_help_begins_with_the_robot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        said.index("--robot ") < said.index("--limits") < said.index("--handover") < said.index("--advantage")
+    )
 
 
 class Patient(SimulatedRobot):
@@ -95,15 +155,9 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     pytest.importorskip("mujoco")
     from sinew.sim.blocks import STEP_SIZE
 
-    journal = tmp_path / "run.jsonl"
-    robot = (
-        "--robot",
-        f"{__name__}:Patient",
-        "--robot-options",
-        '{"commands": 96}',
-        "--record",
-        str(journal),
-    )
+    journal, frames = tmp_path / "run.jsonl", tmp_path / "frames"
+    robot = ("--robot", f"{__name__}:Patient", "--robot-options", '{"commands": 96}')
+    robot += ("--record", str(journal), "--frames", str(frames))
     options = ("--handover", "freeze", "--replan", "4", *PLAIN[2:])
     assert main(["run", str(BLOCKS), *robot, *options, "--hz", "200", "--json"]) == 0
     said = capsys.readouterr()
@@ -117,6 +171,15 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     assert advice in capsys.readouterr().out
     assert main(["recording", "replay", str(journal), "tcp://127.0.0.1:1"]) == 1
     assert "address: expected none, as the journal" in capsys.readouterr().err
+    assert f"96 steps in {frames}; sinew recording dataset {frames} OUT makes" in " ".join(
+        re.sub("[│\\n]", " ", said.err).split()
+    )
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    assert main(["recording", "dataset", str(frames), str(tmp_path / "set"), "--json"]) == 0
+    assert last_json(capsys)["frames"] > 48  # a period that was skipped may cost some
+    assert json.loads((tmp_path / "set" / "meta" / "info.json").read_text())["fps"] == 200
+    assert main(["recording", "dataset", str(journal), str(tmp_path / "none")]) == 1
+    assert f"{journal}: no records (*.npz) there; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,11 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["bench", PEN, "--dtype", "int3"], "dtype: expected one of fp32, bf16, fp16, native"),
         (["eval", PEN, "--dtype", "int3"], "dtype: expected one of fp32, bf16, fp16, native"),
         (["evl"], "did you mean 'eval'?"),
+        (
+            ["quantize", PEN, "--out", "x.gguf", "--recipe", "vision=int8", "head=int8"],
+            "error: expected no further words, got head=int8",
+        ),
+        (["eval", PEN, "--episode", "3"], "error: Unknown option: --episode. Did you mean --episodes?"),
     ],
     ids=lambda value: (
         "-".join(map(str, value))[:40].replace(str(ROOT), "") if isinstance(value, list) else ""

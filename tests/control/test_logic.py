@@ -673,7 +673,7 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lowest": 1}, "limits.lowest: unknown"),
+        ({"lowest": 1}, r"limits.lowest: expected one of .*, got an unknown key; did you mean 'low'"),
         ({"low": [1]}, "limits.low: expected 2 numbers"),
         ({"low": 2, "high": 1}, "limits.low: expected at most high"),
         ({"velocity": 0}, "limits.velocity: expected numbers above 0"),

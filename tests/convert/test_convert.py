@@ -246,7 +246,7 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
     with pytest.raises(ConvertError, match="not JSON"):
         run(checkpoint)
     config.unlink()
-    with pytest.raises(ConvertError, match=r"config.json: No such file"):
+    with pytest.raises(ConvertError, match=r"a folder with config\.json, got a folder without one"):
         run(checkpoint)
 
 

@@ -265,6 +265,15 @@ def test_the_faster_of_two_that_follow_a_recipe_is_taken(tmp_path, monkeypatch, 
     )
 
 
+def test_a_reason_leaves_out_engines_for_other_weights(smolvla_bundle) -> None:
+    bundle = Bundle(smolvla_bundle("smolvla-2cam"))
+    assert "few bits" not in choose(bundle, device="cpu").engine_reason
+    with pytest.raises(
+        SinewError, match="engine cpu is for weights .* stored in few bits, and this bundle has none$"
+    ):
+        choose(bundle, "cpu", device="cpu")
+
+
 @needs_kernels
 def test_nothing_is_measured_where_there_is_nothing_to_choose(tmp_path, monkeypatch) -> None:
     def measure(*_):

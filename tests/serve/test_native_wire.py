@@ -152,6 +152,7 @@ def test_client_refuses_what_it_cannot_send():
         ({"prompt": 3}, r"prompt: .* got 3$"),
         ({"tokens": [0.5]}, "tokens: expected integers"),
         ({"task": "x"}, "task: expected one of .* got an unknown key"),
+        ({"promt": "x"}, "promt: expected one of .*; did you mean 'prompt'?"),
     ):
         with pytest.raises(sinew_client.InvalidObservation, match=text):
             protocol.encode_infer(observation(**changes), 1)

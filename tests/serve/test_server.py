@@ -405,7 +405,8 @@ def test_busy_port_is_told_before_the_model_loads(server, bundle):
     command = [sys.executable, "-X", "importtime", "-m", "sinew", "serve", bundle, "--wire", f"native:{port}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 1
-    message = f"error: cannot listen on 127.0.0.1:{port}: Address already in use"
+    taken = f"error: cannot listen on 127.0.0.1:{port}: Address already in use"
+    message = f"{taken}; --wire native:{int(port) + 1} takes others"
     imported = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     told = [line for line in done.stderr.splitlines() if line not in imported]
     assert told == ["from the environment: --prepare", message]  # tests/conftest.py

@@ -28,8 +28,7 @@ class Cpu(Backend):
             return f"engine cpu computes in fp32 around low-bit weights on cpu, not {options.dtype} on {options.device}"
         if not bundle.lowbit:
             return (
-                "engine cpu computes on weights that `sinew quantize` stored in few bits, and this bundle has none;"
-                " engine plan runs it"
+                "engine cpu is for weights that `sinew quantize` stored in few bits, and this bundle has none"
             )
         return ""
 

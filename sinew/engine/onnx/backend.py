@@ -86,8 +86,8 @@ def lacks_graphs(bundle: Bundle) -> str:
     if (cache_folder(bundle.path, variant(usable_bits(bundle))) / "graphs.json").exists():
         return ""
     return (
-        f"engine onnx has no graphs of this bundle yet; {option('engine', 'onnx')} exports them, once, and"
-        " `sinew prepare` proves and measures them first, as `sinew serve` does by itself"
+        f"engine onnx has no graphs of this bundle yet: `sinew prepare` exports, proves and measures them, as `sinew"
+        f" serve` does by itself; {option('engine', 'onnx')} exports them alone"
     )
 
 

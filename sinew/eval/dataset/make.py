@@ -17,16 +17,17 @@ def of_records(
 ) -> dict[str, Any]:
     """Write the requests of a recording as frames, and return what was counted.
 
-    hz: requests per second; None: the control rate of ``bundle``, which also names the joints. corrections: only
+    hz: requests per second; None: that of `sinew run --frames`, or the control rate of ``bundle``, which also names the
+    joints. corrections: only
     the control steps in which a human drove (:func:`sinew.eval.dataset.records.episodes`). Raises :class:`SinewError`
     where neither says the rate, or where no two requests follow each other.
     """
-    from sinew.eval.dataset.records import episodes
+    from sinew.eval.dataset.records import control_hz, episodes
     from sinew.policy import open_bundle
     from sinew.records.recorder import read_records
 
     spec = None if bundle is None else open_bundle(bundle).manifest.spec
-    rate = hz or (None if spec is None else spec.control_hz)
+    rate = hz or control_hz(read_records(records)) or (None if spec is None else spec.control_hz)
     if rate is None:
         raise SinewError("--hz: expected the rate of the requests; there is no --bundle that states one")
     found = episodes(read_records(records), rate, corrections)

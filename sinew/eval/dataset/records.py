@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -70,9 +71,18 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
             yield [_frame(read_record(request.path)) for request in session]
 
 
+def control_hz(records: Iterable[Record]) -> float | None:
+    """Return the rate at which a robot of `sinew run --frames` was driven, whose records tell their control steps by
+    the seconds of that rate; None of requests, which come when they come."""
+    times = [_when(record) for record in islice(records, 32) if record.by]
+    steps = [after - before for before, after in pairwise(times) if after > before]
+    return round(1 / min(steps), 6) if steps else None
+
+
 def _when(record: Record) -> float:
     """Return the moment of a request: the robot's own clock where it gave one."""
-    return parts.seconds(record, "time", record.observation.time or record.meta.get("recorded"))
+    own = record.observation.time
+    return parts.seconds(record, "time", record.meta.get("recorded") if own is None else own)
 
 
 def _frame(record: Record) -> DatasetFrame:

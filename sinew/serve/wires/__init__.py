@@ -3,13 +3,14 @@ theirs by an entry point ``sinew.wires``, NAME = "module:WIRE", a record of the 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from sinew.core import SinewError
-from sinew.serve.transport.listen import Listen
+from sinew.serve.transport.listen import AddressError, Listen
 from sinew.serve.wire import Listener, Wire
 
 if TYPE_CHECKING:
@@ -151,9 +152,14 @@ def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]
                 from sinew.serve.transport.web import WebServer
 
                 opened.append(WebServer([each.load() for each in wires], here, page))
-    except BaseException:
+    except BaseException as error:
         for listener in opened:
             listener.stop()
+        if isinstance(error, AddressError) and getattr(error.__cause__, "errno", 0) == errno.EADDRINUSE:
+            others = " ".join(
+                f"--wire {name}:{port + 1}" for name, port in ports.items() if isinstance(port, int)
+            )
+            raise AddressError(f"{error}; {others} takes others") from error
         raise
     return opened
 

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'camera1'?`` where a known name is close, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
 
 class SinewError(Exception):
     """Base of every error a user can cause or meet. ``code`` is stable and travels on the wires."""

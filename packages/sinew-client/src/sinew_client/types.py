@@ -10,7 +10,7 @@ from typing import Any, Literal, Mapping, Sequence
 
 import numpy as np
 
-from sinew_client.errors import ClientError, ObservationError
+from sinew_client.errors import ClientError, ObservationError, did_you_mean
 from sinew_client.given import shown
 from sinew_client.solver import FLOW, NoiseLevels, Solver
 
@@ -273,7 +273,10 @@ class Observation:
         known = {f.name for f in fields(cls)}
         for key in mapping:
             if key not in known:
-                raise ObservationError(str(key), f"one of {sorted(known)}", "an unknown key")
+                hint = did_you_mean(str(key)[:100], sorted(known))
+                raise ObservationError(
+                    str(key), f"one of {', '.join(sorted(known))}", f"an unknown key{hint}"
+                )
         for key in ("images", "state"):
             if key not in mapping:
                 raise ObservationError(key, "a value", "nothing")
@@ -335,6 +338,11 @@ class ActionChunk:
     round_trip_ms: float = 0.0
     text: str = ""
     adapter: str = ""
+
+    def __repr__(self) -> str:
+        beside = [f"{name} {value!r}" for name in ("text", "warnings") if (value := getattr(self, name))]
+        rows = f"actions float32 {list(np.shape(self.actions))}"
+        return f"<ActionChunk {', '.join([rows, f'{self.timing.total_ms:.1f} ms', f'seed {self.seed}', *beside])}>"
 
 
 # ----------------------------------------------------------------------------- from a wire

@@ -37,7 +37,11 @@ class Journal:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            self._file = path.open("x", encoding="utf-8")  # a run that is on the disk is not written over
+        except FileExistsError:
+            raise JournalError(
+                f"{path}: expected the name of a new file, got one that is there already"
+            ) from None
         except OSError as error:
             raise JournalError(f"{path}: {error.strerror}") from error
         self._events: SimpleQueue = SimpleQueue()

@@ -71,7 +71,7 @@ class Cadence:
             ("longest gap", gap(self.longest_gap_ms, self.watchdog, self.watchdog_holds)),
             ("chunk age", _spread(self.age_ms)),
             ("chunks", f"{self.chunks}, {rate(self.chunks, self.seconds)}; {self._failed()}"),
-            ("a request takes", f"{self.request_ms:.0f} ms{hz(self.request_ms)}"),
+            ("next chunk due", f"{self.request_ms:.0f} ms after it is asked for, in whole control steps"),
             ("held", f"{sum(self.held.values())} of {self.steps} steps"),
         ]
         found += [

@@ -324,8 +324,6 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
     given and the robot has no names.
     """
     names = getattr(robot, "joints", None)
-    if not (given or policy["state"].get("names") or policy["action"].get("names")):
-        return robot
     if names is None:
         if given:
             raise RobotError(
@@ -343,11 +341,19 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
             raise RobotError(
                 f"robot: joints: expected {policy[what]['dim']} names of its {what}, got {len(each[what])}"
             )
+    if not (given or policy["state"].get("names") or policy["action"].get("names")):
+        return robot
     states, actions = joints_of(policy, each["state"], each["action"], given)
     if states == list(each["state"]) and actions == list(each["action"]):
         return robot
     places = [each["state"].index(name) for name in states]
     return Ordered(robot, places, [actions.index(name) for name in each["action"]], actions)
+
+
+def command_names(robot: Any) -> list[str]:
+    """Return what a robot calls the numbers of a command; [] where it has no names for them."""
+    own = getattr(robot, "joints", None) or ()
+    return list(own["action"] if isinstance(own, Mapping) else own)
 
 
 class Renamed:

@@ -11,7 +11,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from sinew_client.control.jerk import JerkLimit, StepBounds
-from sinew_client.errors import ClientError
+from sinew_client.errors import ClientError, did_you_mean
 from sinew_client.given import named, read_text, shown
 from sinew_client.protocol import MAX_ROWS
 
@@ -125,8 +125,9 @@ class Limits:
         known = {*_NAMES, "names", "when"}
         for key in given:
             if key not in known:
+                hint = did_you_mean(named(key), sorted(known))
                 raise LimitsError(
-                    "{}.{}: unknown; known are {}".format(where, named(key), ", ".join(sorted(known)))
+                    f"{where}.{named(key)}: expected one of {', '.join(sorted(known))}, got an unknown key{hint}"
                 )
         vectors = [
             _vector(given.get(name), dim, f"{where}.{name}", -1 if name.endswith("low") else 1)
@@ -149,7 +150,7 @@ class Limits:
             text = read_text(path)
             given = _toml(text) if path.suffix == ".toml" else json.loads(text)
         except (OSError, ValueError, RecursionError) as error:
-            raise LimitsError(f"{path}: {error}") from error
+            raise LimitsError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
         if isinstance(given, dict) and isinstance(given.get("limits"), dict):
             given = given["limits"]
         if not isinstance(given, dict):

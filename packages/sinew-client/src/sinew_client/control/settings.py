@@ -247,6 +247,6 @@ def check_start(limits: Limits, motion: Motion) -> None:
         given = [f"limits.{name}" for name in RATES if np.isfinite(getattr(limits, name)).any()]
         raise SettingsError(
             f"{', '.join(given)}: expected a motion that says where the robot is before its first command"
-            ' ({"kind": "absolute"}: where its state says), or limits.still, the command of a robot that stands still'
+            " (absolute: where its state says), or limits.still, the command of a robot that stands still"
             f" (0 of velocities and offsets), got neither for {', '.join(missing)}"
         )
