@@ -172,7 +172,9 @@ class RobotFlags:
             raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
         dim, prompt = int(policy["action"]["dim"]), choose_prompt(self.prompt, instruction, policy)
         found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
-        posed = isinstance(machine, EndEffector)  # joints are no numbers of a command, and have speeds of their own
+        posed = isinstance(
+            machine, EndEffector
+        )  # joints are no numbers of a command, and have speeds of their own
         names = policy["action"].get("names") or ([] if posed else command_names(machine))
         if found is not None:
             found = found.ordered(names, str(self.limits))

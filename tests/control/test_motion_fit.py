@@ -104,12 +104,12 @@ def test_what_happens_around_a_fault_does_not_count() -> None:
 
 def test_a_journal_gives_the_same(tmp_path: Path) -> None:
     events = told(offsets)
-    for motion in (None, {"kind": "absolute"}):
-        journal = Journal(tmp_path / "run.jsonl", Settings(20.0, motion=motion), 4)
+    for name, motion in {"told": None, "stated": {"kind": "absolute"}}.items():
+        journal = Journal(tmp_path / f"{name}.jsonl", Settings(20.0, motion=motion), 4)
         for event, values in events:
             journal.put(event, values)
         journal.close()
-        assert watched(tmp_path / "run.jsonl") == (None if motion else fit(events))
+        assert watched(journal.path) == (None if motion else fit(events))
     (tmp_path / "bad.jsonl").write_text('{"event": "begin", "settings": {}}\n{"event": "command"}\n')
     with pytest.raises(JournalError, match="line 1: schema: expected"):
         watched(tmp_path / "bad.jsonl")
