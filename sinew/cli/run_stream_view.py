@@ -88,7 +88,8 @@ def report_table(report: StreamReport, first: Sequence[tuple[str, str]] = ()) ->
     table.add_row("ticks", f"{report.tick_hz:.1f} Hz of {report.rate:g} over {report.seconds:.1f} s")
     table.add_row("late ticks", f"{report.late} of {report.ticks}, {report.skipped} periods skipped")
     table.add_row("longest gap", gap(report.longest_gap_ms, report.watchdog, report.watchdog_holds))
-    table.add_row("windows", f"{report.windows}, {report.window_hz:.1f} Hz; {report.frames} frames sent")
+    table.add_row("windows", f"{report.windows}, {report.window_hz:.1f} Hz")
+    table.add_row("frames", f"{report.frames} sent, {report.frames_used} of them looked at")
     table.add_row("first node", f"{report.delay} ticks after its sample")
     table.add_row("ticks without a node", str(report.misses))
     if report.errors:

@@ -162,5 +162,6 @@ def test_what_the_view_and_the_report_show() -> None:
     console.print(StreamView(loop).picture())
     console.print(report_table(report))
     text = console.export_text()
-    for part in ("a test", "sensor reaction", "of 100 per second", "no window yet"):
+    assert (report.frames, report.frames_used) == (10, 10)
+    for part in ("a test", "10 sent, 10 of them looked at", "sensor reaction", "of 100 per second", "no window yet"):
         assert part in text

@@ -559,6 +559,7 @@ def test_a_report_counts_what_was_sent_and_what_came() -> None:
     assert (report.ticks, report.skipped, report.seconds, report.rate) == (9, 2, 1.1, 10.0)
     assert (report.tick_hz, report.window_hz) == (8.18, 1.82)
     assert (report.windows, report.frames, report.delay, report.executed, report.misses) == (2, 4, 1, 4, 5)
+    assert report.frames_used == 1  # both windows were made of the same one
     assert [round(10 * time) for time, _, frame in link.sent if frame] == [0, 6, 7, 10]
     assert (report.watchdog, report.errors, report.label) == (False, 0, "")
     assert report.to_dict()["measured"] == report.measured

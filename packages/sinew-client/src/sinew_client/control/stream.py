@@ -148,7 +148,8 @@ class StreamReport:
     """How a stream went. Rates per second; ``misses``: ticks without a node after the first window; ``held``: by
     reason.
 
-    delay: nodes from a sample to the first node that its window can reach. executed: ticks with a node. errors:
+    frames: that were sent; frames_used: that a window was made of; the others were overtaken by newer ones. delay:
+    nodes from a sample to the first node that its window can reach. executed: ticks with a node. errors:
     messages that came in place of windows, and windows that could not be taken, of which ``faults`` are no part of
     normal life (:class:`~sinew_client.faults.Faults`). watchdog: True if one watched the loop; watchdog_holds: holds
     that it gave, and longest_gap_ms: between two of all commands and holds. Times in milliseconds, p50 to max.
@@ -163,6 +164,7 @@ class StreamReport:
     windows: int
     window_hz: float
     frames: int
+    frames_used: int
     misses: int
     delay: int
     label: str
@@ -194,6 +196,7 @@ class StreamReport:
             windows=player.windows,
             window_hz=round(player.windows / run.seconds, 2) if run.seconds else 0.0,
             frames=source.frames,
+            frames_used=player.frames_used,
             misses=player.misses,
             delay=max(1, player.delay.steps),
             label=source.link.label,

@@ -63,7 +63,7 @@ class StreamController(BaseController):
     ):
         super().__init__(Trajectory(), motion, DelayEstimate(), guard, dim, max_rows)
         self.hz, self.stale, self._fusion = hz, stale, fusion
-        self.windows = self.bad = self.misses = 0
+        self.windows = self.bad = self.misses = self.frames_used = 0
         self.reactions = Reactions()
         self.newest: StreamWindow | None = None
         self.prefix_ages: list[float] = []
@@ -185,6 +185,7 @@ class StreamController(BaseController):
         """Plan a window's nodes."""
         if self.newest is None or window.frame_time > self.newest.frame_time:
             self._failing = ""
+            self.frames_used += 1
         self.newest, self._fault = window, ""
         number = self.windows
         self._about[number] = window
