@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import json
 import re
@@ -71,8 +70,7 @@ def rows() -> list[Requirement]:
 
 @cache
 def functions(path: str) -> set[str]:
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return set(re.findall(r"^(?:async )?def (\w+)", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def test_every_row_is_there_once() -> None:
@@ -95,15 +93,19 @@ def test_the_sums_are_those_of_the_rows() -> None:
     assert printed == [*counted, [sum(column) for column in zip(*counted, strict=True)]]
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: str(row.number))
-def test_every_row_is_proved(row: Requirement) -> None:
+def test_every_row_is_proved() -> None:
     """What works names a test or a command; what does not names what is missing, or nothing is claimed for it."""
+    for row in rows():
+        is_proved(row)
+
+
+def is_proved(row: Requirement) -> None:
     if row.state == "works" or row.state.startswith("needs"):
-        assert row.proofs
+        assert row.proofs, row
     elif row.state == "partial":
-        assert row.figure
+        assert row.figure, row
     elif row.state == "not to build":
-        assert not row.proofs
+        assert not row.proofs, row
     assert all(proof.startswith(("sinew ", "python -m benchmarks.", "tests/")) for proof in row.proofs), row
     for path, name in row.tests:
         assert name in functions(path), f"{path} has no {name}"

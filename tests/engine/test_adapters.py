@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from sinew.layers.stores.plain import PLAIN
 from sinew.policy import Policy
 from sinew.processing import Processor
 from tests.adapters import Adapters, Make
-from tests.closeness import assert_close, rounding
+from tests.closeness import Rounding, assert_close, rounding
 from tests.golden import Golden
 from tests.models.stages import observation as golden_observation
 
@@ -50,18 +52,26 @@ def policy(adapters: Make) -> Policy:
     return opened(adapters(CASE), engine="eager")
 
 
+@pytest.fixture(scope="module")
+def merged(adapters: Make, golden: Path) -> Callable[[str], dict[str, Rounding]]:
+    """Return what the reference computes of each merged bundle of a case, and what rounding does to it."""
+
+    def of(file: Path, case: str) -> Rounding:
+        policy, given = sinew.load(file, "cpu", engine="eager"), seen(case, golden)
+        return rounding(lambda: policy.infer(given).actions)
+
+    return cache(lambda case: {name: of(file, case) for name, file in adapters(case).merged.items()})
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
 def test_each_request_is_answered_as_by_its_merged_bundle(
-    case: str, engine: str, adapters: Make, golden: Path
+    case: str, engine: str, adapters: Make, merged: Callable[[str], dict[str, Rounding]], golden: Path
 ) -> None:
     """As it is computed by the reference, whatever the engine of the adapters; the base as by its own engine."""
     found = adapters(case)
     policy, base = opened(found, engine=engine), sinew.load(found.base, "cpu", engine=engine)
-    wanted = {}
-    for name, file in found.merged.items():
-        merged, given = sinew.load(file, "cpu", engine="eager"), seen(case, golden)
-        wanted[name] = rounding(lambda merged=merged, given=given: merged.infer(given).actions)
+    wanted = merged(case)
     alone = base.infer(seen(case, golden)).actions
     answers: dict[str, list[np.ndarray]] = {}
     for name in ("arm", "", "kitchen", "arm", "kitchen", "kitchen", "", "arm"):

@@ -195,7 +195,7 @@ FUSED_ON_CPU = {  # torch counts the fused attention of GPUs and leaves out that
 
 
 # Torch counts no product of few bits, and the others are made of the same layers.
-QUICK = ("smolvla", "pi0", "pi0.5", "openvla-oft")
+QUICK = ("smolvla", "pi0.5", "openvla-oft")
 COUNTED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
 
 
