@@ -19,9 +19,10 @@ from sinew_client.control.robots import Dry, command_names, find_class, open_cla
 
 from sinew.bundle.rename import parse_renames
 from sinew.cli import terminal
-from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object, pairs
+from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
 from sinew.core import SinewError
 from sinew.eval.report.stats import wilson
+from sinew.hints import pairs
 from sinew.signals import handled
 
 Opened = tuple[Any, str, "float | None"]
@@ -180,8 +181,8 @@ def robot_opener(
     What can be wrong without a policy is said here, before one is loaded.
     """
     given = json_object("--robot-options", options) or {}
-    cameras = _of_policy("--rename", "camera", parse_renames(tuple(rename)))
-    places = _of_policy("--rename-joint", "joint", pairs("--rename-joint", "JOINT", joints))
+    cameras = _of_policy("--rename", "camera", parse_renames(rename))
+    places = _of_policy("--rename-joint", "joint", pairs("--rename-joint", "NEW=JOINT", joints))
     text = EMBEDDED.get(text, text)
     kind, _, rest = text.partition(":")
     if kinematics is not None:
