@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from sinew.core import did_you_mean
+from sinew.core import SinewError, did_you_mean
 
 Reader = Literal["python", "command line", "client"]
 _FLAGS = {"providers": "provider"}  # where the command line has another name than sinew.load
@@ -56,3 +56,19 @@ def refuse_unknown(name: str, given: Iterable[str], function: Callable[..., obje
     for word in given:
         if word not in known:
             raise TypeError(f"{name}: expected {', '.join(known)}, got {word!r}{did_you_mean(word, known)}")
+
+
+def pairs(flag: str, form: str, texts: Iterable[str]) -> dict[str, str]:
+    """Return name -> value of a flag that is given as ``NAME=VALUE``, repeatedly. form: that, in its own words.
+
+    Raises :class:`SinewError` for what is no pair, or names one twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise SinewError(f"{flag} {text}: expected {form}")
+        if name in found:
+            raise SinewError(f"{flag} {text}: {name} is another {flag.removeprefix('--')}'s name")
+        found[name] = value
+    return found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from sinew.core import PolicySpec, SinewError, did_you_mean
-from sinew.hints import option
+from sinew.hints import option, pairs
 
 
 def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
@@ -40,14 +40,6 @@ def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
     return replace(spec, cameras=cameras, keys=keys)
 
 
-def parse_renames(texts: tuple[str, ...]) -> dict[str, str]:
+def parse_renames(texts: Iterable[str]) -> dict[str, str]:
     """Return new name -> the bundle's, of texts such as ``front=camera1``."""
-    found: dict[str, str] = {}
-    for text in texts:
-        new, separator, old = text.partition("=")
-        if not separator or not new or not old:
-            raise SinewError(f"{option('rename', text)}: expected NEW=CAMERA, as front=camera1")
-        if new in found:
-            raise SinewError(f"{option('rename', text)}: expected {new!r} once, got {found[new]} and {old}")
-        found[new] = old
-    return found
+    return pairs("--rename", "NEW=CAMERA, as front=camera1", texts)

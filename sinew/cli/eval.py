@@ -225,6 +225,10 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             "--listen: expected simulated time in this interpreter, without --rerun and --realtime"
         )
     workers = workers or usual_workers(alone=realtime or recording is not None)
+    if out is not None:
+        from sinew.eval.report.repeat import check_place
+
+        check_place(out, task, variants)
     report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording, listen)
     failed = held is not None and not held.judge_report(report)
     broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
@@ -388,18 +392,15 @@ def _run(
 
             labels = {v: v.label(variants) for v in variants} if len(variants) > 1 else {}
             player = partial(LoggedPlayer, target=recording, labels=labels)
-        results = campaign.run(
-            task,
-            variants,
-            seeds,
-            workers=workers,
-            out=out,
-            on_episode=show,
-            on_todo=begin,
-            elsewhere=elsewhere,
-            player=player,
-            listen=listen,
-        )
+        try:
+            results = campaign.run(
+                task, variants, seeds, workers=workers, out=out, on_episode=show, on_todo=begin,
+                elsewhere=elsewhere, player=player, listen=listen,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            kept = "nothing is kept without --out" if out is None else f"the same command goes on from {out}"
+            terminal.say(f"interrupted after {sum(map(len, wins.values()))} episodes; {kept}")
+            raise
     report = document(task, control_hz, variants, results, workers=workers, command=terminal.typed())
     for entry, episodes in zip(report["variants"], results, strict=True):
         if found := reactions(episodes):
@@ -429,7 +430,7 @@ def _write(
         (out / evidence.PAGE).write_text(evidence.write_page(whole, _films(report, filmed, films, elsewhere)))
         by_suite = table.markdown(shown) if suites.find(shown["task"]["env"]) else ""
         (out / "report.md").write_text(markdown(shown) + by_suite)
-        for path in plots.write_plots(shown, out):
+        for path in (*plots.write_plots(shown, out), out / evidence.PAGE):
             terminal.say(f"wrote {path}")
     if record_gate is not None:
         record(shown).write(record_gate)

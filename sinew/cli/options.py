@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -118,22 +117,6 @@ def changed(flags: Any) -> str | None:
         (f"--{name.replace('_', '-')}" for name in names if getattr(flags, name) != getattr(usual, name)),
         None,
     )
-
-
-def pairs(flag: str, what: str, texts: Iterable[str]) -> dict[str, str]:
-    """Return name -> value of a flag that is given as ``NAME=VALUE``, repeatedly. what: the value, in capitals.
-
-    Raises :class:`SinewError` for what is no pair, or names one twice.
-    """
-    found: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (name and equals and value):
-            raise SinewError(f"{flag} {text}: expected NAME={what}")
-        if name in found:
-            raise SinewError(f"{flag} {text}: {name} is another {flag.removeprefix('--')}'s name")
-        found[name] = value
-    return found
 
 
 def image_size_of(text: str | None) -> tuple[int, int] | None:

@@ -26,9 +26,10 @@ from sinew_client.errors import Refused
 
 from sinew.bundle.rename import parse_renames
 from sinew.cli import terminal
-from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object, pairs
+from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
 from sinew.core import SinewError
 from sinew.eval.report.stats import wilson
+from sinew.hints import pairs
 from sinew.signals import handled
 
 Opened = tuple[Any, str, "float | None"]
@@ -91,8 +92,10 @@ class RobotFlags:
         What can be wrong without a policy is said here, before one is loaded. substeps: commands in each control step.
         """
         given = json_object("--robot-options", self.robot_options) or {}
-        cameras = _of_policy("--rename", "camera", parse_renames(tuple(self.rename)))
-        places = _of_policy("--rename-joint", "joint", pairs("--rename-joint", "JOINT", self.rename_joint))
+        cameras = _of_policy("--rename", "camera", parse_renames(self.rename))
+        places = _of_policy(
+            "--rename-joint", "joint", pairs("--rename-joint", "NEW=JOINT", self.rename_joint)
+        )
         text = EMBEDDED.get(self.robot, self.robot)
         kind, _, rest = text.partition(":")
         if self.kinematics is not None:

@@ -26,7 +26,6 @@ from sinew.cli.options import (
     PositiveIfAny,
     Runs,
     Texts,
-    pairs,
 )
 from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
 from sinew.core import SinewError
@@ -147,7 +146,7 @@ def serve(
 
             viewer = target_of(rerun)
         options = runs.keywords() | cameras.keywords() | {"prepared": prepare, "reuse": reuse}
-        adapters, more = pairs("--adapter", "FILE", adapter), named_policies(policy)
+        adapters, more = hints.pairs("--adapter", "NAME=FILE", adapter), named_policies(policy)
         if replay is not None:
             for flag, given in (
                 ("--adapter", adapters),
@@ -241,7 +240,7 @@ def named_policies(texts: Sequence[str]) -> dict[str, str]:
     """Return name -> source of ``--policy``. Raises :class:`SinewError` for what cannot be one, or names one twice."""
     from sinew.serve.policies import DEFAULT, check_name
 
-    found = pairs("--policy", "SOURCE", texts)
+    found = hints.pairs("--policy", "NAME=SOURCE", texts)
     for name in found:
         check_name(name)
         if name == DEFAULT:

@@ -274,7 +274,7 @@ def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.Ca
     assert main(["run", str(BLOCKS), *PLAIN, "--seconds", "1", "--rename-joint", "x=y"]) == 1
     assert "--rename-joint: expected none with --robot dry" in capsys.readouterr().err
     assert main(["run", str(BLOCKS), *PLAIN, *robot, "--rename-joint", "x"]) == 1
-    assert "--rename-joint x: expected NAME=JOINT" in capsys.readouterr().err
+    assert "--rename-joint x: expected NEW=JOINT" in capsys.readouterr().err
 
 
 def test_a_type_whose_driver_is_missing_says_so(tmp_path, monkeypatch) -> None:

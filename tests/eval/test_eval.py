@@ -509,7 +509,9 @@ def test_figures_that_cannot_be_drawn_are_told_before_an_episode(
 
 
 @needs_pen
-def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
     code, report = evaluate(
         capsys, PEN, "--env", "sinew/Pen-v0", "--episodes", 2, "--workers", 1, "--out", tmp_path,
@@ -531,6 +533,20 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert math.isclose(
         entry["control_rate_hz"], entry["chunk_rate_hz"] * entry["actions_per_chunk"], rel_tol=0.01
     )
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt  # as Ctrl-C does, at any place
+
+    monkeypatch.setattr("sinew.sim.pen.PenEnv.step", interrupted)
+    # The report of something else is not replaced by this one's, and a run that is interrupted says what is kept.
+    other = ["eval", str(PEN), "--env", "sinew/Pen-v0", "--episodes", "1", "--workers", "1", "--out"]
+    assert main([*other, str(tmp_path)]) == 1
+    wrong = "that of the same evaluation, got one with the report of replan 2, latency 0ms, replan 2"
+    assert wrong in " ".join(capsys.readouterr().err.split())
+    assert "outcomes" in json.loads((tmp_path / "report.json").read_text())
+    assert main([*other, str(tmp_path / "new")]) == 130
+    kept = f"interrupted after 0 episodes; the same command goes on from {tmp_path / 'new'}"
+    assert kept in " ".join(capsys.readouterr().err.split())
 
 
 @needs_pen
@@ -583,7 +599,7 @@ def test_gate_rules(tmp_path: Path) -> None:
             episode.success = True  # also those that the reference lost
         assert not gate.judge(lost)[0]
         assert gate.judge([*episodes_with(least - 1, episodes)])[0]
-        assert f"; {episodes} episodes fail it from {least} lost on" in gate.judge(lost)[1]
+        assert f"; of {episodes} episodes it lets no more than {least - 1} be lost" in gate.judge(lost)[1]
     assert Gate({}, 0, 5, tuple(range(5)), {}).fails_from(range(5)) == 0  # nothing that could be lost
     gate.write(tmp_path / "gate.json")
     assert read_gate(tmp_path / "gate.json") == gate

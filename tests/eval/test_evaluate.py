@@ -46,7 +46,8 @@ def alone() -> list[dict[str, Any]]:
 
 @needs_pen
 def test_names_and_objects_give_the_same(alone: list[dict[str, Any]], tmp_path: Path) -> None:
-    named = sinew.evaluate(PEN, "sinew/Pen-v0", **SHORT, workers=2, out=tmp_path)
+    named = sinew.evaluate(PEN, **SHORT, workers=2, out=tmp_path)  # which fits sinew/Pen-v0
+    assert named.env == "sinew/Pen-v0"
     assert content(list(named.episodes)) == alone
     assert (tmp_path / campaign.LOG).read_text().count("\n") == len(SEEDS)
     heard: list[int] = []

@@ -24,6 +24,7 @@ from sinew.eval.report import stats
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant
 from sinew.eval.suites.mapping import Mapping as EnvMapping
+from sinew.eval.variants import default_env
 from sinew.eval.vector import VectorParts
 from sinew.sources import resolve
 
@@ -95,7 +96,7 @@ class Evaluation:
 
 def evaluate(
     policy: str | os.PathLike[str] | Policy,
-    env: str | Env | Callable[[], gymnasium.Env],
+    env: str | Env | Callable[[], gymnasium.Env] | None = None,
     *,
     episodes: int | Sequence[int] = 100,
     seed: int = 5000,
@@ -122,7 +123,7 @@ def evaluate(
         ``sinew.load``, ``sinew.connect``, or anything with its ``spec``, ``infer``, ``reset`` and ``close``
         (:class:`sinew_client.Policy`). What is given open stays open.
     env: a gymnasium id; an environment; a vectorised one, whose parts ask for actions in one batch; or what makes an
-        environment, called as often as ``batch`` says.
+        environment, called as often as ``batch`` says. None: of a policy by name, the embedded task that it fits.
     episodes: how many, one per seed from ``seed`` on; or the seeds.
     adapter: what the parts of the environment's observation are: a mapping as in docs/eval.md, its .json file, or a
         class as in ``package.module:Class``; None for an environment whose observation is images, state and prompt.
@@ -144,6 +145,10 @@ def evaluate(
         )
     named = isinstance(policy, (str, os.PathLike))
     target = _target(policy) if named else type(policy).__name__
+    if env is None:
+        if not named:
+            raise SinewError("env: expected an environment beside a policy that is open, got none")
+        env = default_env(target)
     label = env if isinstance(env, str) else _name(env)
     task = Task(
         env=label,

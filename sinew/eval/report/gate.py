@@ -73,7 +73,7 @@ class Gate:
         )
         faults = self._faults(wins, count, reference_wins, test.p_value)
         if self.fails_from(run):
-            text += f"; {count} episodes fail it from {self.fails_from(run)} lost on"
+            text += f"; of {count} episodes it lets no more than {self.fails_from(run) - 1} be lost"
         return not faults, f"{'fails' if faults else 'passes'}: {'; '.join([text, *faults])}"
 
     def fails_from(self, seeds: Iterable[int]) -> int:

@@ -11,11 +11,10 @@ from typing import Any
 
 from sinew.core import SinewError
 from sinew.eval.report import page
-from sinew.eval.report.repeat import load
+from sinew.eval.report.repeat import REPORT, load
 from sinew.eval.report.stats import mcnemar, paired_difference, success
 
 SCHEMA = "sinew.leaderboard/1"
-REPORT = "report.json"
 MAX_REPORTS = 1000
 FEW = 10  # pairs that a page shows unfolded
 # What a row's name says where rows of one policy differ in it.

@@ -17,6 +17,7 @@ from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
 from sinew.sources import ASSETS, resolve
 
+REPORT = "report.json"  # of `sinew eval --out`
 MAX_BYTES = 1 << 28  # of a record, a page's films included
 
 
@@ -101,6 +102,23 @@ def load(path: Path) -> dict[str, Any]:
     if schema != SCHEMA:
         raise SinewError(f"{path}: expected schema {SCHEMA}, got {str(schema)[:60]!r}")
     return dict(record)
+
+
+def check_place(out: Path, task: Task, variants: Sequence[Variant]) -> None:
+    """Raise :class:`SinewError` where a folder has a report of what the new one would not show: that of another
+    evaluation, or of something else."""
+    if not (out / REPORT).exists():
+        return
+    before = load(out / REPORT)
+    had = [{**each["variant"], "target": each["policy"]["id"]} for each in before.get("variants", [])]
+    asked = [{**each.to_dict(), "target": identity(each.target)["id"]} for each in variants]
+    now = json.loads(json.dumps({"task": task.to_dict(), "variants": asked}))
+    if before.get("task") != now["task"] or any(each not in now["variants"] for each in had):
+        labels = ", ".join(each["label"] for each in before["variants"])
+        raise SinewError(
+            f"--out {out}: expected a new folder, or that of the same evaluation, got one with the report of {labels}"
+            f" on {before['task']['env']}, which would be replaced"
+        )
 
 
 def read(path: Path) -> Recorded:

@@ -123,14 +123,3 @@ def _computed(given: Mapping[tuple[str, str], float]) -> Iterator[tuple[str, str
         yield "5.2", f"room that is left {views} view %", 100 * (1 - (bound + wait) / measured)
     yield "6.1", "VLM runs Hz", FRAMES_HZ
     yield "6.1", "AE runs Hz", AE_RUNS * FRAMES_HZ
-
-
-def overlapped_s(views: int = 2, expert_runs: int = AE_RUNS) -> tuple[float, float]:
-    """(computing, reading) seconds of one prefix and some runs of the action expert at once: section 6.1's point is
-    that the longer of the two bounds both."""
-    compute = memory = 0.0
-    for row in products(views):
-        share = expert_runs / STEPS if row.part == "head" else 1.0
-        compute += share * row.compute_s
-        memory += share * row.memory_s
-    return compute, memory

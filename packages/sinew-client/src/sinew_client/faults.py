@@ -38,12 +38,6 @@ class Faults:
         self.first = self.first or text[:LONGEST_TEXT]
         self.counts[kind if kind in self.counts or len(self.counts) < KINDS else "other"] += 1
 
-    def and_those(self, others: Faults) -> Faults:
-        """Return both counts in one."""
-        both = Faults()
-        both.first, both.counts = self.first or others.first, self.counts + others.counts
-        return both
-
     @property
     def total(self) -> int:
         return sum(self.counts.values())
