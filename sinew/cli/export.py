@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sinew.cli import terminal
+from sinew.cli.options import Flag
 from sinew.core import SinewError
 
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
 
-def export(bundle: Path, /, *, onnx: Path | None = None, vlacpp: Path | None = None) -> int:
+
+def export(
+    bundle: Path,
+    /,
+    *,
+    onnx: Path | None = None,
+    whole: Flag = False,
+    prompt: str = "",
+    vlacpp: Path | None = None,
+) -> int:
     """Write a folder that runs without torch (graphs for ONNX Runtime, recipes, tokenizer), or vla.cpp's file.
 
     `sinew.load`, `sinew serve`, `sinew infer` and `sinew bench` take the folder in place of a bundle. vla.cpp's GGUF
@@ -18,21 +31,41 @@ def export(bundle: Path, /, *, onnx: Path | None = None, vlacpp: Path | None = N
     Args:
         bundle: as of `sinew infer`; one from `sinew quantize` gives quantised graphs.
         onnx: the folder to write; it must not be there.
+        whole: also write policy.onnx into it, one graph with fixed shapes from frames (uint8), state, tokens and noise
+            to actions in the robot's units, for runtimes that take a file and nothing else; held against eager.
+        prompt: the only instruction of that graph, which then takes no tokens.
         vlacpp: the GGUF file to write for vla.cpp; it must not be there.
     """
     from sinew.policy import open_bundle
 
     if (onnx is None) == (vlacpp is None):
         raise SinewError("expected either --onnx FOLDER or --vlacpp FILE")
+    if whole and onnx is None:
+        raise SinewError("--whole: expected --onnx FOLDER beside it, got none")
+    if prompt and not whole:
+        raise SinewError("--prompt: expected --whole beside it, got none")
     opened, console = open_bundle(bundle), terminal.console(markup=False)
     if onnx is not None:
-        from sinew.checks.validate.exported import write_reference
+        from sinew.checks.validate.exported import prove_whole, write_reference
         from sinew.engine.onnx.opening import export_folder
+        from sinew.engine.onnx.whole import write_whole
 
-        export_folder(opened, onnx, write_reference)
+        described, error = list[str](), None
+
+        def also(bundle: Bundle, folder: Path) -> None:
+            nonlocal error
+            write_reference(bundle, folder)
+            if whole:
+                described.extend(write_whole(bundle.manifest, folder, prompt))
+                error = prove_whole(bundle, folder, prompt)
+
+        export_folder(opened, onnx, also)
         size = sum(path.stat().st_size for path in onnx.iterdir())
         console.print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch")
-        terminal.emit({"folder": str(onnx), "bytes": size})
+        if error is not None:
+            console.print(f"policy.onnx is within {error:.1e} of eager fp32")
+            console.print("\n".join(f"  {line}" for line in described))
+        terminal.emit({"folder": str(onnx), "bytes": size, "whole": described, "error": error})
         return 0
     assert vlacpp is not None
     from sinew.vlacpp.write import export_vlacpp

@@ -1,0 +1,442 @@
+"""One graph of a whole policy with fixed shapes, for runtimes that take a file and nothing else: from camera frames,
+state, tokens and noise to actions in the robot's units.
+
+It is the three graphs of an export in a row, the step stage once for each step of the solver, with one copy of the
+weights, in the files of the export. What lies before and behind them is linear in most bundles: it is measured by
+asking the bundle's own processing, held against that on random inputs, and refused where it is not linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sinew.core import SinewError
+from sinew.engine.onnx.engine import READ_INPUTS
+from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
+from sinew.extras import MissingPackageError
+from sinew.processing import Processor
+from sinew.processing.image import prepare_frame
+
+if TYPE_CHECKING:
+    from sinew.bundle import Manifest
+    from sinew.bundle.image_recipe import ImageRecipe
+
+WHOLE = "policy.onnx"
+DOMAIN = "sinew"  # of the functions
+NEAR = 1e-4  # of the largest value: how far a linear map may be from what it stands for
+CHECKED = 4  # random inputs that it is held against
+
+
+@dataclass(frozen=True)
+class FrameMap:
+    """What a camera's frames become: out[k] = scale[k] * (rows @ frame[:, :, channel[k]] @ columns) + offset[k].
+
+    height, width: of a frame, uint8. rows [h, height], columns [width, w]; offset float32 [channels, h, w].
+    """
+
+    height: int
+    width: int
+    rows: np.ndarray
+    columns: np.ndarray
+    channels: np.ndarray
+    scale: np.ndarray
+    offset: np.ndarray
+
+    def __call__(self, frame: np.ndarray) -> np.ndarray:
+        """uint8 [height, width, 3] -> float32 [channels, h, w]."""
+        planes = self.rows @ frame.astype(np.float32).transpose(2, 0, 1) @ self.columns
+        found: np.ndarray = self.scale[:, None, None] * planes[self.channels] + self.offset
+        return found
+
+
+def frame_map(recipe: ImageRecipe, height: int, width: int) -> FrameMap | None:
+    """Return what a recipe does with frames of a size, None where that is not linear: where it rounds, or cuts off."""
+
+    def linear(frame: np.ndarray) -> np.ndarray:
+        return prepare_frame(frame, recipe).astype(np.float64) - offset
+
+    black = np.zeros((height, width, 3), np.uint8)
+    offset = prepare_frame(black, recipe).astype(np.float64)
+    centre = offset.shape[1] // 2, offset.shape[2] // 2
+    gains = np.empty((offset.shape[0], 3))
+    for channel in range(3):
+        black[:] = 0
+        black[:, :, channel] = 255
+        gains[:, channel] = linear(black)[:, *centre]
+    channels = np.abs(gains).argmax(axis=1)
+    scale = gains[np.arange(len(gains)), channels] / 255
+    if not np.all(scale):
+        return None
+    rows, columns = np.empty((offset.shape[1], height)), np.empty((width, offset.shape[2]))
+    seen = int(channels[0])
+    for at, (size, probe) in enumerate(((height, rows.T), (width, columns))):
+        for line in range(size):
+            black[:] = 0
+            if at == 0:
+                black[line, :, seen] = 255
+                probe[line] = linear(black)[0, :, centre[1]]
+            else:
+                black[:, line, seen] = 255
+                probe[line] = linear(black)[0, centre[0]]
+    made = FrameMap(
+        height,
+        width,
+        (rows / (255 * scale[0])).astype(np.float32),
+        (columns / (255 * scale[0])).astype(np.float32),
+        channels,
+        scale.astype(np.float32),
+        offset.astype(np.float32),
+    )
+    frames = np.random.default_rng(0).integers(0, 256, (CHECKED, height, width, 3), np.uint8)
+    return made if all(_near(made(frame), prepare_frame(frame, recipe)) for frame in frames) else None
+
+
+def _near(got: np.ndarray, wanted: np.ndarray) -> bool:
+    return bool(np.abs(got - wanted).max() <= NEAR * max(1.0, float(np.abs(wanted).max())))
+
+
+def _cut(linear: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return which columns, bool [m], of values [n, m] are cut at -1 and 1 where they go beyond."""
+    beyond = np.abs(linear) > 1
+    found: np.ndarray = np.any(beyond, axis=0) & np.all(~beyond | (np.abs(wanted) <= 1), axis=0)
+    return found
+
+
+def affine(function: Callable[[np.ndarray], np.ndarray], given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (matrix [n, m], offset [m]) of a function of n numbers around ``given`` [n], which it is where that is
+    affine."""
+    offset, matrix = function(given), []
+    for at in range(len(given)):
+        moved = given.copy()
+        moved[at] += 1
+        matrix.append(function(moved) - offset)
+    found = np.array(matrix, np.float64).reshape(len(given), -1)
+    return found, offset - given @ found
+
+
+def write_whole(manifest: Manifest, folder: Path, prompt: str = "") -> list[str]:
+    """Write ``policy.onnx`` into the folder of an export. Returns what it takes and gives, a line each.
+
+    prompt: the only instruction; without one its tokens are inputs. Raises :class:`SinewError` for a policy whose
+    inference is no fixed number of steps, whose processing is not linear, or whose prompt says more than that.
+    """
+    try:
+        import onnx
+        import onnx.inliner
+    except ImportError:
+        raise MissingPackageError("one graph of the whole policy", "onnx") from None
+    graphs, spec = GraphSet.load(folder), manifest.spec
+    if graphs.said:
+        raise SinewError("one graph: expected a policy of a fixed number of steps, got one that says tokens")
+    if spec.history > 1:
+        raise SinewError(f"one graph: expected a policy that reads one moment, got one of {spec.history}")
+    if graphs.borrows:
+        raise SinewError(f"{folder}: expected graphs with weights, got some that borrow them from the bundle")
+    processor = Processor(manifest)
+    builder = _Builder(onnx, manifest, processor, graphs, folder)
+    builder.build(_tokens(processor, prompt))
+    flat = onnx.inliner.inline_local_functions(builder.model())  # which not all runtimes know
+    onnx.save_model(flat, str(folder / WHOLE))
+    onnx.checker.check_model(str(folder / WHOLE))
+    return builder.described
+
+
+def _tokens(processor: Processor, prompt: str) -> np.ndarray | None:
+    """Return the tokens of the only instruction, int64 [L], or those that any has of a policy without words; None where
+    there may be others. Raises :class:`SinewError` where they depend on the state."""
+
+    def tokens(text: str, state: float) -> np.ndarray:
+        width = processor.state_normalizer.width
+        return np.asarray(processor.prompter.encode(text, np.full(width, state, np.float32)), np.int64)
+
+    found, other = tokens(prompt or "one", -0.5), tokens(prompt or "another one", 0.5)
+    if np.array_equal(found, other):
+        return found
+    if prompt:
+        raise SinewError(
+            "one graph: --prompt: expected a prompt that is the instruction, got one with the state"
+        )
+    return None
+
+
+class _Builder:
+    """Puts the graph together. described: of each input and output, for people."""
+
+    def __init__(self, onnx: Any, manifest: Manifest, processor: Processor, graphs: GraphSet, folder: Path):
+        self._onnx, self._spec, self._processor, self._graphs = onnx, manifest.spec, processor, graphs
+        self._recipe, self._folder = manifest.processing, folder
+        self._nodes: list[Any] = []
+        self._stored: list[Any] = []
+        self._inputs: list[Any] = []
+        self._outputs: list[Any] = []
+        self._functions: list[Any] = []
+        self._opsets: dict[str, int] = {DOMAIN: 1}
+        self._takes: dict[str, tuple[list[str], list[str]]] = {}
+        self.described: list[str] = []
+
+    def build(self, tokens: np.ndarray | None) -> None:
+        """tokens: int64 [L] of the only instruction; None where they are inputs."""
+        for stage in STAGES:
+            self._function(stage)
+        given = self._read_inputs(tokens)
+        context = self._call("read", given, dict.fromkeys(self._graphs.reads, ""))
+        self._finish(self._solve(context))
+
+    def model(self) -> Any:
+        helper = self._onnx.helper
+        graph = helper.make_graph(self._nodes, "policy", self._inputs, self._outputs, self._stored)
+        opsets = [helper.make_opsetid(domain, version) for domain, version in self._opsets.items()]
+        return helper.make_model(
+            graph, opset_imports=opsets, functions=self._functions, ir_version=10, producer_name="sinew"
+        )
+
+    # ------------------------------------------------------------------------- stages as functions
+
+    def _function(self, stage: str) -> None:
+        """Turn a graph into a function of its inputs and its weights, which stand in the whole graph."""
+        onnx, helper = self._onnx, self._onnx.helper
+        loaded = onnx.load(str(self._folder / f"{stage}.onnx"), load_external_data=False)
+        graph, nodes = loaded.graph, list(loaded.graph.node)
+        weights = [each.name for each in graph.initializer]
+        for each in graph.initializer:
+            kept = onnx.TensorProto()
+            kept.CopyFrom(each)
+            kept.name = f"{stage}.{each.name}"
+            self._stored.append(kept)
+        outputs = [each.name for each in graph.output]
+        for name in set(outputs) & set(weights):  # a function's output comes from a node
+            nodes = [_renamed(onnx, node, name, f"{name}.stored") for node in nodes]
+            nodes.append(helper.make_node("Identity", [f"{name}.stored"], [name]))
+            weights[weights.index(name)] = f"{name}.stored"
+        takes = [each.name for each in graph.input]
+        self._takes[stage] = takes, [f"{stage}.{each.name}" for each in graph.initializer]
+        self._opsets |= {each.domain: each.version for each in loaded.opset_import}
+        self._functions.append(
+            helper.make_function(DOMAIN, stage, [*takes, *weights], outputs, nodes, loaded.opset_import)
+        )
+
+    def _call(
+        self, stage: str, given: dict[str, str], made: dict[str, str], prefix: str = ""
+    ) -> dict[str, str]:
+        """Call a function with values by the names of its inputs; return what it gives, by its own names."""
+        takes, weights = self._takes[stage]
+        function = next(each for each in self._functions if each.name == stage)
+        outputs = {name: made.get(name) or f"{prefix}{name}" for name in function.output}
+        arguments = [*(given[name] for name in takes), *weights]
+        self._nodes.append(
+            self._onnx.helper.make_node(stage, arguments, list(outputs.values()), domain=DOMAIN)
+        )
+        return outputs
+
+    # ------------------------------------------------------------------------- before and behind
+
+    def _read_inputs(self, prompt: np.ndarray | None) -> dict[str, str]:
+        spec = self._spec
+        views = [self._frames(at) for at in range(len(spec.cameras))]
+        pixels = self._node("Concat", views, axis=0)
+        tokens = self._call(
+            "vision", {"pixels": self._node("Unsqueeze", [pixels, self._ints(0)])}, {}, "vision."
+        )
+        if prompt is None:
+            shape = 1, spec.max_prompt_tokens
+            words = self._input("tokens", "INT64", shape, "of the prompt, and anything behind them")
+            mask = self._input("token_mask", "BOOL", shape, "true for tokens of the prompt")
+        else:
+            words, mask = self._constant(prompt[None]), self._constant(np.ones((1, len(prompt)), bool))
+        seen = self._constant(np.ones((1, self._graphs.views), bool))
+        given = next(iter(tokens.values())), seen, words, mask, self._state()
+        return dict(zip(READ_INPUTS, given, strict=True))
+
+    def _frames(self, camera: int) -> str:
+        """Return the pixels of a camera, float32 [1, channels, h, w], of its frames as they come."""
+        about, recipe = self._spec.cameras[camera], self._recipe.image.of_camera(camera)
+        found = frame_map(recipe, about.height, about.width)
+        note = "as the camera takes them"
+        if found is None:
+            found = frame_map(recipe, recipe.height, recipe.width)
+            note = "resized before, as the bundle's own way of it rounds"
+        if found is None:
+            raise SinewError(
+                f"one graph: {about.name}: expected steps of an image that are linear, got others in this bundle"
+            )
+        frame = self._input(about.name, "UINT8", (found.height, found.width, 3), f"frames, {note}")
+        floats = self._onnx.TensorProto.FLOAT
+        planes = self._node("Transpose", [self._node("Cast", [frame], to=floats)], perm=[2, 0, 1])
+        if not np.array_equal(found.rows, np.eye(found.height)):
+            planes = self._node("MatMul", [self._constant(found.rows), planes])
+        if not np.array_equal(found.columns, np.eye(found.width)):
+            planes = self._node("MatMul", [planes, self._constant(found.columns)])
+        if found.channels.tolist() != [0, 1, 2]:
+            planes = self._node("Gather", [planes, self._constant(found.channels.astype(np.int64))], axis=0)
+        offset = found.offset
+        if np.all(offset == offset[:, :1, :1]):
+            offset = offset[:, :1, :1]
+        scaled = self._node("Mul", [planes, self._constant(found.scale[:, None, None])])
+        return self._node("Unsqueeze", [self._node("Add", [scaled, self._constant(offset)]), self._ints(0)])
+
+    def _state(self) -> str:
+        processor, dim = self._processor, self._spec.state.dim
+        middle, drawn = self._states()
+
+        def model_state(state: np.ndarray) -> np.ndarray:
+            return processor.model_state(processor.state(state)).astype(np.float64)
+
+        matrix, offset = affine(model_state, middle)
+        wanted = np.array([model_state(state) for state in drawn])
+        linear = np.array(drawn) @ matrix + offset
+        cut = _cut(linear, wanted)
+        if not _near(np.where(cut, linear.clip(-1, 1), linear), wanted):
+            raise SinewError("one graph: state: expected a normalisation that is linear, got another")
+        state = self._input("state", "FLOAT", (1, dim), "in the robot's units")
+        product = self._node("MatMul", [state, self._constant(matrix.astype(np.float32))])
+        return self._bounded(
+            self._node("Add", [product, self._constant(offset.astype(np.float32)[None])]), cut
+        )
+
+    def _states(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return the state in the middle of the statistics, and others as far as three times their spread, [D] each."""
+        normalizer, dim = self._processor.state_normalizer, self._spec.state.dim
+        rows = np.random.default_rng(0).uniform(-0.9, 0.9, (CHECKED, normalizer.width))
+        middle, *around = (
+            np.asarray(normalizer.unnormalize(row), np.float64)[:dim]
+            for row in [np.zeros(normalizer.width), *rows]
+        )
+        return middle, [
+            middle + far * (state - middle) for far, state in zip((1, 1, 2, 3), around, strict=True)
+        ]
+
+    def _bounded(self, value: str, cut: np.ndarray) -> str:
+        """Return a value with the columns ``cut`` [n] within -1 and 1."""
+        if not np.any(cut):
+            return value
+        most = np.where(cut, 1.0, np.finfo(np.float32).max).astype(np.float32)
+        return self._node("Max", [self._node("Min", [value, self._constant(most)]), self._constant(-most)])
+
+    def _solve(self, context: dict[str, str]) -> str:
+        """Return where the solution ends, float32 [1, H, padded]."""
+        count = self._graphs.steps[0]
+        table = np.load(table_path(self._folder, count), allow_pickle=False)
+        steps, shape = self._spec.solver.steps(count), self._noise_shape(count)
+        if self._spec.solver.noise == "zeros":
+            noise = self._constant(np.zeros((1, *shape), np.float32))
+        else:
+            kind = {"normal": "standard normal", "uniform": "uniform in [-1, 1]"}[self._spec.solver.noise]
+            noise = self._input("noise", "FLOAT", (1, *shape), kind)
+        draws = [noise]
+        if len(shape) == 3:
+            draws = [self._node("Gather", [noise, self._scalar(draw)], axis=1) for draw in range(shape[0])]
+        x = draws[0]
+        for number, (step, moment) in enumerate(zip(steps, table, strict=True)):
+            given = context | {"x": x, "moment": self._constant(moment[None])}
+            out = self._call("step", given, {}, f"step{number}.")["output"]
+            x = self._advanced(step, x, out, draws[step.draw] if step.fresh else "")
+        return x
+
+    def _noise_shape(self, count: int) -> tuple[int, ...]:
+        *draws, rows, _ = self._spec.noises(count)
+        return (*draws, rows, self._recipe.padded_action_dim)
+
+    def _advanced(self, step: Any, x: str, output: str, noise: str) -> str:
+        """Return the next x (:meth:`sinew_client.solver.Step.advance`)."""
+        parts = [self._times(x, step.keep)] if step.keep else []
+        if step.gain or step.estimate is None:
+            parts.append(self._times(output, step.gain))
+        if (estimate := step.estimate) is not None:
+            found = output
+            if estimate.alpha:
+                less = self._node("Sub", [x, self._times(output, estimate.sigma)])
+                found = self._times(less, 1 / estimate.alpha)
+            if np.isfinite(estimate.clip):
+                bounds = [self._float(-estimate.clip), self._float(estimate.clip)]
+                found = self._node("Clip", [found, *bounds])
+            parts.append(self._times(found, estimate.weight))
+        if noise:
+            parts.append(self._times(noise, step.fresh))
+        moved = parts[0]
+        for part in parts[1:]:
+            moved = self._node("Add", [moved, part])
+        return moved
+
+    def _finish(self, x: str) -> None:
+        """Bring the solution into the robot's units: a factor of each number, and what the state adds to a row."""
+        processor, spec = self._processor, self._spec
+        rows, first = self._noise_shape(self._graphs.steps[0])[-2], self._recipe.first_row
+        shape, width = (rows, self._recipe.padded_action_dim), processor.action_normalizer.width
+        middle, drawn = self._states()
+        zeros = np.zeros(shape, np.float32)
+
+        def finished(chunk: np.ndarray, state: np.ndarray) -> np.ndarray:
+            return processor.finish(chunk, processor.state(state)).astype(np.float64)
+
+        base = finished(zeros, middle)
+        matrix, cut = np.zeros((shape[1], spec.action.dim)), np.zeros(shape[1], bool)
+        for at in range(width):
+            near, far = zeros.copy(), zeros.copy()
+            near[:, at], far[:, at] = 1, 3
+            moved = finished(near, middle)
+            matrix[at] = (moved - base)[0]
+            cut[at] = np.array_equal(moved, finished(far, middle))
+        of_state, _ = affine(lambda state: finished(zeros, state)[0], middle)
+        offset = base - middle @ of_state
+        for number, state in enumerate(drawn):
+            chunk = np.random.default_rng(number).uniform(-3, 3, shape).astype(np.float32)
+            linear = np.where(cut, chunk.clip(-1, 1), chunk)[first:][: spec.chunk_size].astype(np.float64)
+            if not _near(linear @ matrix + offset + state @ of_state, finished(chunk, state)):
+                raise SinewError(
+                    "one graph: actions: expected steps that are linear, got others in this bundle"
+                )
+        if (first, spec.chunk_size) != (0, rows):
+            ends = [self._ints(first), self._ints(first + spec.chunk_size), self._ints(1)]
+            x = self._node("Slice", [x, *ends])
+        found = self._node("MatMul", [self._bounded(x, cut), self._constant(matrix.astype(np.float32))])
+        if np.any(of_state):
+            added = self._node("MatMul", ["state", self._constant(of_state.astype(np.float32))])
+            found = self._node("Add", [found, self._node("Unsqueeze", [added, self._ints(1)])])
+        self._node("Add", [found, self._constant(offset.astype(np.float32)[None])], made="actions")
+        size = 1, spec.chunk_size, spec.action.dim
+        self._outputs.append(
+            self._onnx.helper.make_tensor_value_info("actions", self._onnx.TensorProto.FLOAT, size)
+        )
+        self.described.append(f"actions: FLOAT {list(size)}, in the robot's units")
+
+    # ------------------------------------------------------------------------- nodes
+
+    def _node(self, kind: str, inputs: Sequence[str], made: str = "", **attributes: Any) -> str:
+        name = made or f"v{len(self._nodes)}"
+        self._nodes.append(self._onnx.helper.make_node(kind, list(inputs), [name], **attributes))
+        return name
+
+    def _input(self, name: str, kind: str, shape: tuple[int, ...], note: str) -> str:
+        number = getattr(self._onnx.TensorProto, kind)
+        self._inputs.append(self._onnx.helper.make_tensor_value_info(name, number, shape))
+        self.described.append(f"{name}: {kind} {list(shape)}, {note}")
+        return name
+
+    def _constant(self, array: np.ndarray) -> str:
+        name = f"c{len(self._stored)}"
+        self._stored.append(self._onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
+
+    def _ints(self, value: int) -> str:
+        return self._constant(np.array([value], np.int64))
+
+    def _scalar(self, value: int) -> str:
+        return self._constant(np.array(value, np.int64))
+
+    def _float(self, value: float) -> str:
+        return self._constant(np.array(value, np.float32))
+
+    def _times(self, value: str, factor: float) -> str:
+        return value if factor == 1.0 else self._node("Mul", [value, self._float(factor)])
+
+
+def _renamed(onnx: Any, node: Any, old: str, new: str) -> Any:
+    found = onnx.NodeProto()
+    found.CopyFrom(node)
+    found.input[:] = [new if name == old else name for name in node.input]
+    return found
