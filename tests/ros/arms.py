@@ -1,4 +1,4 @@
-"""Arms of ROS 2 topics, over DDS or a node of rclpy: joints that follow what controllers are sent, for config/'s contracts.
+"""Arms of ROS 2 topics, over DDS or in a node of rclpy: joints that follow what controllers are sent.
 
 A joint goes towards its target at no more than a speed, as ros2_control's and Interbotix's nodes have it: trajectories,
 commands of a group or of a single motor, and goals of a hand, which are accepted or refused.

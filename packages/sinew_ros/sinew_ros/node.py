@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import threading
@@ -32,9 +33,7 @@ class Rclpy:
 
         profile = qos_profile_sensor_data if quality == SENSOR else QoSProfile(depth=10)
         self.node.create_subscription(_message(kind), topic, callback, profile)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._rclpy.spin, args=(self.node,), daemon=True)
-            self._thread.start()
+        self._spin()
 
     def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
         made = _message(kind)
@@ -53,16 +52,28 @@ class Rclpy:
             return _filled(response, answer(request))
 
         self.node.create_service(_message(kind), name, reply)
+        self._spin()
+
+    def _spin(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._rclpy.spin, args=(self.node,), daemon=True)
+            self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
+
+    def _run(self) -> None:
+        from rclpy.executors import ExternalShutdownException
+
+        with contextlib.suppress(ExternalShutdownException):
+            self._rclpy.spin(self.node)
 
     def now(self) -> float:
         return self.node.get_clock().now().nanoseconds * 1e-9
 
     def close(self) -> None:
-        self.node.destroy_node()
+        """End the thread, which a process that exits would cut off, then the node."""
         self._rclpy.try_shutdown()
+        if self._thread is not None:
+            self._thread.join(5.0)
+        self.node.destroy_node()
 
 
 def _message(kind: str) -> Any:
