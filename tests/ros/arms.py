@@ -1,4 +1,4 @@
-"""Arms of ROS 2 topics without ROS, over DDS: joints that follow what controllers are sent, for config/'s contracts.
+"""Arms of ROS 2 topics, over DDS or in a node of rclpy: joints that follow what controllers are sent.
 
 A joint goes towards its target at no more than a speed, as ros2_control's and Interbotix's nodes have it: trajectories,
 commands of a group or of a single motor, and goals of a hand, which are accepted or refused.
@@ -6,14 +6,18 @@ commands of a group or of a single motor, and goals of a hand, which are accepte
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sinew_ros.contract import GOALS, GROUP, JOINT_STATE, SINGLE, TRAJECTORY, Contract, Output
+from sinew_ros.contract import ARRAY, GOALS, GROUP, JOINT_STATE, SINGLE, TRAJECTORY, Contract, Output
 from sinew_ros.messages import header
 
 PERIOD = 0.01
@@ -29,30 +33,28 @@ class Arms:
     def __init__(
         self,
         contract: Contract,
-        domain: int,
+        transport: Any,
         start: Sequence[float],
         moves: Mapping[str, str],
         hands: Mapping[str, Callable[[float], float]],
         speed: float = 20.0,
     ):
-        from sinew_ros.dds import Dds
-
-        self._dds = Dds(domain)
+        self._transport = transport
         self._states = {part.topic: part.joints for part in contract.states}
         keys = [(topic, name) for topic, names in self._states.items() for name in names]
         self.at = dict(zip(keys, start, strict=True))
         self._targets, self._speed, self.accepts = dict(self.at), speed, True
         self._way: Any = None  # the newest trajectory: joints, when it came, times and places
         self.commands: dict[str, list[Any]] = {output.topic: [] for output in contract.outputs}
-        self._publish = {topic: self._dds.publisher(topic, JOINT_STATE) for topic in self._states}
-        self._cameras = [self._dds.publisher(camera.topic, camera.type) for camera in contract.cameras]
-        self.enable = self._dds.publisher("/sinew/enable", "std_msgs/msg/Bool")
+        self._publish = {topic: self._transport.publisher(topic, JOINT_STATE) for topic in self._states}
+        self._cameras = [self._transport.publisher(camera.topic, camera.type) for camera in contract.cameras]
+        self.enable = self._transport.publisher("/sinew/enable", "std_msgs/msg/Bool")
         for output in contract.outputs:
             take = partial(self._take, output, moves[output.topic], hands.get(output.topic))
             if output.type in GOALS:
                 self._serve(output.topic, output.type, take)
             else:
-                self._dds.subscribe(output.topic, output.type, "command", take)
+                self._transport.subscribe(output.topic, output.type, "command", take)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -60,13 +62,14 @@ class Arms:
     def close(self) -> None:
         self._ended.set()
         self._thread.join()
-        self._dds.close()
+        self._transport.close()
 
     def _take(self, output: Output, whose: str, hand: Callable[[float], float] | None, message: Any) -> None:
         self.commands[output.topic].append(message)
+        names = self._states[whose]
+        keys = [(whose, name) for name in (output.joints if set(output.joints) <= set(names) else names)]
         if output.type == TRAJECTORY:
             assert tuple(message.joint_names) == output.joints
-            keys = [(whose, name) for name in output.joints]
             times = [
                 0.0,
                 *(each.time_from_start.sec + 1e-9 * each.time_from_start.nanosec for each in message.points),
@@ -80,15 +83,16 @@ class Arms:
         elif output.type == SINGLE:
             assert message.name == output.joints[0]
             numbers = [message.cmd]
+        elif output.type == ARRAY:
+            numbers = message.data
         else:
             goal = message.goal
             numbers = [goal.width if GOALS[output.type] == "speed" else goal.command.position]
         assert len(numbers) == len(output.joints)
-        names = self._states[whose]
         if hand is not None:
             self._targets[whose, names[-1]] = hand(numbers[0])
         else:
-            self._targets.update({(whose, name): float(x) for name, x in zip(names, numbers, strict=False)})
+            self._targets.update({key: float(x) for key, x in zip(keys, numbers, strict=False)})
 
     def _serve(self, name: str, kind: str, take: Callable[[Any], None]) -> None:
         """Be the half of an action server that takes goals."""
@@ -98,9 +102,11 @@ class Arms:
         from sinew_ros.dds import _qos
 
         request, response, _ = dds_types.ACTIONS[kind]
-        own, topic = self._dds._participant, f"{name}/_action/send_goal"
-        calls = DataReader(own, self._dds._topic(topic + "Request", request, "rq"), qos=_qos("command"))
-        replies = DataWriter(own, self._dds._topic(topic + "Reply", response, "rr"), qos=_qos("command"))
+        own, topic = self._transport._participant, f"{name}/_action/send_goal"
+        calls = DataReader(own, self._transport._topic(topic + "Request", request, "rq"), qos=_qos("command"))
+        replies = DataWriter(
+            own, self._transport._topic(topic + "Reply", response, "rr"), qos=_qos("command")
+        )
 
         def goal(call: Any) -> None:
             assert any(call.goal_id.uuid), "a goal has a number"
@@ -108,7 +114,7 @@ class Arms:
                 take(call)
             replies.write(response(call.guid, call.seq, self.accepts))
 
-        self._dds._begin(calls, name, goal)
+        self._transport._begin(calls, name, goal)
 
     def _run(self) -> None:
         while not self._ended.wait(PERIOD):
@@ -132,3 +138,27 @@ class Arms:
                     {"header": now, "height": 48, "width": 64, "encoding": "rgb8", "is_bigendian": 0, "step": 192,
                      "data": PIXELS.tobytes()}
                 )  # fmt: skip
+
+
+def main() -> None:
+    """Be the arms of a contract as a node of rclpy, until SIGTERM; everything that is commanded is a joint's place."""
+    from sinew_ros.contract import read
+    from sinew_ros.node import Rclpy
+
+    contract = read(Path(sys.argv[1]))
+    (state,) = contract.states
+    ended = threading.Event()
+    arms = Arms(
+        contract, Rclpy("arms"), [0.5] * len(state.joints), {each.topic: state.topic for each in contract.outputs}, {}
+    )  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    while not ended.wait(0.1):
+        if not any(arms.commands.values()):
+            arms.enable({"data": True})
+    arms.close()
+    commands = {topic: len(found) for topic, found in arms.commands.items()}
+    print(json.dumps({"commands": commands, "at": list(arms.at.values())}))
+
+
+if __name__ == "__main__":
+    main()

@@ -175,7 +175,14 @@ def test_a_robot_without_messages_holds_and_says_why(domain: int) -> None:
         bridge = Bridge(parse(contract(server.native, start=True)), transport)
         with running(bridge):
             until(lambda: bridge.loop.steps > 3)
-        assert set(bridge.loop.report().held) <= {"front: no message yet", STARTING}
+            for on in (False, True, False):  # quicker than the loop: the last word counts
+                bridge.enable(on)
+            steps = bridge.loop.steps
+            until(lambda: bridge.loop.steps > steps + 3)
+            assert bridge.loop.paused
+            bridge.enable(True)
+            until(lambda: not bridge.loop.paused)
+        assert set(bridge.loop.report().held) <= {"front: no message yet", STARTING, "paused"}
         status = bridge.status()["status"][0]
         assert (status["level"], status["message"]) == (2, "holds: front: no message yet")
 

@@ -17,6 +17,7 @@ from sinew_client.control.kinematics import read_chain
 from sinew_client.rotations import to_vector
 from sinew_ros.__main__ import main
 from sinew_ros.contract import ContractError, parse, read
+from sinew_ros.dds import Dds
 from sinew_ros.messages import command, differs
 
 from tests.robots.poser import Poser
@@ -124,11 +125,9 @@ def test_the_bytes_of_a_makers_messages_are_those_of_their_definitions() -> None
 
 @pytest.mark.slow
 def test_a_goal_that_is_refused_is_told(domain: int, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
-    from sinew_ros.dds import Dds
-
     contract = read(CONFIG / "franka.yaml")
     moves = {output.topic: "/joint_states" for output in contract.outputs}
-    arms, own = Arms(contract, domain, [*READY, 0.04], moves, HAND), Dds(domain)
+    arms, own = Arms(contract, Dds(domain), [*READY, 0.04], moves, HAND), Dds(domain)
     arms.accepts = False
     send = own.publisher("/franka_gripper/move", "franka_msgs/action/Move")
     until(lambda: send({"width": 0.04, "speed": 0.1}) or "refused" in caplog.text, "an answer")
@@ -191,7 +190,7 @@ def test_two_viperx_reach_a_pose_of_fourteen_numbers(
     reached = [*left, 0.058, *right, finger(-0.6213 + 0.25 * (1.4910 + 0.6213))]
     policy = Poser(goal, names, cameras)
     arms = drive(
-        "aloha", policy, lambda contract: Arms(contract, domain, start, moves, hands), tmp_path,
+        "aloha", policy, lambda contract: Arms(contract, Dds(domain), start, moves, hands), tmp_path,
         lambda arms: near(arms, reached),
     )  # fmt: skip
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -219,7 +218,7 @@ def test_a_franka_reaches_joints_and_closes_its_hand(
     policy = Poser([*goal, 0.5], names, {"exterior": (48, 64), "wrist": (48, 64)})
     arms = drive(
         "franka", policy,
-        lambda contract: Arms(contract, domain, [*READY, 0.04], moves, HAND),
+        lambda contract: Arms(contract, Dds(domain), [*READY, 0.04], moves, HAND),
         tmp_path, lambda arms: near(arms, [*goal, 0.02]),
     )  # fmt: skip
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -257,7 +256,7 @@ def test_a_policy_of_poses_moves_a_franka_by_its_kinematics(
 
     arms = drive(
         "franka_poses", Poser(goal, names, {"wrist": (48, 64)}, step=0.01),
-        lambda contract: Arms(contract, domain, [*start, 0.04], moves, HAND),
+        lambda contract: Arms(contract, Dds(domain), [*start, 0.04], moves, HAND),
         tmp_path, there,
     )  # fmt: skip
     assert there(arms)

@@ -91,6 +91,7 @@ class Bridge:
             hold_refused=True,  # a node's status says why it holds
             history=History.of(policy),
         )
+        self._enabled = contract.start
         if not contract.start:
             self.loop.pause()
         self._chunk: int | None = None  # whose rows the trajectory topics have
@@ -112,8 +113,9 @@ class Bridge:
 
     def enable(self, on: bool) -> None:
         """Begin, or hold until told to begin again; what is said once more changes nothing."""
-        if on != self.loop.paused:
+        if on == self._enabled:  # what was said last, and not what the loop has come to do of it
             return
+        self._enabled = on
         logger.warning("%s", "goes on" if on else "pauses")
         if on:
             self.loop.resume()

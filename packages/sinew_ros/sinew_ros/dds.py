@@ -2,7 +2,9 @@
 
 A topic ``/joint_states`` is ``rt/joint_states`` on the wire, a type ``sensor_msgs/msg/JointState`` is
 ``sensor_msgs::msg::dds_::JointState_`` (ROS 2 design, "Topic and Service name mapping to DDS"). The bridge is not seen
-by ``ros2 node list``, which lists what announces itself on ros_discovery_info; its topics are.
+by ``ros2 node list``, which lists what announces itself on ros_discovery_info; its topics are. From Kilted on Fast DDS
+describes its types in a form that CycloneDDS does not take, and their topics do not meet: config/fastdds.xml turns that
+off in a robot's nodes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from sinew_client import ClientError
 from sinew_ros.bridge import SENSOR
 
 logger = logging.getLogger(__name__)
+CYCLONE = b"\x01\x10"  # with which its GUIDs begin (RTPS: the vendor)
 
 
 class Dds:
@@ -58,11 +61,16 @@ class Dds:
         return lambda fields: writer.write(dds_types.build(dds_types.TYPES[kind], fields))
 
     def _goals(self, name: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
-        """Return what sends an action the fields of a goal; one that is refused is told, and no result is asked for."""
+        """Return what sends an action the fields of a goal; one that is refused is told, and no result is asked for.
+        It raises ClientError for a server of another DDS than CycloneDDS, which would read other numbers in a call."""
+        from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsSubscription
+
         from sinew_ros import dds_types
 
         request, response, goal = dds_types.ACTIONS[kind]
-        calls, replies = self._caller(f"{name}/_action/send_goal", request, response)
+        service = f"{name}/_action/send_goal"
+        calls, replies = self._caller(service, request, response)
+        readers = BuiltinDataReader(self._participant, BuiltinTopicDcpsSubscription)
         own, sent = int.from_bytes(os.urandom(8), "big"), itertools.count(1)
 
         def refused(reply: Any) -> None:
@@ -72,6 +80,12 @@ class Dds:
         self._begin(replies, name, refused)
 
         def send(fields: Mapping[str, Any]) -> None:
+            for each in readers.read(256):
+                if getattr(each, "topic_name", "") == f"rq{service}Request" and each.key.bytes[:2] != CYCLONE:
+                    raise ClientError(
+                        f"{name}: expected an action server of rmw_cyclonedds, got one of another DDS (vendor"
+                        f" {each.key.bytes[:2].hex()}); --transport rclpy reaches it"
+                    )
             number = dds_types.Uuid(list(os.urandom(16)))
             calls.write(request(own, next(sent), number, dds_types.build(goal, fields)))
 

@@ -1,9 +1,10 @@
-"""The bridge as a node of rclpy. Everything that decides is in :mod:`sinew_ros.bridge`; nothing here is run in CI,
-because rclpy comes with an installed ROS 2 and not from a package index."""
+"""The bridge as a node of rclpy. Everything that decides is in :mod:`sinew_ros.bridge`."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,57 +33,47 @@ class Rclpy:
 
         profile = qos_profile_sensor_data if quality == SENSOR else QoSProfile(depth=10)
         self.node.create_subscription(_message(kind), topic, callback, profile)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._rclpy.spin, args=(self.node,), daemon=True)
-            self._thread.start()
+        self._spin()
 
     def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
-        from rosidl_runtime_py import set_message_fields
-
+        made = _message(kind)
         if "/action/" in kind:
             from rclpy.action import ActionClient
 
-            action = _message(kind)
-            client = ActionClient(self.node, action, topic)
-
-            def send(fields: Mapping[str, Any]) -> None:
-                goal = action.Goal()
-                set_message_fields(goal, dict(fields))
-                client.send_goal_async(goal)
-
-            return send
-        made = _message(kind)
+            client = ActionClient(self.node, made, topic)
+            return lambda fields: client.send_goal_async(_filled(made.Goal(), fields))
         publisher = self.node.create_publisher(made, topic, 10)
-
-        def publish(fields: Mapping[str, Any]) -> None:
-            message = made()
-            set_message_fields(message, _octets(fields))
-            publisher.publish(message)
-
-        return publish
+        return lambda fields: publisher.publish(_filled(made(), fields))
 
     def serve(self, name: str, kind: str, answer: Callable[[Any], Mapping[str, Any]]) -> None:
         """Answer the calls of a service."""
-        from rosidl_runtime_py import set_message_fields
-
-        package, _, service = kind.split("/")
 
         def reply(request: Any, response: Any) -> Any:
-            set_message_fields(response, dict(answer(request)))
-            return response
+            return _filled(response, answer(request))
 
-        found = getattr(importlib.import_module(f"{package}.srv"), service)
-        self.node.create_service(found, name, reply)
+        self.node.create_service(_message(kind), name, reply)
+        self._spin()
+
+    def _spin(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._rclpy.spin, args=(self.node,), daemon=True)
+            self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
+
+    def _run(self) -> None:
+        from rclpy.executors import ExternalShutdownException
+
+        with contextlib.suppress(ExternalShutdownException):
+            self._rclpy.spin(self.node)
 
     def now(self) -> float:
         return self.node.get_clock().now().nanoseconds * 1e-9
 
     def close(self) -> None:
-        self.node.destroy_node()
+        """End the thread, which a process that exits would cut off, then the node."""
         self._rclpy.try_shutdown()
+        if self._thread is not None:
+            self._thread.join(5.0)
+        self.node.destroy_node()
 
 
 def _message(kind: str) -> Any:
@@ -90,8 +81,14 @@ def _message(kind: str) -> Any:
     return getattr(importlib.import_module(f"{package}.{sort}"), name)
 
 
-def _octets(value: Any) -> Any:
-    """Return fields as rclpy takes them: the level of a DiagnosticStatus is a byte there."""
-    if isinstance(value, Mapping):
-        return {key: bytes([each]) if key == "level" else _octets(each) for key, each in value.items()}
-    return [_octets(each) for each in value] if isinstance(value, list) else value
+def _filled(message: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a message with a mapping's fields; the level of a DiagnosticStatus is a byte there."""
+    forms = message.get_fields_and_field_types()
+    for name, value in fields.items():
+        if found := re.fullmatch(r"(sequence<)?(\w+)/(\w+)>?", forms[name]):
+            made = _message(f"{found[2]}/msg/{found[3]}")
+            value = [_filled(made(), each) for each in value] if found[1] else _filled(made(), value)
+        elif forms[name] == "octet":
+            value = bytes([value])
+        setattr(message, name, value)
+    return message

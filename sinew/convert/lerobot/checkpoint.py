@@ -102,10 +102,10 @@ class Schema:
     """What a family knows of its ``config.json``.
 
     defaults: upstream's, for keys that an older version did not write. required: keys whose defaults differ between
-    versions, so that none is taken. fixed: keys with the only value that is
-    implemented. unread: keys without influence on inference. features: types of input features that the family reads;
-    a prompt (LANGUAGE) is read by every one. steps: of the preprocessor in their order, those that
-    all families have aside; after: of the postprocessor. adapters: whether ``--base`` is what an adapter changes.
+    versions, so that none is taken. fixed: keys with the only value that is implemented. unread: keys without influence
+    on inference. features: types of input features that the family reads; a prompt (LANGUAGE) is read by every one.
+    steps: of the preprocessor in their order, those that all families have aside; after: of the postprocessor.
+    adapters: whether ``--base`` is what an adapter changes.
     """
 
     defaults: Mapping[str, Any]
@@ -164,15 +164,12 @@ class LeRobotCheckpoint:
         inputs = self.config.get("input_features")
         read = {*self.schema.defaults, *self.schema.required}
         aside = {*self.config, *(inputs if isinstance(inputs, dict) else ())} - read
-        if strange := [key for key in ignored if key not in aside]:
-            why = (
-                "which is read"
-                if strange[0] in read
-                else f"which is not there{did_you_mean(strange[0], aside)}"
-            )
-            raise ConvertError(
-                f"--set ignore={strange[0]}: expected a key of {self.file} or one of its inputs, got one {why}"
-            )
+        for key in ignored:
+            if key not in aside:
+                why = "read" if key in read else f"not there{did_you_mean(key, aside)}"
+                raise ConvertError(
+                    f"--set ignore={key}: expected a key of {self.file} or one of its inputs, got one which is {why}"
+                )
         for key, value in self.schema.fixed.items():
             if key not in ignored and self.config.get(key, value) != value:
                 raise ConvertError(

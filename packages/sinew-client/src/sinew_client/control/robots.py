@@ -254,8 +254,11 @@ def open_lerobot(
         robot = made[0] if len(made) == 1 else Pair(*made)
         arm = LeRobotArm(robot, policy, cameras, joints)
         robot.connect()
-    except (KeyError, TypeError, ValueError, OSError, ImportError, RuntimeError, EOFError) as error:
-        # RuntimeError: a servo is not there. EOFError: the calibration is another one, and nobody can be asked.
+    except ClientError:
+        raise
+    except (
+        Exception
+    ) as error:  # whatever a driver raises: no servo, no calibration and nobody to ask, a port that went
         raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
     return arm
 

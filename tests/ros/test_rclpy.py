@@ -1,0 +1,109 @@
+"""The bridge as a node of rclpy, between a real server and arms that are another node of rclpy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sinew_client import ClientError
+from sinew_ros.dds import Dds
+
+from tests.ros.test_bridge import contract, domain  # noqa: F401 - a fixture
+from tests.serve.puppet import desk, until
+
+ROOT = Path(__file__).resolve().parents[2]
+ROS = Path(os.environ.get("SINEW_ROS", ROOT / ".venv-ros")) / "bin" / "python"
+WAIT_S = 120.0
+
+
+needs_ros = pytest.mark.skipif(
+    not ROS.exists(), reason="rclpy is not installed in .venv-ros; `make ros` does it"
+)
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = (ROOT, ROOT / "packages" / "sinew_ros", ROOT / "packages" / "sinew-client" / "src")
+    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "ROS_AUTOMATIC_DISCOVERY_RANGE": "LOCALHOST"}
+    return {**os.environ, "ROS_DOMAIN_ID": str(os.getpid() % 100), **own, **more}
+
+
+@pytest.mark.slow
+@needs_ros
+@pytest.mark.parametrize("transport", ["rclpy", "dds"])
+def test_arms_of_rclpy_are_driven_over_either_transport(
+    transport: str,
+    domain: int,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Over plain DDS between two makers: CycloneDDS here, Fast DDS there with config/fastdds.xml."""
+    settings = ROOT / "packages" / "sinew_ros" / "config" / "fastdds.xml"
+    env = environment(ROS_DOMAIN_ID=str(domain))
+    file = tmp_path / "robot.yaml"
+    with desk() as server:
+        file.write_text(json.dumps(contract(server.native)))
+        arms = subprocess.Popen(
+            [ROS, "-m", "tests.ros.arms", file], stdout=subprocess.PIPE, text=True,
+            env=env | ({"FASTDDS_DEFAULT_PROFILES_FILE": str(settings)} if transport == "dds" else {}),
+        )  # fmt: skip
+        with arms:
+            try:
+                line = ["-m", "sinew_ros", "run", file, "--steps", "250", "--transport", transport]
+                own = ROS if transport == "rclpy" else sys.executable
+                done = subprocess.run([own, *line], env=env, capture_output=True, text=True, timeout=WAIT_S)
+            finally:
+                arms.terminate()
+            told = json.loads(arms.communicate(timeout=WAIT_S)[0])
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["control"]["executed"] > 50
+    assert report["topics"]["front"]["used"] > 0
+    assert report["topics"]["front"]["dropped"] == {}
+    # what was published came, but for the first before the other node was found
+    for topic, count in told["commands"].items():
+        assert 0 < count <= report["published"][topic]
+    assert told["at"] == pytest.approx([0.5, -0.5], abs=1e-6)  # the puppet's 5 in tenths, and less 10
+    assert arms.returncode == 0
+
+
+SERVER = """
+import sys, time
+import rclpy
+from rcl_interfaces.srv import GetParameters
+rclpy.init()
+node = rclpy.create_node("hand")
+node.create_service(GetParameters, sys.argv[1], lambda request, response: response)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@needs_ros
+def test_a_goal_is_not_sent_to_a_server_that_would_read_another(domain: int) -> None:  # noqa: F811
+    """Fast DDS has the caller of a service beside the message, CycloneDDS in it: a width would be some other number."""
+    hand = subprocess.Popen(
+        [ROS, "-c", SERVER, "/franka_gripper/move/_action/send_goal"], env=environment(ROS_DOMAIN_ID=str(domain)),
+        stdin=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with hand, contextlib.closing(Dds(domain)) as transport:
+        send = transport.publisher("/franka_gripper/move", "franka_msgs/action/Move")
+        said = ""
+
+        def refused() -> bool:
+            nonlocal said
+            try:
+                send({"width": 0.04, "speed": 0.1})
+            except ClientError as error:
+                said = str(error)
+            return bool(said)
+
+        until(refused, "the server is found")
+        hand.communicate()
+    assert said.startswith(
+        "/franka_gripper/move: expected an action server of rmw_cyclonedds, got one of another DDS"
+    )
+    assert "vendor 010f" in said
