@@ -471,7 +471,7 @@ function robots(rows) {
       "row age": row.age_p50_ms === null ? "" : `p50 ${Math.round(row.age_p50_ms)}, p95 ${Math.round(row.age_p95_ms)} ms`,
       episodes: row.episodes === null ? "" : `${row.successes} of ${row.episodes} won`,
       "by hand": row.takeovers ? `${row.takeovers} times, ${row.steps_by_hand} steps` : "",
-      clipped: row.limits.length ? `${row.clipped_commands} ${counts(row.clipped)} (limits: ${row.limits.join(", ")})` : "no limits",
+      clipped: row.limits.length ? `${row.clipped_commands}: ${counts(row.clipped)} (limits: ${row.limits.join(", ")})` : "no limits",
       held: `${Object.values(row.held).reduce((sum, count) => sum + count, 0)} of ${row.steps} steps: ${counts(row.held)}`,
     };
     for (const [label, cell] of Object.entries(cells)) line.append(element("td", cell, { "data-label": label, class: label === "state" && stands(row) ? "bad" : "" }));
