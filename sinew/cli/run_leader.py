@@ -21,6 +21,7 @@ from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
 from sinew.cli.run_robot import Driven
 from sinew.core import ActionChunk, Observation, SinewError
+from sinew.hints import pairs
 
 EXPERT = "expert"
 SPARE_BYTES = 1 << 30  # of the disk, that frames leave free
@@ -208,23 +209,16 @@ def _motion(robot: Driven, given: Mapping[str, Any] | None, policy: Mapping[str,
 
 
 def _seconds(texts: Iterable[str]) -> dict[str, float]:
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            equals = ""
-        if not (equals and name):
-            raise SinewError(f"--stale-of: expected CAMERA=SECONDS, got {text!r}")
-    return found
+    given = pairs("--stale-of", "CAMERA=SECONDS", texts)
+    try:
+        return {name: float(value) for name, value in given.items()}
+    except ValueError as error:
+        raise SinewError(f"--stale-of: expected CAMERA=SECONDS, {error}") from error
 
 
 def _bounds(limits: Limits) -> str:
     """Return what bounds the step of a hand-over, for people."""
-    paced = limits.paced
-    free = [limits.name(at) for at in range(limits.dim) if not paced[at]]
-    if not free:
+    if not (free := limits.unpaced()):
         return "take-over: limits of velocity, acceleration, jerk or jump bound the step at each hand-over"
     return (
         f"take-over: nothing bounds the step at a hand-over of {', '.join(free)}; the largest is in the report, and"

@@ -97,19 +97,15 @@ class RobotFlags:
             raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
         dim, prompt = int(policy["action"]["dim"]), choose_prompt(self.prompt, instruction, policy)
         found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
-        posed = (
-            self.kinematics is not None
-        )  # then joints are no numbers of a command, and have speeds of their own
-        names = policy["action"].get("names") or ([] if posed else command_names(machine))
+        own, posed = policy["action"].get("names"), self.kinematics is not None
+        names = own or ([] if posed else command_names(machine))  # joints are no numbers of a pose
         if found is not None:
             found = found.ordered(names, str(self.limits))
         if not (posed or hasattr(machine, "finished") or isinstance(machine, Dry)):  # it may break something
-            if names and not policy["action"].get("names"):
+            if names and not own:
                 terminal.say(f"joints {', '.join(names)}: in the robot's order, as the policy names none")
-            free = range(dim) if found is None else [at for at in range(dim) if not found.paced[at]]
-            if free:
-                each = ", ".join(names[at] if names else str(at) for at in free)
-                terminal.say(f"limits: nothing bounds the speed of {each}; --limits FILE with velocity does")
+            if free := ", ".join((found or Limits.parse({"names": names}, dim)).unpaced()):
+                terminal.say(f"limits: nothing bounds the speed of {free}; --limits FILE with velocity does")
         return Driven(machine, prompt, float(rate), dim, None if found is None else found.to_dict())
 
     def follow(
