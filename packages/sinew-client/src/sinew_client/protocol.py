@@ -71,15 +71,9 @@ def given(observation: Observation | Mapping[str, Any]) -> Mapping[str, Any]:
     return vars(observation) if isinstance(observation, Observation) else observation
 
 
-def encode_infer(
-    observation: Mapping[str, Any],
-    request_id: int,
-    jpeg_quality: int | None = None,
-    api_key: str = "",
-    policy: str = "",
-) -> bytes:
-    """Return what :func:`infer_parts` gives in one piece."""
-    return b"".join(infer_parts(observation, request_id, jpeg_quality, api_key, policy))
+def encode_infer(*given: Any, **options: Any) -> bytes:
+    """Return what :func:`infer_parts` gives of the same arguments, in one piece."""
+    return b"".join(infer_parts(*given, **options))
 
 
 def infer_parts(
