@@ -33,7 +33,7 @@ from sinew.cli.run_connection import (
     open_assist,
     open_connection,
 )
-from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, LeaderFlags
+from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, FrameKeeper, LeaderFlags
 from sinew.cli.run_robot import ROBOT, RobotFlags, drive, episodes_of, episodes_row, refusal
 from sinew.cli.run_view import Keys, RunView
 from sinew.core import SinewError
@@ -135,7 +135,7 @@ def run(
                 connect = assisted = open_assist(assist, rule, assist_timeout, connect, policy, settings, key)
                 stack.callback(assisted.close)
             history = History.of(policy)
-            kept = lead.keeper(stack, robot)
+            kept = None if lead.frames is None else FrameKeeper(lead.frames, robot, stack)
             loop = Loop(
                 machine, connect, settings, robot.dim, robot.prompt, adapter=edge, history=history,
                 takeover=takeover, keep=kept,

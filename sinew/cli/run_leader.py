@@ -131,25 +131,17 @@ class LeaderFlags:
             return open_leader(self.takeover, options)
         raise SinewError(f"--takeover: expected lerobot:TYPE, expert or module:Class, got {self.takeover!r}")
 
-    def keeper(self, stack: ExitStack, robot: Driven) -> FrameKeeper | None:
-        """Return what keeps the frames of a run, which the stack closes; None where they are not kept."""
-        if self.frames is None:
-            return None
-        keeper = FrameKeeper(self.frames, robot)
-        stack.callback(keeper.close)
-        return keeper
-
 
 class FrameKeeper:
     """Keeps each control step with a command in a folder, until the disk has less than a gigabyte left."""
 
-    def __init__(self, folder: Path, robot: Driven):
+    def __init__(self, folder: Path, robot: Driven, stack: ExitStack):
         from sinew.records.recorder import Recorder
 
         self._folder, self._robot = folder, robot
         folder.mkdir(parents=True, exist_ok=True)
         self._recorder = Recorder(folder, max(0, shutil.disk_usage(folder).free - SPARE_BYTES))
-        self.close = self._recorder.close
+        stack.callback(self._recorder.close)
 
     def __call__(self, seen: Mapping[str, Any], prompt: str, command: Command) -> None:
         images = {name: _pixels(name, frame) for name, frame in seen["images"].items()}
@@ -163,9 +155,8 @@ class FrameKeeper:
 
     def row(self) -> tuple[str, str]:
         """Return the row of a report."""
-        written = self._recorder.stats()["written"]
-        made = f"sinew recording dataset {self._folder} OUT"
-        return "kept", f"{written} steps in {self._folder}; {made} makes a data set of them"
+        kept = f"{self._recorder.stats()['written']} steps in {self._folder}"
+        return "kept", f"{kept}; sinew recording dataset {self._folder} OUT makes a data set of them"
 
 
 LEADER = LeaderFlags()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -154,6 +155,19 @@ def drive(loop: Loop, ticks: int | None) -> None:
             loop.run(ticks)
         except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
             loop.stop()
+        except Exception as error:
+            if isinstance(error, SinewError) or not (where := _elsewhere(error)):
+                raise
+            said = f"the robot raised {type(error).__name__}: {error} ({where}; `--debug` shows more)"
+            raise SinewError(said) from error
+
+
+def _elsewhere(error: Exception) -> str:
+    """Return the first place that is not of this program of those that an error came through; "" where all are."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals["__name__"].partition(".")[0] not in ("sinew", "sinew_client"):
+            return f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}:{line}"
+    return ""
 
 
 EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}
