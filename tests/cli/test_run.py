@@ -150,6 +150,7 @@ def test_what_a_robot_raises_is_called_its_own(capsys: pytest.CaptureFixture[str
     assert "a fault of this program" not in said
 
 
+@pytest.mark.slow
 def test_help_begins_with_the_robot(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help"]) == 0
     said = capsys.readouterr().out
