@@ -50,8 +50,9 @@ def prepare(
         preparing.step_back()
         progress.listen(_report)
     found = preparing.prepare(bundle, device, dtype, observations, memory_gib, again, memory_need)
-    terminal.console(markup=False).print(found.text, soft_wrap=True)
     shown = found.finding or found.kept
+    then = f"; --engine auto takes {shown.engine} from now on" if shown is not None and shown.taken else ""
+    terminal.console(markup=False).print(found.text + then, soft_wrap=True)
     record = {} if shown is None else {**asdict(shown), "seconds": dict(shown.seconds)}
     told = {"schema": SCHEMA, "text": found.text, "prepared": found.finding is not None, "need": found.need}
     terminal.emit(told | record)

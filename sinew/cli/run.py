@@ -29,7 +29,7 @@ from sinew.cli.run_connection import (
     open_assist,
     open_connection,
 )
-from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, LeaderFlags
+from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, FrameKeeper, LeaderFlags
 from sinew.cli.run_robot import ROBOT, Driven, RobotFlags, drive, episodes_of, episodes_row
 from sinew.cli.run_stream import STREAM, StreamFlags, run_stream
 from sinew.cli.run_view import Keys, RunView
@@ -153,7 +153,7 @@ def run(
             )
             stack.callback(assisted.close)
         history = History.of(policy)
-        kept = lead.keeper(stack, robot)
+        kept = None if lead.frames is None else FrameKeeper(lead.frames, robot, stack)
         loop = Loop(
             machine, connect, settings, robot.dim, robot.prompt, adapter=edge, history=history,
             takeover=takeover, keep=kept,

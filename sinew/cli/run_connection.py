@@ -45,7 +45,8 @@ def open_connection(
                 f"--split: expected the bundle here, whose head runs here, got the server {target}"
             )
         served = ask_server(target, runs, key)
-        opener = Servers(target.split(","), key, max_rows=_most_rows(served["policy"]), frames=travelling)
+        most = max(MAX_ROWS, min(int(served["policy"].get("chunk_size") or 0), LARGEST_CHUNK))  # of an answer
+        opener = Servers(target.split(","), key, max_rows=most, frames=travelling)
         return served["policy"], served["server"], opener
     if frames != "raw":
         raise SinewError(f"--frames-as: expected a server, whose frames travel, got the policy here {target}")
@@ -191,11 +192,6 @@ def ask_server(target: str, runs: Runs = RUNS, key: str = "") -> dict[str, Any]:
         raise SinewError(f"{flag}: expected a policy that is run here, got the server {target}")
     with Client(target.split(","), timeout=10.0, api_key=key) as client:
         return client.metadata()
-
-
-def _most_rows(policy: dict[str, Any]) -> int:
-    """Return how many rows an answer may have."""
-    return max(MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK))
 
 
 def _split(local: Policy, address: str, key: str) -> Callable[[], Call]:

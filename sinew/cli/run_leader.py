@@ -21,6 +21,7 @@ from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
 from sinew.cli.run_robot import Driven
 from sinew.core import ActionChunk, Observation, SinewError
+from sinew.hints import pairs
 
 EXPERT = "expert"
 SPARE_BYTES = 1 << 30  # of the disk, that frames leave free
@@ -130,25 +131,17 @@ class LeaderFlags:
             return open_leader(self.takeover, options)
         raise SinewError(f"--takeover: expected lerobot:TYPE, expert or module:Class, got {self.takeover!r}")
 
-    def keeper(self, stack: ExitStack, robot: Driven) -> FrameKeeper | None:
-        """Return what keeps the frames of a run, which the stack closes; None where they are not kept."""
-        if self.frames is None:
-            return None
-        keeper = FrameKeeper(self.frames, robot)
-        stack.callback(keeper.close)
-        return keeper
-
 
 class FrameKeeper:
     """Keeps each control step with a command in a folder, until the disk has less than a gigabyte left."""
 
-    def __init__(self, folder: Path, robot: Driven):
+    def __init__(self, folder: Path, robot: Driven, stack: ExitStack):
         from sinew.records.recorder import Recorder
 
         self._folder, self._robot = folder, robot
         folder.mkdir(parents=True, exist_ok=True)
         self._recorder = Recorder(folder, max(0, shutil.disk_usage(folder).free - SPARE_BYTES))
-        self.close = self._recorder.close
+        stack.callback(self._recorder.close)
 
     def __call__(self, seen: Mapping[str, Any], prompt: str, command: Command) -> None:
         images = {name: _pixels(name, frame) for name, frame in seen["images"].items()}
@@ -162,9 +155,8 @@ class FrameKeeper:
 
     def row(self) -> tuple[str, str]:
         """Return the row of a report."""
-        written = self._recorder.stats()["written"]
-        made = f"sinew recording dataset {self._folder} OUT"
-        return "kept", f"{written} steps in {self._folder}; {made} makes a data set of them"
+        kept = f"{self._recorder.stats()['written']} steps in {self._folder}"
+        return "kept", f"{kept}; sinew recording dataset {self._folder} OUT makes a data set of them"
 
 
 LEADER = LeaderFlags()
@@ -208,23 +200,16 @@ def _motion(robot: Driven, given: Mapping[str, Any] | None, policy: Mapping[str,
 
 
 def _seconds(texts: Iterable[str]) -> dict[str, float]:
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            equals = ""
-        if not (equals and name):
-            raise SinewError(f"--stale-of: expected CAMERA=SECONDS, got {text!r}")
-    return found
+    given = pairs("--stale-of", "CAMERA=SECONDS", texts)
+    try:
+        return {name: float(value) for name, value in given.items()}
+    except ValueError as error:
+        raise SinewError(f"--stale-of: expected CAMERA=SECONDS, {error}") from error
 
 
 def _bounds(limits: Limits) -> str:
     """Return what bounds the step of a hand-over, for people."""
-    paced = limits.paced
-    free = [limits.name(at) for at in range(limits.dim) if not paced[at]]
-    if not free:
+    if not (free := limits.unpaced()):
         return "take-over: limits of velocity, acceleration, jerk or jump bound the step at each hand-over"
     return (
         f"take-over: nothing bounds the step at a hand-over of {', '.join(free)}; the largest is in the report, and"

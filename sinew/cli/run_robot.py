@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -175,19 +176,15 @@ class RobotFlags:
             raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
         dim, prompt = int(policy["action"]["dim"]), choose_prompt(self.prompt, instruction, policy)
         found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
-        posed = isinstance(
-            machine, EndEffector
-        )  # joints are no numbers of a command, and have speeds of their own
-        names = policy["action"].get("names") or ([] if posed else command_names(machine))
+        own, posed = policy["action"].get("names"), isinstance(machine, EndEffector)
+        names = own or ([] if posed else command_names(machine))  # joints are no numbers of a pose
         if found is not None:
             found = found.ordered(names, str(self.limits))
         if not (posed or hasattr(machine, "finished") or isinstance(machine, Dry)):  # it may break something
-            if names and not policy["action"].get("names"):
+            if names and not own:
                 terminal.say(f"joints {', '.join(names)}: in the robot's order, as the policy names none")
-            free = range(dim) if found is None else [at for at in range(dim) if not found.paced[at]]
-            if free:
-                each = ", ".join(names[at] if names else str(at) for at in free)
-                terminal.say(f"limits: nothing bounds the speed of {each}; --limits FILE with velocity does")
+            if free := ", ".join((found or Limits.parse({"names": names}, dim)).unpaced()):
+                terminal.say(f"limits: nothing bounds the speed of {free}; --limits FILE with velocity does")
         return Driven(machine, prompt, float(rate), dim, None if found is None else found.to_dict())
 
     def follow(
@@ -238,6 +235,19 @@ def drive(loop: Loop, robot: Driven, policy: dict[str, Any], ticks: int | None) 
             loop.stop()
         except Refused as error:
             raise SinewError(refusal(str(error), robot.machine, policy)) from error
+        except Exception as error:
+            if isinstance(error, SinewError) or not (where := _elsewhere(error)):
+                raise
+            said = f"the robot raised {type(error).__name__}: {error} ({where}; `--debug` shows more)"
+            raise SinewError(said) from error
+
+
+def _elsewhere(error: Exception) -> str:
+    """Return the first place that is not of this program of those that an error came through; "" where all are."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals["__name__"].partition(".")[0] not in ("sinew", "sinew_client"):
+            return f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}:{line}"
+    return ""
 
 
 EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}

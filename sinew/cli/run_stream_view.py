@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from sinew_client.control import Loop, Stream, StreamController, StreamReport
 from sinew_client.control.reaction import LOOPS, Reactions, histogram
-from sinew_client.control.report import gap, hz
+from sinew_client.control.report import gap
 
 from sinew.cli.run_robot import episodes_text
 from sinew.cli.terminal import BARS
@@ -54,7 +54,7 @@ class StreamView:
             facts.add_row(
                 "newest window",
                 f"prefix {newest.prefix_age_ms:.0f} ms old, sample {newest.sensor_age_ms:.1f} ms, head"
-                f" {newest.head_ms:.1f} ms{hz(newest.head_ms)}, first node {max(1, controller.delay.steps)} ticks after"
+                f" {newest.head_ms:.1f} ms, first node {max(1, controller.delay.steps)} ticks after"
                 " its sample",
             )
             if newest.text or newest.said:

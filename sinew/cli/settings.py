@@ -64,7 +64,9 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     prefix = _prefix(commands)
     known = {prefix + name.upper().replace("-", "_"): name for name in flags(arguments)}
     for variable, value in os.environ.items():
-        if variable not in known and _of_kubernetes(variable, value):
+        # What Kubernetes tells each pod of the Services beside it, one of which may be ``sinew-serve``.
+        told = SERVICE.search(variable) or (variable.endswith("_PORT") and "://" in value)
+        if variable not in known and told:
             continue
         if variable.startswith(prefix) and variable not in known:
             raise SinewError(
@@ -77,11 +79,6 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
                 raise SinewError(f"{variable}: expected a flag of one of its commands, {names}")
     with _telling(arguments, "the environment"):
         Env(PREFIX)(app, commands, arguments)
-
-
-def _of_kubernetes(variable: str, value: str) -> bool:
-    """Return True for what Kubernetes tells each pod of the Services beside it, one of which may be ``sinew-serve``."""
-    return bool(SERVICE.search(variable)) or (variable.endswith("_PORT") and "://" in value)
 
 
 def _prefix(commands: Iterable[str]) -> str:

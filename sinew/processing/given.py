@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import Moment, Observation, ObservationError, PolicySpec, did_you_mean
+from sinew.core import Moment, Observation, ObservationError, PolicySpec
 from sinew.processing.arrays import numbers
 
 LEROBOT = "observation."
@@ -148,7 +148,7 @@ def _lerobot(given: Mapping[str, Any], spec: PolicySpec) -> tuple[dict[str, Any]
         elif key in options:
             own[key] = value
         elif key not in UNREAD and not key.startswith(UNREAD_PREFIXES) and not key.endswith("_is_pad"):
-            raise ObservationError(key, _known(slots), f"an unknown key{did_you_mean(key, slots)}")
+            raise ObservationError.unknown(key, slots, _known(slots))
     if "state" not in own and spec.state.dim:
         raise ObservationError(f"{LEROBOT}state", "a value", "nothing")
     own.setdefault("state", np.zeros(0, np.float32))

@@ -38,6 +38,8 @@ POLICY: dict[str, Any] = {
     "action": {"dim": 2},
 }
 
+FOUR: dict[str, Any] = {"state": {"dim": 4}, "action": {"dim": 4}}
+
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
@@ -124,6 +126,31 @@ def test_a_robot_names_what_its_policy_does_not_and_what_nothing_bounds_is_said(
         flags.opened(stack, flags.opener(), {**POLICY, "state": {"dim": 3}})
 
 
+class Broken(Bench):
+    """An arm whose bus does not answer. It shows what a policy of blocks sees."""
+
+    joints = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        dry = Dry(
+            {"cameras": [{"name": name, "height": 8, "width": 8} for name in ("front", "wrist")]} | FOUR
+        )
+        self.observe, self.hold = dry.observe, dry.hold
+
+    def act(self, row: np.ndarray) -> None:
+        raise OSError("no answer from servo 3")
+
+
+def test_what_a_robot_raises_is_called_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(BLOCKS), "--robot", f"{__name__}:Broken", "--seconds", "9", *PLAIN]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(
+        r"error: the robot raised OSError: no answer from servo 3 \(act, test_run\.py:\d+; `--debug`", said
+    )
+    assert "a fault of this program" not in said
+
+
+@pytest.mark.slow
 def test_help_begins_with_the_robot(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help"]) == 0
     said = capsys.readouterr().out

@@ -211,7 +211,7 @@ def test_what_the_rows_go_through_is_reported(capsys: pytest.CaptureFixture[str]
         ),
         (("--takeover", "expert", "--robot", "blocks", "--takeover-options", '{"soon": 1}'), "soon"),
         (("--filter", "box:1"), "filter: expected ema:SHARE or lowpass:HZ"),
-        (("--stale-of", "wrist"), "--stale-of: expected CAMERA=SECONDS"),
+        (("--stale-of", "wrist"), "--stale-of wrist: expected CAMERA=SECONDS"),
         (("--speed", "0.5", "--motion", '{"kind": "as is"}'), "speed: expected motion"),
         (("--takeover", "expert", "--robot", "blocks", "--motion", '{"kind": "as is"}'), "expected --motion absolute"),
     ],

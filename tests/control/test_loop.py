@@ -760,6 +760,14 @@ def test_a_hold_is_said_once_when_it_begins_and_when_it_ends(
     )
 
 
+def test_freeze_warns_of_its_first_wait_alone(caplog: pytest.LogCaptureFixture) -> None:
+    loop, _ = loop_of(handover="freeze", replan="4")
+    report = loop.run(40)
+    assert report.held["waiting for a chunk"] > 2
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum(text.endswith("holds: waiting for a chunk") for text in said) == 1
+
+
 def test_commands_say_where_they_come_from() -> None:
     loop, _ = loop_of()
     seen: list[Command] = []

@@ -496,7 +496,9 @@ def install(walk: Walk) -> None:
 
 def engines(walk: Walk) -> None:
     arm_policy(walk)
-    assert walk.type("sinew prepare policy.gguf", says=("proved: ",)).result["seconds"]
+    assert walk.type(
+        "sinew prepare policy.gguf", says=("proved: ", "; --engine auto takes onnx from now on")
+    ).result["seconds"]
     with walk.serving("sinew serve policy.gguf --reuse", adds="--no-prepare"):
         walk.write(
             "still.py",

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import KeyMap, Moment, Observation, ObservationError, PolicySpec, did_you_mean
+from sinew.core import KeyMap, Moment, Observation, ObservationError, PolicySpec
 from sinew.processing.arrays import numbers
 from sinew.processing.given import LEROBOT as _LEROBOT
 from sinew.processing.given import PROMPT_KEYS, UNREAD, UNREAD_PREFIXES
@@ -273,11 +273,7 @@ def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str], shown: Sequ
             rows and (key in UNREAD or key.startswith(UNREAD_PREFIXES) or key.endswith("_is_pad"))
         ):
             continue
-        raise ObservationError(
-            key[:100],
-            f"one of the keys {', '.join(shown)}",
-            f"an unknown key{did_you_mean(key[:100], known)}",
-        )
+        raise ObservationError.unknown(key, known, f"one of the keys {', '.join(shown)}")
 
 
 def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None, moments: int) -> np.ndarray:

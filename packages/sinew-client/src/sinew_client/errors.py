@@ -27,6 +27,14 @@ class ObservationError(SinewError):
         super().__init__(f"{name}: expected {expected}, got {got}")
         self.field, self.expected, self.got = name, expected, got
 
+    @classmethod
+    def unknown(cls, key: object, known: Iterable[str], expected: str = "") -> ObservationError:
+        """Return the error of a key that is not among those that are known. expected: these in other words."""
+        name, names = str(key)[:100], list(known)
+        return cls(
+            name, expected or f"one of {', '.join(names)}", f"an unknown key{did_you_mean(name, names)}"
+        )
+
 
 class RequestError(SinewError):
     """Bytes that are not a request, or a request that asks for something this server cannot do."""

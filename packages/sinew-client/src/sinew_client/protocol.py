@@ -14,14 +14,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from sinew_client import schema
-from sinew_client.errors import (
-    ClientError,
-    InvalidObservation,
-    LateChunk,
-    ServerError,
-    UnsafeChunk,
-    did_you_mean,
-)
+from sinew_client.errors import ClientError, InvalidObservation, LateChunk, ServerError, UnsafeChunk
 from sinew_client.given import shown
 from sinew_client.robot_report import RobotReport
 from sinew_client.types import MOST_TOGETHER, WORDS, ActionChunk, Moment, Observation, Timing
@@ -78,15 +71,9 @@ def given(observation: Observation | Mapping[str, Any]) -> Mapping[str, Any]:
     return vars(observation) if isinstance(observation, Observation) else observation
 
 
-def encode_infer(
-    observation: Mapping[str, Any],
-    request_id: int,
-    jpeg_quality: int | None = None,
-    api_key: str = "",
-    policy: str = "",
-) -> bytes:
-    """Return what :func:`infer_parts` gives in one piece."""
-    return b"".join(infer_parts(observation, request_id, jpeg_quality, api_key, policy))
+def encode_infer(*given: Any, **options: Any) -> bytes:
+    """Return what :func:`infer_parts` gives of the same arguments, in one piece."""
+    return b"".join(infer_parts(*given, **options))
 
 
 def infer_parts(
@@ -100,10 +87,7 @@ def infer_parts(
     of those given. Raises :class:`InvalidObservation` naming the field that does not fit."""
     for key in observation:
         if key not in _KNOWN:
-            hint = did_you_mean(str(key)[:100], OBSERVATION_KEYS)
-            raise InvalidObservation(
-                str(key), f"one of {', '.join(OBSERVATION_KEYS)}", f"an unknown key{hint}"
-            )
+            raise InvalidObservation.unknown(key, OBSERVATION_KEYS)
     for key in ("images", "state"):
         if observation.get(key) is None:
             raise InvalidObservation(key, "a value", "nothing")

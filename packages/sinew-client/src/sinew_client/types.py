@@ -10,7 +10,7 @@ from typing import Any, Literal, Mapping, Sequence
 
 import numpy as np
 
-from sinew_client.errors import ClientError, ObservationError, did_you_mean
+from sinew_client.errors import ClientError, ObservationError
 from sinew_client.given import shown
 from sinew_client.solver import FLOW, NoiseLevels, Solver
 
@@ -273,10 +273,7 @@ class Observation:
         known = {f.name for f in fields(cls)}
         for key in mapping:
             if key not in known:
-                hint = did_you_mean(str(key)[:100], sorted(known))
-                raise ObservationError(
-                    str(key), f"one of {', '.join(sorted(known))}", f"an unknown key{hint}"
-                )
+                raise ObservationError.unknown(key, sorted(known))
         for key in ("images", "state"):
             if key not in mapping:
                 raise ObservationError(key, "a value", "nothing")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sinew.core import CameraSpec, ObservationError, PolicySpec, did_you_mean
+from sinew.core import CameraSpec, ObservationError, PolicySpec
 from sinew.serve.wires.field_names import key_maps
 
 PROMPT = (
@@ -119,11 +119,8 @@ def _refuse_unknown(observation: Mapping[str, Any], prompt: str) -> None:
     """Raises ObservationError for a key of no modality."""
     for key in observation:
         if key not in (*MODALITIES, "task", prompt) and not key.startswith(_PREFIXES):
-            raise ObservationError(
-                key[:100],
-                f"one of {', '.join(MODALITIES)}, or keys that begin with {', '.join(_PREFIXES)}",
-                f"an unknown key{did_you_mean(key[:100], MODALITIES)}",
-            )
+            expected = f"one of {', '.join(MODALITIES)}, or keys that begin with {', '.join(_PREFIXES)}"
+            raise ObservationError.unknown(key, MODALITIES, expected)
 
 
 def _languages(observation: Mapping[str, Any], prompt: str) -> dict[str, Any]:

@@ -38,12 +38,12 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("x", encoding="utf-8")  # a run that is on the disk is not written over
-        except FileExistsError:
-            raise JournalError(
-                f"{path}: expected the name of a new file, got one that is there already"
-            ) from None
         except OSError as error:
-            raise JournalError(f"{path}: {error.strerror}") from error
+            there = isinstance(error, FileExistsError)
+            why = (
+                "expected the name of a new file, got one that is there already" if there else error.strerror
+            )
+            raise JournalError(f"{path}: {why}") from error
         self._events: SimpleQueue = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sinew-journal", daemon=True)
         self._thread.start()

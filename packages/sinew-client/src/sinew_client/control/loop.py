@@ -13,7 +13,7 @@ import numpy as np
 
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
-from sinew_client.control.controller import AHEAD_S, BaseController, Command, Controller
+from sinew_client.control.controller import AHEAD_S, LATE, BaseController, Command, Controller
 from sinew_client.control.interfaces import NoCommand, NoObservation, Robot, Source, Stopped
 from sinew_client.control.motion import interpolate
 from sinew_client.control.pace import Pace, SimulatedPace
@@ -296,7 +296,9 @@ class Loop:
             return
         before = self._command.reason if self._command is not None else ""
         if command.reason and command.reason != before:
-            logger.warning("step %d: holds: %s", command.step, command.reason)
+            usual = command.reason == LATE and self.controller.held[LATE] > 1  # freeze does so at every chunk
+            level = logging.INFO if usual else logging.WARNING
+            logger.log(level, "step %d: holds: %s", command.step, command.reason)
         elif before and not command.reason:
             logger.info("step %d: goes on after: %s", command.step, before)
 

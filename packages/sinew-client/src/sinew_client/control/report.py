@@ -190,10 +190,5 @@ def rate(count: int, seconds: float) -> str:
     return f"{count / seconds:.2f} Hz" if seconds else "- Hz"
 
 
-def hz(milliseconds: float) -> str:
-    """Return, in brackets, the rate of what takes so long; nothing where it takes no time."""
-    return f" ({1e3 / milliseconds:.1f} Hz)" if milliseconds > 0 else ""
-
-
 def _spread(values: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.3g}" for name, value in values.items()) + " ms" if values else "-"

@@ -111,6 +111,10 @@ class Limits:
         """Return which numbers have a workspace, bool [D]."""
         return np.isfinite(self.workspace_low) | np.isfinite(self.workspace_high)
 
+    def unpaced(self) -> list[str]:
+        """Return the names of the numbers that nothing but their range bounds."""
+        return [self.name(at) for at in np.flatnonzero(~self.paced)]
+
     def name(self, joint: int) -> str:
         return self.names[joint] if joint < len(self.names) else str(joint)
 
