@@ -1,0 +1,140 @@
+"""A server inside a program of one's own: an open policy, or a class that is one, on the wires of ``sinew serve``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from sinew_client.policy import Policy
+
+from sinew import __version__
+from sinew.core import ActionChunk, Observation, ObservationError, SinewError
+from sinew.policy import Policy as Computed
+from sinew.serve.deploy import deploy
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.launch import ServingLimits
+from sinew.serve.policies import Deployment
+from sinew.serve.process import GRACE_S
+from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
+from sinew.serve.service import Service
+from sinew.serve.supervise import STUCK_S, Supervisor
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires import open_wires, parse
+
+logger = logging.getLogger(__name__)
+
+
+class OwnPolicy(ServedPolicy):
+    """A policy of somebody's own behind a scheduler: asked for one observation at a time, from one thread."""
+
+    def __init__(self, policy: Policy):
+        self._policy, self.spec = policy, policy.spec
+
+    def warm_up(self) -> None:
+        """Do nothing: nothing is known of what it takes."""
+
+    def prepare(self, observation: Observation) -> Observation:
+        """Return the observation. Raises ObservationError for a state of another length, or other cameras."""
+        state, cameras = observation.state, {camera.name for camera in self.spec.cameras}
+        if state.shape != (self.spec.state.dim,):
+            raise ObservationError("state", f"shape [{self.spec.state.dim}]", f"shape {list(state.shape)}")
+        if other := set(observation.images) ^ cameras:
+            expected, got = (", ".join(sorted(names)) or "none" for names in (cameras, observation.images))
+            raise ObservationError(f"images.{min(other)}", f"the cameras {expected}", got)
+        return observation
+
+    def run(self, prepared: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+        """Return the policy's chunk. Raises SinewError for one that no robot may get."""
+        chunk = self._policy.infer(prepared)
+        actions, width = np.asarray(chunk.actions, np.float32), self.spec.action.dim
+        if actions.ndim != 2 or actions.shape[1] != width or not np.isfinite(actions).all():
+            what = f"finite rows of {width} numbers"
+            raise SinewError(
+                f"the policy's actions: expected {what}, got shape {list(actions.shape)} or not finite"
+            )
+        return replace(chunk, actions=actions, session=prepared.session, time=prepared.time)
+
+    def reset(self, session: str) -> None:
+        self._policy.reset(session)
+
+
+class Server:
+    """Answers robots' clients on threads of this process, from its making to :meth:`close`; a context manager.
+
+    policy: of :func:`sinew.load`, or an object with ``spec``, ``infer`` and ``reset``
+    (:class:`sinew_client.policy.Policy`); it stays the caller's, who may go on to ask it and closes it. wires: as
+    ``--wire`` of ``sinew serve`` names them, "native", "openpi:9000"; native and openpi if there are none; port 0 picks
+    a free one. host: an address of this machine; anything but loopback is open to every machine that can reach it.
+    api_key: that clients must send. limits: of what clients may make it hold and do.
+
+    addresses: wire -> where it is reached. Raises :class:`SinewError` for wires that are none, and addresses in use.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        wires: Sequence[str] = (),
+        *,
+        host: str = "127.0.0.1",
+        api_key: str = "",
+        limits: ServingLimits = ServingLimits(),  # noqa: B008 - it is frozen
+    ):
+        listen = Listen(host)
+        shown = listen.is_loopback or bool(api_key)  # elsewhere anybody would see the robot's cameras
+        if not shown:
+            logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
+        self._wires = open_wires(parse(wires), Listen(host, dashboard=shown))
+        self._ended = threading.Event()
+        try:
+            deployment = self._deployed(policy, limits)
+            self._scheduler = deployment.scheduler
+            self._service = Service(deployment, api_key=api_key)
+            for wire in self._wires:
+                wire.start(self._service)
+        except BaseException:
+            self._stop_wires()
+            raise
+        self.addresses = {name: wire.address for wire in self._wires for name in wire.name.split(" and ")}
+
+    def _deployed(self, policy: Policy, limits: ServingLimits) -> Deployment:
+        supervisor, lock = Supervisor(STUCK_S), DeviceLock()
+        if isinstance(policy, Computed):
+            return deploy(policy, limits, supervisor, lock)
+        spec = policy.spec
+        scheduler = Scheduler(
+            OwnPolicy(policy), queue_size=limits.queue, supervisor=supervisor, device_lock=lock
+        )
+        scheduler.start()
+        about = {"server": {"name": "sinew", "version": __version__}, "policy": spec.to_dict()}
+        return Deployment(scheduler, spec, about, None, spec.state.dim, spec.action.dim)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the server was closed, by another thread; False where it was not after ``seconds``. Ctrl-C raises
+        KeyboardInterrupt."""
+        return self._ended.wait(seconds)
+
+    def close(self) -> None:
+        """Refuse what comes, end the running inference between two stages, and free the ports. Twice is no error."""
+        if self._ended.is_set():
+            return
+        self._service.stopping()
+        self._scheduler.stop()
+        if not self._scheduler.join(GRACE_S):
+            self._scheduler.give_up()
+        self._stop_wires()
+        self._ended.set()
+
+    def _stop_wires(self) -> None:
+        for wire in self._wires:
+            wire.stop()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
