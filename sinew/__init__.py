@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sinew.eval.runner import Episode
     from sinew.policy import Policy, load
     from sinew.serve.recorded import RecordedPolicy, record
-    from sinew.serve.server import Server
+    from sinew.serve.wires.server import Server
 
 machine.limit_spinning()  # here, because torch's OpenMP runtime reads the environment when it is loaded
 
@@ -32,7 +32,7 @@ _LATER = {
     "RecordedPolicy": "sinew.serve.recorded",
     "RolloutPolicy": "sinew.eval.learning.rollouts",
     "RolloutSample": "sinew.eval.learning.rollouts",
-    "Server": "sinew.serve.server",
+    "Server": "sinew.serve.wires.server",
     "connect": "sinew_client.policy",
     "evaluate": "sinew.eval.report.evaluation",
     "load": "sinew.policy",

@@ -48,7 +48,7 @@ def export(
     if onnx is not None:
         from sinew.checks.validate.exported import prove_whole, write_reference
         from sinew.engine.onnx.opening import export_folder
-        from sinew.engine.onnx.whole import write_whole
+        from sinew.engine.onnx.whole import open_whole, write_whole
 
         described, error = list[str](), None
 
@@ -57,7 +57,7 @@ def export(
             write_reference(bundle, folder)
             if whole:
                 described.extend(write_whole(bundle.manifest, folder, prompt))
-                error = prove_whole(bundle, folder, prompt)
+                error = prove_whole(bundle, folder, *open_whole(folder), prompt)
 
         export_folder(opened, onnx, also)
         size = sum(path.stat().st_size for path in onnx.iterdir())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,6 @@ from sinew.bundle import Bundle
 from sinew.checks.validate.observations import random_observations
 from sinew.checks.validate.parity import bounds_of, distance, spread_of
 from sinew.core import BundleError, SinewError
-from sinew.engine.onnx.providers import runtime
-from sinew.engine.onnx.whole import WHOLE
 from sinew.policy import Policy, open_bundle
 
 REFERENCE = "reference.npy"  # float32 [chunk, actions], in the robot's units
@@ -29,28 +28,32 @@ def write_reference(bundle: Bundle, folder: Path) -> None:
     (folder / REFERENCE).write_bytes(_bytes(policy.infer(next(random_observations(policy))).actions))
 
 
-def prove_whole(bundle: Bundle, folder: Path, prompt: str = "") -> float:
-    """Hold ``policy.onnx`` against eager float32 on one random observation; return the relative L2 of the chunk over
-    the spread of the statistics. Removes it and raises :class:`SinewError` where it computes something else.
+def prove_whole(
+    bundle: Bundle,
+    folder: Path,
+    shapes: Mapping[str, Sequence[int]],
+    run: Callable[[dict[str, np.ndarray]], np.ndarray],
+    prompt: str = "",
+) -> float:
+    """Hold one graph of a whole policy against eager float32 on one random observation; return the relative L2 of the
+    chunk over the spread of the statistics. Raises :class:`SinewError` where it computes something else.
 
+    folder: of the export that it is made of. shapes: of its inputs. run: computes it, input -> actions [1, H, D].
     prompt: the only instruction of the graph, if it has one.
     """
     policy = Policy(bundle, "cpu", "fp32", "eager", ignore_recipe=True)
-    spec, path = policy.spec, folder / WHOLE
-    session = runtime().InferenceSession(str(path))
-    shapes = {node.name: node.shape for node in session.get_inputs()}
-    rng, drawn = np.random.default_rng(0), next(random_observations(policy))
+    spec, drawn = policy.spec, next(random_observations(policy))
+    rng = np.random.default_rng(0)
     images = {name: rng.integers(0, 256, shapes[name], np.uint8) for name in drawn.images}
     prepared = policy.prepare(replace(drawn, images=images, prompt=prompt or drawn.prompt))
     given = {**images, "state": np.asarray(drawn.state, np.float32)[None], "noise": prepared.noise[None]}
     tokens, given["tokens"] = prepared.inputs.tokens, np.zeros((1, spec.max_prompt_tokens), np.int64)
     given["tokens"][0, : len(tokens)] = tokens
     given["token_mask"] = np.arange(spec.max_prompt_tokens)[None] < len(tokens)
-    (got,) = session.run(None, {name: given[name] for name in shapes})
-    spread, bound = spread_of(policy), bounds_of(Policy(open_bundle(folder), "cpu", engine="onnx"))["actions"]
-    found = distance(got[0] / spread, policy.run(prepared).actions / spread)
+    got = run({name: given[name] for name in shapes})[0]
+    bound = bounds_of(Policy(open_bundle(folder), "cpu", engine="onnx"))["actions"]
+    found = distance(got / (spread := spread_of(policy)), policy.run(prepared).actions / spread)
     if not found <= bound:  # NaN is not
-        path.unlink()
         padded = "" if prompt else "; a prompt that may not be padded is fixed with --prompt"
         raise SinewError(
             f"one graph: expected what eager computes within {bound:.0e}, got {found:.1e} off{padded}"

@@ -18,6 +18,7 @@ import numpy as np
 from sinew.core import SinewError
 from sinew.engine.onnx.engine import READ_INPUTS
 from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
+from sinew.engine.onnx.providers import CPU, runtime
 from sinew.extras import MissingPackageError
 from sinew.processing import Processor
 from sinew.processing.image import prepare_frame
@@ -144,6 +145,13 @@ def write_whole(manifest: Manifest, folder: Path, prompt: str = "") -> list[str]
     onnx.save_model(flat, str(folder / WHOLE))
     onnx.checker.check_model(str(folder / WHOLE))
     return builder.described
+
+
+def open_whole(folder: Path) -> tuple[dict[str, list[int]], Callable[[dict[str, np.ndarray]], np.ndarray]]:
+    """Return the inputs of ``policy.onnx`` with their shapes, and what computes its actions, [1, H, D], of them."""
+    session = runtime().InferenceSession(str(folder / WHOLE), providers=[CPU])
+    shapes = {node.name: list(node.shape) for node in session.get_inputs()}
+    return shapes, lambda given: np.asarray(session.run(None, given)[0])
 
 
 def _tokens(processor: Processor, prompt: str) -> np.ndarray | None:
