@@ -211,7 +211,7 @@ def test_vlacpp_import_needs_a_tokenizer(golden, tmp_path):
 
 
 def test_a_bundle_is_not_imported_again(smolvla_bundle, tmp_path):
-    with pytest.raises(ConvertError, match="already"):
+    with pytest.raises(ConvertError, match="expected a checkpoint or a bundle before format"):
         convert(smolvla_bundle(CASE), tmp_path / "again.gguf")
 
 

@@ -340,10 +340,9 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
     ):
         raise RobotError(f"robot: joints: expected names of its numbers, got {shown(names)}")
     for what in ("state", "action"):
-        if len(each[what]) != int(policy[what]["dim"]):
-            raise RobotError(
-                f"robot: joints: expected {policy[what]['dim']} names of its {what}, got {len(each[what])}"
-            )
+        dim = policy[what].get("dim")  # none where the policy's numbers are poses
+        if dim is not None and len(each[what]) != int(dim):
+            raise RobotError(f"robot: joints: expected {dim} names of its {what}, got {len(each[what])}")
     if not (given or policy["state"].get("names") or policy["action"].get("names")):
         return robot
     states, actions = joints_of(policy, each["state"], each["action"], given)
