@@ -35,6 +35,7 @@ FAST = (
 TWICE = [
     ("plan", "evo1-mint"),
     ("cuda", "evo1-mint"),
+    ("plan", "diffusion-ddpm"),
     ("onnx", "act-env"),
     ("onnx", "diffusion-ddpm"),
     ("onnx", "xvla-auto"),

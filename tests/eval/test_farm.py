@@ -263,6 +263,7 @@ def _is_shard(pid: int) -> bool:
 # ----------------------------------------------------------------------------- others who join
 
 
+@pytest.mark.slow  # hosts join by address, and heads and shards are killed, in make test
 @needs_pen
 def test_another_process_joins_and_its_loss_is_made_up_for(
     tmp_path: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,10 @@ CASES = ("openvla-oft", "openvla-ar", "vla-adapter", "bitvla")
 RELATIVE = 1e-5  # of BitVLA, whose int8 roundings are at least 4e-4 away from a tie
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",  # VLA-Adapter's actions are held against its reference in tests/contract, on every engine
+    params=[pytest.param(case, marks=[pytest.mark.slow] * (case == "vla-adapter")) for case in CASES],
+)
 def case(request, golden, openvla_bundle) -> tuple[Policy, Golden]:
     return load(openvla_bundle(request.param), dtype="float32"), Golden(golden / request.param)
 

@@ -21,7 +21,6 @@ from tests.journeys.lerobot import ADDRESS, check_evaluation, documented, robot_
 from tests.serve.lerobot_releases import (
     CLIENTS,
     ROOT,
-    each_release,
     lerobot_folder,
     newest_release,
     nursery,
@@ -76,7 +75,7 @@ def expected(address: str, seen: dict[str, Any], rows: int) -> np.ndarray:
     return np.stack(found[:STEPS])
 
 
-@each_release
+@older_are_slow
 def test_the_plugin_acts_as_the_direct_client(release: str, plugin: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     seen = {name: rng.integers(0, 256, (STEPS, 2, 64, 64, 3), np.uint8) for name in ("front", "wrist")}

@@ -283,7 +283,11 @@ def test_requests_under_way_are_bounded(server, wire, taken, most):
 
 
 @pytest.mark.parametrize(
-    ("wire", "replies"), [(native, 0), (groot, 0), (openpi, 2), (http, 0), (evo1, 1), (vla_eval, 1)]
+    ("wire", "replies"),
+    [
+        *[(native, 0), (groot, 0), (openpi, 2), (http, 0), (evo1, 1)],
+        pytest.param(vla_eval, 1, marks=pytest.mark.slow),  # openpi's server with another dialect
+    ],
 )
 def test_idle_connections_keep_nothing(server, wire, replies):
     """The last request of each connection stayed in memory, counted for nobody, until the next one came: 256

@@ -259,7 +259,9 @@ def test_a_bundle_is_exported_beside_its_server(golden_bundle: Path, tmp_path: P
 # ----------------------------------------------------------------------------- what ends on the way
 
 
-@pytest.mark.parametrize("victim", ["child", "server asked", "server killed"])
+@pytest.mark.parametrize(
+    "victim", ["child", pytest.param("server asked", marks=pytest.mark.slow), "server killed"]
+)
 def test_nothing_is_left_of_an_export_that_ends(victim: str, golden_bundle: Path, tmp_path: Path) -> None:
     home, observation = golden_bundle.parent, grey(golden_bundle)
     with serving(tmp_path, golden_bundle, *ONE) as server, Client(server.address, timeout=START_S) as client:
