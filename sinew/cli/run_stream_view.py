@@ -21,7 +21,7 @@ WIDEST = 40  # bins of a histogram
 
 
 class StreamView:
-    """What :func:`sinew.cli.terminal.drawn` shows of a stream while it runs."""
+    """Draws a stream while it runs, for :func:`sinew.cli.terminal.drawn`."""
 
     def __init__(self, loop: Loop, machine: Any = None):
         assert isinstance(loop.source, Stream)

@@ -89,7 +89,7 @@ class Keys:
 
 
 class RunView:
-    """What :func:`sinew.cli.terminal.drawn` shows of a run while it lasts."""
+    """Draws a run while it lasts, for :func:`sinew.cli.terminal.drawn`."""
 
     def __init__(self, loop: Loop, keys: Keys):
         self.loop, self.keys = loop, keys

@@ -78,6 +78,39 @@ def test_a_class_of_ones_own_is_served_on_every_wire() -> None:
             stranger.infer(GOOD)
 
 
+class Slow(Own):
+    """Computes until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.free = threading.Event(), threading.Event()
+
+    def infer(self, observation: Observation, *, timeout: float | None = None) -> ActionChunk:
+        self.asked.set()
+        self.free.wait(60)
+        return super().infer(observation)
+
+
+def test_who_waits_is_answered_when_the_deadline_has_passed() -> None:
+    slow = Slow()
+    with sinew.Server(slow, ["native:0"]) as server:
+
+        def first() -> None:
+            with Client(server.addresses["native"], timeout=60) as client:
+                client.infer(GOOD)
+
+        computing = threading.Thread(target=first)
+        computing.start()
+        assert slow.asked.wait(60)
+        with (
+            Client(server.addresses["native"], timeout=60) as client,
+            pytest.raises(ServerError, match="deadline"),
+        ):
+            client.infer({**GOOD, "deadline_ms": 20.0})
+        slow.free.set()
+        computing.join()
+
+
 def test_a_server_is_closed_from_another_thread_and_says_who_can_reach_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

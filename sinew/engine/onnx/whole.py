@@ -35,7 +35,7 @@ CHECKED = 4  # random inputs that it is held against
 
 @dataclass(frozen=True)
 class FrameMap:
-    """What a camera's frames become: out[k] = scale[k] * (rows @ frame[:, :, channel[k]] @ columns) + offset[k].
+    """Holds what a camera's frames become: out[k] = scale[k] * (rows @ frame[:, :, channel[k]] @ columns) + offset[k].
 
     height, width: of a frame, uint8. rows [h, height], columns [width, w]; offset float32 [channels, h, w].
     """

@@ -41,8 +41,8 @@ Measure = Callable[[Bundle, dict[str, str], Path], Trial]
 
 @dataclass(frozen=True)
 class Samples:
-    """What a policy is shown: the error is over ``count`` observations; by ``calibration`` others before them q4_0 is
-    rounded, if they are no random frames. records: a folder to take them from."""
+    """Holds what a policy is shown: the error is over ``count`` observations; by ``calibration`` others before them
+    q4_0 is rounded, if they are no random frames. records: a folder to take them from."""
 
     count: int
     calibration: int = 0

@@ -18,7 +18,7 @@ from sinew.serve.deploy import deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.launch import ServingLimits
 from sinew.serve.policies import Deployment
-from sinew.serve.process import GRACE_S
+from sinew.serve.process import GRACE_S, TEND_S
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
@@ -92,13 +92,17 @@ class Server:
         self._ended = threading.Event()
         try:
             deployment = self._deployed(policy, limits)
-            self._scheduler = deployment.scheduler
-            self._service = Service(deployment, api_key=api_key)
-            for wire in self._wires:
-                wire.start(self._service)
         except BaseException:
             self._stop_wires()
             raise
+        self._scheduler, self._service = deployment.scheduler, Service(deployment, api_key=api_key)
+        try:
+            for wire in self._wires:
+                wire.start(self._service)
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._tend, name="sinew-tend", daemon=True).start()
         self.addresses = {name: wire.address for wire in self._wires for name in wire.name.split(" and ")}
 
     def _deployed(self, policy: Policy, limits: ServingLimits) -> Deployment:
@@ -112,6 +116,10 @@ class Server:
         scheduler.start()
         about = {"server": {"name": "sinew", "version": __version__}, "policy": spec.to_dict()}
         return Deployment(scheduler, spec, about, None, spec.state.dim, spec.action.dim)
+
+    def _tend(self) -> None:
+        while not self._ended.wait(TEND_S):
+            self._service.tend()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the server was closed, by another thread; False where it was not after ``seconds``. Ctrl-C raises
