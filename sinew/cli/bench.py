@@ -18,7 +18,7 @@ from sinew.cli.bench_server import ASKING, AskingFlags, ask
 from sinew.cli.options import RUNS, CountIfAny, Flag, PositiveIfAny, Runs, changed, image_size_of
 from sinew.core import ObservationError, SinewError
 from sinew.engine.backend import AUTO, BACKENDS
-from sinew.eval.report.stats import stage_statistics
+from sinew.eval.report.stats import p99_of, stage_statistics
 from sinew.perf.machine.bench import PHASES, PROMPT, hardware, make_observation, measure
 from sinew.perf.machine.ladder import Observe, Rung
 from sinew.perf.machine.ladder import ladder as climb
@@ -140,7 +140,7 @@ def print_report(result: dict[str, Any]) -> None:
         f" sinew {result['sinew']}",
         sep="\n",
     )
-    title = f"milliseconds over {result['runs']} runs in the steady state"
+    title = f"milliseconds over {result['runs']} runs in the steady state{p99_of(result['runs'])}"
     table = terminal.table(title, "stage", *(f">{name}" for name in STATISTICS))
     for stage, statistics in stages.items():
         if stage == "steps":

@@ -17,7 +17,7 @@ from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import Whole
 from sinew.core import PolicySpec
-from sinew.eval.report.stats import latencies
+from sinew.eval.report.stats import latencies, p99_of
 from sinew.perf.machine.bench import hardware, make_observation
 
 SCHEMA = "sinew.client/1"
@@ -107,7 +107,8 @@ def print_report(result: dict[str, Any]) -> None:
         sep="\n",
     )
     columns = (f">{name}" for name in STATISTICS)
-    table = terminal.table(f"milliseconds over {result['requests']} requests", "", *columns)
+    title = f"milliseconds over {result['requests']} requests{p99_of(result['requests'])}"
+    table = terminal.table(title, "", *columns)
     for name, statistics in result["latency_ms"].items():
         bold = "bold" if name in ("round trip", "overhead") else None
         ends = name in ("server total", "queue", "policy total")

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Literal
 from sinew.core import RTC, SinewError
 from sinew.engine import proofs
 from sinew.extras import install
+from sinew.hints import option
+from sinew.machine import half_units
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -140,7 +142,9 @@ class Backend:
     def dtype(self, kind: str) -> tuple[str, str]:
         """Return the precision of weights that nobody has chosen, on a kind of device, and why."""
         if kind == "cpu":
-            return "fp32", "the reference precision; half-precision linear layers are slow on most CPUs"
+            unit = half_units("bf16")
+            why = f"may be faster here ({unit}): time it" if unit else "has slow linear layers on this CPU"
+            return "fp32", f"the reference precision; {option('dtype', 'bf16')} {why}"
         return "native", "as stored in the bundle"
 
     def slow_start(self, bundle: Bundle, prepared: bool = False) -> str:

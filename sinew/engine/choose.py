@@ -131,10 +131,7 @@ def choose(
                 reason += f"; {'; '.join(_worth_saying(passed_over))}"
             return _choice(backend, bundle, reason, device_reason, dtype_reason, options, ignore_recipe)
         passed_over.append((name, problem))
-    raise SinewError(
-        f"{bundle.path}: no engine can run this bundle on {where}: "
-        + "; ".join(dict.fromkeys(problem for _, problem in passed_over))
-    )
+    raise SinewError(f"{bundle.path}: no engine can run this bundle on {where}: {_each_once(passed_over)}")
 
 
 def chosen_by(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,6 +226,18 @@ def _choice(
     ignored = backend.not_computed(bundle) if ignore_recipe else ""
     in_force = {} if ignored else {p: kind for p, kind in recipe(bundle).items() if kind in backend.follows}
     return EngineChoice(backend.name, reason, device_reason, dtype_reason, options, ignored, in_force)
+
+
+def _each_once(passed_over: Sequence[tuple[str, str]]) -> str:
+    """Return the problems, one that several engines have with all their names: "engine cpu or plan needs torch"."""
+    owners: dict[tuple[bool, str], list[str]] = {}
+    for name, problem in passed_over:
+        own = f"engine {name} "
+        owners.setdefault((problem.startswith(own), problem.removeprefix(own)), []).append(name)
+    return "; ".join(
+        f"engine {' or '.join(names)} {problem}" if named else problem
+        for (named, problem), names in owners.items()
+    )
 
 
 def _worth_saying(passed_over: Sequence[tuple[str, str]]) -> list[str]:

@@ -152,7 +152,8 @@ def _print_run(report: dict[str, Any], told: str, console: Console) -> None:
         f" {report['seeds']['first']} and up, a new chunk every {rows} actions",
         soft_wrap=True,
     )
-    table = Table(title=f"milliseconds per request over {entry['chunks']} requests, seen from the client")
+    title = f"milliseconds per request over {entry['chunks']} requests, seen from the client"
+    table = Table(title=title + stats.p99_of(entry["chunks"]))
     table.add_column("")
     for name in ("p50", "p95", "p99", "max"):
         table.add_column(name, justify="right")

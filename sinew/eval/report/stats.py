@@ -108,6 +108,11 @@ def summarize(samples: Any, percentiles: Sequence[int] = (50, 95, 99)) -> dict[s
     return {name: round(float(value), 4) for name, value in found.items()}
 
 
+def p99_of(count: int) -> str:
+    """Return what a table's title has to say of the p99 of so many samples: of fewer than 100 it is the largest."""
+    return "" if count >= 100 else "; their p99 is the largest"
+
+
 def stage_statistics(
     timings: Sequence[Timing], totals: Sequence[float], apart: Sequence[Timing] = ()
 ) -> dict[str, Any]:
