@@ -183,14 +183,17 @@ def rows_between(replan: int | str, chunk_size: int) -> int:
     return parse_rule(replan).horizon(chunk_size)
 
 
-def _latency_list(text: str) -> list[str]:
-    """``0,50,100ms``: a final unit holds for all plain numbers of the list."""
+_WITH_A_COMMA = {"latency": "normal:", "replan": "disagreement:"}  # normal:80,20ms and disagreement:0.1,8
+
+
+def _listed(key: str, text: str) -> list[str]:
+    """Return the values of a list; a final unit of latencies, ``0,50,100ms``, holds for all plain numbers."""
     parts = [part for part in text.split(",") if part]
-    if parts and parts[-1].endswith("ms"):
+    if key == "latency" and parts and parts[-1].endswith("ms"):
         parts = [part + "ms" if re.fullmatch(_NUMBER, part) else part for part in parts]
     joined: list[str] = []
-    for part in parts:  # normal:80,20ms holds a comma of its own
-        if joined and joined[-1].startswith("normal:") and "," not in joined[-1]:
+    for part in parts:
+        if joined and joined[-1].startswith(_WITH_A_COMMA.get(key, ",")) and "," not in joined[-1]:
             joined[-1] = joined[-1].removesuffix("ms") + "," + part
         else:
             joined.append(part)
@@ -218,7 +221,7 @@ def sweep(base: Variant, sweeps: Sequence[str]) -> list[Variant]:
     for text in sweeps:
         key, separator, values = text.partition("=")
         key = key.replace("-", "_")
-        parts = _latency_list(values) if key == "latency" else [v for v in values.split(",") if v]
+        parts = _listed(key, values)
         if not separator or not parts:
             raise SinewError(f"--sweep: expected KEY=VALUE,VALUE..., got {text!r}")
         axes.append([(key, value) for value in parts])

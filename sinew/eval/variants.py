@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -60,7 +61,7 @@ def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] 
     for text in compares:
         if "=" in text and not Path(text).exists():
             other = found[0]
-            for part in text.split(","):
+            for part in re.split(r",(?=[a-z_-]+=)", text):
                 key, _, value = part.partition("=")
                 other = other.with_text(key.replace("-", "_"), value)
         else:

@@ -32,6 +32,7 @@ from sinew.eval.server import serving  # noqa: E402
 from sinew.eval.settings import Latency, Task, Variant, sweep  # noqa: E402
 from sinew.eval.sources import chunk_seed  # noqa: E402
 from sinew.eval.suites.mapping import Mapping  # noqa: E402
+from sinew.eval.variants import variants  # noqa: E402
 from tests import processes  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -158,7 +159,10 @@ def test_sweeps_are_combinations() -> None:
         for handover in ("aligned", "naive")
         for latency in ("0ms", "50ms", "normal:80,20ms")
     ]
-    assert [v.show("replan") for v in sweep(base, ["replan=1,full"])] == ["1", "full"]
+    rules = ["1", "disagreement:0.1,8", "full"]
+    assert [v.show("replan") for v in sweep(base, ["replan=" + ",".join(rules)])] == rules
+    _, other = variants(Variant("expert"), (), ["replan=disagreement:0.1,8,latency=normal:80,20ms"])
+    assert (other.replan, other.latency.text) == ("disagreement:0.1,8", "normal:80,20ms")
     for bad in ("replan", "replan=", "replan=x", "speed=1", "handover=late"):
         with pytest.raises(SinewError):
             sweep(base, [bad])
