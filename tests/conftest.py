@@ -48,6 +48,11 @@ with contextlib.suppress(ImportError):  # which not every test needs
     hypothesis.settings.register_profile("sinew", deadline=None)  # 200 ms of a busy machine say nothing
     hypothesis.settings.load_profile("sinew")
 
+with contextlib.suppress(ImportError):
+    from websockets.sync.client import connect
+
+    connect.__kwdefaults__["open_timeout"] = 60.0  # a machine that stood still for 10 s says nothing either
+
 
 @pytest.fixture(scope="session")
 def golden() -> Path:

@@ -174,7 +174,7 @@ class Walker:
     def __init__(self, policy: Policy, at: int = 0, blind: int = 0):
         began = time.perf_counter()
         policy.infer(policy.dummy_observation())
-        self.clock, self.seen = Clock(max(1 / 20, (time.perf_counter() - began) / 2)), list[int]()
+        self.clock, self.seen = Clock(max(1 / 20, time.perf_counter() - began)), list[int]()
         self._spec, self._at, self._blind = policy.spec, at, blind
 
     def observe(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def expected(address: str, seen: dict[str, Any], rows: int) -> np.ndarray:
     """The rows that a robot gets that asks the server itself, [steps, batch, action_dim]."""
     found: list[np.ndarray] = []
     asked = 0
-    with Client(address) as client:
+    with Client(address, timeout=60.0) as client:
         for step in range(0, STEPS, rows):
             chunks = []
             for index in range(seen["state"].shape[1]):
