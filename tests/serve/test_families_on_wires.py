@@ -164,7 +164,7 @@ class Clock(Pace):
 
 class Walker:
     """A robot whose state says the control step, divided by a thousand, and its frames in their colour. Its control
-    steps take as long as this machine, which may be busy, needs for half of a chunk, and 50 ms at least: on a clock of
+    steps take as long as this machine, which may be busy, needs for a chunk, and 50 ms at least: on a clock of
     its own it would be somewhere else whenever an answer comes.
 
     at: added to the step, by which robots differ. blind: it sees nothing at the last two steps of so many; 0: at none.
