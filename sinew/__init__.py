@@ -70,6 +70,6 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "sinew":
             raise
-        from sinew.extras import MissingPackageError
+        from sinew.core.extras import MissingPackageError
 
         raise MissingPackageError(f"sinew.{name}", error.name) from None

@@ -18,8 +18,8 @@ from sinew import __version__, machine
 from sinew.checks.check import Check, gib
 from sinew.checks.loaded import bundle, hashes
 from sinew.core import SinewError
+from sinew.core.extras import DISTRIBUTION, install
 from sinew.engine.backend import AUTO, BACKENDS
-from sinew.extras import DISTRIBUTION, install
 
 __all__ = ["Check", "bundle", "hashes", "installation"]
 

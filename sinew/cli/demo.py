@@ -11,7 +11,7 @@ from typing import Literal
 
 from sinew.cli import terminal
 from sinew.cli.options import Count, Flag, Whole
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 
 
 def demo(

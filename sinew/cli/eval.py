@@ -19,6 +19,7 @@ from sinew_client.control.defaults import HANDOVER, REPLAN
 from sinew.cli import status, terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object, motion_of
 from sinew.core import SinewError
+from sinew.core.extras import MissingPackageError
 from sinew.eval import suites
 from sinew.eval.report import plots, stats
 from sinew.eval.report.gate import read_gate
@@ -26,7 +27,6 @@ from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
 from sinew.eval.variants import control_hz, default_env, in_lockstep, settled, usual_workers
 from sinew.eval.variants import variants as variants_of
-from sinew.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sinew.core import RTC, SinewError
+from sinew.core.extras import install
 from sinew.engine import proofs
-from sinew.extras import install
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

@@ -416,7 +416,7 @@ def test_doctor_fails_on_a_broken_bundle(here, tmp_path: Path) -> None:
 
 def test_an_absent_runtime_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from sinew import checks
-    from sinew.extras import install
+    from sinew.core.extras import install
 
     path = [entry for entry in sys.path if not (Path(entry) / "onnxruntime").is_dir()]
     monkeypatch.setattr(sys, "path", path)

@@ -18,11 +18,11 @@ import pytest
 from PIL import Image
 
 import sinew
-from sinew import extras, progress
+from sinew import progress
 from sinew.bundle import Bundle
 from sinew.cli import main, terminal
-from sinew.core import ObservationError, SinewError
-from sinew.extras import EXTRAS, MissingPackageError, install
+from sinew.core import ObservationError, SinewError, extras
+from sinew.core.extras import EXTRAS, MissingPackageError, install
 from sinew.perf.hardware import load_machines
 from sinew.processing.files import parse_vector
 from sinew.serve.transport.listen import AddressError, Listen

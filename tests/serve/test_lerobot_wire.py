@@ -26,7 +26,7 @@ import pytest
 
 import sinew
 from sinew.core import CameraSpec, KeyMap, ObservationError, PolicySpec, SinewError, VectorSpec
-from sinew.extras import install
+from sinew.core.extras import install
 from sinew.rate_limited_log import Once
 from sinew.records.recorder import read_records
 from sinew.serve.policies import Deployment

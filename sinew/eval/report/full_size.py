@@ -20,8 +20,8 @@ from rich.table import Table
 
 from sinew import machine
 from sinew.core import BundleError
+from sinew.core.extras import MissingPackageError
 from sinew.eval.server import serving
-from sinew.extras import MissingPackageError
 from sinew.registry import families
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from sinew_client.control import AS_IS
 
 from sinew import progress
 from sinew.core import SinewError
+from sinew.core.extras import MissingPackageError
 from sinew.engine.choose import EngineChoice
 from sinew.eval.report.gate import GATES, Gate, read_gate
 from sinew.eval.settings import Latency, Task, Variant
-from sinew.extras import MissingPackageError
 from sinew.policy import open_bundle
 from sinew.processing import Processor
 
