@@ -25,8 +25,8 @@ from benchmarks.handovers import figure as handovers
 from sinew import figures
 from sinew.cli import main as sinew
 from sinew.eval.adapters import make_env
+from sinew.eval.demo.film import compose, shoot
 from sinew.eval.policies import ServerPolicy
-from sinew.eval.report.film import compose, shoot
 from sinew.eval.report.plots import plot_replan, plot_sweep
 from sinew.eval.report.stats import wilson
 from sinew.eval.server import serving

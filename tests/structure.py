@@ -26,6 +26,7 @@ WALLS = {
     "cli/perf": set(),
     "vlacpp": {"cli/export.py"},
     "sim": {"opening.py", "eval"},
+    "eval/demo": {"cli/demo.py"},
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
     "eval/learning": set(),
