@@ -27,6 +27,8 @@ WALLS = {
     "vlacpp": {"cli/export.py"},
     "sim": {"opening.py", "eval"},
     "eval/demo": {"cli/demo.py"},
+    "presets": {"families/smolvla/random_checkpoint"},
+    "families/smolvla/random_checkpoint": set(),
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
     "eval/learning": set(),

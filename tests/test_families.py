@@ -165,7 +165,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         tmp_path / "families" / "toy",
         ignore=shutil.ignore_patterns("golden", "__pycache__"),
     )
-    for path in folder.iterdir():
+    for path in (path for path in folder.rglob("*") if path.is_file()):
         text = (
             path.read_text()
             .replace("sinew.families.smolvla", "sinew.families.toy")

@@ -27,13 +27,3 @@ def rename(name: str, prefixes: Renames) -> str:
     for old, new in ATTENTION + VISION + DECODER:
         name = name.replace(old, new)
     return name
-
-
-def upstream_name(name: str, prefixes: Renames) -> str:
-    """The inverse of :func:`rename`, for writing checkpoints."""
-    for old, new in ATTENTION + (VISION if name.startswith("vision.") else DECODER):
-        name = name.replace(new, old)
-    for old, new in prefixes:
-        if name.startswith(new):
-            return old + name[len(new) :]
-    return name

@@ -35,8 +35,8 @@ from sinew.eval.settings import Task, Variant  # noqa: E402
 from sinew.eval.suites import aloha, conventions, libero, metaworld, pusht, simpler, table  # noqa: E402
 from sinew.eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
 from sinew.eval.suites.mapping import Mapping  # noqa: E402
-from sinew.families.smolvla.checkpoint import write_checkpoint  # noqa: E402
-from sinew.families.smolvla.layout import TINY  # noqa: E402
+from sinew.families.smolvla.random_checkpoint.layout import TINY  # noqa: E402
+from sinew.families.smolvla.random_checkpoint.write import write_checkpoint  # noqa: E402
 from sinew.registry import architectures  # noqa: E402
 from sinew.serve.policies import Deployment  # noqa: E402
 from sinew.serve.process import Process  # noqa: E402

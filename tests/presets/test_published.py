@@ -12,10 +12,10 @@ from benchmarks.families import FAMILIES
 from benchmarks.inflate import inflate
 from sinew.convert import read
 from sinew.convert.options import ConvertOptions
-from sinew.families.smolvla import checkpoint as smolvla
 from sinew.families.smolvla.convert import model_config as smolvla_config
 from sinew.families.smolvla.convert import open_checkpoint
-from sinew.families.smolvla.layout import Widths
+from sinew.families.smolvla.random_checkpoint import write as smolvla
+from sinew.families.smolvla.random_checkpoint.layout import Widths
 from sinew.models import build_on_meta, mismatch
 from sinew.perf.program import PublishedProgram, preset
 from sinew.perf.published import published

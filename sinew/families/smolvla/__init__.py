@@ -7,6 +7,6 @@ FAMILY = Family(
     backbones={"smolvla": "SmolVLM2"},
     converters=("convert",),
     units={"smolvla": ("recorded",)},
-    demo="checkpoint:write_demo",
+    demo="random_checkpoint.write:write_demo",
     golden="golden:check",
 )
