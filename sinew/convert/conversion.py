@@ -32,7 +32,6 @@ class Conversion:
     the names that the user knows, for messages. dead: prefixes of names that inference never reads. sources: files
     whose hashes go into the provenance. widths_assumed: the checkpoint leaves widths out, and --arch gave none."""
 
-    architecture: str
     format: str
     config: Any
     spec: PolicySpec
@@ -87,7 +86,7 @@ class Conversion:
 
             def manifest() -> Manifest:
                 return Manifest(
-                    architecture=self.architecture,
+                    architecture=self.spec.architecture,
                     name=name,
                     config=msgspec.to_builtins(self.config),
                     spec=replace(
@@ -122,7 +121,7 @@ class Conversion:
     def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str]) -> None:
         """Every tensor of the model is there with its shape, and nothing else."""
         try:
-            model = build_on_meta(self.architecture, self.config)
+            model = build_on_meta(self.spec.architecture, self.config)
         except (ValueError, TypeError, ZeroDivisionError, OverflowError, RuntimeError) as error:
             raise ConvertError(f"the checkpoint's config describes no model: {error}") from None
         wanted = model.state_dict()

@@ -208,7 +208,7 @@ def _convert(checkpoint: Path, said: str, name: str, files: list[FileIdentity], 
         record = CacheRecord(
             source=str(checkpoint.resolve()) if Path(said).exists() else said,
             name=name,
-            architecture=conversion.architecture,
+            architecture=conversion.spec.architecture,
             bundle=bundle.name,
             bytes=found.st_size,
             mtime_ns=found.st_mtime_ns,

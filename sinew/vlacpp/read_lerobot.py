@@ -123,7 +123,6 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
     cameras = options.cameras or family.cameras
     side = config.vision.image_size
     return Conversion(
-        architecture=architecture,
         format=FORMAT,
         config=config,
         spec=PolicySpec(

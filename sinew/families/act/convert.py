@@ -92,7 +92,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             f"temporal_ensemble_coeff={decay}: the robot's loop does that: sinew run --handover ensemble:{decay}"
         )
     return Conversion(
-        architecture="act",
         format="lerobot-act",
         config=config,
         spec=checkpoint.policy_spec(

@@ -119,7 +119,6 @@ def assemble(
     weights |= apply(action | state, [*ENDS, *BLOCKS, *STATE])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]
     return Conversion(
-        architecture="bitvla",
         format=form,
         config=config,
         spec=openvla.spec(checkpoint, head, robot),

@@ -105,7 +105,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     state, image = checkpoint.whole_state(), image_recipe(checkpoint)
     config = model_config(checkpoint, state.dim, image)
     return Conversion(
-        architecture="diffusion",
         format="lerobot-diffusion",
         config=config,
         spec=policy_spec(checkpoint, config, state, image),

@@ -75,7 +75,6 @@ def assemble(parts: Parts, options: ConvertOptions, path: Path) -> Conversion:
     tokenizer = find_tokenizer(options, vlm_dir)
     config = _model_config(parts, vlm, tokenizer, options)
     return Conversion(
-        architecture="evo1",
         format=parts.format,
         config=config,
         spec=_spec(parts, options),

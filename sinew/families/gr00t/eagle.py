@@ -129,7 +129,6 @@ def assemble(
         *connector_rules(parts.backbone + r"mlp1\.", unshuffle),
     )
     return Conversion(
-        architecture=parts.architecture,
         format=parts.format,
         config=config,
         spec=specification(

@@ -90,7 +90,6 @@ def assemble(files: NvidiaFiles) -> Conversion:
         *qwen_vision_rules(BACKBONE + r"visual\."),
     )
     return Conversion(
-        architecture=ARCHITECTURE,
         format=files.format,
         config=model,
         spec=specification(

@@ -161,7 +161,6 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
     rules = [*rules, *head.rules, *LANGUAGE, *PROJECTOR, *ENDS, *BLOCKS, *STATE]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]
     return Conversion(
-        architecture=head.architecture,
         format=checkpoint.format,
         config=head.config,
         spec=spec(checkpoint, head, robot),

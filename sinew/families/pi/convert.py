@@ -209,7 +209,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     config = replace(config, lm_head=head.kind)
     words = WITH_STATE if state_in_prompt(checkpoint, options, config) else WITHOUT_STATE
     return Conversion(
-        architecture=architecture,
         format=f"lerobot-{architecture}",
         config=config,
         spec=checkpoint.policy_spec(

@@ -101,7 +101,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             " missing"
         )
     return Conversion(
-        architecture="pi0_fast",
         format="lerobot-pi0_fast",
         config=config,
         spec=checkpoint.policy_spec(

@@ -155,7 +155,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     head = lm_head(options, checkpoint.tensors, HEAD, TABLE, tokenizer, "<end_of_utterance>", DEAD, tied)
     config = replace(model_config(checkpoint, vlm, special), lm_head=head.kind)
     return Conversion(
-        architecture="smolvla",
         format="lerobot-smolvla",
         config=config,
         spec=policy_spec(checkpoint, config, options),

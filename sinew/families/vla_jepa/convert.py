@@ -145,7 +145,6 @@ def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
     if not has_state:
         checkpoint.notes.append("no state among the features: the head gets no state token, as upstream")
     return Conversion(
-        architecture=ARCHITECTURE,
         format=checkpoint.format or "lerobot-vla-jepa",
         config=model,
         spec=spec,

@@ -205,7 +205,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     space, image = action_space(checkpoint), image_recipe(checkpoint)
     config = model_config(checkpoint, space, image, tokenizer)
     return Conversion(
-        architecture="xvla",
         format="lerobot-xvla",
         config=config,
         spec=policy_spec(checkpoint, config, image),
