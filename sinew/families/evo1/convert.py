@@ -91,18 +91,10 @@ def _model_config(
 ) -> Evo1Config:
     text = vlm.part("text_config" if "text_config" in vlm.content else "llm_config")
     vision = vlm.part("vision_config")
-    for record, expected in (
-        (text, {"model_type": "qwen2", "hidden_act": "silu", "use_sliding_window": False}),
-        (
-            vision,
-            {"hidden_act": "gelu", "norm_type": "layer_norm", "use_mean_pooling": True, "num_channels": 3},
-        ),
-        (vision, {"use_qk_norm": False, "qk_normalization": False, "attention_bias": True, "qkv_bias": True}),
-        (vlm, {"ps_version": "v2", "select_layer": -1, "vision_feature_layer": -1}),
-    ):
-        for key, value in expected.items():
-            if record.get(key, value) != value:
-                raise ConvertError(f"{vlm.path}: {record.name}{key}: expected {value!r}, got {record[key]!r}")
+    text.expect(model_type="qwen2", hidden_act="silu", use_sliding_window=False)
+    vision.expect(hidden_act="gelu", norm_type="layer_norm", use_mean_pooling=True, num_channels=3)
+    vision.expect(use_qk_norm=False, qk_normalization=False, attention_bias=True, qkv_bias=True)
+    vlm.expect(ps_version="v2", select_layer=-1, vision_feature_layer=-1)
     if _side(vision["image_size"]) != parts.side:
         raise ConvertError(
             f"{vlm.path}: vision_config.image_size is {vision['image_size']}, the checkpoint's images are {parts.side}"

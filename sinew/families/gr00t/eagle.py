@@ -67,8 +67,7 @@ def n16(
     grid = Grid(unit=unit, min_pixels=smallest, max_pixels=largest, method="pil_bicubic")
     image, frames = image_recipe(files, preprocessor, grid)
     vision = eagle.part("vision_config")
-    if vision.get("use_rope", True):
-        raise ConvertError(f"{eagle.path}: vision_config.use_rope: expected false")
+    vision.filled({"use_rope": True}).expect(use_rope=False)
     return EagleParts(
         architecture="gr00t_n1_6",
         format=files.format if files.format != NvidiaFiles.format else "gr00t-n1.6",

@@ -206,14 +206,9 @@ def head_config(config: JsonRecord, masks: bool) -> HeadConfig:
     """
     dit, refine = config.part("diffusion_model_cfg"), config.get("vl_self_attention_cfg") or {}
     layers = dit["num_layers"]
-    if not dit.get("interleave_self_attention", False):
-        raise ConvertError(
-            f"{config.path}: diffusion_model_cfg.interleave_self_attention: expected true, got false"
-        )
-    if dit.get("positional_embeddings") is not None or dit.get("norm_type", "ada_norm") != "ada_norm":
-        raise ConvertError(
-            f"{config.path}: diffusion_model_cfg: expected ada_norm and no positional_embeddings"
-        )
+    dit.filled({"interleave_self_attention": False}).expect(
+        interleave_self_attention=True, positional_embeddings=None, norm_type="ada_norm"
+    )
     has_refinement = bool(refine.get("num_layers"))
     return HeadConfig(
         dit=DiTConfig(

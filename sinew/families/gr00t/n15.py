@@ -119,8 +119,7 @@ def read(path: Path, options: ConvertOptions, preprocessor: JsonRecord) -> Eagle
     else:
         widths, found = config, _nvidia(path, options)
     backbone = widths.part("backbone_cfg")
-    if backbone.get("project_to_dim") is not None:
-        raise ConvertError(f"{widths.path}: backbone_cfg.project_to_dim: expected null")
+    backbone.expect(project_to_dim=None)
     tensors, files = nvidia_weights(path)
     return parts(
         "gr00t-n1.5-lerobot" if is_lerobot(path) else "gr00t-n1.5",

@@ -46,10 +46,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
     vlm_dir = find_model_dir(str(config["model_name"]), options.vlm, path, "--vlm", VLM_FILES)
     vlm = JsonRecord(vlm_dir / "config.json")
     text, vision = vlm.part("text_config"), vlm.part("vision_config")
-    if config.get("state_history_length", 1) != 1:
-        raise ConvertError(
-            f"{config.path}: state_history_length: expected 1, got {config['state_history_length']}"
-        )
+    config.expect(state_history_length=1)
     sizes = vision_config(vision)
 
     preprocessor = JsonRecord(vlm_dir / "preprocessor_config.json")
@@ -153,8 +150,7 @@ def grid_step(preprocessor: JsonRecord, unit: int, method: Literal["bicubic", "b
 
 def vision_config(vision: JsonRecord) -> QwenViTConfig:
     """Return the sizes of Qwen3-VL's tower."""
-    if vision["hidden_act"] != "gelu_pytorch_tanh":
-        raise ConvertError(f"{vision.path}: vision_config.hidden_act: expected gelu_pytorch_tanh")
+    vision.expect(hidden_act="gelu_pytorch_tanh")
     side = int(vision["num_position_embeddings"] ** 0.5)
     if side**2 != vision["num_position_embeddings"]:
         raise ConvertError(f"{vision.path}: vision_config.num_position_embeddings is not a square")

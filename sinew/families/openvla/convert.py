@@ -21,6 +21,7 @@ from sinew.convert import widths
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions, Setting
 from sinew.convert.read.files import read_json
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
@@ -124,7 +125,7 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
     path, options = checkpoint.path, checkpoint.options
     action, state = checkpoint.part("action_head"), checkpoint.part("proprio_projector")
     adapter = "action_queries.weight" in checkpoint.tensors
-    if not adapter and checkpoint["text_config"].get("model_type") == "qwen2":
+    if not adapter and checkpoint.config.part("text_config").get("model_type") == "qwen2":
         raise ConvertError(
             f"{path}: config.json names VLA-Adapter's Qwen2, and 'action_queries.weight' is missing: these are another"
             " policy's weights"
@@ -138,7 +139,7 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
     shared = {
         "vision": vision,
         "projector": (4 * sum(t.hidden_size for t in vision), text["hidden_size"]),
-        "language": decoder(checkpoint, text),
+        "language": decoder(text),
         "vocab_size": text["vocab_size"],
         "chunk_size": robot.chunk,
         "max_action_dim": action_dim,
@@ -159,7 +160,7 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
 
     weights = checkpoint.tensors | action | state
     rules = [*rules, *head.rules, *LANGUAGE, *PROJECTOR, *ENDS, *BLOCKS, *STATE]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint.config["pad_token_id"]
     return Conversion(
         format=checkpoint.format,
         config=head.config,
@@ -262,17 +263,14 @@ def robot_of(
     )
 
 
-def decoder(checkpoint: PrismaticCheckpoint, text: dict[str, Any]) -> DecoderConfig:
-    qwen, where = text["model_type"] == "qwen2", checkpoint.path / "config.json"
-    expected: dict[str, Any] = {"hidden_act": "silu"}
-    expected |= {"use_sliding_window": False} if qwen else {"attention_bias": False, "mlp_bias": False}
-    for name, value in expected.items():
-        if text.get(name, value) != value:
-            raise ConvertError(f"{where}: text_config.{name}: expected {value}, got {text[name]!r}")
+def decoder(text: JsonRecord) -> DecoderConfig:
+    qwen = text["model_type"] == "qwen2"
+    text.expect(hidden_act="silu")
+    text.expect(**{"use_sliding_window": False} if qwen else {"attention_bias": False, "mlp_bias": False})
     try:
         return widths.decoder(text, rope_theta=text["rope_theta"], qkv_bias=qwen)
     except (ValueError, TypeError) as error:
-        raise ConvertError(f"{where}: text_config: {error}") from None
+        raise ConvertError(f"{text.path}: text_config: {error}") from None
 
 
 def openvla_prompt(tokenizer: TokenizerFiles) -> tuple[PromptStep, ...]:
@@ -304,8 +302,8 @@ def token_head(
 def action_tokens(checkpoint: PrismaticCheckpoint, shared: dict[str, Any]) -> dict[str, Any]:
     """Return which tokens are bins of an action."""
     return {
-        "action_bins": checkpoint["n_action_bins"],
-        "action_tokens_end": shared["vocab_size"] - checkpoint["pad_to_multiple_of"],
+        "action_bins": checkpoint.config["n_action_bins"],
+        "action_tokens_end": shared["vocab_size"] - checkpoint.config["pad_to_multiple_of"],
     }
 
 
@@ -386,13 +384,13 @@ def processing(
 
 def image_recipe(checkpoint: PrismaticCheckpoint) -> ImageRecipe:
     """Frames of another size go through JPEG and lanczos3; then the middle is cut out, for each tower the same."""
-    height, width = checkpoint["image_sizes"]
-    file, record = checkpoint.preprocessor()
+    height, width = checkpoint.config["image_sizes"]
+    record = checkpoint.preprocessor()
     try:
-        groups = record["tvf_normalize_params"][: len(checkpoint["timm_model_ids"])]
+        groups = record["tvf_normalize_params"][: len(checkpoint.config["timm_model_ids"])]
         mean, std = (tuple(float(x) for group in groups for x in group[name]) for name in ("mean", "std"))
     except (KeyError, TypeError) as error:
-        raise ConvertError(f"{file}: tvf_normalize_params: {error}") from None
+        raise ConvertError(f"{record.path}: tvf_normalize_params: {error}") from None
     steps = image_steps(height, width, checkpoint.options)
     return ImageRecipe(height, width, mean=mean, std=std, steps=steps)
 

@@ -6,6 +6,7 @@ Sources: openvla/openvla, moojink/openvla-oft (prismatic/vla/constants.py, exper
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +17,7 @@ from sinew.bundle.schema import Normalization, VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import read_json
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.read.torch_zip import read_torch
 from sinew.convert.tensors import Rule, join, pick, reshape, split_qkv
@@ -63,41 +65,32 @@ class PrismaticCheckpoint:
         ):
             if found := sorted(path.glob(pattern)):
                 raise ConvertError(f"{found[0]}: {what}: not supported")
-        self.config = read_json(path / "config.json")
-        self.files = [path / "config.json"]
+        self.config = JsonRecord(path / "config.json")
+        self.files = [self.config.path]
 
-    def __getitem__(self, key: str) -> Any:
-        if key not in self.config:
-            raise ConvertError(f"{self.path / 'config.json'}: {key!r} is missing")
-        return self.config[key]
-
-    def text_config(self, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def text_config(self, known: Mapping[str, Mapping[str, Any]]) -> JsonRecord:
         """Return the language model's config with the defaults of its class, which the file leaves out.
 
         known: model_type -> defaults. Raises :class:`ConvertError` for another one, and for rescaled positions.
         """
-        text = self["text_config"]
-        kind = text.get("model_type") if isinstance(text, dict) else None
-        if kind not in known:
-            where = self.path / "config.json"
+        text = self.config.part("text_config")
+        if (kind := text.get("model_type")) not in known:
             raise ConvertError(
-                f"{where}: text_config.model_type: expected {' or '.join(known)}, got {kind!r}"
+                f"{text.path}: text_config.model_type: expected {' or '.join(known)}, got {kind!r}"
             )
-        merged = known[kind] | {key: value for key, value in text.items() if value is not None}
-        if text.get("rope_scaling") is not None:
-            raise ConvertError(f"{self.path / 'config.json'}: text_config.rope_scaling is not supported")
-        return merged
+        text.expect(rope_scaling=None)
+        return text.filled(known[kind])
 
     @property
     def name(self) -> str:
         """Return the policy's name."""
         return self.path.resolve().name
 
-    def preprocessor(self) -> tuple[Path, Any]:
-        """Return the image processor's record and its file."""
-        file = self.path / "preprocessor_config.json"
-        self.files.append(file)
-        return file, read_json(file)
+    def preprocessor(self) -> JsonRecord:
+        """Return the image processor's record."""
+        found = JsonRecord(self.path / "preprocessor_config.json")
+        self.files.append(found.path)
+        return found
 
     # ------------------------------------------------------------------ weights
 
@@ -205,8 +198,8 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
     Features are the output of the last block but one, so the last block, the final norm and SigLIP's pooling head
     are dead. Widths and depths are in no config; they are those of the tensors.
     """
-    names, tensors = checkpoint["timm_model_ids"], checkpoint.tensors
-    side = checkpoint["image_sizes"][0]
+    names, tensors = checkpoint.config["timm_model_ids"], checkpoint.tensors
+    side = checkpoint.config["image_sizes"][0]
     configs, rules, dead = [], [], []
     for index, (prefix, name) in enumerate(zip(TOWERS, names, strict=False)):
         if name not in HEADS:

@@ -40,11 +40,7 @@ def image_processor(vlm_dir: Path) -> JsonRecord:
         found = record.part("image_processor")
     else:
         found = JsonRecord(vlm_dir / "preprocessor_config.json")
-    for key, expected in (("do_resize", True), ("do_normalize", True), ("resample", 3)):
-        if found.get(key, expected) != expected:
-            raise ConvertError(
-                f"{found.path}: {found.name}{key}: expected {json.dumps(expected)}, got {found[key]!r}"
-            )
+    found.expect(do_resize=True, do_normalize=True, resample=3)
     return found
 
 
