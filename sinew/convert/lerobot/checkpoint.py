@@ -80,6 +80,7 @@ UNREAD = (
     "scheduler_warmup_steps",
     "scheduler_decay_steps",
     "scheduler_decay_lr",
+    "n_obs_steps",  # the newest observation is read, whatever it says, but where a family's schema names it
     "rtc_config",  # how chunks are joined on the robot
     "use_cache",
 )

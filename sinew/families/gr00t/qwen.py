@@ -55,7 +55,8 @@ def assemble(files: NvidiaFiles) -> Conversion:
     image, frames = image_recipe(files, preprocessor, grid)
     rows, cols = image.height // unit, image.width // unit
 
-    cameras = files.cameras(frames)
+    robot = files.robot(frames)
+    cameras = robot.cameras
     for camera in cameras:
         if (size := image.size_after(camera.height, camera.width)) != (image.height, image.width):
             raise ConvertError(
@@ -78,35 +79,23 @@ def assemble(files: NvidiaFiles) -> Conversion:
         bool(processor.get("formalize_language", True)),
     )
 
-    vectors = files.vectors
     model = model_config(config, vlm, rows, cols)
     tensors, _ = files.weights
     rules = (
-        *head_rules(files.embodiment.number),
+        *head_rules(robot.embodiment.number),
         *language_rules(BACKBONE + r"language_model\.", model.language.num_layers),
         *qwen_vision_rules(BACKBONE + r"visual\."),
     )
     return Conversion(
         format=files.format,
         config=model,
-        spec=specification(
-            ARCHITECTURE,
-            files.name,
-            cameras,
-            vectors,
-            config,
-            options,
-            prompt,
-            files.language,
-            files.embodiment.tag,
-            DEFAULT_TASK,
-        ),
-        processing=processing(image, prompt, vectors, config),
+        spec=specification(ARCHITECTURE, files.name, robot, config, options, prompt, DEFAULT_TASK),
+        processing=processing(image, prompt, robot.vectors, config),
         tokenizer=tokenizer.text,
         tensors=apply(tensors, rules),
         dead=("backbone.model.model.language_model.norm.", "backbone.model.lm_head."),
-        sources=[*files.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
-        notes=files.notes,
+        sources=[*robot.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
+        notes=robot.notes,
     )
 
 

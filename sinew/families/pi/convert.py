@@ -87,7 +87,6 @@ DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
     "tokenizer_max_length": 48,
 }
 UNREAD = (
-    "n_obs_steps",  # upstream reads the newest observation, whatever it says
     "dtype",  # of upstream's computation
     "time_sampling_beta_alpha",
     "time_sampling_beta_beta",
@@ -144,7 +143,7 @@ OLD_PI0 = Schema(  # LeRobot's configuration_pi0.py up to 0.3
         "num_steps": 10,
     },
     fixed={"adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False, "proj_width": 1024},
-    unread=("n_obs_steps", "attention_implementation"),
+    unread=("attention_implementation",),
     steps=PI0.steps,
     adapters=True,
 )

@@ -56,7 +56,6 @@ SCHEMA = Schema(
     },
     fixed={"temperature": 0.0},  # a temperature draws tokens
     unread=(
-        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         "dtype",  # of upstream's computation
         "action_expert_variant",  # there is none
         "max_action_dim",  # of training

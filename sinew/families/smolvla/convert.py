@@ -102,7 +102,6 @@ SCHEMA = Schema(
     },
     fixed={"adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
     unread=(
-        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         "rtc_training_max_delay",  # read by committed_rows
         "load_vlm_weights",
         *OURS,

@@ -83,7 +83,6 @@ SCHEMA = Schema(
         "gripper_joint_names": ["gripper"],
     },
     unread=(
-        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         *("jepa_encoder_name", "freeze_qwen", "enable_world_model", "reinit_modules", "torch_dtype"),
         *("tokenizer_padding_side", "action_dim", "state_dim", "num_target_vision_tokens"),
         *("use_relative_actions", "relative_exclude_joints", "action_feature_names"),

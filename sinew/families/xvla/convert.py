@@ -70,7 +70,6 @@ SCHEMA = Schema(
         "pad_language_to": "max_length",  # what fills a prompt up is read
     },
     unread=(
-        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         "dtype",  # of upstream's computation
         *("freeze_language_encoder", "train_policy_transformer", "train_soft_prompts"),
         *("optimizer_soft_prompt_lr_scale", "optimizer_soft_prompt_warmup_lr_scale"),
