@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sinew import machine
+from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew_client.policy import connect

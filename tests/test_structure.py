@@ -26,19 +26,7 @@ STOREYS = [
     {"layers", "processing", "records"},
     {"bundle"},
     {"steps"},
-    {
-        "machine",
-        "registry",
-        "progress",
-        "scratch",
-        "figures",
-        "core",
-        "solvers",
-        "auth",
-        "signals",
-        "rate_limited_log",
-        "npy",
-    },
+    {"registry", "figures", "core", "system", "npy"},
 ]
 STRUCTURE = Structure()
 PACKAGE, FILES, room_of = STRUCTURE.package, STRUCTURE.files, STRUCTURE.room_of

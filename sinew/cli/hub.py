@@ -7,11 +7,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import Flag
 from sinew.core import SinewError
 from sinew.sources import hub, resolve
+from sinew.system import progress
 
 
 def pull(name: str, /, *, out: Path | None = None) -> int:

@@ -11,7 +11,6 @@ from sinew_client.control import choose
 from sinew_client.control.defaults import AUTO
 from sinew_client.policy import is_address
 
-from sinew import machine, progress
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.eval.policies import EXPERT, chosen, stated_motion
@@ -19,6 +18,7 @@ from sinew.eval.settings import Task, Variant
 from sinew.eval.settings import sweep as parse_sweep
 from sinew.processing import Allowed
 from sinew.sources import resolve
+from sinew.system import machine, progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

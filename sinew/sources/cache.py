@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from sinew import machine, progress, scratch
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
 from sinew.sources.identity import FileIdentity, NoCheckpointError, converter, digests, files_of, key
+from sinew.system import machine, progress, scratch
 
 __all__ = ["CacheEntry", "NoCheckpointError", "converted", "entries", "find", "folder"]
 

@@ -16,7 +16,7 @@ from sinew_client import errors, protocol, types
 from sinew import core, solvers
 from sinew.bundle import Bundle
 from sinew.core import CameraSpec, KeyMap, MotionSpec, PolicySpec, SinewError, VectorSpec
-from sinew.solvers import SINGLE, Solver
+from sinew.models.solvers import SINGLE, Solver
 
 ASSETS = Path(core.__file__).parent / "assets"
 BUNDLES = sorted(ASSETS.rglob("*.gguf"))
@@ -54,7 +54,7 @@ def test_who_only_speaks_needs_numpy_alone() -> None:
     """A machine that measures models has no protobuf; the words must come without."""
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('google', 'zmq', 'msgspec', 'torch')));"
-        "import sinew_client.types, sinew.core, sinew.solvers"
+        "import sinew_client.types, sinew.core, sinew.models.solvers"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

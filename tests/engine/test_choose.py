@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sinew import load, machine
+from sinew import load
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import Quantization
 from sinew.cli import main
@@ -28,6 +28,7 @@ from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant
 from sinew.eval.report.quantization import write
 from sinew.registry import architectures
+from sinew.system import machine
 from tests.proofs import NAMES
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"

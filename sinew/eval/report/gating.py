@@ -7,7 +7,6 @@ from typing import Any
 
 from sinew_client.control import AS_IS
 
-from sinew import progress
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.engine.choose import EngineChoice
@@ -15,6 +14,7 @@ from sinew.eval.report.gate import GATES, Gate, read_gate
 from sinew.eval.settings import Latency, Task, Variant
 from sinew.policy import open_bundle
 from sinew.processing import Processor
+from sinew.system import progress
 
 
 def gate_of(bundle: Path) -> tuple[Path | None, str]:

@@ -20,7 +20,7 @@ from sinew.convert.resnet import backbone
 from sinew.convert.tensors import Rule, apply, constant, reshape, split_qkv
 from sinew.families.act.model import ActConfig, view_places
 from sinew.layers.resnet import LAYERS, ResNetConfig
-from sinew.solvers import SINGLE
+from sinew.models.solvers import SINGLE
 
 NAMES = ("act",)
 recognises = of_type(*NAMES)

@@ -24,7 +24,7 @@ from sinew.layers.sizes import check_sizes
 from sinew.layers.time_embedding import level_sinusoids
 from sinew.layers.unet import UNet, UNetConfig
 from sinew.models.base import Model
-from sinew.solvers import NoiseLevels, Solver
+from sinew.models.solvers import NoiseLevels, Solver
 
 
 @dataclass(frozen=True)

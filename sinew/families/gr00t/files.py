@@ -58,7 +58,7 @@ class Embodiment:
 
 
 @dataclass(frozen=True)
-class Robot:
+class RobotRecord:
     """What files say of the robot. language: the instruction's key on the GR00T wire. files: those that say it. notes:
     what was assumed."""
 
@@ -86,7 +86,7 @@ class EagleParts:
     backbone: str
     tensors: dict[str, TensorSource]
     files: list[Path]
-    robot: Robot
+    robot: RobotRecord
     image: ImageRecipe
     text_first: bool
     generate: bool
@@ -160,10 +160,10 @@ class NvidiaFiles:
         self.modalities.only_now("video")
         return [CameraSpec(key, *frames) for key in self.modalities.keys("video")]
 
-    def robot(self, frames: tuple[int, int]) -> Robot:
+    def robot(self, frames: tuple[int, int]) -> RobotRecord:
         """Return all that the files say of the robot, whose frames have this height and width."""
         cameras, vectors = self.cameras(frames), self.vectors
-        return Robot(self.embodiment, cameras, vectors, self.language, self.files, self.notes)
+        return RobotRecord(self.embodiment, cameras, vectors, self.language, self.files, self.notes)
 
     @cached_property
     def vectors(self) -> Vectors:
@@ -271,7 +271,7 @@ def processing(
 def specification(
     architecture: str,
     name: str,
-    robot: Robot,
+    robot: RobotRecord,
     config: JsonRecord,
     options: ConvertOptions,
     prompt: PromptRecipe,

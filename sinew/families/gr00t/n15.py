@@ -19,7 +19,7 @@ from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.tensors import read_array
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError
-from sinew.families.gr00t.files import EagleParts, Robot, choose, is_lerobot, model_type, nvidia_weights
+from sinew.families.gr00t.files import EagleParts, RobotRecord, choose, is_lerobot, model_type, nvidia_weights
 from sinew.families.gr00t.images import frame_size
 from sinew.families.gr00t.vectors import Vectors, min_max, named
 from sinew.steps.image.crop import Crop
@@ -110,7 +110,7 @@ def parts(
     layers: int,
     tensors: dict[str, TensorSource],
     files: list[Path],
-    found: Robot,
+    found: RobotRecord,
     image: ImageRecipe,
     lerobot: bool,
 ) -> EagleParts:
@@ -143,7 +143,7 @@ def image_recipe(preprocessor: JsonRecord, crop: bool) -> ImageRecipe:
     return ImageRecipe(height, width, steps=steps, mean=mean, std=std)
 
 
-def _nvidia(path: Path, options: ConvertOptions) -> Robot:
+def _nvidia(path: Path, options: ConvertOptions) -> RobotRecord:
     file = path / "experiment_cfg" / "metadata.json"
     if not file.is_file():
         raise ConvertError(f"{path}: no experiment_cfg/metadata.json, which holds statistics and cameras")
@@ -151,7 +151,7 @@ def _nvidia(path: Path, options: ConvertOptions) -> Robot:
     return robot(JsonRecord(file), horizon, options)
 
 
-def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> Robot:
+def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> RobotRecord:
     """Return what NVIDIA's metadata.json says of the chosen robot. Raises :class:`ConvertError`."""
     file = metadata.path
     numbers: dict[str, Any] = dict(TAGS)
@@ -176,7 +176,7 @@ def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> Robot:
     notes = (
         "the normalisation of N1.5's keys is not in its files: min_max assumed, as most data configurations have",
     )
-    return Robot(embodiment, specs, vectors_of(state, action, horizon), TASK, [file], notes)
+    return RobotRecord(embodiment, specs, vectors_of(state, action, horizon), TASK, [file], notes)
 
 
 def _parts(keys: JsonRecord, statistics: JsonRecord, clip: bool) -> tuple[VectorPart, ...]:
@@ -188,7 +188,7 @@ def _parts(keys: JsonRecord, statistics: JsonRecord, clip: bool) -> tuple[Vector
     return tuple(parts)
 
 
-def _lerobot(path: Path, options: ConvertOptions) -> Robot:
+def _lerobot(path: Path, options: ConvertOptions) -> RobotRecord:
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     pack, unpack = checkpoint.pipelines.step(PRE, PACK), checkpoint.pipelines.step(POST, UNPACK)
     if pack is None or unpack is None:
@@ -202,7 +202,7 @@ def _lerobot(path: Path, options: ConvertOptions) -> Robot:
     cameras = [camera for _, camera in sorted(zip(checkpoint.slots, checkpoint.cameras, strict=True))]
     vectors = vectors_of((part("state", *state),), (part("actions", *action),), checkpoint["chunk_size"])
     files = [path / "config.json", *sorted(path.glob("policy_*processor*"))]
-    return Robot(embodiment, cameras, vectors, TASK, files, tuple(checkpoint.notes))
+    return RobotRecord(embodiment, cameras, vectors, TASK, files, tuple(checkpoint.notes))
 
 
 def part(name: str, low: np.ndarray, high: np.ndarray) -> VectorPart:

@@ -40,7 +40,7 @@ from sinew.families.openvla.prismatic import (
     towers,
 )
 from sinew.layers.decoder import DecoderConfig
-from sinew.solvers import SINGLE
+from sinew.models.solvers import SINGLE
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.centre_crop import CentreCrop
 from sinew.steps.image.jpeg import Jpeg

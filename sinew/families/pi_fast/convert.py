@@ -27,7 +27,7 @@ from sinew.families.pi.convert import (
     processing,
 )
 from sinew.families.pi_fast.model import PI0FastConfig
-from sinew.solvers import SINGLE
+from sinew.models.solvers import SINGLE
 
 NAMES = ("pi0_fast",)
 recognises = of_type(*NAMES)

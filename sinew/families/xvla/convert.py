@@ -24,7 +24,7 @@ from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import ConvertError, PolicySpec, VectorSpec
 from sinew.families.xvla.model import BlockConfig, XVLAConfig
 from sinew.layers.davit import MLP_RATIO, DaViTConfig
-from sinew.solvers import Solver
+from sinew.models.solvers import Solver
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.vector.threshold import Threshold

@@ -36,7 +36,6 @@ from sinew.core import (
 )
 from sinew.npy import dump_npy, load_npy, raw_array
 from sinew.processing.arrays import numbers
-from sinew.rate_limited_log import Once
 from sinew.registry import hints
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
@@ -45,6 +44,7 @@ from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.field_names import MAX_NUMBERS, frame, text
 from sinew.serve.wires.groot.names import Names
+from sinew.system.rate_limited_log import Once
 
 logger = logging.getLogger(__name__)
 

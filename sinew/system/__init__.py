@@ -1,0 +1,1 @@
+"""What this process asks of the machine, and tells people while it works."""
