@@ -26,7 +26,7 @@ STOREYS = [
     {"layers", "processing", "records"},
     {"bundle"},
     {"steps"},
-    {"registry", "figures", "core", "system", "npy"},
+    {"core", "system"},
 ]
 STRUCTURE = Structure()
 PACKAGE, FILES, room_of = STRUCTURE.package, STRUCTURE.files, STRUCTURE.room_of

@@ -304,7 +304,7 @@ def _echo(listening: socket.socket) -> None:
 
 def golden() -> list[Check]:
     """Compare a small policy with the reference implementation's stored outputs."""
-    from sinew.registry import families
+    from sinew.core.registry import families
 
     checks = [family.load(family.golden) for family in families() if family.golden]
     if not checks:

@@ -20,10 +20,10 @@ import numpy as np
 from sinew_client.modules import ModuleError, load_module, load_named
 
 from sinew.core import SinewError
+from sinew.core.registry import action_units, plain
 from sinew.eval import suites
 from sinew.eval.suites.conventions import ACTIONS, STATES, turned
 from sinew.eval.suites.mapping import Mapping
-from sinew.registry import action_units, plain
 
 ADAPTERS = {"direct": "sinew.eval.adapters:Direct"}
 

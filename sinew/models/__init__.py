@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sinew.core import SinewError
+from sinew.core.registry import model_place
 from sinew.models.base import Model
-from sinew.registry import model_place
 
 
 def model_class(architecture: str) -> type[Model]:

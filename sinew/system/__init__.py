@@ -1,1 +1,1 @@
-"""What this process asks of the machine, and tells people while it works."""
+"""Small helpers that know no policy: the machine, locks, progress, signals, keys, logs, numpy's files, figures."""

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from sinew.core import BundleError
 from sinew.core.extras import MissingPackageError
+from sinew.core.registry import families
 from sinew.eval.server import serving
-from sinew.registry import families
 from sinew.system import machine
 
 if TYPE_CHECKING:

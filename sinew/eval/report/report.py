@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from sinew import __version__
+from sinew.core.registry import backbone
 from sinew.eval import suites
 from sinew.eval.policies import chosen, identity
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.registry import backbone
 from sinew.system import machine
 
 SCHEMA = "sinew.eval/1"

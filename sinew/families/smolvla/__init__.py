@@ -1,6 +1,6 @@
 """SmolVLA (Shukor et al. 2025, arXiv 2506.01844), as LeRobot runs it."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={"smolvla": "model:SmolVLA"},
