@@ -82,6 +82,15 @@ class TensorSource:
     nbytes: int
     data: Data
 
+    def sha256(self, progress: Progress | None = None) -> str:
+        """Return the SHA-256 of its bytes in hexadecimal digits. progress: called with the bytes just read."""
+        digest = hashlib.sha256()
+        for block in self.data.blocks():
+            digest.update(block)
+            if progress:
+                progress(len(block))
+        return digest.hexdigest()
+
 
 def write_bundle(
     path: Path,

@@ -20,10 +20,13 @@ DECODER: Renames = (
 
 def rename(name: str, prefixes: Renames) -> str:
     """Replace the first prefix that matches, then the names of blocks."""
-    for old, new in prefixes:
-        if name.startswith(old):
-            name = new + name[len(old) :]
-            break
+    name = replace_prefix(name, prefixes)
     for old, new in ATTENTION + VISION + DECODER:
         name = name.replace(old, new)
     return name
+
+
+def replace_prefix(name: str, prefixes: Renames) -> str:
+    """Replace the first prefix that matches."""
+    old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
+    return new + name[len(old) :]

@@ -118,8 +118,7 @@ class Model(nn.Module):
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
         """Return rows and columns of the patches of a view of so many pixels."""
-        patch = self.config.vision.patch_size
-        return height // patch, width // patch
+        return self.config.vision.grid(height, width)  # type: ignore[no-any-return]
 
     @property
     def prefix_depth(self) -> int | None:

@@ -118,9 +118,6 @@ class DiffusionPolicy(Model):
     def grid(self) -> tuple[int, int]:
         return self.config.rows, self.config.cols
 
-    def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        return self.config.vision.grid(height, width)
-
     @property
     def min_tokens(self) -> int:
         return 1

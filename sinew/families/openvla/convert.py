@@ -32,6 +32,7 @@ from sinew.families.openvla.prismatic import (
     BLOCKS,
     ENDS,
     LANGUAGE,
+    OPENVLA,
     PROJECTOR,
     ROBOTS,
     STATE,
@@ -67,26 +68,17 @@ SETTINGS = {
 MAX_TOKENS = 128  # of the instruction with its frame; upstream has no limit of its own
 CROP_AREA = 0.9
 FRAME = 256  # pixels: the side of LIBERO's and Bridge's frames; others are resized
+BOTH = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
 TEXT = {
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "vocab_size": 32000,
-    },
-    "qwen2": {
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "vocab_size": 151936,
-    },
+    "llama": {**BOTH, "intermediate_size": 11008, "vocab_size": 32000},
+    "qwen2": {**BOTH, "intermediate_size": 22016, "vocab_size": 151936},
 }
 LM_HEAD = Rule(r"language_model\.lm_head\.weight", ("lm_head.weight",))
 QUESTION = "What action should the robot take to {prompt}?"
@@ -245,16 +237,13 @@ def sizes(
 def robot_of(
     path: Path, options: ConvertOptions, action_dim: int, state_dim: int, chunked: bool
 ) -> RobotFacts:
-    if chunked:
-        robot = ROBOTS.get((action_dim, state_dim))
-        if robot is None and not all(options.setting(name, None) for name in ("chunk", "statistics")):
-            raise ConvertError(
-                f"{path}: actions of {action_dim} and states of {state_dim} numbers belong to no robot known here;"
-                " give --set chunk=N, --set statistics=bounds_q99 (or bounds) and --cameras"
-            )
-        robot = robot or RobotFacts(1, "bounds_q99", ("full_image",))
-    else:
-        robot = RobotFacts(1, "bounds_q99", ("full_image",))
+    robot = ROBOTS.get((action_dim, state_dim)) if chunked else OPENVLA
+    if robot is None and not all(options.setting(name, None) for name in ("chunk", "statistics")):
+        raise ConvertError(
+            f"{path}: actions of {action_dim} and states of {state_dim} numbers belong to no robot known here;"
+            " give --set chunk=N, --set statistics=bounds_q99 (or bounds) and --cameras"
+        )
+    robot = robot or OPENVLA
     return replace(
         robot,
         chunk=options.setting("chunk", robot.chunk),

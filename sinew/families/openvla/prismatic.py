@@ -46,6 +46,7 @@ ROBOTS = {  # (numbers in an action, numbers in the state) -> prismatic/vla/cons
     (14, 14): RobotFacts(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),  # ALOHA
     (7, 7): RobotFacts(5, "bounds_q99", ("full_image",)),  # Bridge
 }
+OPENVLA = RobotFacts(1, "bounds_q99", ("full_image",))  # of OpenVLA itself, whatever the robot
 
 
 class PrismaticCheckpoint:

@@ -17,7 +17,7 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, PRE, RELATIVE, TOKENIZER, ProcessorStep
 from sinew.convert.lm_head import LM_HEAD_SETTING, PROMPT_SETTINGS, LMHead, lm_head, text_recipe
-from sinew.convert.names import rename
+from sinew.convert.names import rename, replace_prefix
 from sinew.convert.options import (
     COMMITTED_ROWS_SETTING,
     IGNORE_SETTING,
@@ -306,17 +306,12 @@ def tensors(found: dict[str, TensorSource], architecture: str) -> dict[str, Tens
 
 def gemma_tensors(found: dict[str, TensorSource]) -> dict[str, TensorSource]:
     """Weights under openpi's names, with PaliGemma's token table."""
-    named = {_current_name(name.removeprefix("model.")): source for name, source in found.items()}
+    named = {
+        replace_prefix(name.removeprefix("model."), OLD_PREFIXES): source for name, source in found.items()
+    }
     if EMBEDDING not in named and HEAD in named:
         named[EMBEDDING] = replace(named[HEAD], name=EMBEDDING)
     return named
-
-
-def _current_name(name: str) -> str:
-    for old, new in OLD_PREFIXES:
-        if name.startswith(old):
-            return new + name[len(old) :]
-    return name
 
 
 def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:

@@ -206,9 +206,6 @@ class XVLA(Model):
     def grid(self) -> tuple[int, int]:
         return self.config.rows, self.config.cols
 
-    def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        return self.config.vision.grid(height, width)
-
     def fold_sites(self) -> list[FoldSite]:
         return [FoldSite(self, "norm", (self.action_out_proj,))]
 
