@@ -26,6 +26,7 @@ WALLS = {
     "cli/perf": set(),
     "vlacpp": {"cli/export.py"},
     "sim": {"opening.py", "eval"},
+    "eval/dataset": {"cli/dataset.py"},
     "eval/demo": {"cli/demo.py"},
     "presets": {"families/smolvla/random_checkpoint"},
     "families/smolvla/random_checkpoint": set(),
