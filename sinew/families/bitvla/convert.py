@@ -21,7 +21,7 @@ from sinew.convert import widths
 from sinew.convert.conversion import Conversion
 from sinew.convert.names import rename
 from sinew.convert.options import ConvertOptions
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
 from sinew.convert.tensors import Transformed, apply, computed, read_array
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import ConvertError
@@ -158,10 +158,8 @@ def vision(checkpoint: PrismaticCheckpoint) -> tuple[ViTConfig, tuple[str, ...]]
     depth = total + 1 + checkpoint.config["vision_feature_layer"]  # of [embeddings, output of each block]
     if not 0 < depth <= total:
         raise ConvertError(f"{where}: vision_feature_layer: expected -1 to -{total}, got {depth - total - 1}")
-    try:
+    with named(f"{where}: vision_config"):
         found = widths.tower(config, num_layers=depth, final_norm=False, ternary=bits[0] == 1)
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{where}: vision_config: {error}") from None
     unread = tuple(f"vision.towers.0.layers.{index}." for index in range(depth, total))
     return found, ("vision.towers.0.head.", "vision.towers.0.norm.", *unread)
 
@@ -169,7 +167,7 @@ def vision(checkpoint: PrismaticCheckpoint) -> tuple[ViTConfig, tuple[str, ...]]
 def decoder(checkpoint: PrismaticCheckpoint) -> DecoderConfig:
     """The language model; its ``hidden_act`` says silu, and the code squares a ReLU whatever it says."""
     text = checkpoint.config.part("text_config").filled(TEXT)
-    try:
+    with named(f"{text.path}: text_config"):
         return widths.decoder(
             text,
             head_dim=text["hidden_size"] // text["num_attention_heads"],
@@ -178,17 +176,13 @@ def decoder(checkpoint: PrismaticCheckpoint) -> DecoderConfig:
             sub_norms=True,
             ternary=True,
         )
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ConvertError(f"{text.path}: text_config: {error}") from None
 
 
 def image_recipe(checkpoint: PrismaticCheckpoint, tower: ViTConfig) -> ImageRecipe:
     record = checkpoint.preprocessor()
     side = tower.image_size
-    try:
+    with named(f"{record.path}: image_mean, image_std"):
         mean, std = (tuple(float(x) for x in record[name]) for name in ("image_mean", "image_std"))
-    except (TypeError, ValueError) as error:
-        raise ConvertError(f"{record.path}: image_mean, image_std: {error}") from None
     steps = openvla.image_steps(side, side, checkpoint.options)
     return ImageRecipe(side, side, mean=mean, std=std, steps=steps)
 

@@ -16,6 +16,7 @@ from sinew.bundle.schema import Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import config_type
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions, Setting
+from sinew.convert.read.files import named
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
 from sinew.convert.widths import decoder, rope_theta, tower
@@ -108,7 +109,7 @@ def _model_config(
         head["masked_attend"] = options.setting("masked_rows", "attend") == "attend"
     elif "masked_rows" in options.settings:
         raise ConvertError("--set masked_rows: LeRobot's head reads no masked row")
-    try:
+    with named(f"{vlm.path} and the checkpoint's config.json"):
         return Evo1Config(
             vision=tower(
                 vision,
@@ -133,8 +134,6 @@ def _model_config(
             unshuffle=round(1 / vlm["downsample_ratio"]),
             **head,
         )
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{vlm.path} and the checkpoint's config.json: {error}") from None
 
 
 def _side(size: Any) -> int:

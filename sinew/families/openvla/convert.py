@@ -20,7 +20,7 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert import widths
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions, Setting
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
@@ -138,15 +138,13 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
         "max_state_dim": state_dim,
     }
     tokenizer = find_tokenizer(options, path, whose="the checkpoint's")
-    try:
+    with named(checkpoint.config.path):
         if adapter:
             head = adapter_head(checkpoint, action, shared)
         elif action or parallel:
             head = oft_head(checkpoint, tokenizer, shared, parallel)
         else:
             head = token_head(checkpoint, tokenizer, shared)
-    except ValueError as error:
-        raise ConvertError(f"{path / 'config.json'}: {error}") from None
     if adapter and len(robot.cameras) != 2:
         raise ConvertError(f"--cameras: VLA-Adapter's head is made for 2 cameras, got {len(robot.cameras)}")
 
@@ -256,10 +254,8 @@ def decoder(text: JsonRecord) -> DecoderConfig:
     qwen = text["model_type"] == "qwen2"
     text.expect(hidden_act="silu")
     text.expect(**{"use_sliding_window": False} if qwen else {"attention_bias": False, "mlp_bias": False})
-    try:
+    with named(f"{text.path}: text_config"):
         return widths.decoder(text, rope_theta=text["rope_theta"], qkv_bias=qwen)
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{text.path}: text_config: {error}") from None
 
 
 def openvla_prompt(tokenizer: TokenizerFiles) -> tuple[PromptStep, ...]:
@@ -375,11 +371,9 @@ def image_recipe(checkpoint: PrismaticCheckpoint) -> ImageRecipe:
     """Frames of another size go through JPEG and lanczos3; then the middle is cut out, for each tower the same."""
     height, width = checkpoint.config["image_sizes"]
     record = checkpoint.preprocessor()
-    try:
+    with named(f"{record.path}: tvf_normalize_params"):
         groups = record["tvf_normalize_params"][: len(checkpoint.config["timm_model_ids"])]
         mean, std = (tuple(float(x) for group in groups for x in group[name]) for name in ("mean", "std"))
-    except (KeyError, TypeError) as error:
-        raise ConvertError(f"{record.path}: tvf_normalize_params: {error}") from None
     steps = image_steps(height, width, checkpoint.options)
     return ImageRecipe(height, width, mean=mean, std=std, steps=steps)
 

@@ -16,7 +16,7 @@ from typing import Any
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.options import ConvertOptions
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.read.torch_zip import read_torch
@@ -217,7 +217,7 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
             ) from None
         tokens = [f"{prefix}{t}" for t in ("cls_token", "reg_token") if f"{prefix}{t}" in tensors]
         depth, target = len(blocks) - checkpoint.spare_blocks, f"vision.towers.{index}."
-        try:
+        with named(f"{checkpoint.path}: tower {name!r}"):
             configs.append(
                 ViTConfig(
                     hidden_size=patch[0],
@@ -233,8 +233,6 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
                     final_norm=False,
                 )
             )
-        except ValueError as error:
-            raise ConvertError(f"{checkpoint.path}: tower {name!r}: {error}") from None
         if tokens:
             joined = join(*(pick(tensors.pop(t), 0) for t in tokens))
             tensors[f"{target}prefix"] = joined

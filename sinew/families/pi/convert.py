@@ -25,7 +25,7 @@ from sinew.convert.options import (
     ConvertOptions,
     Setting,
 )
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.convert.widths import decoder, tower
 from sinew.core import MAX_HISTORY, MAX_HISTORY_STEPS, ConvertError
@@ -316,7 +316,7 @@ def gemma_tensors(found: dict[str, TensorSource]) -> dict[str, TensorSource]:
 
 def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:
     """``record``: LeRobot's config.json or one with its keys; ``arch``: the content of --arch."""
-    try:
+    with named(f"{where} or --arch"):
         return (PI05Config if architecture == "pi05" else PI0Config)(
             **paligemma(record, arch),
             expert=gemma(arch, "expert", record["action_expert_variant"]),
@@ -326,10 +326,6 @@ def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any]
             min_period=record["min_period"],
             max_period=record["max_period"],
         )
-    except KeyError as error:
-        raise ConvertError(f"{where} or --arch: {error} is missing") from None
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{where} or --arch: {error}") from None
 
 
 def paligemma(record: Mapping[str, Any], arch: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, PRE, RELATIVE, TOKENIZER, ProcessorStep
 from sinew.convert.names import rename
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer, load_tokenizer
 from sinew.core import ConvertError
 from sinew.families.pi.convert import (
@@ -175,8 +175,7 @@ def action_tokens(
 def model_config(
     checkpoint: LeRobotCheckpoint, arch: dict[str, Any], tokenizer: TokenizerFiles, said: dict[str, Any]
 ) -> PI0FastConfig:
-    where = f"{checkpoint.file} or --arch"
-    try:
+    with named(f"{checkpoint.file} or --arch"):
         return PI0FastConfig(
             **paligemma(checkpoint.config, arch),
             chunk_size=checkpoint.size("n_action_steps", high=checkpoint.size("chunk_size")),
@@ -185,7 +184,3 @@ def model_config(
             start_token=tokenizer.token_id("<bos>"),
             **said,
         )
-    except KeyError as error:
-        raise ConvertError(f"{where}: {error} is missing") from None
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{where}: {error}") from None
