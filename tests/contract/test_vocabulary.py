@@ -13,12 +13,14 @@ import pytest
 import sinew_client
 from sinew_client import errors, protocol, types
 
-from sinew import core, solvers
+import sinew
+from sinew import core
 from sinew.bundle import Bundle
 from sinew.core import CameraSpec, KeyMap, MotionSpec, PolicySpec, SinewError, VectorSpec
+from sinew.models import solvers
 from sinew.models.solvers import SINGLE, Solver
 
-ASSETS = Path(core.__file__).parent / "assets"
+ASSETS = Path(sinew.__file__).parent / "assets"
 BUNDLES = sorted(ASSETS.rglob("*.gguf"))
 SPEC = PolicySpec(
     "tiny",
