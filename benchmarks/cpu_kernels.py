@@ -18,10 +18,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from sinew import machine
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.stores.lowbit import PANELS, TINY, lay_out
+from sinew.system import machine
 
 SHAPES = [
     (300, 2560, 6912),

@@ -22,15 +22,15 @@ from PIL import Image
 
 from benchmarks import pen_streams
 from benchmarks.handovers import figure as handovers
-from sinew import figures
 from sinew.cli import main as sinew
 from sinew.eval.adapters import make_env
+from sinew.eval.demo.film import compose, shoot
 from sinew.eval.policies import ServerPolicy
-from sinew.eval.report.film import compose, shoot
 from sinew.eval.report.plots import plot_replan, plot_sweep
 from sinew.eval.report.stats import wilson
 from sinew.eval.server import serving
 from sinew.sim.film import frames as film_frames
+from sinew.system import figures
 from train.curve import plot as curve
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from sinew import machine
+from sinew.system import machine
 
 LAPS = ("import", "load", "first", "second")
 

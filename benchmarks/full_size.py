@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.families import FAMILIES
 from benchmarks.inflate import inflate
-from sinew.families.smolvla.checkpoint import write_checkpoint
+from sinew.families.smolvla.random_checkpoint.write import write_checkpoint
 
 NAMES = ("smolvla", *FAMILIES)
 MIB = 1 << 20

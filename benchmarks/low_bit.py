@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sinew import machine
+from sinew.system import machine
 
 machine.limit_spinning()  # before torch
 
@@ -106,8 +106,8 @@ def four_bits(bundle: Path, folder: Path) -> Path:
 def make(folder: Path, depth: int) -> tuple[Path, Path, Path]:
     """Write the float bundle and its two low-bit ones to ``folder``, unless they are there; return their paths."""
     from sinew.cli import main as sinew
-    from sinew.families.smolvla.checkpoint import write_checkpoint
-    from sinew.families.smolvla.layout import Widths
+    from sinew.families.smolvla.random_checkpoint.layout import Widths
+    from sinew.families.smolvla.random_checkpoint.write import write_checkpoint
 
     wide, int8, four = (folder / f"{name}.gguf" for name in ("wide", "int8", "q4"))
     if not wide.exists():

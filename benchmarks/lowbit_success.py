@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sinew import machine
 from sinew.bundle import Bundle
 from sinew.eval import campaign
 from sinew.eval.report.gate import read_gate
@@ -26,6 +25,7 @@ from sinew.eval.report.quantization import quantize
 from sinew.eval.report.stats import mcnemar, wilson
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
+from sinew.system import machine
 
 ASSETS = Path(__file__).parents[1] / "sinew" / "assets"
 TASKS: dict[str, dict[str, Any]] = {

@@ -543,8 +543,8 @@ def compare_inside(family: str, out: Path, peer: Path, arguments: argparse.Names
 def write_smolvla(out: Path, peer: Path | None, tiny: bool, frame: tuple[int, int], *paths: Path) -> Any:
     """Write a random checkpoint, and ``out / "lerobot"``, the folder of it that LeRobot in ``paths`` loads, unless
     ``peer`` is None; return where the checkpoint is. frame: height and width of the cameras, pixels."""
-    from sinew.families.smolvla.checkpoint import write_checkpoint
-    from sinew.families.smolvla.layout import TINY
+    from sinew.families.smolvla.random_checkpoint.layout import TINY
+    from sinew.families.smolvla.random_checkpoint.write import write_checkpoint
 
     made = write_checkpoint(out / "made", widths=TINY if tiny else None, cameras=len(CAMERAS))
     policy = json.loads((made.policy / "config.json").read_text())
@@ -731,7 +731,7 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
 
 def about(arguments: argparse.Namespace, load: float) -> dict[str, Any]:
     """Return what a number depends on beside the programs."""
-    from sinew import machine
+    from sinew.system import machine
 
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     fields = {name.strip(): value.strip() for name, _, value in lines}

@@ -46,9 +46,9 @@ from sinew_client import Client, ClientError, ServerError, protocol
 from sinew_client.streams import StreamLink
 
 from benchmarks.wires import BUNDLE, statistics
-from sinew import machine
 from sinew.bundle import Bundle, write_bundle
 from sinew.convert.lowbit import lowbit_sources
+from sinew.system import machine
 
 KEY = "soak"
 PERIOD_S = 10.0  # between two rounds of the occasional attacks

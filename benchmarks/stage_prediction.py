@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from sinew import machine
+from sinew.system import machine
 
 machine.limit_spinning()  # before torch
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from sinew import machine
 from sinew.bundle.quant import pack_ternary
 from sinew.engine.cpu.compile import compile_floats
 from sinew.engine.cpu.kernels.library import extension
@@ -31,6 +30,7 @@ from sinew.layers.stores.lowbit import dequantize
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.perf.published import published
+from sinew.system import machine
 
 
 def models(layers: int) -> tuple[Model, Model, Shapes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sinew import machine
+from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew_client.policy import connect
@@ -70,6 +70,6 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "sinew":
             raise
-        from sinew.extras import MissingPackageError
+        from sinew.core.extras import MissingPackageError
 
         raise MissingPackageError(f"sinew.{name}", error.name) from None

@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 from sinew_client.policy import Limit, OpenPolicy, asking
 
-from sinew import hints
 from sinew.bundle import Bundle
 from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
 from sinew.bundle.files import EXPORTED, watch
 from sinew.bundle.rename import rename_cameras
 from sinew.bundle.seen import renamed
-from sinew.core import RTC, ActionChunk, BundleError, Moment, Observation, ObservationError, SinewError
+from sinew.core import RTC, ActionChunk, BundleError, Moment, Observation, ObservationError, SinewError, hints
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
 from sinew.engine.engine import Engine, Watch

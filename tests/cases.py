@@ -28,12 +28,12 @@ from tests import rules
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
-PRESETS = ROOT / "sinew" / "presets"
+GOLDEN = ROOT / "sinew" / "families" / "smolvla" / "golden"
 USED = (  # beside the fixtures
     Path(__file__),
     Path(rules.__file__),
-    PRESETS / "frames.py",
-    ROOT / "sinew" / "families" / "smolvla" / "golden" / "smolvla-tiny.gguf.xz",
+    GOLDEN / "frames.py",
+    GOLDEN / "smolvla-tiny.gguf.xz",
 )
 RULES = {"model.safetensors": "weights.json", "fixture.safetensors": "fixture.json"}  # file -> its rules
 PACKED = ".xz"

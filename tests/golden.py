@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from sinew.solvers import FLOW, solve
+from sinew.models.solvers import FLOW, solve
 
 COSINE_GAP, MAX_ABS = 1e-7, 1e-4  # house rule 1: the eager float32 engine against the reference
 PNG = b"\x89PNG\r\n\x1a\n"

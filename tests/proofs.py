@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sinew.registry import families
+from sinew.core.registry import families
 from tests.cases import cases
 
 ROOT = Path(__file__).resolve().parents[1]

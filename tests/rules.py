@@ -24,7 +24,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from sinew.bundle import GGUFFile
-from sinew.presets.frames import grey_frame, wave, with_noise
+from sinew.families.smolvla.golden.frames import grey_frame, wave, with_noise
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"F32": "<f4", "I64": "<i8", "U8": "|u1"}
@@ -89,7 +89,7 @@ def waves(sines: np.ndarray, cosines: np.ndarray) -> np.ndarray:
 
 
 def grey(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """The frame of ``camera`` in a case of SmolVLA or pi (sinew/presets/frames.py)."""
+    """The frame of ``camera`` in a case of SmolVLA or pi (sinew/families/smolvla/golden/frames.py)."""
     return grey_frame(spec["camera"], seed, spec["skip"], spec["word"])
 
 

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sinew import registry
-from sinew.core import BundleError, SinewError
+from sinew.core import BundleError, SinewError, registry
 from sinew.engine import backend
 from sinew.serve import wires
 
 FAMILY = """
-from sinew.registry import Family
+from sinew.core.registry import Family
 FAMILY = Family(models={"theirs-v1": "model:Theirs"}, units={"theirs-v1": ("radian",)})
 """
 WIRE = """

@@ -13,8 +13,8 @@ import pytest
 
 import sinew
 import sinew.families
-from sinew import registry
 from sinew.convert import convert
+from sinew.core import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sinew"
@@ -23,7 +23,7 @@ FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "packages").rglob("src/**/*.py"
 FOLDERS = {family.name: family for family in registry.families()}
 # What others call as a family is called, or what holds many families: file or folder -> words, and why they stay.
 MEANT_OTHERWISE = {
-    "sinew/registry.py": (set(registry.FAMILIES) - {"act", "diffusion"}, "the line of each"),
+    "sinew/core/registry.py": (set(registry.FAMILIES) - {"act", "diffusion"}, "the line of each"),
     "sinew/vlacpp": (None, "another project's format, which names architectures in its files"),
     "sinew/serve/wires": (
         {"groot", "gr00t", "evo1", "evo-1", "openvla", "openvla-oft"},
@@ -165,7 +165,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         tmp_path / "families" / "toy",
         ignore=shutil.ignore_patterns("golden", "__pycache__"),
     )
-    for path in folder.iterdir():
+    for path in (path for path in folder.rglob("*") if path.is_file()):
         text = (
             path.read_text()
             .replace("sinew.families.smolvla", "sinew.families.toy")

@@ -10,7 +10,7 @@ import pytest
 
 from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError
-from sinew.solvers import FLOW, SINGLE, NoiseLevels, Solver, Step, drawn, solve
+from sinew.models.solvers import FLOW, SINGLE, NoiseLevels, Solver, Step, drawn, solve
 
 
 def test_times_are_those_of_the_reference_once_rounded():

@@ -30,8 +30,8 @@ from sinew.convert.tensors import constant, rounded
 from sinew.core import CameraSpec, PolicySpec, VectorSpec
 from sinew.families.act.model import ACT, ActConfig, ActContext, view_places
 from sinew.layers.resnet import ResNetConfig
+from sinew.models.solvers import SINGLE
 from sinew.sim.prompts import COLORS, SIDES
-from sinew.solvers import SINGLE
 from train.blocks import VECTORS, auxiliary, statistics
 from train.blocks_demos import HOLD, record_shard
 from train.checkpoint import Statistics

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from sinew.families.smolvla.model import SmolVLA
-from sinew.solvers import solve
+from sinew.models.solvers import solve
 from train.checkpoint import PAD, Statistics
 
 

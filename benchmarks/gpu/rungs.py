@@ -24,9 +24,9 @@ from sinew.engine.cuda.kernels import preprocess
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.engine import Watch
 from sinew.models.base import Model
+from sinew.models.solvers import solve
 from sinew.perf.trace import STAGES
 from sinew.processing.normalize import Normalizer
-from sinew.solvers import solve
 
 Row = dict[str, Any]
 ENOUGH = 500  # calls for a p99, of which five are then slower

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from sinew.core import PolicySpec, SinewError, did_you_mean
-from sinew.hints import option, pairs
+from sinew.core.hints import option, pairs
 
 
 def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
-from sinew import scratch
 from sinew.bundle.files import open_regular
 from sinew.bundle.hashes import BLANK, KEY_HEADER, KEY_TENSORS, header_hash
 from sinew.bundle.schema import ALIGNMENT, Manifest
 from sinew.core import BundleError
+from sinew.system import scratch
 
 if TYPE_CHECKING:
     from sinew.bundle.reader import Bundle
@@ -81,6 +81,15 @@ class TensorSource:
     type: GGMLQuantizationType
     nbytes: int
     data: Data
+
+    def sha256(self, progress: Progress | None = None) -> str:
+        """Return the SHA-256 of its bytes in hexadecimal digits. progress: called with the bytes just read."""
+        digest = hashlib.sha256()
+        for block in self.data.blocks():
+            digest.update(block)
+            if progress:
+                progress(len(block))
+        return digest.hexdigest()
 
 
 def write_bundle(

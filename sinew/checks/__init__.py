@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from sinew import __version__, machine
+from sinew import __version__
 from sinew.checks.check import Check, gib
 from sinew.checks.loaded import bundle, hashes
 from sinew.core import SinewError
+from sinew.core.extras import DISTRIBUTION, install
 from sinew.engine.backend import AUTO, BACKENDS
-from sinew.extras import DISTRIBUTION, install
+from sinew.system import machine
 
 __all__ = ["Check", "bundle", "hashes", "installation"]
 
@@ -303,7 +304,7 @@ def _echo(listening: socket.socket) -> None:
 
 def golden() -> list[Check]:
     """Compare a small policy with the reference implementation's stored outputs."""
-    from sinew.registry import families
+    from sinew.core.registry import families
 
     checks = [family.load(family.golden) for family in families() if family.golden]
     if not checks:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinew import machine
 from sinew.checks.check import Check, gib
 from sinew.core import BundleError, SinewError
 from sinew.engine.backend import BACKENDS, installed
+from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew.core import PolicySpec

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from sinew_client.policy import is_address
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.bench_server import ASKING, AskingFlags, ask
 from sinew.cli.options import RUNS, CountIfAny, Flag, PositiveIfAny, Runs, changed, image_size_of
@@ -22,6 +21,7 @@ from sinew.eval.report.stats import p99_of, stage_statistics
 from sinew.perf.machine.bench import PHASES, PROMPT, hardware, make_observation, measure
 from sinew.perf.machine.ladder import Observe, Rung
 from sinew.perf.machine.ladder import ladder as climb
+from sinew.system import progress
 
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
 

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import Flag, Texts, json_object, motion_of
+from sinew.system import progress
 
 
 def convert(

@@ -11,7 +11,7 @@ from sinew_client.control.defaults import REPLAN
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Count, Flag, PositiveIfAny, Runs, Whole
 from sinew.core import SinewError
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 
 
 def dataset(

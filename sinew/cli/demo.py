@@ -11,7 +11,7 @@ from typing import Literal
 
 from sinew.cli import terminal
 from sinew.cli.options import Count, Flag, Whole
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 
 
 def demo(
@@ -44,12 +44,12 @@ def demo(
     """
     console = terminal.console()
     if full_size:
-        from sinew.eval.report import full_size as full
+        from sinew.eval.demo import full_size as full
 
         full.run(out, console, prepare_only=prepare, rounds=rounds, tiny=tiny)
         return 0
     try:
-        from sinew.eval.report import demo as closed_loop
+        from sinew.eval.demo import closed_loop
     except ImportError as error:
         raise MissingPackageError("the simulated task", error.name or "mujoco") from None
     closed_loop.run(out, episodes, console, policy=policy, sweep_episodes=sweep_episodes, film=film)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter, validators
 from rich.markup import escape
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import RUNS, Flag, Runs, Texts
 from sinew.core import SinewError
 from sinew.engine.backend import AUTO, BACKENDS
+from sinew.system import progress
 
 if TYPE_CHECKING:
     from sinew.checks import Check

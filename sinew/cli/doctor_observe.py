@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.core import SinewError
+from sinew.system import progress
 
 if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest

@@ -19,6 +19,7 @@ from sinew_client.control.defaults import HANDOVER, REPLAN
 from sinew.cli import status, terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object, motion_of
 from sinew.core import SinewError
+from sinew.core.extras import MissingPackageError
 from sinew.eval import suites
 from sinew.eval.report import plots, stats
 from sinew.eval.report.gate import read_gate
@@ -26,7 +27,6 @@ from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
 from sinew.eval.variants import control_hz, default_env, in_lockstep, settled, usual_workers
 from sinew.eval.variants import variants as variants_of
-from sinew.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
@@ -235,9 +235,14 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
     _write(report, out, record_gate, (task, variants) if films else None, films, elsewhere)
 
+    from sinew.eval.report.report import conditions, tables
+
     console = terminal.console()
-    for part in _terminal(report):
-        console.print(part)
+    console.print(conditions(report))
+    for title, columns, rows in tables(report):
+        console.print(terminal.table(title, *columns, rows=rows))
+    for verdict in report.get("gate", {}).get("verdicts", []):
+        console.print(f"gate, {verdict['label']}: {verdict['text']}")
     terminal.emit({name: value for name, value in report.items() if name != "episodes"})
     broke = status.ended(report["failed"])
     return status.EXIT_ERROR if failed else broke
@@ -421,15 +426,13 @@ def _write(
     from sinew.eval.report import evidence
     from sinew.eval.report.gate import record
     from sinew.eval.report.report import markdown
-    from sinew.eval.suites import table
 
     shown = {name: value for name, value in report.items() if name != "episodes"}
     if out is not None:
         whole = {**shown, "outcomes": evidence.outcomes(report["episodes"])}
         (out / "report.json").write_text(json.dumps(whole, indent=2) + "\n")
         (out / evidence.PAGE).write_text(evidence.write_page(whole, _films(report, filmed, films, elsewhere)))
-        by_suite = table.markdown(shown) if suites.find(shown["task"]["env"]) else ""
-        (out / "report.md").write_text(markdown(shown) + by_suite)
+        (out / "report.md").write_text(markdown(shown))
         for path in (*plots.write_plots(shown, out), out / evidence.PAGE):
             terminal.say(f"wrote {path}")
     if record_gate is not None:
@@ -451,10 +454,3 @@ def _films(
     from sinew.eval.report.films import shoot
 
     return shoot(task, variants, report["episodes"], films, report["control_hz"], elsewhere)
-
-
-def _terminal(report: dict[str, Any]) -> list[Any]:
-    from sinew.eval.report.report import terminal
-    from sinew.eval.suites import table
-
-    return terminal(report) + (table.terminal(report) if suites.find(report["task"]["env"]) else [])

@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinew import hints
 from sinew.cli import status
 from sinew.cli.options import Count, Flag
 from sinew.cli.serve import say
 from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
+from sinew.core import hints
 from sinew.serve.access_log import access_logging
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import Supervisor

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import Flag
 from sinew.core import SinewError
 from sinew.sources import hub, resolve
+from sinew.system import progress
 
 
 def pull(name: str, /, *, out: Path | None = None) -> int:
@@ -82,6 +82,7 @@ def push(
         dry: upload nothing.
     """
     from sinew.bundle import Bundle
+    from sinew.bundle.digests import sha256
     from sinew.eval.report import card as cards
 
     parsed = _parse(name)
@@ -92,7 +93,7 @@ def push(
         raise SinewError(f"{bundle}: expected a bundle with weights, got a folder of `sinew export`")
     opened = Bundle(path)
     with progress.task(f"reading {path}"):
-        digest = cards.sha256(path)
+        digest = sha256(path, path.stat().st_size)
     records = cards.records_of(path, report, digest)
     facts = {"license": license, "base_model": base_model, "datasets": dataset}
     text = cards.card(opened, digest, records, parsed.repository, facts)

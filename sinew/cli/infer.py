@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.markup import escape
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Flag, Runs
 from sinew.core import ActionChunk, Observation
+from sinew.system import progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

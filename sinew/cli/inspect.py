@@ -56,9 +56,9 @@ def inspect(
 
 def show(bundle: Bundle, all_tensors: bool) -> None:
     """Print what a bundle holds, its configuration and its tensors."""
-    from sinew.cli.inspect_tables import config_table, facts_table, tensor_table
+    from sinew.cli.inspect_tables import config_table, tensor_table
 
     console = terminal.console()
-    console.print(facts_table(words(bundle)))
+    console.print(terminal.facts(words(bundle).items()))
     console.print(config_table(bundle.manifest.config))
     console.print(tensor_table(bundle, all_tensors))

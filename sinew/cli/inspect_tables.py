@@ -16,17 +16,8 @@ if TYPE_CHECKING:
 LONG = 200  # characters of a value that is shown whole
 
 
-def facts_table(facts: dict[str, str]) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for key, value in facts.items():
-        table.add_row(escape(key), escape(value))
-    return table
-
-
 def config_table(config: dict[str, Any]) -> Table:
-    table = Table("config", "", box=None, pad_edge=False)
+    table = terminal.plain("config", "")
     for key, value in config.items():
         each = value.items() if isinstance(value, dict) else [("", value)]
         table.add_row(escape(key), escape(", ".join(f"{k} {shown(v)}".lstrip() for k, v in each)))
@@ -41,12 +32,10 @@ def shown(value: Any) -> str:
 
 def tensor_table(bundle: Bundle, all_tensors: bool) -> Table:
     if all_tensors:
-        table = Table("tensor", "shape", "type", "bytes", box=None, pad_edge=False)
-        for t in bundle.infos.values():
-            table.add_row(escape(t.name), "x".join(map(str, t.shape)), t.type.name, str(t.nbytes))
-        return table
-    columns = ("module", "tensors", "parameters", "MB", "stored as", "weight error")
-    table = Table(*columns, box=None, pad_edge=False)
+        infos = bundle.infos.values()
+        rows = ((escape(t.name), "x".join(map(str, t.shape)), t.type.name, str(t.nbytes)) for t in infos)
+        return terminal.plain("tensor", "shape", "type", "bytes", rows=rows)
+    table = terminal.plain("module", "tensors", "parameters", "MB", "stored as", "weight error")
     found = bundle.manifest.quantization
     errors = {} if found is None else found.weight_error
     groups: dict[str, list] = defaultdict(list)
@@ -64,8 +53,7 @@ def tensor_table(bundle: Bundle, all_tensors: bool) -> Table:
 
 def show_plan(record: dict[str, Any]) -> None:
     console, shapes = terminal.console(), record["shapes"]
-    columns = ("rewrite", "status", ">GFLOP", ">MB moved", ">MB weights")
-    table = terminal.table(None, *columns, box=None, pad_edge=False)
+    table = terminal.plain("rewrite", "status", ">GFLOP", ">MB moved", ">MB weights")
     table.add_column("why, and where", overflow="fold")
     for row in record["rewrites"]:
         numbers = [row.get(f"{key}_saved") for key in ("flops", "bytes", "weights")]
@@ -99,7 +87,7 @@ def show_plan(record: dict[str, Any]) -> None:
 def show_cost(record: dict[str, Any]) -> None:
     """Print the table of :func:`cost_record`."""
     console = terminal.console(markup=False)
-    table = Table("stage", "parameters", "MB", "runs", "GFLOP a chunk", box=None, pad_edge=False)
+    table = terminal.plain("stage", "parameters", "MB", "runs", "GFLOP a chunk")
     for name, stage in record["stages"].items():
         megabytes, flops = f"{stage['bytes'] / 1e6:.1f}", f"{stage['flops'] / 1e9:.3f}"
         table.add_row(name, f"{stage['parameters']:,}", megabytes, str(stage["runs"]), flops)

@@ -9,9 +9,9 @@ from typing import Any
 
 from cyclopts import Parameter
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import PositiveIfAny
+from sinew.system import progress
 
 
 @Parameter(name="*")

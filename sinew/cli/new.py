@@ -14,8 +14,8 @@ from typing import Literal
 
 from sinew.cli import terminal
 from sinew.core import SinewError
+from sinew.core.registry import families, plain
 from sinew.engine.backend import BACKENDS
-from sinew.registry import families, plain
 from sinew.serve.wires import WIRES
 
 TEMPLATES = Path(__file__).parent / "templates"

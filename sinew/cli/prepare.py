@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import Count, Flag, PositiveIfAny
+from sinew.system import progress
 
 SCHEMA = "sinew.prepare/1"
 

@@ -13,11 +13,11 @@ from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
 
-from sinew import progress
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs, changed
 from sinew.core import RTC, SinewError
 from sinew.processing.conditioning import MAX_SCALE
+from sinew.system import progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

@@ -21,7 +21,7 @@ from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
 from sinew.cli.run_robot import Driven
 from sinew.core import ActionChunk, Observation, SinewError
-from sinew.hints import pairs
+from sinew.core.hints import pairs
 
 EXPERT = "expert"
 SPARE_BYTES = 1 << 30  # of the disk, that frames leave free

@@ -29,9 +29,9 @@ from sinew.bundle.rename import parse_renames
 from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
 from sinew.core import SinewError
+from sinew.core.hints import pairs
 from sinew.eval.report.stats import wilson
-from sinew.hints import pairs
-from sinew.signals import handled
+from sinew.system.signals import handled
 
 Opened = tuple[Any, str, "float | None"]
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from sinew import hints
 from sinew.cli import terminal
 from sinew.cli.options import (
     CAMERAS,
@@ -28,7 +27,7 @@ from sinew.cli.options import (
     Texts,
 )
 from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
-from sinew.core import SinewError
+from sinew.core import SinewError, hints
 from sinew.perf.policy_memory import memory_need
 from sinew.serve.access_log import access_logging
 from sinew.serve.launch import ServerLaunch, ServingLimits, changer, loader, recorders

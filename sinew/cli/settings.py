@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts.config import Dict, Env
 
-from sinew import progress
 from sinew.cli.verbs import RENAMED, groups_of
 from sinew.core import SinewError, did_you_mean
+from sinew.system import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

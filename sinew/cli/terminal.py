@@ -134,6 +134,21 @@ def spark(values: Sequence[float | None], low: float | None = None) -> str:
     )
 
 
+def plain(*columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
+    """Return a :func:`table` without lines."""
+    return table(None, *columns, rows=rows, box=None, pad_edge=False)
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table without a head: of each row a name and what it is, which may be long."""
+    made = Table(show_header=False, box=None, pad_edge=False)
+    made.add_column(style="bold")
+    made.add_column(overflow="fold")
+    for name, text in rows:
+        made.add_row(escape(name), escape(text))
+    return made
+
+
 def findings(rows: Iterable[tuple[str, str, str]]) -> Table:
     """Return a table without a head: of each row a mark, a name and a detail, which may be long."""
     made = Table(show_header=False, box=None, pad_edge=False)
@@ -207,7 +222,7 @@ _bars: Progress | None = None
 
 @contextmanager
 def bars(*columns: Any) -> Iterator[Progress]:
-    """Progress on standard error; the tasks of :mod:`sinew.progress` join the one that is open."""
+    """Progress on standard error; the tasks of :mod:`sinew.system.progress` join the one that is open."""
     global _bars  # noqa: PLW0603 - one terminal
     where = console(stderr=True)
     with Progress(*columns, console=where, transient=True, disable=not where.is_terminal) as progress:

@@ -53,18 +53,16 @@ def _title(seen: ServerSeen) -> Text:
 
 def _policy(about: dict[str, Any]) -> Table:
     server, policy = about.get("server", {}), about.get("policy", {})
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value, reason in (
-        ("policy", f"{policy.get('name')} ({policy.get('architecture')})", ""),
-        ("engine", server.get("engine"), server.get("engine_reason")),
-        ("device", server.get("device"), server.get("device_reason")),
-        ("precision", server.get("dtype"), server.get("dtype_reason")),
-        ("threads", server.get("threads"), server.get("threads_reason")),
+    rows = [("policy", f"{policy.get('name')} ({policy.get('architecture')})")]
+    for name, key in (
+        ("engine", "engine"),
+        ("device", "device"),
+        ("precision", "dtype"),
+        ("threads", "threads"),
     ):
-        table.add_row(name, escape(f"{value}" + (f"  ({reason})" if reason else "")))
-    return table
+        reason = server.get(f"{key}_reason")
+        rows.append((name, f"{server.get(key)}" + (f"  ({reason})" if reason else "")))
+    return terminal.facts(rows)
 
 
 def _latency(seen: ServerSeen) -> RenderableType:
@@ -104,7 +102,7 @@ def _sessions(seen: ServerSeen) -> Table:
     shown = list(reversed(seen.sessions.items()))[:SESSIONS]
     said = ("last words",) if any(one.text for _, one in shown) else ()
     columns = ("wire", "client", "session", ">per s", ">answers", ">missed", ">refused", "instruction", *said)
-    table = terminal.table(None, *columns, box=None, pad_edge=False)
+    table = terminal.plain(*columns)
     now = time.monotonic()
     for (wire, client, name), one in shown:
         numbers = f"{one.rate(now):.1f}", str(one.answers), str(one.missed), str(one.refused)
@@ -117,7 +115,7 @@ def _sessions(seen: ServerSeen) -> Table:
 def _robots(rows: Sequence[dict[str, Any]]) -> Table:
     """One line for each robot, by its own word."""
     numbers = (">rows per s", ">age p50", ">p95 ms", ">held", ">clipped", ">won")
-    table = terminal.table(None, "robot", "state", *numbers, "most held for", box=None, pad_edge=False)
+    table = terminal.plain("robot", "state", *numbers, "most held for")
     for row in rows[:SESSIONS]:
         held = row["held"]
         table.add_row(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Count, Runs, Whole
 from sinew.core import SinewError
+from sinew.system import progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

@@ -1,4 +1,4 @@
-"""Upstream checkpoints -> bundles. Who reads which is the families' own word (:mod:`sinew.registry`)."""
+"""Upstream checkpoints -> bundles. Who reads which is the families' own word (:mod:`sinew.core.registry`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sinew import registry
 from sinew.bundle.rules import range_notes
 from sinew.bundle.writer import Progress
 from sinew.convert import advantage
@@ -20,7 +19,7 @@ from sinew.convert.options import COMPAT, ConvertOptions, parse_motion, parse_ve
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
-from sinew.core import ConvertError, SinewError
+from sinew.core import ConvertError, SinewError, registry
 
 if TYPE_CHECKING:  # with torch, which telling a checkpoint from a bundle does not need
     from sinew.convert.conversion import Conversion

@@ -51,7 +51,7 @@ def with_advantage(conversion: Conversion, options: ConvertOptions) -> Conversio
         raise ConvertError(f"--set advantage_words: expected a place for the name, {NAME}, got {words!r}")
     prompt = conversion.processing.prompt
     if not any(step.slot == "{prompt}" for step in prompt.steps):
-        kind = conversion.architecture
+        kind = conversion.spec.architecture
         raise ConvertError(f"--set advantage: expected a policy that reads an instruction, got {kind}")
     step = Advantage(
         tuple((name, words.replace(NAME, name)) for name in names),

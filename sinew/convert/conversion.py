@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +13,7 @@ import msgspec
 import torch
 
 from sinew import __version__
-from sinew.bundle.files import open_regular
+from sinew.bundle.digests import sha256
 from sinew.bundle.quant import BY_TYPE
 from sinew.bundle.reader import TORCH_DTYPES
 from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
@@ -32,7 +31,6 @@ class Conversion:
     the names that the user knows, for messages. dead: prefixes of names that inference never reads. sources: files
     whose hashes go into the provenance. widths_assumed: the checkpoint leaves widths out, and --arch gave none."""
 
-    architecture: str
     format: str
     config: Any
     spec: PolicySpec
@@ -83,11 +81,11 @@ class Conversion:
             kept, base = unmerge(kept, of, tokenizer, progress)
             tokenizer = ""
         with ThreadPoolExecutor(1) as pool:  # hashing keeps the second core busy while the first copies
-            hashes = [pool.submit(_sha256, path) for path in self.sources]
+            hashes = [pool.submit(sha256, path, path.stat().st_size) for path in self.sources]
 
             def manifest() -> Manifest:
                 return Manifest(
-                    architecture=self.architecture,
+                    architecture=self.spec.architecture,
                     name=name,
                     config=msgspec.to_builtins(self.config),
                     spec=replace(
@@ -122,7 +120,7 @@ class Conversion:
     def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str]) -> None:
         """Every tensor of the model is there with its shape, and nothing else."""
         try:
-            model = build_on_meta(self.architecture, self.config)
+            model = build_on_meta(self.spec.architecture, self.config)
         except (ValueError, TypeError, ZeroDivisionError, OverflowError, RuntimeError) as error:
             raise ConvertError(f"the checkpoint's config describes no model: {error}") from None
         wanted = model.state_dict()
@@ -164,11 +162,6 @@ def _source_file(path: Path, digest: Future[str]) -> SourceFile:
     return SourceFile(
         f"{path.parent.name}/{path.name}", path.stat().st_size, digest.result() if digest.done() else "0" * 64
     )
-
-
-def _sha256(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _motion(spec: PolicySpec, processing: Processing) -> MotionSpec | None:

@@ -20,20 +20,13 @@ DECODER: Renames = (
 
 def rename(name: str, prefixes: Renames) -> str:
     """Replace the first prefix that matches, then the names of blocks."""
-    for old, new in prefixes:
-        if name.startswith(old):
-            name = new + name[len(old) :]
-            break
+    name = replace_prefix(name, prefixes)
     for old, new in ATTENTION + VISION + DECODER:
         name = name.replace(old, new)
     return name
 
 
-def upstream_name(name: str, prefixes: Renames) -> str:
-    """The inverse of :func:`rename`, for writing checkpoints."""
-    for old, new in ATTENTION + (VISION if name.startswith("vision.") else DECODER):
-        name = name.replace(new, old)
-    for old, new in prefixes:
-        if name.startswith(new):
-            return old + name[len(new) :]
-    return name
+def replace_prefix(name: str, prefixes: Renames) -> str:
+    """Replace the first prefix that matches."""
+    old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
+    return new + name[len(old) :]

@@ -13,7 +13,7 @@ from sinew.convert.read.bpe import bpe_tokenizer, is_bpe
 from sinew.convert.read.files import read_json, read_text
 from sinew.convert.read.sentencepiece import tokenizer_json
 from sinew.core import ConvertError
-from sinew.extras import install
+from sinew.core.extras import install
 from sinew.steps.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:

@@ -63,8 +63,10 @@ def unmerge(
         )
     if not found:
         raise ConvertError("--no-merge: expected an adapter with --base, got a whole model")
-    hashes = {each: _hash(_unchanged(source), progress) for each, source in tensors.items()}
-    return Unmerged(found, AdapterBase(name, weights_hash(hashes), _text_hash(tokenizer)))
+    hashes = {each: _unchanged(source).sha256(progress) for each, source in tensors.items()}
+    return Unmerged(
+        found, AdapterBase(name, weights_hash(hashes), hashlib.sha256(tokenizer.encode()).hexdigest())
+    )
 
 
 def _changes(source: TensorSource) -> Iterator[Changed]:
@@ -128,16 +130,3 @@ def _unchanged(source: TensorSource) -> TensorSource:
     kind = inputs[0].type if data.read is read_elements else source.type
     nbytes = math.prod(source.shape) * ELEMENTS[kind].itemsize
     return replace(source, type=kind, nbytes=nbytes, data=replace(data, inputs=inputs))
-
-
-def _hash(source: TensorSource, progress: Progress | None) -> str:
-    digest = hashlib.sha256()
-    for block in source.data.blocks():
-        digest.update(block)
-        if progress:
-            progress(len(block))
-    return digest.hexdigest()
-
-
-def _text_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

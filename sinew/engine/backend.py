@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sinew.core import RTC, SinewError
+from sinew.core.extras import install
+from sinew.core.hints import option
 from sinew.engine import proofs
-from sinew.extras import install
-from sinew.hints import option
-from sinew.machine import half_units
+from sinew.system.machine import half_units
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

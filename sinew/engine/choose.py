@@ -8,14 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError, dtype_word, upcast_text
+from sinew.core.hints import option
 from sinew.engine import prepared as findings
 from sinew.engine.backend import AUTO, BACKENDS, Backend, EngineOptions, followers, installed, recipe
 from sinew.engine.storage import half_storage
-from sinew.hints import option
+from sinew.system import machine
 
 ASKED = "asked for"
 

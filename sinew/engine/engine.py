@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinew.core import CancelledError, SinewError, Timing
+from sinew.models.solvers import Guidance
 from sinew.processing import ModelInputs
-from sinew.solvers import Guidance
 
 if TYPE_CHECKING:
     from sinew.engine.reuse import Reuse

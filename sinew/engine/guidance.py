@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from sinew.models.solvers import Guidance, Solver, Step
 from sinew.processing.continuation import Continuation
-from sinew.solvers import Guidance, Solver, Step
 
 
 def guidance_weight(tau: float, beta: float) -> float:

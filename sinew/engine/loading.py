@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError, SinewError, dtype_word
@@ -19,6 +18,7 @@ from sinew.layers.linear import hold
 from sinew.layers.stores.codes import Codes
 from sinew.models import build_on_meta, mismatch, model_class
 from sinew.models.base import Model
+from sinew.system import machine
 
 log = logging.getLogger(__name__)
 

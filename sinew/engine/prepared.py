@@ -17,9 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sinew import __version__, machine
+from sinew import __version__
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
+from sinew.system import machine
 
 LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")  # what makes, runs and measures the forms
 

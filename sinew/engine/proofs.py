@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sinew import __version__, machine
+from sinew import __version__
 from sinew.engine.fingerprint import fingerprint
+from sinew.system import machine
 
 RECORD = Path(__file__).with_name("proofs.json")
 

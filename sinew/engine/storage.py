@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sinew import machine
 from sinew.core import PROMPT_TABLE
+from sinew.system import machine
 
 if TYPE_CHECKING:  # the CUDA engine runs where there is no gguf package
     from sinew.bundle import Bundle

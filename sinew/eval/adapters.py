@@ -20,10 +20,10 @@ import numpy as np
 from sinew_client.modules import ModuleError, load_module, load_named
 
 from sinew.core import SinewError
+from sinew.core.registry import action_units, plain
 from sinew.eval import suites
 from sinew.eval.suites.conventions import ACTIONS, STATES, turned
 from sinew.eval.suites.mapping import Mapping
-from sinew.registry import action_units, plain
 
 ADAPTERS = {"direct": "sinew.eval.adapters:Direct"}
 
@@ -275,6 +275,11 @@ def read_mapping(path: Path) -> Mapping:
     known = {f.name for f in fields(Mapping)}
     if not isinstance(values, dict) or not {"images", "state"} <= values.keys() <= known:
         raise SinewError(f"{path}: expected an object with images and state, keys of {sorted(known)}")
+    return mapping_of(values)
+
+
+def mapping_of(values: AnyMapping[str, Any]) -> Mapping:
+    """Return the :class:`Mapping` of an object from JSON. Raises TypeError for keys that it has not."""
     lists = {name: tuple(values[name]) for name in ("state", "unseen", "rest") if name in values}
     return Mapping(**{**values, **lists})
 

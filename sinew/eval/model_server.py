@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinew.core import SinewError
+from sinew.core.extras import MissingPackageError
 from sinew.eval.policies import MODEL_SERVER
-from sinew.extras import MissingPackageError
 
 if TYPE_CHECKING:
     import gymnasium

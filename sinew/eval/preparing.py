@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinew import machine, progress, scratch
 from sinew.core import SinewError
 from sinew.eval.validation import compared, kept_record
+from sinew.system import machine, progress, scratch
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

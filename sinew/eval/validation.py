@@ -9,8 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinew import __version__, machine, progress
+from sinew import __version__
 from sinew.core import Observation
+from sinew.system import machine, progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

@@ -1,1 +1,1 @@
-"""One folder per family of policies; :mod:`sinew.registry` has a line for each."""
+"""One folder per family of policies; :mod:`sinew.core.registry` has a line for each."""

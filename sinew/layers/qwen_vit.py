@@ -53,6 +53,10 @@ class QwenViTConfig:
         """Return the side of a patch in pixels."""
         return self.blocks.patch_size
 
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of the patches of a picture of this size, in pixels."""
+        return self.blocks.grid(height, width)
+
 
 def block_order(x: Tensor, rows: int, cols: int, merge: int) -> Tensor:
     """Reorder [..., rows * cols, C] from row-major to blocks of merge x merge patches in row-major order."""

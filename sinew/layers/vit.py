@@ -48,6 +48,10 @@ class ViTConfig:
         """Patches along one side of the position table."""
         return self.image_size // self.patch_size
 
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of the patches of a picture of this size, in pixels."""
+        return height // self.patch_size, width // self.patch_size
+
 
 def position_rows(rows: int, cols: int, side: int, device: torch.device | None = None) -> Tensor:
     """Return the row of a ``side * side`` position table that each patch of a ``rows * cols`` grid reads, int64.

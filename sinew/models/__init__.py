@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sinew.core import SinewError
-from sinew.models.base import Model
-from sinew.registry import model_place
+from sinew.core.registry import model_place
+
+if TYPE_CHECKING:
+    from sinew.models.base import Model
 
 
 def model_class(architecture: str) -> type[Model]:
@@ -23,6 +23,8 @@ def build_on_meta(architecture: str, config: Any) -> Model:
 
     Raises :class:`SinewError` for a class that computes with values when it is made.
     """
+    import torch  # here: exported graphs are run without, and read solvers of this folder
+
     cls = model_class(architecture)
     try:
         with torch.device("meta"):

@@ -7,7 +7,7 @@ An engine calls four things and reads a few facts; it knows no family:
     time_embedding = model.embed_time(t)                                          # once per step, or from a table
     output = model.act(x, time_embedding, context)                                # once per step
 
-What an output means, and how many there are, is data: :class:`sinew.solvers.Solver`.
+What an output means, and how many there are, is data: :class:`sinew.models.solvers.Solver`.
 
 A :class:`Speaker` has no solver: it says tokens in turn, which are data too
 (:class:`sinew.steps.action_tokens.base.ActionTokens`), and two other things are called in place of the last two:
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from sinew.layers.fold_sites import FoldSite
-from sinew.solvers import FLOW, SINGLE, Solver, solve
+from sinew.models.solvers import FLOW, SINGLE, Solver, solve
 from sinew.steps.action_tokens.base import ActionTokens
 
 Context = Any  # a named tuple of tensors, and of tuples of them; None where a model has nothing to say
@@ -118,8 +118,7 @@ class Model(nn.Module):
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
         """Return rows and columns of the patches of a view of so many pixels."""
-        patch = self.config.vision.patch_size
-        return height // patch, width // patch
+        return self.config.vision.grid(height, width)  # type: ignore[no-any-return]
 
     @property
     def prefix_depth(self) -> int | None:

@@ -19,6 +19,7 @@ import torch
 
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError, did_you_mean
+from sinew.core.registry import presets
 from sinew.engine.engine import Engine as Running
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
@@ -33,7 +34,6 @@ from sinew.perf.published import described, published
 from sinew.perf.request import AS_THE_POLICY, TracedRequest
 from sinew.perf.trace import STAGES, ProgramTrace, TracedCall, trace
 from sinew.policy import open_bundle
-from sinew.registry import presets
 
 PRESETS = tuple(presets())
 _MODELS = files("sinew.perf") / "data" / "models"

@@ -11,8 +11,8 @@ from sinew_client.given import read_text
 
 from sinew.bundle.schema import from_builtins
 from sinew.core import SinewError
+from sinew.core.registry import PUBLISHED, presets
 from sinew.models import model_class
-from sinew.registry import PUBLISHED, presets
 
 REQUIRED = ("architecture", "title", "config", "views", "side", "tokens", "steps")
 MOST = 1 << 20  # of a size in a file

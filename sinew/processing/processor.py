@@ -13,7 +13,7 @@ import numpy as np
 from sinew.bundle.rules import MAX_SOLVER_STEPS
 from sinew.bundle.schema import Manifest
 from sinew.core import MAX_SAID, BundleError, Moment, Observation, ObservationError, SinewError, did_you_mean
-from sinew.hints import option
+from sinew.core.hints import option
 from sinew.processing.arrays import numbers
 from sinew.processing.conditioning import advantage_of, scale_of
 from sinew.processing.continuation import Continuation, check_continuation, continuation

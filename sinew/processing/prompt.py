@@ -10,7 +10,7 @@ import numpy as np
 
 from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.core import BundleError, ObservationError
-from sinew.hints import option
+from sinew.core.hints import option
 from sinew.processing.arrays import numbers
 from sinew.steps.prompt.base import HeldTokens, PromptStep, Sentence
 from sinew.steps.tokenizer import decode, encode, open_tokenizer

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from sinew import machine
+from sinew.system import machine
 
 # Of a server's own metadata: the same in all of them is the same in every bit.
 KEYS = (

@@ -23,12 +23,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from sinew import scratch
 from sinew.core import MAX_HISTORY, MAX_SIDE, WORDS, Moment, Observation, SinewError
 from sinew.records import arithmetic
 from sinew.records.archive import MAX_ARRAYS, MAX_BYTES, Archive
 from sinew.records.background_writer import BackgroundWriter, Entry
 from sinew.steps.base import MAX_SIZE
+from sinew.system import scratch
 
 MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
@@ -179,7 +179,7 @@ class Recorder(BackgroundWriter):
 
     def _claim(self) -> tuple[Path, Path, int | None]:
         """An empty file, its later name with the next number that nobody has, not even another recorder, and what
-        says to others that it is being written (:func:`sinew.scratch.hold`)."""
+        says to others that it is being written (:func:`sinew.system.scratch.hold`)."""
         while True:
             self._number += 1
             path = self.directory / f"{self._number:08d}.npz"

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
-from sinew import machine
 from sinew.serve.process import GRACE_S, Process
 from sinew.serve.supervise import Supervisor
+from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

@@ -19,10 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sinew import machine
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.processing.continuation import kind_of
-from sinew.rate_limited_log import RateLimitedLog
 from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
@@ -30,6 +28,8 @@ from sinew.serve.policies import MAX_NAME, Deployment, Policies
 from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, bare
 from sinew.serve.robots import Robots
 from sinew.serve.scheduler import Scheduler, release
+from sinew.system import machine
+from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("sinew.access")

@@ -27,7 +27,7 @@ def resolve(source: str | Path) -> Path:
     source: a bundle file; the name of a policy of this package (:func:`embedded`); a folder that ``sinew export``
     wrote; a checkpoint folder that ``sinew convert`` reads without further options; a LeRobot training run or one of
     its checkpoints; ``org/name`` or ``hf://org/name[@revision][/file.gguf]`` of the Hugging Face hub. What is fetched,
-    converted or taken from the cache is told through :mod:`sinew.progress`. Raises :class:`BundleError` and
+    converted or taken from the cache is told through :mod:`sinew.system.progress`. Raises :class:`BundleError` and
     :class:`ConvertError`.
     """
     path = Path(source)

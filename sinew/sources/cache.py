@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from sinew import machine, progress, scratch
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
 from sinew.sources.identity import FileIdentity, NoCheckpointError, converter, digests, files_of, key
+from sinew.system import machine, progress, scratch
 
 __all__ = ["CacheEntry", "NoCheckpointError", "converted", "entries", "find", "folder"]
 
@@ -208,7 +208,7 @@ def _convert(checkpoint: Path, said: str, name: str, files: list[FileIdentity], 
         record = CacheRecord(
             source=str(checkpoint.resolve()) if Path(said).exists() else said,
             name=name,
-            architecture=conversion.architecture,
+            architecture=conversion.spec.architecture,
             bundle=bundle.name,
             bytes=found.st_size,
             mtime_ns=found.st_mtime_ns,

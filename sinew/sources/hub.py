@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sinew import progress, scratch
 from sinew.convert import CHECKPOINT_FILES
 from sinew.core import SinewError
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 from sinew.sources.identity import sha256
+from sinew.system import progress, scratch
 
 REFUSED = (401, 403, 404)  # it has none for us; with anything else it is ill, or something before it is
 BUNDLE = "policy.gguf"  # what a repository calls its bundle, unless it has a single other one

@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import sinew
-from sinew import machine, progress
 from sinew.bundle.digests import BLOCK, Memo
 from sinew.bundle.digests import sha256 as digest
 from sinew.convert import readers
 from sinew.core import SinewError
+from sinew.system import machine, progress
 
 # What trainers leave beside the weights to go on with; no conversion reads it.
 TRAINING = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from sinew.bundle.quant import FORMATS, pack_ternary
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, Transformed, apply, read_elements, reshape, rows
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import ConvertError
@@ -111,19 +111,20 @@ class VlacppBitnet(VlacppCheckpoint):
         for name, value in (("quant.int2_packed", 1), ("quant.lm_weight_bits", 1), ("quant.lm_act_bits", 8)):
             if n(name) != value:
                 raise ConvertError(f"{file.path}: bitvla.{name}: expected {value}, got {n(name)}")
-        self.config = {
+        record = {
             "text_config": text,
             "vision_config": vision,
             "vision_feature_layer": -1,  # the file has no block behind those that are read
             "norm_stats": file.record("statistics_json"),
             "pad_token_id": 0,
         }
-        self._image = file.record("preprocessor_config_json")
+        self.config = JsonRecord(file.path, record)
+        self._image = JsonRecord(file.path, file.record("preprocessor_config_json"))
         self.ids = {name: n(f"tokens.{name}") for name in TOKENS}
         super().__init__(file, options, apply(file.tensors, rules(text, vision, n("lm.head_dim"))))
 
-    def preprocessor(self) -> tuple[Path, Any]:
-        return self.path, self._image
+    def preprocessor(self) -> JsonRecord:
+        return self._image
 
 
 def rules(text: dict[str, Any], vision: dict[str, Any], head_dim: int) -> list[Rule]:

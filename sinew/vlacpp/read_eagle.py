@@ -21,7 +21,7 @@ from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError
 from sinew.families.gr00t import eagle as gr00t_eagle
 from sinew.families.gr00t import n15
-from sinew.families.gr00t.files import EagleParts, choose
+from sinew.families.gr00t.files import EagleParts, RobotRecord, choose
 from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 from sinew.vlacpp.read_qwen import (
     SETTINGS,
@@ -118,11 +118,11 @@ def _n15(file: VlacppFile, options: ConvertOptions, preprocessor: JsonRecord) ->
                 raise ConvertError(f"--{name}: {file.path} holds NVIDIA's metadata, which names them")
         found = n15.robot(JsonRecord(file.path, metadata), head["action_horizon"], options)
     image = n15.image_recipe(preprocessor, options.setting("center_crop", not fine_tune))
-    files = [file.path, *found[3]]
+    files = [file.path, *found.files]
     return n15.parts(FORMAT, head, file.integer("lm_layers_used"), tensors, files, found, image, fine_tune)
 
 
-def _fine_tune(file: VlacppFile, options: ConvertOptions, horizon: int) -> n15.Found:
+def _fine_tune(file: VlacppFile, options: ConvertOptions, horizon: int) -> RobotRecord:
     """What vla.cpp wrote beside the file of a LeRobot fine-tune."""
     if options.stats is None or not options.cameras:
         raise ConvertError(
@@ -144,7 +144,7 @@ def _fine_tune(file: VlacppFile, options: ConvertOptions, horizon: int) -> n15.F
         (n15.part("state", *bounds["state"]),), (n15.part("actions", *bounds["action"]),), horizon
     )
     notes = (f"cameras {', '.join(options.cameras)}: given with --cameras, put in the order of their names",)
-    return embodiment, cameras, vectors, [options.stats], notes
+    return RobotRecord(embodiment, cameras, vectors, n15.TASK, [options.stats], notes)
 
 
 def _bounds(part: JsonRecord) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

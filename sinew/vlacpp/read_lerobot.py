@@ -25,6 +25,7 @@ from sinew.bundle.schema import (
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions
+from sinew.convert.read.files import named
 from sinew.convert.tensors import computed, read_array
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
@@ -114,16 +115,13 @@ def read(file: VlacppFile, options: ConvertOptions) -> Conversion:
     tokenizer = load_tokenizer([p for p in (options.tokenizer, options.vlm) if p], "see --tokenizer")
 
     tensors = file.tensors
-    try:
+    with named(path):
         config = family.config(file, tensors)
-    except (ValueError, ZeroDivisionError) as error:
-        raise ConvertError(f"{path}: {error}") from None
     tensors, about_projector = _projector(file, tensors)
     state_dim, max_tokens = file.integer("real_state_dim"), file.integer("tokenizer_max_length")
     cameras = options.cameras or family.cameras
     side = config.vision.image_size
     return Conversion(
-        architecture=architecture,
         format=FORMAT,
         config=config,
         spec=PolicySpec(

@@ -8,12 +8,11 @@ Source: vla.cpp ``scripts/convert_openvla_oft_to_gguf.py``, ``convert_vla_adapte
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.core import ConvertError
 from sinew.families.openvla import convert as openvla
@@ -108,7 +107,7 @@ class VlacppPrismatic(VlacppCheckpoint):
         super().__init__(file, options, apply(file.tensors, RULES))
         side = file.integer("vit.image_size")
         qwen = file.architecture == "vla_adapter"
-        self.config = {
+        record = {
             "timm_model_ids": list(HEADS),
             "image_sizes": [side, side],
             "norm_stats": file.record("statistics_json"),
@@ -126,12 +125,13 @@ class VlacppPrismatic(VlacppCheckpoint):
                 "vocab_size": file.integer("lm.vocab"),
             },
         }
+        self.config = JsonRecord(file.path, record)
         for tower, heads in zip(("dino", "sig"), HEADS.values(), strict=True):
             if (got := file.integer(f"vit.{tower}.heads")) != heads:
                 raise ConvertError(f"{file.path}: vit.{tower}.heads: expected {heads}, got {got}")
 
-    def preprocessor(self) -> tuple[Path, Any]:
-        return self.path, {"tvf_normalize_params": NORMALIZE}
+    def preprocessor(self) -> JsonRecord:
+        return JsonRecord(self.path, {"tvf_normalize_params": NORMALIZE})
 
 
 def read(file: VlacppFile, options: ConvertOptions) -> Conversion:

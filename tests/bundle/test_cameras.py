@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinew import hints, load
+from sinew import load
 from sinew.bundle import Bundle
 from sinew.bundle.rename import parse_renames, rename_cameras
 from sinew.cli import main
-from sinew.core import KeyMap, ObservationError, SinewError
+from sinew.core import KeyMap, ObservationError, SinewError, hints
 from sinew.processing import Processor
 
 BLOCKS = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "blocks.gguf"  # cameras front and wrist

@@ -17,8 +17,8 @@ from sinew.bundle.upgrade import upgraded
 from sinew.cli import main
 from sinew.convert import convert
 from sinew.core import BundleError, ConvertError
+from sinew.models.solvers import FLOW
 from sinew.policy import Policy, load
-from sinew.solvers import FLOW
 from sinew.sources import ASSETS
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.prompt.base import Sentence

@@ -156,7 +156,11 @@ def test_top_level_help_and_version(here) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["import sinew", "import sinew.core, sinew.machine", "from sinew.cli import main; main(['--help'])"],
+    [
+        "import sinew",
+        "import sinew.core, sinew.system.machine",
+        "from sinew.cli import main; main(['--help'])",
+    ],
 )
 def test_torch_is_imported_only_where_it_is_needed(code: str) -> None:
     check = f"{code}\nimport sys; assert 'torch' not in sys.modules"
@@ -416,7 +420,7 @@ def test_doctor_fails_on_a_broken_bundle(here, tmp_path: Path) -> None:
 
 def test_an_absent_runtime_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from sinew import checks
-    from sinew.extras import install
+    from sinew.core.extras import install
 
     path = [entry for entry in sys.path if not (Path(entry) / "onnxruntime").is_dir()]
     monkeypatch.setattr(sys, "path", path)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinew import registry
 from sinew.cli import main
+from sinew.core import registry
 from sinew.engine import backend
 from sinew.policy import Policy, load
 from sinew.sources import identity

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from cyclopts import App
 
-from sinew import progress
 from sinew.cli import build_app, main, settings
 from sinew.cli.verbs import commands
 from sinew.core import SinewError
+from sinew.system import progress
 
 
 @pytest.fixture(autouse=True)

@@ -18,14 +18,14 @@ import pytest
 from PIL import Image
 
 import sinew
-from sinew import extras, progress
 from sinew.bundle import Bundle
 from sinew.cli import main, terminal
-from sinew.core import ObservationError, SinewError
-from sinew.extras import EXTRAS, MissingPackageError, install
+from sinew.core import ObservationError, SinewError, extras
+from sinew.core.extras import EXTRAS, MissingPackageError, install
 from sinew.perf.hardware import load_machines
 from sinew.processing.files import parse_vector
 from sinew.serve.transport.listen import AddressError, Listen
+from sinew.system import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 PEN = ROOT / "sinew" / "assets" / "pen.gguf"

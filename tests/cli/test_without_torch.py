@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sinew.cli.verbs import commands
-from sinew.extras import install
+from sinew.core.extras import install
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 # Commands in processes that are forked from one that has the verbs, and no torch.

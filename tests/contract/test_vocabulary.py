@@ -13,12 +13,14 @@ import pytest
 import sinew_client
 from sinew_client import errors, protocol, types
 
-from sinew import core, solvers
+import sinew
+from sinew import core
 from sinew.bundle import Bundle
 from sinew.core import CameraSpec, KeyMap, MotionSpec, PolicySpec, SinewError, VectorSpec
-from sinew.solvers import SINGLE, Solver
+from sinew.models import solvers
+from sinew.models.solvers import SINGLE, Solver
 
-ASSETS = Path(core.__file__).parent / "assets"
+ASSETS = Path(sinew.__file__).parent / "assets"
 BUNDLES = sorted(ASSETS.rglob("*.gguf"))
 SPEC = PolicySpec(
     "tiny",
@@ -54,7 +56,7 @@ def test_who_only_speaks_needs_numpy_alone() -> None:
     """A machine that measures models has no protobuf; the words must come without."""
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('google', 'zmq', 'msgspec', 'torch')));"
-        "import sinew_client.types, sinew.core, sinew.solvers"
+        "import sinew_client.types, sinew.core, sinew.models.solvers"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

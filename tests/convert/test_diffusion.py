@@ -20,13 +20,13 @@ from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.resnet import backbone
 from sinew.core import BundleError, ConvertError, Moment, Observation, ObservationError, SinewError
 from sinew.layers.resnet import ResNet, ResNetConfig
+from sinew.models.solvers import solve
 from sinew.perf.machine.bench import describe, make_observation
 from sinew.perf.machine.measure import MeasuredSizes
 from sinew.perf.machine.measure_engine import measure_engine, requests_of
 from sinew.perf.program import PublishedProgram
 from sinew.policy import Policy, load
 from sinew.processing.image import prepare_frame
-from sinew.solvers import solve
 from sinew.stream import Session, StreamSettings
 from tests.golden import Golden
 from tests.models.stages import observation

@@ -203,7 +203,7 @@ WRONG = [
         "expected --stats-key with one of franka.*/other_dataset",
     ),
     ("evo1-mint", lambda _: None, {"stats_key": "a/b"}, "--stats-key a/b: expected --stats-key with one of"),
-    ("evo1-mint", config(action_horizon=9), {}, "action_horizon: expected horizon's 12, got 9"),
+    ("evo1-mint", config(action_horizon=9), {}, "action_horizon: expected 12, got 9"),
     ("evo1-mint", config(normalization_type="odd"), {}, "normalization_type: expected one of normal, bounds"),
     ("evo1-mint", config(state_hidden_dim=35), {}, "state_encoder.fc1.* has shape"),
     ("evo1-mint", lambda _: None, {"cameras": tuple("abcd")}, "--cameras: expected at most 3"),

@@ -227,7 +227,7 @@ def test_cameras_of_the_adapter(checkpoint):
     ("change", "message"),
     [
         (lambda c: c["text_config"].update(rope_scaling={"type": "linear"}), "rope_scaling"),
-        (lambda c: c["text_config"].update(hidden_act="relu"), "hidden_act: expected silu"),
+        (lambda c: c["text_config"].update(hidden_act="relu"), "hidden_act: expected 'silu'"),
         (lambda c: c["text_config"].update(num_attention_heads=3), "text_config"),
         (lambda c: c.update(timm_model_ids=["vit_huge", "vit_so400m_patch14_siglip_224"]), "vit_huge"),
         (lambda c: c.pop("timm_model_ids"), "timm_model_ids"),

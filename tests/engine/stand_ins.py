@@ -27,8 +27,8 @@ from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.models.base import Model, Regression
+from sinew.models.solvers import Solver
 from sinew.models.speaker import DecoderSpeaker, ReadPrompt
-from sinew.solvers import Solver
 from sinew.steps import registry
 from sinew.steps.action_tokens.base import ActionTokens
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
-from sinew import load, machine
+from sinew import load
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import Quantization
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import SinewError
+from sinew.core.registry import architectures
 from sinew.engine import proofs
 from sinew.engine.backend import BACKENDS, EngineOptions
 from sinew.engine.choose import choose
@@ -27,7 +28,7 @@ from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant
 from sinew.eval.report.quantization import write
-from sinew.registry import architectures
+from sinew.system import machine
 from tests.proofs import NAMES
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"

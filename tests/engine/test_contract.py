@@ -29,10 +29,10 @@ from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.families.smolvla.model import SmolVLA
 from sinew.models import build_on_meta
 from sinew.models.base import Model, Speaker
+from sinew.models.solvers import Step
 from sinew.perf.published import published
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
-from sinew.solvers import Step
 from sinew.steps.image.jpeg import Jpeg
 from sinew.steps.image.letterbox import Letterbox
 from tests.closeness import Rounding, assert_close

@@ -24,8 +24,8 @@ from sinew.engine.onnx import providers
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.plan.cost import cost, on_meta
 from sinew.engine.plan.plan import Plan
+from sinew.models.solvers import FLOW
 from sinew.policy import load
-from sinew.solvers import FLOW
 from tests.golden import Golden, assert_parity
 
 CASE = "smolvla-2cam"

@@ -12,9 +12,9 @@ import torch
 
 from sinew.core import ObservationError
 from sinew.engine.guidance import guidance_weight, guide
+from sinew.models.solvers import Solver, solve
 from sinew.policy import Policy, load
 from sinew.processing.continuation import Continuation
-from sinew.solvers import Solver, solve
 from tests.closeness import assert_close, rounding
 
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"

@@ -27,8 +27,8 @@ from sinew.engine.onnx.graphs import GraphSet
 from sinew.engine.onnx.providers import OPENVINO
 from sinew.engine.onnx.sessions import session_options
 from sinew.engine.plan.plan import Plan
+from sinew.models.solvers import FLOW
 from sinew.policy import load
-from sinew.solvers import FLOW
 from tests.closeness import assert_close, rounding
 from tests.engines import eager_rounding, run_one
 from tests.golden import Golden, assert_parity
@@ -178,7 +178,7 @@ def test_graphs_run_without_torch(case, tmp_path):
         "import numpy as np\n"
         "from sinew.engine.onnx.engine import OnnxEngine\n"
         "from sinew.processing import ModelInputs\n"
-        "from sinew.solvers import FLOW\n"
+        "from sinew.models.solvers import FLOW\n"
         "graphs, given, out = sys.argv[1:]\n"
         "data = dict(np.load(given)); noise = data.pop('noise')\n"
         "engine = OnnxEngine(graphs, threads=1, solver=FLOW)\n"

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sinew import machine
 from sinew.core import CancelledError, Observation, SinewError
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
@@ -31,6 +30,7 @@ from sinew.engine.plan.stages import stages
 from sinew.models.base import Model
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
+from sinew.system import machine
 from tests.closeness import assert_close, rounding
 from tests.engines import eager_rounding, run_one
 from tests.golden import Golden, relative_l2

@@ -9,8 +9,8 @@ from sinew.core import Observation
 from sinew.engine.example import Shapes
 from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.stages import stages
+from sinew.models.solvers import solve
 from sinew.policy import load
-from sinew.solvers import solve
 from tests.closeness import assert_close
 from tests.engines import eager_rounding
 from tests.golden import Golden

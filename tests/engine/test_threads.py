@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from sinew import load, machine
+from sinew import load
 from sinew.engine import threads
+from sinew.system import machine
 
 BUNDLE = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 

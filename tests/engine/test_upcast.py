@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sinew import load, machine
+from sinew import load
 from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources
@@ -23,6 +23,7 @@ from sinew.layers.stores import half
 from sinew.layers.stores.half import HALF, product
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
+from sinew.system import machine
 from tests.engines import trace_one
 from tests.golden import Golden, assert_parity, relative_l2
 

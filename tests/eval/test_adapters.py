@@ -26,18 +26,19 @@ from sinew.cli.run_robot import RobotFlags  # noqa: E402
 from sinew.convert import convert  # noqa: E402
 from sinew.convert.lowbit import lowbit_sources  # noqa: E402
 from sinew.core import ActionChunk, CameraSpec, Observation, PolicySpec, SinewError, VectorSpec  # noqa: E402
+from sinew.core.registry import architectures  # noqa: E402
 from sinew.eval import campaign, suites  # noqa: E402
 from sinew.eval.adapters import Mapped, read_mapping  # noqa: E402
 from sinew.eval.foreign import run as foreign  # noqa: E402
 from sinew.eval.foreign import worker as foreign_worker  # noqa: E402
+from sinew.eval.report.report import suite_rows  # noqa: E402
 from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.settings import Task, Variant  # noqa: E402
-from sinew.eval.suites import aloha, conventions, libero, metaworld, pusht, simpler, table  # noqa: E402
+from sinew.eval.suites import aloha, conventions, libero, metaworld, pusht, simpler  # noqa: E402
 from sinew.eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
 from sinew.eval.suites.mapping import Mapping  # noqa: E402
-from sinew.families.smolvla.checkpoint import write_checkpoint  # noqa: E402
-from sinew.families.smolvla.layout import TINY  # noqa: E402
-from sinew.registry import architectures  # noqa: E402
+from sinew.families.smolvla.random_checkpoint.layout import TINY  # noqa: E402
+from sinew.families.smolvla.random_checkpoint.write import write_checkpoint  # noqa: E402
 from sinew.serve.policies import Deployment  # noqa: E402
 from sinew.serve.process import Process  # noqa: E402
 from sinew.serve.scheduler import Scheduler  # noqa: E402
@@ -431,14 +432,12 @@ def test_table_by_suite() -> None:
         "a": entry(1, 2, 0.0945, 0.9055),
         "b": entry(2, 2, 0.3424, 1.0),
     }
-    report = {"variants": [{"label": "p.gguf", "by_task": by_task, **entry(3, 4, 0.3006, 0.9544)}]}
-    assert table.rows(report) == [
+    assert suite_rows([{"label": "p.gguf", "by_task": by_task, **entry(3, 4, 0.3006, 0.9544)}]) == [
         ["libero_goal", "50.0 [9.4, 90.5] of 2"],
         ["libero_spatial", "100.0 [34.2, 100.0] of 2"],
         ["all", "75.0 [30.1, 95.4] of 4"],
     ]
-    assert "| suite | p.gguf |" in table.markdown(report)
-    assert table.markdown({"variants": [{"label": "p", "by_task": {"reach": entry(1, 1, 0.2, 1.0)}}]}) == ""
+    assert suite_rows([{"label": "p", "by_task": {"reach": entry(1, 1, 0.2, 1.0)}}]) == []
 
 
 # ----------------------------------------------------------------------------- the other interpreter

@@ -700,7 +700,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import Image
     from rich.console import Console
 
-    from sinew.eval.report import demo
+    from sinew.eval.demo import closed_loop as demo
 
     monkeypatch.setattr(demo, "SWEEP", ("handover={default}", "latency=0,100ms"))
     text = io.StringIO()

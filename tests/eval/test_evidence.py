@@ -28,11 +28,11 @@ from PIL import Image
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import SinewError
+from sinew.core.registry import architectures, backbone, families
 from sinew.eval.report import evidence, films, leaderboard, page, repeat, stats
 from sinew.eval.runner import Episode, digest_of
 from sinew.eval.settings import Task, Variant
 from sinew.eval.watched import read_moments, watch, write_moments
-from sinew.registry import architectures, backbone, families
 
 pytestmark = pytest.mark.usefixtures("forked")
 

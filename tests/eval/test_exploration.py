@@ -22,8 +22,8 @@ from sinew.eval.learning.exploration import (
     log_density,
     token_log_probs,
 )
+from sinew.models.solvers import FLOW, SINGLE, NoiseLevels, Solver, solve
 from sinew.processing import stack
-from sinew.solvers import FLOW, SINGLE, NoiseLevels, Solver, solve
 from sinew.steps.action_tokens.bins import BinTokens
 from tests.engine.stand_ins import make
 from tests.engine.test_contract import CPU, observation, processing

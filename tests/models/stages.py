@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sinew.core import Moment, Observation
 from sinew.models.base import Speaker
+from sinew.models.solvers import solve
 from sinew.policy import Policy
-from sinew.solvers import solve
 from tests.closeness import Rounding, Run, runs
 from tests.convert.test_groot import observation as groot_observation
 from tests.convert.test_groot import reference_pixels

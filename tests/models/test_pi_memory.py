@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from sinew_client.history import History
 
-from sinew import machine
 from sinew.bundle import Bundle
 from sinew.checks.validate.observations import random_observations
 from sinew.convert import convert
@@ -32,6 +31,7 @@ from sinew.perf.program import PublishedProgram
 from sinew.policy import Policy, load
 from sinew.records.recorder import Recorder
 from sinew.serve.replay import Replay
+from sinew.system import machine
 from sinew.vlacpp.write import export_vlacpp
 from tests.bundle.test_bundle import with_manifest
 from tests.golden import Golden, assert_parity, relative_l2

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sinew import load, machine
+from sinew import load
 from sinew.cli import main, terminal
 from sinew.cli.perf import machine as perf_machine
 from sinew.core import SinewError, Timing
@@ -34,6 +34,7 @@ from sinew.perf.program import PublishedProgram, of_model
 from sinew.perf.request import LIMITS, TracedRequest
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
+from sinew.system import machine
 from tests.cases import tiny_bundle
 from tests.engines import run_one
 
@@ -256,7 +257,7 @@ def test_a_bundle_is_calibrated_with_the_threads_that_bench_runs(
     quick: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not with those of the cores, where its engine settles on fewer."""
-    monkeypatch.setattr("sinew.machine.recommended_threads", lambda: (2, "as a test says"))
+    monkeypatch.setattr("sinew.system.machine.recommended_threads", lambda: (2, "as a test says"))
     monkeypatch.setattr("sinew.engine.eager.engine.tune_threads", settles_on_one)
     threads = torch.get_num_threads()
     try:

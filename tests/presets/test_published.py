@@ -12,15 +12,15 @@ from benchmarks.families import FAMILIES
 from benchmarks.inflate import inflate
 from sinew.convert import read
 from sinew.convert.options import ConvertOptions
-from sinew.families.smolvla import checkpoint as smolvla
+from sinew.core.registry import presets
 from sinew.families.smolvla.convert import model_config as smolvla_config
 from sinew.families.smolvla.convert import open_checkpoint
-from sinew.families.smolvla.layout import Widths
+from sinew.families.smolvla.random_checkpoint import write as smolvla
+from sinew.families.smolvla.random_checkpoint.layout import Widths
 from sinew.models import build_on_meta, mismatch
 from sinew.perf.program import PublishedProgram, preset
 from sinew.perf.published import published
 from sinew.perf.request import TracedRequest
-from sinew.registry import presets
 
 INFLATED = {  # benchmarks/families.py -> preset; without those that keep weights in files of torch's
     "pi0": "pi0",

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 import sinew
 from sinew.convert import convert
-from sinew.families.smolvla.checkpoint import tensors, write_checkpoint
-from sinew.families.smolvla.layout import TINY, Widths
+from sinew.families.smolvla.random_checkpoint.layout import TINY, Widths
+from sinew.families.smolvla.random_checkpoint.write import tensors, write_checkpoint
 from sinew.presets.noise import write_tensors
 from sinew.presets.plan import TensorPlan
 from sinew.presets.tokenizer import tokenizer_json

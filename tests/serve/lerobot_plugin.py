@@ -192,8 +192,8 @@ def guidance(*options: str) -> None:
 
     from sinew.core import Observation
     from sinew.engine.guidance import guide
+    from sinew.models.solvers import FLOW, solve
     from sinew.processing.continuation import continuation
-    from sinew.solvers import FLOW, solve
 
     rows, width, steps = 12, 3, 10
     about = {"action": {"dim": width}, "state": {"dim": width}, "motion": {"kind": "absolute"}, "cameras": []}

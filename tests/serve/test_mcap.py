@@ -16,7 +16,7 @@ from PIL import Image
 
 from sinew.cli import main
 from sinew.core import VectorSpec
-from sinew.extras import MissingPackageError, install
+from sinew.core.extras import MissingPackageError, install
 from sinew.records.recorder import read_records
 from sinew.records.viewers.mcap_file import write_mcap
 from tests.serve.test_replay import FRAMES, chunk_of, record

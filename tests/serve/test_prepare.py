@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from sinew_client import Client
 
-from sinew import load, machine
+from sinew import load
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.engine import prepared, proofs
@@ -33,6 +33,7 @@ from sinew.engine.onnx.engine import OnnxEngine
 from sinew.records.recorder import read_records
 from sinew.serve.prepare import Preparation, Preparer, preparation
 from sinew.sources import ASSETS
+from sinew.system import machine
 from tests import processes
 from tests.engine.test_choose import needs_kernels, stored_in_int8
 from tests.golden import Golden, assert_parity

@@ -19,7 +19,7 @@ import pytest
 
 from sinew.cli import main
 from sinew.core import ActionChunk, Observation, SinewError, Timing, VectorSpec
-from sinew.extras import MissingPackageError, install
+from sinew.core.extras import MissingPackageError, install
 from sinew.records.recorder import Record, read_records
 from sinew.records.viewers.rerun_log import target_of
 from sinew.records.viewers.rerun_records import MAX_SESSIONS, OTHERS, RerunRecorder, write_rrd

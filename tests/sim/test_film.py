@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sinew.core import SinewError
-from sinew.eval.report.film import SIDE, Shot, compose, write_film
+from sinew.eval.demo.film import SIDE, Shot, compose, write_film
 from sinew.sim import film
 from sinew.sim.blocks import BlocksEnv
 

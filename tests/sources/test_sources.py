@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sinew_client.policy import is_address
 
-from sinew import progress
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.convert.conversion import Conversion
 from sinew.core import BundleError, ConvertError, SinewError
 from sinew.policy import open_bundle
 from sinew.sources import cache, hub, resolve
+from sinew.system import progress
 from tests import processes
 from tests.sources.fake_hub import FakeHub, fake_hub
 

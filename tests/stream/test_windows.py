@@ -13,8 +13,8 @@ import pytest
 
 from sinew.core import Observation, SinewError
 from sinew.engine.engine import Watch
+from sinew.models.solvers import Solver
 from sinew.policy import Policy, load
-from sinew.solvers import Solver
 from sinew.stream import windows
 from sinew.stream.windows import HISTORY, Chunks, Rolling
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.table import Table
 
-from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import NotNegative
 from sinew.cli.perf.options import Asked, dtypes
 from sinew.perf.request import AS_THE_POLICY
+from sinew.system import progress
 
 if TYPE_CHECKING:
     from sinew.perf.hardware import Hardware

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from sinew import progress
 from sinew.cli import terminal
+from sinew.system import progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ from sinew.convert.lerobot.steps import (
     action_steps,
 )
 from sinew.convert.options import ConvertOptions
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
 from sinew.convert.read.safetensors import adapter_alone, is_adapter, read_weights
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec, did_you_mean
 from sinew.steps.base import MAX_SIZE
@@ -80,6 +80,7 @@ UNREAD = (
     "scheduler_warmup_steps",
     "scheduler_decay_steps",
     "scheduler_decay_lr",
+    "n_obs_steps",  # the newest observation is read, whatever it says, but where a family's schema names it
     "rtc_config",  # how chunks are joined on the robot
     "use_cache",
 )
@@ -429,13 +430,9 @@ class LeRobotCheckpoint:
             raise ConvertError(f"{self.file}: {key}: expected one of {', '.join(known)}, got {found!r}")
         return found
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
+    def named(self) -> AbstractContextManager[None]:
         """Let errors of a model's configuration, which say the field, say the file too."""
-        try:
-            yield
-        except (ValueError, TypeError) as error:
-            raise ConvertError(f"{self.file}: {error}") from None
+        return named(self.file)
 
     def committed_rows(self, chunk_size: int) -> int:
         """Return the most rows of a running chunk that training put in front of a chunk; 0 where it did not.

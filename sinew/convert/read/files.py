@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +54,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ConvertError(f"{path}: expected a JSON object, got {type(record).__name__}")
     return record
+
+
+@contextmanager
+def named(where: object) -> Iterator[None]:
+    """Let errors of sizes that describe no model, which say the field, say the place too, as ConvertError."""
+    try:
+        yield
+    except KeyError as error:
+        raise ConvertError(f"{where}: {error} is missing") from None
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ConvertError(f"{where}: {error}") from None

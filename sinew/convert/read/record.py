@@ -27,6 +27,17 @@ class JsonRecord:
         found = self.content.get(key)
         return default if found is None else found
 
+    def expect(self, **values: Any) -> None:
+        """Raise ConvertError for an entry other than the only value that is implemented. Absent and null it may be."""
+        for key, value in values.items():
+            if (found := self.get(key, value)) != value:
+                raise ConvertError(f"{self.path}: {self.name}{key}: expected {value!r}, got {found!r}")
+
+    def filled(self, defaults: Mapping[str, Any]) -> JsonRecord:
+        """Return the record with ``defaults`` for what is absent or null."""
+        given = {key: value for key, value in self.content.items() if value is not None}
+        return JsonRecord(self.path, {**defaults, **given}, self.name)
+
     def part(self, key: str) -> JsonRecord:
         """Return an entry that is an object itself."""
         found = self[key]

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from sinew.convert.read.files import read_bytes
 from sinew.core import ConvertError
-from sinew.extras import install
+from sinew.core.extras import install
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # sentencepiece_model.proto, SentencePiece.Type
 BPE = 2  # TrainerSpec.ModelType

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sinew.core.extras import install
 from sinew.engine import prepared
 from sinew.engine.backend import BACKENDS, LOWBIT, Backend, EngineOptions, installed, recipe
-from sinew.extras import install
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

@@ -20,8 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sinew import __version__, machine, progress
+from sinew import __version__
 from sinew.bundle import Bundle
+from sinew.system import machine, progress
 
 ROUNDS = 4
 TIE = 1.05  # engine cpu starts at once and keeps 8 bits: it has to be slower by more than this to be passed over

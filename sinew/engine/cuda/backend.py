@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sinew.core.hints import option
 from sinew.engine import prepared as findings
 from sinew.engine import proofs
 from sinew.engine.backend import Backend, EngineOptions
-from sinew.hints import option
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

@@ -32,9 +32,9 @@ from sinew.engine.plan.plan import Plan
 from sinew.engine.precision import precision_of
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Speaker, Spoken
+from sinew.models.solvers import Guidance, solve
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer
-from sinew.solvers import Guidance, solve
 
 
 class CudaEngine(Engine):

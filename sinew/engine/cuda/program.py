@@ -24,8 +24,8 @@ from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.example import Inputs
 from sinew.engine.plan.plan import Plan
 from sinew.models.base import Context, Speaker
+from sinew.models.solvers import drawn, solve
 from sinew.processing import ModelInputs
-from sinew.solvers import drawn, solve
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sinew import machine
 from sinew.core import RTC, SinewError, did_you_mean
 from sinew.engine.engine import Context, Engine, Facts, Watch
 from sinew.engine.example import Inputs
@@ -20,8 +19,9 @@ from sinew.engine.reuse import Reuse
 from sinew.engine.threads import tune_threads
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Model, Said, Speaker
+from sinew.models.solvers import Guidance, solve
 from sinew.processing import ModelInputs
-from sinew.solvers import Guidance, solve
+from sinew.system import machine
 
 _AT_FIRST = torch.get_num_threads()  # PyTorch has one number for the whole process
 

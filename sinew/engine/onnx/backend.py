@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sinew.core.hints import option
 from sinew.engine import prepared as findings
 from sinew.engine.backend import Backend, EngineOptions, installed, recipe
 from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder
-from sinew.hints import option
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

@@ -16,9 +16,9 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from sinew.core import BundleError
+from sinew.core.extras import MissingPackageError
 from sinew.engine.onnx.cache import fingerprint
 from sinew.engine.onnx.graphs import COMPONENT, STAGES, GraphSet
-from sinew.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

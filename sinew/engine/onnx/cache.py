@@ -9,10 +9,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from sinew import scratch
 from sinew.core import SinewError
 from sinew.engine.fingerprint import fingerprint as of_bundle
 from sinew.engine.onnx.graphs import FORMAT
+from sinew.system import scratch
 
 
 def fingerprint(path: Path) -> str:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinew import machine
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import BundleError, ObservationError, SinewError
 from sinew.engine.engine import Engine, Facts, Trace, Watch
@@ -24,9 +23,10 @@ from sinew.engine.onnx.graphs import CONTEXT, NEWEST, ONE_SCALE, PROMPT, STAGES,
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.engine.onnx.sessions import open_axis, open_session, session_options
 from sinew.engine.reuse import Reuse
+from sinew.models.solvers import Guidance, Solver, drawn, solve
 from sinew.processing import ModelInputs
-from sinew.solvers import Guidance, Solver, drawn, solve
 from sinew.steps.action_tokens.base import ActionTokens
+from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from sinew.core import SinewError
+from sinew.core.extras import MissingPackageError
 from sinew.engine.clone import clone_model
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.onnx.attention import join_attention
@@ -28,7 +29,6 @@ from sinew.engine.onnx.graphs import COMPONENT, GraphSet, renewed, table_path
 from sinew.engine.onnx.reshapes import constant_targets
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.stages import Vision, stages
-from sinew.extras import MissingPackageError
 from sinew.layers.stores.codes import codes_of
 from sinew.models.base import Model, Speaker
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sinew.core import SinewError
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 
 CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
 # short name -> ONNX Runtime's

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinew.core import SinewError
+from sinew.core.extras import MissingPackageError
 from sinew.engine.onnx.engine import READ_INPUTS
 from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
 from sinew.engine.onnx.providers import CPU, runtime
-from sinew.extras import MissingPackageError
 from sinew.processing import Processor
 from sinew.processing.image import prepare_frame
 

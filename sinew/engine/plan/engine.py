@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.plan import REWRITES, Plan
-from sinew.solvers import Guidance
+from sinew.models.solvers import Guidance
 
 # The rewrites that pay under PyTorch on a CPU. Folding copies most weights out of the file for nothing that
 # the clock shows, and two products that are halves of one run faster apart (docs/plan.md has the numbers).

@@ -86,8 +86,8 @@ class Plan:
         return tuple(outcome.name for outcome in self.outcomes if outcome.status == "applied")
 
     def schedule(self, steps: int) -> Iterable[Tensor]:
-        """Return the time embeddings of ``steps`` steps for :func:`sinew.solvers.solve`: the table if the plan has
-        one, else computed one by one."""
+        """Return the time embeddings of ``steps`` steps for :func:`sinew.models.solvers.solve`: the table if the plan
+        has one, else computed one by one."""
         return (
             self.time_embeddings(steps)
             if TABULATE_TIME.name in self.applied

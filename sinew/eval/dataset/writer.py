@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from sinew import progress, scratch
 from sinew.core import SinewError
+from sinew.core.extras import MissingPackageError
 from sinew.eval.dataset.statistics import Statistics
-from sinew.extras import MissingPackageError
+from sinew.system import progress, scratch
 
 VERSION = "v3.0"
 FILE_BYTES = 100 << 20  # of a parquet file, as LeRobot's

@@ -23,7 +23,6 @@ from typing import Any
 
 import sinew_client
 
-from sinew import progress
 from sinew.convert.tokenizer_files import download
 from sinew.core import SinewError
 from sinew.eval import suites
@@ -33,6 +32,7 @@ from sinew.eval.runner import Episode
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant
 from sinew.eval.watched import WatchedMoment, read_moments
+from sinew.system import progress
 
 PACKAGE = Path(__file__).resolve().parents[2]
 VERSIONS = Path(__file__).parent / "simulators"

@@ -6,7 +6,6 @@ file: the first are known by its fingerprint, the second by its SHA-256. Nothing
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +20,6 @@ from sinew.engine.fingerprint import fingerprint
 from sinew.eval.report.stats import wilson
 
 VALIDATION, EVALUATION = "sinew.validate/1", "sinew.eval/1"
-BLOCK = 1 << 22
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def records_of(bundle: Path, files: Sequence[Path], digest: str) -> list[dict[str, Any]]:

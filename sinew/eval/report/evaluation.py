@@ -15,7 +15,7 @@ from sinew_client.policy import Policy, is_address
 
 from sinew.core import SinewError
 from sinew.eval import campaign, suites
-from sinew.eval.adapters import Direct, EnvAdapter, Mapped, make_env, named_adapter
+from sinew.eval.adapters import Direct, EnvAdapter, Mapped, make_env, mapping_of, named_adapter
 from sinew.eval.fitting import check_variants
 from sinew.eval.lockstep import Seat, play_together
 from sinew.eval.player import EpisodePlayer, groups, one_thread
@@ -23,7 +23,6 @@ from sinew.eval.policies import EXPERT, EpisodePolicy, EvalPolicy, chosen
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant
-from sinew.eval.suites.mapping import Mapping as EnvMapping
 from sinew.eval.variants import default_env
 from sinew.eval.vector import VectorParts
 from sinew.sources import resolve
@@ -296,8 +295,7 @@ def adapted(env: gymnasium.Env, adapter: Adapter) -> EnvAdapter:
         return named_adapter(adapter, env)
     if isinstance(adapter, Mapping):
         try:
-            lists = {name: tuple(adapter[name]) for name in ("state", "unseen", "rest") if name in adapter}
-            return Mapped(env, EnvMapping(**{**adapter, **lists}))
+            return Mapped(env, mapping_of(adapter))
         except TypeError as error:
             raise SinewError(f"adapter: {error}") from error
     return adapter(env)

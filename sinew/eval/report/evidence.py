@@ -44,7 +44,7 @@ def _parts(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
     yield f'<p class="note">{page.text(conditions(report))}</p>'
     for title, columns, rows in tables(report):
         yield f"<h2>{page.text(title)}</h2>"
-        yield page.table([columns[0], *(f">{name}" for name in columns[1:])], rows)
+        yield page.table(columns, rows)
     for verdict in record.get("gate", {}).get("verdicts", []):
         kind = "good" if verdict["passed"] else "bad"
         yield f'<p class="{kind}">gate, {page.text(verdict["label"])}: {page.text(verdict["text"])}</p>'

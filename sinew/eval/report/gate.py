@@ -20,6 +20,7 @@ from sinew.eval.runner import Episode
 from sinew.eval.settings import Task
 
 SCHEMA = "sinew.gate/1"
+TASK = ("env", "env_options", "reset_options", "adapter", "noise")  # of a protocol
 GATES = Path(__file__).parents[1] / "gates"  # of the embedded tasks
 
 
@@ -48,6 +49,11 @@ class Gate:
     failed_seeds: tuple[int, ...]
     reference: dict[str, Any]
     rule: GateRule = GateRule()
+
+    @property
+    def task(self) -> Task:
+        """Return what is played, with rows as they come."""
+        return Task(**{name: self.protocol[name] for name in TASK}, motion=dict(AS_IS))
 
     @property
     def outcomes(self) -> dict[int, bool]:
@@ -181,7 +187,7 @@ def record(report: dict[str, Any]) -> Gate:
     if task["realtime"]:
         raise SinewError("a gate needs simulated latency: real time depends on the machine")
     protocol = {
-        **{name: task[name] for name in ("env", "env_options", "reset_options", "adapter", "noise")},
+        **{name: task[name] for name in TASK},
         **{name: variant[name] for name in ("replan", "latency", "handover", "solver_steps")},
     }
     reference = {

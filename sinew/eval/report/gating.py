@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sinew_client.control import AS_IS
-
-from sinew import progress
 from sinew.core import SinewError
+from sinew.core.extras import MissingPackageError
 from sinew.engine.choose import EngineChoice
 from sinew.eval.report.gate import GATES, Gate, read_gate
-from sinew.eval.settings import Latency, Task, Variant
-from sinew.extras import MissingPackageError
+from sinew.eval.settings import Latency, Variant
 from sinew.policy import open_bundle
 from sinew.processing import Processor
+from sinew.system import progress
 
 
 def gate_of(bundle: Path) -> tuple[Path | None, str]:
@@ -25,13 +23,12 @@ def gate_of(bundle: Path) -> tuple[Path | None, str]:
         return None, str(MissingPackageError("the gates of embedded tasks", error.name or "mujoco"))
     processor = Processor(open_bundle(bundle).manifest)
     for path in sorted(GATES.glob("*.json")):
-        protocol = read_gate(path).protocol
-        names = ("env", "env_options", "reset_options", "adapter")
+        task = read_gate(path).task
         try:
-            check_observation(Task(**{name: protocol[name] for name in names}), [processor])
+            check_observation(task, [processor])
         except SinewError:
             continue
-        return path, f"the policy takes the observations of {protocol['env']}"
+        return path, f"the policy takes the observations of {task.env}"
     return None, "the policy takes the observations of no embedded task; --gate names another"
 
 
@@ -43,10 +40,6 @@ def play_gate(
 
     protocol = gate.protocol
     count = min(episodes, gate.episodes)
-    task = Task(
-        **{name: protocol[name] for name in ("env", "env_options", "reset_options", "adapter", "noise")},
-        motion=dict(AS_IS),
-    )
     variant = Variant(
         str(bundle),
         protocol["replan"],
@@ -60,7 +53,7 @@ def play_gate(
     )
     seeds = range(gate.first_seed, gate.first_seed + count)
     with progress.task(f"playing {count} episodes of {protocol['env']}", count) as advance:
-        (played,) = campaign.run(task, [variant], seeds, on_episode=lambda *_: advance(""))
+        (played,) = campaign.run(gate.task, [variant], seeds, on_episode=lambda *_: advance(""))
     passed, text = gate.judge(played)
     recorded = gate.outcomes
     return {

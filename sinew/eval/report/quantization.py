@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from sinew import progress, scratch
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
@@ -32,6 +31,7 @@ from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import gate_of, play_gate
 from sinew.policy import Policy
 from sinew.processing import ModelInputs
+from sinew.system import progress, scratch
 
 PROVED = 8  # observations of the proof of what will be rounded, at most
 Input = tuple[ModelInputs, np.ndarray]  # of one observation, with the solver's noise

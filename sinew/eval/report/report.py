@@ -12,14 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from sinew import __version__, machine
+from sinew import __version__
+from sinew.core.registry import backbone
+from sinew.eval import suites
 from sinew.eval.policies import chosen, identity
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.registry import backbone
+from sinew.system import machine
 
 SCHEMA = "sinew.eval/1"
 
@@ -173,27 +173,27 @@ def comparison(
 
 # ----------------------------------------------------------------------------- tables
 
-SUCCESS_COLUMNS = ("variant", "success", "95 % interval, %", "steps to success")
+SUCCESS_COLUMNS = ("variant", ">success", ">95 % interval, %", ">steps to success")
 RATE_COLUMNS = (
     "variant",
-    "delay, steps",
-    "deadline misses",
-    "p50, ms",
-    "p95",
-    "p99",
-    "chunks/s",
-    "actions/chunk",
-    "control, Hz",
+    ">delay, steps",
+    ">deadline misses",
+    ">p50, ms",
+    ">p95",
+    ">p99",
+    ">chunks/s",
+    ">actions/chunk",
+    ">control, Hz",
 )
 TASK_COLUMNS = ("task", *SUCCESS_COLUMNS[1:])
 COMPARISON_COLUMNS = (
     "against the first",
-    "pairs",
-    "only first",
-    "only this",
-    "difference, points (95 %)",
-    "p (McNemar)",
-    "reads as",
+    ">pairs",
+    ">only first",
+    ">only this",
+    ">difference, points (95 %)",
+    ">p (McNemar)",
+    ">reads as",
 )
 SHOWN_AT = 0.05  # p below which a difference counts as shown
 
@@ -237,7 +237,7 @@ def _number(value: float | None) -> str:
 
 
 def tables(report: dict[str, Any]) -> list[tuple[str, Sequence[str], list[list[str]]]]:
-    """(title, columns, rows) of every table of a report."""
+    """(title, columns, rows) of every table of a report; a column whose name begins with ``>`` is set to the right."""
     variants = report["variants"]
     found: list[tuple[str, Sequence[str], list[list[str]]]] = [
         ("Success", SUCCESS_COLUMNS, [[v["label"], *success_cells(v)] for v in variants]),
@@ -247,10 +247,26 @@ def tables(report: dict[str, Any]) -> list[tuple[str, Sequence[str], list[list[s
     if len(first["by_task"]) > 1:
         rows = [[name, *success_cells(entry)] for name, entry in first["by_task"].items()]
         found.append((f"Tasks, {first['label']}", TASK_COLUMNS, rows))
+    if suites.find(report["task"]["env"]) and (rows := suite_rows(variants)):
+        columns = ["suite", *(f">{v['label']}" for v in variants)]
+        found.append(("Success by suite, % [95 % interval]", columns, rows))
     if report["comparisons"]:
         cells = [comparison_cells(entry) for entry in report["comparisons"]]
         found.append(("Paired comparison", COMPARISON_COLUMNS, cells))
     return found
+
+
+def suite_rows(variants: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return success as papers print it: a row for each first part of the tasks' names, which is where their benchmark
+    or difficulty stands, and at last one for all; a column for each variant. Empty where tasks are not grouped."""
+    groups = sorted({name.partition("/")[0] for name in variants[0]["by_task"] if "/" in name})
+    found = [[group, *(_suite_cell(each["by_task"][group]) for each in variants)] for group in groups]
+    return [*found, ["all", *map(_suite_cell, variants)]] if len(groups) > 1 else found
+
+
+def _suite_cell(entry: dict[str, Any]) -> str:
+    low, high = entry["interval"]
+    return f"{100 * entry['success']:.1f} [{100 * low:.1f}, {100 * high:.1f}] of {entry['episodes']}"
 
 
 def conditions(report: dict[str, Any]) -> str:
@@ -276,7 +292,8 @@ def markdown(report: dict[str, Any]) -> str:
     if report["command"]:
         lines += ["```", report["command"], "```", ""]
     for title, columns, rows in tables(report):
-        lines += [f"## {title}", "", _markdown_row(columns), _markdown_row(["---"] * len(columns))]
+        head = [column.removeprefix(">") for column in columns]
+        lines += [f"## {title}", "", _markdown_row(head), _markdown_row(["---"] * len(head))]
         lines += [_markdown_row(cells) for cells in rows] + [""]
     for verdict in report.get("gate", {}).get("verdicts", []):
         lines.append(f"* gate, {verdict['label']}: {verdict['text']}")
@@ -285,20 +302,6 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def terminal(report: dict[str, Any]) -> list[Any]:
-    """What to print with rich."""
-    found: list[Any] = [conditions(report)]
-    for title, columns, rows in tables(report):
-        table = Table(title=title)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
-        for cells in rows:
-            table.add_row(*cells)
-        found.append(table)
-    found += [f"gate, {v['label']}: {v['text']}" for v in report.get("gate", {}).get("verdicts", [])]
-    return found
 
 
 def swept(report: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """ACT (Zhao et al. 2023, arXiv 2304.13705), in LeRobot's layout."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={"act": "model:ACT"},

@@ -20,7 +20,7 @@ from sinew.convert.resnet import backbone
 from sinew.convert.tensors import Rule, apply, constant, reshape, split_qkv
 from sinew.families.act.model import ActConfig, view_places
 from sinew.layers.resnet import LAYERS, ResNetConfig
-from sinew.solvers import SINGLE
+from sinew.models.solvers import SINGLE
 
 NAMES = ("act",)
 recognises = of_type(*NAMES)
@@ -92,7 +92,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             f"temporal_ensemble_coeff={decay}: the robot's loop does that: sinew run --handover ensemble:{decay}"
         )
     return Conversion(
-        architecture="act",
         format="lerobot-act",
         config=config,
         spec=checkpoint.policy_spec(

@@ -175,9 +175,6 @@ class ACT(Regression):
     def grid(self) -> tuple[int, int]:
         return self.config.rows, self.config.cols
 
-    def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        return self.config.vision.grid(height, width)
-
     @property
     def min_tokens(self) -> int:
         return 1

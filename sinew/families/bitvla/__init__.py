@@ -1,6 +1,6 @@
 """BitVLA (Wang et al. 2025, arXiv 2506.07530): OpenVLA-OFT with ternary weights."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={"bitvla": "model:OpenVLAOFT"},

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -22,7 +21,7 @@ from sinew.convert import widths
 from sinew.convert.conversion import Conversion
 from sinew.convert.names import rename
 from sinew.convert.options import ConvertOptions
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
 from sinew.convert.tensors import Transformed, apply, computed, read_array
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import ConvertError
@@ -117,9 +116,8 @@ def assemble(
     head = HeadPart("bitvla", config, [], dead, (*sentence(template), Drop(marks)))
     weights = {bundle_name(name): source for name, source in checkpoint.tensors.items()}
     weights |= apply(action | state, [*ENDS, *BLOCKS, *STATE])
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint.config["pad_token_id"]
     return Conversion(
-        architecture="bitvla",
         format=form,
         config=config,
         spec=openvla.spec(checkpoint, head, robot),
@@ -150,30 +148,26 @@ def views_after(tokenizer: TokenizerFiles) -> int:
 
 def vision(checkpoint: PrismaticCheckpoint) -> tuple[ViTConfig, tuple[str, ...]]:
     """Return the tower up to the layer whose output is read, and prefixes of what nothing reads."""
-    config, where = VISION | checkpoint["vision_config"], checkpoint.path / "config.json"
+    config = checkpoint.config.part("vision_config").filled(VISION)
+    where = config.path
     bits = config["vit_weight_bits"], config["vit_act_bits"]
     if bits not in ((1, 8), (32, 32)):
         raise ConvertError(f"{where}: vit_weight_bits, vit_act_bits: expected 1, 8 or 32, 32, got {bits}")
-    expected = {"vision_feature_select_strategy": "full", "projector_hidden_act": "gelu"}
-    for name, value in expected.items():
-        if checkpoint.config.get(name, value) != value:
-            raise ConvertError(f"{where}: {name}: expected {value!r}, got {checkpoint.config[name]!r}")
+    checkpoint.config.expect(vision_feature_select_strategy="full", projector_hidden_act="gelu")
     total = config["num_hidden_layers"]
-    depth = total + 1 + checkpoint["vision_feature_layer"]  # of [embeddings, output of each block]
+    depth = total + 1 + checkpoint.config["vision_feature_layer"]  # of [embeddings, output of each block]
     if not 0 < depth <= total:
         raise ConvertError(f"{where}: vision_feature_layer: expected -1 to -{total}, got {depth - total - 1}")
-    try:
+    with named(f"{where}: vision_config"):
         found = widths.tower(config, num_layers=depth, final_norm=False, ternary=bits[0] == 1)
-    except (KeyError, ValueError, TypeError) as error:
-        raise ConvertError(f"{where}: vision_config: {error}") from None
     unread = tuple(f"vision.towers.0.layers.{index}." for index in range(depth, total))
     return found, ("vision.towers.0.head.", "vision.towers.0.norm.", *unread)
 
 
 def decoder(checkpoint: PrismaticCheckpoint) -> DecoderConfig:
     """The language model; its ``hidden_act`` says silu, and the code squares a ReLU whatever it says."""
-    text: dict[str, Any] = TEXT | {k: v for k, v in checkpoint["text_config"].items() if v is not None}
-    try:
+    text = checkpoint.config.part("text_config").filled(TEXT)
+    with named(f"{text.path}: text_config"):
         return widths.decoder(
             text,
             head_dim=text["hidden_size"] // text["num_attention_heads"],
@@ -182,17 +176,13 @@ def decoder(checkpoint: PrismaticCheckpoint) -> DecoderConfig:
             sub_norms=True,
             ternary=True,
         )
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ConvertError(f"{checkpoint.path / 'config.json'}: text_config: {error}") from None
 
 
 def image_recipe(checkpoint: PrismaticCheckpoint, tower: ViTConfig) -> ImageRecipe:
-    file, record = checkpoint.preprocessor()
+    record = checkpoint.preprocessor()
     side = tower.image_size
-    try:
+    with named(f"{record.path}: image_mean, image_std"):
         mean, std = (tuple(float(x) for x in record[name]) for name in ("image_mean", "image_std"))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConvertError(f"{file}: image_mean, image_std: {error}") from None
     steps = openvla.image_steps(side, side, checkpoint.options)
     return ImageRecipe(side, side, mean=mean, std=std, steps=steps)
 

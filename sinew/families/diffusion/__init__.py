@@ -1,6 +1,6 @@
 """Diffusion Policy (Chi et al. 2023, arXiv 2303.04137), in LeRobot's layout."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={"diffusion": "model:DiffusionPolicy"},

@@ -24,7 +24,7 @@ from sinew.core import MAX_HISTORY, ConvertError, PolicySpec, VectorSpec
 from sinew.families.diffusion.model import DiffusionConfig
 from sinew.layers.resnet import LAYERS, ResNetConfig
 from sinew.layers.unet import UNetConfig
-from sinew.solvers import NoiseLevels, Solver
+from sinew.models.solvers import NoiseLevels, Solver
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.crop import Crop
 from sinew.steps.image.resize import Resize
@@ -105,7 +105,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     state, image = checkpoint.whole_state(), image_recipe(checkpoint)
     config = model_config(checkpoint, state.dim, image)
     return Conversion(
-        architecture="diffusion",
         format="lerobot-diffusion",
         config=config,
         spec=policy_spec(checkpoint, config, state, image),

@@ -24,7 +24,7 @@ from sinew.layers.sizes import check_sizes
 from sinew.layers.time_embedding import level_sinusoids
 from sinew.layers.unet import UNet, UNetConfig
 from sinew.models.base import Model
-from sinew.solvers import NoiseLevels, Solver
+from sinew.models.solvers import NoiseLevels, Solver
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,6 @@ class DiffusionPolicy(Model):
     @property
     def grid(self) -> tuple[int, int]:
         return self.config.rows, self.config.cols
-
-    def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        return self.config.vision.grid(height, width)
 
     @property
     def min_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """Evo-1 (Lin et al. 2025, arXiv 2511.04555), in LeRobot's layout and the original repository's."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={"evo1": "model:Evo1"},

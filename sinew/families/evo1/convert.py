@@ -16,6 +16,7 @@ from sinew.bundle.schema import Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import config_type
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions, Setting
+from sinew.convert.read.files import named
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
 from sinew.convert.widths import decoder, rope_theta, tower
@@ -75,7 +76,6 @@ def assemble(parts: Parts, options: ConvertOptions, path: Path) -> Conversion:
     tokenizer = find_tokenizer(options, vlm_dir)
     config = _model_config(parts, vlm, tokenizer, options)
     return Conversion(
-        architecture="evo1",
         format=parts.format,
         config=config,
         spec=_spec(parts, options),
@@ -92,18 +92,10 @@ def _model_config(
 ) -> Evo1Config:
     text = vlm.part("text_config" if "text_config" in vlm.content else "llm_config")
     vision = vlm.part("vision_config")
-    for record, expected in (
-        (text, {"model_type": "qwen2", "hidden_act": "silu", "use_sliding_window": False}),
-        (
-            vision,
-            {"hidden_act": "gelu", "norm_type": "layer_norm", "use_mean_pooling": True, "num_channels": 3},
-        ),
-        (vision, {"use_qk_norm": False, "qk_normalization": False, "attention_bias": True, "qkv_bias": True}),
-        (vlm, {"ps_version": "v2", "select_layer": -1, "vision_feature_layer": -1}),
-    ):
-        for key, value in expected.items():
-            if record.get(key, value) != value:
-                raise ConvertError(f"{vlm.path}: {record.name}{key}: expected {value!r}, got {record[key]!r}")
+    text.expect(model_type="qwen2", hidden_act="silu", use_sliding_window=False)
+    vision.expect(hidden_act="gelu", norm_type="layer_norm", use_mean_pooling=True, num_channels=3)
+    vision.expect(use_qk_norm=False, qk_normalization=False, attention_bias=True, qkv_bias=True)
+    vlm.expect(ps_version="v2", select_layer=-1, vision_feature_layer=-1)
     if _side(vision["image_size"]) != parts.side:
         raise ConvertError(
             f"{vlm.path}: vision_config.image_size is {vision['image_size']}, the checkpoint's images are {parts.side}"
@@ -117,7 +109,7 @@ def _model_config(
         head["masked_attend"] = options.setting("masked_rows", "attend") == "attend"
     elif "masked_rows" in options.settings:
         raise ConvertError("--set masked_rows: LeRobot's head reads no masked row")
-    try:
+    with named(f"{vlm.path} and the checkpoint's config.json"):
         return Evo1Config(
             vision=tower(
                 vision,
@@ -142,8 +134,6 @@ def _model_config(
             unshuffle=round(1 / vlm["downsample_ratio"]),
             **head,
         )
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{vlm.path} and the checkpoint's config.json: {error}") from None
 
 
 def _side(size: Any) -> int:

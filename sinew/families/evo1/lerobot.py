@@ -48,15 +48,10 @@ SCHEMA = Schema(
     },
     fixed={"action_head": "flowmatching", "return_cls_only": False},
     unread=(
-        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         *("training_stage", "vlm_dtype", "use_flash_attn", "dropout", "enable_gradient_checkpointing"),
-        *(
-            "gradient_checkpointing_use_reentrant",
-            "finetune_vlm",
-            "finetune_language_model",
-            "finetune_vision_model",
-        ),
-        *("finetune_action_head", "apply_training_stage_defaults", "task_field", "embodiment_id_field"),
+        *("gradient_checkpointing_use_reentrant", "finetune_vlm", "finetune_language_model"),
+        *("finetune_vision_model", "finetune_action_head", "apply_training_stage_defaults"),
+        *("task_field", "embodiment_id_field"),
         "empty_cameras",  # features that are no cameras; views up to max_views are masked all the same
     ),
     steps={

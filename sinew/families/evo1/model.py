@@ -33,7 +33,7 @@ from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.models.base import Model
-from sinew.solvers import Solver
+from sinew.models.solvers import Solver
 
 SOLVER = Solver(start=0.0, end=1.0, noise="uniform")
 NORM_EPS = 1e-5  # of the head's norms

@@ -38,14 +38,8 @@ def is_original(path: Path) -> bool:
 def read(path: Path, options: ConvertOptions) -> Parts:
     """Return what a folder of the original repository says. Raises :class:`ConvertError`."""
     config = JsonRecord(path / "config.json")
-    for name, value in (("return_cls_only", False), ("image_size", SIDE)):
-        if config.get(name, value) != value:
-            raise ConvertError(f"{config.path}: {name}: expected {value}, got {config[name]!r}")
     horizon = config.get("horizon", 16)
-    if config.get("action_horizon", horizon) != horizon:
-        raise ConvertError(
-            f"{config.path}: action_horizon: expected horizon's {horizon}, got {config['action_horizon']!r}"
-        )
+    config.expect(return_cls_only=False, image_size=SIDE, action_horizon=horizon)
     file = options.stats or path / STATISTICS
     if not file.is_file():
         raise ConvertError(f"{path}: no {STATISTICS}, which holds the statistics; give it with --stats FILE")

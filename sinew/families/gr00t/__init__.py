@@ -1,6 +1,6 @@
 """GR00T N1.5, N1.6 and N1.7 (NVIDIA 2025, arXiv 2503.14734), in NVIDIA's layouts and LeRobot's."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={

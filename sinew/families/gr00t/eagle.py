@@ -67,8 +67,7 @@ def n16(
     grid = Grid(unit=unit, min_pixels=smallest, max_pixels=largest, method="pil_bicubic")
     image, frames = image_recipe(files, preprocessor, grid)
     vision = eagle.part("vision_config")
-    if vision.get("use_rope", True):
-        raise ConvertError(f"{eagle.path}: vision_config.use_rope: expected false")
+    vision.filled({"use_rope": True}).expect(use_rope=False)
     return EagleParts(
         architecture="gr00t_n1_6",
         format=files.format if files.format != NvidiaFiles.format else "gr00t-n1.6",
@@ -77,11 +76,8 @@ def n16(
         backbone=r"backbone\.model\.",
         tensors=files.weights[0],
         files=files.files,
-        embodiment=files.embodiment,
-        cameras=files.cameras(frames),
-        vectors=files.vectors,
+        robot=files.robot(frames),
         image=image,
-        language=files.language,
         text_first=True,
         generate=False,
         formal=bool(files.processor.get("formalize_language", True)),
@@ -122,32 +118,21 @@ def assemble(
     lm = parts.backbone.replace("\\", "") + "language_model."
     tensors = untied(parts.tensors, f"{lm}lm_head.weight", f"{lm}model.embed_tokens.weight")
     rules = (
-        *head_rules(parts.embodiment.number),
+        *head_rules(parts.robot.embodiment.number),
         *language_rules(parts.backbone + r"language_model\.model\.", language.num_layers),
         Rule(parts.backbone + r"language_model\.model\.norm\.(.*)", (r"language.norm.\1",)),
         *siglip_rules(parts.backbone + r"vision_model\.vision_model\.", sizes.patch_size),
         *connector_rules(parts.backbone + r"mlp1\.", unshuffle),
     )
     return Conversion(
-        architecture=parts.architecture,
         format=parts.format,
         config=config,
-        spec=specification(
-            parts.architecture,
-            name,
-            parts.cameras,
-            parts.vectors,
-            parts.head,
-            options,
-            prompt,
-            parts.language,
-            parts.embodiment.tag,
-        ),
-        processing=processing(parts.image, prompt, parts.vectors, parts.head),
+        spec=specification(parts.architecture, name, parts.robot, parts.head, options, prompt),
+        processing=processing(parts.image, prompt, parts.robot.vectors, parts.head),
         tokenizer=tokenizer.text,
         tensors=apply(tensors, rules),
         sources=[*parts.files, eagle.path, template_file, tokenizer.path],
-        notes=parts.notes,
+        notes=parts.robot.notes,
     )
 
 
@@ -177,7 +162,7 @@ def eagle_prompt(
 ) -> tuple[PromptRecipe, Path]:
     """Return the prompt recipe, each view in its place as upstream's processor writes it, and the template's file."""
     template, template_file = find_chat_template(eagle_dir)
-    images = ["image"] * len(parts.cameras)
+    images = ["image"] * len(parts.robot.cameras)
     content = ["text", *images] if parts.text_first else [*images, "text"]
     text = render(template, content, parts.generate, template_file)
     for number in range(1, len(images) + 1):

@@ -58,11 +58,24 @@ class Embodiment:
 
 
 @dataclass(frozen=True)
+class RobotRecord:
+    """What files say of the robot. language: the instruction's key on the GR00T wire. files: those that say it. notes:
+    what was assumed."""
+
+    embodiment: Embodiment
+    cameras: Sequence[CameraSpec]
+    vectors: Vectors
+    language: str
+    files: list[Path]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class EagleParts:
     """What the layouts of Eagle's versions say, each in its way.
 
     head: what holds the head's sizes; layers: of the language model that are kept; backbone: the pattern before its
-    tensors' names; language: the instruction's key on the GR00T wire; text_first: the instruction stands before the
+    tensors' names; files: those of the robot and all others but Eagle's; text_first: the instruction stands before the
     images; generate, formal, listed: see ``render`` and ``PromptRecipe``.
     """
 
@@ -73,16 +86,12 @@ class EagleParts:
     backbone: str
     tensors: dict[str, TensorSource]
     files: list[Path]
-    embodiment: Embodiment
-    cameras: Sequence[CameraSpec]
-    vectors: Vectors
+    robot: RobotRecord
     image: ImageRecipe
-    language: str
     text_first: bool
     generate: bool
     formal: bool
     listed: bool
-    notes: tuple[str, ...] = ()
 
 
 class NvidiaFiles:
@@ -151,6 +160,11 @@ class NvidiaFiles:
         self.modalities.only_now("video")
         return [CameraSpec(key, *frames) for key in self.modalities.keys("video")]
 
+    def robot(self, frames: tuple[int, int]) -> RobotRecord:
+        """Return all that the files say of the robot, whose frames have this height and width."""
+        cameras, vectors = self.cameras(frames), self.vectors
+        return RobotRecord(self.embodiment, cameras, vectors, self.language, self.files, self.notes)
+
     @cached_property
     def vectors(self) -> Vectors:
         """State and action with their normalisation."""
@@ -206,14 +220,9 @@ def head_config(config: JsonRecord, masks: bool) -> HeadConfig:
     """
     dit, refine = config.part("diffusion_model_cfg"), config.get("vl_self_attention_cfg") or {}
     layers = dit["num_layers"]
-    if not dit.get("interleave_self_attention", False):
-        raise ConvertError(
-            f"{config.path}: diffusion_model_cfg.interleave_self_attention: expected true, got false"
-        )
-    if dit.get("positional_embeddings") is not None or dit.get("norm_type", "ada_norm") != "ada_norm":
-        raise ConvertError(
-            f"{config.path}: diffusion_model_cfg: expected ada_norm and no positional_embeddings"
-        )
+    dit.filled({"interleave_self_attention": False}).expect(
+        interleave_self_attention=True, positional_embeddings=None, norm_type="ada_norm"
+    )
     has_refinement = bool(refine.get("num_layers"))
     return HeadConfig(
         dit=DiTConfig(
@@ -262,16 +271,14 @@ def processing(
 def specification(
     architecture: str,
     name: str,
-    cameras: Sequence[CameraSpec],
-    vectors: Vectors,
+    robot: RobotRecord,
     config: JsonRecord,
     options: ConvertOptions,
     prompt: PromptRecipe,
-    language: str,
-    tag: str,
     default_prompt: str = "",
 ) -> PolicySpec:
-    """Return what a client needs to know; ``language``: the instruction's key on the GR00T wire."""
+    """Return what a client needs to know."""
+    cameras, vectors = robot.cameras, robot.vectors
     rows = config["action_horizon"]
     horizon = min(vectors.horizon, rows)
     chunk = options.setting("chunk", horizon)
@@ -283,7 +290,7 @@ def specification(
         wire="groot",
         images={f"video/{camera.name}": camera.name for camera in cameras},
         state=tuple(f"state/{part.name}" for part in vectors.state_parts),
-        prompt=f"language/{language}",
+        prompt=f"language/{robot.language}",
     )
     return PolicySpec(
         architecture=architecture,
@@ -297,7 +304,7 @@ def specification(
         solver=SOLVER,
         solver_steps=options.setting("solver_steps", config["num_inference_timesteps"]),
         max_prompt_tokens=prompt.max_tokens,
-        embodiment=tag,
+        embodiment=robot.embodiment.tag,
         keys=(keys,),
         default_prompt=default_prompt,
     )

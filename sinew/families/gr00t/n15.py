@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.tensors import read_array
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError
-from sinew.families.gr00t.files import EagleParts, Embodiment, choose, is_lerobot, model_type, nvidia_weights
+from sinew.families.gr00t.files import EagleParts, RobotRecord, choose, is_lerobot, model_type, nvidia_weights
 from sinew.families.gr00t.images import frame_size
 from sinew.families.gr00t.vectors import Vectors, min_max, named
 from sinew.steps.image.crop import Crop
@@ -47,41 +47,13 @@ PACKED = ProcessorStep(
 SCHEMA = Schema(
     defaults={"chunk_size": 50},
     fixed={"lora_rank": 0},
-    unread=(  # of training, or of the base model, whose own file says it; the newest observation alone is read
-        "n_obs_steps",
+    unread=(  # of training, or of the base model, whose own file says it
         *("n_action_steps", "max_state_dim", "max_action_dim", "normalization_mapping", "image_size"),
-        *(
-            "base_model_path",
-            "tokenizer_assets_repo",
-            "embodiment_tag",
-            "tune_llm",
-            "tune_visual",
-            "tune_projector",
-        ),
-        *(
-            "tune_diffusion_model",
-            "lora_alpha",
-            "lora_dropout",
-            "lora_full_model",
-            "optimizer_eps",
-            "warmup_ratio",
-        ),
-        *(
-            "use_bf16",
-            "video_backend",
-            "balance_dataset_weights",
-            "balance_trajectory_weights",
-            "dataset_paths",
-        ),
-        *(
-            "output_dir",
-            "save_steps",
-            "max_steps",
-            "batch_size",
-            "dataloader_num_workers",
-            "report_to",
-            "resume",
-        ),
+        *("base_model_path", "tokenizer_assets_repo", "embodiment_tag", "tune_llm", "tune_visual"),
+        *("tune_projector", "tune_diffusion_model", "lora_alpha", "lora_dropout", "lora_full_model"),
+        *("warmup_ratio", "use_bf16", "video_backend", "balance_dataset_weights"),
+        *("balance_trajectory_weights", "dataset_paths", "output_dir", "save_steps", "max_steps"),
+        *("batch_size", "dataloader_num_workers", "report_to", "resume"),
     ),
     steps={
         PACK: PACKED,
@@ -95,7 +67,6 @@ SCHEMA = Schema(
 )
 LEROBOT_ASSETS = "lerobot/eagle2hg-processor-groot-n1p5"
 CROP = 0.95  # of the video transforms in NVIDIA's data configurations
-Found = tuple[Embodiment, Sequence[CameraSpec], Vectors, list[Path], tuple[str, ...]]
 TASK = "annotation.human.task_description"
 
 
@@ -119,15 +90,14 @@ def read(path: Path, options: ConvertOptions, preprocessor: JsonRecord) -> Eagle
     else:
         widths, found = config, _nvidia(path, options)
     backbone = widths.part("backbone_cfg")
-    if backbone.get("project_to_dim") is not None:
-        raise ConvertError(f"{widths.path}: backbone_cfg.project_to_dim: expected null")
+    backbone.expect(project_to_dim=None)
     tensors, files = nvidia_weights(path)
     return parts(
         "gr00t-n1.5-lerobot" if is_lerobot(path) else "gr00t-n1.5",
         widths.part("action_head_cfg"),
         backbone["select_layer"],
         tensors,
-        [*files, *found[3], widths.path],
+        [*files, *found.files, widths.path],
         found,
         image_recipe(preprocessor, options.setting("center_crop", not is_lerobot(path))),
         is_lerobot(path),
@@ -140,12 +110,11 @@ def parts(
     layers: int,
     tensors: dict[str, TensorSource],
     files: list[Path],
-    found: Found,
+    found: RobotRecord,
     image: ImageRecipe,
     lerobot: bool,
 ) -> EagleParts:
     """Return the parts of N1.5, for which ``found`` says what the robot's files say."""
-    embodiment, cameras, vectors, _, notes = found
     return EagleParts(
         architecture="gr00t_n1_5",
         format=form,
@@ -154,16 +123,12 @@ def parts(
         backbone=r"backbone\.eagle_model\.",
         tensors=tensors,
         files=files,
-        embodiment=embodiment,
-        cameras=cameras,
-        vectors=vectors,
+        robot=found,
         image=image,
-        language=TASK,
         text_first=False,
         generate=True,
         formal=False,
         listed=lerobot,
-        notes=notes,
     )
 
 
@@ -178,7 +143,7 @@ def image_recipe(preprocessor: JsonRecord, crop: bool) -> ImageRecipe:
     return ImageRecipe(height, width, steps=steps, mean=mean, std=std)
 
 
-def _nvidia(path: Path, options: ConvertOptions) -> Found:
+def _nvidia(path: Path, options: ConvertOptions) -> RobotRecord:
     file = path / "experiment_cfg" / "metadata.json"
     if not file.is_file():
         raise ConvertError(f"{path}: no experiment_cfg/metadata.json, which holds statistics and cameras")
@@ -186,7 +151,7 @@ def _nvidia(path: Path, options: ConvertOptions) -> Found:
     return robot(JsonRecord(file), horizon, options)
 
 
-def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> Found:
+def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> RobotRecord:
     """Return what NVIDIA's metadata.json says of the chosen robot. Raises :class:`ConvertError`."""
     file = metadata.path
     numbers: dict[str, Any] = dict(TAGS)
@@ -211,7 +176,7 @@ def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> Found:
     notes = (
         "the normalisation of N1.5's keys is not in its files: min_max assumed, as most data configurations have",
     )
-    return embodiment, specs, vectors_of(state, action, horizon), [file], notes
+    return RobotRecord(embodiment, specs, vectors_of(state, action, horizon), TASK, [file], notes)
 
 
 def _parts(keys: JsonRecord, statistics: JsonRecord, clip: bool) -> tuple[VectorPart, ...]:
@@ -223,7 +188,7 @@ def _parts(keys: JsonRecord, statistics: JsonRecord, clip: bool) -> tuple[Vector
     return tuple(parts)
 
 
-def _lerobot(path: Path, options: ConvertOptions) -> Found:
+def _lerobot(path: Path, options: ConvertOptions) -> RobotRecord:
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     pack, unpack = checkpoint.pipelines.step(PRE, PACK), checkpoint.pipelines.step(POST, UNPACK)
     if pack is None or unpack is None:
@@ -237,7 +202,7 @@ def _lerobot(path: Path, options: ConvertOptions) -> Found:
     cameras = [camera for _, camera in sorted(zip(checkpoint.slots, checkpoint.cameras, strict=True))]
     vectors = vectors_of((part("state", *state),), (part("actions", *action),), checkpoint["chunk_size"])
     files = [path / "config.json", *sorted(path.glob("policy_*processor*"))]
-    return embodiment, cameras, vectors, files, tuple(checkpoint.notes)
+    return RobotRecord(embodiment, cameras, vectors, TASK, files, tuple(checkpoint.notes))
 
 
 def part(name: str, low: np.ndarray, high: np.ndarray) -> VectorPart:

@@ -46,10 +46,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
     vlm_dir = find_model_dir(str(config["model_name"]), options.vlm, path, "--vlm", VLM_FILES)
     vlm = JsonRecord(vlm_dir / "config.json")
     text, vision = vlm.part("text_config"), vlm.part("vision_config")
-    if config.get("state_history_length", 1) != 1:
-        raise ConvertError(
-            f"{config.path}: state_history_length: expected 1, got {config['state_history_length']}"
-        )
+    config.expect(state_history_length=1)
     sizes = vision_config(vision)
 
     preprocessor = JsonRecord(vlm_dir / "preprocessor_config.json")
@@ -58,7 +55,8 @@ def assemble(files: NvidiaFiles) -> Conversion:
     image, frames = image_recipe(files, preprocessor, grid)
     rows, cols = image.height // unit, image.width // unit
 
-    cameras = files.cameras(frames)
+    robot = files.robot(frames)
+    cameras = robot.cameras
     for camera in cameras:
         if (size := image.size_after(camera.height, camera.width)) != (image.height, image.width):
             raise ConvertError(
@@ -81,36 +79,23 @@ def assemble(files: NvidiaFiles) -> Conversion:
         bool(processor.get("formalize_language", True)),
     )
 
-    vectors = files.vectors
     model = model_config(config, vlm, rows, cols)
     tensors, _ = files.weights
     rules = (
-        *head_rules(files.embodiment.number),
+        *head_rules(robot.embodiment.number),
         *language_rules(BACKBONE + r"language_model\.", model.language.num_layers),
         *qwen_vision_rules(BACKBONE + r"visual\."),
     )
     return Conversion(
-        architecture=ARCHITECTURE,
         format=files.format,
         config=model,
-        spec=specification(
-            ARCHITECTURE,
-            files.name,
-            cameras,
-            vectors,
-            config,
-            options,
-            prompt,
-            files.language,
-            files.embodiment.tag,
-            DEFAULT_TASK,
-        ),
-        processing=processing(image, prompt, vectors, config),
+        spec=specification(ARCHITECTURE, files.name, robot, config, options, prompt, DEFAULT_TASK),
+        processing=processing(image, prompt, robot.vectors, config),
         tokenizer=tokenizer.text,
         tensors=apply(tensors, rules),
         dead=("backbone.model.model.language_model.norm.", "backbone.model.lm_head."),
-        sources=[*files.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
-        notes=files.notes,
+        sources=[*robot.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
+        notes=robot.notes,
     )
 
 
@@ -154,8 +139,7 @@ def grid_step(preprocessor: JsonRecord, unit: int, method: Literal["bicubic", "b
 
 def vision_config(vision: JsonRecord) -> QwenViTConfig:
     """Return the sizes of Qwen3-VL's tower."""
-    if vision["hidden_act"] != "gelu_pytorch_tanh":
-        raise ConvertError(f"{vision.path}: vision_config.hidden_act: expected gelu_pytorch_tanh")
+    vision.expect(hidden_act="gelu_pytorch_tanh")
     side = int(vision["num_position_embeddings"] ** 0.5)
     if side**2 != vision["num_position_embeddings"]:
         raise ConvertError(f"{vision.path}: vision_config.num_position_embeddings is not a square")

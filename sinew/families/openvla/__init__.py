@@ -1,6 +1,6 @@
 """OpenVLA (Kim et al. 2024, arXiv 2406.09246) and what keeps its towers and its files: OpenVLA-OFT, VLA-Adapter."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={

@@ -20,7 +20,8 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert import widths
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions, Setting
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
@@ -31,6 +32,7 @@ from sinew.families.openvla.prismatic import (
     BLOCKS,
     ENDS,
     LANGUAGE,
+    OPENVLA,
     PROJECTOR,
     ROBOTS,
     STATE,
@@ -39,7 +41,7 @@ from sinew.families.openvla.prismatic import (
     towers,
 )
 from sinew.layers.decoder import DecoderConfig
-from sinew.solvers import SINGLE
+from sinew.models.solvers import SINGLE
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.centre_crop import CentreCrop
 from sinew.steps.image.jpeg import Jpeg
@@ -66,26 +68,17 @@ SETTINGS = {
 MAX_TOKENS = 128  # of the instruction with its frame; upstream has no limit of its own
 CROP_AREA = 0.9
 FRAME = 256  # pixels: the side of LIBERO's and Bridge's frames; others are resized
+BOTH = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
 TEXT = {
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "vocab_size": 32000,
-    },
-    "qwen2": {
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "vocab_size": 151936,
-    },
+    "llama": {**BOTH, "intermediate_size": 11008, "vocab_size": 32000},
+    "qwen2": {**BOTH, "intermediate_size": 22016, "vocab_size": 151936},
 }
 LM_HEAD = Rule(r"language_model\.lm_head\.weight", ("lm_head.weight",))
 QUESTION = "What action should the robot take to {prompt}?"
@@ -124,7 +117,7 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
     path, options = checkpoint.path, checkpoint.options
     action, state = checkpoint.part("action_head"), checkpoint.part("proprio_projector")
     adapter = "action_queries.weight" in checkpoint.tensors
-    if not adapter and checkpoint["text_config"].get("model_type") == "qwen2":
+    if not adapter and checkpoint.config.part("text_config").get("model_type") == "qwen2":
         raise ConvertError(
             f"{path}: config.json names VLA-Adapter's Qwen2, and 'action_queries.weight' is missing: these are another"
             " policy's weights"
@@ -138,30 +131,27 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
     shared = {
         "vision": vision,
         "projector": (4 * sum(t.hidden_size for t in vision), text["hidden_size"]),
-        "language": decoder(checkpoint, text),
+        "language": decoder(text),
         "vocab_size": text["vocab_size"],
         "chunk_size": robot.chunk,
         "max_action_dim": action_dim,
         "max_state_dim": state_dim,
     }
     tokenizer = find_tokenizer(options, path, whose="the checkpoint's")
-    try:
+    with named(checkpoint.config.path):
         if adapter:
             head = adapter_head(checkpoint, action, shared)
         elif action or parallel:
             head = oft_head(checkpoint, tokenizer, shared, parallel)
         else:
             head = token_head(checkpoint, tokenizer, shared)
-    except ValueError as error:
-        raise ConvertError(f"{path / 'config.json'}: {error}") from None
     if adapter and len(robot.cameras) != 2:
         raise ConvertError(f"--cameras: VLA-Adapter's head is made for 2 cameras, got {len(robot.cameras)}")
 
     weights = checkpoint.tensors | action | state
     rules = [*rules, *head.rules, *LANGUAGE, *PROJECTOR, *ENDS, *BLOCKS, *STATE]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint.config["pad_token_id"]
     return Conversion(
-        architecture=head.architecture,
         format=checkpoint.format,
         config=head.config,
         spec=spec(checkpoint, head, robot),
@@ -245,16 +235,13 @@ def sizes(
 def robot_of(
     path: Path, options: ConvertOptions, action_dim: int, state_dim: int, chunked: bool
 ) -> RobotFacts:
-    if chunked:
-        robot = ROBOTS.get((action_dim, state_dim))
-        if robot is None and not all(options.setting(name, None) for name in ("chunk", "statistics")):
-            raise ConvertError(
-                f"{path}: actions of {action_dim} and states of {state_dim} numbers belong to no robot known here;"
-                " give --set chunk=N, --set statistics=bounds_q99 (or bounds) and --cameras"
-            )
-        robot = robot or RobotFacts(1, "bounds_q99", ("full_image",))
-    else:
-        robot = RobotFacts(1, "bounds_q99", ("full_image",))
+    robot = ROBOTS.get((action_dim, state_dim)) if chunked else OPENVLA
+    if robot is None and not all(options.setting(name, None) for name in ("chunk", "statistics")):
+        raise ConvertError(
+            f"{path}: actions of {action_dim} and states of {state_dim} numbers belong to no robot known here;"
+            " give --set chunk=N, --set statistics=bounds_q99 (or bounds) and --cameras"
+        )
+    robot = robot or OPENVLA
     return replace(
         robot,
         chunk=options.setting("chunk", robot.chunk),
@@ -263,17 +250,12 @@ def robot_of(
     )
 
 
-def decoder(checkpoint: PrismaticCheckpoint, text: dict[str, Any]) -> DecoderConfig:
-    qwen, where = text["model_type"] == "qwen2", checkpoint.path / "config.json"
-    expected: dict[str, Any] = {"hidden_act": "silu"}
-    expected |= {"use_sliding_window": False} if qwen else {"attention_bias": False, "mlp_bias": False}
-    for name, value in expected.items():
-        if text.get(name, value) != value:
-            raise ConvertError(f"{where}: text_config.{name}: expected {value}, got {text[name]!r}")
-    try:
+def decoder(text: JsonRecord) -> DecoderConfig:
+    qwen = text["model_type"] == "qwen2"
+    text.expect(hidden_act="silu")
+    text.expect(**{"use_sliding_window": False} if qwen else {"attention_bias": False, "mlp_bias": False})
+    with named(f"{text.path}: text_config"):
         return widths.decoder(text, rope_theta=text["rope_theta"], qkv_bias=qwen)
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{where}: text_config: {error}") from None
 
 
 def openvla_prompt(tokenizer: TokenizerFiles) -> tuple[PromptStep, ...]:
@@ -305,8 +287,8 @@ def token_head(
 def action_tokens(checkpoint: PrismaticCheckpoint, shared: dict[str, Any]) -> dict[str, Any]:
     """Return which tokens are bins of an action."""
     return {
-        "action_bins": checkpoint["n_action_bins"],
-        "action_tokens_end": shared["vocab_size"] - checkpoint["pad_to_multiple_of"],
+        "action_bins": checkpoint.config["n_action_bins"],
+        "action_tokens_end": shared["vocab_size"] - checkpoint.config["pad_to_multiple_of"],
     }
 
 
@@ -387,13 +369,11 @@ def processing(
 
 def image_recipe(checkpoint: PrismaticCheckpoint) -> ImageRecipe:
     """Frames of another size go through JPEG and lanczos3; then the middle is cut out, for each tower the same."""
-    height, width = checkpoint["image_sizes"]
-    file, record = checkpoint.preprocessor()
-    try:
-        groups = record["tvf_normalize_params"][: len(checkpoint["timm_model_ids"])]
+    height, width = checkpoint.config["image_sizes"]
+    record = checkpoint.preprocessor()
+    with named(f"{record.path}: tvf_normalize_params"):
+        groups = record["tvf_normalize_params"][: len(checkpoint.config["timm_model_ids"])]
         mean, std = (tuple(float(x) for group in groups for x in group[name]) for name in ("mean", "std"))
-    except (KeyError, TypeError) as error:
-        raise ConvertError(f"{file}: tvf_normalize_params: {error}") from None
     steps = image_steps(height, width, checkpoint.options)
     return ImageRecipe(height, width, mean=mean, std=std, steps=steps)
 

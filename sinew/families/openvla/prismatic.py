@@ -6,6 +6,7 @@ Sources: openvla/openvla, moojink/openvla-oft (prismatic/vla/constants.py, exper
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +16,8 @@ from typing import Any
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.options import ConvertOptions
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.read.torch_zip import read_torch
 from sinew.convert.tensors import Rule, join, pick, reshape, split_qkv
@@ -44,6 +46,7 @@ ROBOTS = {  # (numbers in an action, numbers in the state) -> prismatic/vla/cons
     (14, 14): RobotFacts(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),  # ALOHA
     (7, 7): RobotFacts(5, "bounds_q99", ("full_image",)),  # Bridge
 }
+OPENVLA = RobotFacts(1, "bounds_q99", ("full_image",))  # of OpenVLA itself, whatever the robot
 
 
 class PrismaticCheckpoint:
@@ -63,41 +66,32 @@ class PrismaticCheckpoint:
         ):
             if found := sorted(path.glob(pattern)):
                 raise ConvertError(f"{found[0]}: {what}: not supported")
-        self.config = read_json(path / "config.json")
-        self.files = [path / "config.json"]
+        self.config = JsonRecord(path / "config.json")
+        self.files = [self.config.path]
 
-    def __getitem__(self, key: str) -> Any:
-        if key not in self.config:
-            raise ConvertError(f"{self.path / 'config.json'}: {key!r} is missing")
-        return self.config[key]
-
-    def text_config(self, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def text_config(self, known: Mapping[str, Mapping[str, Any]]) -> JsonRecord:
         """Return the language model's config with the defaults of its class, which the file leaves out.
 
         known: model_type -> defaults. Raises :class:`ConvertError` for another one, and for rescaled positions.
         """
-        text = self["text_config"]
-        kind = text.get("model_type") if isinstance(text, dict) else None
-        if kind not in known:
-            where = self.path / "config.json"
+        text = self.config.part("text_config")
+        if (kind := text.get("model_type")) not in known:
             raise ConvertError(
-                f"{where}: text_config.model_type: expected {' or '.join(known)}, got {kind!r}"
+                f"{text.path}: text_config.model_type: expected {' or '.join(known)}, got {kind!r}"
             )
-        merged = known[kind] | {key: value for key, value in text.items() if value is not None}
-        if text.get("rope_scaling") is not None:
-            raise ConvertError(f"{self.path / 'config.json'}: text_config.rope_scaling is not supported")
-        return merged
+        text.expect(rope_scaling=None)
+        return text.filled(known[kind])
 
     @property
     def name(self) -> str:
         """Return the policy's name."""
         return self.path.resolve().name
 
-    def preprocessor(self) -> tuple[Path, Any]:
-        """Return the image processor's record and its file."""
-        file = self.path / "preprocessor_config.json"
-        self.files.append(file)
-        return file, read_json(file)
+    def preprocessor(self) -> JsonRecord:
+        """Return the image processor's record."""
+        found = JsonRecord(self.path / "preprocessor_config.json")
+        self.files.append(found.path)
+        return found
 
     # ------------------------------------------------------------------ weights
 
@@ -205,8 +199,8 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
     Features are the output of the last block but one, so the last block, the final norm and SigLIP's pooling head
     are dead. Widths and depths are in no config; they are those of the tensors.
     """
-    names, tensors = checkpoint["timm_model_ids"], checkpoint.tensors
-    side = checkpoint["image_sizes"][0]
+    names, tensors = checkpoint.config["timm_model_ids"], checkpoint.tensors
+    side = checkpoint.config["image_sizes"][0]
     configs, rules, dead = [], [], []
     for index, (prefix, name) in enumerate(zip(TOWERS, names, strict=False)):
         if name not in HEADS:
@@ -223,7 +217,7 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
             ) from None
         tokens = [f"{prefix}{t}" for t in ("cls_token", "reg_token") if f"{prefix}{t}" in tensors]
         depth, target = len(blocks) - checkpoint.spare_blocks, f"vision.towers.{index}."
-        try:
+        with named(f"{checkpoint.path}: tower {name!r}"):
             configs.append(
                 ViTConfig(
                     hidden_size=patch[0],
@@ -239,8 +233,6 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
                     final_norm=False,
                 )
             )
-        except ValueError as error:
-            raise ConvertError(f"{checkpoint.path}: tower {name!r}: {error}") from None
         if tokens:
             joined = join(*(pick(tensors.pop(t), 0) for t in tokens))
             tensors[f"{target}prefix"] = joined

@@ -1,6 +1,6 @@
 """pi0 (Black et al. 2024, arXiv 2410.24164) and pi0.5 (2025, arXiv 2504.16054), in LeRobot's layout and openpi's."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={"pi0": "model:PI0", "pi05": "model:PI05"},

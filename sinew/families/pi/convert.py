@@ -17,7 +17,7 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, PRE, RELATIVE, TOKENIZER, ProcessorStep
 from sinew.convert.lm_head import LM_HEAD_SETTING, PROMPT_SETTINGS, LMHead, lm_head, text_recipe
-from sinew.convert.names import rename
+from sinew.convert.names import rename, replace_prefix
 from sinew.convert.options import (
     COMMITTED_ROWS_SETTING,
     IGNORE_SETTING,
@@ -25,7 +25,7 @@ from sinew.convert.options import (
     ConvertOptions,
     Setting,
 )
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.convert.widths import decoder, tower
 from sinew.core import MAX_HISTORY, MAX_HISTORY_STEPS, ConvertError
@@ -87,7 +87,6 @@ DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
     "tokenizer_max_length": 48,
 }
 UNREAD = (
-    "n_obs_steps",  # upstream reads the newest observation, whatever it says
     "dtype",  # of upstream's computation
     "time_sampling_beta_alpha",
     "time_sampling_beta_beta",
@@ -144,7 +143,7 @@ OLD_PI0 = Schema(  # LeRobot's configuration_pi0.py up to 0.3
         "num_steps": 10,
     },
     fixed={"adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False, "proj_width": 1024},
-    unread=("n_obs_steps", "attention_implementation"),
+    unread=("attention_implementation",),
     steps=PI0.steps,
     adapters=True,
 )
@@ -209,7 +208,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     config = replace(config, lm_head=head.kind)
     words = WITH_STATE if state_in_prompt(checkpoint, options, config) else WITHOUT_STATE
     return Conversion(
-        architecture=architecture,
         format=f"lerobot-{architecture}",
         config=config,
         spec=checkpoint.policy_spec(
@@ -308,22 +306,17 @@ def tensors(found: dict[str, TensorSource], architecture: str) -> dict[str, Tens
 
 def gemma_tensors(found: dict[str, TensorSource]) -> dict[str, TensorSource]:
     """Weights under openpi's names, with PaliGemma's token table."""
-    named = {_current_name(name.removeprefix("model.")): source for name, source in found.items()}
+    named = {
+        replace_prefix(name.removeprefix("model."), OLD_PREFIXES): source for name, source in found.items()
+    }
     if EMBEDDING not in named and HEAD in named:
         named[EMBEDDING] = replace(named[HEAD], name=EMBEDDING)
     return named
 
 
-def _current_name(name: str) -> str:
-    for old, new in OLD_PREFIXES:
-        if name.startswith(old):
-            return new + name[len(old) :]
-    return name
-
-
 def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:
     """``record``: LeRobot's config.json or one with its keys; ``arch``: the content of --arch."""
-    try:
+    with named(f"{where} or --arch"):
         return (PI05Config if architecture == "pi05" else PI0Config)(
             **paligemma(record, arch),
             expert=gemma(arch, "expert", record["action_expert_variant"]),
@@ -333,10 +326,6 @@ def model_config(architecture: str, record: dict[str, Any], arch: dict[str, Any]
             min_period=record["min_period"],
             max_period=record["max_period"],
         )
-    except KeyError as error:
-        raise ConvertError(f"{where} or --arch: {error} is missing") from None
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{where} or --arch: {error}") from None
 
 
 def paligemma(record: Mapping[str, Any], arch: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from sinew.convert.read.elements import BF16, F32
 from sinew.convert.read.files import read_json
 from sinew.convert.tensors import Transform, moved
 from sinew.core import ConvertError
-from sinew.extras import install
+from sinew.core.extras import install
 
 Entry = tuple[str, str, tuple[int, ...], Transform]  # PyTorch name, stored name, index, transform
 

@@ -117,7 +117,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         ),
     )
     return Conversion(
-        architecture=architecture,
         format=f"openpi-{architecture}",
         config=config,
         spec=PolicySpec(

@@ -1,6 +1,6 @@
 """pi0-FAST (Pertsch et al. 2025, arXiv 2501.09747) in LeRobot's layout: PaliGemma that says chunks as tokens."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={"pi0_fast": "model:PI0Fast"},

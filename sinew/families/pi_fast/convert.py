@@ -14,7 +14,7 @@ from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, PRE, RELATIVE, TOKENIZER, ProcessorStep
 from sinew.convert.names import rename
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import named, read_json
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer, load_tokenizer
 from sinew.core import ConvertError
 from sinew.families.pi.convert import (
@@ -27,7 +27,7 @@ from sinew.families.pi.convert import (
     processing,
 )
 from sinew.families.pi_fast.model import PI0FastConfig
-from sinew.solvers import SINGLE
+from sinew.models.solvers import SINGLE
 
 NAMES = ("pi0_fast",)
 recognises = of_type(*NAMES)
@@ -56,7 +56,6 @@ SCHEMA = Schema(
     },
     fixed={"temperature": 0.0},  # a temperature draws tokens
     unread=(
-        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         "dtype",  # of upstream's computation
         "action_expert_variant",  # there is none
         "max_action_dim",  # of training
@@ -101,7 +100,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             " missing"
         )
     return Conversion(
-        architecture="pi0_fast",
         format="lerobot-pi0_fast",
         config=config,
         spec=checkpoint.policy_spec(
@@ -177,8 +175,7 @@ def action_tokens(
 def model_config(
     checkpoint: LeRobotCheckpoint, arch: dict[str, Any], tokenizer: TokenizerFiles, said: dict[str, Any]
 ) -> PI0FastConfig:
-    where = f"{checkpoint.file} or --arch"
-    try:
+    with named(f"{checkpoint.file} or --arch"):
         return PI0FastConfig(
             **paligemma(checkpoint.config, arch),
             chunk_size=checkpoint.size("n_action_steps", high=checkpoint.size("chunk_size")),
@@ -187,7 +184,3 @@ def model_config(
             start_token=tokenizer.token_id("<bos>"),
             **said,
         )
-    except KeyError as error:
-        raise ConvertError(f"{where}: {error} is missing") from None
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{where}: {error}") from None

@@ -1,12 +1,12 @@
 """SmolVLA (Shukor et al. 2025, arXiv 2506.01844), as LeRobot runs it."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={"smolvla": "model:SmolVLA"},
     backbones={"smolvla": "SmolVLM2"},
     converters=("convert",),
     units={"smolvla": ("recorded",)},
-    demo="checkpoint:write_demo",
+    demo="random_checkpoint.write:write_demo",
     golden="golden:check",
 )

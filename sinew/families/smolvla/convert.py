@@ -102,7 +102,6 @@ SCHEMA = Schema(
     },
     fixed={"adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
     unread=(
-        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         "rtc_training_max_delay",  # read by committed_rows
         "load_vlm_weights",
         *OURS,
@@ -155,7 +154,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     head = lm_head(options, checkpoint.tensors, HEAD, TABLE, tokenizer, "<end_of_utterance>", DEAD, tied)
     config = replace(model_config(checkpoint, vlm, special), lm_head=head.kind)
     return Conversion(
-        architecture="smolvla",
         format="lerobot-smolvla",
         config=config,
         spec=policy_spec(checkpoint, config, options),

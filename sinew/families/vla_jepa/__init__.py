@@ -1,6 +1,6 @@
 """VLA-JEPA: GR00T's head over a language model that is read at marked tokens, in LeRobot's layout."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={"vla_jepa": "model:VLAJepa"},

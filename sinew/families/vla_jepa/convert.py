@@ -83,7 +83,6 @@ SCHEMA = Schema(
         "gripper_joint_names": ["gripper"],
     },
     unread=(
-        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         *("jepa_encoder_name", "freeze_qwen", "enable_world_model", "reinit_modules", "torch_dtype"),
         *("tokenizer_padding_side", "action_dim", "state_dim", "num_target_vision_tokens"),
         *("use_relative_actions", "relative_exclude_joints", "action_feature_names"),
@@ -145,7 +144,6 @@ def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
     if not has_state:
         checkpoint.notes.append("no state among the features: the head gets no state token, as upstream")
     return Conversion(
-        architecture=ARCHITECTURE,
         format=checkpoint.format or "lerobot-vla-jepa",
         config=model,
         spec=spec,

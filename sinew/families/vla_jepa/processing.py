@@ -14,6 +14,7 @@ from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.convert.chat_template import MARK, render
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint
 from sinew.convert.lerobot.steps import POST, PRE
+from sinew.convert.read.files import named
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, VectorSpec
@@ -40,11 +41,7 @@ def image_processor(vlm_dir: Path) -> JsonRecord:
         found = record.part("image_processor")
     else:
         found = JsonRecord(vlm_dir / "preprocessor_config.json")
-    for key, expected in (("do_resize", True), ("do_normalize", True), ("resample", 3)):
-        if found.get(key, expected) != expected:
-            raise ConvertError(
-                f"{found.path}: {found.name}{key}: expected {json.dumps(expected)}, got {found[key]!r}"
-            )
+    found.expect(do_resize=True, do_normalize=True, resample=3)
     return found
 
 
@@ -139,10 +136,8 @@ def prompt_recipe(
 def fill(checkpoint: LeRobotCheckpoint, values: Mapping[str, str]) -> str:
     """Return ``prompt_template`` with its three fields filled. Raises ConvertError for any other use of braces."""
     template, found, out = checkpoint["prompt_template"], [], []
-    try:
+    with named(f"{checkpoint.file}: prompt_template"):
         parsed = list(string.Formatter().parse(template))
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{checkpoint.file}: prompt_template: {error}") from None
     for text, field, form, conversion in parsed:
         out.append(text)
         if field is not None:

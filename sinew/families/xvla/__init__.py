@@ -1,6 +1,6 @@
 """X-VLA (Zheng et al. 2025, arXiv 2510.10274) in LeRobot's layout: one transformer, soft prompts for each robot."""
 
-from sinew.registry import Family
+from sinew.core.registry import Family
 
 FAMILY = Family(
     models={"xvla": "model:XVLA"},

@@ -8,7 +8,7 @@ of transformers. Of what upstream keeps for each domain a bundle has one: that o
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +18,13 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, POST, PRE, ProcessorStep
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, split_qkv, transpose
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import ConvertError, PolicySpec, VectorSpec
 from sinew.families.xvla.model import BlockConfig, XVLAConfig
 from sinew.layers.davit import MLP_RATIO, DaViTConfig
-from sinew.solvers import Solver
+from sinew.models.solvers import Solver
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.vector.threshold import Threshold
@@ -69,7 +70,6 @@ SCHEMA = Schema(
         "pad_language_to": "max_length",  # what fills a prompt up is read
     },
     unread=(
-        "n_obs_steps",  # upstream reads the newest observation, whatever it says
         "dtype",  # of upstream's computation
         *("freeze_language_encoder", "train_policy_transformer", "train_soft_prompts"),
         *("optimizer_soft_prompt_lr_scale", "optimizer_soft_prompt_warmup_lr_scale"),
@@ -205,7 +205,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     space, image = action_space(checkpoint), image_recipe(checkpoint)
     config = model_config(checkpoint, space, image, tokenizer)
     return Conversion(
-        architecture="xvla",
         format="lerobot-xvla",
         config=config,
         spec=policy_spec(checkpoint, config, image),
@@ -294,21 +293,18 @@ def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
     return ImageRecipe(height, width, resized, mean, std)
 
 
-def vision_config(found: dict[str, Any]) -> DaViTConfig:
-    """Return the tower of a ``vision_config``, in Microsoft's names or transformers'. Raises KeyError, ValueError and
-    TypeError."""
+def vision_config(found: JsonRecord) -> DaViTConfig:
+    """Return the tower of a ``vision_config``, in Microsoft's names or transformers'. Raises ConvertError, ValueError
+    and TypeError."""
     widths, kernels = found.get("dim_embed") or found["embed_dim"], tuple(found["patch_size"])
-    known = {
-        "mlp_ratio": (MLP_RATIO,),
-        "qkv_bias": (True,),
-        "in_channels": (3,),
-        "activation_function": ("gelu",),
-        "image_feature_source": (["spatial_avg_pool", "temporal_avg_pool"],),
-        "patch_padding": ([kernel // 2 for kernel in kernels],),
-    }
-    for key, values in known.items():
-        if key in found and found[key] not in values:
-            raise ValueError(f"vision_config: {key}: expected {values[0]!r}, got {found[key]!r}")
+    found.expect(
+        mlp_ratio=MLP_RATIO,
+        qkv_bias=True,
+        in_channels=3,
+        activation_function="gelu",
+        image_feature_source=["spatial_avg_pool", "temporal_avg_pool"],
+        patch_padding=[kernel // 2 for kernel in kernels],
+    )
     return DaViTConfig(
         widths=tuple(widths),
         depths=tuple(found["depths"]),
@@ -321,15 +317,9 @@ def vision_config(found: dict[str, Any]) -> DaViTConfig:
     )
 
 
-def text_config(found: dict[str, Any]) -> BlockConfig:
-    """Return the encoder of a ``text_config``. Raises KeyError and ValueError."""
-    for key, value in (
-        ("activation_function", "gelu"),
-        ("scale_embedding", False),
-        ("normalize_before", False),
-    ):
-        if found.get(key, value) != value:
-            raise ValueError(f"text_config: {key}: expected {value!r}, got {found[key]!r}")
+def text_config(found: JsonRecord) -> BlockConfig:
+    """Return the encoder of a ``text_config``. Raises ConvertError and ValueError."""
+    found.expect(activation_function="gelu", scale_embedding=False, normalize_before=False)
     return BlockConfig(
         hidden_size=found["d_model"],
         intermediate_size=found["encoder_ffn_dim"],
@@ -341,14 +331,10 @@ def text_config(found: dict[str, Any]) -> BlockConfig:
 def model_config(
     checkpoint: LeRobotCheckpoint, space: ActionSpace, image: ImageRecipe, tokenizer: TokenizerFiles
 ) -> XVLAConfig:
-    florence, width = checkpoint["florence_config"], checkpoint.size("hidden_size")
-    if not isinstance(florence, dict) or not all(
-        isinstance(florence.get(part), dict) for part in ("vision_config", "text_config")
-    ):
-        raise ConvertError(f"{checkpoint.file}: florence_config: expected vision_config and text_config")
-    ratio = checkpoint.number("mlp_ratio", below=1000)
-    try:
-        vision, text = vision_config(florence["vision_config"]), florence["text_config"]
+    florence = JsonRecord(checkpoint.file, checkpoint.config).part("florence_config")
+    width, ratio = checkpoint.size("hidden_size"), checkpoint.number("mlp_ratio", below=1000)
+    with checkpoint.named():
+        vision, text = vision_config(florence.part("vision_config")), florence.part("text_config")
         grid = vision.grid(image.height, image.width)
         return XVLAConfig(
             vision=vision,
@@ -371,10 +357,6 @@ def model_config(
             pad_token=tokenizer.pad_token_id or 0,
             grippers=space.grippers,
         )
-    except KeyError as error:
-        raise ConvertError(f"{checkpoint.file}: florence_config: {error} is missing") from None
-    except (ValueError, TypeError) as error:
-        raise ConvertError(f"{checkpoint.file}: {error}") from None
 
 
 def views(checkpoint: LeRobotCheckpoint) -> int:

@@ -4,7 +4,7 @@
 * Florence-2's text encoder (BART's) reads the first view and the prompt; the other views go past it. The prompt is
   filled up to a fixed length, and what fills it is read.
 * One transformer reads noisy actions, what was encoded, and learned tokens of one robot ("domain"), in every step. It
-  says the actions themselves, which are mixed with the noise again (:class:`sinew.solvers.Solver`, "renoise").
+  says the actions themselves, which are mixed with the noise again (:class:`sinew.models.solvers.Solver`, "renoise").
 
 Upstream's files hold first and last layers and tokens of many domains; a bundle has those of one. A gripper's numbers
 are not read: its columns in the first layers are zero. Its answer goes through a sigmoid.
@@ -28,7 +28,7 @@ from sinew.layers.norm import LayerNorm
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import ViTAttention, ViTConfig, ViTLayer, ViTMLP
 from sinew.models.base import Model
-from sinew.solvers import Solver
+from sinew.models.solvers import Solver
 
 NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
 LONGEST = 100  # period of the time's waves, over 2 pi
@@ -205,9 +205,6 @@ class XVLA(Model):
     @property
     def grid(self) -> tuple[int, int]:
         return self.config.rows, self.config.cols
-
-    def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        return self.config.vision.grid(height, width)
 
     def fold_sites(self) -> list[FoldSite]:
         return [FoldSite(self, "norm", (self.action_out_proj,))]

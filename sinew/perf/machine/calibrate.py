@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sinew import machine
 from sinew.core import SinewError
 from sinew.engine.plan.cost import on_meta
 from sinew.models.base import Model
@@ -18,6 +17,7 @@ from sinew.perf.machine.measure import DTYPES, MeasuredSizes, StageTime, measure
 from sinew.perf.machine.measure_engine import measure_engine, requests_of
 from sinew.perf.program import PublishedProgram, is_sizes_alone, of_model, preset
 from sinew.perf.trace import STAGES
+from sinew.system import machine
 
 Report = Callable[[str], None]
 

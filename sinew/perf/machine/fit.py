@@ -27,11 +27,11 @@ from typing import Literal
 
 import numpy as np
 
-from sinew import machine
 from sinew.bundle.schema import from_json
 from sinew.core import SinewError
 from sinew.perf.machine.measure import Speeds, StageTime
 from sinew.perf.operators import Component, Operator
+from sinew.system import machine
 
 SCHEMA = "sinew.calibration/2"
 KINDS = ("linear", "attention")

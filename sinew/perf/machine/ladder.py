@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from sinew import machine
 from sinew.core import PolicySpec, SinewError
+from sinew.system import machine
 
 Observe = Callable[[PolicySpec], dict[str, Any]]
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import SinewError, VectorSpec
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 from sinew.records.recorder import Record
 
 MAX_TOPICS = 1000  # a recording has one for each camera, and three; the format ends at 65,535

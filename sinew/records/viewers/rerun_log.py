@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from sinew.core import SinewError
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 
 JPEG_QUALITY = 85  # of pictures; Rerun stores raw pixels otherwise, megabytes each
 REACH_S = 1.0  # to a viewer. It is looked for first: Rerun would keep everything in memory until one is there

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from sinew import machine
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.processing.image import prepare_frame
@@ -28,6 +27,7 @@ from sinew.serve.dashboard.wiring import Wiring
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.request import Request
 from sinew.serve.service import Service
+from sinew.system import machine
 
 VIEWERS = 8  # at once; each is a connection and a few kilobytes
 KEPT = 256  # answers between two looks of the viewers

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sinew import machine
+from sinew.system import machine
 
 STAT = Path("/proc/stat")
 

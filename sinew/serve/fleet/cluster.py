@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from sinew.core import BusyError, RequestError, SinewError
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 from sinew.policy import open_bundle
 from sinew.serve.fleet.config import FleetConfig, PolicyConfig, Replicas, parse
 from sinew.serve.fleet.remote import RemotePolicy

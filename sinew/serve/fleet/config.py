@@ -9,7 +9,7 @@ import msgspec
 from sinew_client.given import read_yaml, shown
 
 from sinew.core import SinewError
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 from sinew.serve.policies import DEFAULT, check_name
 
 LARGEST = 1e6  # of any number in it

@@ -20,7 +20,6 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import PolicySpec, RequestError, SinewError
-from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
 from sinew.serve.request import Request
@@ -32,6 +31,7 @@ from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.origin import refuse_web_pages
 from sinew.serve.transport.routes import POLICIES, Guard, Handler, Page, Routes
 from sinew.serve.transport.sockets import MAX_REASON, Dialect
+from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinew import machine, scratch
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 from sinew.engine.cuda.fp8.linear import Fp8Linear, unfit
@@ -28,6 +27,7 @@ from sinew.engine.cuda.kernels.fp8_quantize import LARGEST, SMALLEST
 from sinew.layers.linear import not_linear
 from sinew.layers.norm import AdaRMSNorm
 from sinew.models.base import Model
+from sinew.system import machine, scratch
 
 VERSION = 1
 HEADROOM = 2.0

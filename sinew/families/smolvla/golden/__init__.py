@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sinew.presets.frames import grey_frame
+from sinew.families.smolvla.golden.frames import grey_frame
 
 DATA = Path(__file__).parent
 BUNDLE = DATA / "smolvla-tiny.gguf.xz"

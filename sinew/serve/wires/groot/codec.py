@@ -34,10 +34,8 @@ from sinew.core import (
     SinewError,
     did_you_mean,
 )
-from sinew.npy import dump_npy, load_npy, raw_array
+from sinew.core.registry import hints
 from sinew.processing.arrays import numbers
-from sinew.rate_limited_log import Once
-from sinew.registry import hints
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
 from sinew.serve.request import Outcome
@@ -45,6 +43,8 @@ from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.field_names import MAX_NUMBERS, frame, text
 from sinew.serve.wires.groot.names import Names
+from sinew.system.npy import dump_npy, load_npy, raw_array
+from sinew.system.rate_limited_log import Once
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from sinew.core import Observation, ObservationError, PolicySpec
 from sinew.processing.arrays import KINDS
-from sinew.rate_limited_log import Once
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 from sinew.serve.wires import field_names
 from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, TimedObservation
+from sinew.system.rate_limited_log import Once
 
 logger = logging.getLogger(__name__)
 _once = Once(logger)

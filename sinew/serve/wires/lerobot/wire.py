@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from sinew.core import BusyError, Observation, ObservationError, PolicySpec, RequestError, SinewError
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
 from sinew.serve.service import Service, UnauthorizedError, key_of, printable

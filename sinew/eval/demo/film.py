@@ -15,7 +15,7 @@ from sinew.eval.adapters import EnvAdapter
 from sinew.eval.policies import ServerPolicy
 from sinew.eval.runner import Conduct, run_episode
 from sinew.eval.watched import WatchedEpisode
-from sinew.figures import COLORS
+from sinew.system.figures import COLORS
 
 SIDE = 400  # pixels beside the scene
 TRAIL = 40  # control steps of actions that are shown

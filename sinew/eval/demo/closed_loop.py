@@ -19,13 +19,13 @@ from sinew_client.control import choose
 
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
+from sinew.eval.demo.film import shoot, write_film
+from sinew.eval.demo.view import ReportView
 from sinew.eval.policies import ServerPolicy
 from sinew.eval.report import stats
 from sinew.eval.report.animation import write_gif
-from sinew.eval.report.film import shoot, write_film
 from sinew.eval.report.plots import write_plots
 from sinew.eval.report.report import document, success_cells
-from sinew.eval.report.view import ReportView
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant, rows_between, sweep
 from sinew.sources import ASSETS

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sinew.core import SinewError
-from sinew.extras import MissingPackageError
+from sinew.core.extras import MissingPackageError
 
 # Okabe and Ito's colours, told apart by colour-blind readers and in grey; lines differ in their markers as well.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

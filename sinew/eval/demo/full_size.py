@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from sinew import machine
 from sinew.core import BundleError
+from sinew.core.extras import MissingPackageError
+from sinew.core.registry import families
 from sinew.eval.server import serving
-from sinew.extras import MissingPackageError
-from sinew.registry import families
+from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew_client import ActionChunk, Client

@@ -1,0 +1,1 @@
+"""``sinew demo``: what everybody sees first, and no other part of Sinew needs."""

@@ -1,0 +1,1 @@
+"""Small helpers that know no policy: the machine, locks, progress, signals, keys, logs, numpy's files, figures."""
