@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter, validators
 from rich.progress import track
 from sinew_client import Client
+from sinew_client.auth import api_key_of
 
 from sinew import __version__
-from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import Whole
 from sinew.core import PolicySpec

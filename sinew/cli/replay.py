@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 from sinew_client import Client
+from sinew_client.auth import api_key_of
 from sinew_client.control import is_journal, repeat, watched
 
-from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import PositiveIfAny
 from sinew.core import SinewError

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from cyclopts import Parameter
+from sinew_client.auth import api_key_of
 from sinew_client.control import Adapter, Cadence, Loop, MotionWatch, Settings, choose
 from sinew_client.control.defaults import AUTO, HANDOVER, REPLAN
 from sinew_client.history import History
 
-from sinew.auth import api_key_of
 from sinew.cli import status, terminal
 from sinew.cli.options import RUNS, Count, Flag, Positive, Runs, changed, motion_of
 from sinew.cli.run_connection import (

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from rich.live import Live
+from sinew_client.auth import api_key_of
 
-from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, PositiveIfAny
 from sinew.cli.top_view import view

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import torch
+from sinew_client.given import open_regular
 
 from sinew import __version__
-from sinew.bundle.files import open_regular
 from sinew.bundle.quant import BY_TYPE
 from sinew.bundle.reader import TORCH_DTYPES
 from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile

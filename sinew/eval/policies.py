@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from sinew_client.auth import key_from_environment
 
-from sinew.auth import key_from_environment
 from sinew.core import SinewError
 from sinew.eval.settings import Variant
 from sinew.sim.experts import EXPERTS, Expert, open_expert

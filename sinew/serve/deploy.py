@@ -6,12 +6,11 @@ import logging
 from typing import Any
 from weakref import WeakSet
 
-from sinew import __version__
+from sinew import __version__, machine
 from sinew.bundle.rules import odd_statistics
 from sinew.policy import Policy
 from sinew.processing import Processor
 from sinew.processing.limits import unit_sizes
-from sinew.records import arithmetic
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.launch import ServingLimits
 from sinew.serve.policies import Deployment
@@ -100,7 +99,7 @@ def describe(policy: Policy | Replay) -> dict[str, Any]:
             "version": __version__,
             **policy.describe(),
             "threads_reason": policy.threads_reason,
-            **arithmetic.about(policy.threads),
+            **machine.arithmetic(policy.threads),
         },
         "policy": policy.spec.to_dict(),
         "padded_state_dim": policy.padded_state_dim,

@@ -24,8 +24,8 @@ from sinew_client import protocol, zmtp
 from sinew_client.robot_report import RobotReport
 
 from sinew.core import ActionChunk, Observation, SinewError
-from sinew.npy import dump_npy, load_npy
 from sinew.policy import load
+from sinew.records.npy import dump_npy, load_npy
 from sinew.serve.decode.array import pack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.decode.pickle.machine import load as load_pickle

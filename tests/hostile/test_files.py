@@ -21,9 +21,9 @@ import pytest
 from rich.panel import Panel
 from rich.progress import TextColumn
 from rich.text import Text
+from sinew_client.given import open_regular
 
 from sinew.bundle import Bundle, write_bundle
-from sinew.bundle.files import open_regular
 from sinew.bundle.schema import from_builtins, from_json, to_json
 from sinew.cli import main, terminal
 from sinew.convert import convert

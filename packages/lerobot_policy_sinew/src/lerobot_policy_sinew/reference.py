@@ -23,10 +23,10 @@ import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.policies.utils import prepare_observation_for_inference
+from sinew import machine
 from sinew.core import ActionChunk, Observation, SinewError, Timing
 from sinew.policy import open_bundle
 from sinew.processing import Processor
-from sinew.records import arithmetic
 from sinew.serve.policies import Deployment
 from sinew.serve.process import Process
 from sinew.serve.scheduler import Scheduler
@@ -99,7 +99,7 @@ def serve(policy: Reference, port: int) -> None:
             "device_reason": "--device",
             "dtype": policy.dtype,
             "dtype_reason": "the checkpoint's weights",
-            **arithmetic.about(torch.get_num_threads()),
+            **machine.arithmetic(torch.get_num_threads()),
         },
         "policy": policy.spec.to_dict(),
     }

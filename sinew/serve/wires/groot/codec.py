@@ -34,9 +34,9 @@ from sinew.core import (
     SinewError,
     did_you_mean,
 )
-from sinew.npy import dump_npy, load_npy, raw_array
 from sinew.processing.arrays import numbers
 from sinew.rate_limited_log import Once
+from sinew.records.npy import dump_npy, load_npy, raw_array
 from sinew.registry import hints
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
