@@ -151,7 +151,7 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
     def read_vla_eval(data: bytes) -> object:
         talk = vla_eval.Conversation(SPEC, {})
         message = talk.read(data)
-        return talk.observation(message, SPEC) if message.endpoint == "infer" else message
+        return vla_eval.observation(message, SPEC) if message.endpoint == "infer" else message
 
     return {
         "vla-eval": (vla_eval.pack(step), read_vla_eval),
