@@ -36,7 +36,7 @@ class EngineOptions:
 
     ``dtype``: fp32, bf16, fp16 or native. ``recipe``: True to follow the bundle's.
     ``graphs``: the folder of an export; None for a bundle with weights. ``storage``: the half precision in which
-    weights stay while products are float32 (:func:`sinew.engine.storage.half_storage`), else empty.
+    weights stay while products are float32 (:func:`sinew.engine.choose.half_storage`), else empty.
     ``adapters``: of the bundle, by the names that requests give.
     """
 
