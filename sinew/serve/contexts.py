@@ -14,7 +14,7 @@ from sinew_client.policy import refuse_words
 from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError, Timing
 from sinew.engine.fingerprint import fingerprint
 from sinew.policy import Policy
-from sinew.serve.deploy import Host
+from sinew.serve.deploy import PolicyHost
 from sinew.serve.policies import Deployment
 from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
@@ -75,7 +75,7 @@ class ContextPolicy(ServedPolicy):
         return ActionChunk(actions, timing, None, member.session, member.time, said, context)
 
 
-def add(service: Service, forms: Sequence[str], host: Host) -> None:
+def add(service: Service, forms: Sequence[str], host: PolicyHost) -> None:
     """Give a service the policies ``context.FORM`` beside its first one. Raises SinewError for an engine whose contexts
     do not travel."""
 

@@ -23,7 +23,7 @@ from sinew.serve.supervise import STUCK_S, Supervisor
 logger = logging.getLogger(__name__)
 
 
-class Host:
+class PolicyHost:
     """What the policies of one server share: who keeps its threads alive, and the device, on which they take turns.
 
     begun: their schedulers, before they are started, for whoever interrupts that.
@@ -47,9 +47,9 @@ class Host:
         return scheduler
 
 
-def deploy(policy: Policy | Replay, bounds: ServingLimits, host: Host | None = None) -> Deployment:
+def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | None = None) -> Deployment:
     """Return the policy behind a scheduler, warm, with what a server says of it. host: of one alone if None."""
-    host = host or Host()
+    host = host or PolicyHost()
     host.supervisor.watch(policy.problem)  # of the files whose weights are mapped
     scheduler = host.start(policy, bounds.queue, None if bounds.max_batch == "auto" else bounds.max_batch)
     about = describe(policy)

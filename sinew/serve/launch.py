@@ -17,7 +17,7 @@ from sinew.serve.process import GRACE_S, Process
 if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.records.background_writer import BackgroundWriter
-    from sinew.serve.deploy import Host
+    from sinew.serve.deploy import PolicyHost
     from sinew.serve.prepare import Preparation
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
@@ -71,7 +71,7 @@ def loader(
 
 def swapper(
     service: Service,
-    host: Host,
+    host: PolicyHost,
     bundle: Path,
     options: dict[str, Any],
     threads: int | None,
@@ -139,7 +139,7 @@ class ServerLaunch:
     api_key: str = ""
     deadline_ms: float | None = None
     recorders: Mapping[str, BackgroundWriter] = field(default_factory=dict)
-    change: Callable[[Service, Host], Swapper] | None = None
+    change: Callable[[Service, PolicyHost], Swapper] | None = None
     policies: Mapping[str, str] = field(default_factory=dict)
     contexts: Sequence[str] = ()
     faster: Callable[[int | None], Preparation | None] | None = None
@@ -160,10 +160,10 @@ class ServerLaunch:
     def _run(self, process: Process, ready: Callable[[Policy | Replay], Callable[[], None]]) -> bool:
         begun: WeakSet[Scheduler] = WeakSet()  # an exchanged policy is not kept by it
         try:
-            from sinew.serve.deploy import Host, deploy
+            from sinew.serve.deploy import PolicyHost, deploy
             from sinew.serve.service import Service
 
-            host = Host(self.stuck_s, begun)
+            host = PolicyHost(self.stuck_s, begun)
             logger.info("listening on %s", ", ".join(wire.address for wire in process.wires))
             policy = self.make()
             for recorder in self.recorders.values():

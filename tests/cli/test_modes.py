@@ -16,7 +16,7 @@ from sinew_client.control import Stopped
 from sinew.cli import main
 from sinew.policy import Policy, load
 from sinew.serve import contexts
-from sinew.serve.deploy import Host
+from sinew.serve.deploy import PolicyHost
 from sinew.serve.safety import Safety
 from tests.serve.puppet import WAIT_S, desk
 
@@ -55,7 +55,7 @@ def policy() -> Policy:
 @pytest.fixture(scope="module")
 def server(policy: Policy) -> Iterator[SimpleNamespace]:
     padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
-    host = Host()
+    host = PolicyHost()
     with desk(policy=policy, safety=Safety(policy.processor), **padded) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
         contexts.add(at.service, ("bf16",), host)

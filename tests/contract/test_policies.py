@@ -18,7 +18,7 @@ import sinew
 from sinew.core import SinewError
 from sinew.policy import load
 from sinew.serve import contexts
-from sinew.serve.deploy import Host
+from sinew.serve.deploy import PolicyHost
 from sinew.serve.safety import Safety
 from sinew.sim import blocks_expert
 from tests.engine.test_batches import observations
@@ -37,7 +37,7 @@ def world(smolvla_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
     path: Path = smolvla_bundle(CASE)
     policy = load(path, **OPTIONS)
     padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
-    host = Host()
+    host = PolicyHost()
     seen = observations(policy, 2)
     answers = [policy.infer(each).actions for each in seen]
     with desk(policy=policy, safety=Safety(policy.processor), **padded) as at:

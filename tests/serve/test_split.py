@@ -16,7 +16,7 @@ from sinew.policy import Policy, load
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import Recorder, read_records
 from sinew.serve import contexts
-from sinew.serve.deploy import Host
+from sinew.serve.deploy import PolicyHost
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
 from sinew.stream.split import SplitPolicy
@@ -33,7 +33,7 @@ def policy(smolvla_bundle) -> Policy:
 
 def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
     padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
-    host = Host()
+    host = PolicyHost()
     with desk(policy=policy, safety=Safety(policy.processor), **padded) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
         contexts.add(at.service, ("fp32", "int8"), host)
@@ -77,7 +77,7 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
 
 def test_contexts_are_recorded_without_their_bytes(policy, tmp_path, caplog):
     """What was seen is kept, and that the answer was a context: a replay compares the other answers and counts it."""
-    host = Host()
+    host = PolicyHost()
     given = observations(policy, 1)[0]
     asked = {"images": given.images, "state": given.state, "prompt": given.prompt, "seed": 3}
     recorder = Recorder(tmp_path / "records")
@@ -114,7 +114,7 @@ def test_contexts_are_recorded_without_their_bytes(policy, tmp_path, caplog):
 def test_moments_travel_to_the_context(case_bundle, caplog):
     """Of a policy that reads two: the answer says that one stands for both."""
     policy = load(case_bundle("diffusion-ddim"), engine="eager", threads=1)
-    host = Host()
+    host = PolicyHost()
     given = observations(policy, 1)[0]
     with desk(policy=policy, padded_action_dim=policy.padded_action_dim) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
@@ -167,7 +167,7 @@ def test_an_exchanged_bundle_gives_no_contexts(policy, tmp_path):
 def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
     with desk(policy=policy) as at:
         monkeypatch.setattr(policy.engine, "read", lambda _inputs: [object()])
-        host = Host()
+        host = PolicyHost()
         with pytest.raises(SinewError, match="--context bf16: context: expected tensors, got object"):
             contexts.add(at.service, ("bf16",), host)
         assert at.service.policies.names == ("default",)

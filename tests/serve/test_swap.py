@@ -362,13 +362,13 @@ def test_the_memory_of_an_exchanged_policy_comes_back():
     from sinew.cli.options import CAMERAS, RUNS
     from sinew.cli.serve import Bounds
     from sinew.perf.policy_memory import memory_need
-    from sinew.serve.deploy import Host, deploy
+    from sinew.serve.deploy import PolicyHost, deploy
     from sinew.serve.launch import loader, swapper
     from sinew.serve.service import Service
 
     bundle = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
     options = RUNS.keywords() | CAMERAS.keywords() | {"engine": "eager", "device": "cpu"}
-    host = Host()
+    host = PolicyHost()
     found = deploy(loader(bundle, options, 1)(), Bounds(), host)
     service = Service(found)
     changing = swapper(service, host, bundle, options, 1, Bounds(), None, memory_need)

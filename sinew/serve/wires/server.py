@@ -14,7 +14,7 @@ from sinew_client.policy import Policy
 from sinew import __version__
 from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.policy import Policy as Computed
-from sinew.serve.deploy import Host, deploy
+from sinew.serve.deploy import PolicyHost, deploy
 from sinew.serve.launch import ServingLimits
 from sinew.serve.policies import Deployment
 from sinew.serve.process import GRACE_S, TEND_S
@@ -106,7 +106,7 @@ class Server:
         if isinstance(policy, Computed):
             return deploy(policy, limits)
         spec = policy.spec
-        scheduler = Host().start(OwnPolicy(policy), limits.queue)
+        scheduler = PolicyHost().start(OwnPolicy(policy), limits.queue)
         about = {"server": {"name": "sinew", "version": __version__}, "policy": spec.to_dict()}
         return Deployment(scheduler, spec, about, None, spec.state.dim, spec.action.dim)
 

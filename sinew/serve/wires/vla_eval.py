@@ -56,7 +56,7 @@ MAX_WARNED = 64  # different warnings of one connection that reach the log
 logger = logging.getLogger(__name__)
 
 
-class Seen(NamedTuple):
+class StepsSeen(NamedTuple):
     """What an observation is made of. moments: maps of the steps that the policy reads, oldest first. seed: of its
     noise; None leaves it to the policy."""
 
@@ -174,7 +174,7 @@ class Conversation:
         if self._left:
             row = self._left.popleft()
             return WireMessage(endpoint="answered", reply=self._message("action", {"actions": row}))
-        return WireMessage(Seen((*self._earlier(), content), self._seed()), session=self._session)
+        return WireMessage(StepsSeen((*self._earlier(), content), self._seed()), session=self._session)
 
     def _earlier(self) -> tuple[Mapping[str, Any], ...]:
         """Return what was seen at the steps before this one that the policy reads, as
@@ -254,7 +254,7 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
     Benchmarks send what they have: cameras and vectors that the policy does not read stay undecoded. What it does read
     has to be there.
     """
-    seen: Seen = message.content
+    seen: StepsSeen = message.content
     budget = budget or PixelBudget()
     files = budget.again()  # the pixels of files are counted when they are decoded, and again as frames
     made: dict[int, Observation] = {}  # one that stands for several moments is decoded once
