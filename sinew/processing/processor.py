@@ -309,8 +309,7 @@ class Processor:
             if normalized
             else chunk
         )
-        if self.recipe.action_steps:
-            actions = apply_steps(actions, self.recipe.action_steps, state)
+        actions = self.turned_actions(actions, state)
         if not np.isfinite(actions).all():
             raise SinewError("the model produced actions that are not finite")
         return np.ascontiguousarray(actions, np.float32)
@@ -401,7 +400,15 @@ class Processor:
     def state(self, given: object, name: str = "state") -> np.ndarray:
         """Return a state, checked, in the frame and units that the policy was trained on: [D]."""
         state = _vector(given, name, (self.spec.state.dim,), self.state_normalizer.dtype)
+        return self.turned_state(state)
+
+    def turned_state(self, state: np.ndarray) -> np.ndarray:
+        """Return a state [D] of the robot in the frame and units of the statistics."""
         return apply_steps(state, self.recipe.state_steps)
+
+    def turned_actions(self, actions: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        """Return actions [..., D] in the units of the statistics in the robot's; state: [D], for steps that read it."""
+        return apply_steps(actions, self.recipe.action_steps, state)
 
     def model_state(self, state: np.ndarray) -> np.ndarray:
         """Return what :meth:`state` gave as the model reads it, float32 [padded_state_dim]."""

@@ -17,7 +17,6 @@ from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.processing import Processor
 from sinew.processing.arrays import numbers
 from sinew.processing.limits import ranges
-from sinew.steps.vector.base import apply_steps
 
 STATE_MARGIN = 20.0  # half widths of the training data from its centre; beyond, a state is refused
 WARN_MARGIN = 3.0  # and beyond this the reply carries a warning
@@ -50,7 +49,7 @@ class Safety:
         if mode not in MODES:
             raise SinewError(f"action limits: expected one of {', '.join(MODES)}, got {mode!r}")
         self.mode = mode
-        self._spec, self._recipe = processor.spec, processor.recipe
+        self._processor, self._spec, self._recipe = processor, processor.spec, processor.recipe
         self._state_margin, self.max_age = state_margin, max_age
         self._state_centre, self._state_half = ranges(processor.state_normalizer)
         centre, half = ranges(processor.action_normalizer)
@@ -138,11 +137,10 @@ class Safety:
         self, shape: tuple[int, int], state: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the lowest and the highest number of each row and dimension of a chunk [rows, D]."""
-        steps, rows = self._recipe.action_steps, shape[0]
-        ends = []
+        ends, rows = [], shape[0]
         for bound in (self._action_low, self._action_high):
             full = np.array(np.broadcast_to(bound[..., :rows, :] if bound.ndim == 2 else bound, shape))
-            ends.append(apply_steps(full, steps, state))
+            ends.append(self._processor.turned_actions(full, state))
         low, high = np.fmin(*ends), np.fmax(*ends)
         return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
@@ -191,7 +189,7 @@ class Safety:
         state = _numbers(observation.state)
         if state is None or state.shape != (self._spec.state.dim,) or not np.isfinite(state).all():
             return None
-        return apply_steps(state, self._recipe.state_steps)
+        return self._processor.turned_state(state)
 
 
 def _numbers(value: object) -> np.ndarray | None:

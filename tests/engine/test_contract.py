@@ -16,7 +16,7 @@ from sinew.bundle import Bundle
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.core import BundleError, ObservationError, SinewError
-from sinew.engine.clone import on_meta, savings
+from sinew.engine.clone import on_meta
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
@@ -30,6 +30,7 @@ from sinew.families.smolvla.model import SmolVLA
 from sinew.models import build_on_meta
 from sinew.models.base import Model, Speaker
 from sinew.perf.published import published
+from sinew.perf.rewrites import savings
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
 from sinew.solvers import Step
