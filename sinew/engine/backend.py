@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -168,6 +168,7 @@ class Backend:
             raise SinewError(problem)
         module, _, function = self.opens.partition(":")
         engine: Engine = getattr(import_module(module), function)(bundle, options)
+        engine.facts = replace(engine.facts, unshared=self.unshared(bundle, options))
         return engine
 
 

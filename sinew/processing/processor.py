@@ -20,7 +20,6 @@ from sinew.processing.continuation import Continuation, check_continuation, cont
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import normalizer
 from sinew.processing.prompt import Prompter
-from sinew.steps.vector.base import apply_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +308,7 @@ class Processor:
             if normalized
             else chunk
         )
-        actions = self.turned_actions(actions, state)
+        actions = self.recipe.turned_actions(actions, state)
         if not np.isfinite(actions).all():
             raise SinewError("the model produced actions that are not finite")
         return np.ascontiguousarray(actions, np.float32)
@@ -400,15 +399,7 @@ class Processor:
     def state(self, given: object, name: str = "state") -> np.ndarray:
         """Return a state, checked, in the frame and units that the policy was trained on: [D]."""
         state = _vector(given, name, (self.spec.state.dim,), self.state_normalizer.dtype)
-        return self.turned_state(state)
-
-    def turned_state(self, state: np.ndarray) -> np.ndarray:
-        """Return a state [D] of the robot in the frame and units of the statistics."""
-        return apply_steps(state, self.recipe.state_steps)
-
-    def turned_actions(self, actions: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return actions [..., D] in the units of the statistics in the robot's; state: [D], for steps that read it."""
-        return apply_steps(actions, self.recipe.action_steps, state)
+        return self.recipe.turned_state(state)
 
     def model_state(self, state: np.ndarray) -> np.ndarray:
         """Return what :meth:`state` gave as the model reads it, float32 [padded_state_dim]."""

@@ -49,7 +49,7 @@ class Safety:
         if mode not in MODES:
             raise SinewError(f"action limits: expected one of {', '.join(MODES)}, got {mode!r}")
         self.mode = mode
-        self._processor, self._spec, self._recipe = processor, processor.spec, processor.recipe
+        self._spec, self._recipe = processor.spec, processor.recipe
         self._state_margin, self.max_age = state_margin, max_age
         self._state_centre, self._state_half = ranges(processor.state_normalizer)
         centre, half = ranges(processor.action_normalizer)
@@ -140,7 +140,7 @@ class Safety:
         ends, rows = [], shape[0]
         for bound in (self._action_low, self._action_high):
             full = np.array(np.broadcast_to(bound[..., :rows, :] if bound.ndim == 2 else bound, shape))
-            ends.append(self._processor.turned_actions(full, state))
+            ends.append(self._recipe.turned_actions(full, state))
         low, high = np.fmin(*ends), np.fmax(*ends)
         return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
@@ -189,7 +189,7 @@ class Safety:
         state = _numbers(observation.state)
         if state is None or state.shape != (self._spec.state.dim,) or not np.isfinite(state).all():
             return None
-        return self._processor.turned_state(state)
+        return self._recipe.turned_state(state)
 
 
 def _numbers(value: object) -> np.ndarray | None:

@@ -44,7 +44,6 @@ class EagerEngine(Engine):
             weights_nbytes=sum(p.nbytes for p in model.parameters()),
             guides=RTC,  # autograd goes through the head, and a head that can takes a time per row
             shares_views=True,
-            unshared="" if device.type == "cpu" else f"expected a CPU, got {device}, whose stream they share",
             reuses=device.type == "cpu",
             rolling=bool(getattr(model.config, "rolling", False)),
             head_reads_state=model.head_reads_state,
