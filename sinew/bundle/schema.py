@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from sinew.bundle.adapter import AdapterBase
 from sinew.bundle.hashes import KEY_HEADER, KEY_TENSORS
 from sinew.bundle.image_recipe import ImageRecipe
@@ -23,7 +21,7 @@ from sinew.bundle.seen import Seen
 from sinew.bundle.upgrade import READS, upgraded
 from sinew.core import BundleError, PolicySpec
 from sinew.steps.base import read_step
-from sinew.steps.vector.base import VectorStep, apply_steps
+from sinew.steps.vector.base import VectorStep
 
 COMPONENTS = (
     "vision",
@@ -107,14 +105,6 @@ class Processing:
     action_parts: tuple[VectorPart, ...] = ()  # in place of ``action``
     first_row: int = 0  # of a solution: that of the newest moment, with which the chunk begins
     compat: str = ""  # upstream version whose behaviour is followed where versions disagree
-
-    def turned_state(self, state: np.ndarray) -> np.ndarray:
-        """Return a state [D] of the robot in the frame and units of the statistics."""
-        return apply_steps(state, self.state_steps)
-
-    def turned_actions(self, actions: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return actions [..., D] in the units of the statistics in the robot's; state: [D], for steps that read it."""
-        return apply_steps(actions, self.action_steps, state)
 
 
 @dataclass(frozen=True)

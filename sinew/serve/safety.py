@@ -17,6 +17,7 @@ from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.processing import Processor
 from sinew.processing.arrays import numbers
 from sinew.processing.limits import ranges
+from sinew.processing.processor import turned_actions, turned_state
 
 STATE_MARGIN = 20.0  # half widths of the training data from its centre; beyond, a state is refused
 WARN_MARGIN = 3.0  # and beyond this the reply carries a warning
@@ -140,7 +141,7 @@ class Safety:
         ends, rows = [], shape[0]
         for bound in (self._action_low, self._action_high):
             full = np.array(np.broadcast_to(bound[..., :rows, :] if bound.ndim == 2 else bound, shape))
-            ends.append(self._recipe.turned_actions(full, state))
+            ends.append(turned_actions(self._recipe, full, state))
         low, high = np.fmin(*ends), np.fmax(*ends)
         return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
@@ -189,7 +190,7 @@ class Safety:
         state = _numbers(observation.state)
         if state is None or state.shape != (self._spec.state.dim,) or not np.isfinite(state).all():
             return None
-        return self._recipe.turned_state(state)
+        return turned_state(self._recipe, state)
 
 
 def _numbers(value: object) -> np.ndarray | None:
