@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What a reader of the core need not meet, and the only files outside that name it: all else finds it by its name
 # alone (an engine, a suite, a layout). One distribution has them all, so these walls are what a package would be.
 WALLS = {
+    "engine/onnx/whole": {"cli/export.py"},
     "engine/cuda": {"eval/report/quantization.py", "checks/__init__.py"},
     "perf": {"cli"},
     "cli/perf": set(),
@@ -34,7 +35,7 @@ WALLS = {
     "eval/foreign": {"cli/eval.py"},
     "eval/learning": set(),
     "records/viewers": {"cli/eval.py", "cli/mcap.py", "cli/serve.py", "eval/rerun.py", "serve/launch.py"},
-    "serve/dashboard": {"serve/wires/__init__.py"},
+    "serve/dashboard": {"serve/wires/__init__.py", "cli/top.py", "cli/top_view.py"},
     "serve/fleet": {"cli/fleet.py"},
 }
 # Folders that import each other, and why that stays.

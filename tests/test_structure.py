@@ -90,7 +90,6 @@ ENGINES = {
     "onnx": {
         *(
             "engine/cpu/backend.py",
-            "engine/cpu/probe.py",
             "checks/__init__.py",
             "eval/report/quantization.py",
         ),

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-
-from sinew.bundle.files import open_regular
+from sinew_client.given import open_regular
 
 BLOCK = 1 << 22
 RACY_NS = 2_000_000_000  # a file changed this shortly before it was read may change again within one tick of its clock

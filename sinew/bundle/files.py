@@ -1,41 +1,15 @@
-"""Opening files that strangers may have prepared, regular ones only, and noticing when one in use is changed."""
+"""Noticing when a file in use is changed."""
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import weakref
-from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+from sinew_client.given import open_regular
+
 EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
-
-_KINDS = (
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-
-
-def open_regular(path: Path | str) -> FileIO:
-    """Open a regular file for reading, unbuffered; links to one are followed.
-
-    Raises OSError for anything else: a FIFO would wait for a writer, and a device has no end.
-    """
-    number = os.open(path, os.O_RDONLY | _flags("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
-    try:
-        mode = os.fstat(number).st_mode
-        if not stat.S_ISREG(mode):
-            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
-            raise OSError(errno.EINVAL, f"expected a regular file, got {kind}", str(path))
-        return open(number, "rb", buffering=0)
-    except BaseException:
-        os.close(number)
-        raise
 
 
 class InUse:
@@ -75,8 +49,3 @@ def watch(path: Path) -> InUse:
     """Return what notices changes of a file from now on."""
     with open_regular(path) as file:
         return InUse(path, file)
-
-
-def _flags(*names: str) -> int:
-    """Flags of ``os.open`` by name, as far as this system has them."""
-    return sum(getattr(os, name, 0) for name in names)

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from sinew_client.given import open_regular
 
-from sinew.bundle.files import InUse, open_regular
+from sinew.bundle.files import InUse
 from sinew.core import BundleError
 
 MAGIC = b"GGUF"

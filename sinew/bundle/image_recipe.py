@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sinew.steps.base import MAX_SIZE
+from sinew.core import MAX_SIZE
 from sinew.steps.image.base import ImageStep
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from sinew.core import MAX_SAID
-from sinew.steps.base import MAX_SIZE
+from sinew.core import MAX_SAID, MAX_SIZE
 from sinew.steps.prompt.base import MAX_TEXT, HeldTokens, PromptStep
 from sinew.steps.prompt.instruction import Instruction
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sinew.bundle.seen import seen_problems
-from sinew.core import MAX_HISTORY, MAX_HISTORY_STEPS, MotionSpec
-from sinew.steps.base import MAX_SIZE
+from sinew.core import MAX_HISTORY, MAX_HISTORY_STEPS, MAX_SIZE, MotionSpec
 
 if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest, Normalization, Processing

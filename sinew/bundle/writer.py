@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from sinew_client.given import open_regular
 
-from sinew.bundle.files import open_regular
 from sinew.bundle.hashes import BLANK, KEY_HEADER, KEY_TENSORS, header_hash
 from sinew.bundle.schema import ALIGNMENT, Manifest
 from sinew.core import BundleError

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter, validators
 from rich.progress import track
 from sinew_client import Client
+from sinew_client.auth import api_key_of
 
 from sinew import __version__
 from sinew.cli import terminal
@@ -18,7 +19,6 @@ from sinew.cli.options import Whole
 from sinew.core import PolicySpec
 from sinew.eval.report.stats import latencies, p99_of
 from sinew.perf.machine.bench import hardware, make_observation
-from sinew.system.auth import api_key_of
 
 SCHEMA = "sinew.client/1"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")

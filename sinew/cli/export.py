@@ -48,7 +48,7 @@ def export(
     if onnx is not None:
         from sinew.checks.validate.exported import prove_whole, write_reference
         from sinew.engine.onnx.opening import export_folder
-        from sinew.engine.onnx.whole import open_whole, write_whole
+        from sinew.engine.onnx.whole.graph import open_whole, write_whole
 
         described, error = list[str](), None
 

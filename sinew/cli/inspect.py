@@ -36,7 +36,7 @@ def inspect(
     opened = open_bundle(bundle)
     if plan:
         from sinew.cli.inspect_tables import show_plan
-        from sinew.engine.plan.report import plan_record
+        from sinew.perf.rewrites import plan_record
 
         record = plan_record(opened, dtype)
         show_plan(record)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 from sinew_client import Client
+from sinew_client.auth import api_key_of
 from sinew_client.control import is_journal, repeat, watched
 
 from sinew.cli import terminal
@@ -15,7 +16,6 @@ from sinew.cli.options import PositiveIfAny
 from sinew.core import SinewError
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import read_records
-from sinew.system.auth import api_key_of
 
 JOURNAL_SCHEMA = "sinew.replay/1"
 SHOWN = 20  # rows of the table

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cyclopts import Parameter
+from sinew_client.auth import api_key_of
 from sinew_client.control import Adapter, Cadence, Loop, MotionWatch, Settings, choose
 from sinew_client.control.defaults import AUTO, HANDOVER, REPLAN
 from sinew_client.history import History
@@ -33,7 +34,6 @@ from sinew.cli.run_robot import ROBOT, Driven, RobotFlags, drive, episodes_of, e
 from sinew.cli.run_stream import STREAM, StreamFlags, run_stream
 from sinew.cli.run_view import Keys, RunView
 from sinew.core import SinewError
-from sinew.system.auth import api_key_of
 
 SCHEMA = "sinew.run/1"
 

@@ -30,7 +30,7 @@ from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_ex
 from sinew.core import SinewError, hints
 from sinew.perf.policy_memory import memory_need
 from sinew.serve.access_log import access_logging
-from sinew.serve.launch import ServerLaunch, ServingLimits, changer, loader, recorders
+from sinew.serve.launch import ServerLaunch, ServingLimits, loader, recorders, swapper
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import STUCK_S
 from sinew.serve.transport.greeting import ready_text
@@ -175,9 +175,16 @@ def serve(
             answering=partial(hints.read_by, "client"),
         )
         if replay is None and bundle is not None:
-            launch = replace(
-                launch, change=changer(bundle, options, threads, bounds, bounds.memory_gib, memory_need)
+            change = partial(
+                swapper,
+                bundle=bundle,
+                options=options,
+                threads=threads,
+                bounds=bounds,
+                memory_gib=bounds.memory_gib,
+                need=memory_need,
             )
+            launch = replace(launch, change=change)
             if prepare and not context and not adapters:
                 launch = replace(launch, faster=partial(_faster, bundle, options, threads))
         wires = open_wires(ports, listen)

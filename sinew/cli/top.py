@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 from rich.live import Live
+from sinew_client.auth import api_key_of
 
 from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, PositiveIfAny
 from sinew.cli.top_view import view
 from sinew.core import SinewError
 from sinew.eval.report.stats import summarize
-from sinew.serve.feed import ServerSeen, events, parse_address
-from sinew.system.auth import api_key_of
+from sinew.serve.dashboard.follow import ServerSeen, events, parse_address
 
 AGAIN_S = 1.0  # between two attempts to reach it
 FRAMES_HZ = 8

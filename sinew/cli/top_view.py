@@ -14,7 +14,7 @@ from rich.text import Text
 from sinew.cli import terminal
 from sinew.cli.terminal import spark
 from sinew.eval.report.stats import summarize
-from sinew.serve.feed import ServerSeen
+from sinew.serve.dashboard.follow import ServerSeen
 
 STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")
 COLOURS = ("magenta", "blue", "green", "yellow", "bright_cyan", "red", "cyan")

@@ -39,7 +39,7 @@ __all__ = [
     "MAX_HISTORY",
     "MAX_HISTORY_STEPS",
     "MAX_SAID",
-    "MAX_SIDE",
+    "MAX_SIZE",
     "PROMPT_TABLE",
     "RTC",
     "SCHEDULES",
@@ -83,7 +83,7 @@ class ConvertError(SinewError):
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 MAX_SAID = 256  # tokens of one text of a language head; each is a row of every pass behind it
-MAX_SIDE = 8192  # pixels of a frame's height or width that is taken from elsewhere
+MAX_SIZE = 8192  # of every length that is taken from elsewhere: pixels of a side, tokens, actions, dimensions
 PROMPT_TABLE = (
     "embed_tokens"  # the name, in a model, of a language model's table of tokens, of which only rows are read
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -38,7 +38,7 @@ class EngineOptions:
 
     ``dtype``: fp32, bf16, fp16 or native. ``recipe``: True to follow the bundle's.
     ``graphs``: the folder of an export; None for a bundle with weights. ``storage``: the half precision in which
-    weights stay while products are float32 (:func:`sinew.engine.storage.half_storage`), else empty.
+    weights stay while products are float32 (:func:`sinew.engine.choose.half_storage`), else empty.
     ``adapters``: of the bundle, by the names that requests give.
     """
 
@@ -172,6 +172,7 @@ class Backend:
             raise SinewError(problem)
         module, _, function = self.opens.partition(":")
         engine: Engine = getattr(import_module(module), function)(bundle, options)
+        engine.facts = replace(engine.facts, unshared=self.unshared(bundle, options))
         return engine
 
 

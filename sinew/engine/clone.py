@@ -53,3 +53,12 @@ def copy_modules(module: M, known: dict[int, Any]) -> M:
             copied = copy.deepcopy(value, known)
         vars(made)[name] = copied
     return made
+
+
+def on_meta(model: Model) -> Model:
+    """Return the model's shapes and dtypes without its memory."""
+    held = [*model.parameters(), *model.buffers()]
+    empty: dict[int, Any] = {
+        id(tensor): nn.Parameter(tensor.detach().to("meta"), requires_grad=False) for tensor in held
+    }
+    return copy_modules(model, empty)

@@ -20,10 +20,10 @@ import torch
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError, did_you_mean
 from sinew.core.registry import presets
+from sinew.engine.clone import on_meta
 from sinew.engine.engine import Engine as Running
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
-from sinew.engine.plan.cost import on_meta
 from sinew.engine.plan.plan import Plan
 from sinew.models import build_on_meta
 from sinew.models.base import Model

@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sinew.engine.example import Inputs, Shapes
-from sinew.engine.plan import meta
 from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model
+from sinew.perf import meta
 from sinew.perf.flops import PRODUCTS
 
 STAGES = ("vision", "prefix", "head")  # in the order in which they run; head is one solver step

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sinew.bundle.image_recipe import ImageRecipe
-from sinew.core import ObservationError
+from sinew.core import MAX_SIZE, ObservationError
 from sinew.steps.image.bilinear import to_planes
-
-MAX_SIDE = 8192
 
 
 def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
@@ -23,8 +21,8 @@ def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
             hint = " (channels first? transpose it to channels last)"
         raise ObservationError(name, "an RGB image [height, width, 3]", f"shape {list(frame.shape)}{hint}")
     height, width = frame.shape[:2]
-    if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
-        raise ObservationError(name, f"sides of 1 to {MAX_SIDE} pixels", f"{height} x {width}")
+    if not (1 <= height <= MAX_SIZE and 1 <= width <= MAX_SIZE):
+        raise ObservationError(name, f"sides of 1 to {MAX_SIZE} pixels", f"{height} x {width}")
     if (end := recipe.size_after(height, width)) != (recipe.height, recipe.width):
         if not recipe.steps:
             raise ObservationError(name, f"exactly {recipe.height} x {recipe.width}", f"{height} x {width}")

@@ -11,7 +11,7 @@ from typing import TypedDict
 import numpy as np
 
 from sinew.bundle.rules import MAX_SOLVER_STEPS
-from sinew.bundle.schema import Manifest
+from sinew.bundle.schema import Manifest, Processing
 from sinew.core import MAX_SAID, BundleError, Moment, Observation, ObservationError, SinewError, did_you_mean
 from sinew.core.hints import option
 from sinew.processing.arrays import numbers
@@ -104,6 +104,16 @@ class Allowed(TypedDict, total=False):
 
     allow_missing_cameras: bool
     allow_empty_prompt: bool
+
+
+def turned_state(recipe: Processing, state: np.ndarray) -> np.ndarray:
+    """Return a state [D] of the robot in the frame and units of the statistics."""
+    return apply_steps(state, recipe.state_steps)
+
+
+def turned_actions(recipe: Processing, actions: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+    """Return actions [..., D] in the units of the statistics in the robot's; state: [D], for steps that read it."""
+    return apply_steps(actions, recipe.action_steps, state)
 
 
 class Processor:
@@ -310,7 +320,7 @@ class Processor:
             else chunk
         )
         if self.recipe.action_steps:
-            actions = apply_steps(actions, self.recipe.action_steps, state)
+            actions = turned_actions(self.recipe, actions, state)
         if not np.isfinite(actions).all():
             raise SinewError("the model produced actions that are not finite")
         return np.ascontiguousarray(actions, np.float32)
@@ -401,7 +411,7 @@ class Processor:
     def state(self, given: object, name: str = "state") -> np.ndarray:
         """Return a state, checked, in the frame and units that the policy was trained on: [D]."""
         state = _vector(given, name, (self.spec.state.dim,), self.state_normalizer.dtype)
-        return apply_steps(state, self.recipe.state_steps)
+        return turned_state(self.recipe, state)
 
     def model_state(self, state: np.ndarray) -> np.ndarray:
         """Return what :meth:`state` gave as the model reads it, float32 [padded_state_dim]."""

@@ -6,11 +6,8 @@ taken in another order, and each rounds otherwise: :func:`tolerance` says by how
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
-
-from sinew.system import machine
 
 # Of a server's own metadata: the same in all of them is the same in every bit.
 KEYS = (
@@ -25,7 +22,6 @@ KEYS = (
     "instructions",
     "libraries",
 )
-LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
 
 # A sum of K products in another order differs by about sqrt(K) roundings of its size, and D sums one after the other by
 # sqrt(D) times that: errors of either sign add like steps of a random walk. K = 2^12 and D = 2^10 are beyond every
@@ -38,20 +34,6 @@ TOLERANCES = {
     "int8": 2.0**-3,
 }  # of the model's output of size 1
 LOWER = {"int8-rows": "int8", "fp8": "int8"}
-
-
-def about(threads: int) -> dict[str, Any]:
-    """Return what a process says of its arithmetic beside its policy's own description, ready for JSON."""
-    return {
-        "threads": threads,
-        "hardware": machine.cpu_model(),
-        "instructions": machine.instructions(),
-        "libraries": {
-            name: str(module.__version__)
-            for name in LIBRARIES
-            if (module := sys.modules.get(name)) is not None and hasattr(module, "__version__")
-        },
-    }
 
 
 def kept(server: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 from sinew_client import Client, ServerError
-from sinew_client.protocol import CONDITION_KEYS, CONTINUATION_KEYS
-from sinew_client.types import WORDS
+from sinew_client.protocol import given
 
 from sinew import __version__
-from sinew.core import Observation
 from sinew.records import arithmetic
 from sinew.records.recorder import Record
 
@@ -72,8 +71,10 @@ def _replay(
     """
     then = record.error or ("text" if record.actions is None else "actions")
     row: dict[str, Any] = {"file": record.path.name, "wire": record.wire, "then": then}
+    seen = record.observation  # without its session: nothing else waits that a replayed request could replace
+    asked = replace(seen, session="", seed=None if seen.noise is not None else seen.seed)
     try:
-        chunk = server.infer(as_mapping(record.observation, deadline_ms))
+        chunk = server.infer({**given(asked), "deadline_ms": deadline_ms})
     except ServerError as error:
         return row | {"result": "error", "now": str(error)}
     row |= {"round_trip_ms": round(chunk.round_trip_ms, 3)}
@@ -98,7 +99,7 @@ def _difference(got: np.ndarray, recorded: np.ndarray, action: dict[str, Any], s
     """
     stated = action.get("scale") or [None] * recorded.shape[1]
     largest = np.abs(recorded).max(axis=0)  # [D]
-    scale = np.array([given or own or 1.0 for given, own in zip(stated, largest, strict=True)], np.float64)
+    scale = np.array([known or own or 1.0 for known, own in zip(stated, largest, strict=True)], np.float64)
     difference = np.abs(got.astype(np.float64) - recorded)
     shares = difference / scale
     step, joint = (int(index) for index in np.unravel_index(shares.argmax(), shares.shape))
@@ -114,25 +115,3 @@ def _difference(got: np.ndarray, recorded: np.ndarray, action: dict[str, Any], s
 
 def _size(row: dict[str, Any]) -> float:
     return row["of_scale"]
-
-
-def as_mapping(observation: Observation, deadline_ms: float | None) -> dict[str, Any]:
-    """For ``Client.infer``. Without the session: nothing else waits that a replayed request could replace."""
-    names = (
-        "images",
-        "state",
-        "earlier",
-        "prompt",
-        "tokens",
-        "noise",
-        "solver_steps",
-        *WORDS,
-        "time",
-        "previous",
-        "adapter",
-        *CONTINUATION_KEYS,
-        *CONDITION_KEYS,
-    )
-    found = {name: getattr(observation, name) for name in names}
-    found["seed"] = None if observation.noise is not None else observation.seed
-    return {**found, "deadline_ms": deadline_ms}

@@ -23,11 +23,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from sinew.core import MAX_HISTORY, MAX_SIDE, WORDS, Moment, Observation, SinewError
+from sinew.core import MAX_HISTORY, MAX_SIZE, WORDS, Moment, Observation, SinewError
 from sinew.records import arithmetic
 from sinew.records.archive import MAX_ARRAYS, MAX_BYTES, Archive
 from sinew.records.background_writer import BackgroundWriter, Entry
-from sinew.steps.base import MAX_SIZE
 from sinew.system import scratch
 
 MAX_NAME = 256  # characters of a camera's name in a file
@@ -296,9 +295,9 @@ def check_array(name: str, array: np.ndarray) -> None:
     """Refuse an array of a record that no policy and no request can have. Raises :class:`SinewError`."""
     shape, name = array.shape, _EARLIER.sub("", name)
     if name.startswith("images/"):
-        sized = len(shape) == 3 and shape[2] == 3 and all(1 <= side <= MAX_SIDE for side in shape[:2])
+        sized = len(shape) == 3 and shape[2] == 3 and all(1 <= side <= MAX_SIZE for side in shape[:2])
         if not sized or (array.dtype != np.uint8 and array.dtype.kind != "f"):
-            raise _mismatch(name, f"uint8 or float [height, width, 3], sides from 1 to {MAX_SIDE}", array)
+            raise _mismatch(name, f"uint8 or float [height, width, 3], sides from 1 to {MAX_SIZE}", array)
         if not 7 < len(name) <= 7 + MAX_NAME:
             raise SinewError(f"{name[:80]}: expected a camera's name of 1 to {MAX_NAME} characters")
     elif name == "state":

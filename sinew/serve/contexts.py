@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 from sinew_client.policy import refuse_words
@@ -15,9 +14,8 @@ from sinew_client.policy import refuse_words
 from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError, Timing
 from sinew.engine.fingerprint import fingerprint
 from sinew.policy import Policy
-from sinew.serve.device_lock import DeviceLock
+from sinew.serve.deploy import PolicyHost
 from sinew.serve.policies import Deployment
-from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
 
@@ -77,25 +75,19 @@ class ContextPolicy(ServedPolicy):
         return ActionChunk(actions, timing, None, member.session, member.time, said, context)
 
 
-def add(service: Service, forms: Sequence[str], device_lock: DeviceLock, begun: WeakSet[Scheduler]) -> None:
-    """Give a service the policies ``context.FORM`` beside its first one.
+def add(service: Service, forms: Sequence[str], host: PolicyHost) -> None:
+    """Give a service the policies ``context.FORM`` beside its first one. Raises SinewError for an engine whose contexts
+    do not travel."""
 
-    begun: gets their schedulers. Raises SinewError for an engine whose contexts do not travel.
-    """
+    def standing() -> Policy:
+        found: Policy = service.policies.get().scheduler.policy  # type: ignore[assignment]
+        return found
+
     for form in forms:
-
-        def standing() -> Policy:
-            found: Policy = service.policies.get().scheduler.policy  # type: ignore[assignment]
-            return found
-
         policy = ContextPolicy(standing, form)
-        scheduler = Scheduler(policy, supervisor=service.supervisor, device_lock=device_lock)
-        begun.add(scheduler)
         try:
-            scheduler.start()
+            scheduler = host.start(policy)
         except SinewError as error:
-            scheduler.stop()
-            scheduler.unwatch()
             raise SinewError(f"--context {form}: {error}") from error
         first = service.policies.get()
         about = first.metadata | {

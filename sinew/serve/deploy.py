@@ -11,46 +11,48 @@ from sinew.bundle.rules import odd_statistics
 from sinew.policy import Policy
 from sinew.processing import Processor
 from sinew.processing.limits import unit_sizes
-from sinew.records import arithmetic
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.launch import ServingLimits
 from sinew.serve.policies import Deployment
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
-from sinew.serve.supervise import Supervisor
+from sinew.serve.served import ServedPolicy
+from sinew.serve.supervise import STUCK_S, Supervisor
+from sinew.system import machine
 
 logger = logging.getLogger(__name__)
 
 
-def deploy(
-    policy: Policy | Replay,
-    bounds: ServingLimits,
-    supervisor: Supervisor,
-    device_lock: DeviceLock,
-    begun: WeakSet[Scheduler] | None = None,
-) -> Deployment:
-    """Return the policy behind a scheduler, warm, with what a server says of it.
+class PolicyHost:
+    """What the policies of one server share: who keeps its threads alive, and the device, on which they take turns.
 
-    device_lock: where it takes turns with others. begun: gets the scheduler before it is started, for whoever
-    interrupts that.
+    begun: their schedulers, before they are started, for whoever interrupts that.
     """
-    scheduler = Scheduler(
-        policy,
-        queue_size=bounds.queue,
-        supervisor=supervisor,
-        max_batch=None if bounds.max_batch == "auto" else bounds.max_batch,
-        device_lock=device_lock,
-    )
-    if begun is not None:
-        begun.add(scheduler)
-    supervisor.watch(policy.problem)  # of the files whose weights are mapped
-    try:
+
+    def __init__(self, stuck_s: float = STUCK_S, begun: WeakSet[Scheduler] | None = None):
+        self.supervisor, self.device_lock = Supervisor(stuck_s), DeviceLock()
+        self.begun = WeakSet() if begun is None else begun
+
+    def start(self, policy: ServedPolicy, queue: int = 64, max_batch: int | None = 1) -> Scheduler:
+        """Return a policy's scheduler, once that is warm. Raises what the warm-up raised."""
+        scheduler = Scheduler(
+            policy,
+            queue_size=queue,
+            supervisor=self.supervisor,
+            max_batch=max_batch,
+            device_lock=self.device_lock,
+        )
+        self.begun.add(scheduler)
         scheduler.start()
-    except BaseException:
-        scheduler.stop()
-        scheduler.unwatch()
-        raise
+        return scheduler
+
+
+def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | None = None) -> Deployment:
+    """Return the policy behind a scheduler, warm, with what a server says of it. host: of one alone if None."""
+    host = host or PolicyHost()
+    host.supervisor.watch(policy.problem)  # of the files whose weights are mapped
+    scheduler = host.start(policy, bounds.queue, None if bounds.max_batch == "auto" else bounds.max_batch)
     about = describe(policy)
     runs = about["server"]
     logger.info(
@@ -100,7 +102,7 @@ def describe(policy: Policy | Replay) -> dict[str, Any]:
             "version": __version__,
             **policy.describe(),
             "threads_reason": policy.threads_reason,
-            **arithmetic.about(policy.threads),
+            **machine.arithmetic(policy.threads),
         },
         "policy": policy.spec.to_dict(),
         "padded_state_dim": policy.padded_state_dim,

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 from sinew.serve.process import GRACE_S, Process
-from sinew.serve.supervise import Supervisor
 from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.records.background_writer import BackgroundWriter
-    from sinew.serve.device_lock import DeviceLock
-    from sinew.serve.policies import Deployment
+    from sinew.serve.deploy import PolicyHost
     from sinew.serve.prepare import Preparation
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Makes what loads, exchanges and unloads policies.
-Change = Callable[["Service", Supervisor, "DeviceLock", "WeakSet[Scheduler]"], "Swapper"]
 RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
 
 
@@ -73,42 +69,33 @@ def loader(
     return load
 
 
-def changer(
+def swapper(
+    service: Service,
+    host: PolicyHost,
     bundle: Path,
     options: dict[str, Any],
     threads: int | None,
     bounds: ServingLimits,
     memory_gib: float | None,
     need: Callable[[str, dict[str, Any], int | None, int], tuple[int, int]],
-) -> Change:
+) -> Swapper:
     """Return what lets a server load, exchange and unload policies, run with the same flags.
 
     need: the bytes of a policy's weights and of what it computes: of its source, ``options``, ``threads`` and the
     requests of a batch.
     """
+    from sinew.serve.batching import LARGEST
+    from sinew.serve.deploy import deploy
+    from sinew.serve.swap import Need, Swapper
 
-    def make(
-        service: Service, supervisor: Supervisor, device_lock: DeviceLock, begun: WeakSet[Scheduler]
-    ) -> Swapper:
-        from sinew.serve.batching import LARGEST
-        from sinew.serve.deploy import deploy
-        from sinew.serve.swap import Need, Swapper
-
-        def open_source(source: str) -> Deployment:
-            return deploy(loader(Path(source), options, threads)(), bounds, supervisor, device_lock, begun)
-
-        batch = LARGEST if bounds.max_batch == "auto" else bounds.max_batch
-        budget, why = memory_budget(memory_gib, options)
-        return Swapper(
-            service,
-            open_source,
-            lambda source: Need(*need(source, options, threads, batch)),
-            str(bundle),
-            budget,
-            why,
-        )
-
-    return make
+    batch = LARGEST if bounds.max_batch == "auto" else bounds.max_batch
+    return Swapper(
+        service,
+        lambda source: deploy(loader(Path(source), options, threads)(), bounds, host),
+        lambda source: Need(*need(source, options, threads, batch)),
+        str(bundle),
+        *memory_budget(memory_gib, options),
+    )
 
 
 def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | None, str]:
@@ -152,7 +139,7 @@ class ServerLaunch:
     api_key: str = ""
     deadline_ms: float | None = None
     recorders: Mapping[str, BackgroundWriter] = field(default_factory=dict)
-    change: Change | None = None
+    change: Callable[[Service, PolicyHost], Swapper] | None = None
     policies: Mapping[str, str] = field(default_factory=dict)
     contexts: Sequence[str] = ()
     faster: Callable[[int | None], Preparation | None] | None = None
@@ -171,30 +158,28 @@ class ServerLaunch:
                 recorder.close()
 
     def _run(self, process: Process, ready: Callable[[Policy | Replay], Callable[[], None]]) -> bool:
-        supervisor = Supervisor(self.stuck_s)
         begun: WeakSet[Scheduler] = WeakSet()  # an exchanged policy is not kept by it
         try:
-            from sinew.serve.deploy import deploy
-            from sinew.serve.device_lock import DeviceLock
+            from sinew.serve.deploy import PolicyHost, deploy
             from sinew.serve.service import Service
 
+            host = PolicyHost(self.stuck_s, begun)
             logger.info("listening on %s", ", ".join(wire.address for wire in process.wires))
             policy = self.make()
             for recorder in self.recorders.values():
                 recorder.describe(policy.spec)
-            device_lock = DeviceLock()
-            deployment = deploy(policy, self.bounds, supervisor, device_lock, begun)
+            deployment = deploy(policy, self.bounds, host)
             service = Service(
                 deployment, api_key=self.api_key, deadline_ms=self.deadline_ms, **self.recorders
             )
             if self.change is not None:
-                service.swapper = self.change(service, supervisor, device_lock, begun)
+                service.swapper = self.change(service, host)
                 for name, source in self.policies.items():
                     service.swapper.load(name, source)
             if self.contexts:
                 from sinew.serve.contexts import add
 
-                add(service, self.contexts, device_lock, begun)
+                add(service, self.contexts, host)
             if self.faster is not None and service.swapper is not None:
                 from sinew.serve.prepare import Preparer
 

@@ -195,11 +195,7 @@ class Preparer:
                 f" {number} ({_name(number)}){', as the system does where memory is short' if number == 9 else ''};"
                 f" `sinew prepare {self._work.source} --again` tries once more"
             )
-            finding = EngineFinding(
-                self._work.engine, self._work.against, False, why, device=self._work.device
-            )
-            self._keep(finding)
-            return finding, Need(0)
+            return self._refused(why), Need(0)
         if status or record is None:
             last = next((line for line in reversed(said) if line.strip()), f"it ended with status {status}")
             raise SinewError(last.strip().removeprefix("error: ")[:500])
@@ -299,14 +295,15 @@ class Preparer:
                 f"engine {self._work.engine} is not taken: {self._work.against} {' and '.join(lost)}, as was asked of"
                 f" this server, and it does not; `sinew prepare {self._work.source} --again` forgets that"
             )
-            self._keep(
-                EngineFinding(self._work.engine, self._work.against, False, why, device=self._work.device)
-            )
-            raise RequestError(why)
+            raise RequestError(self._refused(why).why)
 
-    def _keep(self, finding: EngineFinding) -> None:
+    def _refused(self, why: str) -> EngineFinding:
+        """Keep that the engine is not taken, and return it."""
+        work = self._work
+        finding = EngineFinding(work.engine, work.against, False, why, device=work.device)
         with contextlib.suppress(OSError):  # a folder that is not for writing: the next start tries again
-            finding.keep(self._work.bundle)
+            finding.keep(work.bundle)
+        return finding
 
     def _say(self, state: str, text: str, level: int, more: str = "") -> None:
         self._state = state, f"{text}: {more}" if more else text

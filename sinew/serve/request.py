@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
@@ -140,3 +141,41 @@ class Request:
         if safety is not None:
             self.warnings += safety.check(found)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class WireMessage:
+    """One message of a client as its wire has read it, before anything large of it is decoded.
+
+    content: what the wire makes the observation of. endpoint: answered, where ``reply`` is all that there is to say
+    (None: nothing). observations: of a message that has several, each a message itself.
+    """
+
+    content: Any = None
+    endpoint: Literal["infer", "reset", "answered"] = "infer"
+    session: str = ""
+    deadline_ms: float | None = None
+    policy: str = ""
+    observations: Sequence[WireMessage] = ()
+    reply: bytes | None = None
+
+    def requests(
+        self,
+        wire: str,
+        decode: Callable[[WireMessage, PixelBudget], Observation],
+        client: str,
+        arrived: float,
+        connection: Hashable,
+        policy: str,
+        owner: Hashable | None = None,
+    ) -> list[Request]:
+        """Return a request for each observation. decode: makes it of its message. The rest: as of :class:`Request`."""
+        return [
+            Request(
+                *(wire, partial(decode, each), client, each.session, self.deadline_ms, arrived),
+                connection=connection,
+                owner=owner,
+                policy=policy,
+            )
+            for each in self.observations or (self,)
+        ]

@@ -17,7 +17,7 @@ from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.processing import Processor
 from sinew.processing.arrays import numbers
 from sinew.processing.limits import ranges
-from sinew.steps.vector.base import apply_steps
+from sinew.processing.processor import turned_actions, turned_state
 
 STATE_MARGIN = 20.0  # half widths of the training data from its centre; beyond, a state is refused
 WARN_MARGIN = 3.0  # and beyond this the reply carries a warning
@@ -138,11 +138,10 @@ class Safety:
         self, shape: tuple[int, int], state: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the lowest and the highest number of each row and dimension of a chunk [rows, D]."""
-        steps, rows = self._recipe.action_steps, shape[0]
-        ends = []
+        ends, rows = [], shape[0]
         for bound in (self._action_low, self._action_high):
             full = np.array(np.broadcast_to(bound[..., :rows, :] if bound.ndim == 2 else bound, shape))
-            ends.append(apply_steps(full, steps, state))
+            ends.append(turned_actions(self._recipe, full, state))
         low, high = np.fmin(*ends), np.fmax(*ends)
         return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
@@ -191,7 +190,7 @@ class Safety:
         state = _numbers(observation.state)
         if state is None or state.shape != (self._spec.state.dim,) or not np.isfinite(state).all():
             return None
-        return apply_steps(state, self._recipe.state_steps)
+        return turned_state(self._recipe, state)
 
 
 def _numbers(value: object) -> np.ndarray | None:

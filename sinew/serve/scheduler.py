@@ -91,17 +91,22 @@ class Scheduler:
 
     def start(self) -> None:
         """Start the threads and warm the policy up, on the thread that will run it: thread pools and
-        captured graphs belong to a thread. Raises what the warm-up raised."""
+        captured graphs belong to a thread. Raises what the warm-up raised, and then leaves nothing behind."""
         loops = [(f"sinew-decode-{number}", self._decode_loop) for number in range(DECODERS)]
         loops += [
             (f"sinew-infer-{n}" if n else "sinew-infer", self._infer_loop) for n in range(self._workers)
         ]
         for name, loop in loops:
             self._threads.append(self.supervisor.thread(name, loop))
-        while not self._warm.wait(0.2):  # a timeout, so that signal handlers run meanwhile
-            pass
-        if self._warm_up_error is not None:
-            raise self._warm_up_error
+        try:
+            while not self._warm.wait(0.2):  # a timeout, so that signal handlers run meanwhile
+                pass
+            if self._warm_up_error is not None:
+                raise self._warm_up_error
+        except BaseException:
+            self.stop()
+            self.unwatch()
+            raise
         if self.device_lock is not None:
             self.device_lock.join(self, self._ready.order)
 

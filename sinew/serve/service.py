@@ -25,7 +25,7 @@ from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
 from sinew.serve.policies import MAX_NAME, Deployment, Policies
-from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, bare
+from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, WireMessage, bare
 from sinew.serve.robots import Robots
 from sinew.serve.scheduler import Scheduler, release
 from sinew.system import machine
@@ -179,6 +179,10 @@ class Service:
             return outcome
         finally:
             del outcome  # an error knows this frame, and this the error: a circle that keeps the request
+
+    async def outcomes(self, message: WireMessage, requests: Sequence[Request]) -> Sequence[Outcome]:
+        """Return what became of the requests of a message; raises the error of one that has a single observation."""
+        return await self.infer_all(requests) if message.observations else [await self.infer(requests[0])]
 
     def cancel(self, request: Request) -> None:
         """The client of this request has left."""

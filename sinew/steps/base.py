@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar, cast
 
-MAX_SIZE = 8192  # bounds every length that a manifest may ask for: pixels, tokens, actions, dimensions
-
 S = TypeVar("S", bound="Step")
 
 

@@ -15,10 +15,10 @@ from sinew_client.control.servers import PolicyCall
 from sinew_client.policy import OpenPolicy, refuse_words
 
 from sinew.core import ActionChunk, Observation, SinewError, Timing
+from sinew.engine.clone import on_meta
 from sinew.engine.contexts import unpack
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.fingerprint import fingerprint
-from sinew.engine.plan.cost import on_meta
 from sinew.processing import given
 
 if TYPE_CHECKING:

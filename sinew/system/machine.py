@@ -10,6 +10,7 @@ import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PROC = Path("/proc")
 SYS = Path("/sys")
@@ -28,6 +29,7 @@ ISA_SETTINGS = (
     "ONEDNN_MAX_CPU_ISA",
     "NPY_DISABLE_CPU_FEATURES",
 )
+LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
 WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})  # how OpenMP threads wait
 
 
@@ -163,6 +165,20 @@ def instructions() -> str:
     names = [name for name in sorted(cpu_flags()) if name in ARITHMETIC or name.startswith(WIDE)]
     told = [f"{name}={os.environ[name]}" for name in ISA_SETTINGS if os.environ.get(name)]
     return " ".join([*names, *told]) or platform.machine()
+
+
+def arithmetic(threads: int) -> dict[str, Any]:
+    """Return what decides the last bits of what this process computes beside its engine, ready for JSON."""
+    return {
+        "threads": threads,
+        "hardware": cpu_model(),
+        "instructions": instructions(),
+        "libraries": {
+            name: str(module.__version__)
+            for name in LIBRARIES
+            if (module := sys.modules.get(name)) is not None and hasattr(module, "__version__")
+        },
+    }
 
 
 def half_units(dtype: str) -> str | None:

@@ -16,9 +16,8 @@ from sinew_client.control import Stopped
 from sinew.cli import main
 from sinew.policy import Policy, load
 from sinew.serve import contexts
-from sinew.serve.device_lock import DeviceLock
+from sinew.serve.deploy import PolicyHost
 from sinew.serve.safety import Safety
-from sinew.serve.scheduler import Scheduler
 from tests.serve.puppet import WAIT_S, desk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,12 +55,12 @@ def policy() -> Policy:
 @pytest.fixture(scope="module")
 def server(policy: Policy) -> Iterator[SimpleNamespace]:
     padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
-    begun: set[Scheduler] = set()
+    host = PolicyHost()
     with desk(policy=policy, safety=Safety(policy.processor), **padded) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
-        contexts.add(at.service, ("bf16",), DeviceLock(), begun)
+        contexts.add(at.service, ("bf16",), host)
         yield at
-        for scheduler in begun:
+        for scheduler in host.begun:
             scheduler.stop()
             assert scheduler.join(WAIT_S)
 

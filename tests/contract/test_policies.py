@@ -18,9 +18,8 @@ import sinew
 from sinew.core import SinewError
 from sinew.policy import load
 from sinew.serve import contexts
-from sinew.serve.device_lock import DeviceLock
+from sinew.serve.deploy import PolicyHost
 from sinew.serve.safety import Safety
-from sinew.serve.scheduler import Scheduler
 from sinew.sim import blocks_expert
 from tests.engine.test_batches import observations
 from tests.serve.puppet import WAIT_S, desk
@@ -38,17 +37,17 @@ def world(smolvla_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
     path: Path = smolvla_bundle(CASE)
     policy = load(path, **OPTIONS)
     padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
-    begun: set[Scheduler] = set()
+    host = PolicyHost()
     seen = observations(policy, 2)
     answers = [policy.infer(each).actions for each in seen]
     with desk(policy=policy, safety=Safety(policy.processor), **padded) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
-        contexts.add(at.service, ("fp32",), DeviceLock(), begun)
+        contexts.add(at.service, ("fp32",), host)
         yield SimpleNamespace(
             bundle=path, address=at.native, spec=policy.spec, seen=seen, answers=answers,
             records=record(tmp_path_factory.mktemp("records"), {"arm": 2}, (4, 6), LONG_MS),
         )  # fmt: skip
-        for scheduler in begun:
+        for scheduler in host.begun:
             scheduler.stop()
             assert scheduler.join(WAIT_S)
 

@@ -42,7 +42,7 @@ from sinew.eval.settings import Latency
 from sinew.eval.sources import Measured, Simulated, SimulatedLink, StreamCosts
 from sinew.policy import load
 from sinew.serve import contexts
-from sinew.serve.device_lock import DeviceLock
+from sinew.serve.deploy import PolicyHost
 from sinew.serve.safety import Safety
 from sinew.serve.transport.listen import Listen
 from sinew.stream import LocalLink, Window
@@ -317,17 +317,17 @@ class TwoPlaces(Case):
         }
         safety = Safety(self.policy.processor)
         made = desk(policy=self.policy, safety=safety, listen=Listen(port=port), **padded)
-        at, self._begun = self._stack.enter_context(made), set[Any]()
+        at, self._host = self._stack.enter_context(made), PolicyHost()
         at.service.policies.get().metadata["server"] = self.policy.describe()
-        contexts.add(at.service, ("fp32",), DeviceLock(), self._begun)
+        contexts.add(at.service, ("fp32",), self._host)
         self.address = at.native
 
     def lose(self) -> None:
-        for scheduler in self._begun:
+        for scheduler in self._host.begun:
             scheduler.stop()
             assert scheduler.join(WAIT_S)
         self._stack.close()
-        self._begun = set()
+        self._host = PolicyHost()
 
     def find(self) -> None:
         self._serve(int(self.address.rpartition(":")[2]))

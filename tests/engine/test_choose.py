@@ -19,10 +19,9 @@ from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import SinewError
 from sinew.core.registry import architectures
-from sinew.engine import proofs
+from sinew.engine import prepared, proofs
 from sinew.engine.backend import BACKENDS, EngineOptions
-from sinew.engine.choose import choose
-from sinew.engine.cpu import probe
+from sinew.engine.choose import candidates, choose
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import cache_folder
@@ -241,29 +240,24 @@ needs_kernels = pytest.mark.skipif(not extension().compiled, reason=extension().
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    ("onnx_seconds", "engine"),
-    [(0.5, "onnx"), (0.97, "cpu"), (1.0, "cpu"), (2.0, "cpu")],
-    ids=["faster", "a little faster", "tie", "slower"],
-)
-def test_the_faster_of_two_that_follow_a_recipe_is_taken(tmp_path, monkeypatch, onnx_seconds, engine) -> None:
+def test_of_two_that_follow_a_recipe_the_one_that_was_measured_is_taken(tmp_path) -> None:
+    """Graphs alone say nothing: what they are worth here, `sinew prepare` finds out."""
     bundle = stored_in_int8(tmp_path / "small.gguf")
-    asked = []
-
-    def measure(*arguments):
-        asked.append(arguments)
-        return probe.ProbeResult(1.0, onnx_seconds)
-
-    monkeypatch.setattr(probe, "measure", measure)
     choice = choose(bundle, device="cpu", threads=1)
-    assert choice.engine == engine
-    assert asked == [(bundle, bundle.manifest.quantization.recipe, 1)]
-    assert choice.engine_reason.startswith("it follows the bundle's recipe; measured on this machine: ")
-    assert f"cpu 1000, onnx {1e3 * onnx_seconds:.0f} CPU ms" in choice.engine_reason
-    assert (
-        f"onnx rounds weights to {usable_bits(bundle)} bits and activations per tensor"
-        in choice.engine_reason
-    )
+    assert choice.engine == "cpu"
+    told = f"it follows the bundle's recipe; engine onnx was not measured beside it: `sinew prepare {bundle.path}`"
+    assert choice.engine_reason.startswith(told)
+    assert [each.engine for each in candidates(bundle, choice)] == ["onnx"]
+    prepared.EngineFinding("onnx", "plan", True, "beside another").keep(bundle.path)
+    assert choose(bundle, device="cpu").engine_reason.startswith(told)
+    for taken, engine in ((True, "onnx"), (False, "cpu")):
+        prepared.EngineFinding("onnx", "cpu", taken, "measured here").keep(bundle.path)
+        choice = choose(bundle, device="cpu")
+        assert (choice.engine, choice.engine_reason) == (
+            engine,
+            "it follows the bundle's recipe; measured here",
+        )
+        assert candidates(bundle, choice) == []
 
 
 def test_a_reason_leaves_out_engines_for_other_weights(smolvla_bundle) -> None:
@@ -276,11 +270,7 @@ def test_a_reason_leaves_out_engines_for_other_weights(smolvla_bundle) -> None:
 
 
 @needs_kernels
-def test_nothing_is_measured_where_there_is_nothing_to_choose(tmp_path, monkeypatch) -> None:
-    def measure(*_):
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(probe, "measure", measure)
+def test_nothing_is_said_where_there_is_nothing_to_choose(tmp_path, monkeypatch) -> None:
     bundle = stored_in_int8(tmp_path / "small.gguf")
     assert choose(bundle, "cpu", device="cpu").engine_reason == "asked for"
     assert choose(bundle, device="cpu", ignore_recipe=True).engine == "cpu"
@@ -290,83 +280,6 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(tmp_path, monkeypa
     assert "engine onnx has no graphs of this bundle yet" in without_graphs.engine_reason
     monkeypatch.setattr(Onnx, "packages", ("no_such_runtime",))
     assert choose(bundle, device="cpu").engine_reason == "it follows the bundle's recipe"
-
-
-SMALL = probe.ProbeBlock(24, 32, 64, 4)
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["int8", "int8-rows", "fp32"])
-def test_a_probe_gives_both_engines_the_same_layer(kind: str) -> None:
-    random = np.random.default_rng(0)
-    x = random.standard_normal((1, SMALL.tokens, SMALL.width), np.float32)
-    shapes = [(32, 32)] * 4 + [(32, 64), (64, 32)]
-    weights = [random.standard_normal(shape, np.float32) / 6 for shape in shapes]
-    exact = probe._on_cpu(SMALL, "fp32", x, weights)().numpy()
-    ours = probe._on_cpu(SMALL, kind, x, weights)().numpy()
-    (theirs,) = probe._on_onnx(SMALL, kind, x, weights, 1)()
-    # Where both use the same eight bits (VNNI) they round alike; elsewhere ONNX Runtime has seven. Both do round.
-    for found in (ours, theirs):
-        error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
-        assert (error < 1e-5) if kind == "fp32" else (1e-4 < error < 0.08)
-    assert np.linalg.norm(ours - theirs) / np.linalg.norm(exact) < (1e-5 if kind == "fp32" else 0.08)
-
-
-@needs_kernels
-def test_a_probe_is_kept_for_this_machine(monkeypatch) -> None:
-    before = torch.get_num_threads()
-    first = probe.block_seconds(SMALL, "int8", 1)
-    assert torch.get_num_threads() == before
-    assert set(first) == {"cpu", "onnx"}
-    assert all(seconds > 0 for seconds in first.values())
-    runs: list[tuple] = []
-
-    def again(*arguments):
-        runs.append(arguments)
-        return {"cpu": 3.0, "onnx": 4.0}
-
-    monkeypatch.setattr(probe, "_run_in_turn", again)
-    assert probe.block_seconds(SMALL, "int8", 1) == first
-    assert runs == []
-    probe.block_seconds(SMALL, "int8", 2)
-    probe.block_seconds(SMALL, "fp32", 1)
-    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512_vnni"}))
-    assert probe.block_seconds(SMALL, "int8", 1) == {"cpu": 3.0, "onnx": 4.0}
-    assert len(runs) == 3
-    for kept in machine.cache_folder("probes").iterdir():
-        kept.write_text('{"seconds": {"cpu": -1, "onnx": "fast"}}')
-    assert probe.block_seconds(SMALL, "int8", 1) == {"cpu": 3.0, "onnx": 4.0}
-    assert len(runs) == 4
-
-
-def test_a_probe_weighs_what_the_bundle_has(monkeypatch) -> None:
-    """Seconds of a block, times how many blocks of work the components are."""
-    monkeypatch.setattr(probe, "block_seconds", _seconds)
-    bundle = Bundle(PEN)
-    both = probe.measure(bundle, {"vision": "int8", "head": "int8"}, 1)
-    vision = probe.measure(bundle, {"vision": "int8"}, 1)
-    head = probe.measure(bundle, {"head": "int8"}, 1)
-    assert both.cpu == pytest.approx(vision.cpu + head.cpu)
-    assert both.onnx == pytest.approx(2 * both.cpu)
-    assert min(vision.cpu, head.cpu) > 0
-
-
-def _seconds(block: probe.ProbeBlock, kind: str, threads: int) -> dict[str, float]:
-    return {"cpu": 1.0, "onnx": 2.0} if kind == "int8" else {"cpu": 0.0, "onnx": 0.0}
-
-
-def test_a_probe_asks_the_model_for_its_components() -> None:
-    """A language head that a bundle keeps is language: literal names counted it to the action head, once a step."""
-    shapes = {
-        "vision.a": (2, 3),
-        "connector.b": (5, 7),
-        "language.c": (11, 2),
-        "lm_head.d": (13, 3),
-        "expert.e": (4, 4),
-    }
-    infos = {name: SimpleNamespace(shape=shape) for name, shape in {**shapes, "expert.norm": (9,)}.items()}
-    bundle = SimpleNamespace(manifest=SimpleNamespace(architecture="smolvla"), infos=infos)
-    assert probe.matrices(bundle) == {"vision": 6 + 35, "language": 22 + 39, "head": 16}
 
 
 # ----------------------------------------------------------------------------- streams

@@ -16,6 +16,7 @@ from sinew.bundle import Bundle
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.core import BundleError, ObservationError, SinewError
+from sinew.engine.clone import on_meta
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
@@ -23,7 +24,6 @@ from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
-from sinew.engine.plan.cost import on_meta, savings
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.families.smolvla.model import SmolVLA
@@ -31,6 +31,7 @@ from sinew.models import build_on_meta
 from sinew.models.base import Model, Speaker
 from sinew.models.solvers import Step
 from sinew.perf.published import published
+from sinew.perf.rewrites import savings
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
 from sinew.steps.image.jpeg import Jpeg

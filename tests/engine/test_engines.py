@@ -19,12 +19,13 @@ from sinew_client import Client
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import BundleError, SinewError
+from sinew.engine.clone import on_meta
 from sinew.engine.example import Shapes
 from sinew.engine.onnx import providers
 from sinew.engine.onnx.engine import OnnxEngine
-from sinew.engine.plan.cost import cost, on_meta
 from sinew.engine.plan.plan import Plan
 from sinew.models.solvers import FLOW
+from sinew.perf.rewrites import cost
 from sinew.policy import load
 from tests.golden import Golden, assert_parity
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sinew.engine.plan import meta
+from sinew.perf import meta
 
 aten = torch.ops.aten
 

@@ -24,8 +24,7 @@ from sinew.engine.onnx.cache import fingerprint
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.export import ON_ONNX, _write, export_graphs, write_tables
 from sinew.engine.onnx.graphs import GraphSet
-from sinew.engine.onnx.providers import OPENVINO
-from sinew.engine.onnx.sessions import session_options
+from sinew.engine.onnx.providers import OPENVINO, session_options
 from sinew.engine.plan.plan import Plan
 from sinew.models.solvers import FLOW
 from sinew.policy import load

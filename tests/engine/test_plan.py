@@ -17,17 +17,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from sinew.core import CancelledError, Observation, SinewError
+from sinew.engine.clone import on_meta
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
 from sinew.engine.plan import gelu, norms, packing, positions, time_tables
 from sinew.engine.plan.constant_kv import StateInPrefix
-from sinew.engine.plan.cost import cost, on_meta, savings
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.engine.plan.rewrite import joined, spans
 from sinew.engine.plan.stages import stages
 from sinew.models.base import Model
+from sinew.perf.rewrites import cost, savings
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
 from sinew.system import machine

@@ -15,7 +15,7 @@ from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.eager.engine import EagerEngine
-from sinew.engine.onnx.attention import join_attention
+from sinew.engine.onnx.export import join_attention
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.rewrite import RewriteOutcome

@@ -15,9 +15,9 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources
 from sinew.engine.choose import choose
+from sinew.engine.clone import on_meta
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.loading import load_model
-from sinew.engine.plan.cost import on_meta
 from sinew.layers.linear import Linear
 from sinew.layers.stores import half
 from sinew.layers.stores.half import HALF, product

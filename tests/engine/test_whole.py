@@ -17,7 +17,7 @@ from sinew.checks.validate.exported import prove_whole
 from sinew.cli import main
 from sinew.core import SinewError
 from sinew.engine.onnx.graphs import GraphSet
-from sinew.engine.onnx.whole import WHOLE, affine, frame_map, open_whole, write_whole
+from sinew.engine.onnx.whole.graph import WHOLE, affine, frame_map, open_whole, write_whole
 from sinew.policy import load
 from sinew.processing.image import prepare_frame
 from sinew.steps.image.letterbox import Letterbox

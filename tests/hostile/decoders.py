@@ -25,6 +25,7 @@ from sinew_client.robot_report import RobotReport
 
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.policy import load
+from sinew.records.npy import dump_npy, load_npy
 from sinew.serve.decode.array import pack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.decode.pickle.machine import load as load_pickle
@@ -36,7 +37,6 @@ from sinew.serve.wires.lerobot.features import agree
 from sinew.serve.wires.lerobot.features import observation as lerobot_observation
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig, read_observation, read_policy_config
 from sinew.serve.wires.native import NativeCodec
-from sinew.system.npy import dump_npy, load_npy
 from tests.hostile.mutate import mutate_record
 from tests.serve import test_safe_pickle as theirs
 from tests.serve.puppet import FRAME, GREETING, SPEC, frame, lone, request
@@ -151,7 +151,7 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
     def read_vla_eval(data: bytes) -> object:
         talk = vla_eval.Conversation(SPEC, {})
         message = talk.read(data)
-        return talk.observation(message, SPEC) if message.endpoint == "infer" else message
+        return vla_eval.observation(message, SPEC) if message.endpoint == "infer" else message
 
     return {
         "vla-eval": (vla_eval.pack(step), read_vla_eval),

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sinew_client.given import open_regular
 
 from sinew.bundle import Bundle, digests
-from sinew.bundle.files import open_regular
 from sinew.core import BundleError
 from sinew.engine.onnx.borrowed import shipped_folder
 from sinew.engine.onnx.engine import OnnxEngine

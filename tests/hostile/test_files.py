@@ -21,9 +21,9 @@ import pytest
 from rich.panel import Panel
 from rich.progress import TextColumn
 from rich.text import Text
+from sinew_client.given import open_regular
 
 from sinew.bundle import Bundle, write_bundle
-from sinew.bundle.files import open_regular
 from sinew.bundle.schema import from_builtins, from_json, to_json
 from sinew.cli import main, terminal
 from sinew.convert import convert
@@ -31,14 +31,12 @@ from sinew.convert.read.files import read_bytes
 from sinew.core import BundleError, CameraSpec, ConvertError, KeyMap, SinewError
 from sinew.engine.onnx.engine import _table
 from sinew.engine.onnx.graphs import NEWEST, GraphSet
-from sinew.engine.onnx.sessions import open_session
+from sinew.engine.onnx.providers import open_session
 from sinew.eval.report import card as cards
 from sinew.policy import load
 from sinew.processing import Processor
 from sinew.records.recorder import read_record
 from sinew.serve.deploy import ServingLimits, deploy
-from sinew.serve.device_lock import DeviceLock
-from sinew.serve.supervise import Supervisor
 from sinew.sources.cache import CacheEntry
 from sinew.steps.action_tokens.base import ActionTokens
 from sinew.steps.image.letterbox import Letterbox
@@ -525,8 +523,7 @@ def test_statistics_that_no_robot_has_are_told_at_serve(checkpoint, caplog, stat
     file = checkpoint.parent / "stats.json"
     file.write_text(json.dumps({"observation.state": good, "action": good | stats}))
     policy = load(convert(checkpoint, checkpoint.parent / "out.gguf", stats=file), threads=1)
-    supervisor = Supervisor(lambda: None)
-    deploy(policy, ServingLimits(), supervisor, DeviceLock()).scheduler.stop()
+    deploy(policy, ServingLimits()).scheduler.stop()
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert (
         any(said in each for each in warnings) if said else not any("processing" in each for each in warnings)

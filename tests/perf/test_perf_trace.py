@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from sinew.core import SinewError
 from sinew.engine.example import Inputs, Shapes
-from sinew.engine.plan import meta
 from sinew.models.base import Model
+from sinew.perf import meta
 from sinew.perf.flops import PRODUCTS
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component, Residency

@@ -27,10 +27,8 @@ from sinew.core import Observation, ObservationError, SinewError
 from sinew.policy import Policy
 from sinew.records.recorder import read_records
 from sinew.serve.deploy import deploy
-from sinew.serve.device_lock import DeviceLock
 from sinew.serve.launch import ServingLimits
 from sinew.serve.replay import Replay
-from sinew.serve.supervise import Supervisor
 from sinew.serve.wires import evo1, http
 from sinew.serve.wires.groot import codec as groot
 from tests.adapters import Make
@@ -306,7 +304,7 @@ def test_flags(adapters: Make, tmp_path: Path) -> None:
 
 def test_limits_are_those_of_the_adapters_statistics(policy: Policy) -> None:
     """What is far outside of the base's data may be usual in an adapter's, and the other way round."""
-    deployment = deploy(policy, ServingLimits(), Supervisor(), DeviceLock())
+    deployment = deploy(policy, ServingLimits())
     try:
         base, arm = (deployment.safety_of(Observation({}, np.zeros(6), adapter=name)) for name in ("", "arm"))
         assert base is deployment.safety is not arm

@@ -23,6 +23,7 @@ from sinew.policy import load
 from sinew.processing import given
 from sinew.processing.arrays import numbers
 from sinew.serve.decode.array import pack
+from sinew.serve.request import WireMessage
 from sinew.serve.safety import Safety
 from sinew.serve.wires import evo1, field_names, http, openpi
 from sinew.serve.wires.groot.codec import GrootCodec
@@ -92,7 +93,7 @@ def test_evo1s_state_has_no_text():
         "action_mask": [1, 1],
     }
     with at_most(8), pytest.raises(ObservationError, match=r"state: expected numbers, got text at \[5000\]"):
-        evo1.observation(evo1.Evo1Message(json.dumps(fields).encode()), SPEC)
+        evo1.observation(WireMessage(json.dumps(fields).encode()), SPEC)
 
 
 def test_groots_state_has_no_text_beside_numbers():
@@ -258,7 +259,7 @@ def test_a_refusal_does_not_write_out_what_came(strange):
         at_most(4),
         pytest.raises(ObservationError, match="a shape of at most|a plain number type") as refused,
     ):
-        http.observation(http.HttpMessage(content), SPEC)
+        http.observation(WireMessage(content), SPEC)
     assert len(str(refused.value)) < 300
     content = {"unnorm_key": [int("9" * 4000)] * 10_000}
     with at_most(4), pytest.raises(ObservationError, match="unnorm_key: expected text, got list"):
@@ -280,7 +281,7 @@ def test_numbers_of_evo1s_pictures_take_two_bytes_each():
     payload = fields % b",".join([row] * 1024)
     assert len(payload) > 4 * MIB
     with at_most(5 * len(payload) / MIB):
-        assert evo1.observation(evo1.Evo1Message(payload), SPEC).images["front"].shape == (1024, 512, 3)
+        assert evo1.observation(WireMessage(payload), SPEC).images["front"].shape == (1024, 512, 3)
     for value in (
         b"256",
         b"1000",
@@ -294,7 +295,7 @@ def test_numbers_of_evo1s_pictures_take_two_bytes_each():
         b"true",
     ):
         with pytest.raises(ObservationError, match="image"):
-            evo1.observation(evo1.Evo1Message(fields % (b"[[0,0,%s]]" % value)), SPEC)
+            evo1.observation(WireMessage(fields % (b"[[0,0,%s]]" % value)), SPEC)
 
 
 # ----------------------------------------------------------------------------- and given back

@@ -25,6 +25,7 @@ from websockets.sync.client import connect
 from sinew.core import CameraSpec, ObservationError
 from sinew.serve.decode.frames import MAX_SCANS, MIN_BUDGET, PixelBudget, compressed_frame, pixel_limit
 from sinew.serve.decode.pickle.machine import SafePickleError, load
+from sinew.serve.request import WireMessage
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import http, openpi
 from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, closed_by_server, desk, until
@@ -93,26 +94,24 @@ def test_a_pickle_has_text_as_keys():
 def test_unknown_frames_are_refused_by_name(key):
     """A camera that is misspelt was dropped by openpi and http, and the policy saw half of the world."""
     flat = {"images/front": FRAME, key: FRAME, "state": np.zeros(2), "prompt": "go"}
-    message = openpi.OpenPIMessage("infer", "", None, flat)
+    message = WireMessage(flat)
     with pytest.raises(
         ObservationError, match=f"{key}: expected one of the cameras images/front, got an unknown camera"
     ):
         openpi.observation(message, SPEC)
     with pytest.raises(ObservationError, match="unknown camera"):
-        http.observation(http.HttpMessage(flat), SPEC)
+        http.observation(WireMessage(flat), SPEC)
     del flat[key]
-    assert set(
-        openpi.observation(
-            openpi.OpenPIMessage("infer", "", None, flat | {"noise": np.zeros((1, 3, 2))}), SPEC
-        ).images
-    ) == {"front"}
+    assert set(openpi.observation(WireMessage(flat | {"noise": np.zeros((1, 3, 2))}), SPEC).images) == {
+        "front"
+    }
 
 
 def test_a_close_name_is_suggested():
     flat = {"images/front": FRAME, "state": np.zeros(2)}
     two = replace(SPEC, cameras=(*SPEC.cameras, CameraSpec("wrist", 48, 64)))
     with pytest.raises(ObservationError, match="did you mean 'images/wrist'"):
-        openpi.observation(openpi.OpenPIMessage("infer", "", None, {**flat, "images/wrst": FRAME}), two)
+        openpi.observation(WireMessage({**flat, "images/wrst": FRAME}), two)
 
 
 # ----------------------------------------------------------------------------- web

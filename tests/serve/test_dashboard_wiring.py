@@ -19,11 +19,9 @@ from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import BY_HAND, Feed
 from sinew.serve.dashboard.wiring import EVERY, LOOKS, SESSIONS, Wiring
 from sinew.serve.deploy import deploy
-from sinew.serve.device_lock import DeviceLock
 from sinew.serve.launch import ServingLimits
 from sinew.serve.request import Request
 from sinew.serve.service import Service
-from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
 from tests.serve.puppet import WAIT_S, Puppet, until
 from tests.serve.puppet import desk as puppets
@@ -100,7 +98,7 @@ def test_sessions_are_bounded() -> None:
 def test_the_page_looks_with_the_bundle_of_the_policy_that_serves() -> None:
     assert Wiring.of(replace(MANIFEST, seen=None)) is None
     policy = load("egg", engine="eager", threads=1, rename={"eye": "front"})
-    first = deploy(policy, ServingLimits(), Supervisor(60.0), DeviceLock())
+    first = deploy(policy, ServingLimits())
     service, feed = Service(first), Feed()
     feed.follow(service)
     frame = {

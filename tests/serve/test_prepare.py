@@ -462,7 +462,7 @@ def test_what_cannot_be_prepared(monkeypatch) -> None:
 
 @needs_kernels
 def test_what_is_prepared_under_a_recipe(tmp_path: Path) -> None:
-    """Between two engines that follow it, a finding of the very bundle counts for more than a probe of its layers."""
+    """Between two engines that follow it, a finding of the very bundle decides."""
     bundle = stored_in_int8(tmp_path / "small.gguf")
     (graphs,) = tmp_path.glob("small.onnx-*")
     words = "measured here"

@@ -16,10 +16,9 @@ from sinew.policy import Policy, load
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import Recorder, read_records
 from sinew.serve import contexts
-from sinew.serve.device_lock import DeviceLock
+from sinew.serve.deploy import PolicyHost
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
-from sinew.serve.scheduler import Scheduler
 from sinew.stream.split import SplitPolicy
 from tests.engine.test_batches import observations
 from tests.serve.puppet import WAIT_S, desk
@@ -34,10 +33,10 @@ def policy(smolvla_bundle) -> Policy:
 
 def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
     padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
-    begun: set[Scheduler] = set()
+    host = PolicyHost()
     with desk(policy=policy, safety=Safety(policy.processor), **padded) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
-        contexts.add(at.service, ("fp32", "int8"), DeviceLock(), begun)
+        contexts.add(at.service, ("fp32", "int8"), host)
         observation = observations(policy, 1)[0]
         wanted = policy.infer(observation).actions
         sizes = {}
@@ -71,21 +70,21 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
             ):
                 SplitPolicy(policy, theirs)
             assert list(client.metadata()["policies"]) == ["default", "context.fp32", "context.int8"]
-        for scheduler in begun:
+        for scheduler in host.begun:
             scheduler.stop()
             assert scheduler.join(WAIT_S)
 
 
 def test_contexts_are_recorded_without_their_bytes(policy, tmp_path, caplog):
     """What was seen is kept, and that the answer was a context: a replay compares the other answers and counts it."""
-    begun: set[Scheduler] = set()
+    host = PolicyHost()
     given = observations(policy, 1)[0]
     asked = {"images": given.images, "state": given.state, "prompt": given.prompt, "seed": 3}
     recorder = Recorder(tmp_path / "records")
     padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
     with desk(policy=policy, recorder=recorder, **padded) as at:
         at.service.policies.get().metadata["server"] = {**policy.describe(), "version": "1"}
-        contexts.add(at.service, ("int8",), DeviceLock(), begun)
+        contexts.add(at.service, ("int8",), host)
         with Client(f"{at.native}/context.int8", timeout=WAIT_S) as client:
             assert client.context(asked)[0]
         with Client(at.native, timeout=WAIT_S) as client:
@@ -101,7 +100,7 @@ def test_contexts_are_recorded_without_their_bytes(policy, tmp_path, caplog):
             found = replay_records(client, (first, second), None)
         assert [row["result"] for row in found["rows"]] == ["unkept", "equal"]
         assert (found["unkept"], found["equal"], found["lost"]) == (1, 1, 0)
-        for scheduler in begun:
+        for scheduler in host.begun:
             scheduler.stop()
             assert scheduler.join(WAIT_S)
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
@@ -115,11 +114,11 @@ def test_contexts_are_recorded_without_their_bytes(policy, tmp_path, caplog):
 def test_moments_travel_to_the_context(case_bundle, caplog):
     """Of a policy that reads two: the answer says that one stands for both."""
     policy = load(case_bundle("diffusion-ddim"), engine="eager", threads=1)
-    begun: set[Scheduler] = set()
+    host = PolicyHost()
     given = observations(policy, 1)[0]
     with desk(policy=policy, padded_action_dim=policy.padded_action_dim) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
-        contexts.add(at.service, ("fp32",), DeviceLock(), begun)
+        contexts.add(at.service, ("fp32",), host)
         with Client(f"{at.native}/context.fp32", timeout=WAIT_S) as client, caplog.at_level("WARNING"):
             robot = SplitPolicy(policy, client)
             found, wanted = robot.infer(given), policy.infer(given)
@@ -132,7 +131,7 @@ def test_moments_travel_to_the_context(case_bundle, caplog):
             found, wanted = robot.infer(both), policy.infer(both)
             np.testing.assert_allclose(found.actions, wanted.actions, rtol=0, atol=1e-5)
             assert not found.warnings
-        for scheduler in begun:
+        for scheduler in host.begun:
             scheduler.stop()
             assert scheduler.join(WAIT_S)
 
@@ -168,8 +167,8 @@ def test_an_exchanged_bundle_gives_no_contexts(policy, tmp_path):
 def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
     with desk(policy=policy) as at:
         monkeypatch.setattr(policy.engine, "read", lambda _inputs: [object()])
-        begun: set[Scheduler] = set()
+        host = PolicyHost()
         with pytest.raises(SinewError, match="--context bf16: context: expected tensors, got object"):
-            contexts.add(at.service, ("bf16",), DeviceLock(), begun)
+            contexts.add(at.service, ("bf16",), host)
         assert at.service.policies.names == ("default",)
-        assert all(scheduler.join(WAIT_S) for scheduler in begun)
+        assert all(scheduler.join(WAIT_S) for scheduler in host.begun)

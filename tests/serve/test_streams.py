@@ -399,7 +399,7 @@ def test_a_stream_goes_on_with_the_policy_that_takes_its_place(rolling_bundle: P
 
     def stood(source: str) -> Deployment:
         found = load(source, engine="eager", threads=1)
-        return deploy(found, ServingLimits(), server.service.supervisor, DeviceLock())
+        return deploy(found, ServingLimits())
 
     policy = load(rolling_bundle, engine="eager", threads=1)
     with serving(policy) as server, contextlib.ExitStack() as closing:
@@ -427,12 +427,7 @@ def test_streams_of_a_policy_that_is_unloaded_end(rolling_bundle: Path, policy: 
     with serving(policy) as server, contextlib.ExitStack() as closing:
         swapper = Swapper(
             server.service,
-            lambda source: deploy(
-                load(source, engine="eager", threads=1),
-                ServingLimits(),
-                server.service.supervisor,
-                DeviceLock(),
-            ),
+            lambda source: deploy(load(source, engine="eager", threads=1), ServingLimits()),
             lambda _source: Need(1),
             str(rolling_bundle),
         )

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
-from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -363,30 +362,26 @@ def test_the_memory_of_an_exchanged_policy_comes_back():
     from sinew.cli.options import CAMERAS, RUNS
     from sinew.cli.serve import Bounds
     from sinew.perf.policy_memory import memory_need
-    from sinew.serve.deploy import deploy
-    from sinew.serve.device_lock import DeviceLock
-    from sinew.serve.launch import changer, loader
+    from sinew.serve.deploy import PolicyHost, deploy
+    from sinew.serve.launch import loader, swapper
     from sinew.serve.service import Service
-    from sinew.serve.supervise import Supervisor
 
     bundle = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
     options = RUNS.keywords() | CAMERAS.keywords() | {"engine": "eager", "device": "cpu"}
-    supervisor, device_lock, begun = Supervisor(), DeviceLock(), WeakSet()
-    found = deploy(loader(bundle, options, 1)(), Bounds(), supervisor, device_lock, begun)
+    host = PolicyHost()
+    found = deploy(loader(bundle, options, 1)(), Bounds(), host)
     service = Service(found)
-    swapper = changer(bundle, options, 1, Bounds(), None, memory_need)(
-        service, supervisor, device_lock, begun
-    )
+    changing = swapper(service, host, bundle, options, 1, Bounds(), None, memory_need)
     gone = [weakref.ref(found.scheduler.policy)]
     del found
     gc.freeze()
     try:
         for name in (DEFAULT, "arm", "arm"):
-            swapper.load(name, str(bundle))
+            changing.load(name, str(bundle))
             gone.append(weakref.ref(service.policies.get(name).scheduler.policy))
-        swapper.unload("arm")
+        changing.unload("arm")
         assert [each() is None for each in gone] == [True, False, True, True]
-        assert list(begun) == [service.policies.get().scheduler]
+        assert list(host.begun) == [service.policies.get().scheduler]
     finally:
         service.policies.get().scheduler.stop()
         gc.unfreeze()

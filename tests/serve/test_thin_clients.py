@@ -18,7 +18,7 @@ from sinew.cli import main
 from sinew.cli.terminal import BARS, spark
 from sinew.cli.top_view import view
 from sinew.core import SinewError
-from sinew.serve.feed import ServerSeen
+from sinew.serve.dashboard.follow import ServerSeen
 from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, chunk_of, record
 from tests.serve.test_server import free_port, serving
 

@@ -25,11 +25,9 @@ from sinew.cli import main
 from sinew.core import Observation
 from sinew.serve import scheduler as scheduling
 from sinew.serve.deploy import ServingLimits, deploy
-from sinew.serve.device_lock import DeviceLock
 from sinew.serve.policies import Deployment
 from sinew.serve.request import Request, ShuttingDownError
 from sinew.serve.service import Service
-from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
 from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, desk, until
@@ -49,7 +47,7 @@ ASKED = [observation(1), observation(2, size=3), observation(3), observation(4)]
 def served() -> Iterator[SimpleNamespace]:
     """pen with batches of up to three, on a wire of each kind."""
     with sinew.load("sinew/assets/pen.gguf", "cpu", threads=1) as pen:
-        deployment = deploy(pen, ServingLimits(max_batch=3), Supervisor(), DeviceLock())
+        deployment = deploy(pen, ServingLimits(max_batch=3))
         service = Service(deployment)
         wires = [
             *open_wires(parse(["native:0", "openpi:0"]), Listen()),

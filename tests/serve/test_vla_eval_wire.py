@@ -26,8 +26,9 @@ import sinew.sim  # noqa: F401 - registers the tasks
 from benchmarks.wire_clients import VlaEval
 from sinew.core import ActionChunk, KeyMap, ObservationError, RequestError, SinewError, VectorSpec
 from sinew.policy import load
+from sinew.serve.request import WireMessage
 from sinew.serve.service import key_of
-from sinew.serve.transport.sockets import Dialect
+from sinew.serve.transport.routes import Dialect
 from sinew.serve.wires import vla_eval
 from tests import processes
 from tests.golden import Golden
@@ -49,7 +50,7 @@ def message(kind: str, payload: Any, seq: int = 1) -> bytes:
 
 def read(payload: Any, spec: Any = SPEC) -> Any:
     talk = vla_eval.Conversation(spec, {})
-    return talk.observation(talk.read(message("observation", payload)), spec)
+    return vla_eval.observation(talk.read(message("observation", payload)), spec)
 
 
 def unpacked(data: bytes) -> Any:
@@ -71,15 +72,15 @@ def test_messages_that_the_package_wrote() -> None:
     assert said["payload"]["server"] == {"engine": "puppet"}
     begun = talk.read(start)
     assert (begun.endpoint, begun.session) == ("reset", "e")
-    seen = talk.observation(talk.read(png), SPEC)
+    seen = vla_eval.observation(talk.read(png), SPEC)
     np.testing.assert_array_equal(seen.images["front"], PICTURE)
     assert (seen.state.tolist(), seen.prompt, seen.session) == ([0.25, 0.5], "go", "e")
     assert talk.read(end).endpoint == "answered"
     assert talk.read(end).reply is None
-    near = talk.observation(talk.read(jpeg), SPEC).images["front"]
+    near = vla_eval.observation(talk.read(jpeg), SPEC).images["front"]
     assert near.shape == PICTURE.shape
     assert np.abs(near.astype(int) - PICTURE).mean() < 40  # a pattern that JPEG does not like
-    np.testing.assert_array_equal(talk.observation(talk.read(raw), SPEC).images["front"], PICTURE)
+    np.testing.assert_array_equal(vla_eval.observation(talk.read(raw), SPEC).images["front"], PICTURE)
 
 
 @installed
@@ -277,13 +278,13 @@ def test_rows_of_a_chunk_are_handed_out_one_by_one_until_the_episode_ends() -> N
     chunk = ActionChunk(np.arange(6, dtype=np.float32).reshape(3, 2), warnings=("it is dark",))
     step = message("observation", GO, 7)
     assert talk.read(step).endpoint == "infer"
-    first = unpacked(talk.answer(chunk, 0.0, None))
+    first = unpacked(talk.answer(WireMessage(), [chunk], 0.0, None))
     assert first["payload"]["actions"].tolist() == [0, 1]
     assert first["payload"]["warnings"] == ["it is dark"]
     second = unpacked(talk.read(message("observation", GO, 8)).reply)
     assert (second["type"], second["seq"], second["payload"]["actions"].tolist()) == ("action", 8, [2, 3])
     assert talk.read(step).endpoint == "infer"  # the third row is not one that upstream executes
-    talk.answer(chunk, 0.0, None)
+    talk.answer(WireMessage(), [chunk], 0.0, None)
     talk.read(message("episode_start", {"task": {}}))
     assert talk.read(step).endpoint == "infer"
 
@@ -294,8 +295,8 @@ def test_noise_is_that_of_the_episode_and_the_chunk_wherever_it_is_played() -> N
         talk.read(message("episode_start", {"task": task}))
         found = []
         for _ in range(2):
-            found.append(talk.read(message("observation", GO)).seed)
-            talk.answer(ActionChunk(np.zeros((3, 2), np.float32)), 0.0, None)
+            found.append(talk.read(message("observation", GO)).content.seed)
+            talk.answer(WireMessage(), [ActionChunk(np.zeros((3, 2), np.float32))], 0.0, None)
         return found
 
     first = seeds({"name": "a", "episode_idx": 0})
@@ -464,8 +465,8 @@ def test_a_policy_of_several_moments_reads_what_a_robot_would_have_kept(
                 assert (found.endpoint == "infer") == (step % int(rows) == 0)
                 if found.endpoint != "infer":
                     continue
-                talk.answer(ActionChunk(np.zeros((3, 2), np.float32)), 0.0, None)
-                seen, before = talk.observation(found, spec), kept.before(step)
+                talk.answer(WireMessage(), [ActionChunk(np.zeros((3, 2), np.float32))], 0.0, None)
+                seen, before = vla_eval.observation(found, spec), kept.before(step)
                 np.testing.assert_array_equal(seen.state, state)
                 assert [each.state.tolist() for each in seen.earlier] == [
                     each.state.tolist() for each in before
@@ -536,8 +537,8 @@ def test_pixels_are_counted_before_they_are_decoded() -> None:
     picture = {"__image__": True, "format": "png", "data": image("PNG"), "shape": [1, 1, 3]}
     sent = talk.read(message("observation", {**GO, "images": {"front": picture}}))
     with pytest.raises(ObservationError, match="at most 3071 pixels"):
-        talk.observation(sent, SPEC, PixelBudget(FRAME.shape[0] * FRAME.shape[1] - 1))
-    talk.observation(sent, SPEC, PixelBudget(FRAME.shape[0] * FRAME.shape[1]))
+        vla_eval.observation(sent, SPEC, PixelBudget(FRAME.shape[0] * FRAME.shape[1] - 1))
+    vla_eval.observation(sent, SPEC, PixelBudget(FRAME.shape[0] * FRAME.shape[1]))
 
 
 def test_fuzz_mutations_of_a_good_message() -> None:

@@ -22,6 +22,7 @@ from sinew.convert import convert
 from sinew.core import ObservationError, PolicySpec, RequestError, SinewError
 from sinew.policy import load
 from sinew.serve.decode import array as arrays
+from sinew.serve.request import WireMessage
 from sinew.serve.wires import field_names, http, openpi
 from tests.convert.openpi_layout import write_checkpoint
 from tests.serve.test_web_wires import BLOCKS, CONFIG, OBSERVED
@@ -83,7 +84,7 @@ def test_a_picture_that_unpacks_to_gigabytes_is_refused(spec):
     bomb = base64.b64encode(header.getvalue()).decode()
     message = {"images": {f"camera_{n}": bomb for n in range(2)}, "state": [0] * 8}
     with pytest.raises(ObservationError, match="pixels in all frames together"):
-        http.observation(http.HttpMessage(message), spec)
+        http.observation(WireMessage(message), spec)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +115,17 @@ def test_what_clients_of_the_field_send_beside_is_listed():
             field_names.flatten({**own, key: np.zeros(6)}), spec, "openpi", **read
         ).images
         with pytest.raises(ObservationError, match="cartesian"):
-            http.observation(http.HttpMessage({**own, "cartesian_position": [0.0] * 6}), spec)
+            http.observation(WireMessage({**own, "cartesian_position": [0.0] * 6}), spec)
     row = {f"observation.images.{name}": frame for name, frame in own["images"].items()}
     row |= {"observation.state": own["state"], "task": "go", "frame_index": 3, "next.done": False}
-    assert http.observation(http.HttpMessage(row), spec).prompt == "go"
+    assert http.observation(WireMessage(row), spec).prompt == "go"
     with pytest.raises(ObservationError, match="^observation.stat: .*did you mean 'observation.state'"):
-        http.observation(http.HttpMessage({**row, "observation.stat": [0.0]}), spec)
+        http.observation(WireMessage({**row, "observation.stat": [0.0]}), spec)
     with pytest.raises(ObservationError, match="^observation.state: expected one state, as state, got two"):
-        http.observation(http.HttpMessage({**row, "state": [0.0] * 4}), spec)
+        http.observation(WireMessage({**row, "state": [0.0] * 4}), spec)
     for key in ("advantages", "cfg_strength", "stat", "tokens"):
         with pytest.raises(ObservationError, match=f"^{key}: expected one of the keys .* unknown key"):
-            http.observation(http.HttpMessage({**own, key: 2.0}), spec)
+            http.observation(WireMessage({**own, key: 2.0}), spec)
     act = {"full_image": np.zeros((8, 8, 3), np.uint8), "state": own["state"], "instruction": "go"}
     assert http.act_observation(http.Act(act, False, False), spec).prompt == "go"
     with pytest.raises(ObservationError, match="^do_sample: expected one of the keys"):

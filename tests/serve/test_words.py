@@ -31,9 +31,9 @@ from sinew.policy import Policy, load
 from sinew.records.recorder import read_records
 from sinew.serve.contexts import ContextPolicy
 from sinew.serve.dashboard.feed import MAX_TEXT, Feed
+from sinew.serve.dashboard.follow import ServerSeen
 from sinew.serve.dashboard.news import records
 from sinew.serve.decode import array as arrays
-from sinew.serve.feed import ServerSeen
 from sinew.serve.safety import Safety
 from sinew.serve.wires import http
 from sinew.sim.experts import Expert, expert_spec

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from sinew_client import Client
+from sinew_client.auth import key_from_environment
 from sinew_client.control import Cadence, Command, Controller, Limits, Loop, Reporter, Servers
 from sinew_client.control.end_effector import EndEffector
 from sinew_client.history import History
@@ -54,7 +54,7 @@ class Bridge:
 
     def __init__(self, contract: Contract, transport: Transport, timeout: float = 10.0):
         self.contract, self._transport = contract, transport
-        key = os.environ.get("SINEW_API_KEY", "")
+        key = key_from_environment()
         with Client(list(contract.servers), timeout=timeout, api_key=key) as client:
             policy = client.metadata()["policy"]
         contract.check(policy)

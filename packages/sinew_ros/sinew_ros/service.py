@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import numpy as np
 from sinew_client import Client, ClientError, ServerError
+from sinew_client.auth import key_from_environment
 
 from sinew_ros import messages
 
@@ -25,7 +25,7 @@ class ChunkService:
     """
 
     def __init__(self, server: str, hz: float | None = None, timeout: float = 2.0):
-        self._client = Client(server, timeout=timeout, api_key=os.environ.get("SINEW_API_KEY", ""))
+        self._client = Client(server, timeout=timeout, api_key=key_from_environment())
         policy = self._client.metadata(timeout=10.0)["policy"]
         rate = hz or policy.get("control_hz")
         if not rate:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sinew.bundle.schema import Manifest
-from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
+from sinew.checks.check import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
 from sinew.processing.limits import DEVIATIONS, ranges
 from sinew.processing.normalize import normalizer
-from sinew.steps.vector.base import apply_steps
+from sinew.processing.processor import turned_state
 
 GAIN = 12.0  # of the sum of squared deviations that an explanation has to save,
 LEFT = 0.5  # of the sum before it, that it may leave at most,
@@ -71,7 +71,7 @@ class JointFit:
             mean, std = centre, half / DEVIATIONS
 
             def steps(state: np.ndarray) -> np.ndarray:
-                return np.stack([apply_steps(row, recipe.state_steps) for row in np.atleast_2d(state)])
+                return np.stack([turned_state(recipe, row) for row in np.atleast_2d(state)])
 
         narrow = NARROW * np.maximum(1.0, np.abs(mean))
         std = np.where(std > 1e-6 * np.maximum(1.0, np.abs(mean)), std, narrow)

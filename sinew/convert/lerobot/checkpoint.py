@@ -48,8 +48,7 @@ from sinew.convert.lerobot.steps import (
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import named, read_json
 from sinew.convert.read.safetensors import adapter_alone, is_adapter, read_weights
-from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec, did_you_mean
-from sinew.steps.base import MAX_SIZE
+from sinew.core import MAX_SIZE, CameraSpec, ConvertError, PolicySpec, VectorSpec, did_you_mean
 from sinew.steps.vector.base import VectorStep
 
 IMAGE_PREFIXES = ("observation.images.", "observation.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -14,15 +15,16 @@ from torch.utils import _pytree as pytree
 from sinew.core import RTC, SinewError, did_you_mean
 from sinew.engine.engine import Context, Engine, Facts, Watch
 from sinew.engine.example import Inputs
-from sinew.engine.precision import precision_of
 from sinew.engine.reuse import Reuse
-from sinew.engine.threads import tune_threads
+from sinew.engine.stores import precision_of
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Model, Said, Speaker
 from sinew.models.solvers import Guidance, solve
 from sinew.processing import ModelInputs
 from sinew.system import machine
 
+TRIES = 3  # of one thread and of many
+TOO_LONG_S = 1.0  # an inference of this length gains from all cores, and trying would cost seconds
 _AT_FIRST = torch.get_num_threads()  # PyTorch has one number for the whole process
 
 
@@ -42,7 +44,6 @@ class EagerEngine(Engine):
             weights_nbytes=sum(p.nbytes for p in model.parameters()),
             guides=RTC,  # autograd goes through the head, and a head that can takes a time per row
             shares_views=True,
-            unshared="" if device.type == "cpu" else f"expected a CPU, got {device}, whose stream they share",
             reuses=device.type == "cpu",
             rolling=bool(getattr(model.config, "rolling", False)),
             head_reads_state=model.head_reads_state,
@@ -252,3 +253,35 @@ class EagerEngine(Engine):
 def _differentiable(leaf: Any) -> Any:
     """Return a copy of a tensor that inference mode has made, which autograd refuses."""
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+
+def tune_threads(
+    infer: Callable[[], object], set_threads: Callable[[int], None], many: int
+) -> tuple[int, str]:
+    """Leave the faster of ``many`` threads and one set, and say why. Call where inference will run: pools of threads
+    belong to the thread that uses them. ``infer`` must have run before.
+
+    Threads that wait for each other either sleep, and waking them costs tens of microseconds per matrix product, or
+    spin, and lose everything once another program wants a core. A policy of a few million parameters spends less on a
+    product than on waking a thread for it; a large one gains from every core. docs/log has the measurements.
+    """
+    if many == 1:
+        return 1, "this process may use one"
+    set_threads(many)
+    first = _seconds(infer)
+    if first > TOO_LONG_S:
+        return many, f"one per core; an inference takes {first:.1f} s"
+    shared = min(first, *(_seconds(infer) for _ in range(TRIES - 1)))
+    set_threads(1)
+    alone = min(_seconds(infer) for _ in range(TRIES))
+    found = f"measured: {1e3 * alone:.1f} ms with 1, {1e3 * shared:.1f} ms with {many}"
+    if alone <= shared:
+        return 1, found
+    set_threads(many)
+    return many, found
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin

@@ -61,13 +61,15 @@ class Onnx(Backend):
         return lacking and f"{lacking}; {WORTH}"
 
     def preparable(self, bundle: Bundle, kind: str) -> bool:
-        """Its graphs are exported, or come with the package: those are proved and measured alone."""
+        """Its graphs are exported, or come with the package: those are proved and measured alone. Under a recipe, which
+        another engine follows too, graphs that are there are measured as well."""
         if kind != "cpu":
             return False
         config = bundle.manifest.config
         if bundle.manifest.spec.committed_rows or config.get("rolling") or config.get("lm_head"):
             return False  # it was trained to continue rows, has a time per row, or says words, which graphs do not
-        if not lacks_graphs(bundle):
+        measured = not recipe(bundle) or findings.kept(bundle.path, self.name) is not None
+        if measured and not lacks_graphs(bundle):
             return False
         if shipped(bundle.path) is not None:  # whose robots are guided on every page of the documentation
             return bundle.manifest.spec.solver.kind != "euler"

@@ -20,8 +20,7 @@ from sinew.engine.engine import Engine, Facts, Trace, Watch
 from sinew.engine.onnx.backend import BACKEND
 from sinew.engine.onnx.borrowed import weights
 from sinew.engine.onnx.graphs import CONTEXT, NEWEST, ONE_SCALE, PROMPT, STAGES, GraphSet, renewed, table_path
-from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
-from sinew.engine.onnx.sessions import open_axis, open_session, session_options
+from sinew.engine.onnx.providers import CPU, choose, loaded, open_axis, open_session, runtime, session_options
 from sinew.engine.reuse import Reuse
 from sinew.models.solvers import Guidance, Solver, drawn, solve
 from sinew.processing import ModelInputs

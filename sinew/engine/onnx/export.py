@@ -24,12 +24,12 @@ from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.engine.clone import clone_model
 from sinew.engine.example import Inputs, Shapes
-from sinew.engine.onnx.attention import join_attention
 from sinew.engine.onnx.graphs import COMPONENT, GraphSet, renewed, table_path
-from sinew.engine.onnx.reshapes import constant_targets
 from sinew.engine.plan.plan import REWRITES, Plan
+from sinew.engine.plan.rewrite import RewriteOutcome, become, foreign, left_out, spans
 from sinew.engine.plan.stages import Vision, stages
 from sinew.layers.stores.codes import codes_of
+from sinew.layers.vit import ViTAttention
 from sinew.models.base import Model, Speaker
 
 log = logging.getLogger(__name__)
@@ -213,3 +213,92 @@ def _label(model: Any, stage: str, component_of: Callable[[str], str]) -> None:
             value.metadata_props.clear()
     for value in (*model.graph.inputs, *model.graph.initializers.values()):
         value.metadata_props.clear()
+
+
+class OneOperatorAttention(ViTAttention):
+    """The vision tower's attention, recorded by name and shape as one operator of ONNX Runtime's own.
+
+    As it stands it is two products with a softmax over [H, L, L] scores between them, and copies that bring heads to
+    the front. The operator reads queries, keys and values as the projections leave them and keeps a tile of scores in
+    the cache. It takes no mask there and as many key heads as query heads, so the decoders' attention stays as it is.
+    """
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B, L, C] each -> [B, L, C]
+        return torch.onnx.ops.symbolic(
+            "com.microsoft::MultiHeadAttention",
+            (q, k, v),
+            {"num_heads": q.shape[-1] // self.head_dim},
+            dtype=q.dtype,
+            shape=q.shape,
+            version=1,
+        )
+
+
+def join_attention(model: nn.Module) -> RewriteOutcome:
+    """Give every plain vision attention of ``model`` the operator, in place."""
+    names, left = [], {}
+    for name, module in model.named_modules():
+        if unknown := foreign(module, ViTAttention):
+            left[name] = unknown
+        elif isinstance(module, ViTAttention):
+            become(module, OneOperatorAttention)
+            names.append(name)
+    status, reason = ("applied" if names else "not applicable"), "scores stay in the cache"
+    return RewriteOutcome("one-operator-attention", status, reason + left_out(left), spans(names))  # type: ignore[arg-type]
+
+
+def constant_target(
+    source: Sequence[int | str | None], target: Sequence[int | str | None]
+) -> list[int] | None:
+    """Return what ONNX's reshape takes for ``source -> target``, None if constants cannot say it.
+
+    Sizes are numbers, or expressions as text that are equal where the sizes are; None is a size that nobody knows.
+    """
+    found = []
+    for place, size in enumerate(target):
+        if isinstance(size, int):
+            found.append(size)
+        elif size is not None and place < len(source) and source[place] == size:
+            found.append(0)
+        else:
+            found.append(-1)
+    return None if found.count(-1) > 1 or 0 in (*source, *target) else found
+
+
+def constant_targets(model: Any) -> int:
+    """Give the reshapes of an exported graph (``onnxscript.ir.Model``) constant targets, in place, and drop what only
+    computed them. Returns their number.
+
+    With two axes left open, the batch and the prompt's length, the exporter reads sizes off tensors and puts the shape
+    of nearly every reshape together from them: nodes that cost a small policy's step several per cent. ONNX's reshape
+    says the same in constants: 0 copies the size of the input's axis at that place, and one -1 is what remains.
+    """
+    from onnxscript import ir
+    from onnxscript.optimizer import remove_unused_nodes
+
+    graph, made = model.graph, {}
+    count = 0
+    for node in graph:
+        if node.op_type != "Reshape" or node.inputs[1].is_initializer():
+            continue
+        source, result = node.inputs[0].shape, node.outputs[0].shape
+        if source is None or result is None:
+            continue
+        target = constant_target(_sizes(source), _sizes(result))
+        if target is None:
+            continue
+        key = tuple(target)
+        if key not in made:
+            name = "reshape." + ".".join(map(str, key))
+            value = ir.Value(name=name, const_value=ir.tensor(np.array(key, np.int64), name=name))
+            graph.register_initializer(value)
+            made[key] = value
+        node.replace_input_with(1, made[key])
+        node.attributes["allowzero"] = ir.AttrInt64("allowzero", 0)
+        count += 1
+    remove_unused_nodes(model)
+    return count
+
+
+def _sizes(shape: Any) -> list[int | str | None]:
+    return [size if isinstance(size, int) else size.value for size in shape]

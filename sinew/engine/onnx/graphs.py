@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,18 @@ CONTEXT, PROMPT = (
 )  # how ``reads`` begin; of a speaker those that no token renews
 NEWEST = "context.spoken.token"  # of ``said``: the newest token, int64 [B]
 MOST = 1000  # of views, steps or bits
+# What is looked at of an ONNX file: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto.
+_PROTO = """
+message ModelProto {
+  GraphProto graph = 7;
+}
+message GraphProto {
+  repeated NodeProto node = 1;
+}
+message NodeProto {
+  bytes op_type = 4;
+}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,47 +139,17 @@ def check_operators(path: Path) -> None:
             raise BundleError(f"{path}: expected the operators of an export, got {name}")
 
 
-def operators(path: Path, data: bytes) -> Iterator[str]:
-    """Yield the types of a graph's nodes: ModelProto.graph (7) .node (1) .op_type (4)."""
+def operators(path: Path, data: bytes) -> list[str]:
+    """Return the types of a graph's nodes."""
+    from google.protobuf.message import DecodeError
+    from sinew_client import schema
+
+    kinds = schema.classes(schema.file_descriptor(schema.read_messages(_PROTO), "onnx"))
     try:
-        for graph in _fields(data, 7):
-            for node in _fields(graph, 1):
-                for kind in _fields(node, 4):
-                    yield kind.decode("utf-8", "replace")
-    except (IndexError, ValueError):
+        nodes = kinds["ModelProto"].FromString(data).graph.node
+    except DecodeError:
         raise BundleError(f"{path}: expected an ONNX graph") from None
-
-
-def _fields(data: bytes, wanted: int) -> Iterator[bytes]:
-    """Yield the texts or messages in one field of a Protobuf message. Raises ValueError or IndexError."""
-    at = 0
-    while at < len(data):
-        key, at = _number(data, at)
-        kind, field_number = key & 7, key >> 3
-        if kind == 0:
-            _, at = _number(data, at)
-        elif kind in (1, 5):
-            at += 8 if kind == 1 else 4
-        elif kind == 2:
-            size, at = _number(data, at)
-            if at + size > len(data):
-                raise ValueError("cut short")
-            if field_number == wanted:
-                yield data[at : at + size]
-            at += size
-        else:
-            raise ValueError(f"wire type {kind}")
-
-
-def _number(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value, at, shift = value | (byte & 0x7F) << shift, at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
-        if shift > 63:
-            raise ValueError("a number of more than ten bytes")
+    return [node.op_type.decode("utf-8", "replace") for node in nodes]
 
 
 def renewed(name: str) -> str:

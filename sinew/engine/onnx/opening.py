@@ -6,7 +6,6 @@ import logging
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from sinew.bundle import Bundle
@@ -14,7 +13,6 @@ from sinew.bundle.files import EXPORTED
 from sinew.core import BundleError, SinewError
 from sinew.core.extras import install
 from sinew.engine.backend import EngineOptions, recipe
-from sinew.engine.onnx.backend import BACKEND
 from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder, cached_graphs, publish
 from sinew.engine.onnx.engine import OnnxEngine
@@ -34,7 +32,6 @@ def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
     engine = OnnxEngine(
         folder, options.providers, options.threads, solver=bundle.manifest.spec.solver, bundle=bundle
     )
-    engine.facts = replace(engine.facts, unshared=BACKEND.unshared(bundle, options))
     if engine.graphs.architecture != bundle.manifest.architecture:
         raise BundleError(
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"

@@ -1,11 +1,16 @@
-"""Execution providers of ONNX Runtime: those that are asked for, and those that a session really has."""
+"""ONNX Runtime itself: its execution providers, those that are asked for and those that a session really has, and how
+a graph is opened."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from sinew.core import SinewError
+import numpy as np
+
+from sinew.core import BundleError, SinewError
 from sinew.core.extras import MissingPackageError
 
 CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
@@ -61,3 +66,48 @@ def loaded(session: Any, wanted: Sequence[str]) -> list[str]:
             f"provider {', '.join(lost)}: offered, but it does not load (are its libraries there?)"
         )
     return found
+
+
+def open_axis(node: Any) -> bool:
+    """Return True if the first axis of an input or output may have any size: it is named, not numbered."""
+    return bool(node.shape) and not isinstance(node.shape[0], int)
+
+
+def open_session(ort: Any, path: Path, options: Any, providers: Sequence[str]) -> Any:
+    """Return the session of one graph. Raises :class:`BundleError`."""
+    try:
+        return ort.InferenceSession(str(path), options, providers=list(providers))
+    except Exception as error:  # noqa: BLE001 - it has a class for each status, and none above them
+        what = (str(error).splitlines() or [""])[0][:300]
+        raise BundleError(f"{path}: ONNX Runtime cannot open it ({type(error).__name__}: {what})") from None
+
+
+def session_options(
+    threads: int, lent: Mapping[str, np.ndarray] | None = None, providers: Sequence[str] = ()
+) -> Any:
+    """Return the options that every session of this engine has. lent: constants that are not in the graph's file."""
+    ort = runtime()
+    options = ort.SessionOptions()
+    if OPENVINO in providers:  # has its own rewrites, and does not open what ONNX Runtime's leave
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if lent:
+        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in lent.values()]
+        options.add_external_initializers(list(lent), values)
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # One arena for the three stages, which never run at once, that takes no more than it is asked for;
+    # and no plan of a whole run's memory, which another prompt length makes void (docs/log/measurements-engines.md).
+    _share_arena(ort)
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    options.enable_mem_pattern = False
+    # Threads that wait shall sleep: other programs want the cores (docs/log/2026-11-21.md).
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
+@lru_cache(maxsize=1)
+def _share_arena(ort: Any) -> None:
+    """Once per process: the CPU memory of all sessions."""
+    cpu = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    same_as_requested = 1
+    ort.create_and_register_allocator(cpu, ort.OrtArenaCfg(0, same_as_requested, 1 << 20, -1))

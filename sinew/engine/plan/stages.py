@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sinew.engine.clone import on_meta
 from sinew.engine.example import Inputs, Shapes
-from sinew.engine.plan.cost import on_meta
 from sinew.engine.plan.plan import Plan
 from sinew.engine.traced import place
 from sinew.models.base import Context, Model, Speaker, Spoken

@@ -16,12 +16,11 @@ from sinew.convert.read.files import read_json
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.tokenizer_files import TokenizerFiles
-from sinew.core import CameraSpec, ConvertError, KeyMap, PolicySpec
+from sinew.core import MAX_SIZE, CameraSpec, ConvertError, KeyMap, PolicySpec
 from sinew.families.gr00t.head import HeadConfig
 from sinew.families.gr00t.model import SOLVER
 from sinew.families.gr00t.vectors import Modalities, Vectors, read_vectors
 from sinew.layers.dit import DiTConfig
-from sinew.steps.base import MAX_SIZE
 from sinew.steps.prompt.as_list import AsList
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.template import sentence

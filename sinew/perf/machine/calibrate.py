@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sinew.core import SinewError
-from sinew.engine.plan.cost import on_meta
+from sinew.engine.clone import on_meta
 from sinew.models.base import Model
 from sinew.perf.machine import fit as calibration
 from sinew.perf.machine.fit import Calibration, Sample, work

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-from sinew.core import MAX_SIDE, ObservationError, PolicySpec, SinewError
+from sinew.core import MAX_SIZE, ObservationError, PolicySpec, SinewError
 
 MAX_IMAGES = 16
 MIN_BUDGET = 16 << 20  # pixels of one request, all frames together, whatever the cameras are;
@@ -52,9 +52,9 @@ class PixelBudget:
     def take(self, name: str, height: int, width: int) -> None:
         """Check one frame's size, before its pixels are read."""
         self.check()
-        if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
+        if not (1 <= height <= MAX_SIZE and 1 <= width <= MAX_SIZE):
             raise ObservationError(
-                name, f"height and width from 1 to {MAX_SIDE}", f"height {height}, width {width}"
+                name, f"height and width from 1 to {MAX_SIZE}", f"height {height}, width {width}"
             )
         self._left -= height * width
         if self._left < 0:

@@ -11,13 +11,11 @@ import msgspec
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, SinewError
 from sinew.serve.deploy import deploy
-from sinew.serve.device_lock import DeviceLock
 from sinew.serve.fleet.config import PolicyConfig
 from sinew.serve.fleet.scaling import INFERENCE, TARGET
 from sinew.serve.launch import ServingLimits
 from sinew.serve.request import Request
 from sinew.serve.service import Service
-from sinew.serve.supervise import Supervisor
 
 MIX = 0.1  # weight of the newest inference in the mean that replicas report
 
@@ -77,7 +75,7 @@ class Replica:
         limits = ServingLimits(
             queue=2 * found.ongoing, max_batch=found.max_batch, action_limits=found.action_limits
         )
-        deployment = deploy(policy, limits, Supervisor(), DeviceLock())
+        deployment = deploy(policy, limits)
         self._about = About(
             deployment.spec, deployment.metadata, deployment.padded_state_dim, deployment.padded_action_dim
         )

@@ -28,20 +28,6 @@ Envelope = list[Frame]
 Decoder = Callable[[PixelBudget], Observation]
 
 
-class MessageHeader(Protocol):
-    """What a codec's ``peek`` finds out. policy: the name of the one that is asked. error: why the request is refused,
-    or None."""
-
-    @property
-    def session(self) -> str: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def deadline_ms(self) -> float | None: ...
-    @property
-    def error(self) -> SinewError | None: ...
-
-
 class Codec(Protocol):
     """One protocol of requests and replies, each one frame."""
 
@@ -54,7 +40,8 @@ class Codec(Protocol):
         """The policy is loaded; called once, before the first request."""
 
     def peek(self, payload: memoryview) -> Any:
-        """Look a request over, cheaply: this runs on the loop. Never raises: a refusal is in the header."""
+        """Return the header of a request: its ``session``, ``policy`` (the name of the one that is asked),
+        ``deadline_ms``, and ``error``: why it is refused, or None. Never raises, and cheap: it runs on the loop."""
 
     def authorize(self, header: Any) -> None:
         """Raises UnauthorizedError."""

@@ -1,18 +1,38 @@
-"""What others add to the web transport: the routes of a wire, and a page at /."""
+"""What others add to the web transport: a protocol of WebSockets, the routes of a wire, a page at /; and how a failed
+request is answered over HTTP."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from aiohttp import web
 
-from sinew.core import PolicySpec, RequestError
+from sinew.core import Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.request import Outcome, WireMessage
 from sinew.serve.service import Service
 from sinew.serve.transport.connections import connection_of
 
 POLICIES = "/v1/policies"  # before the name of a policy, which WebSockets take too
+JSON = "application/json"
+PING_S = 20.0  # between pings; a WebSocket that does not answer is closed
+MAX_REASON = 123  # bytes, of RFC 6455's close frame
+_STATUS = {
+    "bad_request": 400,
+    "bad_observation": 400,
+    "unauthorized": 401,
+    "unknown_policy": 404,
+    "superseded": 409,
+    "busy": 429,
+    "cancelled": 499,
+    "unhealthy": 503,
+    "shutting_down": 503,
+    "deadline": 504,
+}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Guard = Callable[[Handler], Handler]  # puts a handler behind the server's key and answers errors
 
@@ -28,6 +48,42 @@ class Routes(Protocol):
 
     def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
         """See Listener. address: with the scheme of HTTP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A protocol over WebSockets.
+
+    read: a message of the bytes that came, cheaply. observation: of such a message, the policy's spec and a budget of
+        pixels, on the decode thread.
+    answer: from a message, its outcomes (chunks; of several observations errors, too), milliseconds since it came, and
+        those of the connection's message before, or None.
+    guide: as of Listener, given the address.
+    greet: the first frame of a connection; None: the client speaks first. reset: makes the answer to a ``reset``, None
+        where its clients wait for none; None: there is none to ask.
+    binary: its clients send binary frames, not text. explains: an error is a text frame before the end of the
+        connection. ping_s: between pings, which clients answer; None where they may be busy with their robot instead.
+    connect: makes the dialect of one connection, where its messages follow from each other, given what ``greet`` is and
+        the query of its address. Raises RequestError for a query that it does not take.
+    error: makes the answer that says what is wrong, after which the connection goes on; None, or where it makes None:
+        the connection ends. waits: a client that sends more than may wait is not read from meanwhile, instead of being
+        refused. beside: routes on the same port that belong to the protocol.
+    """
+
+    name: str
+    read: Callable[[bytes], WireMessage]
+    observation: Callable[[WireMessage, PolicySpec, PixelBudget], Observation]
+    answer: Callable[[WireMessage, Sequence[Outcome], float, float | None], bytes | str]
+    guide: Callable[[PolicySpec, str], Sequence[str]]
+    greet: Callable[[PolicySpec, Mapping[str, Any]], bytes] | None = None
+    reset: Callable[[], bytes | None] | None = None
+    binary: bool = True
+    explains: bool = True
+    ping_s: float | None = PING_S
+    connect: Callable[[PolicySpec, Mapping[str, Any], Mapping[str, str]], Dialect] | None = None
+    error: Callable[[SinewError], bytes | None] | None = None
+    waits: bool = False
+    beside: Routes | None = None
 
 
 class Page(Protocol):
@@ -56,3 +112,16 @@ async def read_body(request: web.Request) -> tuple[float, bytearray]:
             raise web.HTTPRequestEntityTooLarge(most, len(body))
     connection_of(request).whole()
     return time.perf_counter(), body
+
+
+def error_entry(error: SinewError) -> dict[str, dict[str, str]]:
+    """Return what is said of an error, ready for JSON and msgpack."""
+    entry = {"code": error.code, "message": str(error)[:1000]}
+    if isinstance(error, ObservationError):
+        entry["field"] = error.field[:100]
+    return {"error": entry}
+
+
+def error_answer(error: SinewError) -> tuple[int, bytes]:
+    """(status, body)"""
+    return _STATUS.get(error.code, 500), json.dumps(error_entry(error)).encode()

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
@@ -22,15 +21,22 @@ from aiohttp.http_exceptions import HttpProcessingError
 from sinew.core import PolicySpec, RequestError, SinewError
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
-from sinew.serve.request import Request
 from sinew.serve.service import Service, key_of
 from sinew.serve.transport.connections import Connection, Connections, connection_of
-from sinew.serve.transport.errors import JSON, error_answer
 from sinew.serve.transport.ledger import HELD_REQUESTS
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.origin import refuse_web_pages
-from sinew.serve.transport.routes import POLICIES, Guard, Handler, Page, Routes
-from sinew.serve.transport.sockets import MAX_REASON, Dialect
+from sinew.serve.transport.routes import (
+    JSON,
+    MAX_REASON,
+    POLICIES,
+    Dialect,
+    Guard,
+    Handler,
+    Page,
+    Routes,
+    error_answer,
+)
 from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
@@ -337,33 +343,17 @@ class WebServer:
         with service.reading(dialect.name, client):
             message = dialect.read(payload)
         if message.endpoint == "answered":
-            reply: bytes | None = message.reply
-            return reply
+            return message.reply
         if dialect.reset is not None and message.endpoint == "reset":
             service.reset(message.session, policy)
             return dialect.reset()
-        spec, several = (
-            service.policies.get(policy).spec,
-            () if dialect.answers is None else message.observations,
+        spec = service.policies.get(policy).spec
+        requests = message.requests(
+            *(dialect.name, lambda each, budget: dialect.observation(each, spec, budget), client, arrived),
+            *(connection, policy),
         )
-        requests = [
-            Request(
-                dialect.name,
-                partial(dialect.observation, each, spec),
-                client,
-                each.session,
-                message.deadline_ms,
-                arrived,
-                connection=connection,
-                policy=policy,
-            )
-            for each in several or [message]
-        ]
-        if dialect.answers is not None and several:
-            outcomes = await service.infer_all(requests)
-            return dialect.answers(outcomes, 1e3 * (time.perf_counter() - arrived), previous_ms)
-        chunk = await service.infer(requests[0])
-        return dialect.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
+        outcomes = await service.outcomes(message, requests)
+        return dialect.answer(message, outcomes, 1e3 * (time.perf_counter() - arrived), previous_ms)
 
     async def _fail(self, socket: web.WebSocketResponse, text: str) -> None:
         """Say that something is wrong and end the connection: openpi's way is a text frame first, which a client that

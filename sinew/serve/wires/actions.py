@@ -10,7 +10,6 @@ from functools import partial
 from aiohttp import web
 
 from sinew.core import Observation, PolicySpec, RequestError
-from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.request import Request
 from sinew.serve.service import Service
 from sinew.serve.transport import admin
@@ -70,27 +69,13 @@ class Actions:
                     f"policy: expected {policy}, as in the address, got {message.policy[:80]!r}"
                 )
             spec = self._service.policies.get(policy).spec
-        several = message.observations
-        asked = [
-            Request(
-                "http",
-                partial(_decoded, ask, each, spec),
-                request.remote or "",
-                each.session,
-                message.deadline_ms,
-                arrived,
-                connection=connection_of(request),
-                owner=request.remote or "",
-                policy=policy,
-            )
-            for each in several or [message]
-        ]
-        if several:
-            outcomes = await self._service.infer_all(asked)
-            answer = http.answers(outcomes, 1e3 * (time.perf_counter() - arrived), kind)
-        else:
-            chunk = await self._service.infer(asked[0])
-            answer = http.answer(chunk, 1e3 * (time.perf_counter() - arrived), kind)
+        client = request.remote or ""
+        asked = message.requests(
+            *("http", lambda each, budget: ask(http.observation(each, spec, budget)), client, arrived),
+            *(connection_of(request), policy, client),
+        )
+        outcomes = await self._service.outcomes(message, asked)
+        answer = http.answer(message, outcomes, 1e3 * (time.perf_counter() - arrived), kind)
         return web.Response(body=answer, content_type=kind)
 
     async def act(self, request: web.Request) -> web.Response:
@@ -111,15 +96,6 @@ class Actions:
         )
         chunk = await self._service.infer(asked)
         return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
-
-
-def _decoded(
-    ask: Callable[[Observation], Observation],
-    message: http.HttpMessage,
-    spec: PolicySpec,
-    budget: PixelBudget,
-) -> Observation:
-    return ask(http.observation(message, spec, budget))
 
 
 class HttpRoutes:

@@ -13,8 +13,7 @@ Source: MINT-SJTU/Evo-1 ``Evo_1/scripts/Evo1_server.py`` and its clients (``Evo1
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,8 +21,9 @@ import numpy as np
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
+from sinew.serve.request import Outcome, WireMessage
 from sinew.serve.transport.listen import reachable
-from sinew.serve.transport.sockets import Dialect
+from sinew.serve.transport.routes import Dialect
 from sinew.serve.wires import field_names
 
 NAME = "evo1"
@@ -49,24 +49,14 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     dataset_key: msgspec.Raw = NULL
 
 
-@dataclass(frozen=True, slots=True)
-class Evo1Message:
-    """Such a client has no sessions, no deadlines and nothing to ask but actions."""
-
-    payload: bytes
-    endpoint: str = "infer"
-    session: str = ""
-    deadline_ms: float | None = None
-
-
-def read(payload: bytes) -> Evo1Message:
+def read(payload: bytes) -> WireMessage:
     """Return the message as it came: megabytes of JSON are decoded with the observation, not on the event loop."""
-    return Evo1Message(payload)
+    return WireMessage(payload)
 
 
-def observation(message: Evo1Message, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
+def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises RequestError or ObservationError."""
-    text, fields = _decoded(message.payload)
+    text, fields = _decoded(message.content)
     _check_statistics(fields, spec)
     _check_actions(fields["action_mask"], spec.action.dim)
     state = field_names.vector("state", fields["state"])
@@ -193,10 +183,13 @@ def _check_statistics(fields: dict[str, Any], spec: PolicySpec) -> None:
             raise ObservationError(name, f"{own!r}, which this policy was converted for", repr(asked[:100]))
 
 
-def answer(chunk: ActionChunk, _server_ms: float, _previous_ms: float | None) -> str:
-    rows, dim = chunk.actions.shape
+def answer(
+    _message: WireMessage, outcomes: Sequence[Outcome], _server_ms: float, _before: float | None
+) -> str:
+    (actions,) = (each.actions for each in outcomes if isinstance(each, ActionChunk))
+    rows, dim = actions.shape
     padded = np.zeros((rows, max(dim, WIDTH)), np.float32)
-    padded[:, :dim] = chunk.actions
+    padded[:, :dim] = actions
     return json.dumps(padded.tolist())
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from sinew_client.types import MOST_TOGETHER
 
-from sinew.core import KeyMap, Moment, Observation, ObservationError, PolicySpec
+from sinew.core import KeyMap, Moment, Observation, ObservationError, PolicySpec, RequestError
 from sinew.processing.arrays import numbers
 from sinew.processing.given import LEROBOT as _LEROBOT
 from sinew.processing.given import PROMPT_KEYS, UNREAD, UNREAD_PREFIXES
@@ -236,6 +237,86 @@ def text(key: str, value: Any) -> str:
 def optional_text(key: str, value: Any) -> str:
     """``text``, or nothing for None."""
     return "" if value is None else text(key, value)
+
+
+def floats(key: str, value: Any) -> np.ndarray:
+    """Numbers as float32, of any shape."""
+    with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
+        return numbers(key, value, MAX_NUMBERS).astype(np.float32)
+
+
+def plain(value: Any) -> Any:
+    """The one value in an array of one; anything else as it is."""
+    return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
+
+
+def truth(name: str, value: Any) -> bool:
+    value = plain(value)
+    if not isinstance(value, bool):
+        raise ObservationError(name, "true or false", type(value).__name__)
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ObservationError(name, "a number", type(value).__name__)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ObservationError(name, "a number", "an integer beyond any float") from None
+
+
+def integer(name: str, value: Any) -> int:
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ObservationError(name, "an integer", type(value).__name__)
+    return value
+
+
+SCALES = ("guidance_scale", "cfg_scale")  # the second is what image generators and their heirs call it
+# What may stand beside an observation -> how it is read: seed, noise, solver_steps, time, adapter, what real-time
+# chunking needs, what asks for words, and an advantage with the scale of its guidance.
+_KINDS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("seed", "solver_steps", "delay", "horizon", "text_tokens"), integer),
+    **dict.fromkeys(("noise", "previous"), floats),
+    **dict.fromkeys(("time", "beta", *SCALES), number),
+    **dict.fromkeys(("rtc", "schedule", "question", "adapter", "advantage"), text),
+    **dict.fromkeys(("subtask", "text_only"), truth),
+}
+OPTIONS = tuple(_KINDS)
+
+
+def options(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what stands beside an observation, by the names of its fields. Raises ObservationError."""
+    found = {name: read(name, flat[name]) for name, read in _KINDS.items() if flat.get(name) is not None}
+    if "question" in found and not found["question"].strip():
+        raise ObservationError("question", "a text", "an empty string")
+    if scales := {found.pop(name) for name in SCALES if name in found}:
+        if len(scales) > 1:
+            raise ObservationError(SCALES[1], f"one scale, as {SCALES[0]}", "two")
+        found[SCALES[0]] = scales.pop()
+    return found
+
+
+SEVERAL = "observations"  # the key of a message that has more than one
+
+
+def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return the observations of a message of several. alone: what may stand beside them, for all of them, and not in
+    them. Raises RequestError."""
+    members = tree[SEVERAL]
+    if not isinstance(members, list) or not 0 < len(members) <= MOST_TOGETHER:
+        got = f"{len(members)}" if isinstance(members, list) else type(members).__name__
+        raise RequestError(f"{SEVERAL}: expected a list of 1 to {MOST_TOGETHER} maps, got {got}")
+    if beside := [key for key in tree if key not in (SEVERAL, *alone)]:
+        raise RequestError(f"{str(beside[0])[:40]}: expected inside of {SEVERAL}, got one beside them")
+    for index, each in enumerate(members):
+        if not isinstance(each, Mapping):
+            raise RequestError(f"{SEVERAL}[{index}]: expected a map, got {type(each).__name__}")
+        if inside := [key for key in (SEVERAL, "endpoint", *alone) if key in each]:
+            raise RequestError(f"{SEVERAL}[{index}].{inside[0]}: expected none inside of one, got one")
+    return members
 
 
 def _cameras(spec: PolicySpec, keys: KeyMap | None) -> dict[str, Sequence[str]]:

@@ -33,30 +33,18 @@ from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, R
 from sinew.serve.decode.array import from_base64, from_json_numpy, pack, to_json_numpy, unpack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.decode.msgpack import MAX_VALUES
-from sinew.serve.request import Outcome
-from sinew.serve.transport.errors import JSON, error_entry
+from sinew.serve.request import Outcome, WireMessage
 from sinew.serve.transport.listen import reachable
+from sinew.serve.transport.routes import JSON, error_entry
 from sinew.serve.wires import field_names
-from sinew.serve.wires.openpi import OPTIONS, SEVERAL, members_of, number, options
+from sinew.serve.wires.field_names import OPTIONS, SEVERAL, members_of, number, options
 
 NAME = "http"
 MSGPACK = "application/msgpack"
 MAX_WIDE = 1 << 18  # characters of a text that is no base64
 
 
-@dataclass(frozen=True, slots=True)
-class HttpMessage:
-    """content: the body's map. session, deadline_ms and policy: what the scheduler needs of it. observations: of one
-    that has several."""
-
-    content: Mapping[str, Any]
-    session: str = ""
-    deadline_ms: float | None = None
-    policy: str = ""
-    observations: Sequence[HttpMessage] = ()
-
-
-def read(body: bytes | bytearray, content_type: str) -> HttpMessage:
+def read(body: bytes | bytearray, content_type: str) -> WireMessage:
     """Raises RequestError or ObservationError."""
     tree = unpack(body) if content_type == MSGPACK else _json(body)
     if not isinstance(tree, Mapping):
@@ -67,17 +55,17 @@ def read(body: bytes | bytearray, content_type: str) -> HttpMessage:
     return _message(tree)
 
 
-def _message(tree: Mapping[str, Any]) -> HttpMessage:
+def _message(tree: Mapping[str, Any]) -> WireMessage:
     deadline = tree.get("deadline_ms")
-    return HttpMessage(
+    return WireMessage(
         tree,
-        field_names.optional_text("session", tree.get("session")),
-        None if deadline is None else number("deadline_ms", deadline),
-        field_names.optional_text("policy", tree.get("policy")),
+        session=field_names.optional_text("session", tree.get("session")),
+        deadline_ms=None if deadline is None else number("deadline_ms", deadline),
+        policy=field_names.optional_text("policy", tree.get("policy")),
     )
 
 
-def observation(message: HttpMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
+def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises ObservationError."""
     flat = field_names.flatten(_arrays(message.content))
     budget = budget or PixelBudget()
@@ -110,21 +98,13 @@ def subtask(seen: Observation) -> Observation:
     return replace(seen, subtask=True, text_only=True)
 
 
-def answers(outcomes: Sequence[Outcome], server_ms: float, content_type: str) -> bytes:
-    """Return the answers to several observations, each as :func:`answer` has it or with its own error."""
+def answer(message: WireMessage, outcomes: Sequence[Outcome], server_ms: float, content_type: str) -> bytes:
+    """Return the answer to a message; of several observations each has its own, or its error."""
     found = [
         error_entry(each) if isinstance(each, SinewError) else _answer(each, server_ms, content_type)
         for each in outcomes
     ]
-    return _written({"answers": found}, content_type)
-
-
-def answer(chunk: ActionChunk, server_ms: float, content_type: str) -> bytes:
-    """Return the answer to one observation."""
-    return _written(_answer(chunk, server_ms, content_type), content_type)
-
-
-def _written(reply: dict[str, Any], content_type: str) -> bytes:
+    reply = {"answers": found} if message.observations else found[0]
     return pack(reply) if content_type == MSGPACK else json.dumps(reply).encode()
 
 

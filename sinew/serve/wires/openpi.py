@@ -8,11 +8,10 @@ openpi ``serving/websocket_policy_server.py`` and ``openpi_client/{msgpack_numpy
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from sinew_client.types import MOST_TOGETHER
 
 from sinew.core import (
     ActionChunk,
@@ -25,39 +24,21 @@ from sinew.core import (
 )
 from sinew.serve.decode.array import pack, unpack
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.request import Outcome
-from sinew.serve.transport.errors import error_entry
+from sinew.serve.request import Outcome, WireMessage
 from sinew.serve.transport.listen import reachable
-from sinew.serve.transport.sockets import Dialect
+from sinew.serve.transport.routes import Dialect, error_entry
 from sinew.serve.wires import field_names
+from sinew.serve.wires.field_names import OPTIONS, SEVERAL, members_of, number, options
 
 NAME = "openpi"
-SEVERAL = "observations"  # the key of a message that has more than one
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
-SCALES = ("guidance_scale", "cfg_scale")  # the second is what image generators and their heirs call it
-OPTIONS = (
-    *("seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule"),
-    *("subtask", "question", "text_only", "text_tokens"),
-    *("adapter", "advantage", *SCALES),
-)
 # What clients of the field send to every policy, whether it reads it or not -> why it may be left alone.
 IGNORED = {
     "observation/cartesian_position": "vLLM-Omni's and DreamZero's clients send zeros beside the joints"
 }
 
 
-@dataclass(frozen=True, slots=True)
-class OpenPIMessage:
-    """endpoint: infer or reset. content: the rest, flattened. observations: of a message that has several."""
-
-    endpoint: str
-    session: str
-    deadline_ms: float | None
-    content: dict[str, Any]
-    observations: Sequence[OpenPIMessage] = ()
-
-
-def read(payload: bytes) -> OpenPIMessage:
+def read(payload: bytes) -> WireMessage:
     """Raises RequestError or ObservationError."""
     tree = unpack(payload)
     if not isinstance(tree, Mapping):
@@ -68,36 +49,18 @@ def read(payload: bytes) -> OpenPIMessage:
     return replace(_one({key: tree[key] for key in tree if key != SEVERAL}), observations=members)
 
 
-def _one(tree: Mapping[str, Any]) -> OpenPIMessage:
+def _one(tree: Mapping[str, Any]) -> WireMessage:
     flat = field_names.flatten(tree)
     endpoint = field_names.text("endpoint", flat.get("endpoint", "infer"))
     if endpoint not in ("infer", "reset"):
         raise RequestError(f"endpoint: expected infer or reset, got {endpoint[:40]!r}")
     session = field_names.optional_text("session_id", flat.get("session_id"))
     deadline = flat.get("deadline_ms")
-    return OpenPIMessage(
-        endpoint, session, None if deadline is None else number("deadline_ms", deadline), flat
-    )
+    kind: Any = endpoint  # one of the two
+    return WireMessage(flat, kind, session, None if deadline is None else number("deadline_ms", deadline))
 
 
-def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return the observations of a message of several. alone: what may stand beside them, for all of them, and not in
-    them. Raises RequestError."""
-    members = tree[SEVERAL]
-    if not isinstance(members, list) or not 0 < len(members) <= MOST_TOGETHER:
-        got = f"{len(members)}" if isinstance(members, list) else type(members).__name__
-        raise RequestError(f"{SEVERAL}: expected a list of 1 to {MOST_TOGETHER} maps, got {got}")
-    if beside := [key for key in tree if key not in (SEVERAL, *alone)]:
-        raise RequestError(f"{str(beside[0])[:40]}: expected inside of {SEVERAL}, got one beside them")
-    for index, each in enumerate(members):
-        if not isinstance(each, Mapping):
-            raise RequestError(f"{SEVERAL}[{index}]: expected a map, got {type(each).__name__}")
-        if inside := [key for key in (SEVERAL, "endpoint", *alone) if key in each]:
-            raise RequestError(f"{SEVERAL}[{index}].{inside[0]}: expected none inside of one, got one")
-    return members
-
-
-def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
+def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises ObservationError. Frames in [0, 1] become bytes as openpi makes them: times 255, rounded down."""
     flat = {key: value for key, value in message.content.items() if key not in _NOT_OBSERVED}
     made = field_names.read_observation(
@@ -110,73 +73,15 @@ def observation(message: OpenPIMessage, spec: PolicySpec, budget: PixelBudget | 
     return replace(made, images=newest.images, earlier=tuple(earlier))
 
 
-def options(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What may stand beside an observation: seed, noise, solver_steps, time, adapter, what real-time chunking needs,
-    what asks for words, and an advantage with the scale of its guidance."""
-    found: dict[str, Any] = {}
-    for name in ("seed", "solver_steps", "delay", "horizon", "text_tokens"):
-        if flat.get(name) is not None:
-            found[name] = integer(name, flat[name])
-    for name in ("noise", "previous"):
-        if flat.get(name) is not None:
-            with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
-                found[name] = field_names.numbers(name, flat[name], field_names.MAX_NUMBERS).astype(
-                    np.float32
-                )
-    for name in ("time", "beta"):
-        if flat.get(name) is not None:
-            found[name] = number(name, flat[name])
-    for name in ("rtc", "schedule", "question", "adapter", "advantage"):
-        if flat.get(name) is not None:
-            found[name] = field_names.text(name, flat[name])
-    if "question" in found and not found["question"].strip():
-        raise ObservationError("question", "a text", "an empty string")
-    for name in ("subtask", "text_only"):
-        if flat.get(name) is not None:
-            found[name] = truth(name, flat[name])
-    if scales := {name: number(name, flat[name]) for name in SCALES if flat.get(name) is not None}:
-        if len(set(scales.values())) > 1:
-            raise ObservationError(SCALES[1], f"one scale, as {SCALES[0]}", "two")
-        found[SCALES[0]] = next(iter(scales.values()))
-    return found
-
-
-def truth(name: str, value: Any) -> bool:
-    value = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
-    if not isinstance(value, bool):
-        raise ObservationError(name, "true or false", type(value).__name__)
-    return value
-
-
-def number(name: str, value: Any) -> float:
-    value = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ObservationError(name, "a number", type(value).__name__)
-    try:
-        return float(value)
-    except OverflowError:
-        raise ObservationError(name, "a number", "an integer beyond any float") from None
-
-
-def integer(name: str, value: Any) -> int:
-    value = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ObservationError(name, "an integer", type(value).__name__)
-    return value
-
-
-def answers(outcomes: Sequence[Outcome], server_ms: float, previous_ms: float | None) -> bytes:
-    """Return the answers to several observations, each as :func:`answer` has it or with its own error."""
+def answer(
+    message: WireMessage, outcomes: Sequence[Outcome], server_ms: float, previous_ms: float | None
+) -> bytes:
+    """Return the answer to a message; of several observations each has its own, or its error."""
     found = [
         error_entry(each) if isinstance(each, SinewError) else _answer(each, server_ms, previous_ms)
         for each in outcomes
     ]
-    return pack({"answers": found})
-
-
-def answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> bytes:
-    """Return the answer to one observation."""
-    return pack(_answer(chunk, server_ms, previous_ms))
+    return pack({"answers": found} if message.observations else found[0])
 
 
 def _answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> dict[str, Any]:
@@ -284,4 +189,4 @@ def _bytes(name: str, frame: np.ndarray) -> np.ndarray:
     return (255 * frame).astype(np.uint8)
 
 
-DIALECT = Dialect(NAME, read, observation, answer, guide, greet=metadata, reset=reset_answer, answers=answers)
+DIALECT = Dialect(NAME, read, observation, answer, guide, greet=metadata, reset=reset_answer)

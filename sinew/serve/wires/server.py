@@ -14,15 +14,12 @@ from sinew_client.policy import Policy
 from sinew import __version__
 from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.policy import Policy as Computed
-from sinew.serve.deploy import deploy
-from sinew.serve.device_lock import DeviceLock
+from sinew.serve.deploy import PolicyHost, deploy
 from sinew.serve.launch import ServingLimits
 from sinew.serve.policies import Deployment
 from sinew.serve.process import GRACE_S, TEND_S
-from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
-from sinew.serve.supervise import STUCK_S, Supervisor
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
 
@@ -106,14 +103,10 @@ class Server:
         self.addresses = {name: wire.address for wire in self._wires for name in wire.name.split(" and ")}
 
     def _deployed(self, policy: Policy, limits: ServingLimits) -> Deployment:
-        supervisor, lock = Supervisor(STUCK_S), DeviceLock()
         if isinstance(policy, Computed):
-            return deploy(policy, limits, supervisor, lock)
+            return deploy(policy, limits)
         spec = policy.spec
-        scheduler = Scheduler(
-            OwnPolicy(policy), queue_size=limits.queue, supervisor=supervisor, device_lock=lock
-        )
-        scheduler.start()
+        scheduler = PolicyHost().start(OwnPolicy(policy), limits.queue)
         about = {"server": {"name": "sinew", "version": __version__}, "policy": spec.to_dict()}
         return Deployment(scheduler, spec, about, None, spec.state.dim, spec.action.dim)
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sinew_client.protocol import CONDITION_KEYS
-from sinew_client.schema import PredictResponse
+from sinew_client.schema import PredictRequest, PredictResponse
 
 from sinew.core import RTC, ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
 from sinew.serve.decode.frames import PixelBudget
@@ -35,6 +35,7 @@ from sinew.system.rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
     from sinew.serve.transport.exchange import Asker, Envelope
+    from sinew.serve.wires.native import NativeCodec
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +47,8 @@ SILENT_S = 10.0  # without a sample a stream ends: its robot lost power or netwo
 SPARE_S = (
     2.0  # and without one for so long it gives its place to another robot; a live one sends at every tick
 )
-STREAM, STREAM_END = 4, 5  # of PredictRequest.Kind
 EXCHANGED = "the policy was exchanged, and its streams begin anew with their next samples"
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
-
-
-class Parser(Protocol):
-    """What this file asks of the codec of the wire."""
-
-    def parse(self, payload: memoryview) -> tuple[Any, list[memoryview]]: ...
-    def decode(
-        self, payload: memoryview, budget: PixelBudget | None = None, policy: str = ""
-    ) -> Observation: ...
-    def encode_error(self, header: Any, error: SinewError) -> bytes: ...
 
 
 @dataclass(eq=False)
@@ -74,7 +64,7 @@ class StreamingRobot:
     asker: Asker
     envelope: Envelope
     safety: Safety | None
-    parser: Parser
+    parser: NativeCodec
     on_end: Callable[[StreamingRobot], None]
     heard: float
     quiet: RateLimitedLog
@@ -137,7 +127,7 @@ class Streams:
     clock: seconds, by which a robot that is silent is noticed.
     """
 
-    def __init__(self, service: Service, parser: Parser, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, service: Service, parser: NativeCodec, clock: Callable[[], float] = time.monotonic):
         self._service, self._parser, self._clock = service, parser, clock
         self._robots: dict[tuple[int, str], StreamingRobot] = {}
         self._lock = threading.Lock()
@@ -153,11 +143,11 @@ class Streams:
 
     def take(self, asker: Asker, envelope: Envelope, header: Any, content: memoryview) -> bool:
         """Take a message of a stream; False for one that is none. Raises SinewError for one that does not fit."""
-        if header.kind == STREAM_END:
+        if header.kind == PredictRequest.STREAM_END:
             if (robot := self._robots.get((id(asker), header.session))) is not None:
                 self._end(robot)
             return True
-        if header.kind != STREAM:
+        if header.kind != PredictRequest.STREAM:
             return False
         now = self._clock()
         if len(content) > MAX_MESSAGE:

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -38,10 +38,10 @@ from sinew.core import (
 from sinew.processing.given import PROMPT_KEYS
 from sinew.serve.decode.array import array, unpack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
+from sinew.serve.request import Outcome, WireMessage
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
-from sinew.serve.transport.routes import Guard
-from sinew.serve.transport.sockets import Dialect
+from sinew.serve.transport.routes import Dialect, Guard
 from sinew.serve.wires import field_names
 
 NAME = "vla-eval"
@@ -56,21 +56,12 @@ MAX_WARNED = 64  # different warnings of one connection that reach the log
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class VlaEvalMessage:
-    """endpoint: infer, reset, or answered, where ``reply`` is all that there is to say (None: nothing).
+class StepsSeen(NamedTuple):
+    """What an observation is made of. moments: maps of the steps that the policy reads, oldest first. seed: of its
+    noise; None leaves it to the policy."""
 
-    content: of an observation. earlier: of those that a policy of several moments reads before it, oldest first. seed:
-    of its noise; None leaves it to the policy.
-    """
-
-    endpoint: str
-    session: str = ""
-    content: Mapping[str, Any] | None = None
-    earlier: tuple[Mapping[str, Any], ...] = ()
+    moments: tuple[Mapping[str, Any], ...]
     seed: int | None = None
-    reply: bytes | None = None
-    deadline_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +110,9 @@ class Conversation:
         self._warned: set[str] = set()
 
     def dialect(self) -> Dialect:
-        return replace(
-            DIALECT,
-            read=self.read,
-            observation=self.observation,
-            answer=self.answer,
-            error=self.error,
-            connect=None,
-        )
+        return replace(DIALECT, read=self.read, answer=self.answer, error=self.error, connect=None)
 
-    def read(self, payload: bytes) -> VlaEvalMessage:
+    def read(self, payload: bytes) -> WireMessage:
         """Raises RequestError or ObservationError."""
         self._seq = None
         tree = unpack(payload)
@@ -143,30 +127,26 @@ class Conversation:
             raise RequestError(f"seq: expected an integer, got {type(seq).__name__}")
         self._seq = seq
         if kind == "hello":
-            return VlaEvalMessage("answered", reply=self._message("hello", self._hello(content)))
+            return WireMessage(endpoint="answered", reply=self._message("hello", self._hello(content)))
         if kind == "episode_start":
             self._begin(content)
-            return VlaEvalMessage("reset", self._session)
+            return WireMessage(endpoint="reset", session=self._session)
         if kind == "episode_end":
             self._left.clear()
             self._seen.clear()
-            return VlaEvalMessage("answered")
+            return WireMessage(endpoint="answered")
         if kind == "observation":
             return self._observed(content, len(payload))
         if kind == "error":
             logger.warning("%s: a client says: %.200r", NAME, content.get("error"))
-            return VlaEvalMessage("answered")
+            return WireMessage(endpoint="answered")
         raise RequestError("type: expected a message of a client, got 'action'")
 
-    def observation(
-        self, message: VlaEvalMessage, spec: PolicySpec, budget: PixelBudget | None = None
-    ) -> Observation:
-        """Raises ObservationError."""
-        assert message.content is not None
-        return observation(message, spec, budget)
-
-    def answer(self, chunk: ActionChunk, _server_ms: float, _previous_ms: float | None) -> bytes:
+    def answer(
+        self, _message: WireMessage, outcomes: Sequence[Outcome], _server_ms: float, _before: float | None
+    ) -> bytes:
         """Return the first row, and keep those that are executed after it."""
+        (chunk,) = (each for each in outcomes if isinstance(each, ActionChunk))
         first, *rest = chunk.actions[: self.rows]
         self._left = deque(rest)
         self._chunks += 1
@@ -183,7 +163,7 @@ class Conversation:
             return None
         return self._message("error", {"error": f"{error} [{error.code}]"})
 
-    def _observed(self, content: Mapping[str, Any], size: int) -> VlaEvalMessage:
+    def _observed(self, content: Mapping[str, Any], size: int) -> WireMessage:
         if self._spec.history > 1:  # else nothing of a message outlives its answer
             self._seen.append((content, size))
             if sum(size for _, size in self._seen) > MAX_SEEN:
@@ -193,8 +173,8 @@ class Conversation:
                 )
         if self._left:
             row = self._left.popleft()
-            return VlaEvalMessage("answered", reply=self._message("action", {"actions": row}))
-        return VlaEvalMessage("infer", self._session, content, self._earlier(), self._seed())
+            return WireMessage(endpoint="answered", reply=self._message("action", {"actions": row}))
+        return WireMessage(StepsSeen((*self._earlier(), content), self._seed()), session=self._session)
 
     def _earlier(self) -> tuple[Mapping[str, Any], ...]:
         """Return what was seen at the steps before this one that the policy reads, as
@@ -268,25 +248,25 @@ def _to_map(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} does not travel")
 
 
-def observation(message: VlaEvalMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
+def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Return the observation of a benchmark. Raises ObservationError.
 
     Benchmarks send what they have: cameras and vectors that the policy does not read stay undecoded. What it does read
     has to be there.
     """
-    assert message.content is not None
+    seen: StepsSeen = message.content
     budget = budget or PixelBudget()
     files = budget.again()  # the pixels of files are counted when they are decoded, and again as frames
     made: dict[int, Observation] = {}  # one that stands for several moments is decoded once
-    for content in (*message.earlier, message.content):
+    for content in seen.moments:
         if id(content) not in made:
             made[id(content)] = _moment(content, spec, budget, files)
-    seen = [made[id(content)] for content in message.earlier]
+    *earlier, newest = (made[id(content)] for content in seen.moments)
     return replace(
-        made[id(message.content)],
-        earlier=tuple(Moment(each.images, each.state) for each in seen),
+        newest,
+        earlier=tuple(Moment(each.images, each.state) for each in earlier),
         session=message.session,
-        seed=message.seed,
+        seed=seen.seed,
     )
 
 
@@ -406,7 +386,7 @@ def _silent() -> None: ...
 DIALECT = Dialect(
     NAME,
     _nobody,
-    _nobody,
+    observation,
     _nobody,
     guide,
     reset=_silent,

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from sinew.core import SinewError
+from sinew.core import MAX_SIZE, SinewError
 from sinew.steps import registry
-from sinew.steps.base import MAX_SIZE, Step, within
+from sinew.steps.base import Step, within
 
 State = TypeVar("State")
 

@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from sinew.steps.base import MAX_SIZE, within
+from sinew.core import MAX_SIZE
+from sinew.steps.base import within
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.methods import Method, resize, takes
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sinew.steps.base import MAX_SIZE, within
+from sinew.core import MAX_SIZE
+from sinew.steps.base import within
 from sinew.steps.prompt.base import HeldTokens, PromptStep, Sentence
 
 

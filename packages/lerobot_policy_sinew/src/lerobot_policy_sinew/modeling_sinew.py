@@ -15,6 +15,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_IMAGES, OBS_STATE
 from sinew_client import Policy, PolicySpec, connect
+from sinew_client.auth import key_from_environment
 from sinew_client.control import parse_rule
 from sinew_client.control.defaults import REPLAN, stated
 from sinew_client.control.motion import Relative, parse_motion
@@ -34,7 +35,7 @@ SLACK = 0.1  # beyond [0, 1], as resizing overshoots; what lies further is 0 to 
 def opened(config: SinewConfig) -> Policy:
     """Return the policy of a configuration: a server's, or one that computes in this process."""
     if config.address:
-        key = os.environ.get("SINEW_API_KEY", "")
+        key = key_from_environment()
         _refuse_to_tell(key, config)
         return connect(config.address, timeout=config.timeout, api_key=key)
     try:

@@ -26,7 +26,6 @@ from lerobot.policies.utils import prepare_observation_for_inference
 from sinew.core import ActionChunk, Observation, SinewError, Timing
 from sinew.policy import open_bundle
 from sinew.processing import Processor
-from sinew.records import arithmetic
 from sinew.serve.policies import Deployment
 from sinew.serve.process import Process
 from sinew.serve.scheduler import Scheduler
@@ -34,6 +33,7 @@ from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
+from sinew.system import machine
 
 
 class Reference(ServedPolicy):
@@ -99,7 +99,7 @@ def serve(policy: Reference, port: int) -> None:
             "device_reason": "--device",
             "dtype": policy.dtype,
             "dtype_reason": "the checkpoint's weights",
-            **arithmetic.about(torch.get_num_threads()),
+            **machine.arithmetic(torch.get_num_threads()),
         },
         "policy": policy.spec.to_dict(),
     }

@@ -7,9 +7,9 @@ hangs, takes memory out of proportion to the file, or prints what it was given a
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -17,19 +17,41 @@ MAX_TEXT = 1 << 18  # bytes of a file
 MAX_NODES = 10_000  # values of a YAML file, each alias counted with all that it stands for
 MAX_SCALAR = 1 << 14  # characters of one value; YAML reads 1:00:00 and so on as one number
 SHOWN = 80  # characters of a value in a message
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """Open a regular file to read bytes. Raises OSError for anything else: a FIFO would wait, a device has no end."""
+def open_regular(path: Path | str) -> io.FileIO:
+    """Open a regular file for reading, unbuffered; links to one are followed.
+
+    Raises OSError for anything else: a FIFO would wait for a writer, and a device has no end.
+    """
+    flags = (
+        getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY")
+    )  # as this system has them
     try:
-        number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+        number = os.open(path, os.O_RDONLY | sum(flags))
     except ValueError as error:  # a NUL
         raise OSError(errno.EINVAL, str(error), str(path)) from None
-    with os.fdopen(number, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "expected a regular file", str(path))
-        yield file
+    try:
+        mode = os.fstat(number).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+            raise OSError(errno.EINVAL, f"expected a regular file, got {kind}", str(path))
+        return open(number, "rb", buffering=0)
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """Open a regular file to read bytes. Raises OSError for anything else."""
+    return io.BufferedReader(open_regular(path))
 
 
 def read_text(path: Path, most: int = MAX_TEXT) -> str:

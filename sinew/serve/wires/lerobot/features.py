@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from sinew.core import Observation, ObservationError, PolicySpec
-from sinew.processing.arrays import KINDS
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 from sinew.serve.wires import field_names
 from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, TimedObservation
@@ -96,7 +95,7 @@ def observation(
     task = raw.get(agreement.prompt, raw.get("task", ""))
     if not isinstance(task, str):
         raise ObservationError(agreement.prompt, "text", type(task).__name__)
-    numbers = [_number(key, _value(raw, key)) for key in agreement.state]
+    numbers = [field_names.number(key, _value(raw, key)) for key in agreement.state]
     with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
         state = np.array(numbers, np.float32)
     return Observation(
@@ -189,17 +188,6 @@ def _value(raw: Mapping[str, Any], key: str) -> Any:
     if key not in raw:
         raise ObservationError(key, "a value, as the features announced", f"nothing; keys are {_names(raw)}")
     return raw[key]
-
-
-def _number(key: str, value: Any) -> float:
-    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in KINDS:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ObservationError(key, "a number", type(value).__name__)
-    try:
-        return float(value)
-    except OverflowError:
-        raise ObservationError(key, "a number", "an integer beyond any float") from None
 
 
 def _names(names: Any) -> str:

@@ -1,8 +1,9 @@
-"""What each rewrite does to one bundle's model, and what it saves."""
+"""What each rewrite of the plan does to one bundle's model, and what it saves: the program before and after."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,53 @@ from sinew.bundle import Bundle
 from sinew.core import upcast_text
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import choose_precision
+from sinew.engine.clone import on_meta
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
-from sinew.engine.plan.cost import savings
 from sinew.engine.plan.engine import ON_CPU
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.stores import Storage
+from sinew.models.base import Model
+from sinew.perf.trace import trace
 from sinew.processing import Processor
 
 PROMPT = "pick up the cube"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one observation: FLOPs, bytes that the operators move, and bytes of the weights that the model holds."""
+
+    flops: int = 0
+    bytes: int = 0
+    weights: int = 0
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.flops - other.flops, self.bytes - other.bytes, self.weights - other.weights)
+
+
+def cost(plan: Plan, shapes: Shapes) -> Cost:
+    """Return the cost of one observation, on a plan over a meta model (:func:`on_meta`)."""
+    found = trace(plan.model, shapes, plan)
+    calls = [(call, found.steps if call.stage == "head" else 1) for call in found.calls]
+    return Cost(
+        sum(runs * call.flops for call, runs in calls),
+        sum(runs * operand.nbytes for call, runs in calls for operand in call.operands),
+        sum(parameter.nbytes for parameter in plan.model.parameters()),
+    )
+
+
+def savings(model: Model, names: Iterable[str], shapes: Shapes) -> tuple[Cost, dict[str, Cost]]:
+    """Return the cost without any rewrite, and what each of ``names`` takes off it, applied one after another."""
+    empty = on_meta(model)
+    whole = before = cost(Plan.of(empty, rewrites=()), shapes)
+    saved, done = {}, []
+    for name in names:
+        done.append(name)
+        after = cost(Plan.of(empty, rewrites=done), shapes)
+        saved[name] = before - after
+        before = after
+    return whole, saved
 
 
 def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:

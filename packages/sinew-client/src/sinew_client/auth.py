@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sinew.core import SinewError
+from sinew_client.errors import SinewError
 
 KEY_VARIABLE = "SINEW_API_KEY"
 
