@@ -233,13 +233,16 @@ class Model(nn.Module):
         """Return where the model computes. Tables of tokens may lie elsewhere: on the host, in the file's map."""
         return next((p.device for p in self.parameters() if p.device.type != "cpu"), torch.device("cpu"))
 
-    def time_embeddings(self, steps: int, committed: Tensor | None = None) -> Iterator[Tensor]:
+    def time_embeddings(
+        self, steps: int, committed: Tensor | None = None, device: torch.device | None = None
+    ) -> Iterator[Tensor]:
         """Yield the time embedding of each step of a solution, each [1, ...], computed when it is asked for.
 
         committed: bool [B, H], the rows that are actions already, at the solver's end; time embeddings are then
             [B, ...].
+        device: where the model computes. None: all its weights are asked, which takes 1 ms of a small policy's time.
         """
-        device = self.device
+        device = device or self.device
         for time in self.solver.times(steps):
             if committed is None:
                 t = torch.full((1,), time, dtype=torch.float64, device=device)

@@ -222,7 +222,7 @@ class EagerEngine(Engine):
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         """Return what each step takes from the time, or from the times of its rows."""
-        return self.model.time_embeddings(steps, getattr(guidance, "committed", None))
+        return self.model.time_embeddings(steps, getattr(guidance, "committed", None), self.device)
 
     @torch.inference_mode()
     def renew(self, context: Context, state: np.ndarray) -> Context:
