@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinew.eval.report import page, repeat
 from sinew.eval.report.report import conditions, tables
+from sinew.eval.report.stats import summarize
 from sinew.eval.runner import Episode
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def outcomes(results: Sequence[Sequence[Episode]]) -> list[list[dict[str, Any]]]
                 "success": each.success,
                 "steps": each.steps,
                 "digest": each.digest,
+                **(_trial(each) if each.trial else {}),
             }
             for each in episodes
         ]
@@ -34,14 +36,48 @@ def outcomes(results: Sequence[Sequence[Episode]]) -> list[list[dict[str, Any]]]
     ]
 
 
+def _trial(each: Episode) -> dict[str, Any]:
+    """Return what else is said of a trial on a robot."""
+    return {
+        "trial": each.trial,
+        "prompt": each.prompt,
+        "seconds": each.wall_s,
+        "held": each.held,
+        "clipped": each.clipped,
+        "latency_p95_ms": summarize(each.latency_ms).get("p95"),
+        "judge": each.judge,
+        "note": each.note,
+    }
+
+
+def plan_text(plan: Mapping[str, Any]) -> str:
+    """Return in a sentence which plan it was, and whether it was kept."""
+    scenes, played = plan["scenes"], plan["played"]
+    if plan["kind"] == "sequential":
+        said = (
+            f"Sequential: a look after each scene, at most {scenes}; {played} were played. The test is valid whenever"
+            f" one stops (a mixture of coins: Ville 1939, Robbins 1970): p = {plan['p_anytime']:.3g}"
+        )
+        return said + ("." if plan["kept"] else "; the sitting is not at its end.")
+    if plan["kept"]:
+        return f"Fixed before the first trial: {scenes} scenes, and all were played. The plan was kept."
+    return (
+        f"Fixed before the first trial: {scenes} scenes, of which {played} were played. The plan was NOT kept: the"
+        " p-values suppose it, and intervals of a sitting that somebody ended early are too good."
+    )
+
+
 def write_page(record: Mapping[str, Any], films: Sequence[Film]) -> str:
     """Return the page of a run. record: a report with its ``outcomes``, which the page holds as JSON."""
-    return page.page(f"Evaluation: {record['task']['env']}", _parts(record, films), record)
+    kind = "Trials" if "plan" in record else "Evaluation"
+    return page.page(f"{kind}: {record['task']['env']}", _parts(record, films), record)
 
 
 def _parts(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
     report = dict(record)
     yield f'<p class="note">{page.text(conditions(report))}</p>'
+    if "plan" in record:
+        yield f'<p class="{"" if record["plan"]["kept"] else "bad"}">{page.text(plan_text(record["plan"]))}</p>'
     for title, columns, rows in tables(report):
         yield f"<h2>{page.text(title)}</h2>"
         yield page.table([columns[0], *(f">{name}" for name in columns[1:])], rows)
@@ -60,6 +96,9 @@ def _parts(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
 
 def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
     yield "<h2>Films</h2>"
+    if "plan" in record:
+        yield from _scenes(record, films)
+        return
     if not films:
         yield '<p class="note">None were made: <code>sinew eval --films 2</code> makes them.</p>'
         return
@@ -74,19 +113,33 @@ def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
         + " At the right is what the policy saw.</p>"
     )
     yield '<div class="films">'
-    for film in films:
-        label = record["variants"][film.variant]["label"]
-        outcome = "success" if film.episode.success else "no success"
-        said = f"{label}: seed {film.episode.seed}, {film.episode.task or 'one task'}: "
-        after = f" after {film.episode.steps} steps{'' if film.same else ', not as in the run'}"
-        kind = "good" if film.episode.success else "bad"
-        yield (
-            '<figure><picture><source media="(prefers-reduced-motion: reduce)"'
-            f' srcset="{page.webp(film.still)}"><img alt="{page.text(said + outcome + after)}"'
-            f' src="{page.webp(film.webp)}"></picture><figcaption>{page.text(said)}'
-            f'<span class="{kind}">{outcome}</span>{page.text(after)}</figcaption></figure>'
-        )
+    yield from (_figure(record, film) for film in films)
     yield "</div>"
+
+
+def _scenes(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
+    """Films of trials on a robot, those of a scene side by side."""
+    if not films:
+        yield '<p class="note">None: <code>sinew run --trials N --frames FOLDER</code> keeps what they need.</p>'
+    for scene in dict.fromkeys(film.episode.seed for film in films):
+        yield f"<h3>Scene {scene - record['seeds']['first'] + 1}</h3>"
+        yield '<div class="films">'
+        yield from (_figure(record, film) for film in films if film.episode.seed == scene)
+        yield "</div>"
+
+
+def _figure(record: Mapping[str, Any], film: Film) -> str:
+    label = record["variants"][film.variant]["label"]
+    outcome = "success" if film.episode.success else "no success"
+    said = f"{label}: seed {film.episode.seed}, {film.episode.task or 'one task'}: "
+    after = f" after {film.episode.steps} steps{'' if film.same else ', not as in the run'}"
+    kind = "good" if film.episode.success else "bad"
+    return (
+        '<figure><picture><source media="(prefers-reduced-motion: reduce)"'
+        f' srcset="{page.webp(film.still)}"><img alt="{page.text(said + outcome + after)}"'
+        f' src="{page.webp(film.webp)}"></picture><figcaption>{page.text(said)}'
+        f'<span class="{kind}">{outcome}</span>{page.text(after)}</figcaption></figure>'
+    )
 
 
 def _trials(record: Mapping[str, Any]) -> Iterator[str]:
@@ -96,7 +149,7 @@ def _trials(record: Mapping[str, Any]) -> Iterator[str]:
     for trials in zip(*record["outcomes"], strict=True):
         cells = [
             (
-                f"{'success' if t['success'] else 'no success'}, {t['steps']}",
+                f"{'success' if t['success'] else 'no success'}, {t['steps']}{_said(t)}",
                 "good" if t["success"] else "bad",
             )
             for t in trials
@@ -106,10 +159,9 @@ def _trials(record: Mapping[str, Any]) -> Iterator[str]:
         )
     disputed = [row for differs, row in rows if differs]
     yield "<h2>Trials</h2>"
-    yield (
-        '<p class="note">A row is a trial: one seed, which all variants met with the same world and the same noise. The'
-        " number is of control steps.</p>"
-    )
+    row = "a scene, set up for each policy" if "plan" in record else "a trial: one seed"
+    met = "" if "plan" in record else ", which all variants met with the same world and the same noise"
+    yield f'<p class="note">A row is {row}{met}. The number is of control steps.</p>'
     if len(labels) > 1:
         yield f"<p>Variants disagree about {len(disputed)} of {len(rows)} trials.</p>"
         yield page.table(columns, disputed) if disputed else ""
@@ -117,11 +169,29 @@ def _trials(record: Mapping[str, Any]) -> Iterator[str]:
     yield page.folded(f"all {len(rows)} trials", whole) if len(labels) > 1 or len(rows) > SHOWN else whole
 
 
+def _said(trial: Mapping[str, Any]) -> str:
+    """Return who judged a trial on a robot, and what was written; "" of an episode."""
+    note = f": {trial['note']}" if trial.get("note") else ""
+    return f" ({trial['judge']}{note})" if "judge" in trial else ""
+
+
+def _uncounted(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Trials that do not count, which were played anew."""
+    rows = [[each["trial"], str(each["seed"]), each["label"], each["note"]] for each in plan["discarded"]]
+    rows += [[name, "", "", "interrupted"] for name in plan["interrupted"]]
+    yield f"<h2>Not counted: {len(rows)}</h2>"
+    if rows:
+        yield page.table(["trial", ">seed", "policy", "why"], rows)
+
+
 def _how(record: Mapping[str, Any]) -> Iterator[str]:
+    if "plan" in record:
+        yield from _uncounted(record["plan"])
     yield "<h2>How it was run</h2>"
     yield page.commands([record["command"] or "from Python"])
-    yield "<p>The same episodes again, here or in another laboratory, with the same bundles wherever they are:</p>"
-    yield page.commands([f"sinew eval --repeat {PAGE}", *_elsewhere(record)])
+    if "plan" not in record:
+        yield "<p>The same episodes again, here or in another laboratory, with the same bundles wherever they are:</p>"
+        yield page.commands([f"sinew eval --repeat {PAGE}", *_elsewhere(record)])
     rows: list[list[str]] = []
     for entry in record["variants"]:
         bundle, policy = entry["bundle"], entry["policy"]
