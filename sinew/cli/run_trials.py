@@ -1,4 +1,4 @@
-"""``sinew run --trials``: policies on one robot, scene by scene, blind, each trial begun and judged and kept.
+"""``sinew run --trials``: policies on one robot, scene by scene, blind, each trial begun, judged and kept.
 
 Space begins, pauses and goes on; ``s``, ``f`` and ``d`` say how it ended; Enter keeps that; ``q`` stops.
 """
@@ -6,10 +6,8 @@ Space begins, pauses and goes on; ``s``, ``f`` and ``d`` say how it ended; Enter
 from __future__ import annotations
 
 import logging
-import os
-import stat
 import sys
-import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, validators
 from rich.console import Group
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 from sinew_client.policy import is_address
 
 from sinew.cli import status, terminal
-from sinew.cli.options import CAMERAS, CountIfAny, Flag, Runs, Texts, json_object, motion_of
+from sinew.cli.options import CAMERAS, CountIfAny, Flag, Runs, Texts, changed, json_object, motion_of
+from sinew.cli.run_connection import asking
 from sinew.cli.run_leader import EnvelopeFlags, FrameKeeper, LeaderFlags
 from sinew.cli.run_rig import ChunkFlags, Rig, open_rig
 from sinew.cli.run_robot import EMBEDDED, Driven, RobotFlags, drive
@@ -31,14 +29,19 @@ from sinew.cli.run_view import Keys
 from sinew.core import SinewError
 
 if TYPE_CHECKING:
-    from sinew.eval.settings import Task, Variant
-    from sinew.eval.trials.desk import Desk
+    from sinew.eval.runner import Episode
+    from sinew.eval.settings import Variant
     from sinew.eval.trials.sitting import Sitting, Turn
 
-SEED = 5000  # of the first scene, as of an evaluation
-LOG = "run.log"  # in the folder: what the loop says while nobody may know which policy drives
+KEYS = {"s": "success", "f": "failure", " ": "go", "\r": "keep", "\n": "keep", "q": "quit"}
+HELP = {  # by the state of the trial
+    "waits": "space begins   q stops",
+    "runs": "space pauses or goes on   s success   f failure   d discard   q stops",
+    "is judged": "Enter keeps it   s success   f failure   d discard   q stops",
+}
+LOG = "run.log"  # in the folder of a sitting
 VARIED = ("replan", "handover", "solver_steps", "dtype", "device", "engine")  # that --compare may change
-LOOK_S = 0.05
+MOST = 999  # scenes
 
 
 @Parameter(name="*", group="Trials")
@@ -47,40 +50,27 @@ class TrialFlags:
     """Trials of one policy, or of several in one sitting.
 
     Attributes:
-        trials: scenes; each policy has one trial in each. A person says when one begins and how it ended, or the robot
-            does (`success`: True, False or None while it goes on; `set_up(seed)`: it resets the scene), as simulated
-            ones do.
-        compare: another policy, or KEY=VALUE,... of the first one (replan, handover, engine ...), repeatable: it meets
-            the same scenes, in random order, and nothing says which one drives.
-        out: folder of the sitting, a line for each trial; the same command goes on where it was stopped, and
-            `sinew leaderboard` reads it.
-        judge: a file or a FIFO that another program writes lines to: go, success, failure, discard REASON, quit.
-        seed: of the first scene: of the noise of its chunks, and of what a simulated robot sets up; 5000 if absent.
+        trials: scenes, in each of which every policy has a trial. A person says when one begins and how it ended; a
+            robot may do so itself, as simulated ones do (`set_up(seed)` sets a scene up, `success` is True, False, or
+            None while it goes on).
+        compare: another policy, or KEY=VALUE,... of the first (replan, handover, engine ...), repeatable: it meets the
+            same scenes in random order, and nothing says which one drives.
+        out: folder, with a line for each trial; the same command goes on where it was stopped, `sinew leaderboard`
+            reads it.
+        judge: a file or FIFO that another program writes lines to: go, success, failure, discard REASON, quit.
+        seed: of the first scene: of the noise of its chunks, and of what a simulated robot sets up.
         order: a number that the order follows from; drawn, and kept, if absent.
         sequential: end also once a difference of two policies is shown, by a test that may be looked at after each
-            scene. Without it the number of scenes is fixed, and nothing is shown before the last one.
+            scene. Else the number of scenes is the plan, and nothing is shown before the last.
     """
 
     trials: CountIfAny = None
     compare: Texts = ()
     out: Path | None = None
     judge: Path | None = None
-    seed: Annotated[int, Parameter(validator=validators.Number(gte=0))] = SEED
+    seed: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 5000
     order: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None
     sequential: Flag = False
-
-    def check(self, on: RobotFlags, by: ChunkFlags, lead: LeaderFlags) -> None:
-        """Raise :class:`SinewError` for flags that do not go together, before anything is loaded."""
-        if self.out is None:
-            raise SinewError("--trials: expected --out FOLDER beside it, where each trial is kept, got none")
-        if self.trials is not None and self.trials > 999:
-            raise SinewError(f"--trials: expected at most 999 scenes, got {self.trials}")
-        for flag, given in (
-            ("--episodes", on.episodes), ("--takeover", lead.takeover), ("--shadow", lead.shadow),
-            ("--assist", by.assist), ("--split", by.split),
-        ):  # fmt: skip
-            if given:
-                raise SinewError(f"{flag}: expected none with --trials, each of which is one policy's own")
 
 
 TRIALS = TrialFlags()
@@ -97,17 +87,23 @@ def run_trials(
     key: str,
 ) -> int:
     """Play what is left of a sitting. Ends with its report, or where it was stopped."""
-    trials.check(on, by, lead)
+    if trials.out is None:
+        raise SinewError("--trials: expected --out FOLDER beside it, where each trial is kept, got none")
+    if (count := trials.trials or 0) > MOST:
+        raise SinewError(f"--trials: expected at most {MOST} scenes, got {count}")
+    driven = changed(replace(lead, frames=None)) or changed(
+        replace(ChunkFlags(), assist=by.assist, split=by.split)
+    )
+    if on.episodes is not None or driven:
+        raise SinewError(f"{driven or '--episodes'}: expected none with --trials, which are one policy's own")
     from sinew.eval import farm
+    from sinew.eval.report.report import terminal as tables
+    from sinew.eval.settings import Task
     from sinew.eval.trials.report import write_page
     from sinew.eval.trials.sitting import Sitting
 
-    assert trials.out is not None
-    assert trials.trials is not None
     with ExitStack() as stack:
-        asked = _asked(target, by, trials, runs)
-        open_robot = on.opener(by.substeps)
-        rigs: list[Rig] = []
+        asked, open_robot, rigs = _asked(target, by, trials, runs), on.opener(by.substeps), list[Rig]()
 
         def robot_of(policy: Any) -> Driven:
             if not rigs:
@@ -117,51 +113,34 @@ def run_trials(
             return on.driven((first.machine, first.prompt, first.rate), policy)
 
         for variant in asked:
-            own = replace(by, handover=variant.handover, replan=variant.show("replan"))
-            chosen = runs
+            chosen, own = runs, replace(by, handover=variant.handover, replan=variant.show("replan"))
             if not is_address(variant.target):
-                chosen = replace(
-                    runs, engine=variant.engine or "auto", dtype=variant.dtype, device=variant.device
-                )
+                engine = variant.engine or "auto"
+                chosen = replace(runs, engine=engine, dtype=variant.dtype, device=variant.device)
             rigs.append(open_rig(variant.target, on, own, lead, envelope, chosen, key, robot_of))
-        machine = rigs[0].robot.machine
-        keyboard = sys.stdin.isatty() and sys.stdout.isatty()
-        waits = (keyboard or trials.judge is not None) and not by.go
-        if not waits and not (hasattr(machine, "success") and hasattr(machine, "set_up")):
-            got = "--go" if by.go else "a standard input that is no terminal"
-            raise SinewError(
-                "--trials: expected a keyboard, --judge FILE, or a robot that sets its scenes up and judges itself"
-                f" (set_up and success), got {got}"
+        motion, options = motion_of(on.motion), json_object("--robot-options", on.robot_options)
+        name = EMBEDDED.get(on.robot, on.robot).removeprefix("gym:")
+        task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
+        variants = [
+            replace(
+                variant, handover=rig.chosen.handover, engine=rig.about.get("engine"),
+                device=str(rig.about.get("device", "cpu")),
             )
-        if on.seconds is None and not (keyboard or hasattr(machine, "success")):
-            raise SinewError(
-                "--seconds: expected the longest that a trial may take, as nobody is at a keyboard"
-            )
-        variants = [_settled(variant, rig) for variant, rig in zip(asked, rigs, strict=True)]
-        task = _task(on)
-        sitting = Sitting(
-            trials.out, task, variants, trials.trials, trials.seed, trials.order, trials.sequential
-        )
-        stack.enter_context(farm.sole(trials.out, "it has one keyboard"))
-        room = _Room(stack, on, lead, rigs, sitting, trials, waits, keyboard)
-        failed = room.play()
-        record = room.report()
-    if record is not None and room.complete:
-        from sinew.eval.report.evidence import plan_text
-        from sinew.eval.report.report import terminal as shown
-
-        for part in (*shown(record), plan_text(record["plan"])):
+            for variant, rig in zip(asked, rigs, strict=True)
+        ]  # fmt: skip
+        room = Room(stack, on, by, lead, trials, rigs)
+        sitting = Sitting(trials.out, task, variants, count, trials.seed, trials.order, trials.sequential)
+        stack.enter_context(farm.sole(trials.out, "it has one robot"))
+        failed = room.play(sitting)
+        record, due = room.report(sitting), sitting.due()
+    if due is None and record is not None:
+        for part in (*tables(record), record["plan"]["said"]):
             terminal.console().print(part)
         terminal.say(f"wrote {write_page(sitting, record, lead.frames)}")
-    else:
-        due = sitting.due()
-        left = 0 if due is None else due.total - due.number + 1
-        terminal.say(
-            f"{left} trials are left; the same command goes on from {trials.out}, and tells nothing until then"
-        )
-    terminal.emit(
-        {**(record if room.complete and record else {}), "complete": room.complete, "failed": failed}
-    )
+    elif due is not None:
+        left = due.total - due.number + 1
+        terminal.say(f"{left} of {due.total} trials are left; the same command goes on from {trials.out}")
+    terminal.emit({**(record if due is None and record else {}), "complete": due is None, "failed": failed})
     return status.ended(failed)
 
 
@@ -169,327 +148,201 @@ def _asked(target: str, by: ChunkFlags, trials: TrialFlags, runs: Runs) -> list[
     from sinew.eval.settings import parse_replan
     from sinew.eval.variants import variants
 
+    for text in trials.compare:
+        names = [
+            part.partition("=")[0] for part in text.split(",") if "=" in part and not Path(text).exists()
+        ]
+        if other := [name for name in names if name.replace("-", "_") not in VARIED]:
+            raise SinewError(f"--compare: expected a policy, or one of {', '.join(VARIED)}, got {other[0]}")
     try:
-        replan = parse_replan(by.replan)
+        base = runs.variant(target, CAMERAS, replan=parse_replan(by.replan), handover=by.handover)
     except ValueError as error:
         raise SinewError(f"--replan: {error}") from None
-    for text in trials.compare:
-        keys = [part.partition("=")[0] for part in text.split(",") if "=" in part and not Path(text).exists()]
-        if other := [name for name in keys if name.replace("-", "_") not in VARIED]:
-            raise SinewError(f"--compare: expected a policy, or one of {', '.join(VARIED)}, got {other[0]}")
-    return variants(runs.variant(target, CAMERAS, replan=replan, handover=by.handover), (), trials.compare)
-
-
-def _settled(variant: Variant, rig: Rig) -> Variant:
-    """Return the variant with what plays it."""
-    found = replace(variant, handover=rig.chosen.handover)
-    if "://" in variant.target:
-        return replace(found, device="cpu")
-    return replace(found, engine=rig.about.get("engine"), device=str(rig.about.get("device", "cpu")))
-
-
-def _task(on: RobotFlags) -> Task:
-    """Return what all of them do: that of an environment is an evaluation's in real time."""
-    from sinew.eval.settings import Task
-
-    name = EMBEDDED.get(on.robot, on.robot).removeprefix("gym:")
-    options, motion = json_object("--robot-options", on.robot_options), motion_of(on.motion)
-    return Task(name, options, realtime=True, motion=dict(motion) if motion else None)
+    return variants(base, (), trials.compare)
 
 
 def _same_robot(first: dict[str, Any], policy: dict[str, Any], name: str) -> None:
     """Raise :class:`SinewError` where two policies see another robot, or move another one."""
-
-    def seen(of: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {"cameras": [camera["name"] for camera in of["cameras"]]}
-        for part in ("state", "action"):
-            found[part] = [of[part]["dim"], list(of[part].get("names") or ())]
-        return found
-
-    for part, wanted in seen(first).items():
-        if (got := seen(policy)[part]) != wanted:
+    for part in ("cameras", "state", "action"):
+        wanted, got = (
+            [camera["name"] for camera in each[part]]
+            if part == "cameras"
+            else [each[part]["dim"], *(each[part].get("names") or ())]
+            for each in (first, policy)
+        )
+        if wanted != got:
             raise SinewError(f"--compare {name}: expected the {part} of the first policy {wanted}, got {got}")
 
 
-# ----------------------------------------------------------------------------- the room
+class Room(Keys):
+    """Where trials are played: the robot, the policies, and the keyboard."""
 
-
-class TrialKeys(Keys):
-    """The keys of a sitting. desk: of the trial that is due, which each one brings."""
-
-    desk: Desk
-
-    def __init__(self) -> None:
-        super().__init__(None)  # type: ignore[arg-type] # the first trial brings it
-        self.left = False
-
-    def quit(self) -> None:
-        self.left = True
-        self.desk.loop.stop()
-
-    def typed(self, text: str) -> None:
-        self.desk.say("discard", "key", text)
-
-    def press(self, key: str) -> None:
-        from sinew.eval.trials.desk import RUNS, SET_UP
-
-        desk = self.desk
-        self.loop = desk.loop
-        if self.typing is None and key in "spftd \r\n":
-            if key in "sf":
-                desk.say("success" if key == "s" else "failure", "key")
-            elif key == "d" and desk.state not in (SET_UP, "over"):
-                desk.loop.pause()
-                self.typing = ""
-            elif key in "\r\n":
-                desk.keep()
-            elif key == " " and desk.state == SET_UP:
-                desk.go()
-            elif key == " " and desk.state == RUNS:
-                super().press(key)
-            return
-        super().press(key)
-
-
-class JudgeFile(threading.Thread):
-    """Reads what another program says of the trials, from its end on. desk: of the trial that is due."""
-
-    desk: Desk
-
-    def __init__(self, path: Path):
-        super().__init__(name="sinew-judge", daemon=True)
-        self.left = False
-        try:
-            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            if stat.S_ISREG(os.fstat(self._file).st_mode):
-                os.lseek(self._file, 0, os.SEEK_END)
-        except OSError as error:
-            raise SinewError(f"--judge {path}: {error.strerror}") from error
-        self._end = threading.Event()
-
-    def close(self) -> None:
-        self._end.set()
-        self.join()
-        os.close(self._file)
-
-    def run(self) -> None:
-        rest = b""
-        while not self._end.wait(LOOK_S):
-            try:
-                rest += os.read(self._file, 65536)
-            except BlockingIOError:  # a FIFO that nobody has written to for now
-                continue
-            *lines, rest = rest.split(b"\n")
-            for line in lines:
-                self.take(line.decode("utf-8", "replace").strip())
-
-    def take(self, line: str) -> None:
-        """Do what a line says; what is not due is said, and does nothing."""
-        word, _, note = line.partition(" ")
-        done = False
-        if word == "go":
-            done = self.desk.go()
-        elif word in ("success", "failure") or (word == "discard" and note.strip()):
-            done = self.desk.say(word, "file", note.strip())
-        elif word == "quit":
-            self.left = done = True
-            self.desk.loop.stop()
-        elif word:
-            terminal.say(f"--judge: expected go, success, failure, discard REASON or quit, got {line[:80]!r}")
-            return
-        if word and not done:
-            terminal.say(f"--judge: {line[:80]!r} does nothing while the trial's state is: {self.desk.state}")
-
-
-class _Room:
-    """Where trials are played: the robot, the policies, and who may say something."""
+    turn: Turn
 
     def __init__(
         self,
         stack: ExitStack,
         on: RobotFlags,
+        by: ChunkFlags,
         lead: LeaderFlags,
-        rigs: list[Rig],
-        sitting: Sitting,
         trials: TrialFlags,
-        waits: bool,
-        keyboard: bool,
+        rigs: list[Rig],
     ):
-        self.on, self.rigs, self.sitting, self.waits = on, rigs, sitting, waits
-        self.confirms = keyboard and waits
-        self.machine = rigs[0].robot.machine
+        from sinew.eval.trials.desk import Desk
+
+        super().__init__(None)  # type: ignore[arg-type] # each trial brings its loop
+        self.on, self.rigs, self.machine = on, rigs, rigs[0].robot.machine
+        self.alone = hasattr(self.machine, "success") and hasattr(self.machine, "set_up")
+        self.keyboard = sys.stdin.isatty() and sys.stdout.isatty()
+        waits = (self.keyboard or trials.judge is not None) and not by.go
+        if not (waits or self.alone):
+            raise SinewError(
+                "--trials: expected a keyboard, --judge FILE, or a robot that sets its scenes up and judges itself"
+                f" (set_up, success), got {'--go' if by.go else 'a standard input that is no terminal'}"
+            )
+        limit = on.ticks(rigs[0].robot.rate)
+        if limit is None and not (self.keyboard or self.alone):
+            raise SinewError(
+                "--seconds: expected the longest time of a trial where there is no keyboard, got none"
+            )
+        self.desk = Desk(waits, self.keyboard and waits, limit, trials.judge)
+        stack.callback(self.desk.close)
         self.kept = None if lead.frames is None else FrameKeeper(lead.frames, rigs[0].robot, stack)
-        self.faults: list[str] = []
-        self.complete = False
-        self.keys: TrialKeys | None = None
-        self.file: JudgeFile | None = None
-        self.turn: Turn | None = None
-        if len(rigs) > 1:
-            _hide_log(stack, sitting.out / LOG)
-        if trials.judge is not None:
-            self.file = JudgeFile(trials.judge)
-        if keyboard:
-            self.keys = TrialKeys()
-        elif len(rigs) == 1:
-            terminal.log(logging.WARNING, "%(message)s")
 
-    @property
-    def left(self) -> bool:
-        """Return True if somebody has ended the sitting."""
-        return any(each is not None and each.left for each in (self.keys, self.file))
-
-    def play(self) -> list[str]:
+    def play(self, sitting: Sitting) -> list[str]:
         """Play what is due; return what failed, a sentence each."""
-        from sinew.eval.trials.desk import SET_UP
+        from sinew.eval.trials.desk import DISCARD, OVER
 
+        failed: list[str] = []
         with ExitStack() as stack:
-            while (turn := self.sitting.due()) is not None and not self.left:
-                first, self.turn = self.turn is None, turn
-                self.sitting.note("begun", turn)
+            if len(self.rigs) > 1:
+                _hide_log(stack, sitting.out / LOG)
+            elif not self.keyboard:
+                terminal.log(logging.WARNING, "%(message)s")
+            while (turn := sitting.due()) is not None and not self.desk.left:
+                first, self.turn = self.loop is None, turn
+                sitting.begin(turn)
                 with ExitStack() as own:
-                    desk, episode_of = self._open(own, turn)
-                    for each in (self.keys, self.file):
-                        if each is not None:
-                            each.desk = desk
-                    if first:
-                        self._listen(stack)
-                    if not self._drive(desk):
-                        if desk.state == SET_UP:
-                            self.sitting.note("left", turn)
+                    episode_of = self._set_up(own, sitting)
+                    if first and self.keyboard:
+                        stack.enter_context(self)
+                        stack.enter_context(terminal.drawn(self.picture, 8))
+                    failed += self._drive(self.rigs[turn.variant])
+                    if self.desk.state != OVER:
                         break
-                    self.sitting.end(turn, episode_of())
-                    self.report()
-                    self._tell(turn, desk)
-                if desk.verdict == "discard" and desk.by == "loop":
+                    sitting.end(turn, episode := episode_of())
+                self.report(sitting)
+                self._tell(
+                    f"{self.desk.verdict} after {episode.steps} steps ({self.desk.by}) {self.desk.note}"
+                )
+                if (self.desk.verdict, self.desk.by) == (DISCARD, "loop"):
                     break
-        self.complete = turn is None
-        return self.faults
+        return failed
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self, sitting: Sitting) -> dict[str, Any] | None:
         """Write what was played so far, and return it."""
         from sinew.eval.trials.report import write_report
 
-        return write_report(self.sitting, self.rigs[0].robot.rate, terminal.typed())
+        return write_report(sitting, self.rigs[0].robot.rate, terminal.typed())
 
-    def _listen(self, stack: ExitStack) -> None:
-        if self.file is not None:
-            self.file.start()
-            stack.callback(self.file.close)
-        if self.keys is not None:
-            stack.enter_context(self.keys)
-            stack.enter_context(terminal.drawn(self.picture, 8))
-
-    def _open(self, own: ExitStack, turn: Turn) -> tuple[Desk, Any]:
-        """Return a trial that is set up, and what makes an episode of it once it is over."""
+    def _set_up(self, own: ExitStack, sitting: Sitting) -> Callable[[], Episode]:
+        """Set a trial up; return what makes its episode once it is over."""
         from sinew.eval.robot import SimulatedRobot
         from sinew.eval.runner import StepByStep
-        from sinew.eval.trials.desk import Desk, SeededCalls, TrialTally, episode
+        from sinew.eval.trials.desk import scene_noise
 
-        rig, variant = self.rigs[turn.variant], self.sitting.variants[turn.variant]
-        if hasattr(self.machine, "set_up"):
-            self.machine.set_up(turn.seed)
-        calls = SeededCalls(rig.connect, turn.seed, variant.solver_steps)
+        turn, machine = self.turn, self.machine
+        rig, variant = self.rigs[turn.variant], sitting.variants[turn.variant]
+        if self.alone:
+            machine.set_up(turn.seed)
+        latencies: list[float] = []
+        connect = asking(rig.connect, scene_noise(turn.seed, variant.solver_steps), latencies)
+        simulated = isinstance(machine, SimulatedRobot)
         # A world that stands still between its steps is late for none of them.
-        period = rig.settings.period / rig.settings.substeps
-        pace = StepByStep(period) if isinstance(self.machine, SimulatedRobot) else None
+        pace = StepByStep(rig.settings.period / rig.settings.substeps) if simulated else None
         if self.kept is not None:
             self.kept.episode = turn.name
-        loop = rig.loop(self.machine, calls, pace=pace, keep=self.kept)
+        self.loop = loop = rig.loop(machine, connect, pace=pace, keep=self.kept)
         own.callback(loop.close)
-        if simulated := isinstance(self.machine, SimulatedRobot):
-            loop.prompt = self.on.prompt or self.machine.task
+        loop.prompt = self.on.prompt or getattr(machine, "task", "") or loop.prompt
+        task = machine.adapter.task(machine.info) if simulated else loop.prompt
         journal = None if self.on.record is None else self.on.record / f"{turn.name}.jsonl"
         on = replace(self.on, record=journal)
         on.follow(own, loop, rig.robot, rig.settings, variant.target)
         on.reports(own, loop, rig.robot, rig.server, "")
-        tally = TrialTally()
-        desk = Desk(loop, tally, self.waits, self.confirms, self.on.ticks(rig.robot.rate))
-        name = self.machine.adapter.task(self.machine.info) if simulated else loop.prompt
-        size = int(rig.policy.get("chunk_size") or 0)
-        if not self.confirms and self.waits:
-            terminal.say(f"{self._where(turn)}; it waits for go")
-        return desk, lambda: episode(turn, name, size, desk, calls)
+        self.desk.begin(loop)
+        if self.desk.waits:
+            self._tell("waits for go")
+        return lambda: self.desk.episode(turn, task, int(rig.policy.get("chunk_size") or 0), latencies)
 
-    def _drive(self, desk: Desk) -> bool:
-        """Let a trial go on until it is over; return False where it was ended before that."""
-        from sinew.eval.trials.desk import OVER, RUNS
-
-        if not self.waits:
-            desk.go()
-        loop, rig = desk.loop, self.rigs[self.turn.variant if self.turn else 0]
-        while True:
+    def _drive(self, rig: Rig) -> list[str]:
+        """Let a trial go on until it is over, or was left before that; return what failed."""
+        loop = self.loop
+        while not loop.stopped:
             drive(loop, rig.robot, rig.policy, None)
-            if loop.stopped:
-                break
-            desk.ask_robot()  # it has ended the run
-            if desk.state == RUNS:  # and does not say how
-                if not self.confirms:
-                    desk.say("discard", "loop", "the robot ended the run and did not say how")
-                    break
-                desk.say("", "robot")
-            if not self.confirms:
-                break
-        if desk.state != OVER:
-            return False
+            if not loop.stopped:
+                self.desk.ended()
         report = loop.report()
-        if text := status.text_of(report.faults):
-            self.faults.append(text)
+        faults = status.text_of(report.faults)
         lost = status.problems({}, report.executed, report.held, False, report.unanswered)
-        if lost and not self.confirms and desk.by != "file" and desk.verdict != "success":
-            # Nobody saw it, and it is no failure of the policy's.
-            desk.verdict, desk.by, desk.note = "discard", "loop", lost[0]
-            self.faults += lost
-        return True
+        found = [*([faults] if faults else []), *lost]
+        if lost:
+            self.desk.lost(lost[0])
+        return found if self.desk.by == "loop" or not lost else found[: bool(faults)]
 
-    def _where(self, turn: Turn) -> str:
-        if hasattr(self.machine, "set_up"):
-            todo = f"scene {turn.scene}"
-        elif turn.again:
-            todo = f"set scene {turn.scene} up again, as it was"
+    # ------------------------------------------------------------------------- the terminal
+
+    def quit(self) -> None:
+        self.desk.take("quit", "key")
+
+    def typed(self, text: str) -> None:
+        self.desk.take(f"discard {text}", "key")
+
+    def press(self, key: str) -> None:
+        from sinew.eval.trials.desk import JUDGED, RUNS
+
+        if self.typing is not None or (key == " " and self.desk.state == RUNS):
+            super().press(key)
+        elif key == "d" and self.desk.state in (RUNS, JUDGED):
+            self.loop.pause()
+            self.typing = ""
         else:
-            todo = f"set scene {turn.scene} up"
-        return f"trial {turn.number} of {turn.total}: {todo}"
+            self.desk.take(KEYS.get(key, ""), "key")
 
-    def _tell(self, turn: Turn, desk: Desk) -> None:
-        if self.keys is None:
-            note = f" ({desk.note})" if desk.note else ""
-            terminal.say(
-                f"{self._where(turn)}: {desk.verdict}{note} after {desk.tally.steps} steps, says {desk.by}"
-            )
+    @property
+    def _where(self) -> str:
+        turn = self.turn
+        todo = f"scene {turn.scene}" if self.alone else f"set scene {turn.scene} up"
+        again = " again, as it was" if turn.again and not self.alone else ""
+        return f"trial {turn.number} of {turn.total}: {todo}{again}"
+
+    def _tell(self, text: str) -> None:
+        if not self.keyboard:
+            terminal.say(f"{self._where}: {text}".strip())
 
     def picture(self) -> Panel:
         """Return what a person sees: nothing of it tells one policy from another."""
-        from sinew.eval.trials.desk import JUDGED, SET_UP
-
-        keys, turn = self.keys, self.turn
-        assert keys is not None
-        assert turn is not None
-        desk, loop = keys.desk, keys.desk.loop
-        facts = Table.grid(padding=(0, 2))
-        facts.add_row("trial", Text(self._where(turn), style="bold"))
-        facts.add_row("instruction", Text(loop.prompt or "-"))
-        if desk.state == SET_UP:
-            text, style, help_line = "waits", "yellow", "space begins   q stops"
-        elif keys.typing is not None:
-            text, style = f"discarded, because: {keys.typing}_", "bold"
+        desk, loop = self.desk, self.loop
+        limit = "" if self.on.seconds is None else f" of {self.on.seconds:g} s"
+        said = f"{desk.state} {desk.verdict} {desk.by and f'({desk.by})'}".strip()
+        said = "is paused" if said == "runs" and loop.paused else said
+        rows = [
+            (f"{self._where}\n", "bold"),
+            (f"instruction  {loop.prompt}\n", ""),
+            (f"time         {desk.tally.steps / loop.settings.hz:.1f} s{limit}\n", ""),
+            (f"the trial    {said}\n", "green" if said == "runs" else "bold yellow"),
+        ]
+        help_line = HELP.get(desk.state, "")
+        if self.typing is not None:
+            rows.append((f"discarded, because  {self.typing}_\n", "bold"))
             help_line = "Enter discards it   Esc goes back"
-        elif desk.state == JUDGED:
-            text, style = f"judged: {desk.verdict or 'not yet'} ({desk.by})", "bold"
-            help_line = "Enter keeps it   s success   f failure   d discard   q stops"
-        else:
-            text, style = ("paused", "yellow") if loop.paused else ("runs", "green")
-            help_line = "space pauses or goes on   s success   f failure   d discard   q stops"
-        facts.add_row("state", Text(text, style=style))
-        limit = "" if desk.limit is None else f" of {desk.limit / loop.settings.hz:g} s"
-        facts.add_row("time", f"{desk.tally.steps / loop.settings.hz:.1f} s{limit}")
-        return Panel(Group(facts, Text(help_line, style="dim")), title="sinew run --trials")
+        return Panel(Group(Text.assemble(*rows), Text(help_line, style="dim")), title="sinew run --trials")
 
 
 def _hide_log(stack: ExitStack, path: Path) -> None:
-    """Write the log to a file: how long a policy is waited for tells which one it is."""
-    handler = logging.FileHandler(path)
+    """Write the log to a file while policies play blind: how long one is waited for tells which it is."""
+    handler, root = logging.FileHandler(path), logging.getLogger()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    root = logging.getLogger()
     root.addHandler(handler)
     stack.callback(handler.close)
     stack.callback(root.removeHandler, handler)

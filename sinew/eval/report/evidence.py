@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from sinew.eval.report import page, repeat
 from sinew.eval.report.report import conditions, tables
-from sinew.eval.report.stats import summarize
 from sinew.eval.runner import Episode
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ def outcomes(results: Sequence[Sequence[Episode]]) -> list[list[dict[str, Any]]]
                 "success": each.success,
                 "steps": each.steps,
                 "digest": each.digest,
-                **(_trial(each) if each.trial else {}),
             }
             for each in episodes
         ]
@@ -36,48 +34,14 @@ def outcomes(results: Sequence[Sequence[Episode]]) -> list[list[dict[str, Any]]]
     ]
 
 
-def _trial(each: Episode) -> dict[str, Any]:
-    """Return what else is said of a trial on a robot."""
-    return {
-        "trial": each.trial,
-        "prompt": each.prompt,
-        "seconds": each.wall_s,
-        "held": each.held,
-        "clipped": each.clipped,
-        "latency_p95_ms": summarize(each.latency_ms).get("p95"),
-        "judge": each.judge,
-        "note": each.note,
-    }
-
-
-def plan_text(plan: Mapping[str, Any]) -> str:
-    """Return in a sentence which plan it was, and whether it was kept."""
-    scenes, played = plan["scenes"], plan["played"]
-    if plan["kind"] == "sequential":
-        said = (
-            f"Sequential: a look after each scene, at most {scenes}; {played} were played. The test is valid whenever"
-            f" one stops (a mixture of coins: Ville 1939, Robbins 1970): p = {plan['p_anytime']:.3g}"
-        )
-        return said + ("." if plan["kept"] else "; the sitting is not at its end.")
-    if plan["kept"]:
-        return f"Fixed before the first trial: {scenes} scenes, and all were played. The plan was kept."
-    return (
-        f"Fixed before the first trial: {scenes} scenes, of which {played} were played. The plan was NOT kept: the"
-        " p-values suppose it, and intervals of a sitting that somebody ended early are too good."
-    )
-
-
 def write_page(record: Mapping[str, Any], films: Sequence[Film]) -> str:
     """Return the page of a run. record: a report with its ``outcomes``, which the page holds as JSON."""
-    kind = "Trials" if "plan" in record else "Evaluation"
-    return page.page(f"{kind}: {record['task']['env']}", _parts(record, films), record)
+    return page.page(f"Evaluation: {record['task']['env']}", _parts(record, films), record)
 
 
 def _parts(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
     report = dict(record)
     yield f'<p class="note">{page.text(conditions(report))}</p>'
-    if "plan" in record:
-        yield f'<p class="{"" if record["plan"]["kept"] else "bad"}">{page.text(plan_text(record["plan"]))}</p>'
     for title, columns, rows in tables(report):
         yield f"<h2>{page.text(title)}</h2>"
         yield page.table([columns[0], *(f">{name}" for name in columns[1:])], rows)
@@ -90,15 +54,12 @@ def _parts(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
         yield page.table(repeat.COLUMNS, repeat.rows(found))
         yield "".join(f"<p>{page.text(said)}</p>" for said in repeat.sentences(found))
     yield from _films(record, films)
-    yield from _trials(record)
-    yield from _how(record)
+    yield from trials_of(record)
+    yield from how_run(record)
 
 
 def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
     yield "<h2>Films</h2>"
-    if "plan" in record:
-        yield from _scenes(record, films)
-        return
     if not films:
         yield '<p class="note">None were made: <code>sinew eval --films 2</code> makes them.</p>'
         return
@@ -113,22 +74,11 @@ def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
         + " At the right is what the policy saw.</p>"
     )
     yield '<div class="films">'
-    yield from (_figure(record, film) for film in films)
+    yield from (figure(record, film) for film in films)
     yield "</div>"
 
 
-def _scenes(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
-    """Films of trials on a robot, those of a scene side by side."""
-    if not films:
-        yield '<p class="note">None: <code>sinew run --trials N --frames FOLDER</code> keeps what they need.</p>'
-    for scene in dict.fromkeys(film.episode.seed for film in films):
-        yield f"<h3>Scene {scene - record['seeds']['first'] + 1}</h3>"
-        yield '<div class="films">'
-        yield from (_figure(record, film) for film in films if film.episode.seed == scene)
-        yield "</div>"
-
-
-def _figure(record: Mapping[str, Any], film: Film) -> str:
+def figure(record: Mapping[str, Any], film: Film) -> str:
     label = record["variants"][film.variant]["label"]
     outcome = "success" if film.episode.success else "no success"
     said = f"{label}: seed {film.episode.seed}, {film.episode.task or 'one task'}: "
@@ -142,7 +92,7 @@ def _figure(record: Mapping[str, Any], film: Film) -> str:
     )
 
 
-def _trials(record: Mapping[str, Any]) -> Iterator[str]:
+def trials_of(record: Mapping[str, Any]) -> Iterator[str]:
     labels = [entry["label"] for entry in record["variants"]]
     columns = [">seed", "task", *labels]
     rows = []
@@ -175,21 +125,10 @@ def _said(trial: Mapping[str, Any]) -> str:
     return f" ({trial['judge']}{note})" if "judge" in trial else ""
 
 
-def _uncounted(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Trials that do not count, which were played anew."""
-    rows = [[each["trial"], str(each["seed"]), each["label"], each["note"]] for each in plan["discarded"]]
-    rows += [[name, "", "", "interrupted"] for name in plan["interrupted"]]
-    yield f"<h2>Not counted: {len(rows)}</h2>"
-    if rows:
-        yield page.table(["trial", ">seed", "policy", "why"], rows)
-
-
-def _how(record: Mapping[str, Any]) -> Iterator[str]:
-    if "plan" in record:
-        yield from _uncounted(record["plan"])
+def how_run(record: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>How it was run</h2>"
     yield page.commands([record["command"] or "from Python"])
-    if "plan" not in record:
+    if "plan" not in record:  # a robot's trials do not follow from their seeds
         yield "<p>The same episodes again, here or in another laboratory, with the same bundles wherever they are:</p>"
         yield page.commands([f"sinew eval --repeat {PAGE}", *_elsewhere(record)])
     rows: list[list[str]] = []

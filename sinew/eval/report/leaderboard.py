@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sinew.core import SinewError
-from sinew.eval.report import evidence, page
+from sinew.eval.report import page
 from sinew.eval.report.repeat import REPORT, load
 from sinew.eval.report.stats import mcnemar, paired_difference, pairs_needed, success
 
@@ -299,7 +299,7 @@ def task_rows(board: Mapping[str, Any]) -> list[list[str]]:
 def plans(board: Mapping[str, Any]) -> list[str]:
     """Return what each sitting of trials had planned, and whether that was kept, a sentence each."""
     found = {
-        entry["report"]: f"{entry['report']}: {evidence.plan_text(entry['plan'])}"
+        entry["report"]: f"{entry['report']}: {entry['plan']['said']}"
         for entry in board["entries"]
         if entry["plan"]
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import numpy as np
 
 from sinew.core import SinewError
 from sinew.eval import farm
-from sinew.eval.report import evidence
+from sinew.eval.report import evidence, page
 from sinew.eval.report.films import Film, film_of
 from sinew.eval.report.repeat import REPORT
-from sinew.eval.report.report import document
+from sinew.eval.report.report import conditions, document, tables
+from sinew.eval.report.stats import summarize
 from sinew.eval.runner import Episode
 from sinew.eval.trials.sitting import Sitting
 from sinew.eval.watched import WatchedMoment
@@ -32,7 +33,10 @@ def write_report(sitting: Sitting, control_hz: float, command: str) -> dict[str,
     if not all(results):
         return None
     record = document(sitting.task, control_hz, sitting.variants, results, workers=1, command=command)
-    record["outcomes"] = evidence.outcomes(results)
+    record["outcomes"] = [
+        [{**row, **_trial(each)} for row, each in zip(rows, played, strict=True)]
+        for rows, played in zip(evidence.outcomes(results), results, strict=True)
+    ]
     record["plan"] = sitting.plan([entry["label"] for entry in record["variants"]])
     for each in record["comparisons"]:
         each["p_anytime"] = record["plan"]["p_anytime"]
@@ -40,12 +44,44 @@ def write_report(sitting: Sitting, control_hz: float, command: str) -> dict[str,
     return record
 
 
+def _trial(each: Episode) -> dict[str, Any]:
+    return {
+        "trial": each.trial,
+        "prompt": each.prompt,
+        "seconds": each.wall_s,
+        "held": each.held,
+        "clipped": each.clipped,
+        "latency_p95_ms": summarize(each.latency_ms).get("p95"),
+        "judge": each.judge,
+        "note": each.note,
+    }
+
+
 def write_page(sitting: Sitting, record: dict[str, Any], frames: Path | None) -> Path:
     """Write the page of a report, and return it. frames: where ``sinew run --frames`` has kept the steps."""
-    page = sitting.out / evidence.PAGE
+    path = sitting.out / evidence.PAGE
     found = [] if frames is None else films(sitting.results(), frames, record["control_hz"])
-    farm.write_whole(page, evidence.write_page(record, found).encode())
-    return page
+    text = page.page(f"Trials: {record['task']['env']}", _parts(record, found), record)
+    farm.write_whole(path, text.encode())
+    return path
+
+
+def _parts(record: dict[str, Any], films: Sequence[Film]) -> Iterator[str]:
+    plan, first = record["plan"], record["seeds"]["first"]
+    yield f'<p class="note">{page.text(conditions(record))}</p>'
+    yield f'<p class="{"good" if plan["kept"] else "bad"}">{page.text(plan["said"])}</p>'
+    for title, columns, rows in tables(record):
+        yield f"<h2>{page.text(title)}</h2>"
+        yield page.table([columns[0], *(f">{name}" for name in columns[1:])], rows)
+    for seed in dict.fromkeys(film.episode.seed for film in films):
+        pair = "".join(evidence.figure(record, film) for film in films if film.episode.seed == seed)
+        yield f'<h2>Scene {seed - first + 1}</h2><div class="films">{pair}</div>'
+    yield from evidence.trials_of(record)
+    lost = [[each["trial"], str(each["seed"]), each["label"], each["note"]] for each in plan["discarded"]]
+    lost += [[name, "", "", "interrupted"] for name in plan["interrupted"]]
+    yield f"<h2>Not counted, and played anew: {len(lost)}</h2>"
+    yield page.table(["trial", ">seed", "policy", "why"], lost) if lost else ""
+    yield from evidence.how_run(record)
 
 
 def films(results: Sequence[Sequence[Episode]], frames: Path, control_hz: float) -> list[Film]:
