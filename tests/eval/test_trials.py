@@ -22,6 +22,8 @@ import pytest
 pytest.importorskip("gymnasium", reason="trials need the sim extra")
 pytest.importorskip("mujoco", reason="the pen needs the sim extra")
 
+from sinew_client.control.robots import Dry
+
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import SinewError
@@ -36,6 +38,7 @@ from tests import processes
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 HANGS = 300.0  # seconds after which a program is taken to stand still: a guard, and no bound
 PLAIN = ("--handover", "freeze", "--replan", "8")
+BENCH = (PEN, "--compare", "replan=4", "--robot", f"{__name__}:Bench", "--replan", "8", "--hz", "60")
 DRY = ("--robot", "dry", "--prompt", "catch it", "--hz", "50", "--seconds", "60")
 
 
@@ -47,6 +50,24 @@ class Patient(SimulatedRobot):
 
     def hold(self) -> None:
         pass
+
+
+class Bench(Dry):
+    """A robot of somebody's own, which sets its scenes up and judges itself: its third trial is lost."""
+
+    task, success = "catch the pen", None
+
+    def __init__(self) -> None:
+        super().__init__(Bundle(PEN).manifest.spec.to_dict())
+        self._trials = 0
+
+    def set_up(self, seed: int) -> None:
+        self._trials, self._acted, self.success = self._trials + 1, 0, None
+
+    def act(self, row: np.ndarray) -> None:
+        super().act(row)
+        self._acted += 1
+        self.success = self._trials != 3 if self._acted == 8 else None
 
 
 def typed(*words: object) -> int:
@@ -75,44 +96,58 @@ def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sitting(spoiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sitting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sitting")
-    robot = ("--robot", f"{__name__}:Patient", "--frames", folder / "frames", "--record", folder / "journals")
-    found = typed(
-        PEN, "--compare", spoiled, *robot, *PLAIN, "--trials", 3, "--out", folder / "out", "--order", 1
-    )
-    assert found == 0
+    kept = ("--record", folder / "journals", "--out", folder / "out")
+    assert typed(*BENCH, *kept, "--trials", 2, "--order", 1) == 0
     return folder
 
 
 # ----------------------------------------------------------------------------- unattended
 
 
+@pytest.mark.slow  # eighteen episodes: 4 CPU s
 def test_a_robot_that_judges_itself_gives_the_outcomes_of_the_evaluation(
-    sitting: Path, spoiled: Path, tmp_path: Path
+    spoiled: Path, tmp_path: Path
 ) -> None:
     """Of the same seeds, to the bit of every command."""
-    run = ("--env", "sinew/Pen-v0", *PLAIN, "--episodes", "3", "--workers", "1", "--out", str(tmp_path))
+    robot = ("--robot", f"{__name__}:Patient", "--trials", 6, "--out", tmp_path / "trials")
+    assert typed(PEN, "--compare", spoiled, *robot, *PLAIN, "--frames", tmp_path / "frames") == 0
+    run = (
+        "--env",
+        "sinew/Pen-v0",
+        *PLAIN,
+        "--episodes",
+        "6",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path / "eval"),
+    )
     assert main(["eval", str(PEN), "--compare", str(spoiled), *run]) == 0
-    here, there = (json.loads((folder / "report.json").read_text()) for folder in (sitting / "out", tmp_path))
+    here, there = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("trials", "eval"))
     same = ("seed", "task", "success", "steps", "digest")
     for ours, theirs in zip(here["outcomes"], there["outcomes"], strict=True):
         assert [{name: each[name] for name in same} for each in ours] == theirs
     wins = [entry["wins"] for entry in here["variants"]]
     assert wins == [entry["wins"] for entry in there["variants"]]
     assert wins[0] > wins[1]
+    assert here["comparisons"][0]["p_value"] == there["comparisons"][0]["p_value"]
+    scenes = (tmp_path / "trials" / "report.html").read_text().split("<h2>Scene ")[1:]
+    assert [scene.count("<figure>") for scene in scenes] == [2] * 6
+    assert scenes[0].index("pen.gguf") < scenes[0].index("spoiled.gguf")
 
 
 def test_each_trial_is_a_line_with_what_a_paper_asks(sitting: Path) -> None:
     found = lines(sitting / "out")
-    assert [each["trial"] for each in found] == [f"{number:03}" for number in range(1, 7)]
+    assert [each["trial"] for each in found] == [f"{number:03}" for number in range(1, 5)]
     assert sorted((each["seed"], each["key"]) for each in found) == sorted(
-        itertools.product((5000, 5001, 5002), {each["key"] for each in found})
+        itertools.product((5000, 5001), {each["key"] for each in found})
     )
     for each in found:
         assert (each["judge"], each["counted"]) == ("robot", True)
         assert each["prompt"]
-        assert len(each["latency_ms"]) == each["chunks"] > 0
+        assert len(each["latency_ms"]) >= each["chunks"] > 0
         assert (sitting / "journals" / f"{each['trial']}.jsonl").stat().st_size > 0
     plan = json.loads((sitting / "out" / "sitting.json").read_text())
     assert {each["key"] for each in found} == set(plan["policies"])
@@ -126,34 +161,28 @@ def test_the_leaderboard_reads_it_and_the_page_shows_the_scenes_in_pairs(
     assert main(["leaderboard", str(sitting / "out"), "--out", str(board), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["boards"]
     (pair,) = found["pairs"]
-    assert (pair["pairs"], found["entries"][0]["rank"]) == (3, 1)
-    assert pair["more_pairs"] == stats.pairs_needed(3, pair["only_first"], pair["only_second"]) - 3
-    assert all(len(wins) == 3 for wins in found["trials"].values())
-    assert "Fixed before the first trial: 3 scenes; 3 were played. The plan was kept." in board.read_text()
+    assert (pair["pairs"], pair["only_first"], pair["only_second"]) == (2, 1, 0)
+    assert pair["more_pairs"] == stats.pairs_needed(2, 1, 0) - 2
+    assert all(len(wins) == 2 for wins in found["trials"].values())
+    assert "Fixed before the first trial: 2 scenes; 2 were played. The plan was kept." in board.read_text()
     assert "trials, scene by scene" in board.read_text()
     shown = (sitting / "out" / "report.html").read_text()
-    scenes = shown.split("<h2>Scene ")[1:]
-    assert [scene.count("<figure>") for scene in scenes] == [2, 2, 2]
-    assert scenes[0].index("pen.gguf") < scenes[0].index("spoiled.gguf")
     assert json.loads(page.record_in(shown) or "")["plan"]["kept"] is True
     assert "sinew eval --repeat" not in shown
     assert main(["eval", "--repeat", str(sitting / "out" / "report.html")]) == 1
     assert "got trials on a robot" in capsys.readouterr().err
 
 
-def test_a_plan_is_not_changed_on_the_way(
-    sitting: Path, spoiled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    robot = (PEN, "--compare", spoiled, "--robot", f"{__name__}:Patient", *PLAIN, "--out", sitting / "out")
+def test_a_plan_is_not_changed_on_the_way(sitting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    robot = (*BENCH, "--out", sitting / "out")
     for flags, said in (
-        (("--trials", 4), "with scenes 3, got 4"),
-        (("--trials", 3, "--order", 2), "with order 1, got 2"),
-        (("--trials", 3, "--sequential"), "with sequential False, got True"),
+        (("--trials", 4), "with scenes 2, got 4"),
+        (("--trials", 2, "--order", 2), "with order 1, got 2"),
     ):
         assert typed(*robot, *flags) == 1
         assert said in " ".join(capsys.readouterr().err.split())
     before = (sitting / "out" / "episodes.jsonl").read_bytes()
-    assert typed(*robot, "--trials", 3) == 0  # which is done
+    assert typed(*robot, "--trials", 2) == 0  # which is done
     assert (sitting / "out" / "episodes.jsonl").read_bytes() == before
 
 
@@ -164,7 +193,7 @@ def test_a_kill_loses_no_trial_and_counts_none_twice(spoiled: Path, tmp_path: Pa
     for count in (2, 5):
         command = [sys.executable, "-m", "sinew", *map(str, words)]
         with processes.Process(command, stdin=-3, stdout=-3, stderr=-3) as process:  # subprocess.DEVNULL
-            until(lambda count=count: len(lines(out)) >= count)
+            until(lambda count=count: len(lines(out)) >= count and begun(out) > len(lines(out)))
             process.send_signal(signal.SIGKILL)
             assert process.wait(60) == -signal.SIGKILL
         kept = lines(out)
@@ -175,6 +204,10 @@ def test_a_kill_loses_no_trial_and_counts_none_twice(spoiled: Path, tmp_path: Pa
     plan = json.loads((out / "report.json").read_text())["plan"]
     assert len(plan["interrupted"]) >= 1
     assert plan["kept"]
+
+
+def begun(out: Path) -> int:
+    return (out / "episodes.jsonl").read_text().count('{"begun"')
 
 
 def until(there: Callable[[], bool]) -> None:
@@ -226,22 +259,28 @@ def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) ->
 
         told: list[bytes] = []
         try:
-            wait(b"trial 1 of 4: set scene 1 up ")
+            wait(b"waits")
             press(b" ", b"runs")
             press(b"s", b"is judged success (key)")
             press(b"f", b"is judged failure (key)")
-            press(b"\r", b"trial 2 of 4: set scene 1 up again, as it was")
+            press(b"\r", b"waits")
             press(b" ", b"runs")
             press(b"d", b"discarded, because")
-            press(b"the cup fell\r", b"trial 2 of 4: set scene 1 up again, as it was")
+            press(b"the cup fell\r", b"waits")
             press(b" ", b"runs")
             press(b"s", b"is judged success (key)")
-            press(b"\r", b"trial 3 of 4: set scene 2 up ")
+            press(b"\r", b"waits")
             press(b"q", b"2 of 4 trials are left")
             assert process.wait(60) == 0
         finally:
             process.kill()
     assert b"replan" not in b"".join(told[:-1])
+    for part in (
+        b"1 of 4: set scene 1 up",
+        b"2 of 4: set scene 1 up again, as it was",
+        b"3 of 4: set scene 2 up",
+    ):
+        assert part in b"".join(told)
     found = [(each["trial"], each["success"], each["counted"], each["note"]) for each in lines(out)]
     assert found == [
         ("001", False, True, ""),
@@ -254,6 +293,7 @@ def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) ->
     assert "NOT kept" in plan["said"]
 
 
+@pytest.mark.slow
 def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said, out = tmp_path / "said", tmp_path / "out"
     said.write_text("success\n")  # of before, which is not read
@@ -267,7 +307,8 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
             )
             with said.open("a") as file:
                 file.write("go\n")
-            until(lambda: (journals / f"{begun}.jsonl").exists() and resumed(journals / f"{begun}.jsonl"))
+            journal = journals / f"{begun}.jsonl"
+            until(lambda journal=journal: journal.exists() and resumed(journal))
             with said.open("a") as file:
                 file.write(f"{verdict}\n" + "quit\n" * count)
 
@@ -277,9 +318,7 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
     journals = tmp_path / "journals"
     other = threading.Thread(target=judge)
     other.start()
-    assert (
-        typed(PEN, *DRY, "--trials", 2, "--judge", said, "--out", out, "--record", journals, "--hz", 200) == 0
-    )
+    assert typed(PEN, *DRY, "--trials", 2, "--judge", said, "--out", out, "--record", journals) == 0
     other.join()
     found = [(each["trial"], each["success"], each["counted"], each["judge"]) for each in lines(out)]
     assert found == [("001", True, True, "file"), ("002", False, False, "file")]
