@@ -34,6 +34,7 @@ WALLS = {
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
     "eval/learning": set(),
+    "eval/trials": {"cli/run_trials.py"},
     "records/viewers": {"cli/eval.py", "cli/mcap.py", "cli/serve.py", "eval/rerun.py", "serve/launch.py"},
     "serve/dashboard": {"serve/wires/__init__.py", "cli/top.py", "cli/top_view.py"},
     "serve/fleet": {"cli/fleet.py"},

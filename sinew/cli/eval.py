@@ -235,6 +235,14 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
     _write(report, out, record_gate, (task, variants) if films else None, films, elsewhere)
 
+    print_report(report)
+    terminal.emit({name: value for name, value in report.items() if name != "episodes"})
+    broke = status.ended(report["failed"])
+    return status.EXIT_ERROR if failed else broke
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print under which conditions episodes or trials were played, their tables, and what a gate says of them."""
     from sinew.eval.report.report import conditions, tables
 
     console = terminal.console()
@@ -243,9 +251,6 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         console.print(terminal.table(title, *columns, rows=rows))
     for verdict in report.get("gate", {}).get("verdicts", []):
         console.print(f"gate, {verdict['label']}: {verdict['text']}")
-    terminal.emit({name: value for name, value in report.items() if name != "episodes"})
-    broke = status.ended(report["failed"])
-    return status.EXIT_ERROR if failed else broke
 
 
 def _repeat(

@@ -14,10 +14,11 @@ from sinew.core import SinewError
 
 
 def leaderboard(*reports: Path, out: Path | None = None) -> None:
-    """Rank what `sinew eval --out` wrote: a board for each task.
+    """Rank what `sinew eval --out` and `sinew run --trials` wrote: a board for each task.
 
     Success with its interval, in total and by task; milliseconds of inference for each executed action and each chunk;
-    seconds to success; memory and size. Where two played the same seeds, their difference is paired.
+    seconds to success; memory and size. Where two played the same seeds, their difference is paired; of trials on a
+    robot it is said whether their plan was kept.
 
     Args:
         reports: folders, of which every report.json counts, or reports (JSON or page) themselves.
@@ -46,6 +47,8 @@ def leaderboard(*reports: Path, out: Path | None = None) -> None:
         if pairs := found.pair_rows(board, board["entries"][0]["label"]):
             title = "Over common seeds, with 95 % intervals"
             console.print(terminal.table(title, *found.PAIR_COLUMNS, rows=pairs))
+        for said in found.plans(board):
+            console.print(said, markup=False)
         if len({entry["hardware"] for entry in board["entries"]}) > 1:
             terminal.say("entries are of several machines: their milliseconds do not compare")
     if out is not None:

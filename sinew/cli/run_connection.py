@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -111,22 +112,29 @@ def conditioned(
             )
     if scale not in (None, 0, 1) and (reason := about.get("unscaled")):
         raise SinewError(f"--guidance-scale: {reason}")
-    return lambda: _Conditioned(connect(), said)
+    return asking(connect, lambda: said)
 
 
-class _Conditioned:
-    """A call whose requests say more."""
+def asking(
+    connect: Callable[[], Call], more: Callable[[], dict[str, Any]], latencies: list[float] | None = None
+) -> Callable[[], Call]:
+    """Return what opens the same connections, over which each request says more. latencies: gets the milliseconds of
+    each answer."""
 
-    def __init__(self, call: Call, said: dict[str, Any]):
-        self._call, self._said = call, said
+    def opened() -> Call:
+        call = connect()
 
-    def __call__(self, observation: Mapping[str, Any], seconds: float) -> Any:
-        return self._call({**observation, **self._said}, seconds)
+        def ask(observation: Mapping[str, Any], seconds: float) -> Any:
+            begun = time.perf_counter()
+            answer = call({**observation, **more()}, seconds)
+            if latencies is not None:
+                latencies.append(round(1e3 * (time.perf_counter() - begun), 3))
+            return answer
 
-    def close(self) -> None:
-        """Close the connection, where there is one."""
-        if (close := getattr(self._call, "close", None)) is not None:
-            close()
+        ask.close = getattr(call, "close", lambda: None)  # type: ignore[attr-defined]
+        return ask
+
+    return opened
 
 
 def assist_rule(target: str, address: str | None, when: str, deadline: float) -> AssistRule | None:

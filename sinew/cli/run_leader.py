@@ -139,6 +139,7 @@ class FrameKeeper:
         from sinew.records.recorder import Recorder
 
         self._folder, self._robot = folder, robot
+        self.episode = ""  # its name; by the robot's own count if empty
         folder.mkdir(parents=True, exist_ok=True)
         self._recorder = Recorder(folder, max(0, shutil.disk_usage(folder).free - SPARE_BYTES))
         stack.callback(self._recorder.close)
@@ -150,7 +151,7 @@ class FrameKeeper:
             images, _copied(seen["state"]), prompt=prompt, time=command.step / self._robot.rate
         )
         assert command.row is not None
-        episode = f"episode {getattr(self._robot.machine, 'finished', 0)}"
+        episode = self.episode or f"episode {getattr(self._robot.machine, 'finished', 0)}"
         self._recorder.put("run", episode, moment, ActionChunk(command.row[None]), by=command.by)
 
     def row(self) -> tuple[str, str]:

@@ -63,9 +63,10 @@ class RobotFlags:
         stale: seconds beyond which a frame is too old to act on.
         watchdog: hold the robot from another thread while its own methods block; --no-watchdog for one that must not be
             held while it observes.
-        seconds: end after this long.
+        seconds: end after this long; with --trials, each trial, which has then failed.
         episodes: of gym:ENV, end after so many.
-        record: a new file for the journal; `sinew recording replay FILE` repeats its decisions.
+        record: a new file for the journal (with --trials a folder, of one for each); `sinew recording replay FILE`
+            repeats its decisions.
         report: tell the server that drives it once a second how the run goes (docs/dashboard.md#robots); --no-report
             keeps that here.
     """
@@ -169,9 +170,14 @@ class RobotFlags:
         self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Opened], policy: dict[str, Any]
     ) -> Driven:
         """Return the robot, which the stack closes, and what a loop over it needs."""
-        machine, instruction, own_rate = open_robot(policy)
-        if hasattr(machine, "close"):
-            stack.callback(machine.close)
+        found = open_robot(policy)
+        if hasattr(found[0], "close"):
+            stack.callback(found[0].close)
+        return self.driven(found, policy)
+
+    def driven(self, opened: Opened, policy: dict[str, Any]) -> Driven:
+        """Return what a loop over an open robot needs with a policy."""
+        machine, instruction, own_rate = opened
         if not (rate := self.hz or own_rate or policy.get("control_hz")):
             raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
         dim, prompt = int(policy["action"]["dim"]), choose_prompt(self.prompt, instruction, policy)

@@ -56,18 +56,26 @@ class Keys:
                     data = b""
                 if not data:
                     log.warning("the keyboard is gone: the robot holds")
-                    self.loop.stop()  # nobody could pause or stop it any more
+                    self.quit()  # nobody could pause or stop it any more
                     return
                 for key in data.decode(errors="ignore"):
                     self.press(key)
+
+    def quit(self) -> None:
+        """End the run."""
+        self.loop.stop()
+
+    def typed(self, text: str) -> None:
+        """Take a line that was typed."""
+        self.loop.say(text)
 
     def press(self, key: str) -> None:
         """Do what a key stands for."""
         if self.typing is not None:
             if key in "\r\n":
-                if self.typing.strip():
-                    self.loop.say(self.typing.strip())
-                self.typing = None
+                text, self.typing = self.typing.strip(), None
+                if text:
+                    self.typed(text)
             elif key == "\x1b":
                 self.typing = None
             else:
@@ -80,7 +88,7 @@ class Keys:
         elif key == "p":
             self.typing = ""
         elif key == "q":
-            self.loop.stop()
+            self.quit()
         elif key == self.takeover:
             if self.loop.driver == "policy":
                 self.loop.take_over()

@@ -74,7 +74,7 @@ def run(
             stack.enter_context(farm.sole(out))
             log, queue = out / LOG, out / farm.FOLDER
             done = read_log(log)
-            file = stack.enter_context(_open_log(log))
+            file = stack.enter_context(open_log(log))
             for (name, seed), episode in farm.left_over(queue).items():
                 if (name, seed) not in done:
                     done[name, seed] = episode
@@ -122,7 +122,7 @@ def _append(file: BinaryIO, key: str, group: Sequence[Episode]) -> None:
     file.write(b"".join(farm.line(key, episode) for episode in group))
 
 
-def _open_log(log: Path) -> BinaryIO:
+def open_log(log: Path) -> BinaryIO:
     """Opened for appending, with the last line ended."""
     cut_short = log.is_file() and not log.read_bytes().endswith(b"\n") and log.stat().st_size > 0
     file = log.open("ab", buffering=0)

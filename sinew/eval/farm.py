@@ -106,7 +106,7 @@ class FarmPlan:
             "keys": self.keys,
             "jobs": jobs,
         }
-        _put(folder / PLAN, json.dumps(said).encode())
+        write_whole(folder / PLAN, json.dumps(said).encode())
 
     @classmethod
     def read(cls, folder: Path) -> FarmPlan:
@@ -219,7 +219,7 @@ class EpisodeQueue:
 
     def put(self, job: Job, lines: bytes) -> None:
         """Do that with episodes that are lines of JSON already."""
-        _put(self.folder / PLAYED / job.name, lines)
+        write_whole(self.folder / PLAYED / job.name, lines)
         self.give_back(job)
 
     def read(self, job: Job, key: str) -> list[Episode] | None:
@@ -285,7 +285,7 @@ def _state(path: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def _put(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write a file that is there as a whole or not at all."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -308,8 +308,8 @@ def _bounded(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def sole(out: Path) -> Iterator[None]:
-    """Hold the folder of a run: one head writes there. Raises :class:`SinewError` while another one does.
+def sole(out: Path, hint: str = "`sinew eval --join {}` helps it") -> Iterator[None]:
+    """Hold the folder of a run: one head writes there. Raises :class:`SinewError` while another one does, with a hint.
 
     A disk that cannot hold anything (some network file systems) is taken at its word.
     """
@@ -323,7 +323,7 @@ def sole(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SinewError(f"{out}: another run plays here; `sinew eval --join {out}` helps it") from None
+            raise SinewError(f"{out}: another run plays here; {hint.format(out)}") from None
         except OSError as error:
             logger.warning("%s: %s, so nothing keeps a second run from this folder", out, error.strerror)
         yield

@@ -20,8 +20,8 @@ class SimulatedRobot:
 
     successes: how many of the finished episodes succeeded. on_episode: called with a reason and the instruction when
     another one has begun. cameras: camera of the policy -> the environment's; the same names where absent.
-    options: of the environment's resets. actions: what the environment was given in this episode, one for each of its
-    ``steps``. info: what it said last.
+    options: of the environment's resets. success: of a trial (:meth:`set_up`), None while it goes on.
+    actions: what the environment was given in this episode, one for each of its ``steps``. info: what it said last.
     """
 
     _seen: dict[str, Any] | None  # of this step, once somebody has looked
@@ -39,7 +39,15 @@ class SimulatedRobot:
         self.env, self.adapter, self.episodes, self._seed = env, adapter, episodes, seed
         self.finished = self.successes = 0
         self.on_episode: Callable[[str, str], None] | None = None
+        self.success: bool | None = None
         self._cameras, self._options = cameras or {}, options
+        self._waits = False  # for the first command: nothing happens before
+        self._begin()
+
+    def set_up(self, seed: int) -> None:
+        """Begin the one episode of a trial, in the scene of a seed. Its world stands still until the first command."""
+        self._seed, self.episodes, self._waits, self.success = seed, 1, True, None
+        self.finished = self.successes = 0
         self._begin()
 
     def observe(self) -> dict[str, Any]:
@@ -68,7 +76,7 @@ class SimulatedRobot:
         self._step(self.adapter.action(row))
 
     def hold(self) -> None:
-        if not self._over:
+        if not (self._over or (self._waits and not self.actions)):
             self._step(self.adapter.hold(self.actions[-1] if self.actions else None))
 
     @property
@@ -81,7 +89,8 @@ class SimulatedRobot:
         self._seen = None
         if terminated or truncated or self.steps >= self.adapter.max_steps:
             self.finished += 1
-            self.successes += self.adapter.success(self.info, terminated, float(reward))
+            self.success = bool(self.adapter.success(self.info, terminated, float(reward)))
+            self.successes += self.success
             if self._over:
                 raise Stopped(f"{self.finished} episodes, {self.successes} successes")
             self._begin()

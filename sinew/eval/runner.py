@@ -57,6 +57,9 @@ class Episode:
     ``delays``: control steps from request to chunk, ``latency_ms``: of each inference, on the clock.
     ``seam``: the largest change of a command from the last row of a chunk to the first of the next. ``jerk``: the
     root mean square of the commands' third difference. Both in units of the action, over its numbers.
+    clipped: commands that a limit changed. Of a trial on a robot (:mod:`sinew.eval.trials`): trial is its number, with
+    which attempt it was behind it, as in "007-2"; prompt the instruction; judge who said how it ended ("key", "file",
+    "robot", "time"); note what was written; counted is False for one that was discarded.
     digest: of all commands, bit for bit (:func:`digest_of`); "" of a stream. peak_bytes: the most memory that the
     policy's process had until the end of the episode, the simulator's included where that is the same one; 0 where a
     server does not say it.
@@ -82,6 +85,12 @@ class Episode:
     reasons: dict[str, int] = field(default_factory=dict)  # of holds -> control steps
     digest: str = ""
     peak_bytes: int = 0
+    clipped: int = 0
+    trial: str = ""
+    prompt: str = ""
+    judge: str = ""
+    note: str = ""
+    counted: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -157,6 +166,7 @@ def run_episode(
         reasons=report.held,
         digest=digest_of(robot.actions),
         peak_bytes=peak_of(policy),
+        clipped=report.clipped_commands,
     )
 
 

@@ -54,8 +54,8 @@ def _parts(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
         yield page.table(repeat.COLUMNS, repeat.rows(found))
         yield "".join(f"<p>{page.text(said)}</p>" for said in repeat.sentences(found))
     yield from _films(record, films)
-    yield from _trials(record)
-    yield from _how(record)
+    yield from trials_of(record)
+    yield from how_run(record)
 
 
 def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
@@ -74,29 +74,32 @@ def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
         + " At the right is what the policy saw.</p>"
     )
     yield '<div class="films">'
-    for film in films:
-        label = record["variants"][film.variant]["label"]
-        outcome = "success" if film.episode.success else "no success"
-        said = f"{label}: seed {film.episode.seed}, {film.episode.task or 'one task'}: "
-        after = f" after {film.episode.steps} steps{'' if film.same else ', not as in the run'}"
-        kind = "good" if film.episode.success else "bad"
-        yield (
-            '<figure><picture><source media="(prefers-reduced-motion: reduce)"'
-            f' srcset="{page.webp(film.still)}"><img alt="{page.text(said + outcome + after)}"'
-            f' src="{page.webp(film.webp)}"></picture><figcaption>{page.text(said)}'
-            f'<span class="{kind}">{outcome}</span>{page.text(after)}</figcaption></figure>'
-        )
+    yield from (figure(record, film) for film in films)
     yield "</div>"
 
 
-def _trials(record: Mapping[str, Any]) -> Iterator[str]:
+def figure(record: Mapping[str, Any], film: Film) -> str:
+    label = record["variants"][film.variant]["label"]
+    outcome = "success" if film.episode.success else "no success"
+    said = f"{label}: seed {film.episode.seed}, {film.episode.task or 'one task'}: "
+    after = f" after {film.episode.steps} steps{'' if film.same else ', not as in the run'}"
+    kind = "good" if film.episode.success else "bad"
+    return (
+        '<figure><picture><source media="(prefers-reduced-motion: reduce)"'
+        f' srcset="{page.webp(film.still)}"><img alt="{page.text(said + outcome + after)}"'
+        f' src="{page.webp(film.webp)}"></picture><figcaption>{page.text(said)}'
+        f'<span class="{kind}">{outcome}</span>{page.text(after)}</figcaption></figure>'
+    )
+
+
+def trials_of(record: Mapping[str, Any]) -> Iterator[str]:
     labels = [entry["label"] for entry in record["variants"]]
     columns = [">seed", "task", *labels]
     rows = []
     for trials in zip(*record["outcomes"], strict=True):
         cells = [
             (
-                f"{'success' if t['success'] else 'no success'}, {t['steps']}",
+                f"{'success' if t['success'] else 'no success'}, {t['steps']}{_said(t)}",
                 "good" if t["success"] else "bad",
             )
             for t in trials
@@ -106,10 +109,9 @@ def _trials(record: Mapping[str, Any]) -> Iterator[str]:
         )
     disputed = [row for differs, row in rows if differs]
     yield "<h2>Trials</h2>"
-    yield (
-        '<p class="note">A row is a trial: one seed, which all variants met with the same world and the same noise. The'
-        " number is of control steps.</p>"
-    )
+    row = "a scene, set up for each policy" if "plan" in record else "a trial: one seed"
+    met = "" if "plan" in record else ", which all variants met with the same world and the same noise"
+    yield f'<p class="note">A row is {row}{met}. The number is of control steps.</p>'
     if len(labels) > 1:
         yield f"<p>Variants disagree about {len(disputed)} of {len(rows)} trials.</p>"
         yield page.table(columns, disputed) if disputed else ""
@@ -117,11 +119,18 @@ def _trials(record: Mapping[str, Any]) -> Iterator[str]:
     yield page.folded(f"all {len(rows)} trials", whole) if len(labels) > 1 or len(rows) > SHOWN else whole
 
 
-def _how(record: Mapping[str, Any]) -> Iterator[str]:
+def _said(trial: Mapping[str, Any]) -> str:
+    """Return who judged a trial on a robot, and what was written; "" of an episode."""
+    note = f": {trial['note']}" if trial.get("note") else ""
+    return f" ({trial['judge']}{note})" if "judge" in trial else ""
+
+
+def how_run(record: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>How it was run</h2>"
     yield page.commands([record["command"] or "from Python"])
-    yield "<p>The same episodes again, here or in another laboratory, with the same bundles wherever they are:</p>"
-    yield page.commands([f"sinew eval --repeat {PAGE}", *_elsewhere(record)])
+    if "plan" not in record:  # a robot's trials do not follow from their seeds
+        yield "<p>The same episodes again, here or in another laboratory, with the same bundles wherever they are:</p>"
+        yield page.commands([f"sinew eval --repeat {PAGE}", *_elsewhere(record)])
     rows: list[list[str]] = []
     for entry in record["variants"]:
         bundle, policy = entry["bundle"], entry["policy"]

@@ -65,14 +65,20 @@ def shoot(
     before = [{each.seed: each for each in episodes} for episodes in results]
     films: list[Film] = []
     for index, episode, moments in (watch if elsewhere is None else elsewhere.watch)(task, shown, todo, FPS):
-        pictures = [_picture(each, f"step {each.step}") for each in moments[:-1]]
-        outcome = "success" if episode.success else "no success"
-        pictures.append(_picture(moments[-1], f"{outcome} after {episode.steps} steps", episode.success))
-        webp, still = _files(pictures, every(control_hz, FPS) / control_hz)
         was = before[index][episode.seed]
         same = (episode.success, episode.digest) == (was.success, was.digest)
-        films.append(Film(index, episode, same, webp, still))
+        films.append(film_of(index, episode, moments, every(control_hz, FPS) / control_hz, same))
     return films
+
+
+def film_of(
+    variant: int, episode: Episode, moments: Sequence[WatchedMoment], period_s: float, same: bool = True
+) -> Film:
+    """Return the film of what was seen of an episode. period_s: seconds of each picture."""
+    pictures = [_picture(each, f"step {each.step}") for each in moments[:-1]]
+    outcome = "success" if episode.success else "no success"
+    pictures.append(_picture(moments[-1], f"{outcome} after {episode.steps} steps", episode.success))
+    return Film(variant, episode, same, *_files(pictures, period_s))
 
 
 def _picture(moment: WatchedMoment, status: str, success: bool | None = None) -> Image.Image:

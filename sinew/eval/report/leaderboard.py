@@ -12,7 +12,7 @@ from typing import Any
 from sinew.core import SinewError
 from sinew.eval.report import page
 from sinew.eval.report.repeat import REPORT, load
-from sinew.eval.report.stats import mcnemar, paired_difference, success
+from sinew.eval.report.stats import mcnemar, paired_difference, pairs_needed, success
 
 SCHEMA = "sinew.leaderboard/1"
 MAX_REPORTS = 1000
@@ -76,7 +76,9 @@ def boards(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
     ``entries`` are ranked by success, then by milliseconds a step; those of equal success have one rank. ``pairs``
     compares each two over the seeds that both played: the difference of success with its 95 % interval (Newcombe's
-    method 10) and McNemar's exact test. Raises :class:`SinewError` for what is no report.
+    method 10), McNemar's exact test, and how many more pairs would show a difference of that size; of a sequential
+    sitting of trials ``p_anytime``, which is its test. ``trials``: seed -> success by label, of trials on a robot.
+    Raises :class:`SinewError` for what is no report.
     """
     tasks: dict[str, list[Standing]] = {}
     titles: dict[str, dict[str, Any]] = {}
@@ -125,6 +127,7 @@ def _standings(path: Path, record: Mapping[str, Any]) -> Iterator[Standing]:
             "seconds_to_success": seconds,
             "peak_bytes": entry.get("peak_bytes"),
             "size_bytes": bundle.get("bytes"),
+            "plan": record.get("plan"),
         }
         yield Standing(str(bundle.get("name") or target), target, entry["variant"], wins, told)
 
@@ -145,6 +148,8 @@ def _board(task: Mapping[str, Any], found: Sequence[Standing]) -> dict[str, Any]
         difference, low, high = paired_difference(a.wins, b.wins)
         test = mcnemar(a.wins, b.wins)
         if test.pairs:
+            needed = pairs_needed(test.pairs, test.only_first, test.only_second)
+            plan = a.entry["plan"] if a.entry["report"] == b.entry["report"] else None
             pairs.append(
                 {
                     "first": first,
@@ -155,9 +160,14 @@ def _board(task: Mapping[str, Any], found: Sequence[Standing]) -> dict[str, Any]
                     "only_first": test.only_first,
                     "only_second": test.only_second,
                     "p_value": round(test.p_value, 6),
+                    "p_anytime": plan["p_anytime"] if plan else None,
+                    "more_pairs": None if needed is None else max(0, needed - test.pairs),
                 }
             )
-    return {"task": dict(task), "entries": entries, "pairs": pairs}
+    trials = {
+        label: dict(each.wins) for label, each in zip(labels, ranked, strict=True) if each.entry["plan"]
+    }
+    return {"task": dict(task), "entries": entries, "pairs": pairs, "trials": trials}
 
 
 def _labels(ranked: Sequence[Standing]) -> list[str]:
@@ -237,6 +247,7 @@ PAIR_COLUMNS = (
     ">only first",
     ">only second",
     ">p (McNemar)",
+    ">more pairs for 80 %",
 )
 
 
@@ -246,7 +257,14 @@ def pair_rows(board: Mapping[str, Any], first: str | None = None) -> list[list[s
     for pair in board["pairs"]:
         low, high = (100 * end for end in pair["interval"])
         if first in (None, pair["first"]):
-            counts = [str(pair["only_first"]), str(pair["only_second"]), f"{pair['p_value']:.3g}"]
+            more, always = pair["more_pairs"], pair["p_anytime"]
+            p = f"{pair['p_value']:.3g}" if always is None else f"{always:.3g} (anytime-valid)"
+            counts = [
+                str(pair["only_first"]),
+                str(pair["only_second"]),
+                p,
+                "-" if more is None else str(more),
+            ]
             points = f"{100 * pair['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
             found.append([pair["first"], pair["second"], str(pair["pairs"]), points, *counts])
     return found
@@ -278,6 +296,30 @@ def task_rows(board: Mapping[str, Any]) -> list[list[str]]:
     return found
 
 
+def plans(board: Mapping[str, Any]) -> list[str]:
+    """Return what each sitting of trials had planned, and whether that was kept, a sentence each."""
+    found = {
+        entry["report"]: f"{entry['report']}: {entry['plan']['said']}"
+        for entry in board["entries"]
+        if entry["plan"]
+    }
+    return list(found.values())
+
+
+def _scenes(board: Mapping[str, Any]) -> str:
+    """Return the trials in pairs: a row for each scene, those about which policies disagree first."""
+    trials = board["trials"]
+    rows = []
+    for seed in sorted({seed for wins in trials.values() for seed in wins}):
+        found = [wins.get(seed) for wins in trials.values()]
+        cells = [
+            "-" if each is None else ("success", "good") if each else ("no success", "bad") for each in found
+        ]
+        rows.append((len(set(found) - {None}) < 2, [str(seed), *cells]))
+    rows.sort(key=lambda row: row[0])
+    return page.table([">scene", *trials], [cells for _, cells in rows])
+
+
 def title(board: Mapping[str, Any]) -> str:
     task = board["task"]
     options = {name: task[name] for name in ("env_options", "reset_options", "adapter") if task[name]}
@@ -295,7 +337,8 @@ def markup(record: Mapping[str, Any]) -> str:
 def _parts(record: Mapping[str, Any]) -> Iterator[str]:
     yield (
         '<p class="note">Success with its 95 % Wilson interval. Differences are paired, over seeds that both played,'
-        " with their 95 % interval (Newcombe 1998, method 10) and McNemar's exact p. Step: milliseconds of inference"
+        " with their 95 % interval (Newcombe 1998, method 10), McNemar's exact p, and how many more pairs would show a"
+        " difference of that size four times of five (Connor 1987). Step: milliseconds of inference"
         " (p50) for each executed action. Memory: the most that the policy's process held, simulator included where"
         " they share one.</p>"
     )
@@ -307,6 +350,9 @@ def _parts(record: Mapping[str, Any]) -> Iterator[str]:
         if pairs := pair_rows(board):
             shown = page.table(PAIR_COLUMNS, pairs)
             yield shown if len(pairs) <= FEW else page.folded("each two over common seeds", shown)
+        yield from (f"<p>{page.text(said)}</p>" for said in plans(board))
+        if board["trials"]:
+            yield page.folded("trials, scene by scene", _scenes(board))
         machines = {entry["hardware"] for entry in board["entries"]}
         rest = [
             [entry["label"], entry["dtype"] or "-", entry["hardware"], entry["policy"], entry["report"]]

@@ -137,6 +137,10 @@ def _refuse(constant: str) -> float:
 
 
 def _recorded(path: Path, record: Any) -> Recorded:
+    if "plan" in record:
+        raise SinewError(
+            f"{path}: expected episodes that follow from their seeds, got trials on a robot in real time"
+        )
     if "outcomes" not in record:
         raise SinewError(
             f"{path}: expected the outcome of each episode, got none; play the run anew with --out"

@@ -225,11 +225,13 @@ def comparison_cells(entry: dict[str, Any]) -> list[str]:
     counts = [str(entry[name]) for name in ("pairs", "only_baseline", "only_variant")]
     low, high = (100 * each for each in entry["difference_interval"])
     difference = f"{100 * entry['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
-    if entry["p_value"] < SHOWN_AT:
+    p, always = entry["p_value"], entry.get("p_anytime")
+    shown = f"{p:.3g}" if always is None else f"{always:.3g} (anytime-valid)"
+    if (p if always is None else always) < SHOWN_AT:
         verdict = "better" if entry["difference"] > 0 else "worse"
     else:
         verdict = f"no difference shown; {max(0.0, -low):.0f} points worse are not excluded"
-    return [entry["variant"], *counts, difference, f"{entry['p_value']:.3g}", verdict]
+    return [entry["variant"], *counts, difference, shown, verdict]
 
 
 def _number(value: float | None) -> str:

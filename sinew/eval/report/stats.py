@@ -61,6 +61,38 @@ def binomial_p(b: int, c: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
+Z80 = 0.8416212335729143  # standard normal quantile at 0.8
+
+
+def pairs_needed(pairs: int, only_first: int, only_second: int) -> int | None:
+    """Return how many pairs McNemar's test at 5 % takes to show a difference as large as the one that was seen, about
+    four times of five; None where none was seen.
+
+    Connor 1987 (Biometrics 43, 207 to 211): n = (z_a sqrt(p) + z_b sqrt(p - d^2))^2 / d^2 of the difference d and the
+    share p of pairs that disagree.
+    """
+    if only_first == only_second:
+        return None
+    share, difference = (only_first + only_second) / pairs, abs(only_first - only_second) / pairs
+    spread = Z95 * math.sqrt(share) + Z80 * math.sqrt(max(0.0, share - difference**2))
+    return math.ceil((spread / difference) ** 2 - 1e-9)
+
+
+def anytime_p(disputed: Sequence[bool]) -> float:
+    """Return a p-value of equal success that holds whenever one stops, also because of what was seen.
+
+    disputed: of the pairs that disagree, in the order in which they were complete, whether the first won. Under equal
+    success they are a fair coin, and E = 2^n B(b + 1, c + 1), a uniform mixture over all other coins, is a martingale
+    that begins at 1: the chance that it ever reaches 1 / a is at most a (Ville 1939; Robbins 1970, Annals of
+    Mathematical Statistics 41, 1397 to 1409). So p = 1 / max E.
+    """
+    won, smallest = 0, 1.0
+    for count, first in enumerate(disputed, 1):
+        won += first
+        smallest = min(smallest, (count + 1) * math.comb(count, won) / 2**count)
+    return smallest
+
+
 def paired_difference(first: Mapping[int, bool], second: Mapping[int, bool]) -> tuple[float, float, float]:
     """Return the success of ``first`` less that of ``second`` over the seeds that both have, and its 95 % interval.
 

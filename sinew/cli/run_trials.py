@@ -1,0 +1,348 @@
+"""``sinew run --trials``: policies on one robot, scene by scene, blind, each trial begun, judged and kept.
+
+Space begins, pauses and goes on; ``s``, ``f`` and ``d`` say how it ended; Enter keeps that; ``q`` stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter, validators
+from rich.console import Group
+from rich.panel import Panel
+from rich.text import Text
+from sinew_client.policy import is_address
+
+from sinew.cli import status, terminal
+from sinew.cli.eval import print_report
+from sinew.cli.options import CAMERAS, CountIfAny, Flag, Runs, Texts, changed, json_object, motion_of
+from sinew.cli.run_connection import asking
+from sinew.cli.run_leader import EnvelopeFlags, FrameKeeper, LeaderFlags
+from sinew.cli.run_rig import ChunkFlags, Rig, open_rig
+from sinew.cli.run_robot import EMBEDDED, Driven, RobotFlags, drive
+from sinew.cli.run_view import Keys
+from sinew.core import SinewError
+
+if TYPE_CHECKING:
+    from sinew.eval.runner import Episode
+    from sinew.eval.settings import Variant
+    from sinew.eval.trials.sitting import Sitting, Turn
+
+KEYS = {"s": "success", "f": "failure", " ": "go", "\r": "keep", "\n": "keep", "q": "quit"}
+HELP = {  # by the state of the trial
+    "waits": "space begins   q stops",
+    "runs": "space pauses or goes on   s success   f failure   d discard   q stops",
+    "is judged": "Enter keeps it   s success   f failure   d discard   q stops",
+}
+LOG = "run.log"  # in the folder of a sitting
+VARIED = ("replan", "handover", "solver_steps", "dtype", "device", "engine")  # that --compare may change
+MOST = 999  # scenes
+
+
+@Parameter(name="*", group="Trials")
+@dataclass(frozen=True)
+class TrialFlags:
+    """Trials of one policy, or of several in one sitting.
+
+    Attributes:
+        trials: scenes, in each of which every policy has a trial. A person says when one begins and how it ended; a
+            robot may do so itself, as simulated ones do (`set_up(seed)` sets a scene up, `success` is True, False, or
+            None while it goes on).
+        compare: another policy, or KEY=VALUE,... of the first (replan, handover, engine ...), repeatable: it meets the
+            same scenes in random order, and nothing says which one drives.
+        out: folder, with a line for each trial; the same command goes on where it was stopped, `sinew leaderboard`
+            reads it.
+        judge: a file or FIFO that another program writes lines to: go, success, failure, discard REASON, quit.
+        seed: of the first scene: of the noise of its chunks, and of what a simulated robot sets up.
+        order: a number that the order follows from; drawn, and kept, if absent.
+        sequential: end also once a difference of two policies is shown, by a test that may be looked at after each
+            scene. Else the number of scenes is the plan, and nothing is shown before the last.
+    """
+
+    trials: CountIfAny = None
+    compare: Texts = ()
+    out: Path | None = None
+    judge: Path | None = None
+    seed: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 5000
+    order: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None
+    sequential: Flag = False
+
+
+TRIALS = TrialFlags()
+
+
+def run_trials(
+    target: str,
+    on: RobotFlags,
+    by: ChunkFlags,
+    lead: LeaderFlags,
+    envelope: EnvelopeFlags,
+    trials: TrialFlags,
+    runs: Runs,
+    key: str,
+) -> int:
+    """Play what is left of a sitting. Ends with its report, or where it was stopped."""
+    if trials.out is None:
+        raise SinewError("--trials: expected --out FOLDER beside it, where each trial is kept, got none")
+    if (count := trials.trials or 0) > MOST:
+        raise SinewError(f"--trials: expected at most {MOST} scenes, got {count}")
+    driven = changed(replace(lead, frames=None)) or changed(
+        replace(ChunkFlags(), assist=by.assist, split=by.split)
+    )
+    if on.episodes is not None or driven:
+        raise SinewError(f"{driven or '--episodes'}: expected none with --trials, which are one policy's own")
+    from sinew.eval import farm
+    from sinew.eval.settings import Task
+    from sinew.eval.trials.report import write_page
+    from sinew.eval.trials.sitting import Sitting
+
+    with ExitStack() as stack:
+        asked, open_robot, rigs = _asked(target, by, trials, runs), on.opener(by.substeps), list[Rig]()
+
+        def robot_of(policy: Any) -> Driven:
+            if not rigs:
+                return on.opened(stack, open_robot, policy)
+            _same_robot(rigs[0].policy, policy, trials.compare[len(rigs) - 1])
+            first = rigs[0].robot
+            return on.driven((first.machine, first.prompt, first.rate), policy)
+
+        for variant in asked:
+            chosen, own = runs, replace(by, handover=variant.handover, replan=variant.show("replan"))
+            if not is_address(variant.target):
+                engine = variant.engine or "auto"
+                chosen = replace(runs, engine=engine, dtype=variant.dtype, device=variant.device)
+            rigs.append(open_rig(variant.target, on, own, lead, envelope, chosen, key, robot_of))
+        motion, options = motion_of(on.motion), json_object("--robot-options", on.robot_options)
+        name = EMBEDDED.get(on.robot, on.robot).removeprefix("gym:")
+        task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
+        variants = [
+            replace(
+                variant, handover=rig.chosen.handover, engine=rig.about.get("engine"),
+                device=str(rig.about.get("device", "cpu")),
+            )
+            for variant, rig in zip(asked, rigs, strict=True)
+        ]  # fmt: skip
+        room = Room(stack, on, by, lead, trials, rigs)
+        sitting = Sitting(trials.out, task, variants, count, trials.seed, trials.order, trials.sequential)
+        stack.enter_context(farm.sole(trials.out, "it has one robot"))
+        failed = room.play(sitting)
+        record, due = room.report(sitting), sitting.due()
+    if due is None and record is not None:
+        print_report(record)
+        terminal.console().print(record["plan"]["said"])
+        terminal.say(f"wrote {write_page(sitting, record, lead.frames)}")
+    elif due is not None:
+        left = due.total - due.number + 1
+        terminal.say(f"{left} of {due.total} trials are left; the same command goes on from {trials.out}")
+    terminal.emit({**(record if due is None and record else {}), "complete": due is None, "failed": failed})
+    return status.ended(failed)
+
+
+def _asked(target: str, by: ChunkFlags, trials: TrialFlags, runs: Runs) -> list[Variant]:
+    from sinew.eval.settings import parse_replan
+    from sinew.eval.variants import variants
+
+    for text in trials.compare:
+        names = [
+            part.partition("=")[0] for part in text.split(",") if "=" in part and not Path(text).exists()
+        ]
+        if other := [name for name in names if name.replace("-", "_") not in VARIED]:
+            raise SinewError(f"--compare: expected a policy, or one of {', '.join(VARIED)}, got {other[0]}")
+    try:
+        base = runs.variant(target, CAMERAS, replan=parse_replan(by.replan), handover=by.handover)
+    except ValueError as error:
+        raise SinewError(f"--replan: {error}") from None
+    return variants(base, (), trials.compare)
+
+
+def _same_robot(first: dict[str, Any], policy: dict[str, Any], name: str) -> None:
+    """Raise :class:`SinewError` where two policies see another robot, or move another one."""
+    for part in ("cameras", "state", "action"):
+        wanted, got = (
+            [camera["name"] for camera in each[part]]
+            if part == "cameras"
+            else [each[part]["dim"], *(each[part].get("names") or ())]
+            for each in (first, policy)
+        )
+        if wanted != got:
+            raise SinewError(f"--compare {name}: expected the {part} of the first policy {wanted}, got {got}")
+
+
+class Room(Keys):
+    """Where trials are played: the robot, the policies, and the keyboard."""
+
+    turn: Turn
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        on: RobotFlags,
+        by: ChunkFlags,
+        lead: LeaderFlags,
+        trials: TrialFlags,
+        rigs: list[Rig],
+    ):
+        from sinew.eval.trials.desk import Desk
+
+        super().__init__(None)  # type: ignore[arg-type] # each trial brings its loop
+        self.on, self.rigs, self.machine = on, rigs, rigs[0].robot.machine
+        self.alone = hasattr(self.machine, "success") and hasattr(self.machine, "set_up")
+        self.keyboard = sys.stdin.isatty() and sys.stdout.isatty()
+        waits = (self.keyboard or trials.judge is not None) and not by.go
+        if not (waits or self.alone):
+            raise SinewError(
+                "--trials: expected a keyboard, --judge FILE, or a robot that sets its scenes up and judges itself"
+                f" (set_up, success), got {'--go' if by.go else 'a standard input that is no terminal'}"
+            )
+        limit = on.ticks(rigs[0].robot.rate)
+        if limit is None and not (self.keyboard or self.alone):
+            raise SinewError(
+                "--seconds: expected the longest time of a trial where there is no keyboard, got none"
+            )
+        self.desk = Desk(waits, self.keyboard and waits, limit, trials.judge)
+        stack.callback(self.desk.close)
+        self.kept = None if lead.frames is None else FrameKeeper(lead.frames, rigs[0].robot, stack)
+
+    def play(self, sitting: Sitting) -> list[str]:
+        """Play what is due; return what failed, a sentence each."""
+        from sinew.eval.trials.desk import DISCARD, OVER
+
+        failed: list[str] = []
+        with ExitStack() as stack:
+            if len(self.rigs) > 1:
+                _hide_log(stack, sitting.out / LOG)
+            elif not self.keyboard:
+                terminal.log(logging.WARNING, "%(message)s")
+            while (turn := sitting.due()) is not None and not self.desk.left:
+                first, self.turn = self.loop is None, turn
+                sitting.begin(turn)
+                with ExitStack() as own:
+                    episode_of = self._set_up(own, sitting)
+                    if first and self.keyboard:
+                        stack.enter_context(self)
+                        stack.enter_context(terminal.drawn(self.picture, 8))
+                    failed += self._drive(self.rigs[turn.variant])
+                    if self.desk.state != OVER:
+                        break
+                    sitting.end(turn, episode := episode_of())
+                self.report(sitting)
+                self._tell(
+                    f"{self.desk.verdict} after {episode.steps} steps ({self.desk.by}) {self.desk.note}"
+                )
+                if (self.desk.verdict, self.desk.by) == (DISCARD, "loop"):
+                    break
+        return failed
+
+    def report(self, sitting: Sitting) -> dict[str, Any] | None:
+        """Write what was played so far, and return it."""
+        from sinew.eval.trials.report import write_report
+
+        return write_report(sitting, self.rigs[0].robot.rate, terminal.typed())
+
+    def _set_up(self, own: ExitStack, sitting: Sitting) -> Callable[[], Episode]:
+        """Set a trial up; return what makes its episode once it is over."""
+        from sinew.eval.robot import SimulatedRobot
+        from sinew.eval.runner import StepByStep
+        from sinew.eval.trials.desk import scene_noise
+
+        turn, machine = self.turn, self.machine
+        rig, variant = self.rigs[turn.variant], sitting.variants[turn.variant]
+        if self.alone:
+            machine.set_up(turn.seed)
+        latencies: list[float] = []
+        connect = asking(rig.connect, scene_noise(turn.seed, variant.solver_steps), latencies)
+        simulated = isinstance(machine, SimulatedRobot)
+        # A world that stands still between its steps is late for none of them.
+        pace = StepByStep(rig.settings.period / rig.settings.substeps) if simulated else None
+        if self.kept is not None:
+            self.kept.episode = turn.name
+        self.loop = loop = rig.loop(machine, connect, pace=pace, keep=self.kept)
+        own.callback(loop.close)
+        loop.prompt = self.on.prompt or getattr(machine, "task", "") or loop.prompt
+        task = machine.adapter.task(machine.info) if simulated else loop.prompt
+        journal = None if self.on.record is None else self.on.record / f"{turn.name}.jsonl"
+        on = replace(self.on, record=journal)
+        on.follow(own, loop, rig.robot, rig.settings, variant.target)
+        on.reports(own, loop, rig.robot, rig.server, "")
+        self.desk.begin(loop)
+        if self.desk.waits:
+            self._tell("waits for go")
+        return lambda: self.desk.episode(turn, task, int(rig.policy.get("chunk_size") or 0), latencies)
+
+    def _drive(self, rig: Rig) -> list[str]:
+        """Let a trial go on until it is over, or was left before that; return what failed."""
+        loop = self.loop
+        while not loop.stopped:
+            drive(loop, rig.robot, rig.policy, None)
+            if not loop.stopped:
+                self.desk.ended()
+        report = loop.report()
+        faults = status.text_of(report.faults)
+        lost = status.problems({}, report.executed, report.held, False, report.unanswered)
+        found = [*([faults] if faults else []), *lost]
+        if lost:
+            self.desk.lost(lost[0])
+        return found if self.desk.by == "loop" or not lost else found[: bool(faults)]
+
+    # ------------------------------------------------------------------------- the terminal
+
+    def quit(self) -> None:
+        self.desk.take("quit", "key")
+
+    def typed(self, text: str) -> None:
+        self.desk.take(f"discard {text}", "key")
+
+    def press(self, key: str) -> None:
+        from sinew.eval.trials.desk import JUDGED, RUNS
+
+        if self.typing is not None or (key == " " and self.desk.state == RUNS):
+            super().press(key)
+        elif key == "d" and self.desk.state in (RUNS, JUDGED):
+            self.loop.pause()
+            self.typing = ""
+        else:
+            self.desk.take(KEYS.get(key, ""), "key")
+
+    @property
+    def _where(self) -> str:
+        turn = self.turn
+        todo = f"scene {turn.scene}" if self.alone else f"set scene {turn.scene} up"
+        again = " again, as it was" if turn.again and not self.alone else ""
+        return f"trial {turn.number} of {turn.total}: {todo}{again}"
+
+    def _tell(self, text: str) -> None:
+        if not self.keyboard:
+            terminal.say(f"{self._where}: {text}".strip())
+
+    def picture(self) -> Panel:
+        """Return what a person sees: nothing of it tells one policy from another."""
+        desk, loop = self.desk, self.loop
+        limit = "" if self.on.seconds is None else f" of {self.on.seconds:g} s"
+        said = f"{desk.state} {desk.verdict} {desk.by and f'({desk.by})'}".strip()
+        said = "is paused" if said == "runs" and loop.paused else said
+        rows = [
+            (f"{self._where}\n", "bold"),
+            (f"instruction  {loop.prompt}\n", ""),
+            (f"time         {desk.tally.steps / loop.settings.hz:.1f} s{limit}\n", ""),
+            (f"the trial    {said}\n", "green" if said == "runs" else "bold yellow"),
+        ]
+        help_line = HELP.get(desk.state, "")
+        if self.typing is not None:
+            rows.append((f"discarded, because  {self.typing}_\n", "bold"))
+            help_line = "Enter discards it   Esc goes back"
+        return Panel(Group(Text.assemble(*rows), Text(help_line, style="dim")), title="sinew run --trials")
+
+
+def _hide_log(stack: ExitStack, path: Path) -> None:
+    """Write the log to a file while policies play blind: how long one is waited for tells which it is."""
+    handler, root = logging.FileHandler(path), logging.getLogger()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    root.addHandler(handler)
+    stack.callback(handler.close)
+    stack.callback(root.removeHandler, handler)

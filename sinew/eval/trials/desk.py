@@ -1,0 +1,167 @@
+"""How one trial stands, by what a person, a file, the robot and the time say of it; and the episode that it then is."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinew_client.control.controller import PAUSED
+
+from sinew.core import SinewError
+from sinew.eval.robot import SimulatedRobot
+from sinew.eval.runner import Episode, Tally, digest_of
+from sinew.eval.sources import chunk_seed
+from sinew.system import progress
+
+if TYPE_CHECKING:
+    from sinew_client.control import Loop
+
+    from sinew.eval.trials.sitting import Turn
+
+SUCCESS, FAILURE, DISCARD = "success", "failure", "discard"
+SET_UP, RUNS, JUDGED, OVER = "waits", "runs", "is judged", "is over"
+
+
+class Desk:
+    """Where verdicts arrive, from any thread; one for all trials of a sitting.
+
+    waits: somebody says when a trial begins. asks: and keeps a verdict, which may be changed until then. limit: control
+    steps after which a trial has failed. state: SET_UP, RUNS, JUDGED or OVER. verdict, by, note: how it ended, who said
+    so, and what was written. left: the sitting was ended. Raises :class:`SinewError` for a file that is not there.
+    """
+
+    loop: Loop
+
+    def __init__(self, waits: bool, asks: bool, limit: int | None, judge: Path | None):
+        self.waits, self.asks, self.limit, self.left = waits, asks, limit, False
+        self._file, self._rest = -1, b""
+        if judge is not None:
+            try:
+                self._file = os.open(judge, os.O_RDONLY | os.O_NONBLOCK)
+            except OSError as error:
+                raise SinewError(f"--judge {judge}: {error.strerror}") from error
+            if stat.S_ISREG(os.fstat(self._file).st_mode):
+                os.lseek(self._file, 0, os.SEEK_END)
+
+    def begin(self, loop: Loop) -> None:
+        """Take a trial that is set up, which waits or begins."""
+        self.loop, self.tally = loop, TrialTally()
+        self.state, self.verdict, self.by, self.note, self.seconds = SET_UP, "", "", "", 0.0
+        loop.listeners.append(self.tally.hear)
+        loop.watch(self._look)
+        if self.waits:
+            loop.pause()
+        else:
+            self.take("go", "")
+
+    def take(self, said: str, by: str) -> bool:
+        """Do what somebody says: go, success, failure, discard REASON, keep, quit; return whether that was due."""
+        word, _, note = said.partition(" ")
+        if word == "quit":
+            self.left = True
+            self.loop.stop()
+        elif word == "go" and self.state == SET_UP:
+            self.state, self.tally.counts, self._since = RUNS, True, time.monotonic()
+            self.loop.resume()
+        elif word == "keep" and self.state == JUDGED:
+            self.state = OVER
+            self.loop.stop()
+        elif self.state in (RUNS, JUDGED) and (word in (SUCCESS, FAILURE) or (word == DISCARD and note)):
+            if self.state == RUNS:
+                self.seconds, self.tally.counts = time.monotonic() - self._since, False
+            self.verdict, self.by, self.note = word, by, note
+            asks = self.asks and by != "file" and word != DISCARD
+            self.state = JUDGED if asks else OVER
+            (self.loop.pause if asks else self.loop.stop)()
+        else:
+            return False
+        return True
+
+    def ended(self) -> None:
+        """Take note that the robot has ended the run."""
+        self._ask_robot()
+        self.take(f"{DISCARD} the robot ended the run without a verdict", "loop")
+
+    def lost(self, why: str) -> None:
+        """Discard a failure that nobody saw, and that was not the policy's."""
+        if self.verdict == FAILURE and self.by in ("robot", "time") and not self.waits:
+            self.verdict, self.by, self.note = DISCARD, "loop", why
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+    def _ask_robot(self) -> None:
+        found = getattr(self.loop.robot, "success", None)
+        if self.state == RUNS and found is not None:
+            self.take(SUCCESS if found else FAILURE, "robot")
+
+    def _look(self, _command: Any) -> None:
+        """See after a control step whether the file, the robot or the time says something."""
+        if self._file >= 0:
+            with suppress(BlockingIOError):  # a FIFO to which nobody has written for now
+                self._rest += os.read(self._file, 65536)
+            *lines, self._rest = self._rest.split(b"\n")
+            for line in lines:
+                text, state = line.decode("utf-8", "replace").strip(), self.state
+                if not self.take(text, "file"):
+                    expected = "go" if state == SET_UP else "success, failure or discard REASON"
+                    progress.say(f"--judge: expected {expected}, as the trial {state}, got {text[:80]!r}")
+        self._ask_robot()
+        if self.state == RUNS and self.limit is not None and self.tally.steps >= self.limit:
+            self.take(FAILURE, "time")
+
+    def episode(self, turn: Turn, task: str, chunk_size: int, latencies: list[float]) -> Episode:
+        """Return the trial. task: its name on boards. latencies: milliseconds of each answer."""
+        report, machine, tally = self.loop.report(), self.loop.robot, self.tally
+        actions = machine.actions if isinstance(machine, SimulatedRobot) else None
+        return Episode(
+            seed=turn.seed,
+            task=task,
+            success=self.verdict == SUCCESS,
+            steps=tally.steps if actions is None else len(actions),
+            chunks=len(tally.delays),
+            executed=report.executed,
+            held=tally.held,
+            misses=tally.misses,
+            delays=tally.delays,
+            latency_ms=latencies,
+            chunk_size=chunk_size,
+            late_ticks=report.late + report.skipped,
+            wall_s=round(self.seconds, 3),
+            faults=dict(report.faults["kinds"]),
+            reasons={reason: steps for reason, steps in report.held.items() if reason != PAUSED},
+            digest="" if actions is None else digest_of(actions),
+            clipped=report.clipped_commands,
+            trial=turn.name,
+            prompt=self.loop.prompt,
+            judge=self.by,
+            note=self.note,
+            counted=self.verdict != DISCARD,
+        )
+
+
+class TrialTally(Tally):
+    """Counts what happens between the beginning of a trial and its verdict, pauses left out. steps: of the control."""
+
+    steps, counts = 0, False
+
+    def hear(self, event: str, values: dict[str, Any]) -> None:
+        if event == "command":
+            if not self.counts or values["command"].reason == PAUSED:
+                return
+            self.steps += 1
+        super().hear(event, values)
+
+
+def scene_noise(seed: int, solver_steps: int | None) -> Callable[[], dict[str, Any]]:
+    """Return what the k-th request of a trial says beside its observation, as that of an episode with this seed."""
+    asked = count()
+    more = {} if solver_steps is None else {"solver_steps": solver_steps}
+    return lambda: {"seed": chunk_seed(0, seed, next(asked)), **more}

@@ -1,0 +1,189 @@
+"""A sitting: trials of policies on one robot, blind, in an order drawn before, each a line that no kill can lose.
+
+    sitting.json     what was planned before the first trial
+    episodes.jsonl   a line when a trial is set up, and its episode when it ends, on the disk before anything goes on
+    report.json      what `sinew leaderboard` reads, anew after each trial
+
+A scene is a block of a randomised complete block design: every policy meets it, in an order of its own, and the k-th
+chunk of each has the noise of (scene, k). A trial that was interrupted, or discarded for a written reason, does not
+count and comes again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinew.core import SinewError
+from sinew.eval import campaign, farm
+from sinew.eval.player import key
+from sinew.eval.report.stats import anytime_p
+from sinew.eval.runner import Episode
+from sinew.eval.settings import Task, Variant
+
+PLAN, FORMAT = "sitting.json", 1
+SHOWN_AT = 0.05  # p at which a sequential sitting ends
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A trial that is due: the number-th of ``total``, of a variant's index in a scene (counted from 1). name: of its
+    files, with the attempt. again: the scene was set up before."""
+
+    number: int
+    total: int
+    scene: int
+    seed: int
+    variant: int
+    name: str
+    again: bool
+
+
+class Sitting:
+    """The trials of a folder: those that were played, and which is due.
+
+    scenes: that each policy meets. seed: of the first. order: what the order follows from; drawn if absent.
+    sequential: end also once the difference of the two policies is shown (``stats.anytime_p``). Raises
+    :class:`SinewError` for a folder with another plan.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        task: Task,
+        variants: Sequence[Variant],
+        scenes: int,
+        seed: int,
+        order: int | None = None,
+        sequential: bool = False,
+    ):
+        if sequential and len(variants) != 2:
+            raise SinewError(f"--sequential: expected two policies to compare, got {len(variants)}")
+        self.out, self.task, self.variants = out, task, list(variants)
+        self.scenes, self.seed, self.sequential = scenes, seed, sequential
+        names = [key(task, variant) for variant in variants]  # servers of one name say the same of themselves
+        self.keys = [f"{name} #{names[:at].count(name) + 1}" for at, name in enumerate(names)]
+        self.order = self._planned(order)
+        self._schedule = [
+            (scene, int(policy))
+            for scene in range(scenes)
+            for policy in np.random.default_rng([self.order, scene]).permutation(len(variants))
+        ]
+        self._begun: dict[int, list[str]] = defaultdict(list)  # number of a trial -> names of its attempts
+        log = out / campaign.LOG
+        text = log.read_text(encoding="utf-8") if log.is_file() else ""
+        for line in text.splitlines():
+            if line.startswith('{"begun"') and line.endswith("}"):
+                name = json.loads(line)["begun"]
+                self._begun[int(name[:3])].append(name)
+        self.episodes = [(self.keys.index(name), each) for (name, _), each in farm.episodes_of(text)]
+
+    def _planned(self, order: int | None) -> int:
+        """Write the plan, or read that of a sitting that goes on; return what its order follows from."""
+        asked: dict[str, Any] = {"format": FORMAT, "scenes": self.scenes, "seed": self.seed}
+        asked |= {"sequential": self.sequential, "policies": self.keys}
+        path = self.out / PLAN
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            asked["order"] = before["order"] if order is None else order
+            for name, value in asked.items():
+                if before[name] != value:
+                    raise SinewError(
+                        f"--out {self.out}: expected a new folder, or the sitting that was planned there, with"
+                        f" {name} {before[name]}, got {value}"
+                    )
+        elif (self.out / campaign.LOG).exists():
+            raise SinewError(f"--out {self.out}: expected a new folder, got one of `sinew eval`")
+        else:
+            self.out.mkdir(parents=True, exist_ok=True)
+            asked["order"] = secrets.randbits(32) if order is None else order
+            farm.write_whole(path, json.dumps(asked, indent=2).encode() + b"\n")
+        return int(asked["order"])
+
+    def results(self) -> list[list[Episode]]:
+        """Return the trials that count, of each variant by scene."""
+        return [
+            sorted(
+                (each for at, each in self.episodes if at == index and each.counted),
+                key=lambda each: each.seed,
+            )
+            for index in range(len(self.variants))
+        ]
+
+    def pairs(self) -> list[tuple[bool, ...]]:
+        """Return the outcomes of each scene that every policy has met, scene by scene."""
+        wins = [{each.seed: each.success for each in episodes} for episodes in self.results()]
+        met = sorted(set.intersection(*(set(each) for each in wins)))
+        return [tuple(each[seed] for each in wins) for seed in met]
+
+    @property
+    def p(self) -> float:
+        """Return the p-value of equal success of the first policy and the last that holds at any time."""
+        return anytime_p([pair[0] for pair in self.pairs() if pair[0] != pair[-1]])
+
+    def due(self) -> Turn | None:
+        """Return the next trial; None where the plan is done."""
+        done = {(each.seed - self.seed, index) for index, each in self.episodes if each.counted}
+        for number, (scene, variant) in enumerate(self._schedule, 1):
+            if (scene, variant) not in done:
+                first = 1 + scene * len(self.variants)
+                if self.sequential and number == first and self.p <= SHOWN_AT:
+                    return None
+                attempt = len(self._begun[number]) + 1
+                again = any(self._begun[each] for each in range(first, number + 1))
+                name = f"{number:03}" if attempt == 1 else f"{number:03}-{attempt}"
+                total = len(self._schedule)
+                return Turn(number, total, scene + 1, self.seed + scene, variant, name, again)
+        return None
+
+    def begin(self, turn: Turn) -> None:
+        """Note that a trial is set up: one that is then killed is known."""
+        self._append(json.dumps({"begun": turn.name, "seed": turn.seed}).encode() + b"\n")
+        self._begun[turn.number].append(turn.name)
+
+    def end(self, turn: Turn, episode: Episode) -> None:
+        """Keep how a trial ended."""
+        self._append(farm.line(self.keys[turn.variant], episode))
+        self.episodes.append((turn.variant, episode))
+
+    def _append(self, line: bytes) -> None:
+        with campaign.open_log(self.out / campaign.LOG) as file:
+            file.write(line)
+            os.fsync(file.fileno())
+
+    def plan(self, labels: Sequence[str]) -> dict[str, Any]:
+        """Return what was planned, whether that was kept, and which trials do not count."""
+        ended = {each.trial for _, each in self.episodes}
+        played, kept = len(self.pairs()), self.due() is None
+        if self.sequential:
+            said = (
+                f"Sequential: a look after each scene, at most {self.scenes}; {played} were played. The test holds"
+                f" whenever one stops (a mixture of coins: Ville 1939, Robbins 1970): p = {self.p:.3g}."
+            )
+        else:
+            said = f"Fixed before the first trial: {self.scenes} scenes; {played} were played."
+        kept_text = (
+            "The plan was kept." if kept else "The plan was NOT kept: p-values and intervals suppose its end."
+        )
+        return {
+            "scenes": self.scenes,
+            "played": played,
+            "order": self.order,
+            "kept": kept,
+            "said": said if self.sequential else f"{said} {kept_text}",
+            "p_anytime": round(self.p, 6) if self.sequential else None,
+            "discarded": [
+                {"trial": each.trial, "seed": each.seed, "label": labels[index], "note": each.note}
+                for index, each in self.episodes
+                if not each.counted
+            ],
+            "interrupted": [name for names in self._begun.values() for name in names if name not in ended],
+        }

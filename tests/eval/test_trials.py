@@ -1,0 +1,421 @@
+"""``sinew run --trials``: the line that a person types, each trial kept, and what the leaderboard says of a sitting."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import pty
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gymnasium", reason="trials need the sim extra")
+pytest.importorskip("mujoco", reason="the pen needs the sim extra")
+
+from sinew_client.control.robots import Dry
+
+from sinew.bundle import Bundle
+from sinew.cli import main
+from sinew.core import SinewError
+from sinew.eval.adapters import make_env
+from sinew.eval.report import page, stats
+from sinew.eval.robot import SimulatedRobot
+from sinew.eval.runner import Episode
+from sinew.eval.settings import Task, Variant
+from sinew.eval.trials.sitting import Sitting
+from tests import processes
+
+PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
+HANGS = 300.0  # seconds after which a program is taken to stand still: a guard, and no bound
+PLAIN = ("--handover", "freeze", "--replan", "8")
+BENCH = (PEN, "--compare", "replan=4", "--robot", f"{__name__}:Bench", "--replan", "8", "--hz", "60")
+DRY = ("--robot", "dry", "--prompt", "catch it", "--hz", "50", "--seconds", "60")
+
+
+class Patient(SimulatedRobot):
+    """The pen, in a world that stands still while it holds: its moves do not depend on the clock."""
+
+    def __init__(self) -> None:
+        super().__init__(*make_env("sinew/Pen-v0"))
+
+    def hold(self) -> None:
+        pass
+
+
+class Bench(Dry):
+    """A robot of somebody's own, which sets its scenes up and judges itself: its third trial is lost."""
+
+    task, success = "catch the pen", None
+
+    def __init__(self) -> None:
+        super().__init__(Bundle(PEN).manifest.spec.to_dict())
+        self._trials = 0
+
+    def set_up(self, seed: int) -> None:
+        self._trials, self._acted, self.success = self._trials + 1, 0, None
+
+    def act(self, row: np.ndarray) -> None:
+        super().act(row)
+        self._acted += 1
+        self.success = self._trials != 3 if self._acted == 8 else None
+
+
+def typed(*words: object) -> int:
+    return main(["run", *map(str, words)])
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """Return what the log of a sitting says of trials that ended."""
+    if not (out / "episodes.jsonl").exists():
+        return []
+    found = [
+        json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines() if line[-1:] == "}"
+    ]
+    return [each for each in found if "key" in each]
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same policy with closed eyes."""
+    data, path = bytearray(PEN.read_bytes()), tmp_path_factory.mktemp("spoiled") / "spoiled.gguf"
+    for name in ("vision.norm.weight", "vision.norm.bias"):
+        info = Bundle(PEN).infos[name]
+        data[info.offset : info.offset + info.nbytes] = bytes(info.nbytes)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sitting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sitting")
+    kept = ("--record", folder / "journals", "--out", folder / "out")
+    assert typed(*BENCH, *kept, "--trials", 2, "--order", 1) == 0
+    return folder
+
+
+# ----------------------------------------------------------------------------- unattended
+
+
+@pytest.mark.slow  # eighteen episodes: 4 CPU s
+def test_a_robot_that_judges_itself_gives_the_outcomes_of_the_evaluation(
+    spoiled: Path, tmp_path: Path
+) -> None:
+    """Of the same seeds, to the bit of every command."""
+    robot = ("--robot", f"{__name__}:Patient", "--trials", 6, "--out", tmp_path / "trials")
+    assert typed(PEN, "--compare", spoiled, *robot, *PLAIN, "--frames", tmp_path / "frames") == 0
+    run = (
+        "--env",
+        "sinew/Pen-v0",
+        *PLAIN,
+        "--episodes",
+        "6",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path / "eval"),
+    )
+    assert main(["eval", str(PEN), "--compare", str(spoiled), *run]) == 0
+    here, there = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("trials", "eval"))
+    same = ("seed", "task", "success", "steps", "digest")
+    for ours, theirs in zip(here["outcomes"], there["outcomes"], strict=True):
+        assert [{name: each[name] for name in same} for each in ours] == theirs
+    wins = [entry["wins"] for entry in here["variants"]]
+    assert wins == [entry["wins"] for entry in there["variants"]]
+    assert wins[0] > wins[1]
+    assert here["comparisons"][0]["p_value"] == there["comparisons"][0]["p_value"]
+    scenes = (tmp_path / "trials" / "report.html").read_text().split("<h2>Scene ")[1:]
+    assert [scene.count("<figure>") for scene in scenes] == [2] * 6
+    assert scenes[0].index("pen.gguf") < scenes[0].index("spoiled.gguf")
+
+
+def test_each_trial_is_a_line_with_what_a_paper_asks(sitting: Path) -> None:
+    found = lines(sitting / "out")
+    assert [each["trial"] for each in found] == [f"{number:03}" for number in range(1, 5)]
+    assert sorted((each["seed"], each["key"]) for each in found) == sorted(
+        itertools.product((5000, 5001), {each["key"] for each in found})
+    )
+    for each in found:
+        assert (each["judge"], each["counted"]) == ("robot", True)
+        assert each["prompt"]
+        assert len(each["latency_ms"]) >= each["chunks"] > 0
+        assert (sitting / "journals" / f"{each['trial']}.jsonl").stat().st_size > 0
+    plan = json.loads((sitting / "out" / "sitting.json").read_text())
+    assert {each["key"] for each in found} == set(plan["policies"])
+    assert json.loads((sitting / "out" / "report.json").read_text())["plan"]["kept"] is True
+
+
+def test_the_leaderboard_reads_it_and_the_page_shows_the_scenes_in_pairs(
+    sitting: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = sitting / "board.html"
+    assert main(["leaderboard", str(sitting / "out"), "--out", str(board), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["boards"]
+    (pair,) = found["pairs"]
+    assert (pair["pairs"], pair["only_first"], pair["only_second"]) == (2, 1, 0)
+    assert pair["more_pairs"] == stats.pairs_needed(2, 1, 0) - 2
+    assert all(len(wins) == 2 for wins in found["trials"].values())
+    assert "Fixed before the first trial: 2 scenes; 2 were played. The plan was kept." in board.read_text()
+    assert "trials, scene by scene" in board.read_text()
+    shown = (sitting / "out" / "report.html").read_text()
+    assert json.loads(page.record_in(shown) or "")["plan"]["kept"] is True
+    assert "sinew eval --repeat" not in shown
+    assert main(["eval", "--repeat", str(sitting / "out" / "report.html")]) == 1
+    assert "got trials on a robot" in capsys.readouterr().err
+
+
+def test_a_plan_is_not_changed_on_the_way(sitting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    robot = (*BENCH, "--out", sitting / "out")
+    for flags, said in (
+        (("--trials", 4), "with scenes 2, got 4"),
+        (("--trials", 2, "--order", 2), "with order 1, got 2"),
+    ):
+        assert typed(*robot, *flags) == 1
+        assert said in " ".join(capsys.readouterr().err.split())
+    before = (sitting / "out" / "episodes.jsonl").read_bytes()
+    assert typed(*robot, "--trials", 2) == 0  # which is done
+    assert (sitting / "out" / "episodes.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow  # a process of its own, killed twice: 3 CPU s
+def test_a_kill_loses_no_trial_and_counts_none_twice(spoiled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("run", PEN, "--compare", spoiled, "--robot", "pen", "--trials", 4, "--out", out, "--hz", "60")
+    for count in (2, 5):
+        command = [sys.executable, "-m", "sinew", *map(str, words)]
+        with processes.Process(command, stdin=-3, stdout=-3, stderr=-3) as process:  # subprocess.DEVNULL
+            until(lambda count=count: len(lines(out)) >= count and begun(out) > len(lines(out)))
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(60) == -signal.SIGKILL
+        kept = lines(out)
+    assert main([*map(str, words)]) == 0
+    found = lines(out)
+    assert found[: len(kept)] == kept
+    assert len({(each["seed"], each["key"]) for each in found}) == len(found) == 8
+    plan = json.loads((out / "report.json").read_text())["plan"]
+    assert len(plan["interrupted"]) >= 1
+    assert plan["kept"]
+
+
+def begun(out: Path) -> int:
+    return (out / "episodes.jsonl").read_text().count('{"begun"')
+
+
+def until(there: Callable[[], bool]) -> None:
+    limit = time.monotonic() + HANGS
+    while not there():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+# ----------------------------------------------------------------------------- a person, and another program
+
+
+def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) -> None:
+    """Two policies; a verdict is changed before it is kept, a trial comes again, and q ends the sitting."""
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "sinew",
+        "run",
+        PEN,
+        "--compare",
+        "replan=3",
+        *DRY,
+        "--trials",
+        2,
+        "--out",
+        out,
+    ]
+    ours, theirs = pty.openpty()
+    seen = b""
+    with processes.Process([*map(str, command)], stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+
+        def press(keys: bytes, state: bytes) -> None:
+            nonlocal seen
+            os.write(ours, keys)
+            wait(state)
+
+        def wait(state: bytes) -> None:
+            nonlocal seen
+            limit = time.monotonic() + HANGS
+            while state not in seen:
+                assert time.monotonic() < limit, seen[-2000:]
+                if select.select([ours], [], [], 1.0)[0]:
+                    seen += os.read(ours, 65536)
+            told.append(seen)
+            seen = b""
+
+        told: list[bytes] = []
+        try:
+            wait(b"waits")
+            press(b" ", b"runs")
+            press(b"s", b"is judged success (key)")
+            press(b"f", b"is judged failure (key)")
+            press(b"\r", b"waits")
+            press(b" ", b"runs")
+            press(b"d", b"discarded, because")
+            press(b"the cup fell\r", b"waits")
+            press(b" ", b"runs")
+            press(b"s", b"is judged success (key)")
+            press(b"\r", b"waits")
+            press(b"q", b"2 of 4 trials are left")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert b"replan" not in b"".join(told[:-1])
+    for part in (
+        b"1 of 4: set scene 1 up",
+        b"2 of 4: set scene 1 up again, as it was",
+        b"3 of 4: set scene 2 up",
+    ):
+        assert part in b"".join(told)
+    found = [(each["trial"], each["success"], each["counted"], each["note"]) for each in lines(out)]
+    assert found == [
+        ("001", False, True, ""),
+        ("002", False, False, "the cup fell"),
+        ("002-2", True, True, ""),
+    ]
+    plan = json.loads((out / "report.json").read_text())["plan"]
+    assert (plan["kept"], plan["played"]) == (False, 1)
+    assert plan["discarded"][0]["note"] == "the cup fell"
+    assert "NOT kept" in plan["said"]
+
+
+@pytest.mark.slow
+def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said, out = tmp_path / "said", tmp_path / "out"
+    said.write_text("success\n")  # of before, which is not read
+
+    def judge() -> None:
+        for count, (begun, verdict) in enumerate((("001", "success"), ("002", "discard gripper\nfailure"))):
+            until(
+                lambda begun=begun: (
+                    f'"{begun}"' in (out / "episodes.jsonl").read_text() if out.exists() else False
+                )
+            )
+            with said.open("a") as file:
+                file.write("go\n")
+            journal = journals / f"{begun}.jsonl"
+            until(lambda journal=journal: journal.exists() and resumed(journal))
+            with said.open("a") as file:
+                file.write(f"{verdict}\n" + "quit\n" * count)
+
+    def resumed(journal: Path) -> bool:
+        return '"event": "resume"' in journal.read_text()
+
+    journals = tmp_path / "journals"
+    other = threading.Thread(target=judge)
+    other.start()
+    assert typed(PEN, *DRY, "--trials", 2, "--judge", said, "--out", out, "--record", journals) == 0
+    other.join()
+    found = [(each["trial"], each["success"], each["counted"], each["judge"]) for each in lines(out)]
+    assert found == [("001", True, True, "file"), ("002", False, False, "file")]
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "as the trial is over, got 'failure'" in shown
+    assert "1 of 2 trials are left; the same command goes on" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--trials", 2), "--trials: expected --out FOLDER beside it"),
+        (("--out", "x"), "--out: expected --trials beside it"),
+        (("--trials", 2, "--out", "x"), "got a standard input that is no terminal"),
+        (("--trials", 2, "--out", "x", "--judge", "nowhere"), "--judge nowhere: No such file"),
+        (("--trials", 2, "--out", "x", "--takeover", "expert"), "--takeover: expected none with --trials"),
+        (("--trials", 2, "--out", "x", "--compare", "latency=3"), "one of replan, handover, solver_steps"),
+        (("--trials", 2, "--out", "x", "--compare", "blocks"), "expected the cameras of the first policy"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    flags: tuple[Any, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert typed(PEN, *DRY, *flags) == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "x" / "sitting.json").exists()
+
+
+# ----------------------------------------------------------------------------- order and statistics
+
+
+def planned(out: Path, order: int, scenes: int = 12, **more: Any) -> Sitting:
+    variants = [Variant("expert"), Variant("expert", replan=1)]
+    return Sitting(out, Task("sinew/Pen-v0"), variants, scenes, 5000, order, **more)
+
+
+def ended(sitting: Sitting, success: bool) -> None:
+    turn = sitting.due()
+    assert turn is not None
+    sitting.begin(turn)
+    counts = (1, 1, 0, 0, [], [])
+    sitting.end(turn, Episode(turn.seed, "", success, 9, *counts, trial=turn.name))
+
+
+def order_of(sitting: Sitting) -> list[tuple[int, int]]:
+    found = []
+    while (turn := sitting.due()) is not None:
+        found.append((turn.scene, turn.variant))
+        ended(sitting, turn.variant == 0)
+    return found
+
+
+def test_the_order_is_drawn_anew_for_each_scene_and_differs_by_its_number(tmp_path: Path) -> None:
+    orders = [order_of(planned(tmp_path / str(number), order)) for number, order in enumerate((1, 1, 2))]
+    assert orders[0] == orders[1] != orders[2]
+    for order in orders:
+        assert sorted(order) == list(itertools.product(range(1, 13), (0, 1)))
+        assert {order[2 * scene][1] for scene in range(12)} == {0, 1}  # neither is always the first
+    drawn = {planned(tmp_path / f"drawn{number}", None).order for number in range(3)}  # type: ignore[arg-type]
+    assert len(drawn) == 3
+
+
+def test_a_sequential_sitting_ends_where_the_difference_is_shown(tmp_path: Path) -> None:
+    sitting = planned(tmp_path / "one", 1, 20, sequential=True)
+    assert len(order_of(sitting)) == 16  # eight pairs that all say the same: 9 / 2^8 = 0.035
+    assert stats.anytime_p([True] * 7) > 0.05 > stats.anytime_p([True] * 8) == 9 / 2**8
+    assert planned(tmp_path / "one", 1, 20, sequential=True).due() is None
+    assert "p = 0.0352" in sitting.plan(["a", "b"])["said"]
+    with pytest.raises(SinewError, match="--sequential: expected two policies to compare, got 1"):
+        Sitting(tmp_path / "x", Task("sinew/Pen-v0"), [Variant("expert")], 3, 0, 1, sequential=True)
+
+
+def test_looking_after_every_pair_deceives_at_most_one_time_of_twenty() -> None:
+    """Of all 2^14 runs of a fair coin; a look at McNemar's p after each deceives more often."""
+    coins = list(itertools.product((False, True), repeat=14))
+    assert np.mean([stats.anytime_p(coin) <= 0.05 for coin in coins]) <= 0.05
+    table = [[stats.binomial_p(k, n - k) for k in range(n + 1)] for n in range(15)]
+    sums = np.cumsum(coins[::16], axis=1)
+    naive = np.mean([any(table[n + 1][k] <= 0.05 for n, k in enumerate(row)) for row in sums])
+    assert naive > 0.05
+    assert stats.anytime_p([True] * 3000) < 1e-300 or stats.anytime_p([True] * 3000) == 0
+
+
+def test_so_many_pairs_show_the_difference_about_four_times_of_five() -> None:
+    """By the exact power of McNemar's exact test."""
+    for pairs, first, second in ((20, 8, 2), (20, 5, 1)):
+        needed = stats.pairs_needed(pairs, first, second)
+        assert needed is not None
+        share = (first + second) / pairs
+        power = sum(
+            math.comb(needed, m) * share**m * (1 - share) ** (needed - m)
+            * math.comb(m, b) * (first / (first + second)) ** b * (second / (first + second)) ** (m - b)
+            for m in range(needed + 1)
+            for b in range(m + 1)
+            if stats.binomial_p(b, m - b) <= 0.05
+        )  # fmt: skip
+        assert 0.75 < power < 0.85
+    assert stats.pairs_needed(20, 3, 3) is None
