@@ -191,7 +191,6 @@ def write(
     options: dict[str, Any],
 ) -> None:
     conversion = Conversion(
-        architecture="act",
         format="sinew-train",
         config=config,
         spec=PolicySpec(

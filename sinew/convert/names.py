@@ -30,3 +30,10 @@ def replace_prefix(name: str, prefixes: Renames) -> str:
     """Replace the first prefix that matches."""
     old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
     return new + name[len(old) :]
+
+
+def upstream_name(name: str, prefixes: Renames) -> str:
+    """The inverse of :func:`rename`, for writing checkpoints."""
+    for old, new in ATTENTION + (VISION if name.startswith("vision.") else DECODER):
+        name = name.replace(new, old)
+    return replace_prefix(name, tuple((new, old) for old, new in prefixes))

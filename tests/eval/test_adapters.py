@@ -461,7 +461,7 @@ def test_it_may_be_an_older_python() -> None:
     eval_ = PACKAGE / "eval"
     for path in (
         *eval_.rglob("*.py"),
-        PACKAGE / "core.py",
+        *(PACKAGE / "core").rglob("*.py"),
         PACKAGE / "__init__.py",
     ):
         ast.parse(path.read_text(), feature_version=foreign_worker.PYTHON)

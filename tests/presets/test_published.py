@@ -95,10 +95,10 @@ def test_a_preset_is_what_converts_from_files_of_full_size(name, tmp_path: Path)
     found = read(home / family.folder, ConvertOptions(**family.options(home)))
     expected = published(INFLATED[name])
     ids = {key: getattr(found.config, key) for key in ("image_token", "marker") if hasattr(found.config, key)}
-    assert found.architecture == expected.architecture
+    assert found.spec.architecture == expected.architecture
     assert found.config == replace(expected.config, **ids)
     assert found.spec.solver_steps == expected.steps
     assert found.processing.image.height == expected.side
     dropped = set(found.dropped)
     shapes = {found.rename(key): part.shape for key, part in found.tensors.items() if key not in dropped}
-    assert mismatch(build_on_meta(found.architecture, found.config), shapes) is None
+    assert mismatch(build_on_meta(found.spec.architecture, found.config), shapes) is None

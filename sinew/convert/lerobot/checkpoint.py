@@ -46,7 +46,7 @@ from sinew.convert.lerobot.steps import (
     action_steps,
 )
 from sinew.convert.options import ConvertOptions
-from sinew.convert.read.files import named, read_json
+from sinew.convert.read.files import directory_config, named, read_json
 from sinew.convert.read.safetensors import adapter_alone, is_adapter, read_weights
 from sinew.core import MAX_SIZE, CameraSpec, ConvertError, PolicySpec, VectorSpec, did_you_mean
 from sinew.steps.vector.base import VectorStep
@@ -87,8 +87,7 @@ UNREAD = (
 
 def config_type(path: Path) -> str | None:
     """Return the "type" in a directory's config.json, or None where there is none."""
-    config = path / "config.json"
-    kind = read_json(config).get("type") if config.exists() else None
+    kind = directory_config(path).get("type")
     return kind if isinstance(kind, str) else None
 
 

@@ -21,7 +21,7 @@ from sinew.convert import widths
 from sinew.convert.conversion import Conversion
 from sinew.convert.names import rename
 from sinew.convert.options import ConvertOptions
-from sinew.convert.read.files import named, read_json
+from sinew.convert.read.files import directory_config, named
 from sinew.convert.tensors import Transformed, apply, computed, read_array
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import ConvertError
@@ -65,9 +65,7 @@ BIT_VISION = r"vision\.towers\.0\..*\.(attn\.[qkvo]_proj|mlp\.fc[12])\.weight"
 
 def recognises(path: Path) -> bool:
     """Return True for a directory whose language model is BitNet, whatever model_type it says."""
-    if not (path / "config.json").is_file():
-        return False
-    config = read_json(path / "config.json")
+    config = directory_config(path)
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
     return config.get("model_type") in ("bitvla", "openvla") and kind == "BitNet"

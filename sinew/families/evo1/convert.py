@@ -51,8 +51,6 @@ PLACEHOLDER = "<IMG_CONTEXT>"
 
 def recognises(path: Path) -> bool:
     """Return True for an Evo-1 directory of either layout."""
-    if not (path / "config.json").is_file():
-        return False
     return config_type(path) in NAMES or original_layout.is_original(path)
 
 

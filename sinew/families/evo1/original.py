@@ -9,6 +9,7 @@ import numpy as np
 
 from sinew.bundle.schema import Normalization
 from sinew.convert.options import ConvertOptions
+from sinew.convert.read.files import directory_config
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.torch_zip import read_torch
 from sinew.core import CameraSpec, ConvertError, VectorSpec
@@ -31,7 +32,7 @@ MODES: dict[str, tuple[Literal["mean_std", "min_max", "quantiles"], tuple[str, s
 
 def is_original(path: Path) -> bool:
     """Return True for a configuration of the original repository."""
-    config = JsonRecord(path / "config.json").content
+    config = directory_config(path)
     return config.get("action_head") == "flowmatching" and "vlm_name" in config and "type" not in config
 
 

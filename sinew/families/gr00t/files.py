@@ -12,7 +12,7 @@ from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.options import ConvertOptions
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import directory_config
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.tokenizer_files import TokenizerFiles
@@ -43,8 +43,7 @@ def is_lerobot(path: Path) -> bool:
 
 
 def _config_entry(path: Path, key: str) -> str | None:
-    config = path / "config.json"
-    found = read_json(config).get(key) if config.is_file() else None
+    found = directory_config(path).get(key)
     return found if isinstance(found, str) else None
 
 

@@ -20,7 +20,7 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert import widths
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions, Setting
-from sinew.convert.read.files import named, read_json
+from sinew.convert.read.files import directory_config, named
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
@@ -90,9 +90,7 @@ CHAT = (
 
 def recognises(path: Path) -> bool:
     """Return True for a directory whose config says OpenVLA with one of the language models known here."""
-    if not (path / "config.json").is_file():
-        return False
-    config = read_json(path / "config.json")
+    config = directory_config(path)
     text = config.get("text_config")
     return config.get("model_type") == "openvla" and isinstance(text, dict) and text.get("model_type") in TEXT
 

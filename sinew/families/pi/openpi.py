@@ -19,7 +19,7 @@ from sinew.convert.lm_head import LM_HEAD_SETTING, PROMPT_SETTINGS
 from sinew.convert.names import rename
 from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read import safetensors
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import directory_config, read_json
 from sinew.convert.tokenizer_files import find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.families.pi.convert import (
@@ -57,9 +57,7 @@ def recognises(path: Path) -> bool:
     """Return True for openpi's directories: LeRobot's config.json has a "type"; openpi's has none, or is absent."""
     if not path.is_dir():
         return False
-    config = path / "config.json"
-    if config.exists():
-        record = read_json(config)
+    if record := directory_config(path):
         return "type" not in record and "action_horizon" in record
     return (path / "assets").is_dir() or (path / "params").is_dir()
 
@@ -77,7 +75,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         "action_expert_variant": "gemma_300m",
         "action_horizon": published.chunk_size,
         "action_dim": ACTION_DIM,
-        **(read_json(config_file) if config_file.exists() else {}),
+        **directory_config(path),
     }
     arch = read_json(options.arch) if options.arch else {}
     config = model_config(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint
-from sinew.convert.names import ATTENTION, DECODER, VISION, Renames
+from sinew.convert.names import upstream_name
 from sinew.convert.options import ConvertOptions
 from sinew.families.smolvla.convert import HEAD, PREFIXES, SCHEMA, TABLE, model_config
 from sinew.families.smolvla.random_checkpoint.layout import TINY, StorageRecipe, Widths, storage
@@ -88,16 +88,6 @@ def tensors(w: Widths, recipe: StorageRecipe = "float32") -> list[TensorPlan]:
     plans = [TensorPlan(name, shape, _init(name), storage(name, w, recipe)) for name, shape in shapes.items()]
     # The wider type first, then by name: what the safetensors library writes.
     return sorted(plans, key=lambda plan: (plan.storage != "F32", plan.name))
-
-
-def upstream_name(name: str, prefixes: Renames) -> str:
-    """The inverse of :func:`rename`, for writing checkpoints."""
-    for old, new in ATTENTION + (VISION if name.startswith("vision.") else DECODER):
-        name = name.replace(new, old)
-    for old, new in prefixes:
-        if name.startswith(new):
-            return old + name[len(new) :]
-    return name
 
 
 def _init(name: str) -> Init:
