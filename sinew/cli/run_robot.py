@@ -24,6 +24,7 @@ from sinew_client.control.end_effector import (
 from sinew_client.control.kinematics import read_chain
 from sinew_client.control.robots import Dry, command_names, find_class, open_class, open_lerobot, ordered
 from sinew_client.errors import Refused
+from sinew_client.signals import handled
 
 from sinew.bundle.rename import parse_renames
 from sinew.cli import terminal
@@ -31,7 +32,6 @@ from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
 from sinew.core import SinewError
 from sinew.core.hints import pairs
 from sinew.eval.report.stats import wilson
-from sinew.system.signals import handled
 
 Opened = tuple[Any, str, "float | None"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -41,17 +40,8 @@ class EngineFinding:
 
     def keep(self, bundle: Path) -> Path:
         """Write it down for the next start. Raises OSError."""
-        path = _path(bundle, self.engine)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        try:
-            partial.write_text(
-                json.dumps({**asdict(self), **_conditions(self.device)}, indent=2) + "\n", encoding="utf-8"
-            )
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        return path
+        record = json.dumps({**asdict(self), **_conditions(self.device)}, indent=2) + "\n"
+        return machine.write_whole(_path(bundle, self.engine), record.encode())
 
 
 def folder() -> Path:

@@ -47,11 +47,8 @@ def hardware(device: str) -> str:
 
 def keep(bundle: Path, engine: str, device: str, report: dict[str, Any]) -> Path:
     """Write the record of a validation, passed or not, and return its path."""
-    path = _path(bundle, engine, device)
-    path.parent.mkdir(parents=True, exist_ok=True)
     record = {**report, "sinew": __version__, "hardware": hardware(device)}
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return path
+    return machine.write_whole(_path(bundle, engine, device), (json.dumps(record, indent=2) + "\n").encode())
 
 
 def lacking(bundle: Path, engine: str, device: str) -> str:

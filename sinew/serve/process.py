@@ -12,9 +12,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from sinew_client.signals import handled
+
 from sinew.serve.service import Service
 from sinew.serve.wire import Listener
-from sinew.system.signals import handled
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,21 @@ WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})  # h
 def cache_folder(room: str) -> Path:
     """Return the directory for what can be made again: ``$XDG_CACHE_HOME/sinew/<room>``, ``~/.cache`` by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinew" / room
+
+
+def write_whole(path: Path, data: bytes) -> Path:
+    """Write a file of this user's, and the folders above it; who reads it sees the old bytes or the new ones. Raises
+    OSError, and then leaves nothing behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(data)
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+    return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,22 +6,23 @@ As a node: ``ros2 run sinew_ros sinew-ros run CONTRACT.yaml``.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from sinew_client import Client, ClientError
+from sinew_client.signals import handled
 
 from sinew_ros.bag import STORAGES, Bag, Recorded
 from sinew_ros.bridge import Bridge
 from sinew_ros.contract import read, skeleton
 from sinew_ros.service import KIND, NAME, ChunkService
+
+ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,17 +63,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-@contextlib.contextmanager
-def ended_by_signals(end: Callable[[], object]) -> Iterator[None]:
-    """Call ``end`` for SIGINT and SIGTERM while inside."""
-    before = {number: signal.signal(number, lambda *_: end()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def drive(given: argparse.Namespace, ros: list[str]) -> int:
     """Run the bridge until a signal, and print its report as one line of JSON."""
     found = read(given.contract)
@@ -86,7 +76,9 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
             raise ClientError("ended by a signal before the robot was driven")
         bridge.stop()
 
-    with ended_by_signals(end):  # until the transport is closed, and a recording complete
+    with handled(
+        (signal.SIGINT, signal.SIGTERM), lambda *_: end()
+    ):  # until the transport is closed, and a recording complete
         try:
             if given.record is not None:
                 transport = recorded = Recorded(transport, given.record, given.storage)
@@ -106,7 +98,7 @@ def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:
     ended = threading.Event()
     service = ChunkService(given.server, given.hz)
     transport = opened(given.transport, ros)
-    with ended_by_signals(ended.set):
+    with handled(ENDS, lambda *_: ended.set()):
         try:
             if not hasattr(transport, "serve"):
                 raise ClientError(f"--transport: expected rclpy or dds for calls, got {given.transport}")

@@ -43,6 +43,7 @@ from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.transport.routes import Dialect, Guard
 from sinew.serve.wires import field_names
+from sinew.system.rate_limited_log import Once
 
 NAME = "vla-eval"
 PROTOCOL = 1  # its ``protocol_version``
@@ -51,7 +52,6 @@ KINDS = ("hello", "observation", "action", "episode_start", "episode_end", "erro
 SPELLINGS = {"task_description": PROMPT_KEYS[0], "states": "state"}
 MAX_NOISE = (1 << 63) - 1
 MAX_SEEN = 1 << 28  # bytes of messages that one connection keeps for a policy of several moments
-MAX_WARNED = 64  # different warnings of one connection that reach the log
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Conversation:
         self._session = ""
         self._task: bytes | None = None  # what the noise of an episode is drawn from
         self._chunks = 0  # of this episode
-        self._warned: set[str] = set()
+        self._once = Once(logger)
 
     def dialect(self) -> Dialect:
         return replace(DIALECT, read=self.read, answer=self.answer, error=self.error, connect=None)
@@ -151,9 +151,7 @@ class Conversation:
         self._left = deque(rest)
         self._chunks += 1
         for warning in chunk.warnings:
-            if warning not in self._warned and len(self._warned) < MAX_WARNED:
-                self._warned.add(warning)
-                logger.warning("%s: %s", NAME, warning)
+            self._once.warning(f"{NAME}: {warning}")
         warnings = {"warnings": list(chunk.warnings)} if chunk.warnings else {}
         return self._message("action", {"actions": first, **warnings})
 

@@ -8,7 +8,6 @@ names of joints and cameras, and nothing of what a robot saw or did.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Any
 
 from sinew.core import PolicySpec
 from sinew.serve.wires.lerobot.features import Agreement
+from sinew.system import machine
 
 logger = logging.getLogger(__name__)
 
@@ -86,18 +86,11 @@ class Agreements:
             "policy": self._policy,
             "hosts": {host: [asdict(each) for each in agreed] for host, agreed in self._by_host.items()},
         }
-        part = self._file.with_suffix(f".{os.getpid()}.part")
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w") as opened:
-                json.dump(content, opened)
-            part.replace(self._file)
+            machine.write_whole(self._file, json.dumps(content).encode())
         except OSError as error:  # then a restarted server asks its clients to start again
             logger.warning("lerobot: what was agreed is not remembered: %s", error)
             self._file = None
-            with contextlib.suppress(OSError):
-                part.unlink()
 
 
 def fitting(agreements: tuple[Agreement, ...], observation: Mapping[str, Any]) -> Agreement | None:

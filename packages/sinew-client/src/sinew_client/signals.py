@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Callable, Iterator, Optional, Sequence
 
-Handler = Callable[[int, "FrameType | None"], None]
+Handler = Callable[[int, Optional[FrameType]], None]
 
 
 @contextlib.contextmanager
