@@ -32,7 +32,7 @@ from sinew.core import SinewError
 if TYPE_CHECKING:
     from sinew.eval.runner import Episode
     from sinew.eval.settings import Variant
-    from sinew.eval.trials.sitting import Sitting, Turn
+    from sinew.eval.trials.sitting import DueTrial, Sitting
 
 KEYS = {"s": "success", "f": "failure", " ": "go", "\r": "keep", "\n": "keep", "q": "quit"}
 HELP = {  # by the state of the trial
@@ -98,12 +98,13 @@ def run_trials(
     if on.episodes is not None or driven:
         raise SinewError(f"{driven or '--episodes'}: expected none with --trials, which are one policy's own")
     from sinew.eval import farm
-    from sinew.eval.settings import Task
+    from sinew.eval.settings import Task, Variant
     from sinew.eval.trials.report import write_page
     from sinew.eval.trials.sitting import Sitting
 
     with ExitStack() as stack:
         asked, open_robot, rigs = _asked(target, by, trials, runs), on.opener(by.substeps), list[Rig]()
+        variants = list[Variant]()
 
         def robot_of(policy: Any) -> Driven:
             if not rigs:
@@ -113,24 +114,26 @@ def run_trials(
             return on.driven((first.machine, first.prompt, first.rate), policy)
 
         for variant in asked:
-            chosen, own = runs, replace(by, handover=variant.handover, replan=variant.show("replan"))
-            if not is_address(variant.target):
+            own = replace(by, handover=variant.handover, replan=variant.show("replan"))
+            chosen, here = runs, not is_address(variant.target)
+            if here:
                 engine = variant.engine or "auto"
                 chosen = replace(runs, engine=engine, dtype=variant.dtype, device=variant.device)
-            rigs.append(open_rig(variant.target, on, own, lead, envelope, chosen, key, robot_of))
+            rigs.append(rig := open_rig(variant.target, on, own, lead, envelope, chosen, key, robot_of))
+            # A server may take another engine on the way.
+            ran = (
+                {"engine": rig.about["engine"], "device": str(rig.about["device"])}
+                if here
+                else {"device": "cpu"}
+            )
+            variants.append(replace(variant, handover=rig.chosen.handover, **ran))
         motion, options = motion_of(on.motion), json_object("--robot-options", on.robot_options)
         name = EMBEDDED.get(on.robot, on.robot).removeprefix("gym:")
         task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
-        variants = [
-            replace(
-                variant, handover=rig.chosen.handover, engine=rig.about.get("engine"),
-                device=str(rig.about.get("device", "cpu")),
-            )
-            for variant, rig in zip(asked, rigs, strict=True)
-        ]  # fmt: skip
         room = Room(stack, on, by, lead, trials, rigs)
+        trials.out.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(farm.sole(trials.out, "a sitting has one robot"))
         sitting = Sitting(trials.out, task, variants, count, trials.seed, trials.order, trials.sequential)
-        stack.enter_context(farm.sole(trials.out, "it has one robot"))
         failed = room.play(sitting)
         record, due = room.report(sitting), sitting.due()
     if due is None and record is not None:
@@ -177,7 +180,7 @@ def _same_robot(first: dict[str, Any], policy: dict[str, Any], name: str) -> Non
 class Room(Keys):
     """Where trials are played: the robot, the policies, and the keyboard."""
 
-    turn: Turn
+    turn: DueTrial
 
     def __init__(
         self,

@@ -220,67 +220,49 @@ def until(there: Callable[[], bool]) -> None:
 # ----------------------------------------------------------------------------- a person, and another program
 
 
+class Person:
+    """Types at a terminal, and waits for what it shows."""
+
+    def __init__(self, *words: object):
+        self._end, theirs = pty.openpty()
+        command = [sys.executable, "-m", "sinew", "run", *map(str, words)]
+        self.process = processes.Process(command, stdin=theirs, stdout=theirs, stderr=theirs)
+        self.told = [b""]
+        os.close(theirs)
+
+    def press(self, keys: bytes, shown: bytes) -> None:
+        os.write(self._end, keys)
+        self.told.append(b"")
+        limit = time.monotonic() + HANGS
+        while shown not in self.told[-1]:
+            assert time.monotonic() < limit, self.told[-1][-2000:]
+            if select.select([self._end], [], [], 1.0)[0]:
+                self.told[-1] += os.read(self._end, 65536)
+
+
 def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) -> None:
     """Two policies; a verdict is changed before it is kept, a trial comes again, and q ends the sitting."""
     out = tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "sinew",
-        "run",
-        PEN,
-        "--compare",
-        "replan=3",
-        *DRY,
-        "--trials",
-        2,
-        "--out",
-        out,
-    ]
-    ours, theirs = pty.openpty()
-    seen = b""
-    with processes.Process([*map(str, command)], stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-
-        def press(keys: bytes, state: bytes) -> None:
-            nonlocal seen
-            os.write(ours, keys)
-            wait(state)
-
-        def wait(state: bytes) -> None:
-            nonlocal seen
-            limit = time.monotonic() + HANGS
-            while state not in seen:
-                assert time.monotonic() < limit, seen[-2000:]
-                if select.select([ours], [], [], 1.0)[0]:
-                    seen += os.read(ours, 65536)
-            told.append(seen)
-            seen = b""
-
-        told: list[bytes] = []
+    person = Person(PEN, "--compare", "replan=3", *DRY, "--trials", 2, "--out", out)
+    with person.process as process:
         try:
-            wait(b"waits")
-            press(b" ", b"runs")
-            press(b"s", b"is judged success (key)")
-            press(b"f", b"is judged failure (key)")
-            press(b"\r", b"waits")
-            press(b" ", b"runs")
-            press(b"d", b"discarded, because")
-            press(b"the cup fell\r", b"waits")
-            press(b" ", b"runs")
-            press(b"s", b"is judged success (key)")
-            press(b"\r", b"waits")
-            press(b"q", b"2 of 4 trials are left")
+            for keys, shown in (
+                (b"", b"waits"), (b" ", b"runs"), (b"s", b"is judged success (key)"),
+                (b"f", b"is judged failure (key)"), (b"\r", b"waits"), (b" ", b"runs"), (b"d", b"discarded, because"), (b"the cup fell\r", b"waits"),
+                (b" ", b"runs"), (b"s", b"is judged success (key)"), (b"\r", b"waits"),
+                (b"q", b"2 of 4 trials are left"),
+            ):  # fmt: skip
+                person.press(keys, shown)
             assert process.wait(60) == 0
         finally:
             process.kill()
-    assert b"replan" not in b"".join(told[:-1])
+    assert b"replan" not in b"".join(person.told[:-1])
     for part in (
         b"1 of 4: set scene 1 up",
         b"2 of 4: set scene 1 up again, as it was",
         b"3 of 4: set scene 2 up",
     ):
-        assert part in b"".join(told)
+        assert part in b"".join(person.told)
     found = [(each["trial"], each["success"], each["counted"], each["note"]) for each in lines(out)]
     assert found == [
         ("001", False, True, ""),
@@ -294,17 +276,27 @@ def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_a_person_keeps_what_the_robot_says(tmp_path: Path) -> None:
+    person = Person(PEN, "--robot", "pen", "--trials", 1, "--out", tmp_path)
+    with person.process as process:
+        try:
+            for keys, shown in ((b"", b"waits"), (b" ", b"(robot)"), (b"\r", b"The plan was kept.")):
+                person.press(keys, shown)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert [(each["judge"], each["counted"]) for each in lines(tmp_path)] == [("robot", True)]
+
+
+@pytest.mark.slow
 def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said, out = tmp_path / "said", tmp_path / "out"
+    log = out / "episodes.jsonl"
     said.write_text("success\n")  # of before, which is not read
 
     def judge() -> None:
         for count, (begun, verdict) in enumerate((("001", "success"), ("002", "discard gripper\nfailure"))):
-            until(
-                lambda begun=begun: (
-                    f'"{begun}"' in (out / "episodes.jsonl").read_text() if out.exists() else False
-                )
-            )
+            until(lambda name=f'"{begun}"': log.exists() and name in log.read_text())
             with said.open("a") as file:
                 file.write("go\n")
             journal = journals / f"{begun}.jsonl"

@@ -22,9 +22,10 @@ from sinew.system import progress
 if TYPE_CHECKING:
     from sinew_client.control import Loop
 
-    from sinew.eval.trials.sitting import Turn
+    from sinew.eval.trials.sitting import DueTrial
 
 SUCCESS, FAILURE, DISCARD = "success", "failure", "discard"
+LOST = 10  # requests without an answer after which a trial that nobody sees is given up
 SET_UP, RUNS, JUDGED, OVER = "waits", "runs", "is judged", "is over"
 
 
@@ -86,7 +87,10 @@ class Desk:
     def ended(self) -> None:
         """Take note that the robot has ended the run."""
         self._ask_robot()
-        self.take(f"{DISCARD} the robot ended the run without a verdict", "loop")
+        if self.state == RUNS:
+            self.take(f"{DISCARD} the robot ended the run without a verdict", "loop")
+        elif self.state == SET_UP:
+            self.take("quit", "loop")
 
     def lost(self, why: str) -> None:
         """Discard a failure that nobody saw, and that was not the policy's."""
@@ -116,8 +120,10 @@ class Desk:
         self._ask_robot()
         if self.state == RUNS and self.limit is not None and self.tally.steps >= self.limit:
             self.take(FAILURE, "time")
+        if not self.waits and self.loop.controller.unanswered >= LOST:
+            self.take(f"{DISCARD} {LOST} requests in a row had no answer", "loop")
 
-    def episode(self, turn: Turn, task: str, chunk_size: int, latencies: list[float]) -> Episode:
+    def episode(self, turn: DueTrial, task: str, chunk_size: int, latencies: list[float]) -> Episode:
         """Return the trial. task: its name on boards. latencies: milliseconds of each answer."""
         report, machine, tally = self.loop.report(), self.loop.robot, self.tally
         actions = machine.actions if isinstance(machine, SimulatedRobot) else None
