@@ -29,9 +29,10 @@ from sinew_client.control import (
 from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
 from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
+from sinew_client.control.loop import frame_fault
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import ReplanState, disagreement
-from sinew_client.control.safety import UNPLACED, Verdict
+from sinew_client.control.safety import UNPLACED, RowsError, Verdict, checked_rows
 
 
 def play(
@@ -676,7 +677,10 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
         ({"lowest": 1}, r"limits.lowest: expected one of .*, got an unknown key; did you mean 'low'"),
         ({"low": [1]}, "limits.low: expected 2 numbers"),
         ({"low": 2, "high": 1}, "limits.low: expected at most high"),
+        ({"low": [0, 2], "high": 1}, "limits.low: expected at most high, got 2.0 > 1.0 at 1"),
         ({"velocity": 0}, "limits.velocity: expected numbers above 0"),
+        ({"velocity": [1, 0]}, "limits.velocity: expected numbers above 0, got 0.0"),
+        ({"high": 1, "still": [0, 2]}, "limits.still: expected numbers from low to high"),
         ({"high": "far"}, "limits.high: expected numbers"),
         ({"high": [1, float("nan")]}, "limits.high: expected numbers, got NaN"),
         ({"names": ["a"]}, "limits.names: expected 2"),
@@ -686,6 +690,24 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
 def test_bad_limits_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(LimitsError, match=message):
         Limits.parse(given, 2)
+
+
+def test_limits_of_named_numbers_follow_their_order() -> None:
+    limits = Limits.parse({"names": ["a", "b"], "high": [1, 2]}, 2)
+    assert limits.ordered(("b", "a")).high.tolist() == [2, 1]
+    for names in (("a", "c"), ("a", "a"), ("a", "b", "b")):
+        with pytest.raises(LimitsError, match="limits.names: expected"):
+            limits.ordered(names)
+
+
+def test_rows_of_any_width_have_one() -> None:
+    assert checked_rows(np.ones((3, 5)), 0).shape == (3, 5)
+    with pytest.raises(RowsError, match="expected 1 to 1024 rows of numbers, got shape"):
+        checked_rows(np.ones((3, 0)), 0)
+
+
+def test_a_frame_may_be_a_tenth_of_a_second_ahead_of_the_clock() -> None:
+    assert frame_fault(-0.09, 1.0) == "" != frame_fault(-0.11, 1.0)
 
 
 @given(st.binary(max_size=60), st.sampled_from(["toml", "json"]))
