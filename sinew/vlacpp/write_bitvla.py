@@ -18,7 +18,7 @@ from sinew.bundle.quant import unpack_ternary
 from sinew.bundle.writer import TensorSource
 from sinew.convert.tensors import Rule, Transformed, apply, join, read_elements, reshape
 from sinew.core import ConvertError
-from sinew.layers import regression_head
+from sinew.families.openvla.model import HEAD_EPS
 from sinew.vlacpp import write_prismatic
 from sinew.vlacpp.read_bitvla import COLUMNS, ROWS, TOKENS, tiled
 from sinew.vlacpp.write_prismatic import language_keys, statistics, tower_keys
@@ -97,7 +97,7 @@ def keys(bundle: Bundle) -> dict[str, Any]:
         "action.num_actions_chunk": config["chunk_size"],
         "action.action_dim": config["max_action_dim"],
         "action.proprio_dim": config["max_state_dim"],
-        "action.ln_eps": regression_head.EPS,
+        "action.ln_eps": HEAD_EPS,
         "quant.vit_weight_bits": 1,
         "quant.vit_act_bits": 8,
         "quant.lm_weight_bits": 1,

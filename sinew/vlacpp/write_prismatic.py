@@ -15,7 +15,7 @@ from sinew.bundle.schema import Manifest, Normalization
 from sinew.bundle.writer import TensorSource
 from sinew.convert.tensors import Rule, apply, fuse, reshape, split
 from sinew.core import ConvertError
-from sinew.layers import bridge, regression_head
+from sinew.families.openvla import adapter, model
 
 ARCHITECTURES = ("openvla_oft", "vla_adapter")
 PACKED = ()  # types of tensors beside float32 and bfloat16
@@ -131,14 +131,14 @@ def keys(bundle: Bundle) -> dict[str, Any]:
         return found | {
             "vit.num_images": len(manifest.spec.cameras),
             "action.head_hidden": bundle.infos["head.proj_in.weight"].shape[0],
-            "action.head_ln_eps": regression_head.EPS,
+            "action.head_ln_eps": model.HEAD_EPS,
         }
     return found | {
         "action.num_tokens": config["num_queries"],
-        "action.head_heads": bridge.HEADS,
-        "action.head_dim": language["hidden_size"] // bridge.HEADS,
-        "action.head_rope_base": bridge.THETA,
-        "action.ln_eps": bridge.EPS,
+        "action.head_heads": adapter.HEADS,
+        "action.head_dim": language["hidden_size"] // adapter.HEADS,
+        "action.head_rope_base": adapter.THETA,
+        "action.ln_eps": adapter.EPS,
     }
 
 

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.layers.keypoints import Keypoints
 from sinew.layers.linear import Linear
 from sinew.layers.resnet import ResNet, ResNetConfig
 from sinew.layers.sizes import check_sizes
@@ -78,6 +77,22 @@ class DiffusionContext(NamedTuple):
     """What the condition adds to what each block takes, [B, F]."""
 
     film: Tensor
+
+
+class Keypoints(nn.Module):
+    """Spatial softmax (Finn et al. 2016): the places of so many features in a map.
+
+    ``places``: [rows * cols, 2], x and y of each position of a map, from -1 to 1.
+    """
+
+    def __init__(self, channels: int, count: int, rows: int, cols: int):
+        super().__init__()
+        self.maps = Linear(channels, count)
+        self.register_buffer("places", torch.zeros(rows * cols, 2))
+
+    def forward(self, features: Tensor) -> Tensor:  # [B, C, rows, cols] -> [B, count, 2]
+        maps = self.maps(features.flatten(2).transpose(1, 2)).transpose(1, 2)  # [B, count, rows * cols]
+        return maps.float().softmax(dim=-1) @ self.places.float()  # type: ignore[operator]
 
 
 class Encoder(nn.Module):

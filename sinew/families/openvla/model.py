@@ -19,19 +19,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.attention import block_mask
 from sinew.layers.decoder import Decoder, DecoderConfig
 from sinew.layers.linear import Linear
 from sinew.layers.mlp import MLP
-from sinew.layers.regression_head import RegressionHead
+from sinew.layers.norm import LayerNorm
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.models.base import Model, Regression
 from sinew.models.speaker import DecoderSpeaker, ReadPrompt
 from sinew.steps.action_tokens.bins import BinTokens, bin_centres
 
+HEAD_EPS = 1e-5  # torch's default, which the reference leaves as it is
 Piece = tuple[Tensor, Tensor]  # rows of a sequence [B, n, C], and which of them are there, bool [B, n]
 
 
@@ -171,6 +173,35 @@ def last_row(x: Tensor, token_mask: Tensor, behind: int) -> Tensor:
 
 class ActionStates(NamedTuple):
     hidden: Tensor  # [B, H, A * C]: final states of the language model, one row per step of the chunk
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.norm = LayerNorm(size, eps=HEAD_EPS)
+        self.proj = Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.proj(self.norm(x)))
+
+
+class RegressionHead(nn.Module):
+    """OFT's action head: an MLP with residual blocks, from each step's hidden states to its action (upstream's
+    ``MLPResNet``)."""
+
+    def __init__(self, input_size: int, hidden_size: int, output_size: int, num_blocks: int = 2):
+        super().__init__()
+        self.norm_in = LayerNorm(input_size, eps=HEAD_EPS)
+        self.proj_in = Linear(input_size, hidden_size)
+        self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(num_blocks))
+        self.norm_out = LayerNorm(hidden_size, eps=HEAD_EPS)
+        self.proj_out = Linear(hidden_size, output_size)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, H, input] -> [B, H, output]
+        x = F.relu(self.proj_in(self.norm_in(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.proj_out(self.norm_out(x))
 
 
 class OpenVLAOFT(PrismaticVLM, Regression):
