@@ -7,6 +7,7 @@ alone in a process of its own, as a server has it: buffers of other libraries te
 which spares whoever comes after them the page faults of new buffers. "torch": uint8 frame to
 normalised planes as training code does it (convert, scale, interpolate, pad, normalise); "torch, resize alone": the
 interpolation of planes that are float already; "Pillow": its bilinear resize, which the openpi recipe calls.
+"sinew, compiled": with the kernels of engine `cpu` (`SINEW_CPU_KERNELS` names which), which must give the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from sinew.bundle.image_recipe import ImageRecipe
+from sinew.engine.cpu.kernels.library import extension
 from sinew.processing.image import prepare_frame
+from sinew.steps.image import bilinear
 from sinew.steps.image.letterbox import Letterbox
 
 
@@ -41,8 +44,15 @@ def contestants(frame: np.ndarray, recipe: ImageRecipe) -> dict[str, Callable[[]
         x = F.pad(x, (recipe.width - width, 0, recipe.height - height, 0))
         return (x - 0.5) / 0.5
 
+    def by(resize: bilinear.Compiled | None) -> np.ndarray:
+        bilinear.install(resize)
+        return prepare_frame(frame, recipe)
+
+    if not np.array_equal(by(None), by(extension().resize)):
+        raise SystemExit("the compiled resize differs from numpy's")
     return {
-        "sinew": lambda: prepare_frame(frame, recipe),
+        "sinew": lambda: by(None),
+        "sinew, compiled": lambda: by(extension().resize),
         "torch": whole,
         "torch, resize alone": lambda: interpolate(planes),
         "Pillow": lambda: np.asarray(

@@ -12,7 +12,7 @@ from sinew.bundle import Bundle
 from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError, SinewError, dtype_word
 from sinew.engine.backend import EngineOptions
-from sinew.engine.cpu.kernels.library import extension
+from sinew.engine.cpu.kernels.library import extension, take_kept_resize
 from sinew.engine.stores import Placement, Storage
 from sinew.layers.linear import hold
 from sinew.layers.stores.codes import Codes
@@ -39,6 +39,8 @@ def open_device(options: EngineOptions, available: bool = True) -> torch.device:
         require_device(where)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    if available:
+        take_kept_resize()
     if where.type == "cuda":
         # cuDNN would round the factors of float32 convolutions to 10 bits unless it is told not to. Products are exact
         # by default. A process has one setting for all of its policies.

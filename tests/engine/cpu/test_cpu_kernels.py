@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +27,10 @@ from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Codes, Panels, apart
 from sinew.layers.stores.store import Tensors
+from sinew.policy import load
+from sinew.steps.image import bilinear
 
+PEN = Path(__file__).resolve().parents[3] / "sinew" / "assets" / "pen.gguf"
 EXACT = Path(__file__).with_name("exact.cpp")
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -140,6 +144,60 @@ def test_panels_stand_for_what_they_were_laid_out_from() -> None:
         assert torch.equal(panels.take(laid, ids), plain.take(held, ids))
     assert (panels.kind, panels.size(laid)) == (plain.kind, plain.size(held))
     assert apart([SimpleNamespace(store=plain), SimpleNamespace(store=panels)]) == "several formats"
+
+
+side = st.integers(1, 90)
+
+
+@given(side, side, side, side, st.booleans(), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_frames_are_resized_to_the_bits_of_numpy(
+    all_kernels, height, width, to_height, to_width, cut, bars
+) -> None:
+    """On every instruction set; a frame may be part of a larger one, and planes part of larger ones."""
+    whole = np.random.default_rng(height * width).integers(0, 256, (height + cut, width + cut, 3), np.uint8)
+    frame, library = whole[:height, :width], next(iter(all_kernels.values())).args[0]
+    bilinear.install(None)
+    wanted = bilinear.resize_bilinear(frame, to_height, to_width)
+    for index, name in enumerate(compiled.kernel_names(library)):
+        out = np.full((3, to_height + bars, to_width + bars), np.float32(-1))
+        bilinear.install(partial(compiled._resize, library, index))
+        bilinear.resize_bilinear(frame, to_height, to_width, out[:, bars:, bars:])
+        assert np.array_equal(out[:, bars:, bars:], wanted), name
+        assert (out[:, :bars] == -1).all(), name
+        assert (out[:, :, :bars] == -1).all(), name
+    bilinear.install(extension().resize)
+
+
+def test_every_engine_resizes_by_a_library_that_is_kept_and_compiles_none(
+    all_kernels, tmp_path, monkeypatch
+) -> None:
+    def taken(**environment: str) -> bool:
+        bilinear.install(None)
+        compiled.take_kept_resize.cache_clear()
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            with load(PEN, engine="plan", threads=1):
+                return bool(bilinear._compiled)
+
+    assert taken()
+    assert not taken(XDG_CACHE_HOME=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    assert not taken(**{compiled.SWITCH: "off"})
+    assert taken(**{compiled.SWITCH: "portable"})
+    bilinear.install(extension().resize)
+
+
+def test_a_resize_that_differs_is_found(all_kernels) -> None:
+    made = partial(compiled._resize, *next(iter(all_kernels.values())).args)
+
+    def off(frame, mixing, out) -> None:
+        made(frame, mixing, out)
+        out[2, -1, -1] *= 1 + np.float32(1e-7)
+
+    assert compiled.resize_differs(made) == ""
+    assert compiled.resize_differs(off) == "resize"
 
 
 def test_what_does_not_divide_into_panels_is_refused(all_kernels) -> None:
@@ -272,6 +330,7 @@ def test_without_a_compiler_the_reference_says_so(tmp_path) -> None:
 def test_this_machine_computes_with_what_it_has() -> None:
     found = extension()
     assert found.compiled == (build.find_compiler() is not None), found.reason
+    assert bilinear._compiled == ([found.resize] if found.compiled else [])
 
 
 @needs_compiler

@@ -78,14 +78,29 @@ def build(compiler: str | None = None) -> Built:
         return Built(None, f"{error.filename or compiler}: {error.strerror or error}")
 
 
-def _build(compiler: str) -> Built:
-    sets = SETS.get(platform.machine(), {})
-    version = _run(compiler, "--version")
+def kept() -> Path | None:
+    """Return the library for this machine where the cache has it; nothing is compiled."""
+    compiler = find_compiler()
+    try:
+        folder = None if compiler is None else _place(compiler)[0]
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return folder / NAME if folder is not None and is_whole(folder) and not untrusted(folder) else None
+
+
+def _place(compiler: str) -> tuple[Path, str]:
+    """Return the folder of the library that ``compiler`` makes of these sources, and what it calls itself."""
+    version, sets = _run(compiler, "--version"), SETS.get(platform.machine(), {})
     digest = hashlib.sha256(repr((version, FLAGS, sets, sys.platform, platform.machine())).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
-    folder = cache() / digest.hexdigest()[:16]
-    by = f"compiled by {_first_line(version)}"
+    return cache() / digest.hexdigest()[:16], _first_line(version)
+
+
+def _build(compiler: str) -> Built:
+    sets = SETS.get(platform.machine(), {})
+    folder, version = _place(compiler)
+    by = f"compiled by {version}"
     if is_whole(folder) and not untrusted(folder):
         return Built(folder / NAME, by)
     try:

@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sinew.bundle.quant import FORMATS, pack_ternary
 from sinew.engine.cpu.kernels import float_kernels, layer_kernels
-from sinew.engine.cpu.kernels.build import build
+from sinew.engine.cpu.kernels.build import build, kept
 from sinew.engine.cpu.kernels.float_kernels import FloatKernels
 from sinew.engine.cpu.kernels.layer_kernels import STATUS, LayerKernels, check_codes, number_of
 from sinew.layers.stores import lowbit
+from sinew.steps.image import bilinear
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Extension:
     multiply: Callable[..., Tensor] = lowbit.reference
     multiply_all: Callable[..., list[Tensor]] = lowbit.reference_all
     lay_out: lowbit.LayOut = lowbit.lay_out_into
+    resize: bilinear.Compiled | None = None  # None: numpy does
     floats: FloatKernels = float_kernels.REFERENCES
     layers: LayerKernels = layer_kernels.REFERENCES
 
@@ -55,11 +58,28 @@ def extension() -> Extension:
     """Return what this machine has, compiled, loaded, checked and installed behind the operator on the first call."""
     found = _load(os.environ.get(SWITCH, ""))
     lowbit.install(found.multiply_all)
+    bilinear.install(found.resize)
     float_kernels.install(found.floats)
     layer_kernels.install(found.layers)
     if not found.compiled:
         log.warning("low-bit products are computed by PyTorch, slowly: %s", found.reason)
     return found
+
+
+@cache
+def take_kept_resize() -> None:
+    """Let frames be resized by the library where one is kept on this machine, whatever engine computes."""
+    asked = os.environ.get(SWITCH, "")
+    if asked == "off" or (path := kept()) is None:
+        return
+    try:
+        library = load(str(path))
+    except OSError:
+        return  # who needs the library is told by extension()
+    names = kernel_names(library)
+    if not asked or asked in names:
+        resize = partial(_resize, library, names.index(asked) if asked else 0)
+        bilinear.install(None if resize_differs(resize) else resize)
 
 
 def _load(asked: str) -> Extension:
@@ -80,9 +100,10 @@ def _load(asked: str) -> Extension:
     multiply_all = partial(_multiply_all, library, index)
     panels = bool(library.lowbit_takes_panels(index))
     floats, layers = FloatKernels.compiled(library, index), LayerKernels.compiled(library, index)
-    lay_out = partial(_lay_out, library, index)
+    lay_out, resize = partial(_lay_out, library, index), partial(_resize, library, index)
     if wrong := (
         differs(multiply, lay_out if panels else None)
+        or resize_differs(resize)
         or float_kernels.differs(floats)
         or layer_kernels.differs(layers, floats, multiply_all)
     ):
@@ -90,7 +111,8 @@ def _load(asked: str) -> Extension:
             "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
     return Extension(
-        names[index], built.reason, names, panels, multiply, multiply_all, lay_out, floats, layers
+        *(names[index], built.reason, names, panels),
+        *(multiply, multiply_all, lay_out, resize, floats, layers),
     )
 
 
@@ -106,6 +128,7 @@ def load(path: str) -> Any:
         *(pointer, ctypes.c_int, ctypes.c_int),  # layers, how many, threads
     ]
     library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
+    library.lowbit_resize.argtypes = [ctypes.c_int, *[pointer] * 7]
     library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 8, ctypes.c_float, ctypes.c_int]
     library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
     library.lowbit_silu_times.argtypes = [ctypes.c_int, pointer, pointer, integer, ctypes.c_int]
@@ -176,6 +199,36 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
     )
     if status:
         raise RuntimeError(f"panels: {STATUS.get(status, status)}")
+
+
+def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: bilinear.Mixing, out: np.ndarray) -> None:
+    """Mix a frame uint8 [h, w, 3], whose pixels lie side by side, into planes float32 [3, height, width]."""
+    strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
+    sizes = (ctypes.c_int64 * 6)(frame.strides[0], *out.shape[1:], mixing.whole, *strides)
+    status = library.lowbit_resize(
+        *(kernels, frame.ctypes.data, mixing.lines.ctypes.data, mixing.row_weights.ctypes.data),
+        *(
+            mixing.columns.ctypes.data,
+            mixing.column_weights.ctypes.data,
+            ctypes.addressof(sizes),
+            out.ctypes.data,
+        ),
+    )
+    if status:
+        raise RuntimeError(f"resize: {STATUS.get(status, status)}")
+
+
+def resize_differs(resize: bilinear.Compiled) -> str:
+    """Return "resize" where ``resize`` differs from numpy's; empty where it does not."""
+    frame = (np.arange(37 * 41 * 3) * 97 % 256).astype(np.uint8).reshape(37, 41, 3)
+    for size in ((23, 19), (60, 71)):
+        out = np.empty((3, *size), np.float32)
+        resize(frame, bilinear.mixing(frame.shape[:2], size), out)
+        if not np.array_equal(
+            out, bilinear.resize_bilinear(frame.astype(np.float32) / np.float32(255), *size)
+        ):
+            return "resize"
+    return ""
 
 
 def differs(multiply: Callable[..., Tensor], lay_out: lowbit.LayOut | None) -> str:

@@ -14,6 +14,7 @@ namespace lowbit {
 namespace {
 
 constexpr int ROWS16 = 4, TOGETHER16 = TILES * TILE;  // rows of a tile; rows that share a block of keys in the cache
+constexpr int AHEAD = 8;                    // rows that are fetched before their turn
 constexpr int VALUES16 = 1023;              // weights reach 2^14, and 128 (DEPTH) products of both stay below 2^31
 
 inline __m256i load16(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -57,6 +58,11 @@ __attribute__((noinline)) void tile16(const int32_t* x, int64_t stride, const in
       const Floats sum = (Floats)_mm256_cvtepi32_ps(sums[r][h]);
       store(to, STEPS ? sum * load(steps + h * LANES) : more ? load(to) + sum : sum);
     }
+}
+
+// Rows of other heads lie between those of one, so that no hardware sees a stream in them.
+inline void fetch(const float* row, int64_t size) {
+  for (int64_t d = 0; d < size; d += COLUMNS) __builtin_prefetch(row + d);
 }
 
 inline int32_t sum_of(__m256i v) {
@@ -108,6 +114,7 @@ inline void keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, 
   for (int64_t i = 0; i < padded; ++i) {
     alone[i] = 0;
     steps[i] = 0.0f;
+    if (i + AHEAD < a.keys) fetch(a.key(b, head, i + AHEAD), a.size);
     if (i < a.keys)
       steps[i] = round16(a.key(b, head, i), a.size, 2 * units, limit, row, alone + i);
     else
@@ -130,8 +137,10 @@ inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded
       return i < a.keys ? _mm256_maskload_ps(a.value(b, head, i) + d, mask) : _mm256_setzero_ps();
     };
     __m256i top = _mm256_setzero_si256();
-    for (int64_t i = 0; i < a.keys; ++i)
+    for (int64_t i = 0; i < a.keys; ++i) {
+      if (i + AHEAD < a.keys) __builtin_prefetch(a.value(b, head, i + AHEAD) + d);
       top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_castps_si256(row(i)), absolute));
+    }
     const __m256i broken = _mm256_cmpgt_epi32(top, _mm256_set1_epi32(0x7f7fffff));
     const __m256 largest = _mm256_max_ps(_mm256_castsi256_ps(top), _mm256_set1_ps(1e-30f));
     const __m256 limit = _mm256_set1_ps(VALUES16);
@@ -232,6 +241,7 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
     const int behind = (rows + ROWS16 - 1) / ROWS16 * ROWS16;  // the last tile's, with rows that are not there
     int32_t alone[TOGETHER16];
     float factors[TOGETHER16], totals[TOGETHER16];
+    for (int64_t next = row + TOGETHER16; next < last && next < row + 2 * TOGETHER16; ++next) fetch(a.query(b, head, next), a.size);
     for (int r = 0; r < behind; ++r) {  // the last one stands for those that are not there
       const float* q = a.query(b, head, row + (r < rows ? r : rows - 1));
       factors[r] = a.scale * round16(q, a.size, 2 * units, limit, queries + r * units, alone + r);

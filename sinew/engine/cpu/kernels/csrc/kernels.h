@@ -36,6 +36,23 @@ struct Tile {
   int groups, units;       // units of a group
 };
 
+// A frame [.][.][3] of bytes, whose lines are `row_bytes` apart, and how it becomes float32 planes [3][height][width] in
+// [0, 1], whose rows are `row` and which are `plane` apart. Row y mixes lines first[y] and second[y], which is weighed with
+// row_weights[y]; column x the pixels at bytes left[x] and right[x] of a line, weighed with the first three and the next three
+// of column_weights [width][8], whose last two are 0. `whole`: how many columns, from the first on, have both in 8 bytes of
+// the line that begin at the left one.
+struct Picture {
+  const uint8_t* frame;
+  int64_t row_bytes;
+  const int32_t *first, *second;
+  const float* row_weights;
+  const int32_t *left, *right;
+  const float* column_weights;
+  int64_t height, width, whole;
+  float* out;
+  int64_t row, plane;
+};
+
 struct Kernels {
   const char* name;
   int rows[WIDTHS];  // the most rows of a tile
@@ -53,6 +70,8 @@ struct Kernels {
   // Result of a tile [rows][CHANNELS] -> rows of y that are `stride` apart, their first `there` channels. See finish().
   void (*finish)(const float* out, int rows, int there, const float* inverses, const float* bias, float* y,
                  int64_t stride);
+  // See Picture; memory: three lines of 3 * width + 8.
+  void (*resize)(const Picture&, float* memory);
   // What a row of activations contributes alone where EIGHT_BITS makes two products of one (x86_avx2.cpp), else null.
   int32_t (*pairs)(const int8_t* x, int64_t k);
   // Two panels at once, of one group each: a value of x is read once for both. Null where that gains nothing.

@@ -238,6 +238,25 @@ PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows
   return 0;
 }
 
+// A frame's resize, as kernels.h says of Picture; `sizes`: row_bytes, height, width, whole, row, plane. Returns as
+// lowbit_multiply.
+PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const float* row_weights,
+                         const int32_t* columns, const float* column_weights, const int64_t* sizes, float* out) {
+  using namespace lowbit;
+  thread_local Buffer buffer;
+  const Set* chosen = set_here(kernels);
+  const int64_t height = sizes[1], width = sizes[2];
+  if (chosen == nullptr || height < 1 || width < 1 || width > (1 << 20) || sizes[3] < 0 || sizes[3] > width) return 1;
+  const Picture picture = {frame, sizes[0], lines, lines + height, row_weights, columns, columns + width, column_weights,
+                           height, width, sizes[3], out, sizes[4], sizes[5]};
+  try {
+    chosen->products->resize(picture, static_cast<float*>(buffer.get(3 * (3 * width + 8) * sizeof(float))));
+  } catch (const std::exception&) {
+    return 2;
+  }
+  return 0;
+}
+
 // Rows of int8 [channels, k] -> INT8_PANELS. Returns 1 for sizes that do not divide, and kernels that do not take them.
 PUBLIC int lowbit_lay_out(int kernels, const uint8_t* rows, uint8_t* panels, int64_t channels, int64_t k, int threads) {
   using namespace lowbit;

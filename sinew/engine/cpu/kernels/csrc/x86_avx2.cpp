@@ -16,6 +16,7 @@
 // by a mask and a shift; of x, pairs (x0, x2) of all rows lie before (x1, x3).
 #include <immintrin.h>
 
+#include "frames.h"
 #include "rows.h"
 
 namespace lowbit {
@@ -216,7 +217,7 @@ const Kernels AVX2 = {
     "avx2", {ROWS, ROWS, PAIRED, ROWS}, 0, 4, 4, 128,
     {Table<Ternary, ROWS>::run, Table<Narrow, ROWS>::run, Table<Paired, PAIRED>::run,
      Table<Wide, ROWS>::run},
-    quantize, expand_avx2, pack_avx2, finish, pairs,
+    quantize, expand_avx2, pack_avx2, finish, resize, pairs,
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 // A vector holds 16 channels x 4 values of k.
 #include <immintrin.h>
 
+#include "frames.h"
 #include "rows.h"
 
 namespace lowbit {
@@ -76,7 +77,7 @@ struct MultiplyTwo {
 const auto MULTIPLY = Table<Multiply, ROWS>::run, MULTIPLY_TWO = Table<MultiplyTwo, ROWS>::run;
 const Kernels AVX512VNNI = {
     "avx512vnni", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 128>, pack<4, 4>,
-    finish, nullptr, {MULTIPLY_TWO, nullptr, MULTIPLY_TWO, nullptr},
+    finish, resize, nullptr, {MULTIPLY_TWO, nullptr, MULTIPLY_TWO, nullptr},
 };
 
 }  // namespace
