@@ -31,7 +31,7 @@ from sinew.core import SinewError
 if TYPE_CHECKING:
     from sinew.eval.runner import Episode
     from sinew.eval.settings import Variant
-    from sinew.eval.trials.sitting import Sitting, Turn
+    from sinew.eval.trials.sitting import DueTrial, Sitting
 
 KEYS = {"s": "success", "f": "failure", " ": "go", "\r": "keep", "\n": "keep", "q": "quit"}
 HELP = {  # by the state of the trial
@@ -180,7 +180,7 @@ def _same_robot(first: dict[str, Any], policy: dict[str, Any], name: str) -> Non
 class Room(Keys):
     """Where trials are played: the robot, the policies, and the keyboard."""
 
-    turn: Turn
+    turn: DueTrial
 
     def __init__(
         self,

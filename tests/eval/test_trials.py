@@ -240,18 +240,30 @@ class Person:
                 self.told[-1] += os.read(self._end, 65536)
 
 
+PRESSED = (
+    *(
+        (b"", b"waits"),
+        (b" ", b"runs"),
+        (b"s", b"is judged success (key)"),
+        (b"f", b"is judged failure (key)"),
+    ),
+    *((b"\r", b"waits"), (b" ", b"runs"), (b"d", b"discarded, because"), (b"the cup fell\r", b"waits")),
+    *(
+        (b" ", b"runs"),
+        (b"s", b"is judged success (key)"),
+        (b"\r", b"waits"),
+        (b"q", b"2 of 4 trials are left"),
+    ),
+)
+
+
 def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) -> None:
     """Two policies; a verdict is changed before it is kept, a trial comes again, and q ends the sitting."""
     out = tmp_path / "out"
     person = Person(PEN, "--compare", "replan=3", *DRY, "--trials", 2, "--out", out)
     with person.process as process:
         try:
-            for keys, shown in (
-                (b"", b"waits"), (b" ", b"runs"), (b"s", b"is judged success (key)"),
-                (b"f", b"is judged failure (key)"), (b"\r", b"waits"), (b" ", b"runs"), (b"d", b"discarded, because"), (b"the cup fell\r", b"waits"),
-                (b" ", b"runs"), (b"s", b"is judged success (key)"), (b"\r", b"waits"),
-                (b"q", b"2 of 4 trials are left"),
-            ):  # fmt: skip
+            for keys, shown in PRESSED:
                 person.press(keys, shown)
             assert process.wait(60) == 0
         finally:

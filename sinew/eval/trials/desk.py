@@ -22,7 +22,7 @@ from sinew.eval.sources import chunk_seed
 if TYPE_CHECKING:
     from sinew_client.control import Loop
 
-    from sinew.eval.trials.sitting import Turn
+    from sinew.eval.trials.sitting import DueTrial
 
 SUCCESS, FAILURE, DISCARD = "success", "failure", "discard"
 LOST = 10  # requests without an answer after which a trial that nobody sees is given up
@@ -123,7 +123,7 @@ class Desk:
         if not self.waits and self.loop.controller.unanswered >= LOST:
             self.take(f"{DISCARD} {LOST} requests in a row had no answer", "loop")
 
-    def episode(self, turn: Turn, task: str, chunk_size: int, latencies: list[float]) -> Episode:
+    def episode(self, turn: DueTrial, task: str, chunk_size: int, latencies: list[float]) -> Episode:
         """Return the trial. task: its name on boards. latencies: milliseconds of each answer."""
         report, machine, tally = self.loop.report(), self.loop.robot, self.tally
         actions = machine.actions if isinstance(machine, SimulatedRobot) else None

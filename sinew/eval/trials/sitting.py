@@ -34,7 +34,7 @@ SHOWN_AT = 0.05  # p at which a sequential sitting ends
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DueTrial:
     """A trial that is due: the number-th of ``total``, of a variant's index in a scene (counted from 1). name: of its
     files, with the attempt. again: the scene was set up before."""
 
@@ -129,7 +129,7 @@ class Sitting:
         """Return the p-value of equal success of the first policy and the last that holds at any time."""
         return anytime_p([pair[0] for pair in self.pairs() if pair[0] != pair[-1]])
 
-    def due(self) -> Turn | None:
+    def due(self) -> DueTrial | None:
         """Return the next trial; None where the plan is done."""
         done = {(each.seed - self.seed, index) for index, each in self.episodes if each.counted}
         for number, (scene, variant) in enumerate(self._schedule, 1):
@@ -141,15 +141,15 @@ class Sitting:
                 again = any(self._begun[each] for each in range(first, number + 1))
                 name = f"{number:03}" if attempt == 1 else f"{number:03}-{attempt}"
                 total = len(self._schedule)
-                return Turn(number, total, scene + 1, self.seed + scene, variant, name, again)
+                return DueTrial(number, total, scene + 1, self.seed + scene, variant, name, again)
         return None
 
-    def begin(self, turn: Turn) -> None:
+    def begin(self, turn: DueTrial) -> None:
         """Note that a trial is set up: one that is then killed is known."""
         self._append(json.dumps({"begun": turn.name, "seed": turn.seed}).encode() + b"\n")
         self._begun[turn.number].append(turn.name)
 
-    def end(self, turn: Turn, episode: Episode) -> None:
+    def end(self, turn: DueTrial, episode: Episode) -> None:
         """Keep how a trial ended."""
         self._append(farm.line(self.keys[turn.variant], episode))
         self.episodes.append((turn.variant, episode))
