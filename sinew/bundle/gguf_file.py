@@ -113,7 +113,7 @@ class GGUFFile:
         self.tensors = self._place(infos, data_start, alignment)
 
     def _place(self, infos: list[TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
-        """DueTrial offsets relative to the data section into checked offsets from the start of the file."""
+        """Turn offsets relative to the data section into checked offsets from the start of the file."""
         placed: dict[str, TensorInfo] = {}
         end = start
         for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):

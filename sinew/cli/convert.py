@@ -41,7 +41,7 @@ def convert(
     name: str | None = None,
     force: Flag = False,
 ) -> int:
-    """DueTrial an upstream checkpoint into one bundle file, streaming the weights.
+    """Turn an upstream checkpoint into one bundle file, streaming the weights.
 
     A bundle of an older format is rewritten in the present one: the header anew, every tensor byte for byte. Verbs read
     older formats as they are; this is for files that other programs shall read, or that are kept.

@@ -106,7 +106,7 @@ SECTIONS: dict[str, dict[str, Verb]] = {
     },
     "Policy": {
         "convert": Verb(
-            "DueTrial an upstream checkpoint into one bundle file.",
+            "Turn an upstream checkpoint into one bundle file.",
             "convert outputs/train/pick-cube policy.gguf --control-hz 30",
         ),
         "inspect": Verb("Print what a bundle holds.", "inspect policy.gguf --tensors"),

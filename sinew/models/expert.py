@@ -109,7 +109,7 @@ class ExpertModel(Model):
 
     @abstractmethod
     def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
-        """DueTrial the vision tower's features [N, rows * cols, C] -> image tokens [N, tokens, C'], unscaled."""
+        """Turn the vision tower's features [N, rows * cols, C] -> image tokens [N, tokens, C'], unscaled."""
 
     @abstractmethod
     def embed_text(self, tokens: Tensor) -> Tensor:

@@ -248,7 +248,7 @@ def _locked(home: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _percent(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """DueTrial bytes written into parts of a hundred."""
+    """Turn bytes written into parts of a hundred."""
     done = 0
     with progress.task(text, 100) as advance:
 

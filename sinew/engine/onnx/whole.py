@@ -206,7 +206,7 @@ class _Builder:
     # ------------------------------------------------------------------------- stages as functions
 
     def _function(self, stage: str) -> None:
-        """DueTrial a graph into a function of its inputs and its weights, which stand in the whole graph."""
+        """Turn a graph into a function of its inputs and its weights, which stand in the whole graph."""
         onnx, helper = self._onnx, self._onnx.helper
         loaded = onnx.load(str(self._folder / f"{stage}.onnx"), load_external_data=False)
         graph, nodes = loaded.graph, list(loaded.graph.node)
