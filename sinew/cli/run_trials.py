@@ -130,7 +130,7 @@ def run_trials(
         motion, options = motion_of(on.motion), json_object("--robot-options", on.robot_options)
         name = EMBEDDED.get(on.robot, on.robot).removeprefix("gym:")
         task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
-        room = Room(stack, on, by, lead, trials, rigs)
+        room = Room(stack, on, by, lead, trials, rigs, key)
         trials.out.mkdir(parents=True, exist_ok=True)
         stack.enter_context(farm.sole(trials.out, "a sitting has one robot"))
         sitting = Sitting(trials.out, task, variants, count, trials.seed, trials.order, trials.sequential)
@@ -190,11 +190,12 @@ class Room(Keys):
         lead: LeaderFlags,
         trials: TrialFlags,
         rigs: list[Rig],
+        key: str,
     ):
         from sinew.eval.trials.desk import Desk
 
         super().__init__(None)  # type: ignore[arg-type] # each trial brings its loop
-        self.on, self.rigs, self.machine = on, rigs, rigs[0].robot.machine
+        self.on, self.rigs, self.key, self.machine = on, rigs, key, rigs[0].robot.machine
         self.alone = hasattr(self.machine, "success") and hasattr(self.machine, "set_up")
         self.keyboard = sys.stdin.isatty() and sys.stdout.isatty()
         waits = (self.keyboard or trials.judge is not None) and not by.go
@@ -272,7 +273,7 @@ class Room(Keys):
         journal = None if self.on.record is None else self.on.record / f"{turn.name}.jsonl"
         on = replace(self.on, record=journal)
         on.follow(own, loop, rig.robot, rig.settings, variant.target)
-        on.reports(own, loop, rig.robot, rig.server, "")
+        on.reports(own, loop, rig.robot, rig.server, self.key)
         self.desk.begin(loop)
         if self.desk.waits:
             self._tell("waits for go")

@@ -60,7 +60,8 @@ def _trial(each: Episode) -> dict[str, Any]:
 def write_page(sitting: Sitting, record: dict[str, Any], frames: Path | None) -> Path:
     """Write the page of a report, and return it. frames: where ``sinew run --frames`` has kept the steps."""
     path = sitting.out / evidence.PAGE
-    found = [] if frames is None else films(sitting.results(), frames, record["control_hz"])
+    kept = frames is not None and any(frames.glob("*.npz"))
+    found = [] if frames is None or not kept else films(sitting.results(), frames, record["control_hz"])
     text = page.page(f"Trials: {record['task']['env']}", _parts(record, found), record)
     farm.write_whole(path, text.encode())
     return path
