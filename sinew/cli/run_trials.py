@@ -109,7 +109,7 @@ def run_trials(
         def robot_of(policy: Any) -> Driven:
             if not rigs:
                 return on.opened(stack, open_robot, policy)
-            _same_robot(rigs[0].policy, policy, trials.compare[len(rigs) - 1])
+            _same_robot(rigs[0].policy, policy, trials.compare[len(rigs) - 1], on.kinematics is not None)
             first = rigs[0].robot
             return on.driven((first.machine, first.prompt, first.rate), policy)
 
@@ -164,17 +164,23 @@ def _asked(target: str, by: ChunkFlags, trials: TrialFlags, runs: Runs) -> list[
     return variants(base, (), trials.compare)
 
 
-def _same_robot(first: dict[str, Any], policy: dict[str, Any], name: str) -> None:
-    """Raise :class:`SinewError` where two policies see another robot, or move another one."""
-    for part in ("cameras", "state", "action"):
-        wanted, got = (
-            [camera["name"] for camera in each[part]]
-            if part == "cameras"
-            else [each[part]["dim"], *(each[part].get("names") or ())]
-            for each in (first, policy)
+def _same_robot(first: dict[str, Any], policy: dict[str, Any], name: str, posed: bool) -> None:
+    """Raise :class:`SinewError` where two policies see another robot, or move another one. posed: by poses, which it
+    reads as the first policy says them."""
+
+    def seen(by: dict[str, Any]) -> dict[str, Any]:
+        about: dict[str, Any] = {
+            part: {key: by[part].get(key) for key in ("dim", "names", "units")}
+            for part in ("state", "action")
+        }
+        about["cameras"] = sorted(camera["name"] for camera in by["cameras"])
+        return {**about, "motion": by.get("motion")} if posed else about
+
+    wanted, got = seen(first), seen(policy)
+    for part in (part for part in wanted if wanted[part] != got[part]):
+        raise SinewError(
+            f"--compare {name}: expected the {part} of the first policy, {wanted[part]}, got {got[part]}"
         )
-        if wanted != got:
-            raise SinewError(f"--compare {name}: expected the {part} of the first policy {wanted}, got {got}")
 
 
 class Room(Keys):
