@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -169,6 +170,10 @@ def test_the_leaderboard_reads_it_and_the_page_shows_the_scenes_in_pairs(
     shown = (sitting / "out" / "report.html").read_text()
     assert json.loads(page.record_in(shown) or "")["plan"]["kept"] is True
     assert "sinew eval --repeat" not in shown
+    shutil.copytree(sitting / "out", sitting / "again")
+    assert main(["leaderboard", str(sitting / "out"), str(sitting / "again"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["boards"]
+    assert len(found["pairs"]) == 2  # of each sitting: a scene of another one is another scene
     assert main(["eval", "--repeat", str(sitting / "out" / "report.html")]) == 1
     assert "got trials on a robot" in capsys.readouterr().err
 
