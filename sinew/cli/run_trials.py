@@ -271,7 +271,7 @@ class Room(Keys):
         # A world that stands still between its steps is late for none of them.
         pace = StepByStep(rig.settings.period / rig.settings.substeps) if simulated else None
         if self.kept is not None:
-            self.kept.episode = turn.name
+            self.kept.episode = sitting.take(turn.name)
         self.loop = loop = rig.loop(machine, connect, pace=pace, keep=self.kept)
         own.callback(loop.close)
         loop.prompt = self.on.prompt or getattr(machine, "task", "") or loop.prompt

@@ -246,20 +246,10 @@ class Person:
 
 
 PRESSED = (
-    *(
-        (b"", b"waits"),
-        (b" ", b"runs"),
-        (b"s", b"is judged success (key)"),
-        (b"f", b"is judged failure (key)"),
-    ),
-    *((b"\r", b"waits"), (b" ", b"runs"), (b"d", b"discarded, because"), (b"the cup fell\r", b"waits")),
-    *(
-        (b" ", b"runs"),
-        (b"s", b"is judged success (key)"),
-        (b"\r", b"waits"),
-        (b"q", b"2 of 4 trials are left"),
-    ),
-)
+    (b"", b"waits"), (b" ", b"runs"), (b"s", b"is judged success (key)"), (b"f", b"is judged failure (key)"),
+    (b"\r", b"waits"), (b" ", b"runs"), (b"d", b"discarded, because"), (b"the cup fell\r", b"waits"),
+    (b" ", b"runs"), (b"s", b"is judged success (key)"), (b"\r", b"waits"), (b"q", b"2 of 4 trials are left"),
+)  # fmt: skip
 
 
 def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) -> None:

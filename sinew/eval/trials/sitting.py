@@ -157,6 +157,10 @@ class Sitting:
         self._append(farm.line(self.keys[turn.variant], episode))
         self.episodes.append((turn.variant, episode))
 
+    def take(self, trial: str) -> str:
+        """Return what the frames of a trial are kept under, in a folder that may have those of other sittings."""
+        return f"trial {trial} of {self.order}"
+
     def _append(self, line: bytes) -> None:
         with campaign.open_log(self.out / campaign.LOG) as file:
             file.write(line)
