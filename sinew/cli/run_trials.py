@@ -109,7 +109,7 @@ def run_trials(
         def robot_of(policy: Any) -> Driven:
             if not rigs:
                 return on.opened(stack, open_robot, policy)
-            _same_robot(rigs[0].policy, policy, trials.compare[len(rigs) - 1])
+            _same_robot(rigs[0].policy, policy, trials.compare[len(rigs) - 1], on.kinematics is not None)
             first = rigs[0].robot
             return on.driven((first.machine, first.prompt, first.rate), policy)
 
@@ -130,7 +130,7 @@ def run_trials(
         motion, options = motion_of(on.motion), json_object("--robot-options", on.robot_options)
         name = EMBEDDED.get(on.robot, on.robot).removeprefix("gym:")
         task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
-        room = Room(stack, on, by, lead, trials, rigs)
+        room = Room(stack, on, by, lead, trials, rigs, key)
         trials.out.mkdir(parents=True, exist_ok=True)
         stack.enter_context(farm.sole(trials.out, "a sitting has one robot"))
         sitting = Sitting(trials.out, task, variants, count, trials.seed, trials.order, trials.sequential)
@@ -164,17 +164,23 @@ def _asked(target: str, by: ChunkFlags, trials: TrialFlags, runs: Runs) -> list[
     return variants(base, (), trials.compare)
 
 
-def _same_robot(first: dict[str, Any], policy: dict[str, Any], name: str) -> None:
-    """Raise :class:`SinewError` where two policies see another robot, or move another one."""
-    for part in ("cameras", "state", "action"):
-        wanted, got = (
-            [camera["name"] for camera in each[part]]
-            if part == "cameras"
-            else [each[part]["dim"], *(each[part].get("names") or ())]
-            for each in (first, policy)
+def _same_robot(first: dict[str, Any], policy: dict[str, Any], name: str, posed: bool) -> None:
+    """Raise :class:`SinewError` where two policies see another robot, or move another one. posed: by poses, which it
+    reads as the first policy says them."""
+
+    def seen(by: dict[str, Any]) -> dict[str, Any]:
+        about: dict[str, Any] = {
+            part: {key: by[part].get(key) for key in ("dim", "names", "units")}
+            for part in ("state", "action")
+        }
+        about["cameras"] = sorted(camera["name"] for camera in by["cameras"])
+        return {**about, "motion": by.get("motion")} if posed else about
+
+    wanted, got = seen(first), seen(policy)
+    for part in (part for part in wanted if wanted[part] != got[part]):
+        raise SinewError(
+            f"--compare {name}: expected the {part} of the first policy, {wanted[part]}, got {got[part]}"
         )
-        if wanted != got:
-            raise SinewError(f"--compare {name}: expected the {part} of the first policy {wanted}, got {got}")
 
 
 class Room(Keys):
@@ -190,11 +196,12 @@ class Room(Keys):
         lead: LeaderFlags,
         trials: TrialFlags,
         rigs: list[Rig],
+        key: str,
     ):
         from sinew.eval.trials.desk import Desk
 
         super().__init__(None)  # type: ignore[arg-type] # each trial brings its loop
-        self.on, self.rigs, self.machine = on, rigs, rigs[0].robot.machine
+        self.on, self.rigs, self.key, self.machine = on, rigs, key, rigs[0].robot.machine
         self.alone = hasattr(self.machine, "success") and hasattr(self.machine, "set_up")
         self.keyboard = sys.stdin.isatty() and sys.stdout.isatty()
         waits = (self.keyboard or trials.judge is not None) and not by.go
@@ -264,7 +271,7 @@ class Room(Keys):
         # A world that stands still between its steps is late for none of them.
         pace = StepByStep(rig.settings.period / rig.settings.substeps) if simulated else None
         if self.kept is not None:
-            self.kept.episode = turn.name
+            self.kept.episode = sitting.take(turn.name)
         self.loop = loop = rig.loop(machine, connect, pace=pace, keep=self.kept)
         own.callback(loop.close)
         loop.prompt = self.on.prompt or getattr(machine, "task", "") or loop.prompt
@@ -272,7 +279,7 @@ class Room(Keys):
         journal = None if self.on.record is None else self.on.record / f"{turn.name}.jsonl"
         on = replace(self.on, record=journal)
         on.follow(own, loop, rig.robot, rig.settings, variant.target)
-        on.reports(own, loop, rig.robot, rig.server, "")
+        on.reports(own, loop, rig.robot, rig.server, self.key)
         self.desk.begin(loop)
         if self.desk.waits:
             self._tell("waits for go")

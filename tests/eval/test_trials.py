@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -169,6 +170,10 @@ def test_the_leaderboard_reads_it_and_the_page_shows_the_scenes_in_pairs(
     shown = (sitting / "out" / "report.html").read_text()
     assert json.loads(page.record_in(shown) or "")["plan"]["kept"] is True
     assert "sinew eval --repeat" not in shown
+    shutil.copytree(sitting / "out", sitting / "again")
+    assert main(["leaderboard", str(sitting / "out"), str(sitting / "again"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["boards"]
+    assert len(found["pairs"]) == 2  # of each sitting: a scene of another one is another scene
     assert main(["eval", "--repeat", str(sitting / "out" / "report.html")]) == 1
     assert "got trials on a robot" in capsys.readouterr().err
 
@@ -240,18 +245,20 @@ class Person:
                 self.told[-1] += os.read(self._end, 65536)
 
 
+PRESSED = (
+    (b"", b"waits"), (b" ", b"runs"), (b"s", b"is judged success (key)"), (b"f", b"is judged failure (key)"),
+    (b"\r", b"waits"), (b" ", b"runs"), (b"d", b"discarded, because"), (b"the cup fell\r", b"waits"),
+    (b" ", b"runs"), (b"s", b"is judged success (key)"), (b"\r", b"waits"), (b"q", b"2 of 4 trials are left"),
+)  # fmt: skip
+
+
 def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) -> None:
     """Two policies; a verdict is changed before it is kept, a trial comes again, and q ends the sitting."""
     out = tmp_path / "out"
     person = Person(PEN, "--compare", "replan=3", *DRY, "--trials", 2, "--out", out)
     with person.process as process:
         try:
-            for keys, shown in (
-                (b"", b"waits"), (b" ", b"runs"), (b"s", b"is judged success (key)"),
-                (b"f", b"is judged failure (key)"), (b"\r", b"waits"), (b" ", b"runs"), (b"d", b"discarded, because"), (b"the cup fell\r", b"waits"),
-                (b" ", b"runs"), (b"s", b"is judged success (key)"), (b"\r", b"waits"),
-                (b"q", b"2 of 4 trials are left"),
-            ):  # fmt: skip
+            for keys, shown in PRESSED:
                 person.press(keys, shown)
             assert process.wait(60) == 0
         finally:
@@ -328,7 +335,7 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("--trials", 2, "--out", "x", "--judge", "nowhere"), "--judge nowhere: No such file"),
         (("--trials", 2, "--out", "x", "--takeover", "expert"), "--takeover: expected none with --trials"),
         (("--trials", 2, "--out", "x", "--compare", "latency=3"), "one of replan, handover, solver_steps"),
-        (("--trials", 2, "--out", "x", "--compare", "blocks"), "expected the cameras of the first policy"),
+        (("--trials", 2, "--out", "x", "--compare", "blocks"), "of the first policy"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -385,15 +392,26 @@ def test_a_sequential_sitting_ends_where_the_difference_is_shown(tmp_path: Path)
         Sitting(tmp_path / "x", Task("sinew/Pen-v0"), [Variant("expert")], 3, 0, 1, sequential=True)
 
 
+def deceived(shown: Callable[[int, int], bool], pairs: int) -> float:
+    """Return the chance that a fair coin ever shows a difference to somebody who looks after each disputed pair."""
+    left, found = {0: 1.0}, 0.0
+    for count in range(1, pairs + 1):
+        steps = [(won + one, chance / 2) for won, chance in left.items() for one in (0, 1)]
+        found += sum(chance for won, chance in steps if shown(count, won))
+        left = {won: sum(c for w, c in steps if w == won) for won, _ in steps if not shown(count, won)}
+    return found
+
+
 def test_looking_after_every_pair_deceives_at_most_one_time_of_twenty() -> None:
-    """Of all 2^14 runs of a fair coin; a look at McNemar's p after each deceives more often."""
-    coins = list(itertools.product((False, True), repeat=14))
-    assert np.mean([stats.anytime_p(coin) <= 0.05 for coin in coins]) <= 0.05
-    table = [[stats.binomial_p(k, n - k) for k in range(n + 1)] for n in range(15)]
-    sums = np.cumsum(coins[::16], axis=1)
-    naive = np.mean([any(table[n + 1][k] <= 0.05 for n, k in enumerate(row)) for row in sums])
-    assert naive > 0.05
-    assert stats.anytime_p([True] * 3000) < 1e-300 or stats.anytime_p([True] * 3000) == 0
+    """Exactly, of all runs of 40 disputed pairs; a look at McNemar's p after each deceives three times as often."""
+    assert deceived(lambda n, k: (n + 1) * math.comb(n, k) / 2**n <= 0.05, 40) == pytest.approx(
+        0.0215, abs=5e-5
+    )
+    assert deceived(lambda n, k: stats.binomial_p(k, n - k) <= 0.05, 40) == pytest.approx(0.1535, abs=5e-5)
+    for coin in itertools.product((False, True), repeat=8):  # what the first of these is told
+        least = min((n + 1) * math.comb(n, sum(coin[:n])) / 2**n for n in range(9))
+        assert stats.anytime_p(coin) == least
+    assert stats.anytime_p([True] * 3000) == 0  # below the least number
 
 
 def test_so_many_pairs_show_the_difference_about_four_times_of_five() -> None:

@@ -381,6 +381,17 @@ def control(walk: Walk) -> None:
         "sinew recording dataset frames/ fixes/ --corrections --hz 20 --bundle policy.gguf",
         says=("episodes",),
     )
+    for name in ("A.gguf", "B.gguf"):
+        walk.copy(ASSETS / "pen.gguf", name)
+    walk.type(
+        "sinew run A.gguf --compare B.gguf --robot pen --trials 20 --out runs/pen",
+        instead=("20", "2"),
+        says=("2 scenes; 2 were played. The plan was kept.",),
+    )
+    walk.leaves(
+        "sinew run tcp://server:5555 --robot my_robot:Arm --trials 20 --seconds 60 --out runs/arm --frames frames/",
+        "needs a person at its keyboard; tests/eval/test_trials.py has one",
+    )
     walk.copy(FIXTURES / "pi05-2cam" / "checkpoint", "checkpoint")
     walk.copy(FIXTURES / "pi05-2cam" / "arch.json", "arch.json")
     walk.type(

@@ -128,6 +128,8 @@ def _standings(path: Path, record: Mapping[str, Any]) -> Iterator[Standing]:
             "peak_bytes": entry.get("peak_bytes"),
             "size_bytes": bundle.get("bytes"),
             "plan": record.get("plan"),
+            # A scene that a person set up is the same in one sitting alone; what was simulated has a digest.
+            "sitting": str(path) if "plan" in record and not record["outcomes"][index][0]["digest"] else "",
         }
         yield Standing(str(bundle.get("name") or target), target, entry["variant"], wins, told)
 
@@ -147,7 +149,7 @@ def _board(task: Mapping[str, Any], found: Sequence[Standing]) -> dict[str, Any]
     for (first, a), (second, b) in combinations(zip(labels, ranked, strict=True), 2):
         difference, low, high = paired_difference(a.wins, b.wins)
         test = mcnemar(a.wins, b.wins)
-        if test.pairs:
+        if test.pairs and a.entry["sitting"] == b.entry["sitting"]:
             needed = pairs_needed(test.pairs, test.only_first, test.only_second)
             plan = a.entry["plan"] if a.entry["report"] == b.entry["report"] else None
             pairs.append(

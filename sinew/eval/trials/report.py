@@ -60,7 +60,8 @@ def _trial(each: Episode) -> dict[str, Any]:
 def write_page(sitting: Sitting, record: dict[str, Any], frames: Path | None) -> Path:
     """Write the page of a report, and return it. frames: where ``sinew run --frames`` has kept the steps."""
     path = sitting.out / evidence.PAGE
-    found = [] if frames is None else films(sitting.results(), frames, record["control_hz"])
+    kept = frames is not None and any(frames.glob("*.npz"))
+    found = [] if frames is None or not kept else films(sitting, frames, record["control_hz"])
     text = page.page(f"Trials: {record['task']['env']}", _parts(record, found), record)
     farm.write_whole(path, text.encode())
     return path
@@ -84,16 +85,18 @@ def _parts(record: dict[str, Any], films: Sequence[Film]) -> Iterator[str]:
     yield from evidence.how_run(record)
 
 
-def films(results: Sequence[Sequence[Episode]], frames: Path, control_hz: float) -> list[Film]:
+def films(sitting: Sitting, frames: Path, control_hz: float) -> list[Film]:
     """Return a film of each trial whose steps were kept, scene by scene."""
     places: dict[str, list[Path]] = defaultdict(list)
     for path in record_files(frames):
         with Archive(path) as archive:
             places[str(read_meta(archive)["session"])].append(path)
-    trials = [(each.seed, index, each) for index, episodes in enumerate(results) for each in episodes]
+    trials = [
+        (each.seed, index, each) for index, episodes in enumerate(sitting.results()) for each in episodes
+    ]
     found = []
     for _, index, each in sorted(trials, key=lambda trial: trial[:2]):
-        paths = places.get(each.trial, [])
+        paths = places.get(sitting.take(each.trial), [])
         if not paths:
             continue
         chosen = sorted({round(at) for at in np.linspace(0, len(paths) - 1, PICTURES)})

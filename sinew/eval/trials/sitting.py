@@ -92,13 +92,16 @@ class Sitting:
         asked |= {"sequential": self.sequential, "policies": self.keys}
         path = self.out / PLAN
         if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            asked["order"] = before["order"] if order is None else order
+            try:
+                before = dict(json.loads(path.read_text(encoding="utf-8")))
+            except ValueError as error:
+                raise SinewError(f"{path}: expected the plan of a sitting, got {error}") from None
+            asked["order"] = before.get("order") if order is None else order
             for name, value in asked.items():
-                if before[name] != value:
+                if before.get(name) != value:
                     raise SinewError(
                         f"--out {self.out}: expected a new folder, or the sitting that was planned there, with"
-                        f" {name} {before[name]}, got {value}"
+                        f" {name} {before.get(name)}, got {value}"
                     )
         elif (self.out / campaign.LOG).exists():
             raise SinewError(f"--out {self.out}: expected a new folder, got one of `sinew eval`")
@@ -153,6 +156,10 @@ class Sitting:
         """Keep how a trial ended."""
         self._append(farm.line(self.keys[turn.variant], episode))
         self.episodes.append((turn.variant, episode))
+
+    def take(self, trial: str) -> str:
+        """Return what the frames of a trial are kept under, in a folder that may have those of other sittings."""
+        return f"trial {trial} of {self.order}"
 
     def _append(self, line: bytes) -> None:
         with campaign.open_log(self.out / campaign.LOG) as file:
