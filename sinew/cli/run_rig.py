@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def open_rig(
     envelope: EnvelopeFlags,
     runs: Runs,
     key: str,
-    robot_of: Callable[[Mapping[str, Any]], Driven],
+    robot_of: Callable[[dict[str, Any]], Driven],
 ) -> Rig:
     """Open a policy for a robot. robot_of: what the policy says of itself -> the robot, open."""
     edge = None if by.edge_adapter is None else Adapter.read(by.edge_adapter)
