@@ -600,6 +600,12 @@ def test_what_is_no_chunk_of_this_robot_has_failed(rows: Any, motion: Any) -> No
     np.testing.assert_array_equal(controller.command(1, state).row, [1, 2])
 
 
+def test_chunks_that_never_overlap_cannot_disagree() -> None:
+    with pytest.raises(SettingsError, match="replan: expected a hand-over beside disagreement .* got freeze"):
+        Settings(10.0, "freeze", "disagreement:0.1,8").controller(2)
+    assert Settings(10.0, "aligned", "disagreement:0.1,8").controller(2) is not None
+
+
 def test_a_policy_that_states_its_chunks_is_held_to_them() -> None:
     controller = Settings(10.0, chunk_size=8).controller(2)
     controller.ask(0, 0)

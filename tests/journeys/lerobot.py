@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -107,7 +106,7 @@ class Reader:
                     time.sleep(0.1)
                 yield
             finally:
-                server.send_signal(signal.SIGINT)
+                server.terminate()  # an interrupt is ignored below a shell in the background
                 server.wait(timeout=60)
         if server.returncode != 0:
             sys.exit(f"{line}\nended with {server.returncode}")

@@ -14,7 +14,7 @@ from sinew_client.control.defaults import HANDOVER, REPLAN, Choice, choose
 from sinew_client.control.handover import parse_handover
 from sinew_client.control.motion import Absolute, Motion, Relative, parse_motion
 from sinew_client.control.player import Player
-from sinew_client.control.replan import parse_rule
+from sinew_client.control.replan import Disagreement, parse_rule
 from sinew_client.control.safety import RATES, Guard, Limits
 from sinew_client.control.smoothing import Smoothing, parse_filter
 from sinew_client.control.windows import StreamController
@@ -166,6 +166,11 @@ class Settings:
             smoothing = None if design is None else Smoothing(design, player.motion.posed(dim))
         except ValueError as error:
             raise SettingsError(str(error)) from error
+        if isinstance(player.rule, Disagreement) and player.handover.stops:
+            raise SettingsError(
+                "replan: expected a hand-over beside disagreement whose chunks overlap (aligned, ensemble, ...), got"
+                f" {self.choice.handover}, under which the robot waits for the next one"
+            )
         if self.future and type(player.motion) is Motion:
             raise SettingsError(
                 "future: expected a motion beside it, what actions are measured from (absolute, relative, offsets)"
