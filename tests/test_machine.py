@@ -134,3 +134,12 @@ def test_loading_imports_no_compiler() -> None:
 def test_this_process_has_memory() -> None:
     found = machine.resident_bytes()
     assert found["peak"] >= found.get("now", 0) > 0
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = machine.write_whole(tmp_path / "new" / "record.json", b"old")
+    assert machine.write_whole(path, b"new").read_bytes() == b"new"
+    (path.parent / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        machine.write_whole(path.parent / "folder", b"newer")
+    assert sorted(each.name for each in path.parent.iterdir()) == ["folder", "record.json"]
