@@ -118,8 +118,16 @@ def _load(asked: str) -> Extension:
             "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
     return Extension(
-        *(names[index], built.reason, names, panels),
-        *(multiply, multiply_all, lay_out, resize, floats, layers),
+        names[index],
+        built.reason,
+        names,
+        panels,
+        multiply,
+        multiply_all,
+        lay_out,
+        resize,
+        floats,
+        layers,
     )
 
 
