@@ -106,7 +106,8 @@ def test_an_engine_is_its_folder() -> None:
 
 # What knows a step by its name beside the converters that write it: everything else asks the step itself.
 STEPS = {
-    "steps/image/bilinear": {"processing/image.py"},  # the arithmetic that planes share with it
+    # The arithmetic that planes share with it, and its compiled form.
+    "steps/image/bilinear": {"processing/image.py", "engine/cpu/kernels/library.py"},
     "steps/image/letterbox": {"engine/cuda/kernels/resize_tables.py"},
     "steps/prompt/instruction": {"bundle/prompt_recipe.py"},  # what a prompt is without any
 }

@@ -68,7 +68,8 @@ def extension() -> Extension:
 
 @cache
 def take_kept_resize() -> None:
-    """Let frames be resized by the library where one is kept on this machine, whatever engine computes."""
+    """Let frames be resized by the library where one is kept on this machine, whatever engine computes; to compile one
+    for that alone would take longer than it saves."""
     asked = os.environ.get(SWITCH, "")
     if asked == "off" or (path := kept()) is None:
         return
@@ -77,9 +78,15 @@ def take_kept_resize() -> None:
     except OSError:
         return  # who needs the library is told by extension()
     names = kernel_names(library)
-    if not asked or asked in names:
-        resize = partial(_resize, library, names.index(asked) if asked else 0)
-        bilinear.install(None if resize_differs(resize) else resize)
+    if asked and asked not in names:
+        return
+    index = names.index(asked) if asked else 0
+    resize = partial(_resize, library, index)
+    if wrong := resize_differs(resize):
+        log.warning("numpy resizes frames: %s kernels of %s differ from it in %s", names[index], path, wrong)
+        return
+    bilinear.install(resize)
+    log.info("frames are resized by %s kernels", names[index])
 
 
 def _load(asked: str) -> Extension:
@@ -111,8 +118,16 @@ def _load(asked: str) -> Extension:
             "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
     return Extension(
-        *(names[index], built.reason, names, panels),
-        *(multiply, multiply_all, lay_out, resize, floats, layers),
+        names[index],
+        built.reason,
+        names,
+        panels,
+        multiply,
+        multiply_all,
+        lay_out,
+        resize,
+        floats,
+        layers,
     )
 
 

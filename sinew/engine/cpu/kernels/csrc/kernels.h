@@ -6,9 +6,9 @@
 // Where they are few it would cost as much as the products: INT8_PANELS are weights that were laid out as panels once.
 //
 //   codes     w = code - offset, and sum(x * w) = sum(x * code) - offset * sum(x): integers, exact.
-//   unit      values of k that lie together: 4 (8 with i8mm).
+//   unit      values of k that lie together: 4 (8 with i8mm), or 2 where products are of 16 bits.
 //   panel     [k / unit][CHANNELS][unit], bytes
-//   block     of activations: [k / unit][rows][unit], bytes; where products are of 16 bits, as x86_avx2.cpp says
+//   block     of activations: [k / unit][rows][unit], bytes; where a unit is 2, of 16 bits each
 //   group     values of k that share a scale: 32 in Q4_0 and Q8_0, all of them in the other formats.
 #pragma once
 #include <cstdint>
@@ -58,7 +58,7 @@ struct Kernels {
   int rows[WIDTHS];  // the most rows of a tile
   int even;        // 1 where blocks are padded to an even number of rows
   int unit;        // values of k in a unit, of codes up to 4 bits
-  int wide_unit;   // the same for 8 bits
+  int wide_unit;   // the same for 8 bits; 2 means that products are of 16 bits
   int wide_bias;   // added to 8-bit codes, which makes them unsigned: 128 or 0
   void (*multiply[WIDTHS])(const Tile&);
   // Row of activations -> int8, its sums per group of 32 (or of all), and its scale. See activations().

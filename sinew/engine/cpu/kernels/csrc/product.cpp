@@ -23,7 +23,7 @@ struct Plan : Call {
     traits = TRAITS[format];
     wide = traits.width >= EIGHT_BITS;
     unit = wide ? kernels->wide_unit : kernels->unit;
-    bytes = wide && kernels->pairs != nullptr ? 2 : 1;
+    bytes = unit == 2 ? 2 : 1;
     paired = traits.width == EIGHT_BITS && kernels->pairs != nullptr;
     offset = traits.offset + (wide ? kernels->wide_bias : 0);
     padded = round_up(k, 8);

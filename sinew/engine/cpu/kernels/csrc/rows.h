@@ -55,7 +55,7 @@ float quantize(const float* x, int64_t k, float smallest, int8_t* out) {
 // int8 [rows][k] -> [k / unit][width][unit], with zeros in the rows that are not there. k is a multiple of 8.
 template <int UNIT>
 void pack_block(const int8_t* x, int64_t k, int rows, int width, void* block) {
-  if (rows < width) std::memset(block, 0, k * width);
+  if (rows < width) std::memset(block, 0, k * width * (UNIT == 2 ? 2 : 1));
   for (int64_t at = 0; at < k; at += CHUNK) {
     const int size = static_cast<int>(k - at < CHUNK ? k - at : CHUNK);
     for (int r = 0; r < rows; ++r) {
@@ -63,9 +63,14 @@ void pack_block(const int8_t* x, int64_t k, int rows, int width, void* block) {
       if (UNIT == 8) {
         uint64_t* to = static_cast<uint64_t*>(block) + at / 8 * width + r;
         for (int i = 0; i < size / 8; ++i) std::memcpy(to + i * width, from + 8 * i, 8);
-      } else {
+      } else if (UNIT == 4) {
         uint32_t* to = static_cast<uint32_t*>(block) + at / 4 * width + r;
         for (int i = 0; i < size / 4; ++i) std::memcpy(to + i * width, from + 4 * i, 4);
+      } else {
+        int16_t wide[CHUNK];
+        for (int i = 0; i < size; ++i) wide[i] = from[i];
+        uint32_t* to = static_cast<uint32_t*>(block) + at / 2 * width + r;
+        for (int i = 0; i < size / 2; ++i) std::memcpy(to + i * width, wide + 2 * i, 4);
       }
     }
   }

@@ -7,13 +7,12 @@
 //
 // Codes of 8 bits would saturate, so products of them are of 16 bits, two at a time (Winograd 1968): of four values of k,
 //
-//   (x0 + w1) (x1 + w0) = x0 w0 + x1 w1  +  x0 x1 + w0 w1        and the same with 2 and 3,
+//   (x0 + w2) (x2 + w0) = x0 w0 + x2 w2  +  x0 x2 + w0 w2        and the same with 1 and 3,
 //
 // so one vpmaddwd makes four products instead of two, for two additions more. What a row and a channel contribute alone is
 // summed once for each (`pairs`, `bases`) and taken away. Multiplications are done by two of the four vector pipes of
 // Zen and Intel cores, additions by three or four, so the trade is a gain. All of it is exact: factors fit 9 bits,
-// and sums are right modulo 2^32, which holds the result. Codes are plus 128, so that even and odd ones of a unit come apart
-// by a mask and a shift; of x, pairs (x0, x2) of all rows lie before (x1, x3).
+// and sums are right modulo 2^32, which holds the result.
 #include <immintrin.h>
 
 #include "frames.h"
@@ -23,14 +22,12 @@ namespace lowbit {
 namespace {
 
 constexpr int ROWS = 6;  // x 2 vectors: 12 sums, 2 codes, 1 broadcast and 1 product make 16 registers
-constexpr int PAIRED = 4;  // x 2 vectors: 8 sums, 4 halves of codes, 2 broadcasts and 2 factors
+constexpr int PAIRED = 4;  // x 2 vectors: 8 sums, 4 codes, 2 broadcasts and 2 factors
 
 inline __m256i broadcast(const int32_t* x) { return _mm256_set1_epi32(*x); }
 inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline __m128i half(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-inline __m256i widen(const void* p) { return _mm256_cvtepi8_epi16(half(p)); }
-inline __m256i even(__m256i codes) { return _mm256_and_si256(codes, _mm256_set1_epi16(255)); }
-inline __m256i odd(__m256i codes) { return _mm256_srli_epi16(codes, 8); }
+inline __m256i widen(const void* p, int h = 0) { return _mm256_cvtepi8_epi16(half(static_cast<const char*>(p) + 16 * h)); }
 inline __m256 floats(const float* p) { return _mm256_loadu_ps(p); }
 
 // As assembler, because gcc would otherwise reorder the sums into a tree, which no number of registers holds.
@@ -104,47 +101,46 @@ struct Ternary {  // one group, in parts of 64 units
 };
 
 template <int R>
-struct Wide {  // 8 bits in groups, whose ends cost more than pairs save
+struct Wide {  // 8 bits in groups, whose ends cost more than pairs save: a unit is 2 values of k
   static void run(const Tile& t) {
     const int32_t* x = static_cast<const int32_t*>(t.x);
-    const __m256i* w = static_cast<const __m256i*>(t.w);
+    const __m128i* w = static_cast<const __m128i*>(t.w);
     for (int g = 0; g < t.groups; ++g) {
       __m256i sums[R][2];
       for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-      for (int u = 0; u < t.units; ++u, w += 2)
-        for (int part = 0; part < 2; ++part, x += R) {
-          const __m256i low = part ? odd(load(w)) : even(load(w)), high = part ? odd(load(w + 1)) : even(load(w + 1));
+      for (int u = 0; u < t.units; ++u, x += R, w += 2) {
+        const __m256i low = widen(w), high = widen(w + 1);
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) {
-            const __m256i a = broadcast(x + r);
-            add32(sums[r][0], _mm256_madd_epi16(low, a));
-            add32(sums[r][1], _mm256_madd_epi16(high, a));
-          }
+        for (int r = 0; r < R; ++r) {
+          const __m256i a = broadcast(x + r);
+          add32(sums[r][0], _mm256_madd_epi16(low, a));
+          add32(sums[r][1], _mm256_madd_epi16(high, a));
         }
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
-        add_scaled(t.out + r * CHANNELS, sums[r][0], sums[r][1], t.offsets[g * R + r], t.scales + g * CHANNELS, g == 0);
+        add_scaled(t.out + r * CHANNELS, sums[r][0], sums[r][1], 0, t.scales + g * CHANNELS, g == 0);
     }
   }
 };
 
 template <int R>
-struct Paired {  // 8 bits, one group
+struct Paired {  // 8 bits, one group: a unit is 2 values of k, two units make a pair
   static void run(const Tile& t) {
     const int32_t* x = static_cast<const int32_t*>(t.x);
-    const __m256i* w = static_cast<const __m256i*>(t.w);
+    const __m128i* w = static_cast<const __m128i*>(t.w);
     __m256i sums[R][2];
     for (int h = 0; h < 2; ++h) {
       const __m256i base = _mm256_sub_epi32(_mm256_setzero_si256(), load(t.bases + 8 * h));
       for (int r = 0; r < R; ++r) sums[r][h] = base;
     }
-    for (int u = 0; u < t.units; ++u, x += 2 * R, w += 2) {
-      const __m256i low[2] = {even(load(w)), even(load(w + 1))}, high[2] = {odd(load(w)), odd(load(w + 1))};
+    for (int u = 0; u < t.units; u += 2, x += 2 * R, w += 4) {
+      const __m256i even[2] = {widen(w), widen(w + 1)}, odd[2] = {widen(w + 2), widen(w + 3)};
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m256i first = broadcast(x + r), second = broadcast(x + R + r);
         for (int h = 0; h < 2; ++h)
-          add32(sums[r][h], _mm256_madd_epi16(_mm256_add_epi16(first, high[h]), _mm256_add_epi16(second, low[h])));
+          add32(sums[r][h], _mm256_madd_epi16(_mm256_add_epi16(first, odd[h]), _mm256_add_epi16(second, even[h])));
       }
     }
 #pragma GCC unroll 8
@@ -153,68 +149,113 @@ struct Paired {  // 8 bits, one group
   }
 };
 
-// Sum of x0 x1 + x2 x3 over the fours of x, and of x times what codes have too much; k is a multiple of 8.
+// Sum of x0 x2 + x1 x3 over the fours of x; k is a multiple of 8.
 int32_t pairs(const int8_t* x, int64_t k) {
   __m256i sum = _mm256_setzero_si256();
   int64_t i = 0;
   for (; i + 16 <= k; i += 16) {
     const __m256i wide = widen(x + i);
-    const __m256i factors = _mm256_add_epi16(_mm256_srli_epi32(wide, 16), _mm256_set1_epi16(128));
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(wide, factors));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(wide, _mm256_shuffle_epi32(wide, 0xb1)));  // each pair twice
   }
   int32_t parts[8], total = 0;
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(parts), sum);
-  for (const int32_t part : parts) total += part;
-  for (; i < k; i += 2) total += x[i] * x[i + 1] + 128 * (x[i] + x[i + 1]);
+  for (int p = 0; p < 8; p += 2) total += parts[p];
+  for (; i < k; i += 4) total += x[i] * x[i + 2] + x[i + 1] * x[i + 3];
   return total;
 }
 
-// int8 [rows][k] -> [k / 4][2][width] of (x0, x2), (x1, x3) in 16 bits; zeros in rows that are not there.
-void pack_pairs(const int8_t* x, int64_t k, int rows, int width, int32_t* block) {
-  if (rows < width) std::memset(block, 0, k * width * sizeof(int16_t));
+// As pack_block<2>: of four rows, eight units at a time, each of which becomes 16 bytes.
+void pack_pairs(const int8_t* x, int64_t k, int rows, int width, void* block) {
+  if (width != PAIRED || rows != PAIRED) return pack_block<2>(x, k, rows, width, block);
+  __m128i* to = static_cast<__m128i*>(block);
   int64_t i = 0;
-  if (width == PAIRED && rows == PAIRED)  // 16 values of each at a time, whose units become 16 bytes
-    for (; i + 16 <= k; i += 16) {
-      __m256i in[PAIRED];
-      for (int r = 0; r < PAIRED; ++r) in[r] = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(widen(x + r * k + i), 0xd8), 0xd8);
-      const __m256i low[2] = {_mm256_unpacklo_epi32(in[0], in[1]), _mm256_unpacklo_epi32(in[2], in[3])};
-      const __m256i high[2] = {_mm256_unpackhi_epi32(in[0], in[1]), _mm256_unpackhi_epi32(in[2], in[3])};
-      const __m256i units[4] = {_mm256_unpacklo_epi64(low[0], low[1]), _mm256_unpackhi_epi64(low[0], low[1]),
-                                _mm256_unpacklo_epi64(high[0], high[1]), _mm256_unpackhi_epi64(high[0], high[1])};
-      __m128i* to = reinterpret_cast<__m128i*>(block) + i / 2;
-      for (int u = 0; u < 4; ++u) {
-        _mm_storeu_si128(to + u, _mm256_castsi256_si128(units[u]));
-        _mm_storeu_si128(to + 4 + u, _mm256_extracti128_si256(units[u], 1));
-      }
+  for (; i + 16 <= k; i += 16, to += 8) {
+    const __m256i a = widen(x + i), b = widen(x + k + i), c = widen(x + 2 * k + i), d = widen(x + 3 * k + i);
+    const __m256i low[2] = {_mm256_unpacklo_epi32(a, b), _mm256_unpacklo_epi32(c, d)};
+    const __m256i high[2] = {_mm256_unpackhi_epi32(a, b), _mm256_unpackhi_epi32(c, d)};
+    const __m256i units[4] = {_mm256_unpacklo_epi64(low[0], low[1]), _mm256_unpackhi_epi64(low[0], low[1]),
+                              _mm256_unpacklo_epi64(high[0], high[1]), _mm256_unpackhi_epi64(high[0], high[1])};
+    for (int u = 0; u < 4; ++u) {
+      _mm_storeu_si128(to + u, _mm256_castsi256_si128(units[u]));
+      _mm_storeu_si128(to + 4 + u, _mm256_extracti128_si256(units[u], 1));
     }
-  for (; i < k; i += 4)
-    for (int r = 0; r < rows; ++r)
-      for (int part = 0; part < 2; ++part) {
-        const int16_t unit[2] = {x[r * k + i + part], x[r * k + i + part + 2]};
-        std::memcpy(block + (i / 2 + part) * width + r, unit, 4);
-      }
+  }
+  for (; i < k; i += 2, ++to) {
+    int16_t unit[PAIRED][2];
+    for (int r = 0; r < PAIRED; ++r)
+      for (int e = 0; e < 2; ++e) unit[r][e] = x[r * k + i + e];
+    std::memcpy(to, unit, sizeof unit);
+  }
 }
 
 void pack_avx2(const int8_t* x, int64_t k, int rows, int width, int wide, void* block) {
   if (wide)
-    pack_pairs(x, k, rows, width, static_cast<int32_t*>(block));
+    pack_pairs(x, k, rows, width, block);
   else
     pack_block<4>(x, k, rows, width, block);
 }
 
-void expand_avx2(const Weights& w, int64_t channel, void* panel, float* scales, int32_t* bases) {
-  expand<4, 4, 128>(w, channel, panel, scales, bases);
-  if (TRAITS[w.format].width != EIGHT_BITS) return;
-  const __m256i* codes = static_cast<const __m256i*>(w.format == INT8 ? panel : w.data + channel * w.k);
+// 16 bytes of 16 rows, `stride` apart -> 8 units of 2 bytes, each of 16 rows.
+inline void transpose(const uint8_t* from, int64_t stride, __m256i (&units)[8]) {
+  __m256i a[8], b[8], c[8];
+  for (int i = 0; i < 8; ++i)
+    a[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(half(from + i * stride)), half(from + (i + 8) * stride), 1);
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_epi16(a[i], a[i + 1]);  // of rows i and i + 1: units 0 to 3
+    b[i + 1] = _mm256_unpackhi_epi16(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int h = 0; h < 2; ++h) {  // of four rows: units 4 h and 4 h + 1, then 4 h + 2 and 4 h + 3
+      c[i + 2 * h] = _mm256_unpacklo_epi32(b[i + h], b[i + 2 + h]);
+      c[i + 2 * h + 1] = _mm256_unpackhi_epi32(b[i + h], b[i + 2 + h]);
+    }
+  for (int i = 0; i < 4; ++i) {
+    units[2 * i] = _mm256_unpacklo_epi64(c[i], c[i + 4]);
+    units[2 * i + 1] = _mm256_unpackhi_epi64(c[i], c[i + 4]);
+  }
+}
+
+// As expand_panel() of 8 bits in units of 2, and of INT8 the bases.
+template <int FORMAT>
+void expand_pairs(const Weights& w, int64_t channel, void* panel, float* scales, int32_t* bases) {
+  constexpr int PART = 16, GROUP = 32, BLOCK = 34;
+  const int64_t bytes = row_bytes(FORMAT, w.k), padded = round_up(w.k, 8);
+  const int rows = rows_of(w, channel);
+  const uint8_t* first = w.data + channel * bytes;
+  __m256i* to = static_cast<__m256i*>(panel);
   __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-  for (int64_t u = 0; u < round_up(w.k, 8) / 4; ++u)
-    for (int h = 0; h < 2; ++h, ++codes)
-      sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(even(load(codes)), odd(load(codes))));
+  for (int64_t at = 0; at < padded; at += PART, to += PART / 2) {
+    const int64_t in_row = FORMAT == INT8 ? at : at / GROUP * BLOCK + 2 + at % GROUP;
+    __m256i units[PART / 2];
+    if (rows == CHANNELS && at + PART <= w.k) {
+      transpose(first + in_row, bytes, units);
+    } else {
+      alignas(16) uint8_t part[CHANNELS][PART] = {};
+      for (int c = 0; c < rows; ++c)
+        std::memcpy(part[c], first + c * bytes + in_row, w.k - at < PART ? w.k - at : PART);
+      transpose(part[0], PART, units);
+    }
+    for (int u = 0; u < PART / 2 && at + 2 * u < padded; u += 2) {
+      _mm256_storeu_si256(to + u, units[u]);
+      _mm256_storeu_si256(to + u + 1, units[u + 1]);
+      for (int h = 0; FORMAT == INT8 && h < 2; ++h) {
+        const __m256i even = widen(to + u, h), odd = widen(to + u + 1, h);
+        sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(even, odd));
+      }
+    }
+  }
   for (int h = 0; h < 2; ++h) _mm256_storeu_si256(reinterpret_cast<__m256i*>(bases + 8 * h), sums[h]);
+  expand_scales<FORMAT>(w, channel, scales);
+}
+
+void expand_avx2(const Weights& w, int64_t channel, void* panel, float* scales, int32_t* bases) {
+  if (w.format == INT8) return expand_pairs<INT8>(w, channel, panel, scales, bases);
+  if (w.format == Q8_0) return expand_pairs<Q8_0>(w, channel, panel, scales, bases);
+  expand<4, 4, 0>(w, channel, panel, scales, bases);
 }
 
 const Kernels AVX2 = {
-    "avx2", {ROWS, ROWS, PAIRED, ROWS}, 0, 4, 4, 128,
+    "avx2", {ROWS, ROWS, PAIRED, ROWS}, 0, 4, 2, 0,
     {Table<Ternary, ROWS>::run, Table<Narrow, ROWS>::run, Table<Paired, PAIRED>::run,
      Table<Wide, ROWS>::run},
     quantize, expand_avx2, pack_avx2, finish, resize, pairs,
