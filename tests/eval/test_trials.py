@@ -215,6 +215,21 @@ def begun(out: Path) -> int:
     return (out / "episodes.jsonl").read_text().count('{"begun"')
 
 
+def test_a_policy_that_does_not_answer_has_not_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody sees it: the trial is discarded, the sitting ends, and the same command goes on."""
+    words = (PEN, *BENCH[3:-1], "1000", "--trials", 1, "--out", tmp_path)
+    assert typed(*words, "--timeout", "0.0001") == 3  # over at the next step, before any inference
+    (found,) = lines(tmp_path)
+    assert (found["counted"], found["judge"]) == (False, "loop")
+    assert found["note"] == "10 requests in a row had no answer"
+    assert "1 of 1 trials are left; the same command goes on" in " ".join(capsys.readouterr().err.split())
+    assert typed(*words) == 0
+    assert [each["counted"] for each in lines(tmp_path)] == [False, True]
+    assert json.loads((tmp_path / "report.json").read_text())["plan"]["discarded"][0]["trial"] == "001"
+
+
 def until(there: Callable[[], bool]) -> None:
     limit = time.monotonic() + HANGS
     while not there():
