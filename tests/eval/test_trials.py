@@ -137,6 +137,10 @@ def test_a_robot_that_judges_itself_gives_the_outcomes_of_the_evaluation(
     scenes = (tmp_path / "trials" / "report.html").read_text().split("<h2>Scene ")[1:]
     assert [scene.count("<figure>") for scene in scenes] == [2] * 6
     assert scenes[0].index("pen.gguf") < scenes[0].index("spoiled.gguf")
+    board = tmp_path / "board.html"
+    assert main(["leaderboard", str(tmp_path / "trials"), "--out", str(board)]) == 0
+    assert [scene.count("<figure>") for scene in board.read_text().split("<h2>Scene ")[1:]] == [2] * 6
+    assert not page.FILMS.search(scenes[0].replace("<figcaption>", "<figcaption><script>"))
 
 
 def test_each_trial_is_a_line_with_what_a_paper_asks(sitting: Path) -> None:
@@ -215,6 +219,7 @@ def begun(out: Path) -> int:
     return (out / "episodes.jsonl").read_text().count('{"begun"')
 
 
+@pytest.mark.slow
 def test_a_policy_that_does_not_answer_has_not_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
