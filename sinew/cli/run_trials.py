@@ -40,7 +40,6 @@ HELP = {  # by the state of the trial
     "runs": "space pauses or goes on   s success   f failure   d discard   q stops",
     "is judged": "Enter keeps it   s success   f failure   d discard   q stops",
 }
-LOG = "run.log"  # in the folder of a sitting
 VARIED = ("replan", "handover", "solver_steps", "dtype", "device", "engine")  # that --compare may change
 MOST = 999  # scenes
 
@@ -121,12 +120,9 @@ def run_trials(
                 chosen = replace(runs, engine=engine, dtype=variant.dtype, device=variant.device)
             rigs.append(rig := open_rig(variant.target, on, own, lead, envelope, chosen, key, robot_of))
             # A server may take another engine on the way.
-            ran = (
-                {"engine": rig.about["engine"], "device": str(rig.about["device"])}
-                if here
-                else {"device": "cpu"}
-            )
-            variants.append(replace(variant, handover=rig.chosen.handover, **ran))
+            ran: dict[str, Any] = rig.about if here else {"engine": None, "device": "cpu"}
+            made = replace(variant, engine=ran["engine"], device=str(ran["device"]))
+            variants.append(replace(made, handover=rig.chosen.handover))
         motion, options = motion_of(on.motion), json_object("--robot-options", on.robot_options)
         name = EMBEDDED.get(on.robot, on.robot).removeprefix("gym:")
         task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
@@ -226,7 +222,12 @@ class Room(Keys):
         failed: list[str] = []
         with ExitStack() as stack:
             if len(self.rigs) > 1:
-                _hide_log(stack, sitting.out / LOG)
+                # How long one is waited for tells which it is: nobody sees that while they play blind.
+                handler, root = logging.FileHandler(sitting.out / "run.log"), logging.getLogger()
+                handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+                root.addHandler(handler)
+                stack.callback(handler.close)
+                stack.callback(root.removeHandler, handler)
             elif not self.keyboard:
                 terminal.log(logging.WARNING, "%(message)s")
             while (turn := sitting.due()) is not None and not self.desk.left:
@@ -295,10 +296,9 @@ class Room(Keys):
         report = loop.report()
         faults = status.text_of(report.faults)
         lost = status.problems({}, report.executed, report.held, False, report.unanswered)
-        found = [*([faults] if faults else []), *lost]
         if lost:
             self.desk.lost(lost[0])
-        return found if self.desk.by == "loop" or not lost else found[: bool(faults)]
+        return [*([faults] if faults else []), *(lost if self.desk.by == "loop" else [])]
 
     # ------------------------------------------------------------------------- the terminal
 
@@ -347,12 +347,3 @@ class Room(Keys):
             rows.append((f"discarded, because  {self.typing}_\n", "bold"))
             help_line = "Enter discards it   Esc goes back"
         return Panel(Group(Text.assemble(*rows), Text(help_line, style="dim")), title="sinew run --trials")
-
-
-def _hide_log(stack: ExitStack, path: Path) -> None:
-    """Write the log to a file while policies play blind: how long one is waited for tells which it is."""
-    handler, root = logging.FileHandler(path), logging.getLogger()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    root.addHandler(handler)
-    stack.callback(handler.close)
-    stack.callback(root.removeHandler, handler)

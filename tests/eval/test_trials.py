@@ -137,6 +137,10 @@ def test_a_robot_that_judges_itself_gives_the_outcomes_of_the_evaluation(
     scenes = (tmp_path / "trials" / "report.html").read_text().split("<h2>Scene ")[1:]
     assert [scene.count("<figure>") for scene in scenes] == [2] * 6
     assert scenes[0].index("pen.gguf") < scenes[0].index("spoiled.gguf")
+    board = tmp_path / "board.html"
+    assert main(["leaderboard", str(tmp_path / "trials"), "--out", str(board)]) == 0
+    assert [scene.count("<figure>") for scene in board.read_text().split("<h2>Scene ")[1:]] == [2] * 6
+    assert not page.FILMS.search(scenes[0].replace("<figcaption>", "<figcaption><script>"))
 
 
 def test_each_trial_is_a_line_with_what_a_paper_asks(sitting: Path) -> None:
@@ -213,6 +217,22 @@ def test_a_kill_loses_no_trial_and_counts_none_twice(spoiled: Path, tmp_path: Pa
 
 def begun(out: Path) -> int:
     return (out / "episodes.jsonl").read_text().count('{"begun"')
+
+
+@pytest.mark.slow
+def test_a_policy_that_does_not_answer_has_not_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody sees it: the trial is discarded, the sitting ends, and the same command goes on."""
+    words = (PEN, *BENCH[3:-1], "1000", "--trials", 1, "--out", tmp_path)
+    assert typed(*words, "--timeout", "0.0001") == 3  # over at the next step, before any inference
+    (found,) = lines(tmp_path)
+    assert (found["counted"], found["judge"]) == (False, "loop")
+    assert found["note"] == "10 requests in a row had no answer"
+    assert "1 of 1 trials are left; the same command goes on" in " ".join(capsys.readouterr().err.split())
+    assert typed(*words) == 0
+    assert [each["counted"] for each in lines(tmp_path)] == [False, True]
+    assert json.loads((tmp_path / "report.json").read_text())["plan"]["discarded"][0]["trial"] == "001"
 
 
 def until(there: Callable[[], bool]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sinew.core import SinewError
 from sinew.eval.report import page
-from sinew.eval.report.repeat import REPORT, load
+from sinew.eval.report.repeat import MAX_BYTES, REPORT, load
 from sinew.eval.report.stats import mcnemar, paired_difference, pairs_needed, success
 
 SCHEMA = "sinew.leaderboard/1"
@@ -322,6 +322,15 @@ def _scenes(board: Mapping[str, Any]) -> str:
     return page.table([">scene", *trials], [cells for _, cells in rows])
 
 
+def _films(board: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the films that stand on the pages of sittings, those of a scene side by side."""
+    for report in dict.fromkeys(entry["report"] for entry in board["entries"] if entry["plan"]):
+        path = Path(report).with_suffix(".html")
+        if path.is_file() and path.stat().st_size <= MAX_BYTES:
+            found = page.FILMS.findall(path.read_text(encoding="utf-8", errors="replace"))
+            yield page.folded(f"films of {report}", "".join(found)) if found else ""
+
+
 def title(board: Mapping[str, Any]) -> str:
     task = board["task"]
     options = {name: task[name] for name in ("env_options", "reset_options", "adapter") if task[name]}
@@ -355,6 +364,7 @@ def _parts(record: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"<p>{page.text(said)}</p>" for said in plans(board))
         if board["trials"]:
             yield page.folded("trials, scene by scene", _scenes(board))
+        yield from _films(board)
         machines = {entry["hardware"] for entry in board["entries"]}
         rest = [
             [entry["label"], entry["dtype"] or "-", entry["hardware"], entry["policy"], entry["report"]]

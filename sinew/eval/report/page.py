@@ -44,6 +44,14 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 RECORD = "sinew-record"  # id of the element whose text is the record
 _RECORD = re.compile(rf'<script type="application/json" id="{RECORD}">(.*?)</script>', re.DOTALL)
 
+_WEBP = r"data:image/webp;base64,[A-Za-z0-9+/=]+"
+# A scene's films as a page has them, and nothing else: of a page that somebody gives, they go into another one.
+FILMS = re.compile(
+    rf'<h2>Scene \d+</h2><div class="films">(?:<figure><picture><source media="[^"<>]*" srcset="{_WEBP}"><img alt="'
+    rf'[^"<>]*" src="{_WEBP}"></picture><figcaption>[^<>]*<span class="(?:good|bad)">[a-z ]*</span>[^<>]*</figcaption>'
+    r"</figure>)+</div>"
+)
+
 Cell = str | tuple[str, str]  # text, or text and a class
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,8 +40,11 @@ class Desk:
 
     loop: Loop
 
+    state = OVER
+
     def __init__(self, waits: bool, asks: bool, limit: int | None, judge: Path | None):
         self.waits, self.asks, self.limit, self.left = waits, asks, limit, False
+        self._lock = threading.Lock()
         self._file, self._rest = -1, b""
         if judge is not None:
             try:
@@ -53,7 +57,7 @@ class Desk:
     def begin(self, loop: Loop) -> None:
         """Take a trial that is set up, which waits or begins."""
         self.loop, self.tally = loop, TrialTally()
-        self.state, self.verdict, self.by, self.note, self.seconds = SET_UP, "", "", "", 0.0
+        self.verdict, self.by, self.note, self.seconds, self.state = "", "", "", 0.0, SET_UP
         loop.listeners.append(self.tally.hear)
         loop.watch(self._look)
         if self.waits:
@@ -62,8 +66,14 @@ class Desk:
             self.take("go", "")
 
     def take(self, said: str, by: str) -> bool:
-        """Do what somebody says: go, success, failure, discard REASON, keep, quit; return whether that was due."""
+        """Do what somebody says: go, success, failure, discard REASON, keep, quit; return whether that was due. A
+        person's verdict is not changed by the robot, nor by the time."""
+        with self._lock:
+            return self._take(said, by)
+
+    def _take(self, said: str, by: str) -> bool:
         word, _, note = said.partition(" ")
+        judges = self.state == RUNS or (self.state == JUDGED and by in ("key", "file"))
         if word == "quit":
             self.left = True
             self.loop.stop()
@@ -73,7 +83,7 @@ class Desk:
         elif word == "keep" and self.state == JUDGED:
             self.state = OVER
             self.loop.stop()
-        elif self.state in (RUNS, JUDGED) and (word in (SUCCESS, FAILURE) or (word == DISCARD and note)):
+        elif judges and (word in (SUCCESS, FAILURE) or (word == DISCARD and note)):
             if self.state == RUNS:
                 self.seconds, self.tally.counts = time.monotonic() - self._since, False
             self.verdict, self.by, self.note = word, by, note
