@@ -13,12 +13,12 @@ from rich.progress import track
 from sinew_client import Client
 
 from sinew import __version__
+from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import Whole
 from sinew.core import PolicySpec
 from sinew.eval.report.stats import latencies
 from sinew.perf.machine.bench import hardware, make_observation
-from sinew.system.auth import api_key_of
 
 SCHEMA = "sinew.client/1"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")

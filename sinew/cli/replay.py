@@ -10,12 +10,12 @@ from rich.table import Table
 from sinew_client import Client
 from sinew_client.control import is_journal, repeat, watched
 
+from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import PositiveIfAny
 from sinew.core import SinewError
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import read_records
-from sinew.system.auth import api_key_of
 
 JOURNAL_SCHEMA = "sinew.replay/1"
 SHOWN = 20  # rows of the table

@@ -17,6 +17,7 @@ from sinew_client.control import Adapter, Cadence, Loop, MotionWatch, Settings, 
 from sinew_client.control.defaults import AUTO, HANDOVER, REPLAN
 from sinew_client.history import History
 
+from sinew.auth import api_key_of
 from sinew.cli import status, terminal
 from sinew.cli.options import RUNS, Count, Flag, Positive, Runs, changed, motion_of
 from sinew.cli.run_connection import (
@@ -33,7 +34,6 @@ from sinew.cli.run_robot import ROBOT, Driven, RobotFlags, drive, episodes_of, e
 from sinew.cli.run_stream import STREAM, StreamFlags, run_stream
 from sinew.cli.run_view import Keys, RunView
 from sinew.core import SinewError
-from sinew.system.auth import api_key_of
 
 SCHEMA = "sinew.run/1"
 

@@ -31,7 +31,7 @@ from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
 from sinew.core import SinewError
 from sinew.core.hints import pairs
 from sinew.eval.report.stats import wilson
-from sinew.system.signals import handled
+from sinew.signals import handled
 
 Opened = tuple[Any, str, "float | None"]
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts
 from sinew.serve.process import connections_within, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import parse, servers
-from sinew.system.auth import api_key_of
 
 if TYPE_CHECKING:
     from sinew.serve.wire import Listener

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rich.live import Live
 
+from sinew.auth import api_key_of
 from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, PositiveIfAny
 from sinew.cli.top_view import view
 from sinew.core import SinewError
 from sinew.eval.report.stats import summarize
 from sinew.serve.feed import ServerSeen, events, parse_address
-from sinew.system.auth import api_key_of
 
 AGAIN_S = 1.0  # between two attempts to reach it
 FRAMES_HZ = 8

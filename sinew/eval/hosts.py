@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
+from sinew.auth import KEY_VARIABLE, key_from_environment
 from sinew.core import SinewError
 from sinew.eval.farm import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job, line
 from sinew.eval.runner import Episode
-from sinew.system.auth import KEY_VARIABLE, key_from_environment
 
 logger = logging.getLogger(__name__)
 

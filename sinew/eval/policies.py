@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from sinew.auth import key_from_environment
 from sinew.core import SinewError
 from sinew.eval.settings import Variant
 from sinew.sim.experts import EXPERTS, Expert, open_expert
-from sinew.system.auth import key_from_environment
 
 if TYPE_CHECKING:
     import gymnasium

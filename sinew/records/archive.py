@@ -1,7 +1,7 @@
 """Arrays of a recorded ``.npz`` file, which may come from elsewhere.
 
 What its directory says of sizes is compared with bounds before memory is taken, and what an array's header says with
-the bytes that are there (:mod:`sinew.system.npy`): a file of 2 MB can say that it unpacks to gigabytes.
+the bytes that are there (:mod:`sinew.npy`): a file of 2 MB can say that it unpacks to gigabytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from sinew.bundle.files import open_regular
 from sinew.core import ObservationError, SinewError
-from sinew.system.npy import load_npy
+from sinew.npy import load_npy
 
 MAX_ARRAYS = 128  # of one file: sixteen moments of six cameras, and what stands beside them
 MAX_BYTES = 256 << 20  # of all arrays of one file

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from sinew.serve.service import Service
 from sinew.serve.wire import Listener
-from sinew.system.signals import handled
+from sinew.signals import handled
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from sinew_client import protocol, zmtp
 from sinew_client.robot_report import RobotReport
 
 from sinew.core import ActionChunk, Observation, SinewError
+from sinew.npy import dump_npy, load_npy
 from sinew.policy import load
 from sinew.serve.decode.array import pack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
@@ -36,7 +37,6 @@ from sinew.serve.wires.lerobot.features import agree
 from sinew.serve.wires.lerobot.features import observation as lerobot_observation
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig, read_observation, read_policy_config
 from sinew.serve.wires.native import NativeCodec
-from sinew.system.npy import dump_npy, load_npy
 from tests.hostile.mutate import mutate_record
 from tests.serve import test_safe_pickle as theirs
 from tests.serve.puppet import FRAME, GREETING, SPEC, frame, lone, request

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinew.core import ObservationError, RequestError, SinewError
+from sinew.npy import dump_npy, load_npy, raw_array
 from sinew.serve.decode.msgpack import MAX_TEXT, MAX_VALUES, unpack
-from sinew.system.npy import dump_npy, load_npy, raw_array
 from tests.serve.test_groot_wire import CODEC, decoded, encoded, flat, nested, request
 from tests.work import lines_of
 

@@ -35,6 +35,7 @@ from sinew.core import (
     did_you_mean,
 )
 from sinew.core.registry import hints
+from sinew.npy import dump_npy, load_npy, raw_array
 from sinew.processing.arrays import numbers
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
@@ -43,7 +44,6 @@ from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.field_names import MAX_NUMBERS, frame, text
 from sinew.serve.wires.groot.names import Names
-from sinew.system.npy import dump_npy, load_npy, raw_array
 from sinew.system.rate_limited_log import Once
 
 logger = logging.getLogger(__name__)
