@@ -1,1 +1,1 @@
-"""Small helpers that know no policy: the machine, locks, progress, signals, keys, logs, numpy's files, figures."""
+"""Small helpers that know no policy: the machine, locks and scratch folders, progress, bounded logs, figures."""
