@@ -57,9 +57,10 @@ class Episode:
     ``delays``: control steps from request to chunk, ``latency_ms``: of each inference, on the clock.
     ``seam``: the largest change of a command from the last row of a chunk to the first of the next. ``jerk``: the
     root mean square of the commands' third difference. Both in units of the action, over its numbers.
-    clipped: commands that a limit changed. Of a trial on a robot (:mod:`sinew.eval.trials`): trial is its number, with
-    which attempt it was behind it, as in "007-2"; prompt the instruction; judge who said how it ended ("key", "file",
-    "robot", "time"); note what was written; counted is False for one that was discarded.
+    clipped: commands that a limit changed. ages: control steps since the frame -> executed rows. Of a trial on a
+    robot (:mod:`sinew.eval.trials`): trial is its number, with which attempt it was behind it, as in "007-2";
+    prompt the instruction; judge who said how it ended ("key", "file", "robot", "time"); note what was written;
+    counted is False for one that was discarded.
     digest: of all commands, bit for bit (:func:`digest_of`); "" of a stream. peak_bytes: the most memory that the
     policy's process had until the end of the episode, the simulator's included where that is the same one; 0 where a
     server does not say it.
@@ -86,6 +87,7 @@ class Episode:
     digest: str = ""
     peak_bytes: int = 0
     clipped: int = 0
+    ages: dict[str, int] = field(default_factory=dict)
     trial: str = ""
     prompt: str = ""
     judge: str = ""
@@ -167,6 +169,7 @@ def run_episode(
         digest=digest_of(robot.actions),
         peak_bytes=peak_of(policy),
         clipped=report.clipped_commands,
+        ages=ages_of(loop),
     )
 
 
@@ -185,6 +188,11 @@ def digest_of(actions: Sequence[Any]) -> str:
     for action in actions:
         whole.update(np.asarray(action, "<f8").tobytes())
     return whole.hexdigest()[:16]
+
+
+def ages_of(loop: Loop) -> dict[str, int]:
+    """Return how old the executed rows were, control steps since the frame -> rows, as JSON has keys."""
+    return {str(age): count for age, count in sorted(loop.controller.ages.items())}
 
 
 def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tuple[Settings, Adapter | None]:
@@ -249,6 +257,7 @@ def run_stream_episode(
         reactions_ms=reactions,
         faults=dict(report.faults["kinds"]),
         reasons=report.held,
+        ages=ages_of(loop),
     )
 
 

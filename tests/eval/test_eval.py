@@ -343,6 +343,8 @@ def test_timestamps_save_the_pen_from_latency(capsys: pytest.CaptureFixture[str]
         *("-5.0 (-24.0 to +12.0)", "1", "no difference shown; 24 points worse are not excluded"),
     ]
     assert aligned["delay_steps"] == 6
+    # A row is as old as its chunk's way, and the next chunk is there six steps later.
+    assert aligned["age_ms"]["max"] == pytest.approx(1e3 * (6 + 5) / 60, abs=1e-3)
 
 
 def test_mapped_environment() -> None:

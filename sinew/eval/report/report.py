@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import platform
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -56,13 +56,14 @@ def document(
 def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label: str) -> dict[str, Any]:
     """What is known about one variant. Rates in Hz: ``chunk_rate`` of inferences back to back,
     ``control_rate`` amortised over the actions executed per chunk, both from the median latency; ``step_ms`` is that
-    latency over the actions executed per chunk."""
+    latency over the actions executed per chunk; ``age_ms`` of executed actions, since their frame."""
     latency = stats.summarize([ms for episode in episodes for ms in episode.latency_ms])
     delays = [d for episode in episodes for d in episode.delays]
     chunks, executed = sum(e.chunks for e in episodes), sum(e.executed for e in episodes)
     misses = sum(e.misses for e in episodes)
     per_chunk = executed / chunks if chunks else 0.0
     won = [e.steps for e in episodes if e.success]
+    ages = sum((Counter(e.ages) for e in episodes), Counter())
     return {
         "label": label,
         "variant": variant.to_dict(),
@@ -76,6 +77,7 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
         "actions_per_chunk": round(per_chunk, 2),
         "delay_steps": round(sum(delays) / len(delays), 3) if delays else 0.0,
         "delay_ms": round(variant.latency.milliseconds(control_hz), 3),
+        "age_ms": stats.summarize([1e3 * int(age) / control_hz for age in ages.elements()]),
         "latency_ms": latency,
         "chunk_rate_hz": round(stats.amortized_rate(1, latency["p50"]), 2) if latency else None,
         "control_rate_hz": round(stats.amortized_rate(per_chunk, latency["p50"]), 2) if latency else None,
@@ -181,6 +183,7 @@ RATE_COLUMNS = (
     ">p50, ms",
     ">p95",
     ">p99",
+    ">age p95",
     ">chunks/s",
     ">actions/chunk",
     ">control, Hz",
@@ -205,6 +208,7 @@ def rate_cells(entry: dict[str, Any]) -> list[str]:
         f"{entry['delay_steps']:.3g}",
         f"{entry['deadline_misses']}/{entry['chunks']}",
         *(_number(latency.get(p)) for p in ("p50", "p95", "p99")),
+        _number(entry.get("age_ms", {}).get("p95")),
         _number(entry["chunk_rate_hz"]),
         _number(entry["actions_per_chunk"]),
         _number(entry["control_rate_hz"]),

@@ -16,7 +16,7 @@ from sinew_client.control.controller import PAUSED
 
 from sinew.core import SinewError
 from sinew.eval.robot import SimulatedRobot
-from sinew.eval.runner import Episode, Tally, digest_of
+from sinew.eval.runner import Episode, Tally, ages_of, digest_of
 from sinew.eval.sources import chunk_seed
 from sinew.system import progress
 
@@ -155,6 +155,7 @@ class Desk:
             reasons={reason: steps for reason, steps in report.held.items() if reason != PAUSED},
             digest="" if actions is None else digest_of(actions),
             clipped=report.clipped_commands,
+            ages=ages_of(self.loop),
             trial=turn.name,
             prompt=self.loop.prompt,
             judge=self.by,
