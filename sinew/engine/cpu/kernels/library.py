@@ -68,8 +68,7 @@ def extension() -> Extension:
 
 @cache
 def take_kept_resize() -> None:
-    """Let frames be resized by the library where one is kept on this machine, whatever engine computes; to compile one
-    for that alone would take longer than it saves."""
+    """Let frames be resized by the library where one is kept; to compile one for that alone would not pay."""
     asked = os.environ.get(SWITCH, "")
     if asked == "off" or (path := kept()) is None:
         return
@@ -118,16 +117,7 @@ def _load(asked: str) -> Extension:
             "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
     return Extension(
-        names[index],
-        built.reason,
-        names,
-        panels,
-        multiply,
-        multiply_all,
-        lay_out,
-        resize,
-        floats,
-        layers,
+        names[index], built.reason, names, panels, multiply, multiply_all, lay_out, resize, floats, layers
     )
 
 
@@ -217,7 +207,7 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
 
 
 def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: bilinear.Mixing, out: np.ndarray) -> None:
-    """Mix a frame uint8 [h, w, 3], whose pixels lie side by side, into planes float32 [3, height, width]."""
+    """As :data:`sinew.steps.image.bilinear.Compiled`."""
     strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
     sizes = (ctypes.c_int64 * 6)(frame.strides[0], *out.shape[1:], mixing.whole, *strides)
     status = library.lowbit_resize(
