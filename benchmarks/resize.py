@@ -7,7 +7,7 @@ alone in a process of its own, as a server has it: buffers of other libraries te
 which spares whoever comes after them the page faults of new buffers. "torch": uint8 frame to
 normalised planes as training code does it (convert, scale, interpolate, pad, normalise); "torch, resize alone": the
 interpolation of planes that are float already; "Pillow": its bilinear resize, which the openpi recipe calls.
-"sinew, compiled": with the kernels of engine `cpu` (`SINEW_CPU_KERNELS` names which), which must give the same bits.
+"sinew, compiled": with the kernels of engine `cpu`, which must give the same bits.
 """
 
 from __future__ import annotations

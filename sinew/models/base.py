@@ -240,7 +240,7 @@ class Model(nn.Module):
 
         committed: bool [B, H], the rows that are actions already, at the solver's end; time embeddings are then
             [B, ...].
-        device: where the model computes. None: all its weights are asked, which takes 1 ms of a small policy's time.
+        device: where the model computes. None: all its weights are asked, which takes a millisecond.
         """
         device = device or self.device
         for time in self.solver.times(steps):

@@ -270,7 +270,7 @@ def test_bad_fields_are_named(policies: dict[str, Policy], fields: dict[str, Any
 
 
 def test_an_inference_does_not_walk_the_modules_of_its_model(monkeypatch):
-    """To ask all weights where the model computes was an eighth of a small policy's time on engine eager."""
+    """Which was an eighth of a small policy's time."""
     with load(BLOCKS, engine="eager", threads=1) as policy:
         asked = {**make_observation(policy.spec, None, PROMPT, 2), "seed": 0}
         before = policy.infer(asked).actions

@@ -102,12 +102,8 @@ def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.n
 
 
 class Mixing(NamedTuple):
-    """What a resize mixes, as compiled kernels read it (``struct Picture`` of engine ``cpu``).
-
-    lines: int32 [2, height], the two of each row. row_weights: float32 [height], of the second. columns: int32
-    [2, width], where a line has the left and the right pixel. column_weights: float32 [width, 8], of the left
-    one's colours, then of the right one's. whole: how many columns, from the first on, find both within 8 bytes.
-    """
+    """What a resize mixes, as compiled kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines int32
+    [2, height], columns int32 [2, width] in bytes, column_weights float32 [width, 8]."""
 
     lines: np.ndarray
     row_weights: np.ndarray
@@ -118,7 +114,7 @@ class Mixing(NamedTuple):
 
 @lru_cache(maxsize=64)
 def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
-    """Return what a resize of frames of ``size`` to ``target``, height and width of both, mixes."""
+    """Return what a resize from ``size`` to ``target``, height and width of both, mixes."""
     lines, columns = (taps(*each) for each in zip(size, target, strict=True))
     weight = columns[2]
     of_pixel = np.stack([*[1 - weight] * 3, *[weight] * 3, *[np.zeros_like(weight)] * 2], axis=1)

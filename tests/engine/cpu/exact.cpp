@@ -358,50 +358,37 @@ static bool check_layer(int kernels, int format) {
 
 static bool check_resize(int kernels) {
   const int from[2] = {1 + below(40), 1 + below(40)}, to[2] = {1 + below(40), 1 + below(60)};
-  const int64_t row_bytes = 3 * from[1] + below(20), row = to[1] + below(9), plane = to[0] * row + below(9);
+  const int64_t row_bytes = 3 * from[1] + below(20), plane = to[0] * to[1];
   std::vector<uint8_t> frame((from[0] - 1) * row_bytes + 3 * from[1]);  // exactly
   for (uint8_t& byte : frame) byte = uint8_t(below(256));
   std::vector<int32_t> taps[2];
-  std::vector<float> weights[2];
-  for (int axis = 0; axis < 2; ++axis) {
-    taps[axis].resize(2 * to[axis]);
-    for (int i = 0; i < to[axis]; ++i) {
-      const int first = int(int64_t(i) * from[axis] / to[axis]);
-      taps[axis][i] = first;
-      taps[axis][to[axis] + i] = first + 1 < from[axis] ? first + 1 : first;
-      weights[axis].push_back(below(8) == 0 ? 0.0f : below(1 << 24) / float(1 << 24));
+  std::vector<float> weights[2], of_pixel(8 * to[1]), out(3 * plane, -1.0f);
+  for (int axis = 0; axis < 2; ++axis)
+    for (int i = 0; i < 2 * to[axis]; ++i) {
+      const int at = i % to[axis] * from[axis] / to[axis] + i / to[axis];
+      taps[axis].push_back((at < from[axis] ? at : from[axis] - 1) * (axis ? 3 : 1));
+      weights[axis].push_back(below(1 << 24) / float(1 << 24));
     }
-  }
-  std::vector<float> of_pixel(8 * to[1]), out(2 * plane + (to[0] - 1) * row + to[1], -1.0f);
   int64_t whole = 0;
   for (int x = 0; x < to[1]; ++x) {
     for (int c = 0; c < 3; ++c) of_pixel[8 * x + c] = 1.0f - weights[1][x], of_pixel[8 * x + 3 + c] = weights[1][x];
-    whole += 3 * taps[1][x] + 8 <= 3 * from[1];
+    whole += taps[1][x] + 8 <= 3 * from[1];
   }
-  std::vector<int32_t> columns = taps[1];
-  for (int32_t& column : columns) column *= 3;
-  const int64_t sizes[6] = {row_bytes, to[0], to[1], whole, row, plane};
-  if (lowbit_resize(kernels, frame.data(), taps[0].data(), weights[0].data(), columns.data(), of_pixel.data(), sizes,
-                    out.data()) != 0)
+  const int64_t sizes[6] = {row_bytes, to[0], to[1], whole, to[1], plane};
+  if (lowbit_resize(kernels, frame.data(), taps[0].data(), weights[0].data(), taps[1].data(), of_pixel.data(), sizes, out.data()))
     return false;
-  for (int y = 0; y < to[0]; ++y)
-    for (int x = 0; x < to[1]; ++x)
-      for (int c = 0; c < 3; ++c) {
-        volatile float lines[2];
-        for (int l = 0; l < 2; ++l) {
-          const uint8_t* line = frame.data() + taps[0][l * to[0] + y] * row_bytes;
-          volatile float left = line[columns[x] + c] / 255.0f, right = line[columns[to[1] + x] + c] / 255.0f;
-          left = left * (1.0f - weights[1][x]);
-          right = right * weights[1][x];
-          lines[l] = left + right;
-        }
-        volatile float upper = lines[0] * (1.0f - weights[0][y]), lower = lines[1] * weights[0][y], wanted = upper + lower;
-        if (!same(out[c * plane + y * row + x], wanted)) {
-          std::printf("resize %d x %d -> %d x %d at %d %d %d: %.9g, expected %.9g\n", from[0], from[1], to[0], to[1], c, y, x,
-                      out[c * plane + y * row + x], wanted);
-          return false;
-        }
-      }
+  for (int64_t i = 0; i < 3 * plane; ++i) {
+    const int c = int(i / plane), y = int(i % plane / to[1]), x = int(i % to[1]);
+    float lines[2];
+    for (int l = 0; l < 2; ++l) {
+      const uint8_t* line = frame.data() + taps[0][l * to[0] + y] * row_bytes + c;
+      lines[l] = line[taps[1][x]] / 255.0f * (1.0f - weights[1][x]) + line[taps[1][to[1] + x]] / 255.0f * weights[1][x];
+    }
+    if (!same(out[i], lines[0] * (1.0f - weights[0][y]) + lines[1] * weights[0][y])) {
+      std::printf("resize at %d %d %d: %.9g\n", c, y, x, out[i]);
+      return false;
+    }
+  }
   return true;
 }
 

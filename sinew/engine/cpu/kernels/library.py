@@ -68,8 +68,7 @@ def extension() -> Extension:
 
 @cache
 def take_kept_resize() -> None:
-    """Let frames be resized by the library where one is kept on this machine, whatever engine computes; to compile one
-    for that alone would take longer than it saves."""
+    """Let frames be resized by the library where one is kept; to compile one for that alone would not pay."""
     asked = os.environ.get(SWITCH, "")
     if asked == "off" or (path := kept()) is None:
         return
@@ -118,16 +117,7 @@ def _load(asked: str) -> Extension:
             "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
     return Extension(
-        names[index],
-        built.reason,
-        names,
-        panels,
-        multiply,
-        multiply_all,
-        lay_out,
-        resize,
-        floats,
-        layers,
+        names[index], built.reason, names, panels, multiply, multiply_all, lay_out, resize, floats, layers
     )
 
 
@@ -217,7 +207,7 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
 
 
 def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: bilinear.Mixing, out: np.ndarray) -> None:
-    """Mix a frame uint8 [h, w, 3], whose pixels lie side by side, into planes float32 [3, height, width]."""
+    """As :data:`sinew.steps.image.bilinear.Compiled`."""
     strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
     sizes = (ctypes.c_int64 * 6)(frame.strides[0], *out.shape[1:], mixing.whole, *strides)
     status = library.lowbit_resize(
@@ -236,14 +226,10 @@ def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: bilinear.Mixi
 def resize_differs(resize: bilinear.Compiled) -> str:
     """Return "resize" where ``resize`` differs from numpy's; empty where it does not."""
     frame = (np.arange(37 * 41 * 3) * 97 % 256).astype(np.uint8).reshape(37, 41, 3)
-    for size in ((23, 19), (60, 71)):
-        out = np.empty((3, *size), np.float32)
-        resize(frame, bilinear.mixing(frame.shape[:2], size), out)
-        if not np.array_equal(
-            out, bilinear.resize_bilinear(frame.astype(np.float32) / np.float32(255), *size)
-        ):
-            return "resize"
-    return ""
+    out = np.empty((3, 60, 19), np.float32)
+    resize(frame, bilinear.mixing(frame.shape[:2], out.shape[1:]), out)
+    wanted = bilinear.resize_bilinear(frame.astype(np.float32) / np.float32(255), *out.shape[1:])
+    return "" if np.array_equal(out, wanted) else "resize"
 
 
 def differs(multiply: Callable[..., Tensor], lay_out: lowbit.LayOut | None) -> str:

@@ -1,5 +1,5 @@
-// A camera frame's bilinear resize into planes, to the bit what sinew/steps/image/bilinear.py computes with numpy: columns
-// first, then rows, each product and sum rounded on its own.
+// A frame's bilinear resize, to the bit what sinew/steps/image/bilinear.py computes with numpy: columns first, then rows, each
+// product and sum rounded on its own.
 #pragma once
 #include <utility>
 
@@ -12,8 +12,8 @@ namespace lowbit {
 namespace {
 
 #if defined(__AVX2__)
-// u / 255 of bytes, rounded as a division rounds it: u * 65793 has 24 bits and is (2^24 - 1) / 255 of u, so its 2^24th part
-// lacks more than half a unit in the last place and less than one, unless u is 0.
+// u / 255, rounded as a division rounds it: u * 65793 has 24 bits and is (2^24 - 1) / 255 of u, so its 2^24th part lacks half
+// a unit in the last place to one, unless u is 0.
 inline __m256 over_255(__m256i bytes) {
   const __m256 least = _mm256_mul_ps(_mm256_cvtepi32_ps(bytes), _mm256_set1_ps(65793.0f / 16777216.0f));
   const __m256i some = _mm256_cmpgt_epi32(bytes, _mm256_setzero_si256());

@@ -36,11 +36,10 @@ struct Tile {
   int groups, units;       // units of a group
 };
 
-// A frame [.][.][3] of bytes, whose lines are `row_bytes` apart, and how it becomes float32 planes [3][height][width] in
-// [0, 1], whose rows are `row` and which are `plane` apart. Row y mixes lines first[y] and second[y], which is weighed with
-// row_weights[y]; column x the pixels at bytes left[x] and right[x] of a line, weighed with the first three and the next three
-// of column_weights [width][8], whose last two are 0. `whole`: how many columns, from the first on, have both in 8 bytes of
-// the line that begin at the left one.
+// A frame of bytes, its lines `row_bytes` apart, and its float32 planes [3][height][width] in [0, 1]. Row y mixes lines
+// first[y] and second[y], weighed with row_weights[y]; column x the pixels at bytes left[x] and right[x] of a line, by the
+// first three and the next three of column_weights [width][8], whose last two are 0. `whole`: how many columns, from the
+// first on, have both within 8 bytes of the line.
 struct Picture {
   const uint8_t* frame;
   int64_t row_bytes;
