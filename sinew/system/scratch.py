@@ -16,6 +16,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def ended_by_signals() -> Iterator[None]:
     before = sys.unraisablehook
     for each in taken:
         signal.signal(each, _end)
-    sys.unraisablehook = lambda unraised: _again(unraised, before)
+    sys.unraisablehook = partial(_again, before)  # a lambda's frame would be one more where it may be lost
     try:
         yield
     finally:
@@ -137,11 +138,18 @@ def _end(number: int, _frame: Any) -> None:
     raise _Signalled(number)
 
 
-def _again(unraised: Any, otherwise: Callable[[Any], object]) -> None:
+def _again(otherwise: Callable[[Any], object], unraised: Any) -> None:
     """Send a signal once more that came while a finalizer or the callback of a weak reference ran: Python drops what is
     raised there, and the work would go on to its end."""
     end = unraised.exc_value
-    if isinstance(end, _Signalled):
-        threading.Timer(0.01, os.kill, (os.getpid(), end.number)).start()
-    else:
+    if not isinstance(end, _Signalled):
         otherwise(unraised)
+        return
+    while True:
+        try:
+            threading.Timer(0.01, os.kill, (os.getpid(), end.number)).start()
+            return
+        except (
+            _Signalled
+        ):  # on a busy machine it comes before the thread's start is over: what is raised here is lost, too
+            continue
