@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,18 +234,25 @@ class Driven:
 
 def drive(loop: Loop, robot: Driven, policy: dict[str, Any], ticks: int | None) -> None:
     """Run a loop. A signal ends it after the present tick, with the robot holding and the journal complete."""
-    with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()):
+    with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()), of_robot():
         try:
             loop.run(ticks)
         except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
             loop.stop()
         except Refused as error:
             raise SinewError(refusal(str(error), robot.machine, policy)) from error
-        except Exception as error:
-            if isinstance(error, SinewError) or not (where := _elsewhere(error)):
-                raise
-            said = f"the robot raised {type(error).__name__}: {error} ({where}; `--debug` shows more)"
-            raise SinewError(said) from error
+
+
+@contextmanager
+def of_robot() -> Iterator[None]:
+    """Raise :class:`SinewError` for what comes out of a robot's own code inside, and say where it was."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SinewError) or not (where := _elsewhere(error)):
+            raise
+        said = f"the robot raised {type(error).__name__}: {error} ({where}; `--debug` shows more)"
+        raise SinewError(said) from error
 
 
 def _elsewhere(error: Exception) -> str:

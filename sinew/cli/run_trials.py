@@ -25,7 +25,7 @@ from sinew.cli.options import CAMERAS, CountIfAny, Flag, Runs, Texts, changed, j
 from sinew.cli.run_connection import asking
 from sinew.cli.run_leader import EnvelopeFlags, FrameKeeper, LeaderFlags
 from sinew.cli.run_rig import ChunkFlags, Rig, open_rig
-from sinew.cli.run_robot import EMBEDDED, Driven, RobotFlags, drive
+from sinew.cli.run_robot import EMBEDDED, Driven, RobotFlags, drive, of_robot
 from sinew.cli.run_view import Keys
 from sinew.core import SinewError
 
@@ -265,7 +265,8 @@ class Room(Keys):
         turn, machine = self.turn, self.machine
         rig, variant = self.rigs[turn.variant], sitting.variants[turn.variant]
         if self.alone:
-            machine.set_up(turn.seed)
+            with of_robot():
+                machine.set_up(turn.seed)
         latencies: list[float] = []
         connect = asking(rig.connect, scene_noise(turn.seed, variant.solver_steps), latencies)
         simulated = isinstance(machine, SimulatedRobot)

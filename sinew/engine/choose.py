@@ -121,7 +121,12 @@ def choose(
         if not problem:
             reason = f"the fastest that is proved for {bundle.manifest.architecture} on {where}"
             if follows:
-                reason = "it follows the bundle's recipe"
+                widened = sorted({*recipe(bundle).values()} - backend.follows)
+                reason = (
+                    f"nothing here computes on weights stored as {', '.join(widened)}, which it widens"
+                    if widened
+                    else "it follows the bundle's recipe"
+                )
             elif backend.plays_shipped(bundle):
                 reason = "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
                 passed_over.clear()

@@ -119,7 +119,7 @@ def batch_played(task: Task, variant: Variant, out: Path) -> int | None:
 
 def _append(file: BinaryIO, key: str, group: Sequence[Episode]) -> None:
     """Write the episodes of a group at once."""
-    file.write(b"".join(farm.line(key, episode) for episode in group))
+    farm.append(file, b"".join(farm.line(key, episode) for episode in group))
 
 
 def open_log(log: Path) -> BinaryIO:

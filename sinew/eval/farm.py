@@ -12,6 +12,7 @@ LEASE_S of the clock of whoever waits for it (no two machines compare their cloc
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -30,7 +31,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from sinew.core import SinewError
 from sinew.eval.player import EpisodePlayer, groups, key, one_thread
@@ -291,8 +292,20 @@ def write_whole(path: Path, data: bytes) -> None:
     try:
         beside.write_bytes(data)
         beside.replace(path)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # which a write does not say
+        raise
+
+
+def append(file: BinaryIO, data: bytes) -> None:
+    """Write all of ``data`` to an unbuffered log. Raises OSError that names it, also where a full disk takes a part."""
+    try:
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        error.filename = file.name
         raise
 
 

@@ -278,8 +278,20 @@ def test_nothing_is_said_where_there_is_nothing_to_choose(tmp_path, monkeypatch)
     without_graphs = choose(bundle, device="cpu")
     assert without_graphs.engine == "cpu"
     assert "engine onnx has no graphs of this bundle yet" in without_graphs.engine_reason
+    with monkeypatch.context() as patch:
+        patch.setattr("sinew.engine.onnx.backend.MAKERS", ("no_such_maker",))
+        told = choose(bundle, device="cpu")
+        assert "this bundle yet: an export needs no_such_maker: pip install" in told.engine_reason
+        assert "sinew prepare" not in told.engine_reason  # which would say the same again
+        assert candidates(bundle, told) == []
     monkeypatch.setattr(Onnx, "packages", ("no_such_runtime",))
     assert choose(bundle, device="cpu").engine_reason == "it follows the bundle's recipe"
+    monkeypatch.setattr(type(BACKENDS["cpu"]), "packages", ("no_such_kernels",))
+    widening = choose(bundle, device="cpu")
+    assert widening.engine == "plan"
+    assert widening.engine_reason.startswith(
+        "nothing here computes on weights stored as int8, which it widens; engine"
+    )
 
 
 # ----------------------------------------------------------------------------- streams

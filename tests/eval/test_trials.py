@@ -28,6 +28,7 @@ from sinew_client.control.robots import Dry
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import SinewError
+from sinew.eval import farm
 from sinew.eval.adapters import make_env
 from sinew.eval.report import page, stats
 from sinew.eval.robot import SimulatedRobot
@@ -322,7 +323,9 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
     said.write_text("success\n")  # of before, which is not read
 
     def judge() -> None:
-        for count, (begun, verdict) in enumerate((("001", "success"), ("002", "discard gripper\nfailure"))):
+        for count, (begun, verdict) in enumerate(
+            (("001", "success"), ("002", "discard gripper\nfailure\nnoise"))
+        ):
             until(lambda name=f'"{begun}"': log.exists() and name in log.read_text())
             with said.open("a") as file:
                 file.write("go\n")
@@ -342,7 +345,7 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
     found = [(each["trial"], each["success"], each["counted"], each["judge"]) for each in lines(out)]
     assert found == [("001", True, True, "file"), ("002", False, False, "file")]
     shown = " ".join(capsys.readouterr().err.split())
-    assert "as the trial is over, got 'failure'" in shown
+    assert "as the trial is over, got 'failure', and 1 more lines" in shown
     assert "1 of 2 trials are left; the same command goes on" in shown
 
 
@@ -353,6 +356,7 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("--out", "x"), "--out: expected --trials beside it"),
         (("--trials", 2, "--out", "x"), "got a standard input that is no terminal"),
         (("--trials", 2, "--out", "x", "--judge", "nowhere"), "--judge nowhere: No such file"),
+        (("--trials", 2, "--out", "x", "--judge", "."), "expected a file or a FIFO, got a directory"),
         (("--trials", 2, "--out", "x", "--takeover", "expert"), "--takeover: expected none with --trials"),
         (("--trials", 2, "--out", "x", "--compare", "latency=3"), "one of replan, handover, solver_steps"),
         (("--trials", 2, "--out", "x", "--compare", "blocks"), "of the first policy"),
@@ -366,6 +370,35 @@ def test_what_is_wrong_is_named(
     assert typed(PEN, *DRY, *flags) == 1
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "x" / "sitting.json").exists()
+
+
+class Unhomed(Bench):
+    def set_up(self, seed: int) -> None:
+        raise ValueError("the arm is not homed")
+
+
+class Unsure(Bench):
+    def set_up(self, seed: int) -> None:
+        self.success = "no"  # which Python takes for true
+
+    def act(self, row: np.ndarray) -> None:
+        Dry.act(self, row)
+
+
+@pytest.mark.parametrize(
+    ("robot", "said"),
+    [
+        (Unhomed, "the robot raised ValueError: the arm is not homed (set_up, test_trials.py:"),
+        (Unsure, "success of the robot: expected True, False or None, got 'no'"),
+    ],
+)
+def test_a_fault_of_the_robot_is_no_verdict(
+    robot: type, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (PEN, "--robot", f"{__name__}:{robot.__name__}", "--hz", "60", "--trials", 1, "--out", tmp_path)
+    assert typed(*words) == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not lines(tmp_path)
 
 
 # ----------------------------------------------------------------------------- order and statistics
@@ -402,6 +435,41 @@ def test_the_order_is_drawn_anew_for_each_scene_and_differs_by_its_number(tmp_pa
     assert len(drawn) == 3
 
 
+def test_more_than_999_trials_are_told_apart(tmp_path: Path) -> None:
+    sitting = planned(tmp_path, 1, 501)
+    sitting.episodes = [
+        (policy, Episode(5000 + scene, "", True, 9, 1, 1, 0, 0, [], []))
+        for scene in range(500)
+        for policy in (0, 1)
+    ]
+    turn = sitting.due()
+    assert turn is not None
+    sitting.begin(turn)
+    again = planned(tmp_path, 1, 501)
+    assert again._begun == {1001: ["1001"]}
+
+
+def test_a_policy_that_was_changed_is_no_policy_of_the_plan(tmp_path: Path) -> None:
+    before = planned(tmp_path, 1)
+    with pytest.raises(SinewError, match="with replan of policy 2 1, got 2$"):
+        Sitting(tmp_path, before.task, [before.variants[0], Variant("expert", replan=2)], 12, 5000, 1)
+    with pytest.raises(SinewError, match="with policies 2, got 1$"):
+        Sitting(tmp_path, before.task, before.variants[:1], 12, 5000, 1)
+
+
+def test_a_line_that_the_disk_does_not_take_is_an_error_that_names_it() -> None:
+    with (
+        Path("/dev/full").open("ab", buffering=0) as full,
+        pytest.raises(OSError, match="No space.*/dev/full"),
+    ):
+        farm.append(full, b"{}\n")
+    here, there = os.pipe()
+    os.set_blocking(there, False)
+    with os.fdopen(there, "wb", buffering=0) as pipe, pytest.raises(OSError, match="No space"):
+        farm.append(pipe, bytes(1 << 20))  # of which it takes a part
+    os.close(here)
+
+
 def test_a_sequential_sitting_ends_where_the_difference_is_shown(tmp_path: Path) -> None:
     sitting = planned(tmp_path / "one", 1, 20, sequential=True)
     assert len(order_of(sitting)) == 16  # eight pairs that all say the same: 9 / 2^8 = 0.035
@@ -436,7 +504,12 @@ def test_looking_after_every_pair_deceives_at_most_one_time_of_twenty() -> None:
 
 def test_so_many_pairs_show_the_difference_about_four_times_of_five() -> None:
     """By the exact power of McNemar's exact test."""
-    for pairs, first, second in ((20, 8, 2), (20, 5, 1)):
+    for pairs, first, second, most in (
+        (20, 8, 2, 0.85),
+        (20, 5, 1, 0.85),
+        (10, 9, 0, 0.86),
+        (20, 19, 0, 0.97),
+    ):
         needed = stats.pairs_needed(pairs, first, second)
         assert needed is not None
         share = (first + second) / pairs
@@ -447,5 +520,6 @@ def test_so_many_pairs_show_the_difference_about_four_times_of_five() -> None:
             for b in range(m + 1)
             if stats.binomial_p(b, m - b) <= 0.05
         )  # fmt: skip
-        assert 0.75 < power < 0.85
+        assert 0.75 < power < most
+    assert stats.pairs_needed(5, 5, 0) == 6  # five that all say the same show nothing: p = 0.0625
     assert stats.pairs_needed(20, 3, 3) is None

@@ -45,11 +45,11 @@ class Cpu(Backend):
             return False, ""
         if problem := other.unproved(bundle, options):
             return False, problem
-        from sinew.engine.onnx.backend import lacks_graphs
+        from sinew.engine.onnx.backend import lacks_graphs, once_made
 
         found = prepared.kept(bundle.path, other.name)
         if found is None or found.against != self.name:
-            asked = f"`sinew prepare {bundle.path}` measures it, as `sinew serve` does by itself"
+            asked = once_made(f"`sinew prepare {bundle.path}` measures it, as `sinew serve` does by itself")
             return False, lacks_graphs(bundle) or f"engine onnx was not measured beside it: {asked}"
         lacking = found.taken and lacks_graphs(bundle)
         return (False, lacking) if lacking else (found.taken, found.why)

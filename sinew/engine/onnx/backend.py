@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sinew.core.extras import install
 from sinew.core.hints import option
 from sinew.engine import prepared as findings
 from sinew.engine.backend import Backend, EngineOptions, installed, recipe
@@ -87,10 +88,15 @@ def lacks_graphs(bundle: Bundle) -> str:
 
     if (cache_folder(bundle.path, variant(usable_bits(bundle))) / "graphs.json").exists():
         return ""
-    return (
-        f"engine onnx has no graphs of this bundle yet: `sinew prepare` exports, proves and measures them, as `sinew"
-        f" serve` does by itself; {option('engine', 'onnx')} exports them alone"
-    )
+    asked = "`sinew prepare` exports, proves and measures them, as `sinew serve` does by itself;"
+    asked = once_made(f"{asked} {option('engine', 'onnx')} exports them alone")
+    return f"engine onnx has no graphs of this bundle yet: {asked}"
+
+
+def once_made(asked: str) -> str:
+    """Return what to ask for, or what is to be installed before anything can be exported."""
+    missing = next((module for module in MAKERS if not installed(module)), "")
+    return f"an export needs {missing}: {install(missing)}" if missing else asked
 
 
 BACKEND = Onnx()

@@ -61,6 +61,7 @@ def binomial_p(b: int, c: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
+FEW = 50  # pairs, of which the normal approximation may take too few: six have to disagree at least
 Z80 = 0.8416212335729143  # standard normal quantile at 0.8
 
 
@@ -69,13 +70,27 @@ def pairs_needed(pairs: int, only_first: int, only_second: int) -> int | None:
     four times of five; None where none was seen.
 
     Connor 1987 (Biometrics 43, 207 to 211): n = (z_a sqrt(p) + z_b sqrt(p - d^2))^2 / d^2 of the difference d and the
-    share p of pairs that disagree.
+    share p of pairs that disagree; more where these are few and the test, being exact, needs them.
     """
     if only_first == only_second:
         return None
     share, difference = (only_first + only_second) / pairs, abs(only_first - only_second) / pairs
     spread = Z95 * math.sqrt(share) + Z80 * math.sqrt(max(0.0, share - difference**2))
-    return math.ceil((spread / difference) ** 2 - 1e-9)
+    needed = math.ceil((spread / difference) ** 2 - 1e-9)
+    while needed <= FEW and mcnemar_power(needed, only_first / pairs, only_second / pairs) < 0.75:
+        needed += 1
+    return needed
+
+
+def mcnemar_power(pairs: int, only_first: float, only_second: float) -> float:
+    """Return how often McNemar's exact test at 5 % shows a difference, by the shares of pairs that disagree."""
+    agree, power = max(0.0, 1 - only_first - only_second), 0.0
+    for b in range(pairs + 1):
+        for c in range(pairs - b + 1):
+            if binomial_p(b, c) <= 0.05:
+                ways = math.comb(pairs, b) * math.comb(pairs - b, c)
+                power += ways * only_first**b * only_second**c * agree ** (pairs - b - c)
+    return power
 
 
 def anytime_p(disputed: Sequence[bool]) -> float:

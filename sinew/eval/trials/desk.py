@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from sinew_client.control.controller import PAUSED
 
 from sinew.core import SinewError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 SUCCESS, FAILURE, DISCARD = "success", "failure", "discard"
 LOST = 10  # requests without an answer after which a trial that nobody sees is given up
+READ = 1 << 16  # bytes of `--judge` at once, and of a line at most
 SET_UP, RUNS, JUDGED, OVER = "waits", "runs", "is judged", "is over"
 
 
@@ -51,7 +53,11 @@ class Desk:
                 self._file = os.open(judge, os.O_RDONLY | os.O_NONBLOCK)
             except OSError as error:
                 raise SinewError(f"--judge {judge}: {error.strerror}") from error
-            if stat.S_ISREG(os.fstat(self._file).st_mode):
+            mode = os.fstat(self._file).st_mode
+            if stat.S_ISDIR(mode):
+                self.close()
+                raise SinewError(f"--judge {judge}: expected a file or a FIFO, got a directory")
+            if stat.S_ISREG(mode):
                 os.lseek(self._file, 0, os.SEEK_END)
 
     def begin(self, loop: Loop) -> None:
@@ -114,19 +120,27 @@ class Desk:
     def _ask_robot(self) -> None:
         found = getattr(self.loop.robot, "success", None)
         if self.state == RUNS and found is not None:
+            if not isinstance(found, (bool, np.bool_)):
+                raise SinewError(f"success of the robot: expected True, False or None, got {found!r}")
             self.take(SUCCESS if found else FAILURE, "robot")
 
     def _look(self, _command: Any) -> None:
         """See after a control step whether the file, the robot or the time says something."""
         if self._file >= 0:
             with suppress(BlockingIOError):  # a FIFO to which nobody has written for now
-                self._rest += os.read(self._file, 65536)
+                self._rest += os.read(self._file, READ)
             *lines, self._rest = self._rest.split(b"\n")
+            if len(self._rest) > READ:  # without an end: it is not waited for
+                lines, self._rest = [*lines, self._rest], b""
+            refused = []
             for line in lines:
                 text, state = line.decode("utf-8", "replace").strip(), self.state
                 if not self.take(text, "file"):
                     expected = "go" if state == SET_UP else "success, failure or discard REASON"
-                    progress.say(f"--judge: expected {expected}, as the trial {state}, got {text[:80]!r}")
+                    refused.append(f"expected {expected}, as the trial {state}, got {text[:80]!r}")
+            if refused:  # in one sentence, as the robot moves meanwhile
+                more = f", and {len(refused) - 1} more lines" if refused[1:] else ""
+                progress.say(f"--judge: {refused[0]}{more}")
         self._ask_robot()
         if self.state == RUNS and self.limit is not None and self.tally.steps >= self.limit:
             self.take(FAILURE, "time")

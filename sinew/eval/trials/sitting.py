@@ -83,7 +83,7 @@ class Sitting:
         for line in text.splitlines():
             if line.startswith('{"begun"') and line.endswith("}"):
                 name = json.loads(line)["begun"]
-                self._begun[int(name[:3])].append(name)
+                self._begun[int(name.partition("-")[0])].append(name)
         self.episodes = [(self.keys.index(name), each) for (name, _), each in farm.episodes_of(text)]
 
     def _planned(self, order: int | None) -> int:
@@ -98,10 +98,12 @@ class Sitting:
                 raise SinewError(f"{path}: expected the plan of a sitting, got {error}") from None
             asked["order"] = before.get("order") if order is None else order
             for name, value in asked.items():
-                if before.get(name) != value:
+                if (planned := before.get(name)) != value:
+                    if name == "policies":
+                        name, planned, value = _unlike(planned, value)
                     raise SinewError(
                         f"--out {self.out}: expected a new folder, or the sitting that was planned there, with"
-                        f" {name} {before.get(name)}, got {value}"
+                        f" {name} {planned}, got {value}"
                     )
         elif (self.out / campaign.LOG).exists():
             raise SinewError(f"--out {self.out}: expected a new folder, got one of `sinew eval`")
@@ -163,7 +165,7 @@ class Sitting:
 
     def _append(self, line: bytes) -> None:
         with campaign.open_log(self.out / campaign.LOG) as file:
-            file.write(line)
+            farm.append(file, line)
             os.fsync(file.fileno())
 
     def plan(self, labels: Sequence[str]) -> dict[str, Any]:
@@ -194,3 +196,13 @@ class Sitting:
             ],
             "interrupted": [name for names in self._begun.values() for name in names if name not in ended],
         }
+
+
+def _unlike(planned: Sequence[str], asked: Sequence[str]) -> tuple[str, Any, Any]:
+    """Return the first thing in which policies are not those that were planned, by their keys."""
+    for number, keys in enumerate(zip(planned, asked, strict=False), 1):
+        before, now = (json.loads(key.rpartition(" #")[0]) for key in keys)
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                return f"{name} of policy {number}", before.get(name), now.get(name)
+    return "policies", len(planned), len(asked)

@@ -29,8 +29,7 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
     size, channels = frame.shape[:2], frame.shape[2]
     if out is None:
         out = np.empty((channels, height, width), np.float32)
-    lies_so = frame.dtype == np.uint8 and frame.strides[1:] == (3, 1) and out.strides[2] == out.itemsize
-    if _compiled and lies_so and channels == 3:
+    if _compiled and _lies_so(frame) and _takes(out, (3, height, width)):
         _compiled[0](frame, mixing(size, (height, width)), out)
         return out
     rows, first_row, second_row, upper_weight, weight = row_taps(size[0], height)
@@ -56,6 +55,15 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
     planes = out.transpose(1, 0, 2)
     np.add(upper.reshape(planes.shape), lower.reshape(planes.shape), out=planes)
     return out
+
+
+def _lies_so(frame: np.ndarray) -> bool:
+    """Return whether a frame is bytes of pixels side by side, as compiled kernels read them without another look."""
+    return frame.dtype == np.uint8 and frame.strides[1:] == (3, 1) and frame.shape[2] == 3 and frame.size > 0
+
+
+def _takes(out: np.ndarray, shape: tuple[int, ...]) -> bool:
+    return (out.dtype, out.shape, out.strides[2]) == (np.float32, shape, 4) and out.flags.behaved
 
 
 MOST_KEPT = 16 << 20  # bytes of one buffer; a larger one is given back

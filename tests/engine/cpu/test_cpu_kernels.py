@@ -169,6 +169,26 @@ def test_frames_are_resized_to_the_bits_of_numpy(
     bilinear.install(extension().resize)
 
 
+@pytest.mark.parametrize(
+    ("frame", "planes"),
+    [
+        ((0, 8, 3), np.zeros((3, 4, 4), np.float32)),
+        ((8, 8, 3), np.broadcast_to(np.float32(0), (3, 4, 4))),  # which nobody may write
+        ((8, 8, 3), np.zeros((3, 6, 6), np.float32)),
+    ],
+)
+def test_what_numpy_cannot_resize_the_library_does_not_touch(all_kernels, frame, planes) -> None:
+    """It looks at no bound itself: a frame without pixels, planes that are read only or too large."""
+    bilinear.install(partial(compiled._resize, *next(iter(all_kernels.values())).args))
+    pixels = np.full((9, 8, 3), 255, np.uint8)[: frame[0]]
+    with pytest.raises((ValueError, IndexError)):
+        bilinear.resize_bilinear(pixels, 4, 4, planes)
+    assert not planes.any()
+    wide = bilinear.resize_bilinear(np.full((8, 8, 3), 255, np.uint8), 4, 4, np.zeros((3, 4, 4)))
+    assert (wide == 1).all()  # float64, as numpy writes it
+    bilinear.install(extension().resize)
+
+
 def test_every_engine_resizes_by_a_library_that_is_kept_and_compiles_none(
     all_kernels, tmp_path, monkeypatch
 ) -> None:
