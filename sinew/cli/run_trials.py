@@ -42,6 +42,13 @@ HELP = {  # by the state of the trial
 }
 VARIED = ("replan", "handover", "solver_steps", "dtype", "device", "engine")  # that --compare may change
 MOST = 999  # scenes
+DRIVEN = (
+    "hz",
+    "seconds",
+    "prompt",
+    "stale",
+)  # how a trial is driven, and when it ends: alike in all of a sitting
+BY_CHUNKS = ("substeps", "max_age", "finish", "future", "advantage", "guidance_scale")
 
 
 @Parameter(name="*", group="Trials")
@@ -129,7 +136,10 @@ def run_trials(
         room = Room(stack, on, by, lead, trials, rigs, key)
         trials.out.mkdir(parents=True, exist_ok=True)
         stack.enter_context(farm.sole(trials.out, "a sitting has one robot"))
-        sitting = Sitting(trials.out, task, variants, count, trials.seed, trials.order, trials.sequential)
+        rules = {name: getattr(on, name) for name in DRIVEN} | {name: getattr(by, name) for name in BY_CHUNKS}
+        sitting = Sitting(
+            trials.out, task, variants, count, trials.seed, trials.order, trials.sequential, rules
+        )
         failed = room.play(sitting)
         record, due = room.report(sitting), sitting.due()
     if due is None and record is not None:

@@ -188,6 +188,7 @@ def test_a_plan_is_not_changed_on_the_way(sitting: Path, capsys: pytest.CaptureF
     for flags, said in (
         (("--trials", 4), "with scenes 2, got 4"),
         (("--trials", 2, "--order", 2), "with order 1, got 2"),
+        (("--trials", 2, "--seconds", 9), "with seconds None, got 9.0"),
     ):
         assert typed(*robot, *flags) == 1
         assert said in " ".join(capsys.readouterr().err.split())

@@ -15,9 +15,10 @@ import json
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,8 @@ class Sitting:
     """The trials of a folder: those that were played, and which is due.
 
     scenes: that each policy meets. seed: of the first. order: what the order follows from; drawn if absent.
-    sequential: end also once the difference of the two policies is shown (``stats.anytime_p``). Raises
-    :class:`SinewError` for a folder with another plan.
+    sequential: end also once the difference of the two policies is shown (``stats.anytime_p``). rules: how each trial
+    is driven and ends, by name. Raises :class:`SinewError` for a folder with another plan.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Sitting:
         seed: int,
         order: int | None = None,
         sequential: bool = False,
+        rules: Mapping[str, Any] = MappingProxyType({}),
     ):
         if sequential and len(variants) != 2:
             raise SinewError(f"--sequential: expected two policies to compare, got {len(variants)}")
@@ -71,7 +73,7 @@ class Sitting:
         self.scenes, self.seed, self.sequential = scenes, seed, sequential
         names = [key(task, variant) for variant in variants]  # servers of one name say the same of themselves
         self.keys = [f"{name} #{names[:at].count(name) + 1}" for at, name in enumerate(names)]
-        self.order = self._planned(order)
+        self.order = self._planned(order, rules)
         self._schedule = [
             (scene, int(policy))
             for scene in range(scenes)
@@ -86,10 +88,10 @@ class Sitting:
                 self._begun[int(name.partition("-")[0])].append(name)
         self.episodes = [(self.keys.index(name), each) for (name, _), each in farm.episodes_of(text)]
 
-    def _planned(self, order: int | None) -> int:
+    def _planned(self, order: int | None, rules: Mapping[str, Any]) -> int:
         """Write the plan, or read that of a sitting that goes on; return what its order follows from."""
         asked: dict[str, Any] = {"format": FORMAT, "scenes": self.scenes, "seed": self.seed}
-        asked |= {"sequential": self.sequential, "policies": self.keys}
+        asked |= {"sequential": self.sequential, "policies": self.keys, **rules}
         path = self.out / PLAN
         if path.exists():
             try:
