@@ -101,7 +101,7 @@ class Sitting:
             asked["order"] = before.get("order") if order is None else order
             for name, value in asked.items():
                 if (planned := before.get(name)) != value:
-                    if name == "policies":
+                    if name == "policies" and isinstance(planned, list):
                         name, planned, value = _unlike(planned, value)
                     raise SinewError(
                         f"--out {self.out}: expected a new folder, or the sitting that was planned there, with"
