@@ -5,6 +5,7 @@ Of a bundle load, warm-up and steady state are timed apart; a server is asked by
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from sinew_client.policy import is_address
 
 from sinew.cli import terminal
 from sinew.cli.bench_server import ASKING, AskingFlags, ask
-from sinew.cli.options import RUNS, CountIfAny, Flag, PositiveIfAny, Runs, changed, image_size_of
+from sinew.cli.options import RUNS, CountIfAny, Flag, Positive, PositiveIfAny, Runs, changed, image_size_of
 from sinew.core import ObservationError, SinewError
 from sinew.engine.backend import AUTO, BACKENDS
-from sinew.eval.report.stats import p99_of, stage_statistics
-from sinew.perf.machine.bench import PHASES, PROMPT, hardware, make_observation, measure
+from sinew.eval.report.stats import p99_of, ratio_of_medians, stage_statistics
+from sinew.perf.machine.bench import PHASES, PROMPT, SCHEMA, hardware, make_observation, measure
 from sinew.perf.machine.ladder import Observe, Rung
 from sinew.perf.machine.ladder import ladder as climb
 from sinew.system import progress
@@ -40,10 +41,13 @@ def bench(
     fit_steps: str | None = None,
     ladder: Flag = False,
     deadline_ms: PositiveIfAny = None,
+    baseline: Path | None = None,
+    slower: Positive = 5.0,
 ) -> int:
     """Time a bundle, or the answers of a server, stage by stage.
 
-    Frames are noise and the state is zero: their content does not change the work.
+    Frames are noise and the state is zero: their content does not change the work. Exit status 1 where --baseline says
+    that it is slower than before.
 
     Args:
         target: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub, or the address of
@@ -59,9 +63,14 @@ def bench(
             processor time, memory, and how far its actions lie from eager's.
         deadline_ms: count the inferences that take longer; a server refuses a request that would begin later than this
             after its arrival.
+        baseline: what --json FILE wrote of an earlier run of the same work on the same machine: compare the medians.
+        slower: percent that the median may be above the baseline's; more than chance and that is a failure.
     """
     size = image_size_of(image_size)
-    here = {"--threads": threads, "--fit-steps": fit_steps, "--ladder": ladder or None}
+    here = {
+        "--threads": threads, "--fit-steps": fit_steps, "--ladder": ladder or None, "--baseline": baseline
+    }  # fmt: skip
+    before = None if baseline is None else read_baseline(baseline)
     if is_address(target):
         given = changed(load) or next((flag for flag, value in here.items() if value is not None), None)
         if given is not None:
@@ -73,7 +82,9 @@ def bench(
     counts = parse_steps(fit_steps) if fit_steps else ()
     options = load.keywords() | {"threads": threads}
     if ladder:
-        for flag, other in {"--fit-steps": fit_steps, "--deadline-ms": deadline_ms}.items():
+        for flag, other in {
+            "--fit-steps": fit_steps, "--deadline-ms": deadline_ms, "--baseline": baseline
+        }.items():  # fmt: skip
             if other is not None:
                 raise SinewError(f"{flag}: expected none beside --ladder, got {other}")
         if options.pop("engine") != AUTO:
@@ -96,8 +107,56 @@ def bench(
         result["deadline"] = {"ms": deadline_ms, "misses": misses, "miss_rate": misses / runs}
     result["command"] = terminal.typed()
     print_report(result)
+    failed = before is not None and compare(before, result, slower)
     terminal.emit(result)
-    return 0
+    return int(failed)
+
+
+def read_baseline(path: Path) -> dict[str, Any]:
+    """Return what an earlier run wrote. Raises :class:`SinewError` for a file that is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        _work(found)
+        if np.asarray(found["samples_ms"]["total"], np.float64).size and found["schema"] == SCHEMA:
+            return found
+    except OSError as error:
+        raise SinewError(f"--baseline {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise SinewError(
+        f"--baseline {path}: expected what `sinew bench BUNDLE --json {path}` wrote, got something else"
+    )
+
+
+def compare(before: dict[str, Any], result: dict[str, Any], slower: float) -> bool:
+    """Print the median over the baseline's and return whether it is slower; what was compared enters the result.
+
+    Raises :class:`SinewError` where the work or the machine is another one; engine and precision may differ.
+    """
+    for (name, was), (_, now) in zip(_work(before).items(), _work(result).items(), strict=True):
+        if was != now:
+            raise SinewError(f"--baseline: expected the same {name}, {now}, got {was}")
+    samples = (each["samples_ms"]["total"] for each in (before, result))
+    ratio, low, high = ratio_of_medians(*samples)
+    failed = low > 1 + slower / 100
+    result["baseline"] = {"ratio": ratio, "interval": [low, high], "slower_percent": slower, "failed": failed}
+    engine, dtype = (before["policy"][name] for name in ("engine", "dtype"))
+    verdict = f"slower by more than {slower:g} %" if failed else f"not shown to be {slower:g} % slower"
+    earlier = f"{engine}, {dtype}, {before['date']}"
+    terminal.console().print(
+        f"{ratio:.3f} of the baseline's median ({low:.3f} to {high:.3f}; {earlier}): {verdict}",
+        soft_wrap=True,
+    )
+    return failed
+
+
+def _work(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what two runs must have in common to be compared."""
+    policy, machine = record["policy"], record["hardware"]
+    names = ("architecture", "device", "frames", "chunk_size", "solver_steps", "prompt_tokens")
+    return {"cpu": machine["cpu"], "cores": machine["cores"], "threads": record["threads"]} | {
+        name: policy[name] for name in names
+    }
 
 
 def print_ladder(bundle: Path, runs: int, options: dict[str, Any], observe: Observe) -> int:

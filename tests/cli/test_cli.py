@@ -322,6 +322,28 @@ def test_bench_report_and_json(smolvla_bundle, tmp_path: Path) -> None:
         assert word in result.stdout
 
 
+def test_bench_fails_where_it_is_slower_than_before(tmp_path: Path, capsys) -> None:
+    out, words = tmp_path / "before.json", ["bench", "pen", "--runs", "5", "--threads", "1"]
+    assert main([*words, "--json", str(out)]) == 0
+    before = json.loads(out.read_text())
+    again = [*words, "--baseline", str(out), "--json", str(tmp_path / "now.json")]
+    for factor, code in ((100.0, 0), (0.01, 1)):  # no machine is a hundred times as slow a second later
+        samples = [factor * each for each in before["samples_ms"]["total"]]
+        out.write_text(json.dumps(before | {"samples_ms": {"total": samples}}))
+        assert main(again) == code
+        found = json.loads((tmp_path / "now.json").read_text())["baseline"]
+        low, high = found["interval"]
+        assert (found["failed"], low <= found["ratio"] <= high) == (bool(code), True)
+    capsys.readouterr()
+    for other, message in (
+        (before | {"threads": 7}, "--baseline: expected the same threads, 1, got 7"),
+        ([], f"--baseline {out}: expected what `sinew bench BUNDLE --json {out}` wrote"),
+    ):
+        out.write_text(json.dumps(other))
+        assert main(again) == 1
+        assert message in capsys.readouterr().err
+
+
 def test_bench_refuses_a_bad_size(capsys) -> None:
     code = main(["bench", "any.gguf", "--image-size", "24"])
     assert_one_error_line(code, *capsys.readouterr(), "--image-size", "HEIGHTxWIDTH", "'24'")
