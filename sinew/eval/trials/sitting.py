@@ -102,7 +102,7 @@ class Sitting:
             for name, value in asked.items():
                 if (planned := before.get(name)) != value:
                     if name == "policies":
-                        name, planned, value = _unlike(planned, value)
+                        name, planned, value = _unlike(planned or (), value)
                     raise SinewError(
                         f"--out {self.out}: expected a new folder, or the sitting that was planned there, with"
                         f" {name} {planned}, got {value}"
