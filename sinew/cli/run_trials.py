@@ -272,7 +272,11 @@ class Room(Keys):
         from sinew.eval.runner import StepByStep
         from sinew.eval.trials.desk import scene_noise
 
-        turn, machine = self.turn, self.machine
+        turn, machine, self.typing = (
+            self.turn,
+            self.machine,
+            None,
+        )  # a reason begun for the last one is not this one's
         rig, variant = self.rigs[turn.variant], sitting.variants[turn.variant]
         if self.alone:
             with of_robot():

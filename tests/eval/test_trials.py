@@ -386,6 +386,26 @@ class Unsure(Bench):
         Dry.act(self, row)
 
 
+class Slow(Bench):
+    """A verdict of its first trial comes while it sets the second up."""
+
+    def set_up(self, seed: int) -> None:
+        super().set_up(seed)
+        if self._trials == 2:
+            Path("said").write_text("failure\n")
+
+
+def test_a_verdict_that_comes_too_late_is_not_the_next_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("said").touch()
+    words = (PEN, "--robot", f"{__name__}:Slow", "--hz", "60", "--trials", 2, "--out", "out")
+    assert typed(*words, "--judge", "said", "--go") == 0
+    assert [(each["judge"], each["success"]) for each in lines(Path("out"))] == [("robot", True)] * 2
+    assert "as the trial is over, got 'failure'" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("robot", "said"),
     [

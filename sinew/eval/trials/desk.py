@@ -63,6 +63,8 @@ class Desk:
     def begin(self, loop: Loop) -> None:
         """Take a trial that is set up, which waits or begins."""
         self.loop, self.tally = loop, TrialTally()
+        if not self.waits:
+            self._read()  # what was written too late for the last trial is said of none
         self.verdict, self.by, self.note, self.seconds, self.state = "", "", "", 0.0, SET_UP
         loop.listeners.append(self.tally.hear)
         loop.watch(self._look)
@@ -124,8 +126,8 @@ class Desk:
                 raise SinewError(f"success of the robot: expected True, False or None, got {found!r}")
             self.take(SUCCESS if found else FAILURE, "robot")
 
-    def _look(self, _command: Any) -> None:
-        """See after a control step whether the file, the robot or the time says something."""
+    def _read(self) -> None:
+        """Do what the file says."""
         if self._file >= 0:
             with suppress(BlockingIOError):  # a FIFO to which nobody has written for now
                 self._rest += os.read(self._file, READ)
@@ -141,6 +143,10 @@ class Desk:
             if refused:  # in one sentence, as the robot moves meanwhile
                 more = f", and {len(refused) - 1} more lines" if refused[1:] else ""
                 progress.say(f"--judge: {refused[0]}{more}")
+
+    def _look(self, _command: Any) -> None:
+        """See after a control step whether the file, the robot or the time says something."""
+        self._read()
         self._ask_robot()
         if self.state == RUNS and self.limit is not None and self.tally.steps >= self.limit:
             self.take(FAILURE, "time")
