@@ -186,7 +186,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     robot = ("--robot", f"{__name__}:Patient", "--robot-options", '{"commands": 96}')
     robot += ("--record", str(journal), "--frames", str(frames))
     options = ("--handover", "freeze", "--replan", "4", *PLAIN[2:])
-    assert main(["run", str(BLOCKS), *robot, *options, "--hz", "200", "--json"]) == 0
+    assert main(["run", str(BLOCKS), *robot, *options, "--hz", "50", "--json"]) == 0
     said = capsys.readouterr()
     report = json.loads(said.out.strip().splitlines()[-1])
     motion = report["motion"]["motion"]
@@ -204,7 +204,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     assert main(["recording", "dataset", str(frames), str(tmp_path / "set"), "--json"]) == 0
     assert last_json(capsys)["frames"] > 48  # a period that was skipped may cost some
-    assert json.loads((tmp_path / "set" / "meta" / "info.json").read_text())["fps"] == 200
+    assert json.loads((tmp_path / "set" / "meta" / "info.json").read_text())["fps"] == 50
     assert main(["recording", "dataset", str(journal), str(tmp_path / "none")]) == 1
     assert f"{journal}: no records (*.npz) there; " in capsys.readouterr().err
 
