@@ -29,7 +29,7 @@ from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.engine import Engine, Facts, Watch
 from sinew.engine.plan.plan import Plan
-from sinew.engine.stores import precision_of
+from sinew.engine.precision import precision_of
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Speaker, Spoken
 from sinew.models.solvers import Guidance, solve

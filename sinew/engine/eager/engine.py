@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from sinew.core import RTC, SinewError, did_you_mean
 from sinew.engine.engine import Context, Engine, Facts, Watch
 from sinew.engine.example import Inputs
+from sinew.engine.precision import precision_of
 from sinew.engine.reuse import Reuse
-from sinew.engine.stores import precision_of
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Model, Said, Speaker
 from sinew.models.solvers import Guidance, solve
