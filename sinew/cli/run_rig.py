@@ -1,4 +1,4 @@
-"""What drives a robot by chunks, for ``sinew run``: the flags of that, a policy that is open, and its loop."""
+"""Open what drives a robot by chunks, for ``sinew run``: its flags, a policy, and the loop over both."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def _same_robot(first: dict[str, Any], policy: dict[str, Any], name: str, posed:
 
 
 class Room(Keys):
-    """Where trials are played: the robot, the policies, and the keyboard."""
+    """Holds what trials are played with: the robot, the policies, and the keyboard."""
 
     turn: DueTrial
 

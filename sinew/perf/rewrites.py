@@ -1,4 +1,4 @@
-"""What each rewrite of the plan does to one bundle's model, and what it saves: the program before and after."""
+"""Count what each rewrite of the plan does to one bundle's model, and what it saves: the program before and after."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SET_UP, RUNS, JUDGED, OVER = "waits", "runs", "is judged", "is over"
 
 
 class Desk:
-    """Where verdicts arrive, from any thread; one for all trials of a sitting.
+    """Takes verdicts from any thread; one for all trials of a sitting.
 
     waits: somebody says when a trial begins. asks: and keeps a verdict, which may be changed until then. limit: control
     steps after which a trial has failed. state: SET_UP, RUNS, JUDGED or OVER. verdict, by, note: how it ended, who said
