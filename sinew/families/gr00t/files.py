@@ -57,7 +57,7 @@ class Embodiment:
 
 @dataclass(frozen=True)
 class RobotRecord:
-    """Holds what files say of the robot. language: the instruction's key on the GR00T wire. files: those that say it. notes:
+    """Holds what files say of the robot. language: the instruction's key on the GR00T wire. files: which. notes:
     what was assumed."""
 
     embodiment: Embodiment
