@@ -5,7 +5,9 @@ Space begins, pauses and goes on; ``s``, ``f`` and ``d`` say how it ended; Enter
 
 from __future__ import annotations
 
+import inspect
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +20,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 from sinew_client.policy import is_address
+from sinew_client.signals import handled
 
 from sinew.cli import status, terminal
 from sinew.cli.eval import print_report
@@ -209,6 +212,13 @@ class Room(Keys):
         super().__init__(None)  # type: ignore[arg-type] # each trial brings its loop
         self.on, self.rigs, self.key, self.machine = on, rigs, key, rigs[0].robot.machine
         self.alone = hasattr(self.machine, "success") and hasattr(self.machine, "set_up")
+        if self.alone:
+            try:
+                inspect.signature(self.machine.set_up).bind(0)
+            except TypeError as error:
+                raise SinewError(
+                    f"robot: expected a method set_up(seed), which sets a scene up: {error}"
+                ) from None
         self.keyboard = sys.stdin.isatty() and sys.stdout.isatty()
         waits = (self.keyboard or trials.judge is not None) and not by.go
         if not (waits or self.alone):
@@ -279,7 +289,11 @@ class Room(Keys):
         )  # a reason begun for the last one is not this one's
         rig, variant = self.rigs[turn.variant], sitting.variants[turn.variant]
         if self.alone:
-            with of_robot():
+            # No loop runs yet that a signal could end: whatever is open is closed on the way out.
+            with (
+                handled((signal.SIGTERM, signal.SIGHUP), lambda number, _: sys.exit(128 + number)),
+                of_robot(),
+            ):
                 machine.set_up(turn.seed)
         latencies: list[float] = []
         connect = asking(rig.connect, scene_noise(turn.seed, variant.solver_steps), latencies)

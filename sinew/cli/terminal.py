@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import (
@@ -104,9 +104,29 @@ def typed() -> str:
     return shlex.join(["sinew", *sys.argv[1:]])
 
 
+class _Table(Table):
+    """A table whose rows stand one below the other, a line for each column, where it is too wide for the terminal."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.row_count or self.__rich_measure__(console, options).minimum <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        if self.title:
+            yield Text.from_markup(str(self.title), style="italic")
+        names = [str(column.header) for column in self.columns]
+        for cells in zip(*(column.cells for column in self.columns), strict=True):
+            row = Table(show_header=False, box=None, pad_edge=False)
+            row.add_column(style="bold")
+            row.add_column(overflow="fold")
+            for name, cell in zip(names, cells, strict=True):
+                row.add_row(name, cell)
+            yield row
+            yield ""
+
+
 def table(title: str | None, *columns: str, rows: Iterable[Sequence[str]] = (), **options: Any) -> Table:
     """Return a table of rows; a column whose name begins with ``>`` has numbers, and is set to the right."""
-    made = Table(title=title, **options)
+    made = _Table(title=title, **options)
     for name in columns:
         made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
     for row in rows:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 import sinew
 from sinew.bundle import Bundle
@@ -337,3 +338,20 @@ def test_a_policy_shows_what_it_is() -> None:
     shown = repr(sinew.load(PEN, "cpu"))
     for words in ("'pen' (smolvla)", "cameras now, previous", "engine plan on cpu", "fp32"):
         assert words in shown
+
+
+@pytest.mark.parametrize(("width", "stands"), [(100, False), (40, True)])
+def test_a_table_that_is_too_wide_stands_row_below_row(width: int, stands: bool) -> None:
+    """Whole: no number and no name is cut."""
+    names = [f"a column of words {n}" for n in range(9)]
+    rows = [[f"{row}.{n}-of-some-length" for n in range(9)] for row in range(2)]
+    made = terminal.table(
+        "two rows", *names[: 9 if stands else 3], rows=[r[: 9 if stands else 3] for r in rows]
+    )
+    with (console := Console(width=width)).capture() as found:
+        console.print(made)
+    lines = found.get().splitlines()
+    assert max(map(len, lines)) <= width
+    assert ("a column of words 0 0.0-of-some-length" in " ".join(lines[1].split())) is stands
+    shown = [cell for row in rows for cell in row if cell in found.get()]
+    assert len(shown) == (18 if stands else 6)

@@ -41,6 +41,8 @@ pytestmark = pytest.mark.usefixtures("forked")
 PATIENCE = 300.0  # seconds until a test that waits gives up
 TASK, SEEDS = Task("sinew/Pen-v0"), range(5000, 5030)
 FEW = SEEDS[:12]  # where nothing has to be killed three times before the end
+# Who is killed plays the expert's episodes, which need no seconds of imports in each process; slow tests, the policy's.
+EXPERT, MANY = Variant("expert", 8, Latency("uniform:0-3"), "aligned"), range(5000, 5060)
 CLOCKS = ("key", "latency_ms", "wall_s", "peak_bytes")  # what differs between two runs
 
 
@@ -48,10 +50,11 @@ def pen(**more: Any) -> Variant:
     return Variant(str(PEN), 8, Latency("uniform:0-3"), "aligned", solver_steps=2, **more)
 
 
-def command(out: Path, *more: object, seeds: range = SEEDS) -> list[object]:
+def command(out: Path, *more: object, seeds: range = SEEDS, target: Path | str = PEN) -> list[object]:
+    steps = () if target == EXPERT.target else ("--solver-steps", 2)
     return [
-        *(sys.executable, "-m", "sinew", "eval", PEN, "--env", TASK.env, "--episodes", len(seeds)),
-        *("--replan", 8, "--latency", "uniform:0-3", "--solver-steps", 2, "--out", out, *more),
+        *(sys.executable, "-m", "sinew", "eval", target, "--env", TASK.env, "--episodes", len(seeds)),
+        *("--replan", 8, "--latency", "uniform:0-3", *steps, "--out", out, *more),
     ]
 
 
@@ -79,9 +82,21 @@ def outcomes(out: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def few() -> list[dict[str, Any]]:
+    """The first episodes as this process plays them, one after the other."""
+    return content(campaign.run(TASK, [pen()], FEW)[0])
+
+
+@pytest.fixture(scope="module")
 def alone() -> list[dict[str, Any]]:
-    """The episodes as this process plays them, one after the other."""
+    """All of them, for tests that are slow."""
     return content(campaign.run(TASK, [pen()], SEEDS)[0])
+
+
+@pytest.fixture(scope="module")
+def experts() -> list[dict[str, Any]]:
+    """The expert's, of many seeds."""
+    return content(campaign.run(TASK, [EXPERT], MANY)[0])
 
 
 # ----------------------------------------------------------------------------- the same episodes
@@ -89,9 +104,9 @@ def alone() -> list[dict[str, Any]]:
 
 @needs_pen
 @pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_shards_play_the_same_episodes(shards: int, alone: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_shards_play_the_same_episodes(shards: int, few: list[dict[str, Any]], tmp_path: Path) -> None:
     found = campaign.run(TASK, [pen()], FEW, workers=shards, out=tmp_path)
-    assert content(found[0]) == alone[: len(FEW)]
+    assert content(found[0]) == few
     assert sorted(outcomes(tmp_path)) == list(FEW)
     assert not (tmp_path / farm.FOLDER).exists()
 
@@ -188,13 +203,13 @@ def test_groups_follow_from_seeds_and_variant() -> None:
 
 
 @needs_pen
-def test_killed_shards_lose_nothing(tmp_path: Path, alone: list[dict[str, Any]]) -> None:
-    _kill_shards(tmp_path, alone, kills=2, shards=2)
+def test_killed_shards_lose_nothing(tmp_path: Path, experts: list[dict[str, Any]]) -> None:
+    _kill_shards(tmp_path, experts, kills=2, shards=2, seeds=MANY, target=EXPERT.target)
 
 
 @needs_pen
-def test_killed_heads_lose_nothing(tmp_path: Path, alone: list[dict[str, Any]]) -> None:
-    _kill_heads(tmp_path, alone, kills=2, seeds=SEEDS[:20])
+def test_killed_heads_lose_nothing(tmp_path: Path, experts: list[dict[str, Any]]) -> None:
+    _kill_heads(tmp_path, experts, kills=2, seeds=MANY, target=EXPERT.target)
 
 
 @pytest.mark.slow
@@ -205,11 +220,19 @@ def test_thirty_kills_lose_nothing(kill: str, tmp_path: Path, alone: list[dict[s
     (_kill_shards if kill == "shards" else _kill_heads)(tmp_path, alone, kills=15)
 
 
-def _kill_shards(out: Path, alone: list[dict[str, Any]], kills: int, shards: int = 3) -> None:
+def _kill_shards(
+    out: Path,
+    alone: list[dict[str, Any]],
+    kills: int,
+    shards: int = 3,
+    seeds: range = SEEDS,
+    target: Path | str = PEN,
+) -> None:
     """Kill a shard at a random moment after something more has been played, so often."""
     rng = random.Random(0)
     killed = 0
-    with processes.Process(command(out, "--shards", shards), stdout=subprocess.PIPE) as process:
+    words = command(out, "--shards", shards, seeds=seeds, target=target)
+    with processes.Process(words, stdout=subprocess.PIPE) as process:
         while killed < kills and process.poll() is None:
             before = len(_played(out))
             wait_for(lambda before=before: len(_played(out)) > before or process.poll() is not None)
@@ -219,17 +242,18 @@ def _kill_shards(out: Path, alone: list[dict[str, Any]], kills: int, shards: int
                 killed += 1
         assert process.wait(PATIENCE) == 0
     assert killed >= min(kills, 3)
-    assert [outcomes(out)[seed] for seed in SEEDS] == alone
+    assert [outcomes(out)[seed] for seed in seeds] == alone
     assert not (out / farm.FOLDER).exists()
 
 
-def _kill_heads(out: Path, alone: list[dict[str, Any]], kills: int, seeds: range = SEEDS) -> None:
+def _kill_heads(
+    out: Path, alone: list[dict[str, Any]], kills: int, seeds: range = SEEDS, target: Path | str = PEN
+) -> None:
     """Kill the run and some of its shards at random moments; the same command goes on each time."""
     rng = random.Random(1)
+    words = command(out, "--shards", 2, seeds=seeds, target=target)
     for _ in range(kills):
-        with processes.Process(
-            command(out, "--shards", 2, seeds=seeds), stdout=subprocess.DEVNULL
-        ) as process:
+        with processes.Process(words, stdout=subprocess.DEVNULL) as process:
             before = len(_played(out))
             wait_for(lambda p=process, n=before: len(_played(out)) > n or p.poll() is not None)
             time.sleep(rng.uniform(0, 0.2))
@@ -238,9 +262,9 @@ def _kill_heads(out: Path, alone: list[dict[str, Any]], kills: int, seeds: range
                     os.kill(pid, signal.SIGKILL)
             process.send_signal(signal.SIGKILL)
             process.wait()
-    with processes.Process(command(out, "--shards", 2, seeds=seeds), stdout=subprocess.DEVNULL) as process:
+    with processes.Process(words, stdout=subprocess.DEVNULL) as process:
         assert process.wait(PATIENCE) == 0
-    assert [outcomes(out)[seed] for seed in seeds] == alone[: len(seeds)]
+    assert [outcomes(out)[seed] for seed in seeds] == alone
     assert not (out / farm.FOLDER).exists()
 
 
@@ -292,7 +316,7 @@ def test_another_process_joins_and_its_loss_is_made_up_for(
 
 
 @needs_pen
-def test_a_shard_that_stood_still_counts_once(tmp_path: Path, alone: list[dict[str, Any]]) -> None:
+def test_a_shard_that_stood_still_counts_once(tmp_path: Path, few: list[dict[str, Any]]) -> None:
     """SIGSTOP: its lease ages, another one plays the episode, and then it wakes and stores it as well."""
     queue = farm.EpisodeQueue(tmp_path, "first", lease_s=0.1)
     queue.make()
@@ -313,7 +337,7 @@ def test_a_shard_that_stood_still_counts_once(tmp_path: Path, alone: list[dict[s
     other.store(job, plan.keys[0], [episode])
     queue.beat()
     queue.store(job, plan.keys[0], [episode])
-    assert content(queue.read(job, plan.keys[0]) or []) == alone[:1]
+    assert content(queue.read(job, plan.keys[0]) or []) == few[:1]
     assert not queue.claim(job)
     assert not _leases(tmp_path)
 
@@ -334,10 +358,10 @@ def _shards_of(queue: Path) -> Iterator[int]:
 
 @needs_pen
 def test_hosts_that_see_no_folder_join_by_address(
-    tmp_path: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, few: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bundle comes with the plan; the head is killed; nothing is lost, nothing is there twice."""
-    _kill_heads_and_hosts(tmp_path, alone, monkeypatch, kills=1, seeds=FEW)
+    _kill_heads_and_hosts(tmp_path, few, monkeypatch, kills=1, seeds=FEW)
 
 
 @pytest.mark.slow

@@ -378,12 +378,39 @@ class Unhomed(Bench):
         raise ValueError("the arm is not homed")
 
 
+class Seedless(Bench):
+    def set_up(self) -> None:  # type: ignore[override] # as somebody may write it
+        pass
+
+
 class Unsure(Bench):
     def set_up(self, seed: int) -> None:
         self.success = "no"  # which Python takes for true
 
     def act(self, row: np.ndarray) -> None:
         Dry.act(self, row)
+
+
+class Told(Bench):
+    """It is told to end while a person lays the scene out."""
+
+    def set_up(self, seed: int) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("it went on")
+
+    def close(self) -> None:
+        Path("closed").touch()
+
+
+def test_a_signal_while_a_scene_is_set_up_closes_the_robot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        typed(PEN, "--robot", f"{__name__}:Told", "--hz", "60", "--trials", 1, "--out", "out")
+    assert Path("closed").exists()
+    assert not lines(Path("out"))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 class Slow(Bench):
@@ -410,6 +437,10 @@ def test_a_verdict_that_comes_too_late_is_not_the_next_trials(
     ("robot", "said"),
     [
         (Unhomed, "the robot raised ValueError: the arm is not homed (set_up, test_trials.py:"),
+        (
+            Seedless,
+            "robot: expected a method set_up(seed), which sets a scene up: too many positional arguments",
+        ),
         (Unsure, "success of the robot: expected True, False or None, got 'no'"),
     ],
 )

@@ -531,6 +531,7 @@ def test_the_page_in_a_browser(smolvla_bundle: Callable[[str], Path], tmp_path: 
         stack.enter_context(made.running())
         page.wait("document.getElementById('status').className === 'good'")
         stop.set()
+        driving.join()  # while somebody answers: it would wait for the server that ends now
 
 
 # How many pixels of a canvas are painted.

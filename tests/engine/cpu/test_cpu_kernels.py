@@ -190,7 +190,7 @@ def test_what_numpy_cannot_resize_the_library_does_not_touch(all_kernels, frame,
 
 
 def test_every_engine_resizes_by_a_library_that_is_kept_and_compiles_none(
-    all_kernels, tmp_path, monkeypatch
+    all_kernels, tmp_path, monkeypatch, caplog
 ) -> None:
     def taken(**environment: str) -> bool:
         bilinear.install(None)
@@ -206,6 +206,8 @@ def test_every_engine_resizes_by_a_library_that_is_kept_and_compiles_none(
     assert not list(tmp_path.iterdir())
     assert not taken(**{compiled.SWITCH: "off"})
     assert taken(**{compiled.SWITCH: "portable"})
+    assert not taken(**{compiled.SWITCH: "sse9"})
+    assert f"numpy resizes frames: {compiled.SWITCH}=sse9: this CPU has " in caplog.text
     bilinear.install(extension().resize)
 
 

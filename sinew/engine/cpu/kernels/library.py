@@ -78,6 +78,7 @@ def take_kept_resize() -> None:
         return  # who needs the library is told by extension()
     names = kernel_names(library)
     if asked and asked not in names:
+        log.warning("numpy resizes frames: %s=%s: this CPU has %s", SWITCH, asked, ", ".join(names))
         return
     index = names.index(asked) if asked else 0
     resize = partial(_resize, library, index)
