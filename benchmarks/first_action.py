@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from sinew.system import machine
+from sinew.core import machine
 
 LAPS = ("import", "load", "first", "second")
 

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from sinew.system import machine
+from sinew.core import machine
 
 machine.limit_spinning()  # before torch
 

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sinew.system import machine
+from sinew.core import machine
 
 machine.limit_spinning()  # before torch
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sinew.system import machine
+from sinew.core import machine
 
 KINDS = ("all new", "one view new", "instruction new", "state new", "nothing new")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from sinew.system import machine
+from sinew.core import machine
 
 machine.limit_spinning()  # before torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sinew.system import machine
+from sinew.core import machine
 
 if TYPE_CHECKING:
     from sinew_client.policy import connect

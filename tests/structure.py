@@ -26,7 +26,7 @@ WALLS = {
     "perf": {"cli"},
     "cli/perf": set(),
     "vlacpp": {"cli/export.py"},
-    "sim": {"opening.py", "eval"},
+    "sim": {"serve/opening.py", "eval"},
     "eval/dataset": {"cli/dataset.py"},
     "eval/demo": {"cli/demo.py"},
     "presets": {"families/smolvla/random_checkpoint"},

@@ -13,11 +13,9 @@ from tests.structure import MUTUAL, ROOT, WALLS, Structure, imported_modules, im
 STOREYS = [
     {"cli"},
     {"eval", "perf"},
-    {"opening"},
     {"checks", "serve", "sim"},
     {"stream"},
     {"policy"},
-    {"sources"},
     {"vlacpp"},
     {"families"},
     {"presets"},
@@ -26,7 +24,7 @@ STOREYS = [
     {"layers", "processing", "records"},
     {"bundle"},
     {"steps"},
-    {"core", "system"},
+    {"core"},
 ]
 STRUCTURE = Structure()
 PACKAGE, FILES, room_of = STRUCTURE.package, STRUCTURE.files, STRUCTURE.room_of
@@ -122,8 +120,8 @@ def test_storage_exchanges_no_class() -> None:
     assert STRUCTURE.exchanged_classes() == {"engine/plan/rewrite.py"}
 
 
-# Who names the server beside itself and the verbs: its own choice of batches, and who opens a recording as a policy.
-SERVED = {"perf/fleet.py", "opening.py"}
+# Who names the server beside itself and the verbs: its own choice of batches.
+SERVED = {"perf/fleet.py"}
 
 
 def test_records_are_read_without_the_server() -> None:
@@ -161,7 +159,7 @@ def test_folders_are_in_no_circle() -> None:
 
 # Arrows from a room to another that it imports, of all and of those of the core. The numbers only fall: who needs one
 # more cuts one first.
-MOST_ARROWS, MOST_CORE_ARROWS = 112, 89
+MOST_ARROWS, MOST_CORE_ARROWS = 92, 71
 
 
 def test_rooms_import_few_others() -> None:

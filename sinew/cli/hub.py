@@ -9,9 +9,8 @@ from cyclopts import Parameter
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag
-from sinew.core import SinewError
-from sinew.sources import hub, resolve
-from sinew.system import progress
+from sinew.convert.sources import hub, resolve
+from sinew.core import SinewError, progress
 
 
 def pull(name: str, /, *, out: Path | None = None) -> int:

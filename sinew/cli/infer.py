@@ -12,8 +12,7 @@ from rich.markup import escape
 
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Flag, Runs
-from sinew.core import ActionChunk, Observation
-from sinew.system import progress
+from sinew.core import ActionChunk, Observation, progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

@@ -3,7 +3,8 @@
 Types and errors are those of the robot's package (:mod:`sinew_client.types`, :mod:`sinew_client.errors`). The code of
 ``sinew`` takes them from here, with what only a converter, a bundle or an engine meets. How a message spells an option,
 or names the package that is missing, stands beside (``hints``, ``extras``), and so do the names of all families
-(``registry``). No torch.
+(``registry``) and the small helpers that know no policy: the machine, locks and scratch folders, progress, bounded
+logs, figures. No torch.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinew.core import SinewError
+from sinew.core import SinewError, machine, progress, scratch
 from sinew.eval.validation import compared, kept_record
-from sinew.system import machine, progress, scratch
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

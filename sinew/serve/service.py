@@ -19,7 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
+from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError, machine
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.processing.continuation import kind_of
 from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
@@ -28,8 +29,6 @@ from sinew.serve.policies import MAX_NAME, Deployment, Policies
 from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, WireMessage, bare
 from sinew.serve.robots import Robots
 from sinew.serve.scheduler import Scheduler, release
-from sinew.system import machine
-from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("sinew.access")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinew.system import scratch
+from sinew.core import scratch
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

@@ -11,8 +11,8 @@ import logging
 
 from aiohttp import web
 
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.transport.ledger import SWEEP_S, Account, Ledger
-from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

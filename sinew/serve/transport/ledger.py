@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from sinew.system.rate_limited_log import RateLimitedLog
+from sinew.core.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from sinew_client.protocol import CONDITION_KEYS
 from sinew_client.schema import PredictRequest, PredictResponse
 
 from sinew.core import RTC, ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.protobuf import packed
 from sinew.serve.device_lock import Beside
@@ -31,7 +32,6 @@ from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import STREAMED, Service, printable
 from sinew.stream import Loops, Session, StreamSettings, Window
 from sinew.stream.session import StateSample
-from sinew.system.rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
     from sinew.serve.transport.exchange import Asker, Envelope

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from sinew.core import Observation, ObservationError, PolicySpec
+from sinew.core.rate_limited_log import Once
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 from sinew.serve.wires import field_names
 from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, TimedObservation
-from sinew.system.rate_limited_log import Once
 
 logger = logging.getLogger(__name__)
 _once = Once(logger)

@@ -14,8 +14,7 @@ import sinew
 from sinew.bundle.digests import BLOCK, Memo
 from sinew.bundle.digests import sha256 as digest
 from sinew.convert import readers
-from sinew.core import SinewError
-from sinew.system import machine, progress
+from sinew.core import SinewError, machine, progress
 
 # What trainers leave beside the weights to go on with; no conversion reads it.
 TRAINING = (
