@@ -38,6 +38,8 @@ WALLS = {
     "records/viewers": {"cli/eval.py", "cli/mcap.py", "cli/serve.py", "eval/rerun.py", "serve/launch.py"},
     "serve/dashboard": {"serve/wires/__init__.py", "cli/top.py", "cli/top_view.py"},
     "serve/fleet": {"cli/fleet.py"},
+    "serve/wires/groot": set(),
+    "serve/wires/lerobot": set(),
 }
 # Folders that import each other, and why that stays.
 MUTUAL = {

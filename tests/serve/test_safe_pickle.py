@@ -27,10 +27,10 @@ from hypothesis import strategies as st
 
 from sinew.core import CameraSpec, PolicySpec, RequestError, SinewError, VectorSpec
 from sinew.core.rate_limited_log import Once
-from sinew.serve.decode.pickle.arrays import ARRAY_NAMES
-from sinew.serve.decode.pickle.machine import MAX_DEPTH, MAX_NODES, MAX_TEXT, SafePickleError, load
 from sinew.serve.wires.lerobot import types as lerobot_types
 from sinew.serve.wires.lerobot.features import Agreement, agree, observation
+from sinew.serve.wires.lerobot.pickle.arrays import ARRAY_NAMES
+from sinew.serve.wires.lerobot.pickle.machine import MAX_DEPTH, MAX_NODES, MAX_TEXT, SafePickleError, load
 from sinew.serve.wires.lerobot.types import (
     HELPERS,
     OLD_HELPERS,
