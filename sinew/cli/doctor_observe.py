@@ -23,11 +23,7 @@ MARKS = {
 }
 
 
-def observe(
-    policy: Path,
-    on: RobotFlags,
-    seconds: float,
-) -> int:
+def observe(policy: Path, on: RobotFlags, seconds: float) -> int:
     """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does."""
     from sinew.checks.wiring import CANNOT_TELL
     from sinew.checks.wiring import observe as looking

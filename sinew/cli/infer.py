@@ -124,7 +124,7 @@ def print_chunk(chunk: ActionChunk, policy: Policy) -> None:
     console.print(
         f"total {timing.total_ms:.1f} ms: preprocess {timing.preprocess_ms:.1f}, vision {timing.vision_ms:.1f},"
         f" prefix {timing.prefix_ms:.1f},{words} head {timing.head_ms:.1f} in {len(timing.step_ms)} steps,"
-        f" postprocess {timing.postprocess_ms:.1f} (first inference of this process)",
+        f" postprocess {timing.postprocess_ms:.1f} (first inference of this process)"
     )
 
 

@@ -94,10 +94,7 @@ class Cameras:
         """Return the arguments of ``sinew.load``."""
         from sinew.bundle.rename import parse_renames
 
-        return {
-            "rename": parse_renames(self.rename),
-            **self.allowed,
-        }
+        return {"rename": parse_renames(self.rename), **self.allowed}
 
     @property
     def allowed(self) -> Allowed:

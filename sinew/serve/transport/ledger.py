@@ -53,12 +53,7 @@ class Ledger:
     """
 
     def __init__(
-        self,
-        name: str,
-        limit: int,
-        limit_bytes: int,
-        close: Callable[[Account, str], None],
-        limit_s: float,
+        self, name: str, limit: int, limit_bytes: int, close: Callable[[Account, str], None], limit_s: float
     ):
         self.name = name
         self.limit = limit

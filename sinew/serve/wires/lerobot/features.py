@@ -99,10 +99,7 @@ def observation(
     with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
         state = np.array(numbers, np.float32)
     return Observation(
-        images=images,
-        state=state,
-        prompt=field_names.text(agreement.prompt, task),
-        time=timed.timestamp,
+        images=images, state=state, prompt=field_names.text(agreement.prompt, task), time=timed.timestamp
     )
 
 
