@@ -73,7 +73,7 @@ def test_folders_that_know_nothing_of_others(folder: str, unknown: str) -> None:
 
 @pytest.mark.parametrize("wall", WALLS, ids=lambda wall: wall.replace("/", "."))
 def test_walls_have_few_doors(wall: str) -> None:
-    assert (PACKAGE / wall).is_dir()
+    assert (PACKAGE / wall).is_dir() or (PACKAGE / wall).with_suffix(".py").is_file()
     found = {Path(name) for name in STRUCTURE.importers(wall)}
     doors = {Path(door) for door in WALLS[wall]}
     assert not {path for path in found if not {path, *path.parents} & doors}
@@ -159,7 +159,7 @@ def test_folders_are_in_no_circle() -> None:
 
 # Arrows from a room to another that it imports, of all and of those of the core. The numbers only fall: who needs one
 # more cuts one first.
-MOST_ARROWS, MOST_CORE_ARROWS = 92, 71
+MOST_ARROWS, MOST_CORE_ARROWS = 92, 70
 
 
 def test_rooms_import_few_others() -> None:

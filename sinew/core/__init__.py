@@ -85,9 +85,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 MAX_SAID = 256  # tokens of one text of a language head; each is a row of every pass behind it
 MAX_SIZE = 8192  # of every length that is taken from elsewhere: pixels of a side, tokens, actions, dimensions
-PROMPT_TABLE = (
-    "embed_tokens"  # the name, in a model, of a language model's table of tokens, of which only rows are read
-)
+# The name, in a model, of a language model's table of tokens, of which only rows are read
+PROMPT_TABLE = "embed_tokens"
 
 
 def dtype_word(text: str) -> str:

@@ -108,9 +108,8 @@ class Conduct:
     reset_options: dict[str, Any] | None = None
     noise: int = 0
     realtime: bool = False
-    motion: Mapping[str, Any] | None = (
-        None  # see sinew_client.control.Settings; None: as the policy states it
-    )
+    # See sinew_client.control.Settings; None: as the policy states it
+    motion: Mapping[str, Any] | None = None
     future: bool = False
     edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/fleet.md)
     envelope: Mapping[str, Any] = field(default_factory=dict)  # filter, speed and limits of control.Settings

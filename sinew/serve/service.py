@@ -74,9 +74,8 @@ class Service:
         self.policies = Policies(first)
         self.deadline_ms = deadline_ms
         self.swapper: Any = None  # loads, exchanges and unloads policies (serve/swap.py); None: nothing does
-        self.preparing: Any = (
-            None  # makes a faster form of the first policy (serve/prepare.py); None: nothing does
-        )
+        # Makes a faster form of the first policy (serve/prepare.py); None: nothing does
+        self.preparing: Any = None
         self.uses: set[str] = set()  # what robots asked for beyond plain chunks: values of ``rtc``, STREAMED
         self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), self.about)
         self.robots = Robots()  # what they say of themselves

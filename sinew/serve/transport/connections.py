@@ -16,9 +16,8 @@ from sinew.serve.transport.ledger import SWEEP_S, Account, Ledger
 
 logger = logging.getLogger(__name__)
 
-CONTROL_HEADER = (
-    6  # bytes of a client's WebSocket control frame beside its payload: two of header, four of mask
-)
+# Bytes of a client's WebSocket control frame beside its payload: two of header, four of mask
+CONTROL_HEADER = 6
 
 
 class Connections:

@@ -15,9 +15,8 @@ logger = logging.getLogger(__name__)
 
 HELD_REQUESTS = 8  # of the greatest size: what all connections together may hold of unanswered requests
 STRANGERS_SHARE = 4  # a part of that for those that never sent a request that was taken: one in so many
-STRANGER_IDLE_S = (
-    1.0  # a full server closes who was silent for so long and never sent a request that was taken,
-)
+# A full server closes who was silent for so long and never sent a request that was taken
+STRANGER_IDLE_S = 1.0
 IDLE_S = 60.0  # and then who did send one and has been silent for this long
 SWEEP_S = 0.5  # between two looks at who has taken too long
 

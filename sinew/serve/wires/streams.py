@@ -44,9 +44,8 @@ PER_CONNECTION = 2
 MAX_MESSAGE = 16 << 20  # bytes of one message with its frames
 MAX_UNREAD = 64 << 10  # bytes of windows that a client has not read; beyond, further ones are dropped
 SILENT_S = 10.0  # without a sample a stream ends: its robot lost power or network, and may begin another one
-SPARE_S = (
-    2.0  # and without one for so long it gives its place to another robot; a live one sends at every tick
-)
+# and without one for so long it gives its place to another robot; a live one sends at every tick
+SPARE_S = 2.0
 EXCHANGED = "the policy was exchanged, and its streams begin anew with their next samples"
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 
