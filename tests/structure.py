@@ -97,7 +97,7 @@ def imported_places(path: Path) -> frozenset[str]:
 @cache
 def imported_rooms(path: Path) -> set[str]:
     found = {name.split(".")[1] for name in imported_modules(path) if name.startswith("sinew.")}
-    return found - {"__version__", "load", "Policy"}
+    return found - {"WAITING", "__version__", "load", "Policy"}
 
 
 @dataclass(frozen=True)
