@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from sinew.system import machine
+from sinew.core import machine
 
 # Ends with the process that started it, however that ends.
 HOG = """

@@ -19,10 +19,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from sinew.core import machine
 from sinew.engine.cpu.kernels.float_kernels import attend_reference
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.plan.gelu import gelu_
-from sinew.system import machine
 
 ATTENTION = {  # queries, keys, heads, key heads, size
     "vision": (1024, 1024, 12, 12, 64),

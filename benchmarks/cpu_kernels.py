@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from sinew.bundle.quant import FORMATS, quantize
+from sinew.core import machine
 from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.stores.lowbit import PANELS, TINY, lay_out
-from sinew.system import machine
 
 SHAPES = [
     (300, 2560, 6912),

@@ -23,6 +23,7 @@ from PIL import Image
 from benchmarks import pen_streams
 from benchmarks.handovers import figure as handovers
 from sinew.cli import main as sinew
+from sinew.core import figures
 from sinew.eval.adapters import make_env
 from sinew.eval.demo.film import compose, shoot
 from sinew.eval.policies import ServerPolicy
@@ -30,7 +31,6 @@ from sinew.eval.report.plots import plot_replan, plot_sweep
 from sinew.eval.report.stats import wilson
 from sinew.eval.server import serving
 from sinew.sim.film import frames as film_frames
-from sinew.system import figures
 from train.curve import plot as curve
 
 ROOT = Path(__file__).resolve().parents[1]

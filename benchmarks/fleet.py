@@ -27,7 +27,7 @@ from sinew_client import Client, protocol, schema
 from benchmarks.soak import serving
 from benchmarks.wires import BUNDLE, statistics
 from sinew.bundle import Bundle
-from sinew.system import machine
+from sinew.core import machine
 
 FLOOD = 8  # requests that a flooder keeps under way
 

@@ -14,15 +14,15 @@ import statistics
 import time
 from collections.abc import Callable
 
-from sinew.system import machine
+from sinew.core import machine  # before torch, whose idle threads then sleep
 
-machine.limit_spinning()  # before torch
+# isort: split
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from sinew.engine.plan import gelu  # noqa: E402
+from sinew.engine.plan import gelu
 
 SHAPES = {
     "SmolVLA vision, 2 views of 512": (2, 1024, 3072),

@@ -38,6 +38,7 @@ from sinew_client.control import AS_IS, choose
 from sinew_client.control.defaults import AUTO, REPLAN
 
 from benchmarks.side_by_side import SideBySide
+from sinew.core import figures
 from sinew.eval.adapters import make_env
 from sinew.eval.policies import ServerPolicy
 from sinew.eval.report.stats import mcnemar, paired_difference, wilson
@@ -45,7 +46,6 @@ from sinew.eval.runner import Conduct, Episode, run_episode
 from sinew.eval.server import serving
 from sinew.eval.settings import Latency
 from sinew.policy import load
-from sinew.system import figures
 
 ROOT = Path(__file__).parents[1]
 ASSETS, RESULTS = ROOT / "sinew" / "assets", ROOT / "benchmarks" / "results" / "handovers"

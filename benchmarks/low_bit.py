@@ -27,15 +27,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sinew.system import machine
+from sinew.core import machine  # before torch, whose idle threads then sleep
 
-machine.limit_spinning()  # before torch
+# isort: split
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from sinew.engine.cpu.kernels.library import extension  # noqa: E402
-from sinew.perf.machine.bench import PROMPT, make_observation  # noqa: E402
-from sinew.policy import Policy, load  # noqa: E402
+from sinew.engine.cpu.kernels.library import extension
+from sinew.perf.machine.bench import PROMPT, make_observation
+from sinew.policy import Policy, load
 
 
 def once(policy: Policy, observation: dict[str, Any]) -> tuple[tuple[float, float], np.ndarray]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sinew.bundle import Bundle
+from sinew.core import machine
 from sinew.eval import campaign
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import GATES
@@ -25,7 +26,6 @@ from sinew.eval.report.quantization import quantize
 from sinew.eval.report.stats import mcnemar, wilson
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.system import machine
 
 ASSETS = Path(__file__).parents[1] / "sinew" / "assets"
 TASKS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from sinew_client import Client
 
-from sinew.system import machine
+from sinew.core import machine
 
 SERVER = "import sys; sys.modules['torch'] = None; from sinew.cli import main; sys.exit(main(sys.argv[1:]))"
 

@@ -731,7 +731,7 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
 
 def about(arguments: argparse.Namespace, load: float) -> dict[str, Any]:
     """Return what a number depends on beside the programs."""
-    from sinew.system import machine
+    from sinew.core import machine
 
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     fields = {name.strip(): value.strip() for name, _, value in lines}

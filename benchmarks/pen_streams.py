@@ -34,6 +34,7 @@ from benchmarks.handovers import draw_when_asked
 from benchmarks.side_by_side import SideBySide
 from benchmarks.soak import serving
 from benchmarks.split import Link
+from sinew.core import figures, machine
 from sinew.engine.eager.engine import EagerEngine
 from sinew.eval.adapters import make_env
 from sinew.eval.report.stats import mcnemar, wilson
@@ -43,7 +44,6 @@ from sinew.eval.sources import StreamCosts
 from sinew.perf.hardware import Network
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
-from sinew.system import figures, machine
 
 BUNDLE = Path(__file__).parents[1] / "sinew" / "assets" / "pen.gguf"
 ENV, CAMERA = "sinew/Pen-v0", {"camera_fps": 30, "camera_delay": 2 / 30}

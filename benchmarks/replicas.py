@@ -27,7 +27,7 @@ from sinew_client import Client
 from benchmarks.fleet import Robots
 from benchmarks.soak import KEY, serving
 from benchmarks.wires import BUNDLE
-from sinew.system import machine
+from sinew.core import machine
 
 START_S = 300.0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sinew.system import machine
+from sinew.core import machine
 
 KINDS = ("all new", "one view new", "instruction new", "state new", "nothing new")
 
@@ -31,7 +31,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    machine.limit_spinning()
     from sinew.policy import load
 
     computes, keeps = (

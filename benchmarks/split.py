@@ -26,11 +26,11 @@ from sinew_client import Client, protocol
 
 from benchmarks.soak import serving
 from benchmarks.wires import BUNDLE
+from sinew.core import machine
 from sinew.perf.hardware import Network, load_network
 from sinew.perf.scenarios import split_s
 from sinew.policy import load
 from sinew.stream.split import SplitPolicy, Trip
-from sinew.system import machine
 
 FORMS = ("fp32", "bf16", "int8")
 PIECE = 16 << 10  # bytes that are sent on at once

@@ -18,17 +18,17 @@ from pathlib import Path
 
 import msgspec
 
-from sinew.system import machine
+from sinew.core import machine  # before torch, whose idle threads then sleep
 
-machine.limit_spinning()  # before torch
+# isort: split
 
-import torch  # noqa: E402
+import torch
 
-from sinew.perf.machine import fit as calibration  # noqa: E402
-from sinew.perf.machine.calibrate import loaded, measure_samples, with_work  # noqa: E402
-from sinew.perf.machine.fit import Sample  # noqa: E402
-from sinew.perf.machine.measure import MeasuredSizes, Speeds, StageTime, measure_speeds  # noqa: E402
-from sinew.perf.program import preset  # noqa: E402
+from sinew.perf.machine import fit as calibration
+from sinew.perf.machine.calibrate import loaded, measure_samples, with_work
+from sinew.perf.machine.fit import Sample
+from sinew.perf.machine.measure import MeasuredSizes, Speeds, StageTime, measure_speeds
+from sinew.perf.program import preset
 
 # Fitted on these, checked on those; no stage of a checked request is shared with a fitted one.
 FITTED = [MeasuredSizes(1, 8, 12), MeasuredSizes(3, 48, 200)]

@@ -24,7 +24,7 @@ import torch
 from sinew_client.control.report import percentiles
 
 import sinew
-from sinew.system import machine
+from sinew.core import machine
 
 
 class Rounds:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from sinew.bundle.quant import pack_ternary
+from sinew.core import machine
 from sinew.engine.cpu.compile import compile_floats
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.example import Inputs, Shapes
@@ -30,7 +31,6 @@ from sinew.layers.stores.lowbit import dequantize
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.perf.published import published
-from sinew.system import machine
 
 
 def models(layers: int) -> tuple[Model, Model, Shapes]:

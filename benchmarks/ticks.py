@@ -29,7 +29,7 @@ from sinew_client.control.report import percentiles
 from sinew_client.control.robots import Dry
 
 from benchmarks.paired import median_interval
-from sinew.system import machine
+from sinew.core import machine
 
 POLICY = {
     "cameras": [{"name": "front", "height": 64, "width": 64}],

@@ -38,7 +38,7 @@ from rich.progress import track
 from benchmarks.paired import median_interval
 from benchmarks.wire_clients import connect
 from sinew.bundle import Bundle
-from sinew.system import machine
+from sinew.core import machine
 
 BUNDLE = Path(__file__).resolve().parents[1] / "sinew" / "assets" / "pen.gguf"  # the smallest: two cameras
 WIRES = ("native", "ipc", "openpi", "http", "groot", "lerobot")  # ipc: native over a Unix socket

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew_client.policy import connect
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from sinew.serve.recorded import RecordedPolicy, record
     from sinew.serve.wires.server import Server
 
-machine.limit_spinning()  # here, because torch's OpenMP runtime reads the environment when it is loaded
+# How OpenMP threads wait. Those that spin while they wait for one another take the time that other programs need to
+# finish (docs/log has the measurement), so they sleep at once, unless the user has said otherwise. Here, because the
+# OpenMP runtime of torch (GNU's on Linux, LLVM's or Intel's elsewhere) reads the environment once, when it is loaded.
+WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
+if "torch" not in sys.modules and not WAITING & os.environ.keys():
+    os.environ |= {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 __version__ = "0.1.0"
 # Name -> where it is. `import sinew` must stay cheap: command-line help, clients and controllers do not need torch.

@@ -21,6 +21,7 @@ from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
 from sinew.bundle.files import EXPORTED, watch
 from sinew.bundle.rename import rename_cameras
 from sinew.bundle.seen import renamed
+from sinew.convert.sources import resolve
 from sinew.core import RTC, ActionChunk, BundleError, Moment, Observation, ObservationError, SinewError, hints
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
@@ -37,7 +38,6 @@ from sinew.processing import (
     stack_prompts,
 )
 from sinew.processing.continuation import kind_of
-from sinew.sources import resolve
 
 
 def load(
@@ -47,7 +47,7 @@ def load(
     engine: str | None = None,
     **options: Any,
 ) -> Policy:
-    """Load what ``path`` names: a bundle, a checkpoint, a name of the hub (:func:`sinew.sources.resolve`).
+    """Load what ``path`` names: a bundle, a checkpoint, a name of the hub (:func:`sinew.convert.sources.resolve`).
 
     ``options``: ``rename``, ``threads``, ``adapters``, ``reuse`` and what else ``help(sinew.Policy)`` explains.
     """
@@ -56,8 +56,8 @@ def load(
 
 
 def open_bundle(path: str | Path) -> Bundle:
-    """Open the bundle of what ``path`` names (:func:`sinew.sources.resolve`); reads no weights, imports no torch
-    unless a checkpoint has to be converted."""
+    """Open the bundle of what ``path`` names (:func:`sinew.convert.sources.resolve`); reads no weights, imports no
+    torch unless a checkpoint has to be converted."""
     found = resolve(path)
     return Bundle(found / EXPORTED if found.is_dir() else found)
 

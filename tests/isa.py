@@ -77,7 +77,7 @@ def combinations() -> list[Combination]:
         Combination("native"),
         Combination("native-2", threads=2),
     ]
-    from sinew.system import machine
+    from sinew.core import machine
 
     flags = machine.cpu_flags()
     return [each for each in found if not each.needs or each.needs in flags]

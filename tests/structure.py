@@ -19,14 +19,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a reader of the core need not meet, and the only files outside that name it: all else finds it by its name
-# alone (an engine, a suite, a layout). One distribution has them all, so these walls are what a package would be.
+# alone (an engine, a suite, a layout, a wire). One distribution has them all, so these walls are what a package would
+# be: a folder, or a file without its suffix.
 WALLS = {
+    "core/figures": {"eval/demo", "eval/report/plots.py", "perf"},
     "engine/onnx/whole": {"cli/export.py"},
     "engine/cuda": {"eval/report/quantization.py", "checks/__init__.py"},
     "perf": {"cli"},
     "cli/perf": set(),
     "vlacpp": {"cli/export.py"},
-    "sim": {"opening.py", "eval"},
+    "sim": {"serve/opening.py", "eval"},
     "eval/dataset": {"cli/dataset.py"},
     "eval/demo": {"cli/demo.py"},
     "presets": {"families/smolvla/random_checkpoint"},
@@ -34,10 +36,17 @@ WALLS = {
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
     "eval/learning": set(),
+    "eval/model_server": {"eval/policies.py"},
+    "eval/report/plots": {"cli/eval.py", "eval/demo"},
+    "eval/rerun": {"cli/eval.py"},
     "eval/trials": {"cli/run_trials.py"},
     "records/viewers": {"cli/eval.py", "cli/mcap.py", "cli/serve.py", "eval/rerun.py", "serve/launch.py"},
     "serve/dashboard": {"serve/wires/__init__.py", "cli/top.py", "cli/top_view.py"},
     "serve/fleet": {"cli/fleet.py"},
+    "serve/wires/evo1": set(),
+    "serve/wires/groot": set(),
+    "serve/wires/lerobot": set(),
+    "serve/wires/vla_eval": set(),
 }
 # Folders that import each other, and why that stays.
 MUTUAL = {
@@ -88,7 +97,7 @@ def imported_places(path: Path) -> frozenset[str]:
 @cache
 def imported_rooms(path: Path) -> set[str]:
     found = {name.split(".")[1] for name in imported_modules(path) if name.startswith("sinew.")}
-    return found - {"__version__", "load", "Policy"}
+    return found - {"WAITING", "__version__", "load", "Policy"}
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ class Structure:
     def core(self) -> list[Path]:
         """Return the files that are behind no wall."""
         walls = {self.package / wall for wall in WALLS}
-        return [path for path in self.files if not walls & {*path.parents}]
+        return [path for path in self.files if not walls & {path.with_suffix(""), *path.parents}]
 
     def room_of(self, path: Path) -> str:
         return path.relative_to(self.package).parts[0].removesuffix(".py")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sinew.system import machine
+from sinew.core import machine
 
 GIB = 1 << 30
 
@@ -81,7 +81,7 @@ SPINNING = """
 import os, sys
 import {first}
 import {second}
-from sinew.system import machine
+from sinew.core import machine
 print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("KMP_BLOCKTIME"), machine.spinning())
 """
 

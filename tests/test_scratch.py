@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sinew.system import scratch
+from sinew.core import scratch
 from tests import processes
 from tests.serve.test_server import START_S
 
@@ -19,7 +19,7 @@ CASE = "smolvla-2cam"
 HOLDER = """
 import sys, time
 from pathlib import Path
-from sinew.system import scratch
+from sinew.core import scratch
 with scratch.beside(Path(sys.argv[1])) as folder:
     (folder / "half").write_bytes(b"half")
     print(folder, flush=True)
@@ -62,7 +62,7 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: int) -> None:
 DROPPED = """
 import os, signal, sys, threading, time, weakref
 from pathlib import Path
-from sinew.system import scratch
+from sinew.core import scratch
 class Thing: pass
 class Timer(threading.Timer):
     slow = 1  # starts that take longer than the timer, as on a busy machine

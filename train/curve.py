@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+from sinew.core import figures
 from sinew.eval.report.stats import wilson
-from sinew.system import figures
 
 LOSSES = (
     ("flow", "loss of flow matching"),

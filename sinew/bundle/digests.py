@@ -6,15 +6,16 @@ are those of the last look is not read again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from sinew_client.given import open_regular
+
+from sinew.core import machine
 
 BLOCK = 1 << 22
 RACY_NS = 2_000_000_000  # a file changed this shortly before it was read may change again within one tick of its clock
@@ -68,12 +69,6 @@ class Memo:
 
     def keep(self) -> None:
         """Write the memo; where that fails the next look reads the files again."""
-        if self.known == self.before:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".", delete=False) as file:
-                file.write(msgspec.json.encode(self.known))
-            os.replace(file.name, self.path)
-        except OSError:
-            return
+        if self.known != self.before:
+            with contextlib.suppress(OSError):
+                machine.write_whole(self.path, msgspec.json.encode(self.known))

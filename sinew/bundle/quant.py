@@ -79,9 +79,8 @@ def quantize(weights: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray | N
     if name == "int8":
         largest = np.abs(weights).max(axis=1, initial=0.0)
         scale = (largest / np.float32(LARGEST)).astype(np.float32)
-        scale[scale < np.finfo(np.float32).tiny] = (
-            1  # such a channel becomes zeros: a subnormal scale is no scale
-        )
+        # Such a channel becomes zeros: a subnormal scale is no scale
+        scale[scale < np.finfo(np.float32).tiny] = 1
         values = np.clip(np.rint(weights / scale[:, None]), -LARGEST, LARGEST).astype(np.int8)
         return values.view(np.uint8), scale
     mean = np.maximum(np.abs(weights).mean(dtype=np.float32), np.float32(1e-5))

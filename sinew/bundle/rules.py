@@ -37,10 +37,7 @@ PAIRS = {mode: STATISTICS[mode] for mode in ("min_max", "quantiles", "quantile10
 
 def problems(manifest: Manifest) -> Iterator[str]:
     """Yield what is wrong with a manifest, each with the record and the field."""
-    rules = {
-        **_spec_rules(manifest),
-        **_processing_rules(manifest),
-    }
+    rules = {**_spec_rules(manifest), **_processing_rules(manifest)}
     yield from (problem for problem, fine in rules.items() if not fine)
     yield from (f"processing.prompt{problem}" for problem in manifest.processing.prompt.problems())
     yield from (f"processing.image{problem}" for problem in manifest.processing.image.problems())

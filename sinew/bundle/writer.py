@@ -23,8 +23,7 @@ from sinew_client.given import open_regular
 
 from sinew.bundle.hashes import BLANK, KEY_HEADER, KEY_TENSORS, header_hash
 from sinew.bundle.schema import ALIGNMENT, Manifest
-from sinew.core import BundleError
-from sinew.system import scratch
+from sinew.core import BundleError, scratch
 
 if TYPE_CHECKING:
     from sinew.bundle.reader import Bundle

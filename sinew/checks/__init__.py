@@ -17,10 +17,9 @@ from collections.abc import Callable
 from sinew import __version__
 from sinew.checks.check import Check, gib
 from sinew.checks.loaded import bundle, hashes
-from sinew.core import SinewError
+from sinew.core import SinewError, machine
 from sinew.core.extras import DISTRIBUTION, install
 from sinew.engine.backend import AUTO, BACKENDS
-from sinew.system import machine
 
 __all__ = ["Check", "bundle", "hashes", "installation"]
 

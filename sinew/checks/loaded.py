@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinew.checks.check import Check, gib
-from sinew.core import BundleError, SinewError
+from sinew.core import BundleError, SinewError, machine
 from sinew.engine.backend import BACKENDS, installed
-from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew.core import PolicySpec

@@ -21,9 +21,8 @@ from sinew import __version__
 from sinew.cli import settings, terminal
 from sinew.cli.status import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
 from sinew.cli.verbs import RENAMED, SECTIONS, VERBS, Verb, function_of
-from sinew.core import SinewError, did_you_mean, hints
+from sinew.core import SinewError, did_you_mean, hints, progress
 from sinew.core.extras import MissingPackageError
-from sinew.system import progress
 
 
 def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:

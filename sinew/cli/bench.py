@@ -16,13 +16,12 @@ from sinew_client.policy import is_address
 from sinew.cli import terminal
 from sinew.cli.bench_server import ASKING, AskingFlags, ask
 from sinew.cli.options import RUNS, CountIfAny, Flag, Positive, PositiveIfAny, Runs, changed, image_size_of
-from sinew.core import ObservationError, SinewError
+from sinew.core import ObservationError, SinewError, progress
 from sinew.engine.backend import AUTO, BACKENDS
 from sinew.eval.report.stats import p99_of, ratio_of_medians, stage_statistics
 from sinew.perf.machine.bench import PHASES, PROMPT, SCHEMA, hardware, make_observation, measure
 from sinew.perf.machine.ladder import Observe, Rung
 from sinew.perf.machine.ladder import ladder as climb
-from sinew.system import progress
 
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
 

@@ -116,5 +116,5 @@ def print_report(result: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"chunk rate {result['chunks_per_second']:.3f} chunks/s;"
-        f" action rate {result['actions_per_second']:.1f} actions/s ({policy['chunk_size']} per chunk)",
+        f" action rate {result['actions_per_second']:.1f} actions/s ({policy['chunk_size']} per chunk)"
     )

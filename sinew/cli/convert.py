@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, Transf
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag, Texts, json_object, motion_of
-from sinew.system import progress
+from sinew.core import progress
 
 
 def convert(

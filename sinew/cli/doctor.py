@@ -13,9 +13,8 @@ from rich.markup import escape
 
 from sinew.cli import terminal
 from sinew.cli.options import RUNS, Flag, Runs, Texts
-from sinew.core import SinewError
+from sinew.core import SinewError, progress
 from sinew.engine.backend import AUTO, BACKENDS
-from sinew.system import progress
 
 if TYPE_CHECKING:
     from sinew.checks import Check
@@ -79,8 +78,8 @@ def doctor(
         assert learn is not None
         return wiring.learn(bundle, learn, out)
     from sinew import checks
+    from sinew.convert.sources import resolve
     from sinew.perf.policy_memory import loaded_memory
-    from sinew.sources import resolve
 
     results: list[Check] = []
     if bundle is not None:

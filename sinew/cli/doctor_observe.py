@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from sinew.cli import terminal
-from sinew.core import SinewError
-from sinew.system import progress
+from sinew.core import SinewError, progress
 
 if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest
@@ -24,11 +23,7 @@ MARKS = {
 }
 
 
-def observe(
-    policy: Path,
-    on: RobotFlags,
-    seconds: float,
-) -> int:
+def observe(policy: Path, on: RobotFlags, seconds: float) -> int:
     """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does."""
     from sinew.checks.wiring import CANNOT_TELL
     from sinew.checks.wiring import observe as looking
@@ -88,8 +83,8 @@ def learn(policy: Path, folder: Path, out: Path) -> int:
     """Write the policy's bundle once more, with what the records of the right robot show of its cameras and joints."""
     from sinew.bundle.writer import rewrite
     from sinew.checks.wiring.observe import learnt
+    from sinew.convert.sources import resolve
     from sinew.policy import open_bundle
-    from sinew.sources import resolve
 
     source = resolve(policy)
     if source.is_dir() or out.resolve() == source.resolve():

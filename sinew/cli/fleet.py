@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def up(
-    config: Path,
-    /,
-    *,
-    attach: Flag = False,
-    on: Listening = LISTENING,
-    queue: Count = 64,
-) -> int:
+def up(config: Path, /, *, attach: Flag = False, on: Listening = LISTENING, queue: Count = 64) -> int:
     """Start the replicas of a configuration and answer robots with them, until SIGINT or SIGTERM.
 
     Robots see one server, as of `sinew serve`. A replica that dies is replaced, and its request is sent to another.

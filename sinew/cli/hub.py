@@ -9,9 +9,8 @@ from cyclopts import Parameter
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag
-from sinew.core import SinewError
-from sinew.sources import hub, resolve
-from sinew.system import progress
+from sinew.convert.sources import hub, resolve
+from sinew.core import SinewError, progress
 
 
 def pull(name: str, /, *, out: Path | None = None) -> int:
@@ -44,7 +43,7 @@ def pull(name: str, /, *, out: Path | None = None) -> int:
     manifest = opened.manifest
     compared = "every tensor is as it was written" if opened.hashes else "it has no hashes to compare with"
     terminal.console(markup=False).print(
-        f"{found}: {manifest.name} ({manifest.architecture}), {found.stat().st_size / 1e6:.1f} MB; {compared}",
+        f"{found}: {manifest.name} ({manifest.architecture}), {found.stat().st_size / 1e6:.1f} MB; {compared}"
     )
     terminal.emit(
         {"source": str(parsed), "bundle": str(found), "name": manifest.name, "verified": bool(opened.hashes)}

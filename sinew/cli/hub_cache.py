@@ -11,8 +11,8 @@ from rich.table import Table
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag
+from sinew.convert.sources import cache
 from sinew.core import SinewError
-from sinew.sources import cache
 
 KEY = 12  # digits of a key that are shown; any unambiguous beginning is understood
 

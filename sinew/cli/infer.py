@@ -12,8 +12,7 @@ from rich.markup import escape
 
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Flag, Runs
-from sinew.core import ActionChunk, Observation
-from sinew.system import progress
+from sinew.core import ActionChunk, Observation, progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -125,7 +124,7 @@ def print_chunk(chunk: ActionChunk, policy: Policy) -> None:
     console.print(
         f"total {timing.total_ms:.1f} ms: preprocess {timing.preprocess_ms:.1f}, vision {timing.vision_ms:.1f},"
         f" prefix {timing.prefix_ms:.1f},{words} head {timing.head_ms:.1f} in {len(timing.step_ms)} steps,"
-        f" postprocess {timing.postprocess_ms:.1f} (first inference of this process)",
+        f" postprocess {timing.postprocess_ms:.1f} (first inference of this process)"
     )
 
 

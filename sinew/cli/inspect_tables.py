@@ -75,12 +75,12 @@ def show_plan(record: dict[str, Any]) -> None:
     console.print(
         f"{record['architecture']} in {record['dtype']} ({record['dtype_reason']}), per observation:"
         f" {shapes['views']} views of {shapes['height']}x{shapes['width']}, {shapes['tokens']} prompt tokens,"
-        f" {shapes['steps']} solver steps",
+        f" {shapes['steps']} solver steps"
     )
     console.print(table)
     left_out = ", ".join(record["left_out_on_cpu"])
     console.print(
-        f"Under PyTorch on a CPU, the engine leaves out {left_out or 'none of these'} (docs/plan.md).",
+        f"Under PyTorch on a CPU, the engine leaves out {left_out or 'none of these'} (docs/plan.md)."
     )
 
 
@@ -95,5 +95,5 @@ def show_cost(record: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"of {record['views']} views, {record['prompt_tokens']} tokens of prompt and {record['solver_steps']} solver"
-        " steps on the eager engine, as `sinew perf` counts them",
+        " steps on the eager engine, as `sinew perf` counts them"
     )

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from sinew.cli import terminal
 from sinew.cli.options import PositiveIfAny
-from sinew.system import progress
+from sinew.core import progress
 
 
 @Parameter(name="*")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
@@ -51,13 +51,8 @@ class Runs:
 
     def keywords(self) -> dict[str, Any]:
         """Return the arguments of ``sinew.load``."""
-        return {
-            "engine": self.engine,
-            "providers": self.provider,
-            "device": self.device,
-            "dtype": self.dtype,
-            "ignore_recipe": self.ignore_recipe,
-        }
+        own = asdict(self)
+        return {"providers": own.pop("provider"), **own}
 
     def variant(self, target: str, cameras: Cameras, **more: Any) -> Variant:
         """Return what an evaluation plays. more: further fields of it."""
@@ -94,10 +89,7 @@ class Cameras:
         """Return the arguments of ``sinew.load``."""
         from sinew.bundle.rename import parse_renames
 
-        return {
-            "rename": parse_renames(self.rename),
-            **self.allowed,
-        }
+        return {"rename": parse_renames(self.rename), **self.allowed}
 
     @property
     def allowed(self) -> Allowed:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sinew.cli import terminal
 from sinew.cli.options import Count, Flag, PositiveIfAny
-from sinew.system import progress
+from sinew.core import progress
 
 SCHEMA = "sinew.prepare/1"
 

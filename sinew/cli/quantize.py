@@ -78,7 +78,7 @@ def quantize(
         f"file     {made.nbytes[0] / 1e6:.1f} MB, {made.nbytes[0] / made.nbytes[1]:.2f} of {made.source}"
     )
     console.print(
-        f"error    {record.error:.2e} median, {record.error_max:.2e} largest: relative L2 of the chunk",
+        f"error    {record.error:.2e} median, {record.error_max:.2e} largest: relative L2 of the chunk"
     )
     console.print(f"         over {record.observations} observations from {record.source}")
     console.print(f"gate     {made.verdict}")

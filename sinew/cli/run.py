@@ -18,10 +18,7 @@ from sinew_client.control.defaults import AUTO
 
 from sinew.cli import status, terminal
 from sinew.cli.options import RUNS, Runs, changed
-from sinew.cli.run_connection import (
-    assist_rule,
-    open_assist,
-)
+from sinew.cli.run_connection import assist_rule, open_assist
 from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, FrameKeeper, LeaderFlags
 from sinew.cli.run_rig import CHUNKS, ChunkFlags, open_rig
 from sinew.cli.run_robot import ROBOT, Driven, RobotFlags, drive, episodes_of, episodes_row

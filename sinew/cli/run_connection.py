@@ -16,9 +16,8 @@ from sinew_client.protocol import MAX_ROWS
 
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs, changed
-from sinew.core import RTC, SinewError
+from sinew.core import RTC, SinewError, progress
 from sinew.processing.conditioning import MAX_SCALE
-from sinew.system import progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

@@ -14,13 +14,7 @@ from sinew_client.control.requester import Call
 from sinew_client.history import History
 
 from sinew.cli.options import Count, Flag, Positive, Runs, motion_of
-from sinew.cli.run_connection import (
-    ASSIST_TIMEOUT,
-    ASSIST_WHEN,
-    check_guidance,
-    conditioned,
-    open_connection,
-)
+from sinew.cli.run_connection import ASSIST_TIMEOUT, ASSIST_WHEN, check_guidance, conditioned, open_connection
 from sinew.cli.run_leader import EnvelopeFlags, LeaderFlags
 from sinew.cli.run_robot import Driven, RobotFlags
 from sinew.core import SinewError

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts.config import Dict, Env
 
 from sinew.cli.verbs import RENAMED, groups_of
-from sinew.core import SinewError, did_you_mean
-from sinew.system import progress
+from sinew.core import SinewError, did_you_mean, progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

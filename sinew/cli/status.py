@@ -22,11 +22,7 @@ def text_of(faults: Mapping[str, Any]) -> str:
 
 
 def problems(
-    faults: Mapping[str, Any],
-    executed: int,
-    held: Mapping[str, int],
-    stopped: bool,
-    unanswered: int = 0,
+    faults: Mapping[str, Any], executed: int, held: Mapping[str, int], stopped: bool, unanswered: int = 0
 ) -> list[str]:
     """Return why a robot's run did not go as it should have, a sentence each; none where it did.
 

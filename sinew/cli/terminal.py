@@ -242,7 +242,7 @@ _bars: Progress | None = None
 
 @contextmanager
 def bars(*columns: Any) -> Iterator[Progress]:
-    """Progress on standard error; the tasks of :mod:`sinew.system.progress` join the one that is open."""
+    """Progress on standard error; the tasks of :mod:`sinew.core.progress` join the one that is open."""
     global _bars  # noqa: PLW0603 - one terminal
     where = console(stderr=True)
     with Progress(*columns, console=where, transient=True, disable=not where.is_terminal) as progress:

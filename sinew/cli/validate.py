@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sinew.cli import terminal
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Count, Runs, Whole
-from sinew.core import SinewError
-from sinew.system import progress
+from sinew.core import SinewError, progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -44,12 +43,12 @@ def validate(
         out: folder for report.md and report.json.
     """
     from sinew.checks.validate.report import write
+    from sinew.convert.sources import resolve
     from sinew.engine import proofs
     from sinew.eval.report.gate import read_gate
     from sinew.eval.report.gating import gate_of, play_gate
     from sinew.eval.validation import compared, kept_record
     from sinew.policy import Policy, open_bundle
-    from sinew.sources import resolve
 
     bundle = resolve(bundle)
     opened = open_bundle(bundle)

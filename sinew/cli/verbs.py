@@ -65,8 +65,7 @@ PERF = {
 }
 RECORDING = {
     "replay": Verb(
-        "Repeat a recording, and compare what comes of it.",
-        "recording replay records/ tcp://127.0.0.1:5555",
+        "Repeat a recording, and compare what comes of it.", "recording replay records/ tcp://127.0.0.1:5555"
     ),
     "mcap": Verb(
         "Write a recording for Foxglove or PlotJuggler.",

@@ -12,10 +12,7 @@ VISION: Renames = (
     (".out_proj.", ".o_proj."),
     (".post_layernorm.", ".norm."),
 )
-DECODER: Renames = (
-    (".input_layernorm.", ".input_norm."),
-    (".post_attention_layernorm.", ".post_norm."),
-)
+DECODER: Renames = ((".input_layernorm.", ".input_norm."), (".post_attention_layernorm.", ".post_norm."))
 
 
 def rename(name: str, prefixes: Renames) -> str:

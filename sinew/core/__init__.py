@@ -3,7 +3,8 @@
 Types and errors are those of the robot's package (:mod:`sinew_client.types`, :mod:`sinew_client.errors`). The code of
 ``sinew`` takes them from here, with what only a converter, a bundle or an engine meets. How a message spells an option,
 or names the package that is missing, stands beside (``hints``, ``extras``), and so do the names of all families
-(``registry``). No torch.
+(``registry``) and the small helpers that know no policy: the machine, locks and scratch folders, progress, bounded
+logs, figures. No torch.
 """
 
 from __future__ import annotations
@@ -84,9 +85,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 MAX_SAID = 256  # tokens of one text of a language head; each is a row of every pass behind it
 MAX_SIZE = 8192  # of every length that is taken from elsewhere: pixels of a side, tokens, actions, dimensions
-PROMPT_TABLE = (
-    "embed_tokens"  # the name, in a model, of a language model's table of tokens, of which only rows are read
-)
+# The name, in a model, of a language model's table of tokens, of which only rows are read
+PROMPT_TABLE = "embed_tokens"
 
 
 def dtype_word(text: str) -> str:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Literal
 from sinew.core import RTC, SinewError
 from sinew.core.extras import install
 from sinew.core.hints import option
+from sinew.core.machine import half_units
 from sinew.engine import proofs
-from sinew.system.machine import half_units
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

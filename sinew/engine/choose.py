@@ -10,11 +10,10 @@ from typing import Any
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import PROMPT_TABLE, SinewError, dtype_word, upcast_text
+from sinew.core import PROMPT_TABLE, SinewError, dtype_word, machine, upcast_text
 from sinew.core.hints import option
 from sinew.engine import prepared as findings
 from sinew.engine.backend import AUTO, BACKENDS, Backend, EngineOptions, followers, installed, recipe
-from sinew.system import machine
 
 ASKED = "asked for"
 GIB = 1 << 30

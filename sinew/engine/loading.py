@@ -10,7 +10,7 @@ import torch
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import from_builtins
-from sinew.core import BundleError, SinewError, dtype_word
+from sinew.core import BundleError, SinewError, dtype_word, machine
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.kernels.library import extension, take_kept_resize
 from sinew.engine.stores import Placement, Storage
@@ -18,7 +18,6 @@ from sinew.layers.linear import hold
 from sinew.layers.stores.codes import Codes
 from sinew.models import build_on_meta, mismatch, model_class
 from sinew.models.base import Model
-from sinew.system import machine
 
 log = logging.getLogger(__name__)
 

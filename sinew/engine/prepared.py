@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from sinew import __version__
+from sinew.core import machine
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
-from sinew.system import machine
 
 LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")  # what makes, runs and measures the forms
 

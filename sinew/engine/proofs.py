@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sinew import __version__
+from sinew.core import machine
 from sinew.engine.fingerprint import fingerprint
-from sinew.system import machine
 
 RECORD = Path(__file__).with_name("proofs.json")
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from sinew.core import scratch
 from sinew.eval import farm
 from sinew.eval.adapters import make_env
 from sinew.eval.player import EpisodePlayer, groups, key, one_thread
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
 from sinew.eval.watched import WatchedMoment
-from sinew.system import scratch
 
 LOG = "episodes.jsonl"
 OnEpisode = Callable[[Variant, Episode], None]

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinew.core import SinewError
+from sinew.core import SinewError, machine, progress, scratch
 from sinew.eval.validation import compared, kept_record
-from sinew.system import machine, progress, scratch
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -29,9 +28,8 @@ MARGIN = 1.05  # times as fast, at least: an exchange that gains less is not wor
 LAST = 19  # of priorities
 ROUNDS = 5  # in turn, behind one that warms up
 SHORTEST_S = 0.05  # of a measurement; shorter chunks are computed several times
-ROOM = (
-    2  # times the weights in float32: in memory while they are exported, on the disk while they are quantised
-)
+# Times the weights in float32: in memory while they are exported, on the disk while they are quantised
+ROOM = 2
 RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
 
 

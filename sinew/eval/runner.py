@@ -32,12 +32,12 @@ from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.control.windows import OUT_OF_NODES
 from sinew_client.history import History
 
+from sinew.core import machine
 from sinew.eval.policies import EvalPolicy, InProcess, ServerPolicy
 from sinew.eval.robot import SimulatedRobot, StreamedRobot
 from sinew.eval.settings import Latency, rows_between
 from sinew.eval.sources import Measured, Simulated, SimulatedLink, StreamCosts, chunk_seed, way
 from sinew.stream import Session, StreamSettings
-from sinew.system import machine
 
 if TYPE_CHECKING:
     import gymnasium
@@ -108,9 +108,8 @@ class Conduct:
     reset_options: dict[str, Any] | None = None
     noise: int = 0
     realtime: bool = False
-    motion: Mapping[str, Any] | None = (
-        None  # see sinew_client.control.Settings; None: as the policy states it
-    )
+    # See sinew_client.control.Settings; None: as the policy states it
+    motion: Mapping[str, Any] | None = None
     future: bool = False
     edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/fleet.md)
     envelope: Mapping[str, Any] = field(default_factory=dict)  # filter, speed and limits of control.Settings

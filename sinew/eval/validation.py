@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinew import __version__
-from sinew.core import Observation
-from sinew.system import machine, progress
+from sinew.core import Observation, machine, progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

@@ -12,14 +12,13 @@ from sinew_client.control import choose
 from sinew_client.control.defaults import AUTO
 from sinew_client.policy import is_address
 
-from sinew.core import SinewError
+from sinew.convert.sources import resolve
+from sinew.core import SinewError, machine, progress
 from sinew.core.extras import MissingPackageError
 from sinew.eval.policies import EXPERT, chosen, stated_motion
 from sinew.eval.settings import Task, Variant
 from sinew.eval.settings import sweep as parse_sweep
 from sinew.processing import Allowed
-from sinew.sources import resolve
-from sinew.system import machine, progress
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

@@ -30,7 +30,7 @@ from sinew.policy import open_bundle
 Device = Literal["cpu", "cuda"]
 
 # Resident memory before any weight: interpreter, torch and its libraries. CPU: 241 MB after `import sinew.policy`
-# (`sinew.system.machine.resident_bytes()`, torch 2.13.0 CPU build). CUDA: an allowance for context and kernels, not
+# (`sinew.core.machine.resident_bytes()`, torch 2.13.0 CPU build). CUDA: an allowance for context and kernels, not
 # measured; give the number of your own board where it matters.
 RUNTIME = {"cpu": 250_000_000, "cuda": 1_000_000_000}
 # What libraries take beside torch's allocator. CPU: the peak of anonymous memory of the model in

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sinew.core import figures
 from sinew.perf.hardware import Hardware
 from sinew.perf.roofline import StageTiming
-from sinew.system import figures
 
 COMPONENTS = ("vision", "prefix", "head")  # in the order of their colours
 check = figures.check  # before what is to be drawn is computed

@@ -246,12 +246,7 @@ class Processor:
         return earlier | {"": Moment(observation.images, observation.state)}
 
     def _assemble(
-        self,
-        observation: Observation,
-        normalized: np.ndarray,
-        tokens: np.ndarray,
-        padded: bool,
-        pixels: bool,
+        self, observation: Observation, normalized: np.ndarray, tokens: np.ndarray, padded: bool, pixels: bool
     ) -> ModelInputs:
         names = [c.name for c in self.spec.cameras if c.name in observation.images]
         moments = list(self._moments(observation).values())

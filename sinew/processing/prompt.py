@@ -17,9 +17,8 @@ from sinew.steps.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
 Steps = tuple[PromptStep, ...]
-REMEMBERED = (
-    64  # texts; an episode has one instruction, and a request is tokenised when checked and when computed
-)
+# Texts; an episode has one instruction, and a request is tokenised when checked and when computed
+REMEMBERED = 64
 
 
 class Prompter:

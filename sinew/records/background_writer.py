@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinew.core import ActionChunk, Observation, PolicySpec, SinewError
-from sinew.system.rate_limited_log import RateLimitedLog
+from sinew.core.rate_limited_log import RateLimitedLog
 
 BACKLOG = 32  # records that may wait; beyond, they are dropped and counted
 BACKLOG_BYTES = 256 << 20  # of the frames in them

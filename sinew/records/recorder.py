@@ -23,11 +23,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from sinew.core import MAX_HISTORY, MAX_SIZE, WORDS, Moment, Observation, SinewError
+from sinew.core import MAX_HISTORY, MAX_SIZE, WORDS, Moment, Observation, SinewError, scratch
 from sinew.records import arithmetic
 from sinew.records.archive import MAX_ARRAYS, MAX_BYTES, Archive
 from sinew.records.background_writer import BackgroundWriter, Entry
-from sinew.system import scratch
 
 MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
@@ -178,7 +177,7 @@ class Recorder(BackgroundWriter):
 
     def _claim(self) -> tuple[Path, Path, int | None]:
         """An empty file, its later name with the next number that nobody has, not even another recorder, and what
-        says to others that it is being written (:func:`sinew.system.scratch.hold`)."""
+        says to others that it is being written (:func:`sinew.core.scratch.hold`)."""
         while True:
             self._number += 1
             path = self.directory / f"{self._number:08d}.npz"

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 from sinew import __version__
 from sinew.bundle.rules import odd_statistics
+from sinew.core import machine
 from sinew.policy import Policy
 from sinew.processing import Processor
 from sinew.processing.limits import unit_sizes
@@ -19,7 +20,6 @@ from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
 from sinew.serve.supervise import STUCK_S, Supervisor
-from sinew.system import machine
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ class DeviceLock:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._since: float | None = (
-            None  # when the first of those inside and waiting came; None: nobody is there
-        )
+        # When the first of those inside and waiting came; None: nobody is there
+        self._since: float | None = None
         self._used = 0.0  # seconds of streams since then
         self.yielding = 0  # threads of streams that wait for their share
         self._changed = threading.Condition()

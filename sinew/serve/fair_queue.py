@@ -14,9 +14,8 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-REMEMBERED = (
-    1024  # owners whose last turn is known; who comes first, or again after so many, comes behind who waits
-)
+# Owners whose last turn is known; who comes first, or again after so many, comes behind who waits
+REMEMBERED = 1024
 
 
 class FairQueue(Generic[T]):

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
+from sinew.core import machine
 from sinew.serve.process import GRACE_S, Process
-from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sinew.core import RTC, BusyError, RequestError, SinewError
+from sinew.core import RTC, BusyError, RequestError, SinewError, machine
 from sinew.engine.backend import AUTO
 from sinew.engine.prepared import EngineFinding
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.service import STREAMED, Service
 from sinew.serve.swap import Need
-from sinew.system import machine
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 
 from sinew.core import BusyError, CancelledError, SinewError
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.admission import Admission
 from sinew.serve.batching import Batcher
 from sinew.serve.compute import Computer
@@ -32,7 +33,6 @@ from sinew.serve.fair_queue import FairQueue
 from sinew.serve.request import DeadlineError, Outcome, Request, ShuttingDownError, SupersededError, bare
 from sinew.serve.served import ServedPolicy
 from sinew.serve.supervise import Supervisor
-from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
+from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError, machine
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.processing.continuation import kind_of
 from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
@@ -28,8 +29,6 @@ from sinew.serve.policies import MAX_NAME, Deployment, Policies
 from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, WireMessage, bare
 from sinew.serve.robots import Robots
 from sinew.serve.scheduler import Scheduler, release
-from sinew.system import machine
-from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("sinew.access")
@@ -75,9 +74,8 @@ class Service:
         self.policies = Policies(first)
         self.deadline_ms = deadline_ms
         self.swapper: Any = None  # loads, exchanges and unloads policies (serve/swap.py); None: nothing does
-        self.preparing: Any = (
-            None  # makes a faster form of the first policy (serve/prepare.py); None: nothing does
-        )
+        # Makes a faster form of the first policy (serve/prepare.py); None: nothing does
+        self.preparing: Any = None
         self.uses: set[str] = set()  # what robots asked for beyond plain chunks: values of ``rtc``, STREAMED
         self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), self.about)
         self.robots = Robots()  # what they say of themselves

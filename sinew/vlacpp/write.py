@@ -27,8 +27,7 @@ from sinew.bundle.writer import FileSlice, Progress, TensorSource, finish_header
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions
 from sinew.convert.tensors import computed, constant, rounded
-from sinew.core import ConvertError
-from sinew.system import scratch
+from sinew.core import ConvertError, scratch
 from sinew.vlacpp import write_bitvla, write_evo1, write_prismatic
 from sinew.vlacpp.read import read
 from sinew.vlacpp.read_lerobot import (

@@ -13,10 +13,10 @@ from sinew.bundle.rename import rename_cameras
 from sinew.bundle.schema import KEY_SEEN, Manifest
 from sinew.bundle.seen import Seen, SeenCamera, SeenState, renamed
 from sinew.bundle.writer import rewrite
+from sinew.convert.sources import embedded
 from sinew.core import BundleError
 from sinew.policy import load
 from sinew.processing.thumbnails import Gathering, opponent, thumbnail, unpacked
-from sinew.sources import embedded
 from tests.hostile.mutate import dumps, mutate_record
 
 PEN = embedded()["pen"]

@@ -16,10 +16,10 @@ from sinew.bundle.schema import KEY_VERSION, Manifest, Processing, from_builtins
 from sinew.bundle.upgrade import upgraded
 from sinew.cli import main
 from sinew.convert import convert
+from sinew.convert.sources import ASSETS
 from sinew.core import BundleError, ConvertError
 from sinew.models.solvers import FLOW
 from sinew.policy import Policy, load
-from sinew.sources import ASSETS
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.prompt.base import Sentence
 from tests.golden import Golden

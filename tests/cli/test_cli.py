@@ -158,7 +158,7 @@ def test_top_level_help_and_version(here) -> None:
     "code",
     [
         "import sinew",
-        "import sinew.core, sinew.system.machine",
+        "import sinew.core, sinew.core.machine",
         "from sinew.cli import main; main(['--help'])",
     ],
 )

@@ -17,10 +17,10 @@ import pytest
 from PIL import Image
 
 from sinew.cli import main
+from sinew.convert.sources import identity
 from sinew.core import registry
 from sinew.engine import backend
 from sinew.policy import Policy, load
-from sinew.sources import identity
 from tests import processes
 from tests.contract import test_engine_verbs as contract
 

@@ -470,7 +470,7 @@ def test_environments_and_planners_of_the_current_folder_are_found(folder: Path)
 def test_policies_of_the_package_go_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from sinew.sources import embedded, resolve
+    from sinew.convert.sources import embedded, resolve
 
     monkeypatch.chdir(tmp_path)
     assert {"act", "blocks", "blocks-rtc", "egg", "pen"} == set(embedded())

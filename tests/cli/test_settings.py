@@ -14,8 +14,7 @@ from cyclopts import App
 
 from sinew.cli import build_app, main, settings
 from sinew.cli.verbs import commands
-from sinew.core import SinewError
-from sinew.system import progress
+from sinew.core import SinewError, progress
 
 
 @pytest.fixture(autouse=True)

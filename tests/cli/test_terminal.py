@@ -21,12 +21,11 @@ from rich.console import Console
 import sinew
 from sinew.bundle import Bundle
 from sinew.cli import main, terminal
-from sinew.core import ObservationError, SinewError, extras
+from sinew.core import ObservationError, SinewError, extras, progress
 from sinew.core.extras import EXTRAS, MissingPackageError, install
 from sinew.perf.hardware import load_machines
 from sinew.processing.files import parse_vector
 from sinew.serve.transport.listen import AddressError, Listen
-from sinew.system import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 PEN = ROOT / "sinew" / "assets" / "pen.gguf"

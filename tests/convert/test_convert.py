@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.convert import convert
+from sinew.convert.sources import resolve
 from sinew.core import ConvertError, Observation, ObservationError
 from sinew.families.smolvla.convert import expert_intermediate_size
 from sinew.policy import load
-from sinew.sources import resolve
 from tests.convert.vlacpp_file import write_vlacpp
 from tests.engines import run_one
 from tests.golden import Golden, assert_parity, relative_l2

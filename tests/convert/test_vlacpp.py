@@ -17,10 +17,10 @@ from sinew.bundle.gguf_file import GGUFFile
 from sinew.bundle.writer import FileSlice, TensorSource
 from sinew.cli import main
 from sinew.convert import convert
+from sinew.convert.sources import ASSETS
 from sinew.convert.tensors import read_array
 from sinew.core import ConvertError, Observation
 from sinew.policy import load
-from sinew.sources import ASSETS
 from sinew.steps.prompt.template import sentence
 from sinew.vlacpp.write import TOKENS, export_vlacpp
 from tests.cases import cases

@@ -17,7 +17,7 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import Quantization
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources, plan_formats
-from sinew.core import SinewError
+from sinew.core import SinewError, machine
 from sinew.core.registry import architectures
 from sinew.engine import prepared, proofs
 from sinew.engine.backend import BACKENDS, EngineOptions
@@ -27,7 +27,6 @@ from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant
 from sinew.eval.report.quantization import write
-from sinew.system import machine
 from tests.proofs import NAMES
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sinew.core import CancelledError, Observation, SinewError
+from sinew.core import CancelledError, Observation, SinewError, machine
 from sinew.engine.clone import on_meta
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
@@ -31,7 +31,6 @@ from sinew.models.base import Model
 from sinew.perf.rewrites import cost, savings
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
-from sinew.system import machine
 from tests.closeness import assert_close, rounding
 from tests.engines import eager_rounding, run_one
 from tests.golden import Golden, relative_l2

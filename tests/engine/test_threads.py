@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sinew import load
+from sinew.core import machine
 from sinew.engine.eager import engine as threads
-from sinew.system import machine
 
 BUNDLE = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 

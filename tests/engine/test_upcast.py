@@ -14,6 +14,7 @@ from sinew import load
 from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources
+from sinew.core import machine
 from sinew.engine.choose import choose
 from sinew.engine.clone import on_meta
 from sinew.engine.eager.engine import EagerEngine
@@ -23,7 +24,6 @@ from sinew.layers.stores import half
 from sinew.layers.stores.half import HALF, product
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
-from sinew.system import machine
 from tests.engines import trace_one
 from tests.golden import Golden, assert_parity, relative_l2
 

@@ -28,13 +28,13 @@ from sinew.policy import load
 from sinew.records.npy import dump_npy, load_npy
 from sinew.serve.decode.array import pack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
-from sinew.serve.decode.pickle.machine import load as load_pickle
 from sinew.serve.robots import Robots
 from sinew.serve.safety import Safety
 from sinew.serve.wires import evo1, http, openpi, vla_eval
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.lerobot.features import agree
 from sinew.serve.wires.lerobot.features import observation as lerobot_observation
+from sinew.serve.wires.lerobot.pickle.machine import load as load_pickle
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig, read_observation, read_policy_config
 from sinew.serve.wires.native import NativeCodec
 from tests.hostile.mutate import mutate_record

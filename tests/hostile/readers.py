@@ -37,6 +37,8 @@ from sinew_ros.contract import read as read_contract
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
 from sinew.cli.settings import SettingsFile
+from sinew.convert.sources import hub
+from sinew.convert.sources.cache import RECORD, CacheEntry
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.engine.contexts import FORMS, pack, unpack
 from sinew.engine.onnx.engine import _table
@@ -50,8 +52,6 @@ from sinew.serve.fleet.config import read as read_fleet
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
 from sinew.serve.wires.native import NativeCodec
-from sinew.sources import hub
-from sinew.sources.cache import RECORD, CacheEntry
 from tests.control.test_adapter import FORM, tensors
 from tests.hostile.meter import gave
 from tests.hostile.mutate import dumps, mutate_bytes, mutate_record, spliced

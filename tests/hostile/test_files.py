@@ -28,6 +28,7 @@ from sinew.bundle.schema import from_builtins, from_json, to_json
 from sinew.cli import main, terminal
 from sinew.convert import convert
 from sinew.convert.read.files import read_bytes
+from sinew.convert.sources.cache import CacheEntry
 from sinew.core import BundleError, CameraSpec, ConvertError, KeyMap, SinewError
 from sinew.engine.onnx.engine import _table
 from sinew.engine.onnx.graphs import NEWEST, GraphSet
@@ -37,7 +38,6 @@ from sinew.policy import load
 from sinew.processing import Processor
 from sinew.records.recorder import read_record
 from sinew.serve.deploy import ServingLimits, deploy
-from sinew.sources.cache import CacheEntry
 from sinew.steps.action_tokens.base import ActionTokens
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.tokenizer import open_tokenizer

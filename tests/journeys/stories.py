@@ -11,10 +11,10 @@ import shutil
 from tests.adapters import ATTENTION, write_folder
 from tests.cases import golden_cases
 from tests.convert.openpi_layout import write_checkpoint
+from tests.convert.sources.fake_hub import fake_hub
 from tests.journeys.pages import ROOT, programs
 from tests.journeys.walk import LOOPBACK, Ran, Story, Walk
 from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
-from tests.sources.fake_hub import fake_hub
 
 FIXTURES = golden_cases()
 ASSETS = ROOT / "sinew" / "assets"

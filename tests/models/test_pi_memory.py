@@ -22,7 +22,7 @@ from sinew_client.history import History
 from sinew.bundle import Bundle
 from sinew.checks.validate.observations import random_observations
 from sinew.convert import convert
-from sinew.core import BundleError, ConvertError, Observation, ObservationError
+from sinew.core import BundleError, ConvertError, Observation, ObservationError, machine
 from sinew.layers.video import VideoTransformer, frame_ages
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.perf.machine.bench import describe, make_observation
@@ -31,7 +31,6 @@ from sinew.perf.program import PublishedProgram
 from sinew.policy import Policy, load
 from sinew.records.recorder import Recorder
 from sinew.serve.replay import Replay
-from sinew.system import machine
 from sinew.vlacpp.write import export_vlacpp
 from tests.bundle.test_bundle import with_manifest
 from tests.golden import Golden, assert_parity, relative_l2

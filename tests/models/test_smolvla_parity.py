@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sinew.core import Observation
+from sinew.core import Observation, machine
 from sinew.layers.attention import block_mask
 from sinew.policy import Policy, load
-from sinew.system import machine
 from tests.engines import run_one
 from tests.golden import Golden, assert_parity, cosine_gap, integrate, relative_l2
 

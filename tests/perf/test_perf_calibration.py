@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from sinew import load
 from sinew.cli import main, terminal
 from sinew.cli.perf import machine as perf_machine
-from sinew.core import SinewError, Timing
+from sinew.core import SinewError, Timing, machine
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
 from sinew.models import build_on_meta
@@ -34,7 +34,6 @@ from sinew.perf.program import PublishedProgram, of_model
 from sinew.perf.request import LIMITS, TracedRequest
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
-from sinew.system import machine
 from tests.cases import tiny_bundle
 from tests.engines import run_one
 
@@ -257,7 +256,7 @@ def test_a_bundle_is_calibrated_with_the_threads_that_bench_runs(
     quick: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not with those of the cores, where its engine settles on fewer."""
-    monkeypatch.setattr("sinew.system.machine.recommended_threads", lambda: (2, "as a test says"))
+    monkeypatch.setattr("sinew.core.machine.recommended_threads", lambda: (2, "as a test says"))
     monkeypatch.setattr("sinew.engine.eager.engine.tune_threads", settles_on_one)
     threads = torch.get_num_threads()
     try:

@@ -24,10 +24,10 @@ from websockets.sync.client import connect
 
 from sinew.core import CameraSpec, ObservationError
 from sinew.serve.decode.frames import MAX_SCANS, MIN_BUDGET, PixelBudget, compressed_frame, pixel_limit
-from sinew.serve.decode.pickle.machine import SafePickleError, load
 from sinew.serve.request import WireMessage
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import http, openpi
+from sinew.serve.wires.lerobot.pickle.machine import SafePickleError, load
 from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, closed_by_server, desk, until
 from tests.serve.puppet import connect as plain
 

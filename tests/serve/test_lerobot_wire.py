@@ -27,6 +27,7 @@ import pytest
 import sinew
 from sinew.core import CameraSpec, KeyMap, ObservationError, PolicySpec, SinewError, VectorSpec
 from sinew.core.extras import install
+from sinew.core.rate_limited_log import Once
 from sinew.records.recorder import read_records
 from sinew.serve.policies import Deployment
 from sinew.serve.scheduler import Scheduler
@@ -39,7 +40,6 @@ from sinew.serve.wires.lerobot.messages import SERVICE, messages
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig as Config
 from sinew.serve.wires.lerobot.types import TimedObservation as Timed
 from sinew.serve.wires.lerobot.wire import LeRobotWire
-from sinew.system.rate_limited_log import Once
 from tests import processes
 from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder, nursery
 from tests.serve.test_safe_pickle import (

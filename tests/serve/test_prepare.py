@@ -26,14 +26,14 @@ from sinew_client import Client
 from sinew import load
 from sinew.bundle import Bundle
 from sinew.cli import main
+from sinew.convert.sources import ASSETS
+from sinew.core import machine
 from sinew.engine import prepared, proofs
 from sinew.engine.backend import BACKENDS, EngineOptions
 from sinew.engine.choose import candidates, choose
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.records.recorder import read_records
 from sinew.serve.prepare import Preparation, Preparer, preparation
-from sinew.sources import ASSETS
-from sinew.system import machine
 from tests import processes
 from tests.engine.test_choose import needs_kernels, stored_in_int8
 from tests.golden import Golden, assert_parity

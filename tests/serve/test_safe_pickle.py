@@ -26,10 +26,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sinew.core import CameraSpec, PolicySpec, RequestError, SinewError, VectorSpec
-from sinew.serve.decode.pickle.arrays import ARRAY_NAMES
-from sinew.serve.decode.pickle.machine import MAX_DEPTH, MAX_NODES, MAX_TEXT, SafePickleError, load
+from sinew.core.rate_limited_log import Once
 from sinew.serve.wires.lerobot import types as lerobot_types
 from sinew.serve.wires.lerobot.features import Agreement, agree, observation
+from sinew.serve.wires.lerobot.pickle.arrays import ARRAY_NAMES
+from sinew.serve.wires.lerobot.pickle.machine import MAX_DEPTH, MAX_NODES, MAX_TEXT, SafePickleError, load
 from sinew.serve.wires.lerobot.types import (
     HELPERS,
     OLD_HELPERS,
@@ -38,7 +39,6 @@ from sinew.serve.wires.lerobot.types import (
     read_policy_config,
     write_actions,
 )
-from sinew.system.rate_limited_log import Once
 from tests.work import lines_of
 
 CASES = int(os.environ.get("SINEW_FUZZ_CASES", "100"))

@@ -24,12 +24,12 @@ from sinew_client import Client, ConnectionLost, ServerError, protocol, schema
 from websockets.sync.client import connect as websocket
 
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
+from sinew.core.rate_limited_log import BURST, RateLimitedLog
 from sinew.serve.decode.array import pack
 from sinew.serve.fair_queue import FairQueue
 from sinew.serve.request import DeadlineError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
-from sinew.system.rate_limited_log import BURST, RateLimitedLog
 from tests.serve.groot_client import decode_npy, encode_npy
 from tests.serve.puppet import FRAME, GOOD, WAIT_S, Puppet, desk, enqueue, request, until
 from tests.serve.test_bounded_work import body, post

@@ -26,7 +26,6 @@ from websockets.sync import client as websockets
 from sinew.cli import main, top_view
 from sinew.convert import convert
 from sinew.core import ActionChunk, Observation, ObservationError, Timing, VectorSpec
-from sinew.opening import open_policy
 from sinew.policy import Policy, load
 from sinew.records.recorder import read_records
 from sinew.serve.contexts import ContextPolicy
@@ -34,6 +33,7 @@ from sinew.serve.dashboard.feed import MAX_TEXT, Feed
 from sinew.serve.dashboard.follow import ServerSeen
 from sinew.serve.dashboard.news import records
 from sinew.serve.decode import array as arrays
+from sinew.serve.opening import open_policy
 from sinew.serve.safety import Safety
 from sinew.serve.wires import http
 from sinew.sim.experts import Expert, expert_spec

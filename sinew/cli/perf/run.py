@@ -14,8 +14,8 @@ from rich.table import Table
 from sinew.cli import terminal
 from sinew.cli.options import NotNegative
 from sinew.cli.perf.options import Asked, dtypes
+from sinew.core import progress
 from sinew.perf.request import AS_THE_POLICY
-from sinew.system import progress
 
 if TYPE_CHECKING:
     from sinew.perf.hardware import Hardware

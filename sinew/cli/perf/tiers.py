@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from sinew.cli import terminal
-from sinew.system import progress
+from sinew.core import progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -136,11 +136,7 @@ class LeRobotCheckpoint:
         self.notes: list[str] = []
         self._check_keys()
         self._check_features()
-        pre = {
-            "rename_observations_processor": RENAME,
-            **schema.steps,
-            **ANYWHERE,
-        }
+        pre = {"rename_observations_processor": RENAME, **schema.steps, **ANYWHERE}
         self.pipelines = Pipelines(path, {PRE: pre, POST: schema.after})
 
     def __getitem__(self, key: str) -> Any:

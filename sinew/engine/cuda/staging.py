@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinew.system.machine import recommended_threads
+from sinew.core.machine import recommended_threads
 
 ALIGNMENT = 256  # bytes: what a device's allocator gives, and more than any load wants
 WORTH_A_THREAD = 512 << 10  # bytes of a frame: handing over a smaller one took longer than copying it

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sinew.core import RTC, SinewError, did_you_mean
+from sinew.core import RTC, SinewError, did_you_mean, machine
 from sinew.engine.engine import Context, Engine, Facts, Watch
 from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
@@ -21,7 +21,6 @@ from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Model, Said, Speaker
 from sinew.models.solvers import Guidance, solve
 from sinew.processing import ModelInputs
-from sinew.system import machine
 
 TRIES = 3  # of one thread and of many
 TOO_LONG_S = 1.0  # an inference of this length gains from all cores, and trying would cost seconds

@@ -9,10 +9,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from sinew.core import SinewError
+from sinew.core import SinewError, scratch
 from sinew.engine.fingerprint import fingerprint as of_bundle
 from sinew.engine.onnx.graphs import FORMAT
-from sinew.system import scratch
 
 
 def fingerprint(path: Path) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import BundleError, ObservationError, SinewError
+from sinew.core import BundleError, ObservationError, SinewError, machine
 from sinew.engine.engine import Engine, Facts, Trace, Watch
 from sinew.engine.onnx.backend import BACKEND
 from sinew.engine.onnx.borrowed import weights
@@ -25,7 +25,6 @@ from sinew.engine.reuse import Reuse
 from sinew.models.solvers import Guidance, Solver, drawn, solve
 from sinew.processing import ModelInputs
 from sinew.steps.action_tokens.base import ActionTokens
-from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from sinew.bundle.digests import Memo
 from sinew.bundle.schema import from_json, to_json
-from sinew.core import BundleError
+from sinew.core import BundleError, machine
 from sinew.steps.action_tokens.base import ActionTokens
-from sinew.system import machine
 
 STAGES = ("vision", "read", "step")
 COMPONENT = "sinew.component"  # metadata of every node: which of the components below it belongs to

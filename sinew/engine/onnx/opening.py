@@ -10,14 +10,13 @@ from pathlib import Path
 
 from sinew.bundle import Bundle
 from sinew.bundle.files import EXPORTED
-from sinew.core import BundleError, SinewError
+from sinew.core import BundleError, SinewError, machine, progress, scratch
 from sinew.core.extras import install
 from sinew.engine.backend import EngineOptions, recipe
 from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder, cached_graphs, publish
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import GraphSet
-from sinew.system import machine, progress, scratch
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import SinewError
+from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
 from sinew.engine.onnx.graphs import COMPONENT, ONE_SCALE, STAGES, GraphSet, table_path
-from sinew.system import machine
 
 PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
 KEPT = ("architecture", "views", "reads", "steps", "rewrites", "said", "speaks")  # of a record

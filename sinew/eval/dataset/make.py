@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sinew.core import SinewError
+from sinew.core import SinewError, progress
 from sinew.eval.campaign import Elsewhere
 from sinew.eval.dataset.writer import DatasetFrame, DatasetWriter
 from sinew.eval.settings import Task, Variant
-from sinew.system import progress
 
 
 def of_records(

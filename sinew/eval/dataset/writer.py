@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import SinewError
+from sinew.core import SinewError, progress, scratch
 from sinew.core.extras import MissingPackageError
 from sinew.eval.dataset.statistics import Statistics
-from sinew.system import progress, scratch
 
 VERSION = "v3.0"
 FILE_BYTES = 100 << 20  # of a parquet file, as LeRobot's

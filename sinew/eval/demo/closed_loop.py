@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from sinew_client.control import choose
 
+from sinew.convert.sources import ASSETS
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
 from sinew.eval.demo.film import shoot, write_film
@@ -28,7 +29,6 @@ from sinew.eval.report.plots import write_plots
 from sinew.eval.report.report import document, success_cells
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant, rows_between, sweep
-from sinew.sources import ASSETS
 
 PLAYED = {  # policy -> its environment, and how it is told what to do
     "blocks": ("sinew/Blocks-v0", "said in many wordings"),

@@ -11,11 +11,11 @@ import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from sinew.core.figures import COLORS
 from sinew.eval.adapters import EnvAdapter
 from sinew.eval.policies import ServerPolicy
 from sinew.eval.runner import Conduct, run_episode
 from sinew.eval.watched import WatchedEpisode
-from sinew.system.figures import COLORS
 
 SIDE = 400  # pixels beside the scene
 TRAIL = 40  # control steps of actions that are shown

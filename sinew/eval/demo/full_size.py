@@ -18,11 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from sinew.core import BundleError
+from sinew.core import BundleError, machine
 from sinew.core.extras import MissingPackageError
 from sinew.core.registry import families
 from sinew.eval.server import serving
-from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew_client import ActionChunk, Client

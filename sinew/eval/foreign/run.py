@@ -24,7 +24,7 @@ from typing import Any
 import sinew_client
 
 from sinew.convert.tokenizer_files import download
-from sinew.core import SinewError
+from sinew.core import SinewError, progress
 from sinew.eval import suites
 from sinew.eval.foreign import worker as foreign_worker
 from sinew.eval.policies import EXPERT
@@ -32,7 +32,6 @@ from sinew.eval.runner import Episode
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant
 from sinew.eval.watched import WatchedMoment, read_moments
-from sinew.system import progress
 
 PACKAGE = Path(__file__).resolve().parents[2]
 VERSIONS = Path(__file__).parent / "simulators"

@@ -15,11 +15,7 @@ _COLORS = {True: (0, 122, 70), False: (190, 45, 30), None: _INK}
 
 
 def compose(
-    scene: np.ndarray,
-    images: Mapping[str, np.ndarray],
-    prompt: str,
-    status: str,
-    success: bool | None = None,
+    scene: np.ndarray, images: Mapping[str, np.ndarray], prompt: str, status: str, success: bool | None = None
 ) -> Image.Image:
     """One picture. scene: uint8 [size, size, 3]; images: what the policy gets, stacked at the right side."""
     size = scene.shape[0]

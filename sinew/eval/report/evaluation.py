@@ -13,6 +13,7 @@ import gymnasium
 from sinew_client.control.defaults import HANDOVER, REPLAN
 from sinew_client.policy import Policy, is_address
 
+from sinew.convert.sources import resolve
 from sinew.core import SinewError
 from sinew.eval import campaign, suites
 from sinew.eval.adapters import Direct, EnvAdapter, Mapped, make_env, mapping_of, named_adapter
@@ -25,7 +26,6 @@ from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant
 from sinew.eval.variants import default_env
 from sinew.eval.vector import VectorParts
-from sinew.sources import resolve
 
 if TYPE_CHECKING:
     Env = gymnasium.Env | gymnasium.vector.VectorEnv

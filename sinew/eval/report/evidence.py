@@ -19,19 +19,8 @@ SHOWN = 400  # trials that are listed at once; the others are folded away
 
 def outcomes(results: Sequence[Sequence[Episode]]) -> list[list[dict[str, Any]]]:
     """Return what came of each episode of each variant, and what tells whether another one was the same."""
-    return [
-        [
-            {
-                "seed": each.seed,
-                "task": each.task,
-                "success": each.success,
-                "steps": each.steps,
-                "digest": each.digest,
-            }
-            for each in episodes
-        ]
-        for episodes in results
-    ]
+    names = ("seed", "task", "success", "steps", "digest")
+    return [[{name: getattr(each, name) for name in names} for each in episodes] for episodes in results]
 
 
 def write_page(record: Mapping[str, Any], films: Sequence[Film]) -> str:

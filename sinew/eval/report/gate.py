@@ -199,9 +199,5 @@ def record(report: dict[str, Any]) -> Gate:
         "command": report["command"],
     }
     return Gate(
-        protocol,
-        report["seeds"]["first"],
-        report["seeds"]["count"],
-        tuple(entry["failed_seeds"]),
-        reference,
+        protocol, report["seeds"]["first"], report["seeds"]["count"], tuple(entry["failed_seeds"]), reference
     )

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sinew.core import SinewError
+from sinew.core import SinewError, progress
 from sinew.core.extras import MissingPackageError
 from sinew.engine.choose import EngineChoice
 from sinew.eval.report.gate import GATES, Gate, read_gate
 from sinew.eval.settings import Latency, Variant
 from sinew.policy import open_bundle
 from sinew.processing import Processor
-from sinew.system import progress
 
 
 def gate_of(bundle: Path) -> tuple[Path | None, str]:

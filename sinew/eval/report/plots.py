@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sinew.core import figures
 from sinew.eval.report.report import swept
 from sinew.eval.settings import rows_between
-from sinew.system import figures
 
 check = figures.check  # before the hours whose figure cannot be drawn
 

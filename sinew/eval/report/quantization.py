@@ -18,7 +18,7 @@ from sinew.bundle.writer import rewrite
 from sinew.checks.validate.parity import compare
 from sinew.convert.gptq import WIDEST
 from sinew.convert.lowbit import calibrated_rows, lowbit_sources, plan_formats, weight_errors
-from sinew.core import SinewError, Timing
+from sinew.core import SinewError, Timing, progress, scratch
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import choose
 from sinew.engine.engine import Watch
@@ -31,7 +31,6 @@ from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import gate_of, play_gate
 from sinew.policy import Policy
 from sinew.processing import ModelInputs
-from sinew.system import progress, scratch
 
 PROVED = 8  # observations of the proof of what will be rounded, at most
 Input = tuple[ModelInputs, np.ndarray]  # of one observation, with the solver's noise
@@ -110,8 +109,8 @@ def quantize(
     Raises :class:`SinewError` for a bundle that is not what its reference computes, or a recipe that it cannot have;
     nothing is written then.
     """
+    from sinew.convert.sources import resolve
     from sinew.policy import open_bundle
-    from sinew.sources import resolve
 
     chosen, out = parse_recipe(recipe), Path(out)
     bundle = resolve(Path(source))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinew.system import scratch
+from sinew.core import scratch
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -72,13 +72,11 @@ def search(
         mark = " <- chosen" if point == chosen else ""
         tell(
             f"point    {_text(point):42} {point.nbytes / 1e6:9.1f} MB  error {error:.2e}, predicted"
-            f" {point.predicted:.2e}; {took:.1f} ms, predicted {point.milliseconds:.1f}{mark}",
+            f" {point.predicted:.2e}; {took:.1f} ms, predicted {point.milliseconds:.1f}{mark}"
         )
     limits = [f"{limit / 1e6:.1f} MB"] if limit is not None else []
     limits += [f"{target_ms:g} ms on this machine, as busy as it was"] if target_ms is not None else []
-    tell(
-        f"within   {', '.join(limits)}; closed-loop success decides: `sinew eval {out} --gate GATE`",
-    )
+    tell(f"within   {', '.join(limits)}; closed-loop success decides: `sinew eval {out} --gate GATE`")
     record = {
         "budget": limit,
         "target_ms": target_ms,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from sinew.convert.sources import ASSETS, resolve
 from sinew.core import SinewError
 from sinew.eval.policies import EXPERT, identity
 from sinew.eval.report.page import record_in
@@ -15,7 +16,6 @@ from sinew.eval.report.report import SCHEMA
 from sinew.eval.report.stats import mcnemar
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.sources import ASSETS, resolve
 
 REPORT = "report.json"  # of `sinew eval --out`
 MAX_BYTES = 1 << 28  # of a record, a page's films included

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from sinew import __version__
+from sinew.core import machine
 from sinew.core.registry import backbone
 from sinew.eval import suites
 from sinew.eval.policies import chosen, identity
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.system import machine
 
 SCHEMA = "sinew.eval/1"
 

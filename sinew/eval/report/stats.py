@@ -200,15 +200,11 @@ def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
     ``overhead`` is the round trip without ``server total``: client, transport, and what the sockets hold.
     ``beside the policy`` also counts what the server adds: decoding, the hand-over between threads, encoding.
     """
+    stages = ("queue", "preprocess", "vision", "prefix", "head", "postprocess")
     rows = {
         "round trip": [chunk.round_trip_ms for chunk in chunks],
         "server total": [chunk.timing.server_ms for chunk in chunks],
-        "queue": [chunk.timing.queue_ms for chunk in chunks],
-        "preprocess": [chunk.timing.preprocess_ms for chunk in chunks],
-        "vision": [chunk.timing.vision_ms for chunk in chunks],
-        "prefix": [chunk.timing.prefix_ms for chunk in chunks],
-        "head": [chunk.timing.head_ms for chunk in chunks],
-        "postprocess": [chunk.timing.postprocess_ms for chunk in chunks],
+        **{stage: [getattr(chunk.timing, f"{stage}_ms") for chunk in chunks] for stage in stages},
         "policy total": [chunk.timing.total_ms for chunk in chunks],
         "overhead": [chunk.round_trip_ms - chunk.timing.server_ms for chunk in chunks],
         "beside the policy": [chunk.round_trip_ms - chunk.timing.total_ms for chunk in chunks],

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sinew_client.control.controller import PAUSED
 
-from sinew.core import SinewError
+from sinew.core import SinewError, progress
 from sinew.eval.robot import SimulatedRobot
 from sinew.eval.runner import Episode, Tally, ages_of, digest_of
 from sinew.eval.sources import chunk_seed
-from sinew.system import progress
 
 if TYPE_CHECKING:
     from sinew_client.control import Loop

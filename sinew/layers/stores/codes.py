@@ -9,14 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sinew.layers.stores.lowbit import (
-    PANELS,
-    TINY,
-    dequantize,
-    laid_back,
-    lowbit_linear,
-    lowbit_linears,
-)
+from sinew.layers.stores.lowbit import PANELS, TINY, dequantize, laid_back, lowbit_linear, lowbit_linears
 from sinew.layers.stores.store import Held, Store, Tensors
 
 

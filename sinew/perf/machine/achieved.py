@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sinew.core import SinewError
-from sinew.system import machine
+from sinew.core import SinewError, machine
 
 if TYPE_CHECKING:
     from sinew.engine.example import Shapes

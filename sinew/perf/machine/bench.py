@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinew import __version__
-from sinew.core import Moment, Observation, PolicySpec, Timing
+from sinew.core import Moment, Observation, PolicySpec, Timing, machine
 from sinew.engine.engine import Watch
 from sinew.perf.machine.achieved import roofline_record
-from sinew.system import machine
 
 if TYPE_CHECKING:
     from sinew.policy import Policy

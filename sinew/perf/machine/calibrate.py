@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sinew.core import SinewError
+from sinew.core import SinewError, machine
 from sinew.engine.clone import on_meta
 from sinew.models.base import Model
 from sinew.perf.machine import fit as calibration
@@ -17,7 +17,6 @@ from sinew.perf.machine.measure import DTYPES, MeasuredSizes, StageTime, measure
 from sinew.perf.machine.measure_engine import measure_engine, requests_of
 from sinew.perf.program import PublishedProgram, is_sizes_alone, of_model, preset
 from sinew.perf.trace import STAGES
-from sinew.system import machine
 
 Report = Callable[[str], None]
 

@@ -28,10 +28,9 @@ from typing import Literal
 import numpy as np
 
 from sinew.bundle.schema import from_json
-from sinew.core import SinewError
+from sinew.core import SinewError, machine
 from sinew.perf.machine.measure import Speeds, StageTime
 from sinew.perf.operators import Component, Operator
-from sinew.system import machine
 
 SCHEMA = "sinew.calibration/2"
 KINDS = ("linear", "attention")

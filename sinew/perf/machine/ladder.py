@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import PolicySpec, SinewError
-from sinew.system import machine
+from sinew.core import PolicySpec, SinewError, machine
 
 Observe = Callable[[PolicySpec], dict[str, Any]]
 

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from sinew.core import SinewError
+from sinew.core import SinewError, machine
 from sinew.models.base import Model
 from sinew.perf.request import TracedRequest
-from sinew.system import machine
 
 GEMM_SIZE = 2048
 COPY_BYTES = 512 << 20  # beyond every cache

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sinew.core import Observation, PolicySpec, SinewError, VectorSpec
+from sinew.core import Observation, PolicySpec, SinewError, VectorSpec, scratch
 from sinew.records import parts
 from sinew.records.background_writer import BackgroundWriter, Entry
 from sinew.records.recorder import Record
 from sinew.records.viewers.rerun_log import RerunLog
-from sinew.system import scratch
 
 MAX_SESSIONS = 16  # that have entities of their own; further ones share theirs
 MAX_SESSION = 128  # characters, as of the server

@@ -20,14 +20,13 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle.schema import ImageRecipe
-from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
+from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing, machine
 from sinew.processing.image import prepare_frame
 from sinew.serve.dashboard.history import Hour
 from sinew.serve.dashboard.wiring import Wiring
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.request import Request
 from sinew.serve.service import Service
-from sinew.system import machine
 
 VIEWERS = 8  # at once; each is a connection and a few kilobytes
 KEPT = 256  # answers between two looks of the viewers

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sinew.system import machine
+from sinew.core import machine
 
 STAT = Path("/proc/stat")
 

@@ -17,12 +17,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sinew.core import SinewError
+from sinew.core import SinewError, machine
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.dashboard.feed import BY_HAND, Answer, Feed
 from sinew.serve.dashboard.host import Host
 from sinew.serve.service import Service
-from sinew.system import machine
-from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ from sinew.core import MAX_SIZE, ObservationError, PolicySpec, SinewError
 
 MAX_IMAGES = 16
 MIN_BUDGET = 16 << 20  # pixels of one request, all frames together, whatever the cameras are;
-BUDGET_FACTOR = (
-    16  # and so many times as many as the policy's cameras have: a robot may send four times as wide
-)
+# and so many times as many as the policy's cameras have: a robot may send four times as wide
+BUDGET_FACTOR = 16
 MAX_SCANS = 32  # of a JPEG file; progressive ones have ten or so, and each costs time for every pixel
 BLOCK = 1 << 14  # bytes of a file that are decoded before asking whether somebody still waits
 

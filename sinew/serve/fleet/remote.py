@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from sinew.core import ActionChunk, CancelledError, Observation, PolicySpec
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.fleet.replica import About, Refusal
 from sinew.serve.served import ServedPolicy
 from sinew.serve.service import UnhealthyError
-from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

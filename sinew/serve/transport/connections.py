@@ -11,14 +11,13 @@ import logging
 
 from aiohttp import web
 
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.transport.ledger import SWEEP_S, Account, Ledger
-from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-CONTROL_HEADER = (
-    6  # bytes of a client's WebSocket control frame beside its payload: two of header, four of mask
-)
+# Bytes of a client's WebSocket control frame beside its payload: two of header, four of mask
+CONTROL_HEADER = 6
 
 
 class Connections:

@@ -32,9 +32,8 @@ class Codec(Protocol):
     """One protocol of requests and replies, each one frame."""
 
     name: str
-    streams: (
-        Any  # takes messages that get no reply of their own (wires/streams.py); None where there are none
-    )
+    # Takes messages that get no reply of their own (wires/streams.py); None where there are none
+    streams: Any
 
     def bind(self, service: Service) -> None:
         """The policy is loaded; called once, before the first request."""

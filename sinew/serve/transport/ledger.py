@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from sinew.system.rate_limited_log import RateLimitedLog
+from sinew.core.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
 HELD_REQUESTS = 8  # of the greatest size: what all connections together may hold of unanswered requests
 STRANGERS_SHARE = 4  # a part of that for those that never sent a request that was taken: one in so many
-STRANGER_IDLE_S = (
-    1.0  # a full server closes who was silent for so long and never sent a request that was taken,
-)
+# A full server closes who was silent for so long and never sent a request that was taken
+STRANGER_IDLE_S = 1.0
 IDLE_S = 60.0  # and then who did send one and has been silent for this long
 SWEEP_S = 0.5  # between two looks at who has taken too long
 
@@ -53,12 +52,7 @@ class Ledger:
     """
 
     def __init__(
-        self,
-        name: str,
-        limit: int,
-        limit_bytes: int,
-        close: Callable[[Account, str], None],
-        limit_s: float,
+        self, name: str, limit: int, limit_bytes: int, close: Callable[[Account, str], None], limit_s: float
     ):
         self.name = name
         self.limit = limit

@@ -19,6 +19,7 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import PolicySpec, RequestError, SinewError
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
 from sinew.serve.service import Service, key_of
@@ -37,7 +38,6 @@ from sinew.serve.transport.routes import (
     Routes,
     error_answer,
 )
-from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

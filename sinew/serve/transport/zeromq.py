@@ -24,11 +24,11 @@ from sinew_client import zmtp
 from sinew_client.link import set_options
 
 from sinew.core import PolicySpec, SinewError
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.service import Service
 from sinew.serve.transport.exchange import Codec, Exchange, Series
 from sinew.serve.transport.ledger import HELD_REQUESTS, SWEEP_S, Account, Ledger
 from sinew.serve.transport.listen import Listen
-from sinew.system.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

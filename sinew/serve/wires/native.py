@@ -26,14 +26,7 @@ from google.protobuf.message import DecodeError
 from sinew_client.schema import Image, PredictRequest, PredictResponse
 from sinew_client.types import MOST_TOGETHER
 
-from sinew.core import (
-    Moment,
-    Observation,
-    ObservationError,
-    PolicySpec,
-    RequestError,
-    SinewError,
-)
+from sinew.core import Moment, Observation, ObservationError, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
 from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, Field, fields, nested, packed
 from sinew.serve.policies import MAX_NAME as MAX_POLICY

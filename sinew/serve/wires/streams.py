@@ -21,6 +21,7 @@ from sinew_client.protocol import CONDITION_KEYS
 from sinew_client.schema import PredictRequest, PredictResponse
 
 from sinew.core import RTC, ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.protobuf import packed
 from sinew.serve.device_lock import Beside
@@ -31,7 +32,6 @@ from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import STREAMED, Service, printable
 from sinew.stream import Loops, Session, StreamSettings, Window
 from sinew.stream.session import StateSample
-from sinew.system.rate_limited_log import RateLimitedLog
 
 if TYPE_CHECKING:
     from sinew.serve.transport.exchange import Asker, Envelope
@@ -44,9 +44,8 @@ PER_CONNECTION = 2
 MAX_MESSAGE = 16 << 20  # bytes of one message with its frames
 MAX_UNREAD = 64 << 10  # bytes of windows that a client has not read; beyond, further ones are dropped
 SILENT_S = 10.0  # without a sample a stream ends: its robot lost power or network, and may begin another one
-SPARE_S = (
-    2.0  # and without one for so long it gives its place to another robot; a live one sends at every tick
-)
+# and without one for so long it gives its place to another robot; a live one sends at every tick
+SPARE_S = 2.0
 EXCHANGED = "the policy was exchanged, and its streams begin anew with their next samples"
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 

@@ -35,6 +35,7 @@ from sinew.core import (
     RequestError,
     SinewError,
 )
+from sinew.core.rate_limited_log import Once
 from sinew.processing.given import PROMPT_KEYS
 from sinew.serve.decode.array import array, unpack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
@@ -43,7 +44,6 @@ from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.transport.routes import Dialect, Guard
 from sinew.serve.wires import field_names
-from sinew.system.rate_limited_log import Once
 
 NAME = "vla-eval"
 PROTOCOL = 1  # its ``protocol_version``

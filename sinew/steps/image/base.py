@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from sinew.core import MAX_SIZE
 from sinew.steps import registry
-from sinew.steps.base import Step
+from sinew.steps.base import Step, within
 
 
 class ImageStep(Step):
@@ -54,6 +57,22 @@ class ImageStep(Step):
     def forward(self, frame: np.ndarray) -> np.ndarray:
         """Return a frame that the step takes, [h, w, 3], as the step leaves it: [H, W, 3]."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SizedStep(ImageStep):
+    """A step after which every frame is ``height`` x ``width``."""
+
+    height: int
+    width: int
+
+    def problems(self) -> Iterator[str]:
+        for name, side in (("height", self.height), ("width", self.width)):
+            yield from within(name, side, 1, MAX_SIZE)
+
+    @property
+    def fixed(self) -> tuple[int, int]:
+        return self.height, self.width
 
 
 def to_unit(array: np.ndarray) -> np.ndarray:

@@ -48,13 +48,10 @@ class Jpeg(ImageStep):
     quality: int = 95
     other_sizes: bool = False
     kind: Literal["jpeg"] = field(default="jpeg", kw_only=True, repr=False)
+    keeps_size = True
 
     def problems(self) -> Iterator[str]:
         yield from within("quality", self.quality, 1, 100)
-
-    @property
-    def keeps_size(self) -> bool:
-        return True
 
     def forward(self, frame: np.ndarray) -> np.ndarray:
         return jpeg_round_trip(frame, self.quality)

@@ -9,14 +9,12 @@ from typing import Literal
 
 import numpy as np
 
-from sinew.core import MAX_SIZE
-from sinew.steps.base import within
-from sinew.steps.image.base import ImageStep
+from sinew.steps.image.base import SizedStep
 from sinew.steps.image.bilinear import resize_bilinear, to_planes
 
 
 @dataclass(frozen=True)
-class Letterbox(ImageStep):
+class Letterbox(SizedStep):
     """To ``height`` x ``width``, resized as far as the aspect ratio allows.
 
     interpolation: "bilinear" has half-pixel centres, no antialiasing and float results (torch's default);
@@ -26,30 +24,20 @@ class Letterbox(ImageStep):
     pad_value: of the bars, or one for each colour, where pixels are in [0, 1].
     """
 
-    height: int
-    width: int
     interpolation: Literal["bilinear", "pil_bilinear"] = "bilinear"
     pad: Literal["top_left", "center"] = "top_left"
     pad_value: float | tuple[float, float, float] = 0.0
     kind: Literal["letterbox"] = field(default="letterbox", kw_only=True, repr=False)
+    on_host = ""
 
     def problems(self) -> Iterator[str]:
-        for name, side in (("height", self.height), ("width", self.width)):
-            yield from within(name, side, 1, MAX_SIZE)
+        yield from super().problems()
         if not all(map(math.isfinite, self.colour)):
             yield f"pad_value: expected a finite number, got {self.pad_value}"
 
     @property
     def takes(self) -> Literal["either"]:
         return "either"
-
-    @property
-    def on_host(self) -> str:
-        return ""
-
-    @property
-    def fixed(self) -> tuple[int, int]:
-        return self.height, self.width
 
     @property
     def centred(self) -> bool:

@@ -19,15 +19,12 @@ class Image(PromptStep):
     count: int
     token: int
     kind: Literal["image"] = field(default="image", kw_only=True, repr=False)
+    slot = "{image}"
 
     def problems(self) -> Iterator[str]:
         yield from within("count", self.count, 1, MAX_SIZE)
         if len(self.text) > 64:
             yield f"text: expected at most 64 characters, got {len(self.text)}"
-
-    @property
-    def slot(self) -> str:
-        return "{image}"
 
     @property
     def names(self) -> tuple[int, ...]:

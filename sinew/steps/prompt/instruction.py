@@ -13,10 +13,7 @@ class Instruction(PromptStep):
     """The instruction, as the steps before have left it."""
 
     kind: Literal["instruction"] = field(default="instruction", kw_only=True, repr=False)
-
-    @property
-    def slot(self) -> str:
-        return "{prompt}"
+    slot = "{prompt}"
 
     def forward(self, said: Sentence) -> Sentence:
         return said.saying(said.instruction)

@@ -22,14 +22,11 @@ class State(PromptStep):
     values: int
     bins: int = 256
     kind: Literal["state"] = field(default="state", kw_only=True, repr=False)
+    slot = "{state}"
 
     def problems(self) -> Iterator[str]:
         yield from within("values", self.values, 0, MAX_SIZE)
         yield from within("bins", self.bins, 1, MAX_SIZE)
-
-    @property
-    def slot(self) -> str:
-        return "{state}"
 
     def forward(self, said: Sentence) -> Sentence:
         return said.saying(" ".join(map(str, self.numbers(said.state))))

@@ -22,6 +22,8 @@ class ComposePose(VectorStep):
     dims: tuple[int, ...]
     state_dims: tuple[int, ...] = ()
     kind: Literal["compose_pose"] = field(default="compose_pose", kw_only=True, repr=False)
+    monotone = False
+    no_inverse = "poses that are relative to another pose are not re-based"
 
     def problems(self) -> Iterator[str]:
         for name, given in (("dims", self.dims), ("state_dims", self.reads)):
@@ -31,14 +33,6 @@ class ComposePose(VectorStep):
     @property
     def reads(self) -> tuple[int, ...]:
         return self.state_dims or self.dims
-
-    @property
-    def monotone(self) -> bool:
-        return False
-
-    @property
-    def no_inverse(self) -> str:
-        return "poses that are relative to another pose are not re-based"
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         assert reference is not None  # it reads the state

@@ -19,15 +19,12 @@ class LinearToAngle(VectorStep):
     arm: float
     horn: float
     kind: Literal["linear_to_angle"] = field(default="linear_to_angle", kw_only=True, repr=False)
+    no_inverse = "two openings have one angle"
 
     def problems(self) -> Iterator[str]:
         yield from finite(arm=self.arm, horn=self.horn)
         if not self.horn > 0:
             yield f"horn: expected a length above 0, got {self.horn:g}"
-
-    @property
-    def no_inverse(self) -> str:
-        return "two openings have one angle"
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         with np.errstate(divide="ignore"):  # an opening of zero is beyond the clip

@@ -20,17 +20,11 @@ class Threshold(VectorStep):
     below: float = 1.0
     above: float = -1.0
     kind: Literal["threshold"] = field(default="threshold", kw_only=True, repr=False)
+    monotone = False
+    no_inverse = "all values of a side become one"
 
     def problems(self) -> Iterator[str]:
         yield from finite(offset=self.offset, below=self.below, above=self.above)
-
-    @property
-    def monotone(self) -> bool:
-        return False
-
-    @property
-    def no_inverse(self) -> str:
-        return "all values of a side become one"
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         return np.where(part > self.offset, self.above, self.below)

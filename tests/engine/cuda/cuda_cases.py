@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import sinew
-from sinew.core import Observation
+from sinew.core import Observation, machine
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.graphs import GraphRecorder, RecordedGraph
@@ -24,7 +24,6 @@ from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
-from sinew.system import machine
 from tests.closeness import rounding
 from tests.engines import run_one
 from tests.golden import Golden

@@ -23,7 +23,7 @@ import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.policies.utils import prepare_observation_for_inference
-from sinew.core import ActionChunk, Observation, SinewError, Timing
+from sinew.core import ActionChunk, Observation, SinewError, Timing, machine
 from sinew.policy import open_bundle
 from sinew.processing import Processor
 from sinew.serve.policies import Deployment
@@ -33,7 +33,6 @@ from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
-from sinew.system import machine
 
 
 class Reference(ServedPolicy):

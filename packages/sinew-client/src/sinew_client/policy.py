@@ -154,15 +154,16 @@ def connect(source: str | os.PathLike | Sequence[str], **options: Any) -> Policy
     """Open the policy that ``source`` names.
 
     source: address of a server, or several, of which the first that answers is asked (options: those of
-    :class:`sinew_client.Client`); else, with the package sinew-vla, what :func:`sinew.opening.open_policy` opens in
-    this process: a bundle, a checkpoint, a name of the hub, a folder of records, an expert. Raises SinewError.
+    :class:`sinew_client.Client`); else, with the package sinew-vla, what
+    :func:`sinew.serve.opening.open_policy` opens in this process: a bundle, a checkpoint, a name of
+    the hub, a folder of records, an expert. Raises SinewError.
     """
     if is_address(source):
         from sinew_client.client import Client
 
         return Client(source, **options)  # type: ignore[arg-type]
     try:
-        from sinew.opening import open_policy
+        from sinew.serve.opening import open_policy
     except ImportError as error:
         raise ClientError(
             f"{source}: expected tcp://HOST:PORT; what is no address computes here, which needs the package sinew-vla:"

@@ -21,7 +21,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinew.system import scratch
+from sinew.core import scratch
 
 SOURCES = Path(__file__).parent / "csrc"
 NAME, HASH = "lowbit.so", "lowbit.sha256"

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import SinewError
+from sinew.core import SinewError, machine, scratch
 from sinew.engine.cuda.fp8.linear import Fp8Linear, unfit
 from sinew.engine.cuda.kernels.fp8_quantize import LARGEST, SMALLEST
 from sinew.layers.linear import not_linear
 from sinew.layers.norm import AdaRMSNorm
 from sinew.models.base import Model
-from sinew.system import machine, scratch
 
 VERSION = 1
 HEADROOM = 2.0

@@ -34,6 +34,7 @@ from sinew.core import (
     SinewError,
     did_you_mean,
 )
+from sinew.core.rate_limited_log import Once
 from sinew.core.registry import hints
 from sinew.processing.arrays import numbers
 from sinew.records.npy import dump_npy, load_npy, raw_array
@@ -44,7 +45,6 @@ from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.field_names import MAX_NUMBERS, frame, text
 from sinew.serve.wires.groot.names import Names
-from sinew.system.rate_limited_log import Once
 
 logger = logging.getLogger(__name__)
 

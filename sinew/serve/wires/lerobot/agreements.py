@@ -18,9 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from sinew.core import PolicySpec
+from sinew.core import PolicySpec, machine
 from sinew.serve.wires.lerobot.features import Agreement
-from sinew.system import machine
 
 logger = logging.getLogger(__name__)
 

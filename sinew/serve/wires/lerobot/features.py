@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from sinew.core import Observation, ObservationError, PolicySpec
+from sinew.core.rate_limited_log import Once
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 from sinew.serve.wires import field_names
 from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, TimedObservation
-from sinew.system.rate_limited_log import Once
 
 logger = logging.getLogger(__name__)
 _once = Once(logger)
@@ -99,10 +99,7 @@ def observation(
     with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
         state = np.array(numbers, np.float32)
     return Observation(
-        images=images,
-        state=state,
-        prompt=field_names.text(agreement.prompt, task),
-        time=timed.timestamp,
+        images=images, state=state, prompt=field_names.text(agreement.prompt, task), time=timed.timestamp
     )
 
 

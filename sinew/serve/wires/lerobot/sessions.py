@@ -103,10 +103,7 @@ class Sessions:
 
     def _forget_one(self) -> None:
         now = time.monotonic()
-        for silent in (
-            lambda each: each.agreement is None,
-            lambda each: now - each.heard > LIVE_S,
-        ):
+        for silent in (lambda each: each.agreement is None, lambda each: now - each.heard > LIVE_S):
             for client, session in self._sessions.items():  # the least recently used first
                 if silent(session) and session.waiting is None:
                     del self._sessions[client]

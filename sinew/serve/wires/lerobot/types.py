@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sinew.serve.decode.pickle.arrays import ARRAY_NAMES
-from sinew.serve.decode.pickle.machine import BuiltObject, Machine, PickledName, SafePickleError, load
-from sinew.system.rate_limited_log import Once
+from sinew.core.rate_limited_log import Once
+from sinew.serve.wires.lerobot.pickle.arrays import ARRAY_NAMES
+from sinew.serve.wires.lerobot.pickle.machine import BuiltObject, Machine, PickledName, SafePickleError, load
 
 logger = logging.getLogger(__name__)
 _once = Once(logger)

@@ -4,7 +4,7 @@ A client says ``Ready``, names the policy and its robot's features, and then str
 thread of it asks for actions. The newest observation waits, older ones are dropped; a chunk is computed when the
 client asks. Upstream's server has one state for everybody; here each connection has its own.
 
-The payloads are pickles. They are read by :mod:`sinew.serve.decode.pickle.machine` and never by Python's.
+The payloads are pickles. They are read by :mod:`sinew.serve.wires.lerobot.pickle.machine` and never by Python's.
 Source: ``lerobot/transport/services.proto`` and ``lerobot/async_inference/policy_server.py`` of LeRobot 0.4.4.
 """
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sinew import WAITING
+
 PROC = Path("/proc")
 SYS = Path("/sys")
 HALF_UNITS = {
@@ -31,7 +33,6 @@ ISA_SETTINGS = (
     "NPY_DISABLE_CPU_FEATURES",
 )
 LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
-WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})  # how OpenMP threads wait
 
 
 def cache_folder(room: str) -> Path:
@@ -87,20 +88,6 @@ def recommended_threads() -> tuple[int, str]:
             f"one per physical core; {found.logical} logical processors share {found.physical} cores"
         )
     return found.physical, "one per core in the affinity mask, no cgroup quota below that"
-
-
-def limit_spinning() -> None:
-    """Let OpenMP threads that wait sleep at once instead of spinning for milliseconds.
-
-    Has an effect before torch is imported, whose OpenMP runtime (GNU's on Linux, LLVM's or Intel's elsewhere) reads
-    the environment once; ``import sinew`` calls it. When other programs want the cores too, threads that spin while
-    they wait for one another take the time that the others need to finish (docs/log has the measurement). A
-    user's own setting is left alone.
-    """
-    if "torch" in sys.modules or WAITING & os.environ.keys():
-        return
-    os.environ["GOMP_SPINCOUNT"] = "0"
-    os.environ["KMP_BLOCKTIME"] = "0"
 
 
 def spinning() -> str:

@@ -94,12 +94,8 @@ def hold(path: Path, wait: bool = True) -> int | None:
 
 def there(path: Path, held: int | None) -> bool:
     """Return whether a file or folder is still the one that is held; where nothing can be held, whether it is there."""
-    return path.exists() if held is None else _same(path, held)
-
-
-def _same(folder: Path, held: int) -> bool:
     try:
-        return os.path.samestat(folder.lstat(), os.fstat(held))
+        return path.exists() if held is None else os.path.samestat(path.lstat(), os.fstat(held))
     except OSError:
         return False
 
@@ -149,7 +145,5 @@ def _again(otherwise: Callable[[Any], object], unraised: Any) -> None:
         try:
             threading.Timer(0.01, os.kill, (os.getpid(), end.number)).start()
             return
-        except (
-            _Signalled
-        ):  # on a busy machine it comes before the thread's start is over: what is raised here is lost, too
-            continue
+        except _Signalled:
+            continue  # on a busy machine it comes before the thread's start is over: what is raised here is lost, too

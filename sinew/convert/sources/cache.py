@@ -1,6 +1,6 @@
 """Checkpoints that were converted on first use: ``$XDG_CACHE_HOME/sinew/bundles/<key>/`` holds a bundle and a record.
 
-The key is the content of the source (``sinew.sources.identity``), so a changed checkpoint is converted again. An entry
+The key is the content of the source (``identity.py``), so a changed checkpoint is converted again. An entry
 appears whole, by renaming a folder; of two processes that want the same one, one waits for the other.
 """
 
@@ -18,9 +18,8 @@ from pathlib import Path
 import msgspec
 
 from sinew.bundle import Bundle
-from sinew.core import BundleError, SinewError
-from sinew.sources.identity import FileIdentity, NoCheckpointError, converter, digests, files_of, key
-from sinew.system import machine, progress, scratch
+from sinew.convert.sources.identity import FileIdentity, NoCheckpointError, converter, digests, files_of, key
+from sinew.core import BundleError, SinewError, machine, progress, scratch
 
 __all__ = ["CacheEntry", "NoCheckpointError", "converted", "entries", "find", "folder"]
 

@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from sinew.serve.decode.pickle.machine import BuiltObject, LongText, Machine, PickledName, SafePickleError
+from sinew.serve.wires.lerobot.pickle.machine import (
+    BuiltObject,
+    LongText,
+    Machine,
+    PickledName,
+    SafePickleError,
+)
 
 MAX_DIMENSIONS = 8
 _DTYPES = frozenset({"b1", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"})

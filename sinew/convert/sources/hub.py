@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from sinew.convert import CHECKPOINT_FILES
-from sinew.core import SinewError
+from sinew.convert.sources.identity import sha256
+from sinew.core import SinewError, progress, scratch
 from sinew.core.extras import MissingPackageError
-from sinew.sources.identity import sha256
-from sinew.system import progress, scratch
 
 REFUSED = (401, 403, 404)  # it has none for us; with anything else it is ill, or something before it is
 BUNDLE = "policy.gguf"  # what a repository calls its bundle, unless it has a single other one

@@ -21,7 +21,7 @@ from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
 from sinew.eval.report import card as cards
 from tests import processes
-from tests.sources.fake_hub import fake_hub
+from tests.convert.sources.fake_hub import fake_hub
 
 PARITY = {
     "passed": True,

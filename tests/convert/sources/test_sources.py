@@ -22,12 +22,11 @@ from sinew_client.policy import is_address
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.convert.conversion import Conversion
-from sinew.core import BundleError, ConvertError, SinewError
+from sinew.convert.sources import cache, hub, resolve
+from sinew.core import BundleError, ConvertError, SinewError, progress
 from sinew.policy import open_bundle
-from sinew.sources import cache, hub, resolve
-from sinew.system import progress
 from tests import processes
-from tests.sources.fake_hub import FakeHub, fake_hub
+from tests.convert.sources.fake_hub import FakeHub, fake_hub
 
 FLIP = bytes([0x55])
 

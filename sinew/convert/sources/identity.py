@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,8 +13,7 @@ import sinew
 from sinew.bundle.digests import BLOCK, Memo
 from sinew.bundle.digests import sha256 as digest
 from sinew.convert import readers
-from sinew.core import SinewError
-from sinew.system import machine, progress
+from sinew.core import SinewError, machine, progress
 
 # What trainers leave beside the weights to go on with; no conversion reads it.
 TRAINING = (
@@ -39,6 +37,7 @@ WEIGHTS = (".safetensors", ".pt", ".gguf")  # and orbax's folder params/
 MAX_FILES = 10_000
 LONG = 1 << 28
 CODE = ("convert", "bundle", "models")  # rooms that decide what a conversion writes, beside its reader
+HERE = Path(__file__).parent  # and which files it is given, but not what it writes
 
 
 class NoCheckpointError(SinewError):
@@ -101,7 +100,7 @@ def converter() -> str:
     home = Path(sinew.__file__).parent
     folders = {room: home / room for room in CODE} | readers()
     for name, folder in folders.items():
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted(path for path in folder.rglob("*.py") if path.parent != HERE):
             digest.update(f"{name}/{path.relative_to(folder)}".encode() + path.read_bytes())
     return f"{sinew.__version__}+{digest.hexdigest()[:12]}"
 
@@ -111,13 +110,8 @@ def _name(path: Path, root: Path) -> str:
 
 
 def sha256(path: Path, size: int) -> str:
-    """Return the SHA-256 of a regular file of ``size`` bytes in hexadecimal digits."""
-    with _shown(path, size) as advance:
+    """Return the SHA-256 of a regular file of ``size`` bytes in hexadecimal digits; a big one is a task of blocks."""
+    if size < LONG:  # read before anybody could see it
+        return digest(path, size)
+    with progress.task(f"reading {path.name}", -(-size // BLOCK)) as advance:
         return digest(path, size, advance)
-
-
-def _shown(path: Path, size: int) -> AbstractContextManager[progress.Advance]:
-    """A task of the blocks of a big file; small ones are read before anybody could see it."""
-    if size < LONG:
-        return nullcontext(lambda _: None)
-    return progress.task(f"reading {path.name}", -(-size // BLOCK))

@@ -1,6 +1,6 @@
 """What a verb is given -> a file that can be loaded: a bundle, an exported folder, a checkpoint, a name of the hub.
 
-Checkpoints are converted once, into a cache (``sinew.sources.cache``). Imports no torch unless one has to be converted.
+Checkpoints are converted once, into a cache (:mod:`.cache`). Imports no torch unless one has to be converted.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from sinew.bundle.files import EXPORTED
 from sinew.convert.lerobot.folder import resolve as model_folder
+from sinew.convert.sources import cache, hub
 from sinew.core import BundleError, ConvertError, did_you_mean
-from sinew.sources import cache, hub
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
 
 
 def embedded() -> dict[str, Path]:
@@ -27,7 +27,7 @@ def resolve(source: str | Path) -> Path:
     source: a bundle file; the name of a policy of this package (:func:`embedded`); a folder that ``sinew export``
     wrote; a checkpoint folder that ``sinew convert`` reads without further options; a LeRobot training run or one of
     its checkpoints; ``org/name`` or ``hf://org/name[@revision][/file.gguf]`` of the Hugging Face hub. What is fetched,
-    converted or taken from the cache is told through :mod:`sinew.system.progress`. Raises :class:`BundleError` and
+    converted or taken from the cache is told through :mod:`sinew.core.progress`. Raises :class:`BundleError` and
     :class:`ConvertError`.
     """
     path = Path(source)
