@@ -193,6 +193,7 @@ class Policy(OpenPolicy):
             "dtype_reason": self.dtype_reason,
             "precision": self.precision,
             "providers": list(self.facts.providers),
+            "assigned": self.facts.assigned,
             "ignored_recipe": self.choice.ignored,
             "unguided": self.unguided,
             "guidance": list(self.guidance),

@@ -120,6 +120,7 @@ class Facts:
     rolling: rows of a chunk are denoised at times of their own (:meth:`Engine.evaluate`). head_reads_state:
         :meth:`Engine.renew` gives a context a newer state. chooses_tokens: a rounded context may give other actions.
         has_lm_head: :meth:`Engine.read_text` and :meth:`Engine.say_text` say something.
+    assigned: which of several providers took how much of the graphs, "" where there is one engine alone.
     files: of weights, beside the bundle. notes: what people would like to know of it beyond its name; details: the
         same for reports, by key.
     """
@@ -142,6 +143,7 @@ class Facts:
     chooses_tokens: bool = False
     has_lm_head: bool = False
     providers: tuple[str, ...] = ()
+    assigned: str = ""
     files: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
