@@ -9,7 +9,7 @@ from typing import Any
 
 from sinew.perf.hardware import Hardware, Network
 from sinew.perf.memory import cache_scale, missing, too_large
-from sinew.perf.program import PublishedProgram
+from sinew.perf.program import PublishedProgram, Traffic
 from sinew.perf.roofline import timing
 from sinew.perf.scenarios import Payload
 from sinew.perf.trace import STAGES
@@ -95,18 +95,20 @@ def all_cuts(
     servers: Sequence[Hardware],
     routes: Sequence[Sequence[Network]],
     size: Payload,
+    traffic: Traffic = "fused",
 ) -> list[Cut]:
     """Return all cuts of a program's stages over ``near``, the robot's, and each of the servers behind each of the
     routes: what fits first, the quickest before the others.
 
     size: bytes of an observation on its way up and of a chunk on its way down. A message takes a route as of
     :func:`sinew.perf.scenarios.synchronous_s`; frames go up where vision is on the server, what a stage reads of
-    earlier ones goes where it runs, once. A stage without operators stays
-    with its neighbour. The state is counted with the frames.
+    earlier ones goes where it runs, once. A stage without operators stays with its neighbour. The
+    state is counted with the frames. traffic: on the robot's machine; a server fuses.
     """
     parts, between = program.components(), crossing(program)
+    nearby = program.components(traffic)
     idle = [not part.operators for part in parts]
-    here = [1e3 * timing(part, near).seconds for part in parts]
+    here = [1e3 * timing(part, near).seconds for part in nearby]
     found = []
     for places in product((ROBOT, SERVER), repeat=len(STAGES)):
         if any(empty and places[n] != places[n - 1 if n else 1] for n, empty in enumerate(idle)):

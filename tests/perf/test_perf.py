@@ -694,6 +694,34 @@ def test_the_quickest_cut_is_named_with_the_next(capsys):
     assert "network '6g': expected one of ethernet-1g" in capsys.readouterr().err
 
 
+def test_perf_gains_order_what_there_is(capsys):
+    """Each upon those before, the largest first; what would take another's place, and what is not to be had."""
+    egg = str(Path(sinew.__file__).parent / "assets" / "egg.gguf")
+    code, result = run(capsys, "gains", egg, "--hardware", "cpu", "--server", "h200", "--network", "4g")
+    rows = result["taken"]
+    assert (code, [row["name"] for row in rows]) == (
+        0,
+        ["5 solver steps of 10", "engine plan", "4 bits", "int8"],
+    )
+    parts = PublishedProgram.load(egg, TracedRequest(steps=5), dtypes="fp32", engine="plan").components(
+        "unfused"
+    )
+    assert rows[1]["after_ms"] == pytest.approx(1e3 * seconds(parts, load_hardware("cpu")))
+    taken = [row for row in rows if not row["instead"]]
+    assert [row["before_ms"] for row in taken] == [
+        result["start_ms"],
+        *(row["after_ms"] for row in taken[:-1]),
+    ]
+    assert rows[3]["instead"] == "4 bits"
+    assert rows[2]["before_ms"] - rows[2]["after_ms"] > rows[3]["before_ms"] - rows[3]["after_ms"] > 0
+    (repeats,) = [row for row in result["under"] if row["line"] == "--reuse"]
+    assert repeats["before_ms"] == taken[-1]["after_ms"] > repeats["after_ms"]
+    assert result["without"]["one camera less"] == "the policy was made for 1"
+    assert "all here is as quick as any cut over 4G" in result["without"]["a server H200 SXM"]
+    assert main(["perf", "gains", egg, "--hardware", "zebra"]) == 1
+    assert "hardware 'zebra': expected one of thor" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("task", "most_ms"),
     [("tabletop", 100), ("manipulation", 33), ("reactive", 20), ("whole-body", 5), ("drone", 10)],

@@ -89,7 +89,7 @@ def assigned(sessions: Mapping[str, Any]) -> dict[str, Counter[str]]:
 
 
 def assigned_text(found: Mapping[str, Counter[str]]) -> str:
-    """Say which share of the nodes, and how many of the products, each provider took; of lesser ones which operators."""
+    """Say which share of the nodes and how many products each provider took; of lesser ones which operators."""
     if not found:
         return f"onnxruntime {runtime().__version__} does not say which provider took what; 1.24 does"
     nodes, products = sum(map(Counter.total, found.values())), sum(map(_products, found.values()))
