@@ -149,6 +149,17 @@ class Facts:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What a recording of one stage would meet. operators: that compute. nbytes: of the tensors that they make anew, in
+    the recording's own memory. breaks: what cannot be recorded, and which line asks for it."""
+
+    stage: str
+    operators: int
+    nbytes: int
+    breaks: tuple[str, ...]
+
+
 class Engine(ABC):
     """A model on a device. B observations are read and solved at once; one is a batch of one.
 
@@ -214,6 +225,10 @@ class Engine(ABC):
     def warm(self, inputs: ModelInputs, steps: int, longest: int) -> None:
         """Make what requests with such frames and prompts of up to ``longest`` tokens will need, so that none waits."""
         return
+
+    def audit(self, inputs: ModelInputs, steps: int) -> list[Audited]:
+        """Return what a recording of the program for ``inputs``, one observation, would meet; nothing is computed."""
+        raise self._cannot("be audited, which is about recorded programs", "cuda")
 
     def start_reuse(self, inputs: ModelInputs) -> str:
         """Keep from now on what observations like ``inputs``, a batch of one, repeat; return why views are not kept
