@@ -36,6 +36,9 @@ class Resize(ImageStep):
     def fixed(self) -> tuple[int, int]:
         return self.height, self.width
 
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        return self.fixed
+
     def forward(self, frame: np.ndarray) -> np.ndarray:
         return resize(frame, self.height, self.width, self.method)
 
