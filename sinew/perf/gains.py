@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from sinew.core import SinewError
 from sinew.perf.cuts import all_cuts
 from sinew.perf.fleet import batched
 from sinew.perf.hardware import Hardware, Network
@@ -82,7 +83,13 @@ def order(
 ) -> Order:
     """Return what makes ``source`` faster on ``machine``, in order. server, route: another machine, and the way there.
 
-    A machine of the table called cpu has the engines of a CPU, every other those of a GPU."""
+    A machine of the table called cpu has the engines of a CPU, every other those of a GPU. Raises :class:`SinewError`
+    for one that is neither."""
+    if machine.name != "cpu" and "bf16" not in machine.peak:
+        raise SinewError(
+            f"hardware {machine.name}: expected cpu or a GPU with a rate for bf16, got {', '.join(machine.peak)} alone:"
+            " no engine of Sinew computes there (`sinew export --onnx DIR --whole` writes a graph for its compiler)"
+        )
 
     @cache
     def program(setting: _Setting) -> PublishedProgram:
