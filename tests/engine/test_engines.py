@@ -215,6 +215,7 @@ def test_bench_without_torch(folder):
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["policy"]["engine"], result["threads"]) == ("onnx", 1)
     assert "onnxruntime" in result["software"]
+    assert result["policy"]["assigned"].startswith("CPUExecutionProvider 100.0% of ")
     assert "torch" not in result["software"]
 
 
@@ -303,8 +304,6 @@ def test_a_provider_that_runs_nothing_is_refused_and_one_that_leaves_much_is_war
     assert re.fullmatch(
         r"CPUExecutionProvider 100.0% of \d+ nodes, (\d+) of \1 products", engine.facts.assigned
     )
-    assert main(["bench", str(folder), "--runs", "1", "--threads", "1"]) == 0
-    assert engine.facts.assigned in " ".join(capsys.readouterr().out.split())
     azure = ["bench", str(folder), "--provider", "AzureExecutionProvider"]
     assert main(azure) == 1
     said = " ".join(capsys.readouterr().err.split())

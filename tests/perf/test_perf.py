@@ -694,6 +694,7 @@ def test_the_quickest_cut_is_named_with_the_next(capsys):
     assert "network '6g': expected one of ethernet-1g" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_perf_gains_order_what_there_is(capsys):
     """Each upon those before, the largest first; what would take another's place, and what is not to be had."""
     egg = str(Path(sinew.__file__).parent / "assets" / "egg.gguf")
