@@ -65,9 +65,9 @@ def larger(frame: np.ndarray, recipe: ImageRecipe, trained: tuple[int, int], her
 
 
 def _fastest_ms(frame: np.ndarray, recipe: ImageRecipe) -> float:
-    """Return the milliseconds of the quickest of three preparations."""
-    taken = []
-    for _ in range(3):
+    """Return the milliseconds of the quickest of three preparations, of fewer where they are slow: a request waits."""
+    taken: list[float] = []
+    while len(taken) < 3 and sum(taken) < 0.01:
         start = time.perf_counter()
         prepare_frame(frame, recipe)
         taken.append(time.perf_counter() - start)
