@@ -6,6 +6,7 @@ Imports no torch: a policy whose engine is ONNX Runtime runs where torch is not 
 from __future__ import annotations
 
 import html
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,9 @@ from sinew.processing import (
     stack_prompts,
 )
 from sinew.processing.continuation import kind_of
+from sinew.processing.image import larger
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -155,6 +159,9 @@ class Policy(OpenPolicy):
             )
         self.reuse_reason = "not tried yet" if reuse else "off"
         self._reuse_open = reuse
+        self._sizes: set[tuple[str, tuple[int, ...]]] | None = (
+            set()
+        )  # of frames by camera that came; None: not asked
         self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None
         self._files = [bundle.file.in_use, *map(watch, self.facts.files)]
@@ -193,6 +200,7 @@ class Policy(OpenPolicy):
             "dtype_reason": self.dtype_reason,
             "precision": self.precision,
             "providers": list(self.facts.providers),
+            "assigned": self.facts.assigned,
             "ignored_recipe": self.choice.ignored,
             "unguided": self.unguided,
             "guidance": list(self.guidance),
@@ -322,7 +330,23 @@ class Policy(OpenPolicy):
         self._refuse_closed()
         observation = self._taken(observation)
         processor = self.processor_of(observation)
-        return processor.prepare(observation, pixels=not self.facts.takes_frames)
+        member = processor.prepare(observation, pixels=not self.facts.takes_frames)
+        if self._sizes is not None:
+            self._say_larger(observation, self._sizes)
+        return member
+
+    def _say_larger(self, observation: Observation, known: set[tuple[str, tuple[int, ...]]]) -> None:
+        """Say of each camera, once, that it sends far more pixels than the policy reads."""
+        new = {(name, frame.shape) for name, frame in observation.images.items()} - known
+        known |= new
+        for camera in self.spec.cameras:
+            frame = observation.images.get(camera.name)
+            if frame is None or (camera.name, frame.shape) not in new:
+                continue
+            trained = camera.height, camera.width
+            image = self.manifest.processing.image
+            if text := larger(frame, image, trained, here=not self.facts.takes_frames):
+                log.warning("camera %s: %s", camera.name, text)
 
     def _taken(self, found: Observation | Mapping[str, Any]) -> Observation:
         """Return an observation in our form. Raises :class:`ObservationError` for what this engine cannot do of it."""
@@ -506,7 +530,7 @@ class Policy(OpenPolicy):
         """Inference on grey frames: pages the weights in, lets torch allocate and pick its kernels, records the CUDA
         engine's graphs for frames of the declared sizes, and settles the number of threads where it was left open.
         Call on the thread that will infer."""
-        observation = self.dummy_observation()
+        observation, self._sizes = self.dummy_observation(), None  # whose frames nobody sent
         reuse, self._reuse_open = self.reuse_reason != "off", False
         for engine in (self.engine, *self.engine.adapters.values()):
             engine.reuse = None  # what is measured here is computed
@@ -522,6 +546,7 @@ class Policy(OpenPolicy):
             )
         if reuse:
             self._start_reuse()
+        self._sizes = set()
         return chunk
 
     def _start_reuse(self) -> None:

@@ -114,6 +114,24 @@ def is_proved(row: Requirement) -> None:
         assert (ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists(), program
 
 
+def test_every_capability_has_a_proof_or_a_source() -> None:
+    """docs/log/capabilities.md: a test or command of ours in each row; a file of theirs, or that nothing was found."""
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (PAGE.parent / "capabilities.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ]
+    assert len(table) > 15
+    assert {len(cells) for cells in table} == {6}
+    for what, ours, *theirs in table[1:]:
+        named = re.findall(r"`([^`]+)`", ours)
+        assert named, what
+        for proof in named:
+            path, _, name = proof.partition("::")
+            assert name in functions(path) if name else proof.startswith(("sinew ", "python -m ")), proof
+        assert all(cell == "not found" or re.search(r"`[^`]+`", cell) for cell in theirs), what
+
+
 @pytest.fixture(scope="module")
 def app() -> App:
     return build_app()

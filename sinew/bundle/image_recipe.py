@@ -63,6 +63,16 @@ class ImageRecipe:
                 height, width = step.size(height, width)
         return height, width
 
+    def enough(self, height: int, width: int) -> tuple[int, int]:
+        """Return the least height and width of a frame in the shape of this one that the first step which changes sizes
+        would not have to enlarge; the frame's own where that step does not shrink it, or cuts it."""
+        first = next((step for step in self.steps if not step.keeps_size), None)
+        picture = None if first is None else first.resized(height, width)
+        if picture is None:
+            return height, width
+        scale = max(picture[0] / height, picture[1] / width)
+        return min(height, math.ceil(height * scale - 1e-6)), min(width, math.ceil(width * scale - 1e-6))
+
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with a recipe from a file, each with its field."""
         if not (1 <= self.height <= MAX_SIZE and 1 <= self.width <= MAX_SIZE):

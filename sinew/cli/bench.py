@@ -192,7 +192,8 @@ def print_report(result: dict[str, Any]) -> None:
         f" {policy['device']},"
         f" {result['threads']} threads, {policy['views']} views, {policy['solver_steps']} solver steps,"
         f" {policy['prompt_tokens']} prompt tokens",
-        f"engine: {policy['engine_reason']}; device: {policy['device_reason']}; dtype: {policy['dtype_reason']}",
+        f"engine: {policy['engine_reason']}; device: {policy['device_reason']}; dtype: {policy['dtype_reason']}"
+        f"{'; ' if policy['assigned'] else ''}{policy['assigned']}",
         f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores,"
         f" {', '.join(f'{name} {version}' for name, version in result['software'].items())},"
         f" sinew {result['sinew']}",

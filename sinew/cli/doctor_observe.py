@@ -20,12 +20,12 @@ MARKS = {
     "wrong": "[bold red]wrong[/]",
     "looks wrong": "[red]looks wrong[/]",
     "cannot tell": "[yellow]cannot tell[/]",
+    "more than needed": "more than needed",
 }
 
 
 def observe(policy: Path, on: RobotFlags, seconds: float) -> int:
     """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does."""
-    from sinew.checks.wiring import CANNOT_TELL
     from sinew.checks.wiring import observe as looking
     from sinew.policy import open_bundle
 
@@ -42,12 +42,13 @@ def observe(policy: Path, on: RobotFlags, seconds: float) -> int:
     else:
         looks, found = _live(on, manifest, seconds)
         what = f"{robot}: {looks} looks in {seconds:g} s; it was not commanded"
-    wrong = sum(each.level != CANNOT_TELL for each in found)
+    wrong = sum(each.amiss for each in found)
+    untold = sum(each.level == "cannot tell" for each in found)
     _print(found)
     console = terminal.console(markup=False)
     compared = manifest.seen.source if manifest.seen else "the statistics of its normalisation alone"
     console.print(f"{what}; {manifest.spec.name} was trained with: {compared}")
-    console.print(f"{wrong} wrong, {len(found) - wrong} that nothing here can tell")
+    console.print(f"{wrong} wrong, {untold} that nothing here can tell")
     checks = [asdict(each.check()) | asdict(each) for each in found]
     terminal.emit({"ok": not wrong, "observed": robot, "looks": looks, "checks": checks})
     return 1 if wrong else 0

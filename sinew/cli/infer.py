@@ -131,7 +131,8 @@ def print_chunk(chunk: ActionChunk, policy: Policy) -> None:
 def running(policy: Policy | Replay) -> str:
     """What runs a policy, and why, in one line."""
     about = policy.describe()
+    assigned = f", {about['assigned']}" if about.get("assigned") else ""
     return (
         f"engine {about['engine']} ({about['engine_reason']}), {about['dtype']} ({about['dtype_reason']}),"
-        f" device {about['device']} ({about['device_reason']})"
+        f" device {about['device']} ({about['device_reason']}){assigned}"
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinew.cli import terminal
 from sinew.cli.infer import running
-from sinew.cli.options import RUNS, Count, Runs, Whole
+from sinew.cli.options import RUNS, Count, Flag, Runs, Whole
 from sinew.core import SinewError, progress
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def validate(
     gate: Path | None = None,
     episodes: Whole = 20,
     out: Path | None = None,
+    audit: Flag = False,
 ) -> int:
     """Prove that an engine computes a bundle as the reference does, and that it still succeeds at its task.
 
@@ -41,6 +43,8 @@ def validate(
         gate: a gate file; the embedded one whose task the policy fits if absent.
         episodes: of the gate; 0 plays none.
         out: folder for report.md and report.json.
+        audit: only say what in the program a CUDA graph could not record, stage by stage (--engine cuda); it computes
+            nothing and needs no GPU. Exit status 1 if there is anything.
     """
     from sinew.checks.validate.report import write
     from sinew.convert.sources import resolve
@@ -56,6 +60,9 @@ def validate(
         raise SinewError(
             f"{bundle}: expected a bundle with weights, which the reference needs, got exported graphs"
         )
+    if audit:
+        given = {"device": "cpu"} if runs.device == "auto" else {}
+        return show_audit(Policy(opened, **runs.keywords() | given))
     held = read_gate(gate) if gate is not None else None
     with progress.task(f"loading {bundle}"):
         policy = Policy(opened, **runs.keywords())
@@ -80,6 +87,28 @@ def validate(
     terminal.console().print(f"kept in {proof}", markup=False)
     terminal.emit(found)
     return 0 if found["passed"] else 1
+
+
+def show_audit(policy: Policy) -> int:
+    """Print what a recording of each stage would meet; return the exit status."""
+    observation, solver = policy.dummy_observation(), policy.spec.solver
+    steps = solver.fixed_steps or policy.spec.solver_steps
+    found = policy.engine.audit(policy.prepare(observation).inputs.batched(), steps)
+    console, broken = terminal.console(), [stage for stage in found if stage.breaks]
+    console.print(running(policy), markup=False)
+    table = terminal.table(
+        "what a CUDA graph would record", "stage", ">operators", ">MB made anew", "breaks it"
+    )
+    for stage in found:
+        table.add_row(
+            stage.stage, f"{stage.operators}", f"{stage.nbytes / 1e6:.1f}", "\n".join(stage.breaks) or "-"
+        )
+    console.print(table)
+    names = ", ".join(stage.stage for stage in broken)
+    console.print(f"[bold red]cannot be recorded: {names}[/]" if broken else "one graph records all of it")
+    stages = [asdict(stage) for stage in found]
+    terminal.emit({"schema": "sinew.audit/1", "stages": stages, "recordable": not broken})
+    return int(bool(broken))
 
 
 def show(found: dict[str, Any], policy: Policy) -> None:

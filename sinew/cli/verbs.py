@@ -33,6 +33,11 @@ PERF = {
     "need": Verb(
         "Which machine reaches a rate?", "perf need --rate 10 --model policy.gguf", "perf.need:need"
     ),
+    "gains": Verb(
+        "What to do first to make it faster.",
+        "perf gains policy.gguf --hardware agx-orin",
+        "perf.gains:gains",
+    ),
     "scenario": Verb(
         "Where to run it: on the robot, on a server, split.",
         "perf scenario policy.gguf --server h200 --device agx-orin --network wifi7",

@@ -120,6 +120,7 @@ class Facts:
     rolling: rows of a chunk are denoised at times of their own (:meth:`Engine.evaluate`). head_reads_state:
         :meth:`Engine.renew` gives a context a newer state. chooses_tokens: a rounded context may give other actions.
         has_lm_head: :meth:`Engine.read_text` and :meth:`Engine.say_text` say something.
+    assigned: which of several providers took how much of the graphs, "" where there is one engine alone.
     files: of weights, beside the bundle. notes: what people would like to know of it beyond its name; details: the
         same for reports, by key.
     """
@@ -142,9 +143,21 @@ class Facts:
     chooses_tokens: bool = False
     has_lm_head: bool = False
     providers: tuple[str, ...] = ()
+    assigned: str = ""
     files: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What a recording of one stage would meet. operators: that compute. nbytes: of the tensors that they make anew, in
+    the recording's own memory. breaks: what cannot be recorded, and which line asks for it."""
+
+    stage: str
+    operators: int
+    nbytes: int
+    breaks: tuple[str, ...]
 
 
 class Engine(ABC):
@@ -212,6 +225,10 @@ class Engine(ABC):
     def warm(self, inputs: ModelInputs, steps: int, longest: int) -> None:
         """Make what requests with such frames and prompts of up to ``longest`` tokens will need, so that none waits."""
         return
+
+    def audit(self, inputs: ModelInputs, steps: int) -> list[Audited]:
+        """Return what a recording of the program for ``inputs``, one observation, would meet; nothing is computed."""
+        raise self._cannot("be audited, which is about recorded programs", "cuda")
 
     def start_reuse(self, inputs: ModelInputs) -> str:
         """Keep from now on what observations like ``inputs``, a batch of one, repeat; return why views are not kept

@@ -167,7 +167,7 @@ def memory_report(
         chunk=program.chunk,
         weights=weights(program, whole_tables, embodiments, stages),
         cache=_cache(program, found),
-        peaks=tuple(peak for peak in peaks(found, _cache_scale(program)) if peak.stage in stages),
+        peaks=tuple(peak for peak in peaks(found, cache_scale(program)) if peak.stage in stages),
         workspace=WORKSPACE[device] if workspace is None else workspace,
         runtime=RUNTIME[device] if runtime is None else runtime,
         actions=4 * CHUNKS * math.prod(program.model.noise_shape),
@@ -383,7 +383,7 @@ def kept(found: ProgramTrace) -> int:
     return 2 * min(largest, MAPPED[1]) if largest >= MAPPED[0] else 0
 
 
-def _cache_scale(program: PublishedProgram) -> float:
+def cache_scale(program: PublishedProgram) -> float:
     """Bits of the cache's format over those of the traced one."""
     if program.precision is None or program.precision["prefix"].cache not in SMALL_BITS:
         return 1.0
@@ -392,4 +392,4 @@ def _cache_scale(program: PublishedProgram) -> float:
 
 
 def _cache(program: PublishedProgram, found: ProgramTrace) -> int:
-    return round(found.cache_nbytes * _cache_scale(program))
+    return round(found.cache_nbytes * cache_scale(program))

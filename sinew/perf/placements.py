@@ -9,8 +9,9 @@ from typing import Any
 
 from sinew.core import CameraSpec, PolicySpec, VectorSpec
 from sinew.perf import events, scenarios
+from sinew.perf.cuts import crossing
 from sinew.perf.hardware import Hardware, Network
-from sinew.perf.memory import memory_report, missing, too_large
+from sinew.perf.memory import missing, too_large
 from sinew.perf.program import PublishedProgram, is_sizes_alone
 from sinew.perf.roofline import timing
 from sinew.policy import open_bundle
@@ -21,7 +22,8 @@ STAGES = ("vision", "language", "action")
 @dataclass(frozen=True)
 class Placements:
     """rows: of a table, with milliseconds and rates. bars: of a figure, milliseconds by part. size: bytes of a request;
-    cache: of the prefix's keys and values; every: control steps between two requests."""
+    cache: of what the head reads of the stages before, the prefix's keys and values above all; every: control steps
+    between two requests."""
 
     rows: list[dict[str, Any]]
     bars: list[tuple[str, dict[str, float]]]
@@ -49,7 +51,8 @@ def placements(
     camera_ms, actuation_ms: from light to a frame in memory, from a command to its effect. A row says why where a
     machine's memory does not hold what would run there."""
     parts = program.components()
-    size, cache, chunk = _payload(source, program, codec)
+    size, chunk, between = payload(source, program, codec), program.chunk, crossing(program)
+    cache = between["vision", "head"] + between["prefix", "head"]
     there, here = ([timing(part, machine).seconds for part in parts] for machine in (far, near))
     every = replan or max(1, chunk // 2)
     rows: list[dict[str, Any]] = []
@@ -124,16 +127,12 @@ def placements(
     return Placements(rows, bars, size, cache, every)
 
 
-def _payload(
-    source: str, program: PublishedProgram, codec: scenarios.Codec
-) -> tuple[scenarios.Payload, int, int]:
-    """Return (payload, bytes of the prefix's keys and values, chunk) of a policy."""
-    shapes = program.shapes
-    cache, chunk = memory_report(program).cache, program.chunk
+def payload(source: str, program: PublishedProgram, codec: scenarios.Codec) -> scenarios.Payload:
+    """Return the bytes of a request of a policy and of its answer; of sizes alone, with 14 joints."""
     if not is_sizes_alone(source):
-        return scenarios.payload(open_bundle(source).manifest.spec, codec), cache, chunk
+        return scenarios.payload(open_bundle(source).manifest.spec, codec)
+    shapes = program.shapes
     cameras = tuple(CameraSpec(str(n), shapes.height, shapes.width) for n in range(shapes.views))
-    spec = PolicySpec(
-        source, source, cameras, VectorSpec(14), VectorSpec(14), chunk, 32, shapes.steps, shapes.tokens
-    )
-    return scenarios.payload(spec, codec), cache, chunk
+    joints = VectorSpec(14)
+    spec = PolicySpec(source, source, cameras, joints, joints, program.chunk, 32, shapes.steps, shapes.tokens)
+    return scenarios.payload(spec, codec)

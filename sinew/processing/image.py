@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import numpy as np
 
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.core import MAX_SIZE, ObservationError
 from sinew.steps.image.bilinear import to_planes
+
+LARGER = 4  # times the pixels that are read: twice each side
 
 
 def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
@@ -39,6 +44,34 @@ def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
     """uint8 or float32 [height, width, 3] -> float32 [channels, recipe.height, recipe.width], normalised."""
     stepped = recipe.forward(frame)
     return _pixels(stepped, recipe, fresh=not np.may_share_memory(stepped, frame))
+
+
+def larger(frame: np.ndarray, recipe: ImageRecipe, trained: tuple[int, int], here: bool = True) -> str:
+    """Return what frames of a camera could be instead where they have ``LARGER`` times the pixels that the policy reads
+    of them, and what that saves; "" where they have not. trained: height and width of the training data. here: frames
+    are resized by this process, which is then timed."""
+    height, width = frame.shape[:2]
+    enough = recipe.enough(height, width)
+    if height * width < LARGER * math.prod(enough):
+        return ""
+    small = np.zeros((*enough, 3), frame.dtype)
+    text = (
+        f"frames of {height}x{width}, of which the policy reads {enough[0]}x{enough[1]}: such frames would do, with"
+        f" {small.nbytes / 1e3:,.0f} instead of {frame.nbytes / 1e3:,.0f} kB each"
+    )
+    if here:
+        text += f" and {_fastest_ms(small, recipe):.1f} instead of {_fastest_ms(frame, recipe):.1f} ms to prepare here"
+    return text + (f" (training data had {height}x{width}, too)" if trained == (height, width) else "")
+
+
+def _fastest_ms(frame: np.ndarray, recipe: ImageRecipe) -> float:
+    """Return the milliseconds of the quickest of three preparations, of fewer where they are slow: a request waits."""
+    taken: list[float] = []
+    while len(taken) < 3 and sum(taken) < 0.01:
+        start = time.perf_counter()
+        prepare_frame(frame, recipe)
+        taken.append(time.perf_counter() - start)
+    return 1e3 * min(taken)
 
 
 def empty_frame(recipe: ImageRecipe) -> np.ndarray:

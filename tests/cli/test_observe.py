@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +24,7 @@ from sinew.checks.wiring.joints import assignment
 from sinew.checks.wiring.observe import live, recorded
 from sinew.cli import main
 from sinew.core import Observation, VectorSpec
-from sinew.policy import open_bundle
+from sinew.policy import load, open_bundle
 from sinew.records.recorder import Recorder
 
 pytest.importorskip("mujoco")
@@ -66,6 +68,10 @@ def frames(change: Callable[[np.ndarray], np.ndarray], *names: str) -> Change:
     return changed
 
 
+def larger(frame: np.ndarray) -> np.ndarray:
+    return np.repeat(np.repeat(frame, 4, 0), 4, 1)
+
+
 def state(change: Callable[[np.ndarray], np.ndarray]) -> Change:
     return lambda seen: {**seen, "state": np.asarray(change(seen["state"]), np.float32)}
 
@@ -80,7 +86,7 @@ def swapped(seen: dict[str, Any]) -> Seeing:
 
 def wrong(found: list[Finding]) -> list[tuple[str, str]]:
     """Return subject and kind of what is said to be wrong."""
-    return [(each.subject, each.kind) for each in found if each.level != CANNOT_TELL]
+    return [(each.subject, each.kind) for each in found if each.amiss]
 
 
 def look(task: str, change: Change = dict, seed: int = 5000) -> list[Finding]:
@@ -229,7 +235,7 @@ def test_a_state_is_told_by_what_is_wrong(
 
 
 def test_a_permutation_is_told_in_order() -> None:
-    [found] = [each for each in look("egg", state(lambda s: s[::-1])) if each.level != CANNOT_TELL]
+    [found] = [each for each in look("egg", state(lambda s: s[::-1])) if each.amiss]
     turned = "number 0 (opening) looks like number 1 (force), number 1 (force) looks like number 0 (opening)"
     assert turned in found.seen
     assert found.level == LOOKS_WRONG
@@ -377,12 +383,21 @@ def test_a_robot_that_the_policy_refuses() -> None:
 # ----------------------------------------------------------------------------- the verb, records, and what is learnt
 
 
+LARGE = (
+    r"frames of 256x256, of which the policy reads 64x64: such frames would do, with 12 instead of 197 kB each"
+    r" and [\d.]+ instead of [\d.]+ ms to prepare here"
+)
 WIRED = """
-from tests.cli.test_observe import Robot, state, swapped
+from tests.cli.test_observe import Robot, frames, larger, state, swapped
 
 
 class Right(Robot):
     pass
+
+
+class Large(Robot):
+    def __init__(self):
+        super().__init__(change=frames(larger, "front"))
 
 
 class Swapped(Robot):
@@ -411,10 +426,30 @@ def test_the_verb(
     found = json.loads(Path("told.json").read_text())
     assert not found["ok"]
     assert [check["kind"] for check in found["checks"] if check["status"] == "fail"] == ["swapped"] * 2
+    assert main(["doctor", "blocks", "--observe", "wired_for_observe:Large", *short]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(rf"more than needed camera front {LARGE}", said)
+    assert said.count("more than needed") == 1
     exchanged = ("--rename", "front=wrist", "--rename", "wrist=front")
     assert main(["doctor", "blocks", "--observe", "wired_for_observe:Swapped", *short, *exchanged]) == 0
     assert main(["doctor", "egg", "--observe", "egg", *short]) == 0
     assert main(["doctor", "egg", "--observe", "blocks", *short]) == 1
+
+
+def test_a_policy_says_once_that_a_camera_sends_more_than_it_reads(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever prepares a frame: a server, `sinew run`, a program. Grey frames of a warm-up are nobody's."""
+    policy = load("blocks", engine="eager")
+    seen = Robot("blocks", change=frames(larger, "front")).observe()
+    policy.warm_up()
+    assert not caplog.records
+    for _ in range(3):
+        policy.prepare({"images": seen["images"], "state": seen["state"], "prompt": "stack the cups"})
+    (record,) = caplog.records
+    assert re.fullmatch(f"camera front: {LARGE}", record.getMessage())
+    before, after = (
+        math.prod(map(int, size.split("x"))) for size in re.findall(r"\d+x\d+", record.getMessage())[:2]
+    )
+    assert before == 16 * after
 
 
 @pytest.mark.parametrize(

@@ -697,3 +697,20 @@ class Mirror(ImageStep):
     def __str__(self):
         return f"mirrored {self.times} times"
 """
+
+
+@pytest.mark.parametrize(
+    ("steps", "frame", "enough"),
+    [
+        ((Letterbox(224, 224),), (480, 640), (168, 224)),  # bars need no pixels
+        ((Letterbox(512, 512),), (240, 320), (240, 320)),  # enlarged
+        ((Resize(224, 224),), (480, 640), (224, 299)),  # squeezed: the side that shrinks less
+        ((Jpeg(), ShortSide(256), CentreCrop(224, 224)), (720, 1280), (256, 456)),
+        ((CentreCrop(224, 224), Resize(64, 64)), (480, 640), (480, 640)),  # cut by pixels, not by shares
+        ((), (64, 64), (64, 64)),
+    ],
+)
+def test_the_least_frame_that_is_enough(steps, frame, enough):
+    recipe = ImageRecipe(224, 224, steps)
+    assert recipe.enough(*frame) == enough
+    assert recipe.enough(*enough) == enough

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -214,6 +215,7 @@ def test_bench_without_torch(folder):
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["policy"]["engine"], result["threads"]) == ("onnx", 1)
     assert "onnxruntime" in result["software"]
+    assert result["policy"]["assigned"].startswith("CPUExecutionProvider 100.0% of ")
     assert "torch" not in result["software"]
 
 
@@ -291,6 +293,28 @@ def test_providers_by_short_and_long_name(folder):
         SinewError, match="provider CUDAExecutionProvider: expected some of .*CPUExecutionProvider"
     ):
         OnnxEngine(folder, ["cuda"], solver=FLOW)
+
+
+def test_a_provider_that_runs_nothing_is_refused_and_one_that_leaves_much_is_warned_of(
+    folder, capsys, caplog
+):
+    """ONNX Runtime opens a graph without a word where a provider takes none of its nodes, as Azure's does."""
+    engine = OnnxEngine(folder, threads=1, solver=FLOW)
+    (mine,) = engine.assigned.values()
+    assert re.fullmatch(
+        r"CPUExecutionProvider 100.0% of \d+ nodes, (\d+) of \1 products", engine.facts.assigned
+    )
+    azure = ["bench", str(folder), "--provider", "AzureExecutionProvider"]
+    assert main(azure) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"took none of their nodes: {engine.facts.assigned}" in said
+    for left, warned in ((Counter(Erf=2), False), (Counter(MatMul=3, Erf=2), True)):
+        providers.check_assigned(
+            {providers.OPENVINO: Counter(Conv=20), providers.CPU: left}, [providers.OPENVINO]
+        )
+        assert (
+            "CPUExecutionProvider 20.0% of 25 nodes, 3 of 23 products (3 MatMul, 2 Erf)" in caplog.text
+        ) is warned
 
 
 def test_a_provider_that_does_not_load_is_an_error():

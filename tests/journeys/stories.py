@@ -821,6 +821,9 @@ def perf(walk: Walk) -> None:
         if each["machine"] == "h200"
     ]
     assert fast["reached"], fast
+    gains = walk.type("sinew perf gains pi0 --hardware agx-orin --server h200").result
+    assert [row["name"] for row in gains["taken"]][:2] == ["bf16", "engine cuda"], gains
+    assert gains["under"][0]["name"] == "all on H200 SXM over WiFi 7", gains
     walk.type("sinew perf fit pi0.5 --hardware orin-nano", status=1, says=("does not fit",))
     walk.type(
         "sinew perf run pi0 --hardware rtx4090-boosted --cameras 2 --chunk 63 --prompt-tokens 0 "

@@ -657,10 +657,74 @@ def test_perf_scenario(capsys):
     rows = {row["where"]: row for row in result["rows"]}
     assert set(rows) == {"robot", "server", "split", "dual, robot", "dual, server"}
     assert rows["server"]["latency_ms"] < rows["robot"]["latency_ms"]
+    cuts = {(cut["vision"], cut["language"], cut["action"]): cut for cut in result["cuts"]}
+    assert len(result["cuts"]) == len(cuts) == 8  # each of three stages here or there
+    for places, where in (
+        (("robot",) * 3, "robot"),
+        (("server",) * 3, "server"),
+        (("server", "server", "robot"), "split"),
+    ):
+        assert cuts[places]["latency_ms"] == pytest.approx(rows[where]["latency_ms"])
+    assert result["cuts"] == sorted(result["cuts"], key=lambda cut: cut["latency_ms"])
+    zigzag = cuts["robot", "server", "robot"]  # image tokens up; keys and values down; no frames, no actions
+    assert zigzag["up_bytes"] > result["up_bytes"]
+    assert zigzag["down_bytes"] == cuts["server", "server", "robot"]["down_bytes"]
     slow = run(capsys, "scenario", "pi0", "--network", "4g", "--codec", "jpeg")[1]
+    assert (slow["cuts"][0]["action"], slow["cuts"][-1]["action"]) == (
+        "server",
+        "server",
+    )  # its cache is 6 s of 4G
     dual = next(row for row in slow["rows"] if row["where"] == "dual, server")
     assert dual["latency_ms"] > 50  # two base latencies of 25 ms: System 1's bytes travel, too
     assert dual["sync_hz"] < 20
+
+
+def test_the_quickest_cut_is_named_with_the_next(capsys):
+    """Two servers behind either of two networks and a board that does not hold the model: in words, and why."""
+    line = "perf scenario pi0 --device orin-nano --server rtx4090,h200 --network 4g,wifi6"
+    assert main(line.split()) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"quickest of 29 cuts: all on H200 SXM over WiFi 6: [\d.]+ ms next, ([\d.]+) ms more", said
+    )
+    assert re.search(r"more \(server \+[\d.]+\): all on RTX 4090 over WiFi 6", said)
+    assert "5 of 29 cuts are refused for their memory" in said
+    assert re.search("robot: Jetson Orin Nano.*; server: H200 SXM over WiFi 6", said)
+    assert main([*line.split(), "--network", "6g"]) == 1
+    assert "network '6g': expected one of ethernet-1g" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_perf_gains_order_what_there_is(capsys):
+    """Each upon those before, the largest first; what would take another's place, and what is not to be had."""
+    egg = str(Path(sinew.__file__).parent / "assets" / "egg.gguf")
+    code, result = run(capsys, "gains", egg, "--hardware", "cpu", "--server", "h200", "--network", "4g")
+    rows = result["taken"]
+    assert (code, [row["name"] for row in rows]) == (
+        0,
+        ["5 solver steps of 10", "engine plan", "4 bits", "int8"],
+    )
+    parts = PublishedProgram.load(egg, TracedRequest(steps=5), dtypes="fp32", engine="plan").components(
+        "unfused"
+    )
+    assert rows[1]["after_ms"] == pytest.approx(1e3 * seconds(parts, load_hardware("cpu")))
+    taken = [row for row in rows if not row["instead"]]
+    assert [row["before_ms"] for row in taken] == [
+        result["start_ms"],
+        *(row["after_ms"] for row in taken[:-1]),
+    ]
+    assert rows[3]["instead"] == "4 bits"
+    assert rows[2]["before_ms"] - rows[2]["after_ms"] > rows[3]["before_ms"] - rows[3]["after_ms"] > 0
+    (repeats,) = [row for row in result["under"] if row["line"] == "--reuse"]
+    assert repeats["before_ms"] == taken[-1]["after_ms"] > repeats["after_ms"]
+    assert result["without"]["one camera less"] == "the policy was made for 1"
+    assert "all here is as quick as any cut over 4G" in result["without"]["a server H200 SXM"]
+    for machine, said in (
+        ("zebra", "expected one of thor"),
+        ("imx95", "expected cpu or a GPU with a rate for bf16"),
+    ):
+        assert main(["perf", "gains", egg, "--hardware", machine]) == 1
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from sinew.bundle.schema import Manifest
 from sinew.bundle.seen import Seen
-from sinew.checks.check import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
+from sinew.checks.check import CANNOT_TELL, LOOKS_WRONG, SPARE, WRONG, Finding
 from sinew.checks.wiring.cameras import CameraFit
 from sinew.checks.wiring.joints import JointFit
 from sinew.checks.wiring.watch import WiringWatch
 from sinew.core import PolicySpec, SinewError
 from sinew.processing import Processor
 from sinew.processing.given import observation as as_given
+from sinew.processing.image import larger
 
 __all__ = ["CANNOT_TELL", "LOOKS_WRONG", "WRONG", "Finding", "WiringWatch", "findings", "mismatch"]
 
-ORDER = (WRONG, LOOKS_WRONG, CANNOT_TELL)
+ORDER = (WRONG, LOOKS_WRONG, CANNOT_TELL, SPARE)
 SHAPE = 0.1  # of the aspect ratio
 NOTHING = Seen("nothing", 0)
 
@@ -71,6 +74,7 @@ def findings(watch: WiringWatch, manifest: Manifest, hz: float | None = None) ->
     )
     found += cameras.undecided(names) + _shapes(watch, spec)
     found += joints.undecided() if spec.state.dim else []
+    found += _larger(watch, manifest)
     return sorted(found, key=lambda each: ORDER.index(each.level))
 
 
@@ -91,4 +95,16 @@ def _shapes(watch: WiringWatch, spec: PolicySpec) -> list[Finding]:
                     " scene, or the same one squeezed?",
                 )
             )
+    return found
+
+
+def _larger(watch: WiringWatch, manifest: Manifest) -> list[Finding]:
+    """Return the cameras whose frames have far more pixels than the policy reads."""
+    found = []
+    for camera in manifest.spec.cameras:
+        if (shown := watch.cameras.get(camera.name)) is None:
+            continue
+        frame, trained = np.zeros((*shown.size, 3), np.uint8), (camera.height, camera.width)
+        if text := larger(frame, manifest.processing.image, trained):
+            found.append(Finding(f"camera {camera.name}", SPARE, "larger than read", text))
     return found

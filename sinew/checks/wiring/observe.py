@@ -14,7 +14,7 @@ from sinew_client.control import NoObservation, Stopped
 
 from sinew.bundle.schema import Manifest
 from sinew.bundle.seen import Seen
-from sinew.checks.wiring import CANNOT_TELL, WRONG, Finding, WiringWatch, findings, mismatch
+from sinew.checks.wiring import WRONG, Finding, WiringWatch, findings, mismatch
 from sinew.core import SinewError
 from sinew.processing import Processor
 from sinew.processing.thumbnails import Gathering
@@ -95,7 +95,7 @@ def recorded(folder: Path, manifest: Manifest) -> tuple[int, list[Finding]]:
     untold = dict[tuple[str, str], Finding]()
     for name, watch in watches.items():
         for each in findings(watch, manifest):
-            if each.level == CANNOT_TELL:
+            if not each.amiss:
                 untold.setdefault((each.subject, each.seen), each)
             elif len(watches) == 1:
                 found.append(each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,14 +33,15 @@ def scenario(
 ) -> int:
     """Where to run a policy: on the robot, on a server, split; in step or asynchronously; as two systems.
 
-    A place whose memory does not hold what would run there is refused, as `sinew perf fit` does. Exit status 1 if
-    nothing fits anywhere.
+    Of all cuts, each stage here or there, the quickest is named, with the next and what that one takes more of. A place
+    whose memory does not hold what would run there is refused, as `sinew perf fit` does. Exit status 1 if nothing fits
+    anywhere.
 
     Args:
         source: as of `sinew infer`, or a family's preset.
-        server: the machine at the far end.
+        server: the machine at the far end; several with commas, of which the table has the quickest cut's.
         device: the machine on the robot.
-        network: links in between, in order, repeatable; wifi7 if absent.
+        network: links in between, in order, repeatable; wifi7 if absent. NAME,NAME is either of them.
         codec: of the frames on their way up: bytes, JPEG at ten to one, or float32.
         control_hz: control steps per second.
         replan: control steps between two requests; half of the chunk if absent.
@@ -52,13 +54,16 @@ def scenario(
         plot: write the comparison as bars.
     """
     from sinew.perf import plots
-    from sinew.perf.hardware import load_hardware, load_network
-    from sinew.perf.placements import placements
+    from sinew.perf.cuts import all_cuts
+    from sinew.perf.hardware import load_hardware, load_machines, load_network
+    from sinew.perf.placements import payload, placements
     from sinew.perf.program import PublishedProgram
 
+    servers, near = load_machines([server], data), load_hardware(device, data)
+    hops = [[load_network(name, links) for name in hop.split(",")] for hop in network or ("wifi7",)]
     program = PublishedProgram.load(source, dtypes=dtypes(dtype), engine="plan")
-    far, near = load_hardware(server, data), load_hardware(device, data)
-    route = [load_network(name, links) for name in network or ("wifi7",)]
+    cuts = all_cuts(program, near, servers, list(product(*hops)), payload(source, program, codec))
+    far, route = next((cut.server, cut.route) for cut in cuts if cut.server)
     ways = " + ".join(link.title for link in route)
     found = placements(
         source,
@@ -86,6 +91,7 @@ def scenario(
         shown = [_shown(row.get(key)) for key in titles]
         table.add_row(*(shown if "why" not in row else [row["where"], "refused"] + [""] * (len(titles) - 2)))
     console.print(table)
+    fitting = [cut for cut in cuts if not cut.refused]
     notes = [f"{row['where']}: {row['why']}" for row in rows if "why" in row] + [
         f"robot: {near.title}; server: {far.title} over {ways}",
         f"{size.up / 1e3:.0f} kB up, {size.down / 1e3:.1f} kB down",
@@ -97,15 +103,21 @@ def scenario(
         )
     if camera_ms or actuation_ms:
         notes.append(f"with {camera_ms:g} ms of the camera and {actuation_ms:g} ms of the actuator")
+    for name, cut in zip(("quickest", "next"), fitting, strict=False):
+        why = f", {cut.against(fitting[0])}" if cut is not fitting[0] else f" of {len(cuts)} cuts"
+        notes.append(f"{name}{why}: {cut.where}: {cut.latency_ms:.1f} ms")
+    if len(fitting) < len(cuts):
+        notes.append(f"{len(cuts) - len(fitting)} of {len(cuts)} cuts are refused for their memory")
     for note in notes:
         console.print(note)
     fits = [row for row in rows if "why" not in row]
     if plot is not None and fits:
         plots.placements(found.bars, plot, f"{source}: {near.title}, {far.title}, {ways}")
+    sizes = {"up_bytes": size.up, "down_bytes": size.down}
     terminal.emit(
-        {"schema": "sinew.perf.scenario/1", "up_bytes": size.up, "down_bytes": size.down, "rows": rows}
+        {"schema": "sinew.perf.scenario/1", **sizes, "rows": rows, "cuts": [cut.record() for cut in cuts]}
     )
-    return 0 if fits else 1
+    return 0 if fitting else 1
 
 
 def _shown(value: Any) -> str:

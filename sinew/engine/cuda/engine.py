@@ -27,7 +27,7 @@ from sinew.engine.cuda.graphs import Calls, GraphRecorder, Graphs, Kept
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.units import WorldUnits
-from sinew.engine.engine import Engine, Facts, Watch
+from sinew.engine.engine import Audited, Engine, Facts, Watch
 from sinew.engine.plan.plan import Plan
 from sinew.engine.precision import precision_of
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
@@ -154,6 +154,14 @@ class CudaEngine(Engine):
         ]
         for key in keys[: self.options.max_graphs]:
             self.prepare(key)
+
+    def audit(self, inputs: ModelInputs, steps: int) -> list[Audited]:
+        from sinew.engine.cuda.audit import audited
+
+        whole = inputs.alone()
+        with torch.inference_mode(False):
+            program = self.programs[Key.of(whole, self.options.bucket(len(whole.tokens)), steps)]
+            return audited(program)
 
     def prepare(self, key: Key) -> None:
         """Record what a key needs before an observation asks for it."""

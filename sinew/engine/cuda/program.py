@@ -173,6 +173,18 @@ class Program:
         self.x.copy_(solve(act, noise, self.steps, self.time_embeddings))
         self.finish()
 
+    def every_stage(self) -> None:
+        """Run all that is recorded, once: the chunk; of a speaker its first token and one more."""
+        self.first_step() if self.speaks else self.chunk()
+
+    def first_step(self) -> None:
+        """Run vision, the prefix and one step, or token."""
+        context = self._read(self.vision())
+        if self.speaks:
+            self.model.next(self.model.first(context), context)
+        else:
+            self.model.act(self.x, self.time_embedding, context)
+
     def begin(self) -> None:
         """The start of the solver, for steps that run apart. After "read" was replayed."""
         self.recorded("step")  # first: recording runs it, and it moves x

@@ -20,7 +20,18 @@ from sinew.engine.engine import Engine, Facts, Trace, Watch
 from sinew.engine.onnx.backend import BACKEND
 from sinew.engine.onnx.borrowed import weights
 from sinew.engine.onnx.graphs import CONTEXT, NEWEST, ONE_SCALE, PROMPT, STAGES, GraphSet, renewed, table_path
-from sinew.engine.onnx.providers import CPU, choose, loaded, open_axis, open_session, runtime, session_options
+from sinew.engine.onnx.providers import (
+    CPU,
+    assigned,
+    assigned_text,
+    check_assigned,
+    choose,
+    loaded,
+    open_axis,
+    open_session,
+    runtime,
+    session_options,
+)
 from sinew.engine.reuse import Reuse
 from sinew.models.solvers import Guidance, Solver, drawn, solve
 from sinew.processing import ModelInputs
@@ -73,6 +84,8 @@ class OnnxEngine(Engine):
             opened = pool.map(lambda file, given: open_session(ort, file, given, wanted), files, options)
             self.sessions = dict(zip(STAGES, opened, strict=True))
         self.providers = loaded(self.sessions["step"], wanted)
+        self.assigned = assigned(self.sessions)
+        check_assigned(self.assigned, wanted)
         self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
         self._check_names()
         # Members of a batch shall not share a scale, and what a rounding is given shall not depend on them either.
@@ -157,9 +170,11 @@ class OnnxEngine(Engine):
             shares_views=True,
             reuses=self._wanted[0] == CPU,
             providers=tuple(self.providers),
+            assigned=assigned_text(self.assigned),
             files=tuple(file for file in sorted(self.directory.iterdir()) if file.is_file()),
             notes=(
                 f"{', '.join(self.providers)} ({self.provider_reason})",
+                assigned_text(self.assigned),
                 f"graphs in {self.directory}",
                 *([self.graphs.method] if recipe else []),
             ),

@@ -3,6 +3,9 @@ a graph is opened."""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +15,8 @@ import numpy as np
 
 from sinew.core import BundleError, SinewError
 from sinew.core.extras import MissingPackageError
+
+log = logging.getLogger(__name__)
 
 CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
 # short name -> ONNX Runtime's
@@ -25,6 +30,9 @@ SHORT = {
     "directml": "DmlExecutionProvider",
     "xnnpack": "XnnpackExecutionProvider",
 }
+# Operators that multiply matrices, of ONNX and of ONNX Runtime: MatMulNBits, QLinearConv, MultiHeadAttention, ...
+PRODUCTS = re.compile("MatMul|Gemm|Conv|Attention|Einsum")
+LEFT = 0.1  # of the products that a provider may leave to others without a warning
 
 
 def runtime() -> Any:
@@ -68,6 +76,53 @@ def loaded(session: Any, wanted: Sequence[str]) -> list[str]:
     return found
 
 
+def assigned(sessions: Mapping[str, Any]) -> dict[str, Counter[str]]:
+    """Return by provider how many nodes of each operator it took, over all graphs as they were shared out; an empty
+    mapping where this version of ONNX Runtime does not say."""
+    found: dict[str, Counter[str]] = {}
+    for session in sessions.values():
+        if not hasattr(session, "get_provider_graph_assignment_info"):  # before 1.24
+            return {}
+        for part in session.get_provider_graph_assignment_info():
+            found.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
+    return found
+
+
+def assigned_text(found: Mapping[str, Counter[str]]) -> str:
+    """Say which share of the nodes and how many products each provider took; of lesser ones which operators."""
+    if not found:
+        return f"onnxruntime {runtime().__version__} does not say which provider took what; 1.24 does"
+    nodes, products = sum(map(Counter.total, found.values())), sum(map(_products, found.values()))
+    ordered = sorted(found.items(), key=lambda item: -item[1].total())
+    said = []
+    for index, (name, kinds) in enumerate(ordered):
+        text = (
+            f"{name} {kinds.total() / nodes:.1%} of {nodes} nodes, {_products(kinds)} of {products} products"
+        )
+        least = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(6))
+        said.append(f"{text} ({least}{', ...' if len(kinds) > 6 else ''})" if index else text)
+    return "; ".join(said)
+
+
+def check_assigned(found: Mapping[str, Counter[str]], wanted: Sequence[str]) -> None:
+    """Raise :class:`SinewError` where the first provider that was asked for took no node at all, and warn where it left
+    more than a tenth of the products, which are the arithmetic, to others."""
+    if not found or wanted[0] == CPU:
+        return
+    mine = found.get(wanted[0], Counter())
+    if not mine:
+        raise SinewError(
+            f"provider {wanted[0]}: expected to run these graphs, it took none of their nodes: {assigned_text(found)}"
+        )
+    products = sum(map(_products, found.values()))
+    if _products(mine) < (1 - LEFT) * products:
+        log.warning("provider %s leaves a part to others: %s", wanted[0], assigned_text(found))
+
+
+def _products(kinds: Counter[str]) -> int:
+    return sum(count for kind, count in kinds.items() if PRODUCTS.search(kind))
+
+
 def open_axis(node: Any) -> bool:
     """Return True if the first axis of an input or output may have any size: it is named, not numbered."""
     return bool(node.shape) and not isinstance(node.shape[0], int)
@@ -100,6 +155,9 @@ def session_options(
     _share_arena(ort)
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.enable_mem_pattern = False
+    options.add_session_config_entry(
+        "session.record_ep_graph_assignment_info", "1"
+    )  # what `assigned` asks for
     # Threads that wait shall sleep: other programs want the cores (docs/log/2026-11-21.md).
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sinew.bundle.schema import Manifest
-from sinew.checks.wiring import CANNOT_TELL, Finding, WiringWatch, findings
+from sinew.checks.wiring import Finding, WiringWatch, findings
 from sinew.core import Observation
 
 EVERY = 5  # requests
@@ -67,9 +67,7 @@ class Wiring:
         for _, each in sessions:
             if (full := each.full) is not None:
                 each.full = None
-                each.found = [one for one in findings(full, self._manifest) if one.level != CANNOT_TELL][
-                    :SHOWN
-                ]
+                each.found = [one for one in findings(full, self._manifest) if one.amiss][:SHOWN]
         return [
             {
                 **dict(zip(("wire", "client", "session"), (text[:MAX_TEXT] for text in name), strict=True)),

@@ -46,6 +46,11 @@ class ImageStep(Step):
         """Return height and width of a frame of this size after the step."""
         return self.fixed or (height, width)
 
+    def resized(self, height: int, width: int) -> tuple[int, int] | None:
+        """Return height and width of the picture that a step which resizes makes of such a frame, without bars; None of
+        a step that does something else."""
+        return None
+
     def taken(self, frame: np.ndarray) -> np.ndarray:
         """Return uint8 or float32 [h, w, 3] as the step takes it; floats become the bytes that they came from."""
         if self.takes == "floats":

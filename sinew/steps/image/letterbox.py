@@ -62,6 +62,9 @@ class Letterbox(SizedStep):
         ratio = max(width / self.width, height / self.height)
         return max(int(height / ratio), 1), max(int(width / ratio), 1)
 
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        return self.inner(height, width)
+
     def corner(self, inner: tuple[int, int]) -> tuple[int, int]:
         """Return the row and column where a picture of this size begins."""
         spare = self.height - inner[0], self.width - inner[1]

@@ -23,6 +23,9 @@ class Resize(SizedStep):
     def takes(self) -> Literal["bytes", "floats"]:
         return takes(self.method)
 
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        return self.fixed
+
     def forward(self, frame: np.ndarray) -> np.ndarray:
         return resize(frame, self.height, self.width, self.method)
 

@@ -33,6 +33,9 @@ class ShortSide(ImageStep):
         scale = self.edge / min(height, width)
         return max(round(height * scale), 1), max(round(width * scale), 1)
 
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        return self.size(height, width)
+
     def forward(self, frame: np.ndarray) -> np.ndarray:
         return resize(frame, *self.size(*frame.shape[:2]), self.method)
 

@@ -3,16 +3,15 @@ runs the program again on the same memory, and a device that is not the host."""
 
 from __future__ import annotations
 
-import copy
+import json
+import re
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from sinew.cli import main
 from sinew.engine.cuda import program as programs
 from sinew.engine.cuda.frames import runs
 from sinew.engine.cuda.graphs import Calls, Kept
@@ -23,7 +22,7 @@ from sinew.layers.linear import rounded
 from sinew.layers.vit import position_rows
 from sinew.policy import load
 from tests.cases import golden_cases
-from tests.engine.cuda.cuda_cases import BOUND, Case, Frozen, asset_case, golden_case, shaken
+from tests.engine.cuda.cuda_cases import ASSETS, BOUND, Case, Frozen, asset_case, golden_case, shaken
 from tests.engines import run_one
 from tests.golden import Golden
 from tests.models.stages import CASES, each, observation
@@ -239,74 +238,24 @@ def test_rounded_is_what_the_dtype_holds(dtype):
 # ----------------------------------------------------------------------------- what a capture would refuse
 
 
-class FromTheHost(TorchDispatchMode):
-    """Collects operators that read host memory for a device tensor, or wait for a device's value: neither can be
-    recorded. ``count``: operators that compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        read = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        made = {t.device.type for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
-        waits = func is torch.ops.aten._local_scalar_dense.default
-        if waits or ("cpu" in read and "meta" in made) or ("meta" in read and "cpu" in made):
-            self.found.append(str(func))
-        self.count += not func.is_view
-        return out
-
-
-def without_memory(program: Program) -> Program:
-    """The same program on the device that is neither host nor GPU and computes nothing."""
-    model = program.model
-    held = [*model.parameters(), *model.buffers()]
-    for module in model.modules():  # what towers keep beside them
-        held += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
-        held += getattr(module, "grids", {}).values()
-    held += [*program.time_embeddings, program.x, program.time_embedding, *program.staging.device.values()]
-    if program.patches is not None:
-        held.append(program.patches.rows)
-        for table in program.patches.tables:
-            held += [table.rows.first, table.rows.weights, table.columns.first, table.columns.weights]
-            held.append(table.affine)
-    memo = {id(t): t.detach().to("meta") for t in held}
-    for parameter in model.parameters():  # modules accept nothing else in its place
-        memo[id(parameter)] = torch.nn.Parameter(memo[id(parameter)], requires_grad=False)
-    return copy.deepcopy(program, memo)
-
-
-@torch.no_grad()  # not inference_mode: it would hand over composite operators whole
-def audit(case: Case, pixels: bool, spoil=lambda model: None, **options) -> FromTheHost:
+def audit(case: Case, pixels: bool, spoil=lambda model: None, **options) -> list[str]:
+    """What a recording of the case's program would meet, of all stages, each of which computes something."""
     engine = case.engine(**options)
+    spoil(engine.model)
     steps = case.policy.spec.solver.fixed_steps or (
         2 if case.noise.ndim == 2 else case.policy.spec.solver_steps
     )
-    run_one(engine, case.inputs(pixels=pixels), case.noise, steps)  # fills what a warm-up fills
-    (key,) = engine.programs.keys()
-    spoil(engine.model)
-    program = without_memory(engine.programs[key])
-    make = torch.tensor
-
-    def of_constants(*arguments, **options):  # no operator of its own on a device without memory
-        if str(options.get("device", "cpu")) != "cpu":
-            found.found.append("torch.tensor")
-        return make(*arguments, **options)
-
-    with FromTheHost() as found, mock.patch.object(torch, "tensor", of_constants):
-        program.read_plainly() if program.speaks else program.chunk()
-    assert found.count > 100
-    return found
+    stages = engine.audit(case.inputs(pixels=pixels).batched(), steps)
+    assert [stage.stage for stage in stages] == ["vision", "prefix", "head"]
+    assert sum(stage.operators for stage in stages) > 100
+    assert stages[2].operators > 0
+    return [what for stage in stages for what in stage.breaks]
 
 
 @pytest.mark.parametrize("options", [{}, {"kernels": False}], ids=["references", "plain"])
 @pytest.mark.parametrize("name", ONE_PER_MODEL)
 def test_nothing_is_read_from_the_host_inside_a_program(open_case, name, options):
-    case = open_case(name)
-    assert audit(case, pixels=False, **options).found == []
-    assert audit(case, pixels=True, **options).found == []
+    assert audit(open_case(name), pixels=False, **options) == []  # of pixels: below, of every family
 
 
 @each(CASES)
@@ -314,7 +263,7 @@ def test_no_family_reads_from_the_host_inside_a_program(case_bundle, case):
     """The first run on a GPU found positions of a tower that were looked up on the host at every call."""
     policy = load(case_bundle(case), "cpu", "fp32", "eager", allow_missing_cameras=True)
     seen = observation(case, Golden(golden_cases() / case))
-    assert audit(Case(policy, seen, policy.processor.noise(seen)[0]), pixels=True).found == []
+    assert audit(Case(policy, seen, policy.processor.noise(seen)[0]), pixels=True) == []
 
 
 def test_the_audit_finds_a_constant_that_is_copied(monkeypatch):
@@ -324,12 +273,36 @@ def test_the_audit_finds_a_constant_that_is_copied(monkeypatch):
     def with_a_constant(value, dtype):
         return torch.tensor(value, dtype=dtype, device="meta") if value == scale else rounded(value, dtype)
 
-    assert audit(case, pixels=True).found == []
+    assert audit(case, pixels=True) == []
 
     def spoil(model):
         monkeypatch.setattr("sinew.families.smolvla.model.rounded", with_a_constant)
 
-    assert audit(case, True, spoil).found
+    (found,) = audit(case, True, spoil)
+    assert re.fullmatch(
+        r"copies a constant from the host \(torch.tensor, families/smolvla/model.py:\d+\)", found
+    )
+
+
+def test_the_audit_finds_a_value_that_is_waited_for(monkeypatch, capsys):
+    """By the line that a user types: status 1, the stage and the line of the program that asks."""
+    line = ["validate", str(ASSETS / "act.gguf"), "--engine", "cuda", "--audit"]
+    assert main(line) == 0
+    assert "one graph records all of it" in capsys.readouterr().out
+    finish = Program.finish
+
+    def branching(program):
+        if program.x.sum() > 0:
+            finish(program)
+
+    monkeypatch.setattr(Program, "finish", branching)
+    assert main([*line, "--json"]) == 1
+    vision, prefix, head = json.loads(capsys.readouterr().out)["stages"]
+    assert vision["breaks"] == prefix["breaks"] == []
+    assert head["breaks"][0].startswith("waits for a value of the device (aten._local_scalar_dense.default, ")
+    assert head["nbytes"] > 0
+    assert main([*line[:3], "eager", "--audit"]) == 1
+    assert "engine eager: expected one that can be audited" in capsys.readouterr().err
 
 
 def test_the_audit_finds_rows_that_are_looked_up_again(open_case, monkeypatch):
@@ -338,11 +311,15 @@ def test_the_audit_finds_rows_that_are_looked_up_again(open_case, monkeypatch):
     vision = case.model.vision
     rows = vision.position_embedding.weight
     vision.position_embedding.weight = torch.nn.Parameter(rows.repeat(4, 1), requires_grad=False)
-    assert audit(case, pixels=True).found == []
+    assert audit(case, pixels=True) == []
     from_the_host = position_rows
 
+    class Forgetful(dict):
+        def __contains__(self, key):
+            return False
+
     def spoil(model):
-        model.vision.grids.clear()
+        model.vision.grids = Forgetful()
         monkeypatch.setattr(vit, "position_rows", lambda *grid: from_the_host(*grid[:3]).to("meta"))
 
-    assert audit(case, True, spoil).found
+    assert audit(case, True, spoil)

@@ -1,0 +1,160 @@
+"""What in a program a CUDA graph could not record, found without a GPU and without computing anything.
+
+The program runs twice on a device that is neither host nor GPU and has no memory: the first run fills what a warm-up
+fills, the second is looked at. On the host, kernels are their references in PyTorch; a kernel itself can be recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sinew.engine.cuda.program import Program
+from sinew.engine.engine import Audited
+
+PACKAGE = Path(__file__).parents[2]
+COPIED = "copies a constant from the host"
+READ = "waits for a value of the device"
+UNKNOWN = "has sizes or a branch that depend on values"
+
+
+class Watched(TorchDispatchMode):
+    """Collects, by stage, operators that read host memory for a device tensor or wait for a device's value, and what is
+    made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = "vision"
+        self.found: dict[str, Counter[str]] = {}
+        self.operators: Counter[str] = Counter()
+        self.made: Counter[str] = Counter()  # bytes
+
+    def note(self, what: str, operator: str, stack: traceback.StackSummary | None = None) -> None:
+        """Keep what would stop a recording, with the line of this package that asked for it. stack: where it was asked
+        for, if that is not here."""
+        inside = [
+            each for each in stack or traceback.extract_stack() if each.filename.startswith(str(PACKAGE))
+        ]
+        lines = [each for each in inside if Path(each.filename) != Path(__file__)]
+        where = f"{Path(lines[-1].filename).relative_to(PACKAGE)}:{lines[-1].lineno}" if lines else "outside"
+        self.found.setdefault(self.stage, Counter())[f"{what} ({operator}, {where})"] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = {each.device.type for each in _tensors((args, kwargs))}
+        if func is torch.ops.aten._local_scalar_dense.default and "meta" in read:  # noqa: SLF001
+            self.note(READ, str(func))
+        out = func(*args, **(kwargs or {}))
+        results = _tensors(out)
+        made = {each.device.type for each in results}
+        if "cpu" in read and "meta" in made:
+            self.note(COPIED, str(func))
+        elif "meta" in read and "cpu" in made:
+            self.note(READ, str(func))
+        if not func.is_view:
+            self.operators[self.stage] += 1
+            if not func._schema.is_mutable:  # noqa: SLF001
+                self.made[self.stage] += sum(each.nbytes for each in results)
+        return out
+
+    def constants(self) -> Callable[..., torch.Tensor]:
+        """Return ``torch.tensor``, which is no operator of its own on a device without memory, watched."""
+        make = torch.tensor
+
+        def tensor(*arguments: Any, **options: Any) -> torch.Tensor:
+            if str(options.get("device", "cpu")) != "cpu":
+                self.note(COPIED, "torch.tensor")
+            return make(*arguments, **options)
+
+        return tensor
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+@torch.no_grad()  # not inference_mode: it would hand over composite operators whole
+def audited(program: Program) -> list[Audited]:
+    """Return what a recording of ``program`` would meet, stage by stage: vision, prefix, head."""
+    program = without_memory(program)
+    with suppress(NotImplementedError, RuntimeError):  # the run that is looked at meets it again
+        program.first_step()
+    watched = Watched()
+    _run(program, watched)
+    return [
+        Audited(
+            stage,
+            watched.operators[stage],
+            watched.made[stage],
+            tuple(
+                f"{what}, {n} times" if n > 1 else what for what, n in watched.found.get(stage, {}).items()
+            ),
+        )
+        for stage in ("vision", "prefix", "head")
+    ]
+
+
+def _run(program: Program, watched: Watched) -> None:
+    """Run all stages. One that cannot go on without values is noted, and nothing behind it is seen."""
+
+    def then(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            result = call(*arguments)
+            watched.stage = stage
+            return result
+
+        return run
+
+    vision, read = type(program).vision, type(program)._read  # noqa: SLF001 - of the same folder
+    program.vision = then("prefix", vision.__get__(program))  # type: ignore[method-assign]
+    program._read = then("head", read.__get__(program))  # type: ignore[method-assign]  # noqa: SLF001
+    with _constants(watched), watched:
+        try:
+            program.every_stage()
+        except (NotImplementedError, RuntimeError) as error:
+            message = str(error).partition("\n")[0][:120]
+            watched.note(UNKNOWN, message, traceback.extract_tb(error.__traceback__))
+
+
+@contextmanager
+def _constants(watched: Watched) -> Iterator[None]:
+    make, torch.tensor = torch.tensor, watched.constants()
+    try:
+        yield
+    finally:
+        torch.tensor = make
+
+
+def without_memory(program: Program) -> Program:
+    """The same program on the device that is neither host nor GPU and computes nothing. What is named here is on the
+    device by design; any other tensor that the program reads is on the host, which is what to find."""
+    model = program.model
+    held = [*model.parameters(), *model.buffers()]
+    for module in model.modules():  # what towers keep beside them
+        held += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        held += getattr(module, "grids", {}).values()
+    held += [*program.time_embeddings, program.x, program.time_embedding, *program.staging.device.values()]
+    if program.patches is not None:
+        held.append(program.patches.rows)
+        for table in program.patches.tables:
+            held += [table.rows.first, table.rows.weights, table.columns.first, table.columns.weights]
+            held.append(table.affine)
+    if program.units is not None:
+        held += [
+            program.actions,
+            *(value for value in vars(program.units).values() if isinstance(value, torch.Tensor)),
+        ]
+    memo = {id(t): t.detach().to("meta") for t in held}
+    for parameter in model.parameters():  # modules accept nothing else in its place
+        memo[id(parameter)] = torch.nn.Parameter(memo[id(parameter)], requires_grad=False)
+    return copy.deepcopy(program, memo)
