@@ -42,7 +42,8 @@ RULES = {  # file -> its rules
     "latest-checkpoint.pt": "checkpoint.json",
 }
 PACKED = ".xz"
-FILES_GIVEN = ("vlm", "arch", "base", "tokenizer")  # of what a conversion is given, those that lie in the case's folder
+FILES_GIVEN = ("vlm", "arch", "base")  # of what a conversion is given, those that lie in the case's folder
+FILES_SHARED = ("tokenizer",)  # and those of another case
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Case:
 
     def options(self, home: Path) -> dict[str, Any]:
         """Return what its conversion is given, for a case that lies in ``home``."""
-        return {key: home / value if key in FILES_GIVEN else value for key, value in self.given.items()}
+        given = {key: home / value if key in FILES_GIVEN else value for key, value in self.given.items()}
+        return given | {key: golden_cases() / given[key] for key in FILES_SHARED if key in given}
 
 
 @functools.cache

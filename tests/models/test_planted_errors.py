@@ -158,6 +158,8 @@ def test_a_missing_norm_weight(case, open_case: Open):
     for part, (name, _) in first_of_each_part("norm", case, *open_case(case)).items():
         policy, g = open_case(case)
         norm: Any = policy.engine.model.get_submodule(name)
+        if not isinstance(norm, AdaRMSNorm) and (norm.weight == 1).all():
+            continue  # CogACT's head: upstream's norms have none
         if isinstance(norm, AdaRMSNorm):  # the condition stands for it
             for parameter in norm.dense.parameters():
                 parameter.data = torch.zeros_like(parameter)

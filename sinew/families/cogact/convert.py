@@ -28,7 +28,7 @@ from sinew.convert.read.torch_zip import read_torch
 from sinew.convert.tensors import Rule, apply, constant, split_qkv
 from sinew.convert.tokenizer_files import find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
-from sinew.families.cogact.model import LEVELS, CogACT, CogACTConfig, HeadConfig
+from sinew.families.cogact.model import LEVELS, CogACT, CogACTConfig, CognitionHeadConfig
 from sinew.families.openvla.convert import FRAME, MAX_TOKENS, openvla_prompt
 from sinew.families.openvla.prismatic import (
     HEADS,
@@ -240,7 +240,7 @@ def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogAC
         vocab_size=vocabulary,
         chunk_size=rows - 1,
         max_action_dim=dim,
-        head=HeadConfig(size, count(BLOCK), DIT_HEADS[kind]),
+        head=CognitionHeadConfig(size, count(BLOCK), DIT_HEADS[kind]),
         guidance_scale=checkpoint.options.setting("guidance_scale", GUIDANCE),
     )
 

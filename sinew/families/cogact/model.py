@@ -36,7 +36,7 @@ LEVELS = NoiseLevels(100, spacing="even")
 
 
 @dataclass(frozen=True)
-class HeadConfig:
+class CognitionHeadConfig:
     """A stack of pre-norm blocks, whose MLPs are four times as wide inside."""
 
     hidden_size: int
@@ -67,7 +67,7 @@ class HeadConfig:
 class CogACTConfig(PrismaticConfig):
     """``guidance_scale``: from 1 on; at 1 the head is asked once."""
 
-    head: HeadConfig
+    head: CognitionHeadConfig
     guidance_scale: float = 1.5
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Cognition(NamedTuple):
     conditions: Tensor
 
 
-class Head(nn.Module):
+class CognitionHead(nn.Module):
     """The diffusion transformer."""
 
     layers: Sequence[ViTLayer]
@@ -130,7 +130,7 @@ class CogACT(PrismaticVLM):
 
     def __init__(self, config: CogACTConfig):
         super().__init__(config)
-        self.head = Head(config)
+        self.head = CognitionHead(config)
 
     def cognition(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
