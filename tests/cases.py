@@ -3,8 +3,8 @@
 ``python -m tests.cases`` prints the folder in which they are; programs call :func:`golden_cases`. In tests/fixtures a
 large file is stored compressed (``NAME.xz``) or by rule (tests/rules.py), or partly one and partly the other:
 ``weights.json`` and ``model.safetensors.xz`` give ``model.safetensors``, ``fixture.json`` and
-``fixture.safetensors.xz`` give ``fixture.safetensors``; rules may lie compressed too. Rules named ``checkpoint.json`` give
-a file of torch's with the same tensors, ``latest-checkpoint.pt``. Everything else is stored as it is.
+``fixture.safetensors.xz`` give ``fixture.safetensors``; rules may lie compressed too. ``checkpoint.json`` gives a file
+of torch's, ``latest-checkpoint.pt``. Everything else is stored as it is.
 """
 
 from __future__ import annotations

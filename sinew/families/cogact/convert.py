@@ -1,8 +1,8 @@
 """CogACT's runs -> bundles: what microsoft/CogACT's training writes and its hub repositories hold.
 
-A run is ``config.json``, ``dataset_statistics.json`` and ``checkpoints/*.pt``, a file of which may be given as well. The
-names of tensors are Prismatic's own, which are turned into those that OpenVLA's files have. No file holds the sizes of
-the language model and the towers: ``base_vlm`` names them, and the tokenizer is Llama 2's (``--tokenizer``).
+A run is ``config.json``, ``dataset_statistics.json`` and ``checkpoints/*.pt``, a file of which may be given, too. Names
+of tensors are Prismatic's, which are turned into those that OpenVLA's files have. No file says what the towers and the
+language model are: ``base_vlm`` names them. The tokenizer is Llama 2's (``--tokenizer``).
 Sources: microsoft/CogACT (vla/load.py, vla/cogactvla.py, action_model/), openvla/openvla (prismatic/conf/models.py,
 vla-scripts/extern/convert_openvla_weights_to_hf.py).
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle.image_recipe import ImageRecipe
-from sinew.bundle.schema import Normalization, Processing, PromptRecipe
+from sinew.bundle.schema import Normalization, Processing
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions, Setting
@@ -27,9 +27,9 @@ from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.torch_zip import read_torch
 from sinew.convert.tensors import Rule, apply, constant, split_qkv
 from sinew.convert.tokenizer_files import find_tokenizer
-from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
-from sinew.families.cogact.model import LEVELS, CogACT, CogACTConfig, CognitionHeadConfig
-from sinew.families.openvla.convert import FRAME, MAX_TOKENS, openvla_prompt
+from sinew.core import ConvertError
+from sinew.families.cogact.model import LEVELS, CogACT, CogACTConfig
+from sinew.families.openvla import convert as openvla
 from sinew.families.openvla.prismatic import (
     HEADS,
     LANGUAGE,
@@ -39,9 +39,9 @@ from sinew.families.openvla.prismatic import (
     towers,
 )
 from sinew.layers.decoder import DecoderConfig
+from sinew.layers.vit import BlockConfig
 from sinew.steps.image.resize import Resize
 from sinew.steps.prompt.last import Last
-from sinew.steps.prompt.lower import Lower
 
 NAMES = ("cogact",)
 OPTIONS = ("tokenizer", "stats", "stats_key", "cameras")
@@ -51,18 +51,21 @@ SETTINGS = {
     ),
     "solver_steps": SOLVER_STEPS_SETTING,
 }
-BASES = ("prism-dinosiglip-224px+7b", "prism-dinosiglip-224px-controlled+7b")  # the same towers and language model
+BASES = (
+    "prism-dinosiglip-224px+7b",
+    "prism-dinosiglip-224px-controlled+7b",
+)  # the same towers and language model
 SIDE = 224
 MEAN, STD = (  # of the towers: timm's for DINOv2 and SigLIP
     (0.485, 0.456, 0.406, 0.5, 0.5, 0.5),
     (0.229, 0.224, 0.225, 0.5, 0.5, 0.5),
 )
-LLAMA_HEADS = 32  # of meta-llama/Llama-2-7b-hf, whose epsilon is not the 1e-6 that OpenVLA's files fall back to
-LLAMA_EPS = 1e-5
+LLAMA_HEADS, LLAMA_EPS = 32, 1e-5  # of meta-llama/Llama-2-7b-hf; OpenVLA's own files fall back to 1e-6
 DIT_HEADS = {"DiT-S": 4, "DiT-B": 12, "DiT-L": 16}
 DIT_WIDTHS = {384: "DiT-S", 768: "DiT-B", 1024: "DiT-L"}  # where config.json does not name it
 STEPS, GUIDANCE = 10, 1.5  # of upstream's examples and servers
 GRIPPER, OPEN_AT = 6, 0.5  # the number that upstream makes 0 or 1, and where
+PADDED_TO = 64  # a multiple that the table of tokens is filled up to: Llama's 32000, <PAD>, and rows to spare
 SECTIONS = ("vision_backbone", "projector", "llm_backbone", "action_model")
 NATIVE = [
     Rule(r"vision_backbone\.dino_featurizer\.(.*)\.gamma", (r"vision_backbone.featurizer.\1.scale_factor",)),
@@ -149,57 +152,41 @@ def only_checkpoint(run: Path) -> Path:
 def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a run, the weights aside. Raises :class:`ConvertError`."""
     checkpoint = CogACTCheckpoint(path, options)
-    tokenizer = find_tokenizer(
-        options, checkpoint.path, whose="Llama 2's (OpenVLA's repository has it, too), which no run holds,"
-    )
     vision, rules, dead = towers(checkpoint)
     with named(checkpoint.weights):
         config = model_config(checkpoint, vision)
-    steps = (*openvla_prompt(tokenizer), Last(tokenizer.token_id("</s>")))
-    action = action_normalization(checkpoint, config.max_action_dim)
-    solver_steps = options.setting("solver_steps", STEPS)
-    with named("--set solver_steps"):
-        LEVELS.visited(solver_steps)
-    cameras = options.cameras or OPENVLA.cameras
-    if len(cameras) != 1:
-        raise ConvertError(f"--cameras: CogACT sees one view, got {len(cameras)}")
+    steps = options.setting("solver_steps", STEPS)
+    if steps not in (near := LEVELS.possible(steps)):
+        raise ConvertError(f"--set solver_steps: expected {' or '.join(map(str, near))}, got {steps}")
+    robot = replace(OPENVLA, chunk=config.chunk_size, cameras=options.cameras or OPENVLA.cameras)
+    if len(robot.cameras) != 1:
+        raise ConvertError(
+            f"--cameras: expected one, which is all that CogACT sees, got {len(robot.cameras)}"
+        )
+    checkpoint.statistics  # noqa: B018 - what is wrong with them is said before a tokenizer is asked for
+    tokenizer = find_tokenizer(
+        options, checkpoint.path, whose="Llama 2's (OpenVLA's repository has it, too), which no run holds,"
+    )
+    prompt = (*openvla.openvla_prompt(tokenizer), Last(tokenizer.token_id("</s>")))
+    head = openvla.HeadPart("cogact", config, HEAD, DEAD, prompt)
+    image = ImageRecipe(SIDE, SIDE, (Resize(SIDE, SIDE, method="pil_bicubic"),), MEAN, STD)
+    pad = config.vocab_size - PADDED_TO
+    processing = openvla.processing(checkpoint, head, robot, pad, image)
     return Conversion(
         format=checkpoint.format,
         config=config,
-        spec=PolicySpec(
-            architecture="cogact",
-            name=checkpoint.name,
-            cameras=tuple(CameraSpec(name, FRAME, FRAME) for name in cameras),
-            state=VectorSpec(0),
-            action=VectorSpec(config.max_action_dim, units=checkpoint.action_units(config.max_action_dim)),
-            chunk_size=config.chunk_size,
+        spec=replace(
+            openvla.spec(checkpoint, head, robot),
             noise_dim=config.max_action_dim,
-            solver_steps=solver_steps,
-            max_prompt_tokens=MAX_TOKENS,
+            solver_steps=steps,
             solver=CogACT.solver,
-            embodiment=checkpoint.statistics[0],
         ),
-        processing=Processing(
-            image=ImageRecipe(
-                SIDE, SIDE, mean=MEAN, std=STD, steps=(Resize(SIDE, SIDE, method="pil_bicubic"),)
-            ),
-            prompt=PromptRecipe(
-                max_tokens=MAX_TOKENS,
-                vocab_size=config.vocab_size,
-                pad_token_id=config.vocab_size - 64,  # what upstream's padding of Llama's table adds first
-                steps=(Lower(), *steps),
-            ),
-            state=Normalization("identity"),
-            action=action,
-            padded_state_dim=0,
-            padded_action_dim=config.max_action_dim,
-            all_cameras=True,
-        ),
+        processing=replace(processing, action=snapped(processing), action_parts=()),
         tokenizer=tokenizer.text,
         tensors=apply(checkpoint.tensors, [*rules, *LANGUAGE, *PROJECTOR, *HEAD]) | plain_norms(config),
         dead=(*dead, *DEAD),
         sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
-        notes=notes(checkpoint, config, cameras),
+        notes=notes(checkpoint, config, robot.cameras[0]),
     )
 
 
@@ -218,6 +205,10 @@ def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogAC
     size, dim = shape("action_model.net.x_embedder.linear.weight")
     rows = shape("action_model.net.positional_embedding")[0]
     checkpoint.record.expect(future_action_window_size=rows - 2, action_dim=dim)
+    if dim <= GRIPPER:
+        raise ConvertError(
+            f"{checkpoint.weights}: actions: expected {GRIPPER + 1} numbers or more, the last a gripper's, got {dim}"
+        )
     kind = checkpoint.record.get("action_model_type", DIT_WIDTHS.get(size))
     if kind not in DIT_HEADS:
         raise ConvertError(
@@ -240,25 +231,22 @@ def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogAC
         vocab_size=vocabulary,
         chunk_size=rows - 1,
         max_action_dim=dim,
-        head=CognitionHeadConfig(size, count(BLOCK), DIT_HEADS[kind]),
+        head=BlockConfig(
+            size, shape("action_model.net.blocks.0.mlp.fc1.weight")[0], count(BLOCK), DIT_HEADS[kind]
+        ),
         guidance_scale=checkpoint.options.setting("guidance_scale", GUIDANCE),
     )
 
 
-def action_normalization(checkpoint: CogACTCheckpoint, dim: int) -> Normalization:
-    """Return upstream's: every number within [-1, 1], the gripper 0 or 1, then quantiles where the mask has them."""
-    if dim <= GRIPPER:
-        raise ConvertError(
-            f"{checkpoint.weights}: expected actions of {GRIPPER + 1} numbers or more, the last of them a gripper,"
-            f" got {dim}"
-        )
-    whole, parts = checkpoint.normalization("action", dim, "bounds_q99", 0.0, clip=True)
-    low, high = [], []
-    for part in parts or (None,):
-        stats, size = (whole.stats, dim) if part is None else (part.normalization.stats, part.dim)
-        low += stats.get("q01", (-1.0,) * size)  # of -1 to 1 nothing is left to undo
-        high += stats.get("q99", (1.0,) * size)
-    stats = {"q01": tuple(low), "q99": tuple(high)}
+def snapped(processing: Processing) -> Normalization:
+    """Return what upstream does to actions: every number within [-1, 1], the gripper 0 or 1, then quantiles where the
+    mask has them. Of -1 to 1, in their place, nothing is left to undo."""
+    found = [(part.dim, part.normalization.stats) for part in processing.action_parts]
+    found = found or [(processing.padded_action_dim, processing.action.stats)]
+    stats = {
+        name: tuple(value for dim, stats in found for value in stats.get(name, (end,) * dim))
+        for name, end in (("q01", -1.0), ("q99", 1.0))
+    }
     return Normalization(
         "quantiles", stats, eps=0.0, convention="openpi", clip=True, snap=(GRIPPER,), snap_at=OPEN_AT
     )
@@ -275,12 +263,16 @@ def plain_norms(config: CogACTConfig) -> dict[str, TensorSource]:
     }
 
 
-def notes(checkpoint: CogACTCheckpoint, config: CogACTConfig, cameras: tuple[str, ...]) -> tuple[str, ...]:
+def notes(checkpoint: CogACTCheckpoint, config: CogACTConfig, camera: str) -> tuple[str, ...]:
     """Say what no file says, and what of the files is left aside."""
+    usual = "guidance_scale" not in checkpoint.options.settings
+    reason = ", as upstream's servers have it: --set guidance_scale=SCALE" if usual else ", as given"
     found = [
-        f"statistics {checkpoint.statistics[0]!r} (bounds_q99); camera {cameras[0]}",
-        f"guidance scale {config.guidance_scale:g}, as upstream's servers have it: --set guidance_scale=SCALE",
+        f"statistics {checkpoint.statistics[0]!r} (bounds_q99); camera {camera}",
+        f"guidance scale {config.guidance_scale:g}{reason}",
     ]
     if any(name.startswith("ema_diffusion.") for name in checkpoint.tensors):
-        found.append("the moving average of the head (ema_diffusion) is left aside, as upstream's inference has it")
+        found.append(
+            "the moving average of the head (ema_diffusion) is left aside, as upstream's inference does"
+        )
     return tuple(found)

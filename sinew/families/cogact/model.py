@@ -1,5 +1,5 @@
-"""CogACT (Li et al. 2024, arXiv 2411.19650): a diffusion transformer over a chunk, told by one state of a language model
-what is seen and asked for.
+"""CogACT (Li et al. 2024, arXiv 2411.19650): a diffusion transformer over a chunk, which one state of a language model
+tells what is seen and asked for.
 
 * Views stand inside the prompt as OpenVLA's do. The final state of the prompt's last token, an end of sentence that is
   there for this, is the cognition.
@@ -25,8 +25,8 @@ from sinew.layers.attention import block_mask
 from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Linear
 from sinew.layers.norm import LayerNorm
-from sinew.layers.sizes import check_sizes
-from sinew.layers.vit import ViTConfig, ViTLayer
+from sinew.layers.time_embedding import cosines_then_sines
+from sinew.layers.vit import BlockConfig, ViTLayer
 from sinew.models.solvers import NoiseLevels, Solver
 
 NORM_EPS = 1e-6  # of the head's norms
@@ -35,39 +35,11 @@ LONGEST = 10_000.0
 LEVELS = NoiseLevels(100, spacing="even")
 
 
-@dataclass(frozen=True)
-class CognitionHeadConfig:
-    """A stack of pre-norm blocks, whose MLPs are four times as wide inside."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"head: {self.num_heads} heads do not divide a width of {self.hidden_size}")
-
-    @property
-    def block(self) -> ViTConfig:
-        """Return a block as that of a vision transformer: the same attention and the same MLP."""
-        return ViTConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=4 * self.hidden_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            image_size=1,
-            patch_size=1,
-            norm_eps=NORM_EPS,
-            activation="gelu_tanh",
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class CogACTConfig(PrismaticConfig):
-    """``guidance_scale``: from 1 on; at 1 the head is asked once."""
+    """``head``: its blocks. ``guidance_scale``: from 1 on; at 1 the head is asked once."""
 
-    head: CognitionHeadConfig
+    head: BlockConfig
     guidance_scale: float = 1.5
 
     def __post_init__(self) -> None:
@@ -91,6 +63,7 @@ class CognitionHead(nn.Module):
     def __init__(self, config: CogACTConfig):
         super().__init__()
         size, width, dim = config.head.hidden_size, config.language.hidden_size, config.max_action_dim
+        block = config.head.block(NORM_EPS, "gelu_tanh")
         self.condition = Linear(width, size)
         self.none = nn.Parameter(torch.zeros(1, width))
         self.time_in = Linear(TIME_CHANNELS, size)
@@ -98,7 +71,7 @@ class CognitionHead(nn.Module):
         self.action_in = Linear(dim, size)
         self.places = nn.Parameter(torch.zeros(1 + config.chunk_size, size))
         self.layers = nn.ModuleList(  # type: ignore[assignment]
-            ViTLayer(config.head.block) for _ in range(config.head.num_layers)
+            ViTLayer(block) for _ in range(config.head.num_layers)
         )
         self.norm = LayerNorm(size, eps=NORM_EPS)
         self.action_out = Linear(size, dim)
@@ -107,11 +80,8 @@ class CognitionHead(nn.Module):
         return [FoldSite(self, "norm", (self.action_out,))]
 
     def time(self, level: Tensor) -> Tensor:
-        """Return the embedding [B, C] of noise levels [B]: of cosines, then sines, of level * 10000^(-j / 128)."""
-        half = TIME_CHANNELS // 2
-        exponent = torch.arange(half, dtype=torch.float32, device=level.device) * (-math.log(LONGEST) / half)
-        angle = level.float()[:, None] * exponent.exp()
-        waves = torch.cat([angle.cos(), angle.sin()], dim=-1)
+        """Return the embedding [B, C] of noise levels [B]."""
+        waves = cosines_then_sines(level, TIME_CHANNELS, LONGEST)
         return self.time_out(F.silu(self.time_in(waves)))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
