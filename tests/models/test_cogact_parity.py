@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from sinew_client import Client
+from sinew_client.errors import ServerError
 
 from sinew.bundle import Bundle
-from sinew.core import ObservationError
 from sinew.families.cogact.model import CogACT
 from sinew.models import build_on_meta
 from sinew.policy import Policy, load
@@ -105,5 +105,5 @@ def test_a_server_answers_what_the_policy_does(case: tuple[Policy, Golden], tmp_
         for asked in (given, replace(given, solver_steps=4)):
             wanted = policy.infer(asked).actions
             np.testing.assert_allclose(client.infer(asked).actions, wanted, atol=1e-5, rtol=0)
-        with pytest.raises(ObservationError, match="solver_steps: expected 25 or 34, got 30"):
+        with pytest.raises(ServerError, match="solver_steps: expected 25 or 34, got 30"):
             client.infer(replace(given, solver_steps=30))
