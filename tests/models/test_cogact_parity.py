@@ -75,6 +75,7 @@ def test_padding_changes_nothing(case: tuple[Policy, Golden]) -> None:
     assert_close(wanted, found)
 
 
+@pytest.mark.slow
 @pytest.mark.proves(engine="cpu", precision="int8", family="cogact")
 def test_low_bits_of_what_upstream_rounds(case: tuple[Policy, Golden], tmp_path: Path) -> None:
     """Towers and language model; the head stays in float32, as upstream's does when the rest is in bfloat16. Two errors
