@@ -3,8 +3,8 @@
 ``python -m tests.cases`` prints the folder in which they are; programs call :func:`golden_cases`. In tests/fixtures a
 large file is stored compressed (``NAME.xz``) or by rule (tests/rules.py), or partly one and partly the other:
 ``weights.json`` and ``model.safetensors.xz`` give ``model.safetensors``, ``fixture.json`` and
-``fixture.safetensors.xz`` give ``fixture.safetensors``; rules may lie compressed too. Everything else is stored as it
-is.
+``fixture.safetensors.xz`` give ``fixture.safetensors``; rules may lie compressed too. ``checkpoint.json`` gives a file
+of torch's, ``latest-checkpoint.pt``. Everything else is stored as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -35,9 +36,14 @@ USED = (  # beside the fixtures
     GOLDEN / "frames.py",
     GOLDEN / "smolvla-tiny.gguf.xz",
 )
-RULES = {"model.safetensors": "weights.json", "fixture.safetensors": "fixture.json"}  # file -> its rules
+RULES = {  # file -> its rules
+    "model.safetensors": "weights.json",
+    "fixture.safetensors": "fixture.json",
+    "latest-checkpoint.pt": "checkpoint.json",
+}
 PACKED = ".xz"
 FILES_GIVEN = ("vlm", "arch", "base")  # of what a conversion is given, those that lie in the case's folder
+FILES_SHARED = ("tokenizer",)  # and those of another case
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ class Case:
 
     def options(self, home: Path) -> dict[str, Any]:
         """Return what its conversion is given, for a case that lies in ``home``."""
-        return {key: home / value if key in FILES_GIVEN else value for key, value in self.given.items()}
+        given = {key: home / value if key in FILES_GIVEN else value for key, value in self.given.items()}
+        return given | {key: golden_cases() / given[key] for key in FILES_SHARED if key in given}
 
 
 @functools.cache
@@ -98,10 +105,25 @@ def content(path: Path) -> bytes:
     rule = path.with_name(RULES.get(path.name, path.name))
     if rule != path and (found := _stored(rule)) is not None:
         try:
-            return rules.build(json.loads(found), stored, lambda name: content(FIXTURES / name))
+            made = rules.build(json.loads(found), stored, lambda name: content(FIXTURES / name))
         except ValueError as error:
             raise ValueError(f"{rule}: {error}") from None
+        return nested(made) if path.suffix == ".pt" else made
     return path.read_bytes() if stored is None else stored
+
+
+def nested(tensors: bytes) -> bytes:
+    """Return a file of torch's of a safetensors file's tensors, ``{"model": {SECTION: {NAME: tensor}}}`` of those that
+    are called SECTION.NAME: as Prismatic's training writes them."""
+    import torch
+    from safetensors.torch import load
+
+    sections: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in load(tensors).items():
+        section, _, rest = name.partition(".")
+        sections.setdefault(section, {})[rest] = tensor
+    torch.save({"model": sections}, file := io.BytesIO())
+    return file.getvalue()
 
 
 def _stored(path: Path) -> bytes | None:

@@ -45,7 +45,7 @@ HEAD = """# What is proved of which family
 A cell holds the precisions (of engines) or a tick (of wires) for which a test passed with that family's own fixture; a
 star: a slow test alone, which `make test` leaves out. An empty cell is not proved; a wire serves any family, and an
 engine says itself what it refuses. `cuda references` are the kernels' references and the graph's program on a CPU; what
-ran on a GPU is in [gpu.md](gpu.md). BitVLA's weights are ternary everywhere.
+ran on a GPU is in [gpu.md](gpu.md).
 
 Rendered by `python -m tests.proofs` from `sinew/engine/proofs.json`, which a run of the tests marked `proves` wrote
 and by which `--engine auto` goes.
@@ -143,7 +143,10 @@ def render(rows: list[list[str]]) -> str:
         for family, column, precision, name, _ in rows:
             if name == test:
                 parts.setdefault(f"{column} {precision}".strip(), []).append(NAMES[family])
-        text = "; ".join(f"{what}: {listed(who)}" for what, who in sorted(parts.items()))
+        whose: dict[str, list[str]] = {}
+        for what, who in sorted(parts.items()):
+            whose.setdefault(listed(who), []).append(what)
+        text = "; ".join(f"{', '.join(what)}: {who}" for who, what in whose.items())
         lines.append(f"| `{test}` | {text} |")
     return "\n".join(lines) + "\n"
 

@@ -81,6 +81,23 @@ def test_a_head_that_knows_the_actions_is_led_to_them(betas, fresh, predicts, st
     assert np.allclose(got, clean, atol=1e-5)
 
 
+def test_even_levels_are_those_of_guided_diffusion():
+    """Its rule for "ddimN": the first stride that leaves N of a hundred; one is the fiftieth; others it refuses."""
+    even = NoiseLevels(100, spacing="even")
+    for count in range(1, 101):
+        strides = (stride for stride in range(1, 100) if len(range(0, 100, stride)) == count)
+        stride = next(strides, None)
+        if count > 1 and stride is None:
+            below, above = even.possible(count)
+            assert below < count < above
+            with pytest.raises(ValueError, match=f"solver_steps: expected {below} or {above}, got {count}"):
+                even.steps(count)
+            continue
+        wanted = [50] if count == 1 else sorted(range(0, 100, stride or 0), reverse=True)
+        assert [step.time for step in even.steps(count)] == wanted
+        assert even.possible(count) == (count,)
+
+
 def test_ddpm_adds_the_noise_of_each_step_but_the_last_and_ddim_none():
     ddpm, ddim = levels("sample", True).steps(5), levels("sample", False).steps(5)
     assert [step.draw for step in ddpm] == [1, 2, 3, 4, 0]

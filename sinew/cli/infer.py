@@ -26,7 +26,7 @@ def infer(
     /,
     *,
     image: Annotated[list[str], Parameter(negative="")],
-    state: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    state: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
     prompt: str = "",
     seed: int | None = None,
     solver_steps: int | None = None,
@@ -42,7 +42,7 @@ def infer(
     Args:
         bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
         image: CAMERA=FILE, once per camera; a bare FILE where the bundle has a single camera.
-        state: numbers in world units, separated by commas.
+        state: numbers in world units, separated by commas; none where the policy reads none.
         prompt: the instruction; if absent the bundle's own, where it has one, and nothing where the policy reads none.
         seed: of the noise that starts the solver; drawn and reported if absent.
         solver_steps: instead of the bundle's own number.

@@ -27,9 +27,10 @@ class ChunkFlags:
 
     Attributes:
         substeps: commands per control step, for faster actuators; they are interpolated.
-        handover: auto, freeze, naive, aligned, ensemble[:M], aggregate[:MIX] or rtc[:GUIDANCE[:SCHEDULE[:BETA]]];
-            +halt:LIMIT behind one stops the robot where a late chunk expects it elsewhere. auto: aligned where actions
-            are targets (--motion, or the policy itself, says so), else freeze; the choice is printed with its reason.
+        handover: auto, freeze, naive, aligned, ensemble[:M], ensemble:cosine[:ALPHA[:CHUNKS]], aggregate[:MIX] or
+            rtc[:GUIDANCE[:SCHEDULE[:BETA]]]; +halt:LIMIT behind one stops the robot where a late chunk expects it
+            elsewhere. auto: aligned where actions are targets (--motion, or the policy itself, says so), else freeze;
+            the choice is printed with its reason.
         replan: when to ask: STEPS, full, queue:FRACTION (at most this part of a chunk is left) or
             disagreement:LIMIT,STEPS.
         max_age: seconds after its frame beyond which a row is not executed.

@@ -27,6 +27,7 @@ FAMILIES = (
     "evo1",
     "openvla",
     "bitvla",
+    "cogact",
     "vla_jepa",
     "act",
     "diffusion",

@@ -29,3 +29,13 @@ def level_sinusoids(level: Tensor, size: int) -> Tensor:
     exponent = torch.arange(half, dtype=torch.float32, device=level.device) * (-math.log(10_000) / (half - 1))
     angle = level.float()[..., None] * exponent.exp()  # [..., size / 2]
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+def cosines_then_sines(t: Tensor, size: int, longest: float) -> Tensor:
+    """Return cosines, then sines, float32 [..., size], of t * longest^(-j / (size / 2)), for a time or a noise level t
+    [...]. In float32, as the references compute it (GLIDE's ``timestep_embedding``, Nichol et al. 2021).
+    """
+    half = size // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=t.device) * (-math.log(longest) / half)
+    angle = t.float()[..., None] * exponent.exp()  # [..., size / 2]
+    return torch.cat([angle.cos(), angle.sin()], dim=-1)

@@ -53,6 +53,34 @@ class ViTConfig:
         return height // self.patch_size, width // self.patch_size
 
 
+@dataclass(frozen=True)
+class BlockConfig:
+    """A stack of a tower's blocks over rows that are no patches."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size {self.hidden_size}: expected a multiple of {self.num_heads} heads")
+
+    def block(self, norm_eps: float, activation: Literal["gelu", "gelu_tanh"]) -> ViTConfig:
+        """Return one as that of a vision transformer: the same attention and the same MLP."""
+        return ViTConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            image_size=1,
+            patch_size=1,
+            norm_eps=norm_eps,
+            activation=activation,
+        )
+
+
 def position_rows(rows: int, cols: int, side: int, device: torch.device | None = None) -> Tensor:
     """Return the row of a ``side * side`` position table that each patch of a ``rows * cols`` grid reads, int64.
 

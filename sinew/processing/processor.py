@@ -212,7 +212,9 @@ class Processor:
             _vector(observation.time, "time", (), np.float64)
         solver = self.spec.solver
         most = min(solver.most_steps or MAX_SOLVER_STEPS, MAX_SOLVER_STEPS)
-        _integer(observation.solver_steps, "solver_steps", solver.fixed_steps or 1, most)
+        _integer(steps := observation.solver_steps, "solver_steps", solver.fixed_steps or 1, most)
+        if solver.levels and steps is not None and steps not in (near := solver.levels.possible(steps)):
+            raise ObservationError("solver_steps", " or ".join(map(str, near)), str(steps))
         check_continuation(observation, self.spec)
         recipe = self.recipe.prompt
         return state, normalized, tokens, scale_of(observation, recipe, advantage_of(observation, recipe))

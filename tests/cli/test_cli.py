@@ -270,6 +270,7 @@ def test_infer_prints_the_first_actions(here, smolvla_bundle, pictures: list[str
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
+        ({"--state": ""}, ("state", "[6]", "[0]")),
         ({"--state": "1,2"}, ("state", "[6]", "[2]")),
         ({"--state": "1,2,x,4,5,6"}, ("state", "'x'")),
         ({"--state": "1,2,nan,4,5,6"}, ("state", "finite")),

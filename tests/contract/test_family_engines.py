@@ -47,6 +47,7 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **dict.fromkeys(("smolvla-2cam", "smolvla-3cam-padded", "evo1", "evo1-mint"), HEADED),
     **dict.fromkeys(("pi0-2cam", "pi05-2cam"), HEADED),
     "pi0fast-2cam": PACKED,
+    "cogact": HEADED,
     **{case: set() for case in ("act-2cam", "act-env")},
     **{case: {"tabulate-time"} for case in ("diffusion-ddim", "diffusion-ddpm")},
     **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("xvla-ee6d", "xvla-auto")},

@@ -81,6 +81,22 @@ def test_ensemble_weighs_the_oldest_chunk_most() -> None:
     assert got[2] == pytest.approx(float((weights * [2, 101, 200]).sum() / weights.sum()), rel=1e-6)
 
 
+def test_ensemble_weighs_by_how_alike_rows_are_to_the_newest() -> None:
+    """CogACT's adaptive ensemble: the softmax of alpha times the cosine, over the newest chunks."""
+    rows = np.random.default_rng(3).standard_normal((3, 4))
+    cosines = [row @ rows[2] / (np.sqrt(row @ row) * np.sqrt(rows[2] @ rows[2]) + 1e-7) for row in rows]
+    shares = np.exp(2.5 * np.array(cosines)) / np.exp(2.5 * np.array(cosines)).sum()
+    np.testing.assert_allclose(ensemble(list(rows), alpha=2.5), shares @ rows, rtol=1e-6)
+    same = np.float32([0.1, 1 / 3])
+    assert np.array_equal(ensemble([same] * 7, alpha=0.1), same)  # to the bit
+    assert ensemble([same, np.zeros(2)], alpha=0.1) == pytest.approx(same / 2)  # a row of zeros is like none
+    # Rows of one number all point the same way: plain means, of the last two of three chunks here.
+    assert play("ensemble:cosine:0.1:2", [0], 3, replan="1")[2] == pytest.approx((101 + 200) / 2)
+    assert play("ensemble:cosine", [0], 3, replan="1")[2] == pytest.approx((2 + 101 + 200) / 3)
+    parsed = parse_handover("ensemble:cosine:0.1:7")
+    assert (parsed.method, parsed.alpha, parsed.newest) == ("ensemble", 0.1, 7)
+
+
 def test_real_time_chunking_says_what_is_still_to_come() -> None:
     player = Player(parse_handover("rtc:guided:linear:3"), parse_rule("4"))
     assert player.ask(0, 0).fields == {}  # nothing to continue
@@ -326,6 +342,10 @@ def test_a_chunk_that_expects_the_robot_elsewhere_stops_it() -> None:
         ("naive:1", "takes at most 0"),
         ("aggregate:median", "aggregate: expected one of weighted_average"),
         ("ensemble:x", "ensemble: expected a number"),
+        ("ensemble:cosine:x", "ensemble:cosine: expected a number"),
+        ("ensemble:cosine:nan", "alpha: expected a finite number"),
+        ("ensemble:cosine:0.1:2.5", "ensemble:cosine: expected a number of chunks from 1 on, got '2.5'"),
+        ("ensemble:cosine:0.1:2:3", "takes at most 3"),
         ("rtc:soft", "rtc: expected one of guided"),
         ("rtc::zeros:5", "rtc: expected one of guided"),  # settings of no method would be dropped
         ("rtc:trained:zeros", "rtc:trained has nothing to weigh"),

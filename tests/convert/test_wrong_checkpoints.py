@@ -13,7 +13,10 @@ from sinew.core import ConvertError
 from tests.cases import cases
 
 CASES = {name: case for name, case in cases().items() if case.neighbour is not None}
-WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "mp_rank_00_model_states.pt")
+WEIGHTS = (
+    *("model*.safetensors", "model.safetensors.index.json"),
+    *("mp_rank_00_model_states.pt", "checkpoints/latest-checkpoint.pt"),
+)
 EMBODIED = ("groot-n15", "groot-n16", "groot-n17", "evo1-mint")
 LORA = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -47,7 +50,7 @@ def refused(path: Path, given: dict[str, Any]) -> str:
 @pytest.mark.parametrize("case", CASES)
 def test_a_truncated_shard(broken, case):
     path, given = broken(case)
-    file = found(path, ("model*.safetensors", "mp_rank*"))[0]
+    file = found(path, ("model*.safetensors", "mp_rank*", "checkpoints/*.pt"))[0]
     content = file.read_bytes()
     file.unlink()
     file.write_bytes(content[:-100])

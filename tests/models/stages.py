@@ -38,6 +38,7 @@ CASES = (
     *("smolvla-2cam", "smolvla-3cam-padded", "pi0-2cam", "pi05-2cam", "pi05-mem", "pi0fast-2cam"),
     *("groot-n17", "groot-n16", "groot-n15"),
     *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
+    "cogact",
     *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
 )
 LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # a third of the time of all
@@ -512,6 +513,32 @@ def prismatic(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
         yield Stage("chunk_normalized", chunk, g["chunk_normalized"])
 
 
+def cogact(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    """Of the patches, the first of a view are stored; of the language model, the last row."""
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    yield Stage("vit_features", run(model.vision.features, pixels[0])[0, :16], g["vit_features"])
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage("image_tokens", image_tokens[0, 0, :16], g["image_tokens"])
+    with Outputs(model.language.layers) as outputs:
+        cognition = run(model.cognition, image_tokens, cameras, tokens, mask)
+    for index, output in enumerate(outputs):
+        yield Stage(f"lm_layer.{index}", output[:, -1], g[f"lm_layer.{index}"])
+    yield Stage("last_hidden", cognition[0], g["last_hidden"])
+    context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    times = [embed_time(model, float(t), run) for t in g["t"]]
+    with Outputs(model.head.layers) as outputs:
+        run(model.act, g["x_t"][0], times[0], context)
+    for index, output in enumerate(outputs):
+        yield Stage(f"step0.block.{index}", output, g[f"step0.block.{index}"])
+    for step, (x_t, time) in enumerate(zip(g["x_t"], times, strict=True)):
+        yield Stage(f"model_output.{step}", run(model.act, x_t, time, context), g["model_output"][step])
+    steps = model.solver.steps(len(times))
+    assert [step.time for step in steps] == g["t"].tolist()
+    chunk = run(solve, lambda x, time: model.act(x, time, context), g["noise"], steps, times)
+    yield Stage("chunk_normalized", chunk, g["chunk_normalized"])
+
+
 # ----------------------------------------------------------------------------- pi0-FAST, and others that speak
 
 
@@ -550,6 +577,7 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "openvla": prismatic,
     "vla-adapter": prismatic,
     "bitvla": prismatic,
+    "cogact": cogact,
     "act": act,
     "diffusion": diffusion,
     "xvla": xvla,

@@ -36,6 +36,7 @@ INFLATED = {  # benchmarks/families.py -> preset; without those that keep weight
 # Numbers that a bundle holds, by hand: towers, language model, table of tokens and head. A part that is missing or has
 # another width changes them by more than a hundredth.
 BILLIONS = {
+    "cogact": 7.46,
     "gr00t-n1.5": 2.09,
     "gr00t-n1.6": 2.65,
     "openvla": 7.50,

@@ -126,6 +126,7 @@ def quantize(
         if recipe != DEFAULT_RECIPE:
             raise SinewError(
                 f"recipe: {part}: expected linear layers or token tables, got none in {opened.manifest.architecture}"
+                " but what its reference keeps in float32"
             )
         chosen[part] = "fp32"
     with progress.task(f"validating {bundle.name} as it is"):

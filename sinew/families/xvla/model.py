@@ -12,7 +12,6 @@ are not read: its columns in the first layers are zero. Its answer goes through 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -26,40 +25,13 @@ from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
 from sinew.layers.sizes import check_sizes
-from sinew.layers.vit import ViTAttention, ViTConfig, ViTLayer, ViTMLP
+from sinew.layers.time_embedding import cosines_then_sines
+from sinew.layers.vit import BlockConfig, ViTAttention, ViTConfig, ViTLayer, ViTMLP
 from sinew.models.base import Model
 from sinew.models.solvers import Solver
 
 NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
 LONGEST = 100  # period of the time's waves, over 2 pi
-
-
-@dataclass(frozen=True)
-class BlockConfig:
-    """A stack of transformer blocks."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size}: expected a multiple of {self.num_heads} heads")
-
-    def block(self, exact: bool) -> ViTConfig:
-        """Return one as that of a vision transformer: the same attention and the same MLP. exact: of its GELU."""
-        return ViTConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            image_size=1,
-            patch_size=1,
-            norm_eps=NORM_EPS,
-            activation="gelu" if exact else "gelu_tanh",
-        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +132,7 @@ class TextEncoder(nn.Module):
 
     def __init__(self, config: XVLAConfig):
         super().__init__()
-        size, block = config.language.hidden_size, config.language.block(exact=True)
+        size, block = config.language.hidden_size, config.language.block(NORM_EPS, "gelu")
         self.embed_tokens = Embedding(config.vocab_size, size)
         self.places = nn.Parameter(torch.zeros(config.text_places, size))
         self.norm = LayerNorm(size, eps=NORM_EPS)
@@ -186,7 +158,7 @@ class XVLA(Model):
     def __init__(self, config: XVLAConfig):
         super().__init__()
         self.config = config
-        size, block = config.head.hidden_size, config.head.block(exact=False)
+        size, block = config.head.hidden_size, config.head.block(NORM_EPS, "gelu_tanh")
         self.vision = DaViT(config.vision)
         self.connector = Connector(config)
         self.language = TextEncoder(config)
@@ -254,12 +226,7 @@ class XVLA(Model):
         return XVLAContext(self.head_rows(text, views[:, 1:]), self.state_proj(state)[:, None])
 
     def embed_time(self, t: Tensor) -> Tensor:
-        half = self.config.time_size // 2
-        wave = torch.exp(
-            torch.arange(half, dtype=torch.float32, device=t.device) * (-math.log(LONGEST) / half)
-        )
-        angle = t.float()[..., None] * wave
-        return self.time_proj(torch.cat([angle.cos(), angle.sin()], dim=-1))
+        return self.time_proj(cosines_then_sines(t, self.config.time_size, LONGEST))
 
     def embed_actions(self, x: Tensor, time_embedding: Tensor, context: XVLAContext) -> Tensor:
         """Return the head's tokens of noisy actions [B, H, A], without their places: [B, H, C]."""

@@ -75,7 +75,10 @@ def drawn(noise: Any, index: int) -> Any:
 class NoiseLevels:
     """The noise levels of a diffusion model, and what its head says at one: diffusers' DDIM and DDPM.
 
-    count:  levels it was trained with. A solution in n steps visits the first of each count // n, from the last on.
+    count:  levels it was trained with.
+    spacing: which of them a solution in n steps visits, from the last on: "leading", the first of each count // n, or
+            "even", each s-th of the smallest s that leaves n, a single one from the middle (OpenAI's guided-diffusion,
+            "ddimN"); of it some n are impossible.
     betas:  "squaredcos_cap_v2", or "linear" from ``first_beta`` to ``last_beta``.
     predicts: "epsilon", the noise in x, or "sample", the actions.
     clip:   bound of the estimated actions in model units; 0: none.
@@ -89,6 +92,7 @@ class NoiseLevels:
     predicts: Literal["epsilon", "sample"] = "epsilon"
     clip: float = 0.0
     fresh: bool = False
+    spacing: Literal["leading", "even"] = "leading"
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MAX_LEVELS:
@@ -115,13 +119,30 @@ class NoiseLevels:
             betas = np.array(ratios, np.float32)
         return np.cumprod((np.float32(1) - betas).astype(np.float64)).astype(np.float32)
 
+    def possible(self, count: int) -> tuple[int, ...]:
+        """Return ``count`` alone where a solution may have so many steps, else the nearest numbers below and above."""
+        stride = -(-self.count // count)
+        fewer = -(-self.count // stride)
+        if self.spacing == "leading" or count in (1, fewer):
+            return (count,)
+        return fewer, -(-self.count // (stride - 1))
+
+    def visited(self, count: int) -> range:
+        """Return the levels of a solution in ``count`` steps, falling. Raises ValueError for an impossible number."""
+        if count not in (near := self.possible(count)):
+            raise ValueError(f"solver_steps: expected {' or '.join(map(str, near))}, got {count}")
+        if self.spacing == "leading":
+            stride = self.count // count
+            return range(0, count * stride, stride)[::-1]
+        if count == 1:
+            return range(self.count // 2, self.count // 2 + 1)
+        return range(0, self.count, -(-self.count // count))[::-1]
+
     def steps(self, count: int) -> list[Step]:
-        stride, alphas, found = self.count // count, self.alphas(), []
+        levels, alphas, found = self.visited(count), self.alphas(), []
         one = np.float32(1)
-        for k in range(count):
-            level = (count - 1 - k) * stride
-            before = level - stride
-            a, b = alphas[level], alphas[before] if before >= 0 else one
+        for k, level in enumerate(levels):
+            a, b = alphas[level], alphas[levels[k + 1]] if k + 1 < count else one
             sigma, alpha = float(np.sqrt(one - a)), float(np.sqrt(a))
             of_noise, clip = self.predicts == "epsilon", self.clip or math.inf
             if self.fresh:

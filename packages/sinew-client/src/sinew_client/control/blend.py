@@ -78,14 +78,26 @@ ENSEMBLE_DECAY = 0.01  # ACT (Zhao et al. 2023, section IV-B): w_i = exp(-m i), 
 SCHEDULES = ("exp", "linear", "ones", "zeros")
 
 
-def ensemble(rows: Sequence[np.ndarray], decay: float = ENSEMBLE_DECAY) -> np.ndarray:
+COSINE_ALPHA = (
+    0.1  # CogACT (Li et al. 2024, section 3.4): w_i = exp(alpha cos(row_i, newest row)); alpha = 0.1
+)
+
+
+def ensemble(
+    rows: Sequence[np.ndarray], decay: float = ENSEMBLE_DECAY, alpha: float | None = None
+) -> np.ndarray:
     """Return the weighted mean of the rows that several chunks have for one step, float32 [D].
 
-    rows: the oldest chunk's first. ``decay``: m of w_i = exp(-m i). The difference to the newest row is what is
-    averaged, so equal rows give that row to the bit.
+    rows: the oldest chunk's first. ``decay``: m of w_i = exp(-m i). ``alpha``: of w_i = exp(alpha cos(row_i, newest)),
+    in its place. The difference to the newest row is what is averaged, so equal rows give that row to the bit.
     """
-    weights = np.exp(-decay * np.arange(len(rows)))
     newest = np.asarray(rows[-1], np.float32)
+    if alpha is None:
+        weights = np.exp(-decay * np.arange(len(rows)))
+    else:
+        every = np.stack([np.asarray(row, np.float64) for row in rows])
+        sizes = np.linalg.norm(every, axis=1)
+        weights = np.exp(alpha * (every @ every[-1]) / (sizes * sizes[-1] + 1e-7))
     offsets = np.stack([np.asarray(row, np.float64) - newest for row in rows])
     return (newest + (weights / weights.sum()) @ offsets).astype(np.float32)
 

@@ -8,7 +8,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from sinew_client.control.blend import AGGREGATES, ENSEMBLE_DECAY, SCHEDULES, ensemble
+from sinew_client.control.blend import AGGREGATES, COSINE_ALPHA, ENSEMBLE_DECAY, SCHEDULES, ensemble
 from sinew_client.control.trajectory import Node, Trajectory
 
 METHODS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc")
@@ -38,7 +38,8 @@ class Handover:
     freeze: the robot executes its rows, asks, and stands still until the answer is there, which starts at row 0.
     naive: the old chunk goes on; the new one starts at row 0 whenever it arrives.
     aligned: row k belongs to the k-th step after the chunk's frame; rows whose step has passed are skipped.
-    ensemble: aligned, and every step gets the mean of all chunks that have a row for it (ACT).
+    ensemble: aligned, and every step gets the mean of all chunks that have a row for it (ACT), or of the newest, by how
+        alike their rows are (CogACT).
     aggregate: aligned, and steps that old and new chunk share get a mixture of the two (LeRobot).
     rtc: aligned, and the server is told what is still to be executed and continues it (real-time chunking).
     """
@@ -46,6 +47,8 @@ class Handover:
     method: str = "aligned"
     mix: str = "weighted_average"  # aggregate
     decay: float = ENSEMBLE_DECAY  # ensemble
+    alpha: float | None = None  # ensemble:cosine, in the decay's place
+    newest: int = 0  # ensemble:cosine: of so many chunks; 0: of all
     guidance: str = ""  # rtc
     schedule: str = "exp"  # rtc
     beta: float = 5.0  # rtc
@@ -64,6 +67,8 @@ class Handover:
                 )
         if not self.beta >= 0.0:
             raise ValueError(f"beta: expected a number >= 0, got {self.beta}")
+        if self.alpha is not None and not math.isfinite(self.alpha):
+            raise ValueError(f"alpha: expected a finite number, got {self.alpha}")
         if not self.halt > 0.0:
             raise ValueError(f"halt: expected a number > 0, got {self.halt}")
         if self.halt < math.inf and not self.timed:
@@ -104,16 +109,17 @@ class Handover:
         return nodes
 
     def _mean(self, chunks: Sequence[Placed], step: int) -> np.ndarray:
-        found = [(chunk, step - chunk.origin) for chunk in chunks]
-        return ensemble([chunk.rows[k] for chunk, k in found if 0 <= k < len(chunk.rows)], self.decay)
+        found = [(chunk, step - chunk.origin) for chunk in chunks[-self.newest :]]
+        rows = [chunk.rows[k] for chunk, k in found if 0 <= k < len(chunk.rows)]
+        return ensemble(rows, self.decay, self.alpha)
 
 
 def parse_handover(text: str) -> Handover:
     """Return the method that a text names.
 
-    ``freeze``, ``naive``, ``aligned``, ``ensemble[:M]``, ``aggregate[:FUNCTION]`` or
-    ``rtc[:GUIDANCE[:SCHEDULE[:BETA]]]``; behind all but the first two ``+halt:LIMIT``. Raises ValueError that names the
-    part that does not fit.
+    ``freeze``, ``naive``, ``aligned``, ``ensemble[:M]``, ``ensemble:cosine[:ALPHA[:CHUNKS]]``, ``aggregate[:FUNCTION]``
+    or ``rtc[:GUIDANCE[:SCHEDULE[:BETA]]]``; behind all but the first two ``+halt:LIMIT``. Raises ValueError that names
+    the part that does not fit.
     """
     text, plus, addition = text.partition("+")
     if plus:
@@ -122,9 +128,15 @@ def parse_handover(text: str) -> Handover:
             raise ValueError(f"handover: expected +halt:LIMIT or nothing behind {text}, got +{addition}")
         return replace(parse_handover(text), halt=_number("halt", limit))
     method, *rest = text.split(":")
-    most = {"ensemble": 1, "aggregate": 1, "rtc": 3}.get(method, 0)
+    most = {"ensemble": 3 if rest[:1] == ["cosine"] else 1, "aggregate": 1, "rtc": 3}.get(method, 0)
     if len(rest) > most:
         raise ValueError(f"handover: {method} takes at most {most} settings, got {text!r}")
+    if method == "ensemble" and rest[:1] == ["cosine"]:
+        _, alpha, newest = _three(rest)
+        if newest is not None and not (newest.isdecimal() and int(newest)):
+            raise ValueError(f"ensemble:cosine: expected a number of chunks from 1 on, got {newest!r}")
+        chosen = COSINE_ALPHA if alpha is None else _number("ensemble:cosine", alpha)
+        return Handover(method, alpha=chosen, newest=int(newest or 0))
     if method == "ensemble" and rest:
         return Handover(method, decay=_number("ensemble", rest[0]))
     if method == "aggregate" and rest:

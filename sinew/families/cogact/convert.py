@@ -1,0 +1,278 @@
+"""CogACT's runs -> bundles: what microsoft/CogACT's training writes and its hub repositories hold.
+
+A run is ``config.json``, ``dataset_statistics.json`` and ``checkpoints/*.pt``, a file of which may be given, too. Names
+of tensors are Prismatic's, which are turned into those that OpenVLA's files have. No file says what the towers and the
+language model are: ``base_vlm`` names them. The tokenizer is Llama 2's (``--tokenizer``).
+Sources: microsoft/CogACT (vla/load.py, vla/cogactvla.py, action_model/), openvla/openvla (prismatic/conf/models.py,
+vla-scripts/extern/convert_openvla_weights_to_hf.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.schema import Normalization, Processing
+from sinew.bundle.writer import TensorSource
+from sinew.convert.conversion import Conversion
+from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions, Setting
+from sinew.convert.read.files import directory_config, named
+from sinew.convert.read.record import JsonRecord
+from sinew.convert.read.torch_zip import read_torch
+from sinew.convert.tensors import Rule, apply, constant, split_qkv
+from sinew.convert.tokenizer_files import find_tokenizer
+from sinew.core import ConvertError
+from sinew.families.cogact.model import LEVELS, CogACT, CogACTConfig
+from sinew.families.openvla import convert as openvla
+from sinew.families.openvla.prismatic import (
+    HEADS,
+    LANGUAGE,
+    OPENVLA,
+    PROJECTOR,
+    PrismaticCheckpoint,
+    towers,
+)
+from sinew.layers.decoder import DecoderConfig
+from sinew.layers.vit import BlockConfig
+from sinew.steps.image.resize import Resize
+from sinew.steps.prompt.last import Last
+
+NAMES = ("cogact",)
+OPTIONS = ("tokenizer", "stats", "stats_key", "cameras")
+SETTINGS = {
+    "guidance_scale": Setting(
+        float, "of what is seen and asked for against nothing; 1 asks the head once a step (1.5)", 1, 100
+    ),
+    "solver_steps": SOLVER_STEPS_SETTING,
+}
+BASES = (
+    "prism-dinosiglip-224px+7b",
+    "prism-dinosiglip-224px-controlled+7b",
+)  # the same towers and language model
+SIDE = 224
+MEAN, STD = (  # of the towers: timm's for DINOv2 and SigLIP
+    (0.485, 0.456, 0.406, 0.5, 0.5, 0.5),
+    (0.229, 0.224, 0.225, 0.5, 0.5, 0.5),
+)
+LLAMA_HEADS, LLAMA_EPS = 32, 1e-5  # of meta-llama/Llama-2-7b-hf; OpenVLA's own files fall back to 1e-6
+DIT_HEADS = {"DiT-S": 4, "DiT-B": 12, "DiT-L": 16}
+DIT_WIDTHS = {384: "DiT-S", 768: "DiT-B", 1024: "DiT-L"}  # where config.json does not name it
+STEPS, GUIDANCE = 10, 1.5  # of upstream's examples and servers
+GRIPPER, OPEN_AT = 6, 0.5  # the number that upstream makes 0 or 1, and where
+PADDED_TO = 64  # a multiple that the table of tokens is filled up to: Llama's 32000, <PAD>, and rows to spare
+SECTIONS = ("vision_backbone", "projector", "llm_backbone", "action_model")
+NATIVE = [
+    Rule(r"vision_backbone\.dino_featurizer\.(.*)\.gamma", (r"vision_backbone.featurizer.\1.scale_factor",)),
+    Rule(r"vision_backbone\.dino_featurizer\.(.*)", (r"vision_backbone.featurizer.\1",)),
+    Rule(r"vision_backbone\.siglip_featurizer\.(.*)", (r"vision_backbone.fused_featurizer.\1",)),
+    *(Rule(rf"projector\.projector\.{2 * n}\.(.*)", (rf"projector.fc{n + 1}.\1",)) for n in range(3)),
+    Rule(r"llm_backbone\.llm\.(.*)", (r"language_model.\1",)),
+]
+BLOCK, TO = r"action_model\.net\.blocks\.(\d+)\.", r"head.layers.\1."
+HEAD = [
+    Rule(BLOCK + r"attn\.qkv\.(weight|bias)", tuple(rf"{TO}attn.{x}_proj.\2" for x in "qkv"), split_qkv),
+    Rule(BLOCK + r"attn\.proj\.(.*)", (rf"{TO}attn.o_proj.\2",)),
+    Rule(BLOCK + r"(mlp\..*)", (rf"{TO}\2",)),
+    Rule(r"action_model\.net\.z_embedder\.uncondition", ("head.none",)),
+    Rule(r"action_model\.net\.positional_embedding", ("head.places",)),
+    *(
+        Rule(rf"action_model\.net\.{theirs}\.(weight|bias)", (rf"head.{ours}.\1",))
+        for theirs, ours in (
+            (r"z_embedder\.linear", "condition"),
+            (r"t_embedder\.mlp\.0", "time_in"),
+            (r"t_embedder\.mlp\.2", "time_out"),
+            (r"x_embedder\.linear", "action_in"),
+            (r"final_layer\.linear", "action_out"),
+        )
+    ),
+]
+DEAD = ("language_model.lm_head.", "action_model.net.history_embedder.", "ema_diffusion.")
+
+
+def run_of(path: Path) -> Path:
+    """Return the folder of the run that a path names, itself or a file of its ``checkpoints``."""
+    return path.parents[1] if path.suffix == ".pt" and path.parent.name == "checkpoints" else path
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a run of Prismatic's training whose config says which language model it began with."""
+    vla = directory_config(run_of(path)).get("vla")
+    return isinstance(vla, dict) and "base_vlm" in vla
+
+
+class CogACTCheckpoint(PrismaticCheckpoint):
+    """A run, under the names of tensors that OpenVLA's files have."""
+
+    format = "cogact"
+
+    def __init__(self, path: Path, options: ConvertOptions):
+        self.path, self.options = run_of(path), options
+        self.record = JsonRecord(self.path / "config.json")
+        self.files = [self.record.path]
+        self.weights = path if path != self.path else only_checkpoint(path)
+        if (base := self.record.part("vla")["base_vlm"]) not in BASES:
+            raise ConvertError(
+                f"{self.record.path}: vla.base_vlm: expected {' or '.join(BASES)}, got {base!r}"
+            )
+        self.record.expect(past_action_window_size=0)
+        known = {"timm_model_ids": list(HEADS), "image_sizes": [SIDE, SIDE]}
+        self.config = JsonRecord(self.record.path, known)
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSource]:
+        found = read_torch(self.weights)
+        self.files.append(self.weights)
+        inside = {name.removeprefix("model."): t for name, t in found.items() if name.startswith("model.")}
+        sections = {name.partition(".")[0] for name in inside}
+        if missing := [name for name in SECTIONS if name not in sections]:
+            hint = ""
+            if missing == ["action_model"]:
+                hint = ": weights of OpenVLA's training, or of a language model alone; CogACT's have a head"
+            raise ConvertError(
+                f"{self.weights}: expected model with {', '.join(SECTIONS)}, got no {', '.join(missing)}{hint}"
+            )
+        return apply(inside, NATIVE)
+
+
+def only_checkpoint(run: Path) -> Path:
+    """Return the one file of weights of a run. Raises :class:`ConvertError` where there are none, or several."""
+    found = sorted(run.glob("checkpoints/*.pt"))
+    if len(found) != 1:
+        named_ = f"; give one: {', '.join(map(str, found[:4]))}" if found else ""
+        raise ConvertError(f"{run}: expected one file checkpoints/*.pt, got {len(found)}{named_}")
+    return found[0]
+
+
+def read(path: Path, options: ConvertOptions) -> Conversion:
+    """Read a run, the weights aside. Raises :class:`ConvertError`."""
+    checkpoint = CogACTCheckpoint(path, options)
+    vision, rules, dead = towers(checkpoint)
+    with named(checkpoint.weights):
+        config = model_config(checkpoint, vision)
+    steps = options.setting("solver_steps", STEPS)
+    if steps not in (near := LEVELS.possible(steps)):
+        raise ConvertError(f"--set solver_steps: expected {' or '.join(map(str, near))}, got {steps}")
+    robot = replace(OPENVLA, chunk=config.chunk_size, cameras=options.cameras or OPENVLA.cameras)
+    if len(robot.cameras) != 1:
+        raise ConvertError(
+            f"--cameras: expected one, which is all that CogACT sees, got {len(robot.cameras)}"
+        )
+    checkpoint.statistics  # noqa: B018 - what is wrong with them is said before a tokenizer is asked for
+    tokenizer = find_tokenizer(
+        options, checkpoint.path, whose="Llama 2's (OpenVLA's repository has it, too), which no run holds,"
+    )
+    prompt = (*openvla.openvla_prompt(tokenizer), Last(tokenizer.token_id("</s>")))
+    head = openvla.HeadPart("cogact", config, HEAD, DEAD, prompt)
+    image = ImageRecipe(SIDE, SIDE, (Resize(SIDE, SIDE, method="pil_bicubic"),), MEAN, STD)
+    pad = config.vocab_size - PADDED_TO
+    processing = openvla.processing(checkpoint, head, robot, pad, image)
+    return Conversion(
+        format=checkpoint.format,
+        config=config,
+        spec=replace(
+            openvla.spec(checkpoint, head, robot),
+            noise_dim=config.max_action_dim,
+            solver_steps=steps,
+            solver=CogACT.solver,
+        ),
+        processing=replace(processing, action=snapped(processing), action_parts=()),
+        tokenizer=tokenizer.text,
+        tensors=apply(checkpoint.tensors, [*rules, *LANGUAGE, *PROJECTOR, *HEAD]) | plain_norms(config),
+        dead=(*dead, *DEAD),
+        sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
+        notes=notes(checkpoint, config, robot.cameras[0]),
+    )
+
+
+def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogACTConfig:
+    """Return the sizes, which are those of the tensors; what ``config.json`` says as well has to agree."""
+    tensors = checkpoint.tensors
+
+    def shape(name: str) -> tuple[int, ...]:
+        return tensors[name].shape
+
+    def count(pattern: str) -> int:
+        return len({int(m[1]) for name in tensors if (m := re.match(pattern, name))})
+
+    vocabulary, width = shape("language_model.model.embed_tokens.weight")
+    layer = "language_model.model.layers.0."
+    size, dim = shape("action_model.net.x_embedder.linear.weight")
+    rows = shape("action_model.net.positional_embedding")[0]
+    checkpoint.record.expect(future_action_window_size=rows - 2, action_dim=dim)
+    if dim <= GRIPPER:
+        raise ConvertError(
+            f"{checkpoint.weights}: actions: expected {GRIPPER + 1} numbers or more, the last a gripper's, got {dim}"
+        )
+    kind = checkpoint.record.get("action_model_type", DIT_WIDTHS.get(size))
+    if kind not in DIT_HEADS:
+        raise ConvertError(
+            f"{checkpoint.record.path}: action_model_type: expected {', '.join(DIT_HEADS)}, got {kind!r}"
+        )
+    head_dim = width // LLAMA_HEADS
+    return CogACTConfig(
+        vision=vision,
+        projector=(4 * sum(tower.hidden_size for tower in vision), width),
+        language=DecoderConfig(
+            hidden_size=width,
+            intermediate_size=shape(f"{layer}mlp.gate_proj.weight")[0],
+            num_layers=count(r"language_model\.model\.layers\.(\d+)\."),
+            num_heads=LLAMA_HEADS,
+            num_kv_heads=LLAMA_HEADS,
+            head_dim=head_dim,
+            norm_eps=LLAMA_EPS,
+            rope_theta=10_000.0,
+        ),
+        vocab_size=vocabulary,
+        chunk_size=rows - 1,
+        max_action_dim=dim,
+        head=BlockConfig(
+            size, shape("action_model.net.blocks.0.mlp.fc1.weight")[0], count(BLOCK), DIT_HEADS[kind]
+        ),
+        guidance_scale=checkpoint.options.setting("guidance_scale", GUIDANCE),
+    )
+
+
+def snapped(processing: Processing) -> Normalization:
+    """Return what upstream does to actions: every number within [-1, 1], the gripper 0 or 1, then quantiles where the
+    mask has them. Of -1 to 1, in their place, nothing is left to undo."""
+    found = [(part.dim, part.normalization.stats) for part in processing.action_parts]
+    found = found or [(processing.padded_action_dim, processing.action.stats)]
+    stats = {
+        name: tuple(value for dim, stats in found for value in stats.get(name, (end,) * dim))
+        for name, end in (("q01", -1.0), ("q99", 1.0))
+    }
+    return Normalization(
+        "quantiles", stats, eps=0.0, convention="openpi", clip=True, snap=(GRIPPER,), snap_at=OPEN_AT
+    )
+
+
+def plain_norms(config: CogACTConfig) -> dict[str, TensorSource]:
+    """Return the weights of the head's norms, which have none: ones and zeros."""
+    size = config.head.hidden_size
+    norms = ["norm", *(f"layers.{i}.norm{n}" for i in range(config.head.num_layers) for n in (1, 2))]
+    return {
+        name: constant(name, np.full(size, value))
+        for norm in norms
+        for name, value in ((f"head.{norm}.weight", 1.0), (f"head.{norm}.bias", 0.0))
+    }
+
+
+def notes(checkpoint: CogACTCheckpoint, config: CogACTConfig, camera: str) -> tuple[str, ...]:
+    """Say what no file says, and what of the files is left aside."""
+    usual = "guidance_scale" not in checkpoint.options.settings
+    reason = ", as upstream's servers have it: --set guidance_scale=SCALE" if usual else ", as given"
+    found = [
+        f"statistics {checkpoint.statistics[0]!r} (bounds_q99); camera {camera}",
+        f"guidance scale {config.guidance_scale:g}{reason}",
+    ]
+    if any(name.startswith("ema_diffusion.") for name in checkpoint.tensors):
+        found.append(
+            "the moving average of the head (ema_diffusion) is left aside, as upstream's inference does"
+        )
+    return tuple(found)
