@@ -1110,8 +1110,10 @@ def client(walk: Walk) -> None:
 
 
 def language(walk: Walk) -> None:
-    """Clients in C++ and JavaScript, beside a server: a row of actions in each line."""
+    """Clients in C++, Rust and JavaScript, beside a server: a row of actions in each line."""
     arm_policy(walk)
+    rustup = os.environ.get("RUSTUP_HOME", f"{os.environ['HOME']}/.rustup")  # not in this page's home
+    walk.environment |= {"CARGO_TARGET_DIR": str(walk.folder / "target"), "RUSTUP_HOME": rustup}
     pixels = b"P6\n64 48\n255\n" + bytes(64 * 48 * 3)
     for name in ("front.ppm", "wrist.ppm"):
         (walk.folder / name).write_bytes(pixels)
@@ -1235,5 +1237,6 @@ STORIES: dict[str, Story] = {
     "packages/sinew-client/README.md": client,
     "packages/sinew-cpp/README.md": language,
     "packages/sinew-js/README.md": language,
+    "packages/sinew-rust/README.md": language,
     "packages/sinew_ros/README.md": ros,
 }
