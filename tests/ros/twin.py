@@ -36,8 +36,7 @@ class Follower:
     def take(self, message: Any) -> None:
         assert message.joint_names == NAMES
         self._points = np.array([point.positions for point in message.points])
-        stamp = message.header.stamp.sec + 1e-9 * message.header.stamp.nanosec
-        self._began = time.monotonic() - (time.time() - stamp if stamp else 0.0)
+        self._began = time.monotonic()
         self.arrivals.append((time.time(), self._points.tolist()))
 
     def stop(self) -> None:
@@ -89,6 +88,8 @@ def main() -> None:
     joints = transport.publisher("/joint_states", "sensor_msgs/msg/JointState")
     transport.subscribe("/arm", "trajectory_msgs/msg/JointTrajectory", "command", follower.take)
     sent = steps = successes = 0
+    moved: list[float] = []  # millimetres from one target to the next, of an episode
+    before: np.ndarray | None = None
     due = time.monotonic()
     while sent < given.messages or (not successes and steps < given.steps):
         now = header(time.time())
@@ -102,6 +103,9 @@ def main() -> None:
         target = follower.target()
         if target is None:  # nobody commands yet: the world waits
             continue
+        if before is not None:
+            moved.append(1e3 * float(np.linalg.norm(target[:3] - before[:3])))
+        before = target
         offset = np.clip((target[:3] - seen["state"][:3]) / STEP, -1, 1)
         seen, _, _, _, info = env.step(np.append(offset, target[3]).astype(np.float32))
         steps += 1
@@ -109,8 +113,10 @@ def main() -> None:
             successes += 1
             seen, info = env.reset(seed=given.seed + successes, options=dict(GOAL))
             follower.stop()
+            before = None
     transport.close()
     found = {"successes": successes, "steps": steps, "sent": sent, "trajectories": len(follower.arrivals)}
+    found["moved_mm"] = [round(each, 1) for each in np.percentile(moved or [0.0], (50, 95, 99, 100))]
     if given.arrivals:
         found["arrivals"] = follower.arrivals
     print(json.dumps(found))

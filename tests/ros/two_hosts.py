@@ -1,7 +1,7 @@
 """ROS 2's topics over DDS between two hosts, with loss and delay between them: what arrives, in which order, how late.
 
     python -m tests.ros.two_hosts --loss 0.1 --delay 0.05 --messages 200
-    python -m tests.ros.two_hosts --loss 0.1 --delay 0.02 --drive --cameras jpeg --stamped
+    python -m tests.ros.two_hosts --loss 0.1 --delay 0.02 --drive --cameras jpeg --quick
 
 The robot's host sends joint states as sensors do (best effort) and trajectories as commands (reliable), 50 a second of
 each; the other counts them. Two network namespaces (``benchmarks.network``), a process and a CycloneDDS participant in
@@ -32,10 +32,12 @@ from tests.ros.twin import NAMES, STEP_S
 
 JOINTS, TRAJECTORY = "sensor_msgs/msg/JointState", "trajectory_msgs/msg/JointTrajectory"
 PERIOD, QUIET_S, START_S = 0.02, 3.0, 60.0
-BLOCKS = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "blocks.gguf"
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
+QUICK = ROOT / "packages" / "sinew_ros" / "config" / "cyclonedds.xml"
 LINE = (
     '<CycloneDDS><Domain><General><Interfaces><NetworkInterface address="{own}" multicast="false"/></Interfaces>'
-    "<AllowMulticast>false</AllowMulticast></General>{settings}<Discovery><ParticipantIndex>auto</ParticipantIndex>"
+    "<AllowMulticast>false</AllowMulticast></General><Discovery><ParticipantIndex>auto</ParticipantIndex>"
     '<Peers><Peer address="{other}"/></Peers></Discovery></Domain></CycloneDDS>'
 )
 
@@ -85,12 +87,13 @@ def receive() -> None:
     print(json.dumps(found), flush=True)
 
 
-def side(between: Network, name: str, *command: object, settings: str = "") -> subprocess.Popen[str]:
+def side(between: Network, name: str, *command: object, quick: bool = False) -> subprocess.Popen[str]:
     own, other = between.SERVER, between.ROBOT
     if name == between.robot:
         own, other = other, own
+    settings = f"file://{QUICK}," if quick else ""
     environment = os.environ | {
-        "CYCLONEDDS_URI": LINE.format(own=own, other=other, settings=settings),
+        "CYCLONEDDS_URI": settings + LINE.format(own=own, other=other),
         "PYTHONPATH": os.pathsep.join(["packages/sinew_ros", *sys.path]),
     }
     line = between.inside(name, sys.executable, "-m", *command)
@@ -134,11 +137,11 @@ def spread(ages: Sequence[float]) -> dict[str, float]:
 
 
 def driven(
-    way: Way, folder: Path, cameras: str = "raw", stamped: bool = False,
-    steps: int = 400, settings: str = "", seed: int = 0,
+    way: Way, folder: Path, cameras: str = "raw",
+    steps: int = 400, quick: bool = False, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return how a policy drove the simulated arm over the line for ``steps`` of its control steps. settings: a part
-    of CycloneDDS's settings that both have."""
+    """Return how a policy drove the simulated arm over the line for ``steps`` of its control steps. quick: with
+    config/cyclonedds.xml on both."""
     kind = "sensor_msgs/msg/Image" if cameras == "raw" else "sensor_msgs/msg/CompressedImage"
     contract = {
         "server": "tcp://127.0.0.1:5555",
@@ -159,13 +162,13 @@ def driven(
         },
         "cameras": {each: {"topic": f"/{each}", "type": kind, "max_age": 1.0} for each in ("front", "wrist")},
         "state": {"topic": "/joint_states", "joints": NAMES, "max_age": 1.0},
-        "action": {"topic": "/arm", "type": TRAJECTORY, "joints": NAMES, "stamped": stamped},
+        "action": {"topic": "/arm", "type": TRAJECTORY, "joints": NAMES},
     }
     (folder / "robot.yaml").write_text(json.dumps(contract))
     with network(way, way, seed) as between, contextlib.ExitStack() as running:
 
         def start(name: str, *command: object) -> subprocess.Popen[str]:
-            made = side(between, name, *command, settings=settings)
+            made = side(between, name, *command, quick=quick)
             running.callback(made.kill)
             return made
 
@@ -259,8 +262,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--cameras", choices=("raw", "jpeg", "large"), default="raw", help="large: JPEG of 448 x 448"
     )
-    parser.add_argument("--stamped", action="store_true", help="trajectories say when they were sent")
-    parser.add_argument("--settings", default="", help="a part of CycloneDDS's settings, in XML")
+    parser.add_argument("--quick", action="store_true", help="config/cyclonedds.xml on both hosts")
     parser.add_argument("--steps", type=int, default=400, help="control steps of the robot, 20 a second")
     options = parser.parse_args(given)
     if options.send:
@@ -270,7 +272,7 @@ def main(given: Sequence[str] | None = None) -> None:
     elif options.drive:
         way = Way(delay=options.delay, loss=options.loss)
         with tempfile.TemporaryDirectory() as folder:
-            found = driven(way, Path(folder), options.cameras, options.stamped, options.steps)
+            found = driven(way, Path(folder), options.cameras, options.steps, options.quick)
         print(json.dumps(found))
     else:
         print(json.dumps(measure(Way(delay=options.delay, loss=options.loss), options.messages)))

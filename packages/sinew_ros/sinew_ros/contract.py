@@ -66,8 +66,7 @@ class Output:
 
     scale, offset: as of :class:`Joints`, so that the message's number = (policy's - offset) / scale. group: of a
     JointGroupCommand. constant, change: of an action's goal, its effort or speed, and by how much the message's number
-    has to differ from the last goal's for a new one. stamped: a trajectory says when it was sent, so that a controller
-    that gets it late goes on where it would be by then; else it begins whenever it comes.
+    has to differ from the last goal's for a new one.
     """
 
     topic: str
@@ -79,7 +78,6 @@ class Output:
     group: str = ""
     constant: float = 0.0
     change: float = 0.0
-    stamped: bool = False
 
 
 @dataclass(frozen=True)
@@ -322,7 +320,6 @@ def _output(where: str, given: Any) -> Output:
         part.vector("scale", 1.0, len(joints)), part.vector("offset", 0.0, len(joints)),
         part.text("group") if kind == GROUP else "", part.number(GOALS[kind]) if kind in GOALS else 0.0,
         part.number("change", 0.005) if kind in GOALS else 0.0,
-        part.flag("stamped", False) if kind == TRAJECTORY else False,
     )  # fmt: skip
     if kind not in (JOINT_STATE, ARRAY) and found.field != "position":
         name = kind.rpartition("/")[2]

@@ -103,13 +103,13 @@ def header(seconds: float) -> dict[str, Any]:
     return {"stamp": time_of(seconds), "frame_id": ""}
 
 
-def trajectory(output: Output, rows: np.ndarray, period: float, now: float = 0.0) -> dict[str, Any]:
-    """Return a trajectory_msgs/JointTrajectory of ``rows`` [n, D of this output], the first to be reached one period
-    after ``now`` (seconds of ROS time). A stamp of 0 tells a controller to begin at once, whatever its clock says."""
-    return points(output.joints, _numbers(output, rows), period, now)
+def trajectory(output: Output, rows: np.ndarray, period: float) -> dict[str, Any]:
+    """Return a trajectory_msgs/JointTrajectory of ``rows`` [n, D of this output], the first to be reached after one
+    period. Its stamp is 0, which tells a controller to begin at once, whatever its clock says."""
+    return points(output.joints, _numbers(output, rows), period)
 
 
-def points(joints: Sequence[str], rows: np.ndarray, period: float, now: float = 0.0) -> dict[str, Any]:
+def points(joints: Sequence[str], rows: np.ndarray, period: float) -> dict[str, Any]:
     """Return the same of rows, float64 [n, D], that are in the message's numbers."""
     found = [
         {
@@ -121,7 +121,7 @@ def points(joints: Sequence[str], rows: np.ndarray, period: float, now: float = 
         }
         for index, row in enumerate(rows)
     ]
-    return {"header": header(now), "joint_names": list(joints), "points": found}
+    return {"header": header(0.0), "joint_names": list(joints), "points": found}
 
 
 def command(output: Output, row: np.ndarray, now: float) -> dict[str, Any]:

@@ -95,8 +95,7 @@ class TopicRobot:
         """Publish ``rows`` [n, D], the first to be reached after one period, on the topics that take trajectories."""
         for output, columns, publish in zip(self.contract.outputs, self._columns, self._publish):
             if messages.is_trajectory(output):
-                now = self._clock() if output.stamped else 0.0
-                publish(messages.trajectory(output, rows[:, columns], self.contract.settings.period, now))
+                publish(messages.trajectory(output, rows[:, columns], self.contract.settings.period))
                 self.published[output.topic] += 1
 
     def _still(self, row: np.ndarray) -> np.ndarray:
