@@ -28,18 +28,15 @@ def cpp() -> str:
 
 
 def rust() -> str:
-    """Return a module of Rust for each message: the number of each field, and a module for each enumeration."""
+    """Return a module of Rust for each message, with the number of each field, and for each enumeration."""
     lines = []
     for message in (*WANTED, "Report", "Count"):
-        lines.append(f"pub mod {re.sub('(?<=[a-z])(?=[A-Z])', '_', message).lower()} {{")
-        for name, values in MESSAGES[message]["enums"].items():
-            lines.append(f"    pub mod {name.lower()} {{")
-            lines += [f"        pub const {key}: u32 = {value};" for key, value in values.items()] + ["    }"]
+        module, described = re.sub("(?<=[a-z])(?=[A-Z])", "_", message).lower(), MESSAGES[message]
+        named = [(f"{module}_{name.lower()}", values.items()) for name, values in described["enums"].items()]
+        named.append((module, [(name.upper(), number) for number, name, _ in described["fields"]]))
         lines += [
-            f"    pub const {name.upper()}: u32 = {number};"
-            for number, name, _ in MESSAGES[message]["fields"]
+            f"numbers!({each}: {', '.join(f'{k} = {v}' for k, v in numbers)});" for each, numbers in named
         ]
-        lines.append("}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,8 @@
 //! Between bytes and what they mean; no sockets.
 
 use crate::protobuf::{Field, Reader, Writer};
-use crate::schema::{count, image, predict_request as asked, predict_response as told, report as run, timing};
+use crate::schema::{count, image, image_encoding, report as run, timing};
+use crate::schema::{predict_request as asked, predict_request_kind as kind, predict_response as told};
 use crate::{Chunk, Error, Image, Observation, Options, Pixels, Report, Result, Timing};
 
 const MAX_DIM: usize = 1024;
@@ -69,7 +70,7 @@ pub fn encode_infer(seen: &Observation<'_>, request_id: u64, api_key: &str, poli
     for frame in &seen.images {
         let mut before = Writer::default(); // the frame's message up to its data, which is copied once
         if let Pixels::Rgb { height, width, .. } = frame.pixels {
-            before.integer(image::ENCODING, image::encoding::RGB_U8);
+            before.integer(image::ENCODING, image_encoding::RGB_U8);
             before.integer(image::HEIGHT, height);
             before.integer(image::WIDTH, width);
         }
@@ -154,10 +155,10 @@ pub fn encode_control(kind: Control<'_>, request_id: u64, session: &str, api_key
     let mut out = Writer::default();
     out.integer(asked::REQUEST_ID, request_id);
     let number = match kind {
-        Control::Metadata => asked::kind::METADATA,
-        Control::Health => asked::kind::HEALTH,
-        Control::Reset => asked::kind::RESET,
-        Control::Report(_) => asked::kind::REPORT,
+        Control::Metadata => kind::METADATA,
+        Control::Health => kind::HEALTH,
+        Control::Reset => kind::RESET,
+        Control::Report(_) => kind::REPORT,
     };
     out.integer(asked::KIND, number);
     out.text(asked::SESSION, session);
