@@ -32,7 +32,7 @@ TOOLS = (
     "uv",
 )
 LEROBOT = ("lerobot-eval", "lerobot-record", "lerobot-rollout")
-LANGUAGES = ("g++", "./ask", "node")
+LANGUAGES = ("cargo", "g++", "./ask", "node")
 COMMANDS = frozenset((*TOOLS, *LEROBOT, *LANGUAGES, "rerun", "ros2", "sinew", "sinew-ros"))
 DATA = frozenset(("json", "toml", "yaml", "ini", "text", "js"))  # languages of blocks that nobody types
 SHELL = frozenset(("", "bash", "sh", "console"))

@@ -91,6 +91,13 @@ from sinew_ros.dds import Dds
 from sinew_ros.service import KIND, NAME
 print(Dds().call(NAME, KIND, {"state": [0.0], "prompt": "go"}, 60.0).error)
 """
+MANAGE = """
+from sinew_ros.dds import Dds
+dds = Dds()
+for label in ("configure", "activate"):
+    asked = {"transition": {"label": label}}
+    print(label, dds.call("/sinew_policy/change_state", "lifecycle_msgs/srv/ChangeState", asked, 60.0).success)
+"""
 # That robot wants a simulator and DDS: the environment of this page, and behind it what the robot's own has.
 TWIN = f"""
 import glob, runpy, site, sys
@@ -910,6 +917,10 @@ def ros(walk: Walk) -> None:
             with walk.beside(walk.meant(answering, here)) as calls:
                 walk.run(f"robot/bin/python -c '{CALL}'", says=("bad_observation|InvalidObservation",))
             assert '"failed": 1' in calls.text
+            managed = "sinew-ros run robot.yaml --transport dds --lifecycle"
+            with walk.beside(walk.meant(managed, here)) as node:
+                walk.run(f"robot/bin/python -c '{MANAGE}'", says=("configure True", "activate True"))
+            assert '"state": "finalized"' in node.text
     moved = json.loads(twin.text.splitlines()[-1])
     told = json.loads(bridge.text.splitlines()[-1])
     assert moved["successes"] > 0, (moved, told)
@@ -1113,8 +1124,10 @@ def client(walk: Walk) -> None:
 
 
 def language(walk: Walk) -> None:
-    """Clients in C++ and JavaScript, beside a server: a row of actions in each line."""
+    """Clients in C++, Rust and JavaScript, beside a server: a row of actions in each line."""
     arm_policy(walk)
+    rustup = os.environ.get("RUSTUP_HOME", f"{os.environ['HOME']}/.rustup")  # not in this page's home
+    walk.environment |= {"CARGO_TARGET_DIR": str(walk.folder / "target"), "RUSTUP_HOME": rustup}
     pixels = b"P6\n64 48\n255\n" + bytes(64 * 48 * 3)
     for name in ("front.ppm", "wrist.ppm"):
         (walk.folder / name).write_bytes(pixels)
@@ -1238,5 +1251,6 @@ STORIES: dict[str, Story] = {
     "packages/sinew-client/README.md": client,
     "packages/sinew-cpp/README.md": language,
     "packages/sinew-js/README.md": language,
+    "packages/sinew-rust/README.md": language,
     "packages/sinew_ros/README.md": ros,
 }

@@ -107,3 +107,64 @@ def test_a_goal_is_not_sent_to_a_server_that_would_read_another(domain: int) -> 
         "/franka_gripper/move: expected an action server of rmw_cyclonedds, got one of another DDS"
     )
     assert "vendor 010f" in said
+
+
+MANAGER = """
+import json
+import rclpy
+from lifecycle_msgs.srv import ChangeState, GetAvailableStates, GetAvailableTransitions, GetState
+from rclpy.executors import SingleThreadedExecutor
+from rclpy.lifecycle import LifecycleNode
+rclpy.init()
+own, manager = LifecycleNode("own"), rclpy.create_node("manager")
+executor = SingleThreadedExecutor()
+for node in (own, manager):
+    executor.add_node(node)
+
+def ask(name, kind, service, **asked):
+    client, request = manager.create_client(kind, f"/{name}/{service}"), kind.Request()
+    assert client.wait_for_service(60)
+    for field, value in asked.items():
+        setattr(request.transition, field, value)
+    future = client.call_async(request)
+    executor.spin_until_future_complete(future, 60)
+    return future.result()
+
+def told(name):
+    yield sorted(map(str, ask(name, GetAvailableStates, "get_available_states").available_states))
+    yield sorted(map(str, ask(name, GetAvailableTransitions, "get_transition_graph").available_transitions))
+    for asked in ({"id": 3}, {"id": 1}, {"id": 1}, {"id": 3}, {"label": "deactivate"}, {"id": 2}, {"label": "x"},
+                  {"label": "configure", "id": 3}, {"label": "shutdown"}):
+        changed = ask(name, ChangeState, "change_state", **asked).success
+        if asked.get("label") == "shutdown":  # after which a node of ours is no more
+            yield changed
+            continue
+        available = ask(name, GetAvailableTransitions, "get_available_transitions").available_transitions
+        yield changed, str(ask(name, GetState, "get_state").current_state), sorted(map(str, available))
+
+print(json.dumps([list(told("sinew_policy")), list(told("own"))]))
+"""
+
+
+@pytest.mark.slow
+@needs_ros
+def test_a_managed_node_is_as_one_of_rclpy(domain: int, tmp_path: Path) -> None:  # noqa: F811
+    """The same states, transitions and answers as of rclpy's own LifecycleNode, whatever a manager asks."""
+    env = environment(ROS_DOMAIN_ID=str(domain))
+    file = tmp_path / "robot.yaml"
+    with desk() as server:
+        file.write_text(json.dumps(contract(server.native)))
+        line = [ROS, "-m", "sinew_ros", "run", file, "--lifecycle", "--transport", "rclpy"]
+        with subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True) as node:
+            try:
+                done = subprocess.run(
+                    [ROS, "-c", MANAGER], env=env, capture_output=True, text=True, timeout=WAIT_S
+                )
+                assert done.returncode == 0, done.stderr
+                report = json.loads(node.communicate(timeout=WAIT_S)[0].splitlines()[-1])
+            finally:
+                node.kill()
+    ours, theirs = json.loads(done.stdout.splitlines()[-1])
+    assert [len(each) for each in ours[:2]] == [11, 25]
+    assert ours == theirs
+    assert (node.returncode, report["state"]) == (0, "finalized")

@@ -7,12 +7,14 @@ trajectory controller does. ``python -m tests.ros.twin`` prints what happened as
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import time
 from typing import Any
 
 import gymnasium
 import numpy as np
+from PIL import Image
 from sinew_ros.dds import Dds
 from sinew_ros.messages import header
 
@@ -20,19 +22,22 @@ import sinew.sim  # noqa: F401 - registers the tasks
 
 NAMES = ["x", "y", "z", "grip"]
 STEP = 0.02  # metres per unit of the environment's action
+STEP_S = 0.05  # a control step
+LARGE = 7  # times as many rows and columns
 
 
 class Follower:
     """The newest trajectory and when it came."""
 
     def __init__(self) -> None:
-        self.count, self._points, self._began, self._period = 0, np.zeros((0, 4)), 0.0, 0.05
+        self.arrivals: list[tuple[float, list[list[float]]]] = []  # when, and its points
+        self._points, self._began, self._period = np.zeros((0, 4)), 0.0, STEP_S
 
     def take(self, message: Any) -> None:
         assert message.joint_names == NAMES
         self._points = np.array([point.positions for point in message.points])
         self._began = time.monotonic()
-        self.count += 1
+        self.arrivals.append((time.time(), self._points.tolist()))
 
     def stop(self) -> None:
         """Forget the trajectory: the world is another one."""
@@ -47,6 +52,19 @@ class Follower:
         return points[min(index, len(points) - 1)]
 
 
+def picture(frame: np.ndarray, form: str) -> dict[str, Any]:
+    """Return the fields of a picture's message beside its header. frame: uint8 [height, width, 3]."""
+    height, width = frame.shape[:2]
+    if form == "raw":
+        shape = {"height": height, "width": width, "encoding": "rgb8", "is_bigendian": 0, "step": 3 * width}
+        return {**shape, "data": frame.tobytes()}
+    if form == "large":
+        frame = frame.repeat(LARGE, 0).repeat(LARGE, 1)
+    file = io.BytesIO()
+    Image.fromarray(frame).save(file, "JPEG", quality=95)
+    return {"format": "jpeg", "data": file.getvalue()}
+
+
 GOAL = {"color": "red", "side": "left", "phrasing": 0}
 
 
@@ -57,32 +75,37 @@ def main() -> None:
         "--steps", type=int, default=600, help="after which it gives up before the first success"
     )
     parser.add_argument("--seed", type=int, default=5000)
+    parser.add_argument(
+        "--cameras", choices=("raw", "jpeg", "large"), default="raw", help="large: JPEG of 448 x 448"
+    )
+    parser.add_argument("--arrivals", action="store_true", help="print when each trajectory came")
     given = parser.parse_args()
     env = gymnasium.make("sinew/Blocks-v0", disable_env_checker=True).unwrapped
     seen, info = env.reset(seed=given.seed, options=dict(GOAL))
     transport, follower = Dds(), Follower()
-    cameras = {name: transport.publisher(f"/{name}", "sensor_msgs/msg/Image") for name in ("front", "wrist")}
+    kind = "sensor_msgs/msg/Image" if given.cameras == "raw" else "sensor_msgs/msg/CompressedImage"
+    cameras = {name: transport.publisher(f"/{name}", kind) for name in ("front", "wrist")}
     joints = transport.publisher("/joint_states", "sensor_msgs/msg/JointState")
     transport.subscribe("/arm", "trajectory_msgs/msg/JointTrajectory", "command", follower.take)
     sent = steps = successes = 0
+    moved: list[float] = []  # millimetres from one target to the next, of an episode
+    before: np.ndarray | None = None
     due = time.monotonic()
     while sent < given.messages or (not successes and steps < given.steps):
         now = header(time.time())
         for name, publish in cameras.items():
-            frame = seen["images"][name]
-            height, width = frame.shape[:2]
-            publish(
-                {"header": now, "height": height, "width": width, "encoding": "rgb8", "is_bigendian": 0,
-                 "step": 3 * width, "data": frame.tobytes()}
-            )  # fmt: skip
+            publish({"header": now, **picture(seen["images"][name], given.cameras)})
         position = [float(x) for x in seen["state"]]
         joints({"header": now, "name": NAMES, "position": position, "velocity": [], "effort": []})
         sent += 3
-        due += 0.05
+        due += STEP_S
         time.sleep(max(0.0, due - time.monotonic()))
         target = follower.target()
         if target is None:  # nobody commands yet: the world waits
             continue
+        if before is not None:
+            moved.append(1e3 * float(np.linalg.norm(target[:3] - before[:3])))
+        before = target
         offset = np.clip((target[:3] - seen["state"][:3]) / STEP, -1, 1)
         seen, _, _, _, info = env.step(np.append(offset, target[3]).astype(np.float32))
         steps += 1
@@ -90,8 +113,12 @@ def main() -> None:
             successes += 1
             seen, info = env.reset(seed=given.seed + successes, options=dict(GOAL))
             follower.stop()
+            before = None
     transport.close()
-    found = {"successes": successes, "steps": steps, "sent": sent, "trajectories": follower.count}
+    found = {"successes": successes, "steps": steps, "sent": sent, "trajectories": len(follower.arrivals)}
+    found["moved_mm"] = [round(each, 1) for each in np.percentile(moved or [0.0], (50, 95, 99, 100))]
+    if given.arrivals:
+        found["arrivals"] = follower.arrivals
     print(json.dumps(found))
 
 

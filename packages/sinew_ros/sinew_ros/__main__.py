@@ -11,6 +11,7 @@ import logging
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from sinew_client import Client, ClientError
 from sinew_client.signals import handled
 
 from sinew_ros.bag import STORAGES, Bag, Recorded
-from sinew_ros.bridge import Bridge
-from sinew_ros.contract import read, skeleton
+from sinew_ros.bridge import NODE, Bridge
+from sinew_ros.contract import Contract, read, skeleton
+from sinew_ros.lifecycle import STATES, Managed
 from sinew_ros.service import KIND, NAME, ChunkService
 
 ENDS = (signal.SIGINT, signal.SIGTERM)
@@ -40,14 +42,19 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--record", type=Path, help="a bag to write: all messages, received and published")
     run.add_argument("--storage", choices=STORAGES, default=STORAGES[0], help="of that bag")
     run.add_argument("--server", help="address in place of the contract's")
+    run.add_argument(
+        "--lifecycle",
+        action="store_true",
+        help=f"as a managed node: /{NODE}/change_state configures and activates it, not /sinew/enable",
+    )
     run.add_argument("--steps", type=int, help="end after so many control steps")
     serve = verbs.add_parser("serve", help=f"answer the service {NAME} ({KIND})")
     serve.add_argument("server")
     serve.add_argument("--hz", type=float, help="rows a second of a trajectory; the policy's own if absent")
     serve.add_argument("--transport", default="rclpy", metavar="rclpy|dds")
-    contract = verbs.add_parser("contract", help="write a contract for a server's policy, to be filled in")
-    contract.add_argument("server")
-    contract.add_argument("--hz", type=float)
+    blank = verbs.add_parser("contract", help="write a contract for a server's policy, to be filled in")
+    blank.add_argument("server")
+    blank.add_argument("--hz", type=float)
     given, ros = parser.parse_known_args(arguments)
     if ros and ros[0] != "--ros-args":
         parser.error(f"unknown argument {ros[0]}")
@@ -64,33 +71,54 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def drive(given: argparse.Namespace, ros: list[str]) -> int:
-    """Run the bridge until a signal, and print its report as one line of JSON."""
-    found = read(given.contract)
-    if given.server:
-        found = type(found)(**{**found.__dict__, "servers": tuple(given.server.split(","))})
-    transport = opened(given.transport, ros)
-    recorded, bridge = None, None
+    """Run the bridge until a signal, or a manager's shutdown, and print its report as one line of JSON."""
+    if given.lifecycle and given.steps is not None:
+        raise ClientError("--steps: expected none beside --lifecycle, whose manager ends the node")
+    contract(given)  # where it says nothing good, before a topic is made
+    transport = served = opened(given.transport, ros)
+    recorded, driver = None, None
 
     def end() -> None:
-        if bridge is None:
+        if driver is None:
             raise ClientError("ended by a signal before the robot was driven")
-        bridge.stop()
+        driver.stop()
 
     with handled(
         (signal.SIGINT, signal.SIGTERM), lambda *_: end()
     ):  # until the transport is closed, and a recording complete
         try:
+            if given.lifecycle and not hasattr(served, "serve"):
+                raise ClientError(
+                    f"--transport: expected rclpy or dds for --lifecycle, got {given.transport}"
+                )
             if given.record is not None:
                 transport = recorded = Recorded(transport, given.record, given.storage)
-            bridge = Bridge(found, transport)
-            if (begin := getattr(transport, "begin", None)) is not None:  # a bag
-                begin(bridge.stop)
-            bridge.run(given.steps)
+            if given.lifecycle:
+                driver = Managed(
+                    served, transport, lambda topics: Bridge(contract(given), topics, managed=True)
+                )
+                driver.wait()
+                bridge = driver.bridge
+            else:
+                driver = bridge = Bridge(contract(given), transport)
+                if (begin := getattr(transport, "begin", None)) is not None:  # a bag
+                    begin(bridge.stop)
+                bridge.run(given.steps)
         finally:
             transport.close()
-    report = {**bridge.report(), **({} if recorded is None else {"bag": recorded.report()})}
+    report = {} if bridge is None else bridge.report()
+    if isinstance(driver, Managed):
+        report["state"] = STATES[driver.state]
+    if recorded is not None:
+        report["bag"] = recorded.report()
     sys.stdout.write(json.dumps(report) + "\n")
     return 0 if recorded is None or not recorded.failed else 1
+
+
+def contract(given: argparse.Namespace) -> Contract:
+    """Return the contract of the command line. Raises ContractError."""
+    found = read(given.contract)
+    return replace(found, servers=tuple(given.server.split(","))) if given.server else found
 
 
 def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:

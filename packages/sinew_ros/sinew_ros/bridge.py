@@ -23,12 +23,13 @@ from sinew_client.history import History
 from sinew_client.protocol import MAX_ROWS
 
 from sinew_ros import messages
-from sinew_ros.contract import Contract, ContractError
+from sinew_ros.contract import JOINT_STATE, Contract, ContractError
 from sinew_ros.robot import TopicRobot
 
 logger = logging.getLogger(__name__)
 
 STRING, BOOL, STATUS = "std_msgs/msg/String", "std_msgs/msg/Bool", "diagnostic_msgs/msg/DiagnosticArray"
+NODE = "sinew_policy"  # its name
 SENSOR, COMMAND = "sensor", "command"  # qualities of service: best effort and few, or reliable
 
 
@@ -49,10 +50,13 @@ class Bridge:
     """Runs a policy on a robot of topics.
 
     Raises :class:`ContractError` where the contract does not fit the policy, before anything is subscribed.
-    timeout: seconds to wait for the server's description of its policy.
+    timeout: seconds to wait for the server's description of its policy. managed: it begins paused, and whoever made it
+    enables it, but no topic does.
     """
 
-    def __init__(self, contract: Contract, transport: Transport, timeout: float = 10.0):
+    def __init__(
+        self, contract: Contract, transport: Transport, timeout: float = 10.0, managed: bool = False
+    ):
         self.contract, self._transport = contract, transport
         key = key_from_environment()
         with Client(list(contract.servers), timeout=timeout, api_key=key) as client:
@@ -91,8 +95,8 @@ class Bridge:
             hold_refused=True,  # a node's status says why it holds
             history=History.of(policy),
         )
-        self._enabled = contract.start
-        if not contract.start:
+        self._enabled = contract.start and not managed
+        if not self._enabled:
             self.loop.pause()
         self._chunk: int | None = None  # whose rows the trajectory topics have
         self._target: np.ndarray | None = None  # of the last command, in the numbers of a trajectory
@@ -101,15 +105,14 @@ class Bridge:
         for camera in contract.cameras:
             transport.subscribe(camera.topic, camera.type, SENSOR, partial(self.robot.camera, camera.name))
         for index, part in enumerate(contract.states):
-            transport.subscribe(
-                part.topic, "sensor_msgs/msg/JointState", SENSOR, partial(self.robot.state, index)
-            )
+            transport.subscribe(part.topic, JOINT_STATE, SENSOR, partial(self.robot.state, index))
         transport.subscribe(
             contract.names["prompt"], STRING, COMMAND, lambda message: self.loop.say(str(message.data))
         )
-        transport.subscribe(
-            contract.names["enable"], BOOL, COMMAND, lambda message: self.enable(bool(message.data))
-        )
+        if not managed:
+            transport.subscribe(
+                contract.names["enable"], BOOL, COMMAND, lambda message: self.enable(bool(message.data))
+            )
 
     def enable(self, on: bool) -> None:
         """Begin, or hold until told to begin again; what is said once more changes nothing."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from sinew_client import ClientError
 
-from sinew_ros.bridge import SENSOR
+from sinew_ros.bridge import NODE, SENSOR
 
 logger = logging.getLogger(__name__)
 CYCLONE = b"\x01\x10"  # with which its GUIDs begin (RTPS: the vendor)
@@ -155,12 +155,14 @@ class Dds:
             thread.join(5.0)
 
     def _topic(self, topic: str, kind: Any, prefix: str = "rt") -> Any:
-        """kind: ROS's name of a message, or a structure."""
+        """topic: ``~`` is the node. kind: ROS's name of a message, or a structure."""
         from cyclonedds.topic import Topic
 
         from sinew_ros import dds_types
 
-        return Topic(self._participant, prefix + topic, dds_types.TYPES.get(kind, kind))
+        return Topic(
+            self._participant, prefix + topic.replace("~", f"/{NODE}", 1), dds_types.TYPES.get(kind, kind)
+        )
 
     def _read(self, reader: Any, topic: str, callback: Callable[[Any], None]) -> None:
         from cyclonedds.core import InstanceState, ReadCondition, SampleState, ViewState, WaitSet

@@ -1,11 +1,12 @@
 # No `from __future__ import annotations`: cyclonedds evaluates the types of the fields.
 """The message types that the bridge uses, as DDS structures: what rmw_cyclonedds and rmw_fastrtps put on the wire.
 
-Definitions: common_interfaces and rcl_interfaces of ROS 2 (the same from Humble to Kilted), control_msgs, franka_msgs
-and interbotix_xs_msgs. tests/ros compares their bytes with those of the package rosbags.
+Definitions: common_interfaces and rcl_interfaces of ROS 2 (the same from Humble to Kilted), lifecycle_msgs,
+control_msgs, franka_msgs and interbotix_xs_msgs. tests/ros compares their bytes with those of the package rosbags.
 """
 
 from dataclasses import dataclass, field
+from types import new_class
 
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl.types import array, float32, float64, int32, int64, sequence, uint8, uint32, uint64
@@ -157,6 +158,44 @@ class GetActionChunkResponse(IdlStruct, typename="sinew_msgs.srv.dds_.GetActionC
     server_ms: float64 = 0.0
 
 
+@dataclass
+class State(IdlStruct, typename="lifecycle_msgs.msg.dds_.State_"):
+    id: uint8 = 0
+    label: str = ""
+
+
+@dataclass
+class Transition(IdlStruct, typename="lifecycle_msgs.msg.dds_.Transition_"):
+    id: uint8 = 0
+    label: str = ""
+
+
+@dataclass
+class TransitionDescription(IdlStruct, typename="lifecycle_msgs.msg.dds_.TransitionDescription_"):
+    transition: Transition = field(default_factory=Transition)
+    start_state: State = field(default_factory=State)
+    goal_state: State = field(default_factory=State)
+
+
+@dataclass
+class TransitionEvent(IdlStruct, typename="lifecycle_msgs.msg.dds_.TransitionEvent_"):
+    timestamp: uint64 = 0
+    transition: Transition = field(default_factory=Transition)
+    start_state: State = field(default_factory=State)
+    goal_state: State = field(default_factory=State)
+
+
+def _half(name, member="structure_needs_at_least_one_member", kind=uint8, default=int):
+    """Return a half of a service of lifecycle_msgs with one member: one without any has a byte in ROS."""
+
+    def fill(body):
+        body["__annotations__"] = {"guid": uint64, "seq": int64, member: kind}
+        body.update({"guid": 0, "seq": 0, member: field(default_factory=default)})
+
+    typename = f"lifecycle_msgs.srv.dds_.{name}_"
+    return dataclass(new_class(name.replace("_", ""), (IdlStruct,), {"typename": typename}, fill))
+
+
 # Actions: the service that takes their goals.
 
 
@@ -210,7 +249,27 @@ ACTIONS = {
         ("franka_msgs/action/Move", MoveGoal),
     )
 }
-SERVICES = {"sinew_msgs/srv/GetActionChunk": (GetActionChunkRequest, GetActionChunkResponse)}
+SERVICES = {
+    "sinew_msgs/srv/GetActionChunk": (GetActionChunkRequest, GetActionChunkResponse),
+    "lifecycle_msgs/srv/ChangeState": (
+        _half("ChangeState_Request", "transition", Transition, Transition),
+        _half("ChangeState_Response", "success", bool, bool),
+    ),
+    "lifecycle_msgs/srv/GetState": (
+        _half("GetState_Request"),
+        _half("GetState_Response", "current_state", State, State),
+    ),
+    "lifecycle_msgs/srv/GetAvailableStates": (
+        _half("GetAvailableStates_Request"),
+        _half("GetAvailableStates_Response", "available_states", sequence[State], list),
+    ),
+    "lifecycle_msgs/srv/GetAvailableTransitions": (
+        _half("GetAvailableTransitions_Request"),
+        _half(
+            "GetAvailableTransitions_Response", "available_transitions", sequence[TransitionDescription], list
+        ),
+    ),
+}
 
 # ROS's name -> structure, and the structure of each field that is one (or a sequence of one).
 TYPES = {
@@ -224,6 +283,7 @@ TYPES = {
     "interbotix_xs_msgs/msg/JointGroupCommand": JointGroupCommand,
     "interbotix_xs_msgs/msg/JointSingleCommand": JointSingleCommand,
     "diagnostic_msgs/msg/DiagnosticArray": DiagnosticArray,
+    "lifecycle_msgs/msg/TransitionEvent": TransitionEvent,
 }
 INNER = {
     "stamp": Time,
@@ -237,6 +297,12 @@ INNER = {
     "images": CompressedImage,
     "trajectory": JointTrajectory,
     "command": GripperCommand,
+    "transition": Transition,
+    "start_state": State,
+    "goal_state": State,
+    "current_state": State,
+    "available_states": State,
+    "available_transitions": TransitionDescription,
 }
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from sinew_client import ClientError
 
-from sinew_ros.bridge import SENSOR
+from sinew_ros.bridge import NODE, SENSOR
 
 
 class Rclpy:
     """A node of rclpy as the transport of a bridge; ROS time is the node's clock, simulated where it is so."""
 
-    def __init__(self, name: str = "sinew_policy", arguments: list[str] | None = None):
+    def __init__(self, name: str = NODE, arguments: list[str] | None = None):
         try:
             import rclpy
         except ImportError as error:

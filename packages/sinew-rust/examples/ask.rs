@@ -1,0 +1,90 @@
+//! ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 \[--seed N\] \[--key KEY\] \[--times N\] \[--bytes FILE\]
+//!
+//! Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its
+//! code. FILE is a PPM (P6) picture, whose pixels are sent as they are, or a JPEG or PNG file. --bytes writes the first
+//! request instead.
+
+use std::error::Error;
+use std::process::ExitCode;
+use std::str::FromStr;
+
+use sinew_client::{messages, Client, Image, Observation, Options};
+
+fn main() -> ExitCode {
+    match ask(&std::env::args().skip(1).collect::<Vec<_>>()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn ask(given: &[String]) -> Result<(), Box<dyn Error>> {
+    let [address, prompt, rest @ ..] = given else {
+        return Err("expected ADDRESS PROMPT --image CAMERA=FILE ... --state NUMBER,NUMBER [usage]".into());
+    };
+    let (mut options, mut files, mut times, mut bytes) = (Options::default(), Vec::new(), 1, None);
+    let mut seen = Observation { prompt: prompt.clone(), ..Observation::default() };
+    for pair in rest.chunks(2) {
+        let (option, value) = (pair[0].as_str(), pair.get(1).map_or("", String::as_str));
+        match option {
+            "--image" => {
+                let expected = || format!("--image: expected CAMERA=FILE, got {value} [usage]");
+                files.push(value.split_once('=').ok_or_else(expected)?);
+            }
+            "--state" => seen.state = value.split(',').map(|each| number(option, each)).collect::<Result<_, _>>()?,
+            "--seed" => seen.seed = Some(number(option, value)?),
+            "--times" => times = number(option, value)?,
+            "--key" => options.api_key = value.into(),
+            "--bytes" => bytes = Some(value),
+            _ => return Err(format!("unknown option {option} [usage]").into()),
+        }
+    }
+    let read = |(camera, path): &(&str, &str)| {
+        std::fs::read(path).map_err(|error| {
+            format!("images.{camera}: expected a file, got {path}, which cannot be read: {error} [bad_observation]")
+        })
+    };
+    let contents = files.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+    for ((camera, path), content) in files.iter().zip(&contents) {
+        seen.images.push(picture(camera, path, content)?);
+    }
+    if let Some(path) = bytes {
+        std::fs::write(path, messages::encode_infer(&seen, 1, &options.api_key, "")?)?;
+        return Ok(());
+    }
+    let mut robot = Client::with_options(address, options)?;
+    for _ in 0..times {
+        let chunk = robot.infer(&seen)?;
+        for row in &chunk {
+            println!("{}", row.iter().map(f32::to_string).collect::<Vec<_>>().join(" "));
+        }
+        chunk.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    }
+    Ok(())
+}
+
+fn number<T: FromStr>(option: &str, text: &str) -> Result<T, String> {
+    text.trim().parse().map_err(|_| format!("{option}: expected a number, got {text} [usage]"))
+}
+
+/// Return a PPM's pixels, or a file that the server decodes.
+fn picture<'a>(camera: &str, path: &str, content: &'a [u8]) -> Result<Image<'a>, String> {
+    if !content.starts_with(b"P6") {
+        return Ok(Image::file(camera, content));
+    }
+    let whole = || format!("{path}: expected a whole PPM of 8 bits [bad_observation]");
+    let mut numbers = [0_u32; 3]; // width, height, largest value
+    let mut at = 2;
+    for number in &mut numbers {
+        let blanks = content[at..].iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+        let digits = content[at + blanks..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+        let text = String::from_utf8_lossy(&content[at + blanks..at + blanks + digits]);
+        *number = text.parse().map_err(|_| whole())?;
+        at += blanks + digits;
+    }
+    let [width, height, 255] = numbers else { return Err(whole()) };
+    let pixels = content.get(at + 1..).ok_or_else(whole)?;
+    Ok(Image::rgb(camera, pixels, height, width))
+}

@@ -1,0 +1,160 @@
+//! Talks to one server.
+
+use std::time::{Duration, Instant};
+
+use crate::messages::{self, Control};
+use crate::zmtp::{Connection, Place};
+use crate::{Chunk, Error, Observation, Options, Report, Result};
+
+const LONGEST: Duration = Duration::from_secs(365 * 86400); // of a time limit, so that every moment can be told
+
+/// Talks to one server. The first call connects; a connection that breaks or misses its reply is thrown away and the
+/// next call opens another, so that a late reply answers nothing else.
+pub struct Client {
+    options: Options,
+    place: Place,
+    policy: String,
+    last_id: u64,
+    connection: Option<Connection>,
+}
+
+impl Client {
+    /// Make a client of `[tcp://]HOST:PORT[/POLICY]` or, on Unix, `ipc:///PATH[#POLICY]`. Nothing is sent yet.
+    ///
+    /// # Errors
+    /// [`Error::BadAddress`].
+    pub fn connect(address: &str) -> Result<Self> {
+        Self::with_options(address, Options::default())
+    }
+
+    /// Make a client with other options.
+    ///
+    /// # Errors
+    /// [`Error::BadAddress`].
+    pub fn with_options(address: &str, options: Options) -> Result<Self> {
+        let (place, policy) = split(address).ok_or_else(|| {
+            Error::BadAddress(format!("address: expected tcp://HOST:PORT or ipc:///PATH, got {address}"))
+        })?;
+        Ok(Self { options, place, policy, last_id: 0, connection: None })
+    }
+
+    /// Give later calls another time limit.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.options.timeout = timeout;
+    }
+
+    /// Return the actions for one observation.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::BadAddress`].
+    pub fn infer(&mut self, seen: &Observation<'_>) -> Result<Chunk> {
+        let begun = Instant::now();
+        let id = self.next_id();
+        let request = messages::encode_infer(seen, id, &self.options.api_key, &self.policy)?;
+        let reply = self.ask(&request, begun)?;
+        let mut chunk = messages::decode_chunk(&reply, id, seen, &self.options);
+        if let Ok(chunk) = &mut chunk {
+            chunk.round_trip = begun.elapsed();
+        }
+        self.keep(chunk)
+    }
+
+    /// Return what each of 1 to 64 observations gets, in their order: a chunk, or an error that leaves the others
+    /// alone. `deadline_ms` is of them all: milliseconds from arrival, after which they are refused.
+    ///
+    /// # Errors
+    /// Any [`Error`] but [`Error::BadAddress`]; [`Error::BadObservation`] before anything is sent.
+    pub fn infer_all(&mut self, seen: &[Observation<'_>], deadline_ms: Option<f32>) -> Result<Vec<Result<Chunk>>> {
+        let begun = Instant::now();
+        let id = self.next_id();
+        let request = messages::encode_infer_all(seen, id, deadline_ms, &self.options.api_key, &self.policy)?;
+        let reply = self.ask(&request, begun)?;
+        let mut answers = messages::decode_all(&reply, id, seen, &self.options);
+        let taken = begun.elapsed();
+        answers.iter_mut().flatten().flatten().for_each(|chunk| chunk.round_trip = taken);
+        self.keep(answers)
+    }
+
+    /// Return, as JSON, what the server runs and expects.
+    ///
+    /// # Errors
+    /// Those of the connection and of the server.
+    pub fn metadata(&mut self) -> Result<String> {
+        self.control(Control::Metadata, "")
+    }
+
+    /// Return status and counters, as JSON.
+    ///
+    /// # Errors
+    /// As of [`Client::metadata`].
+    pub fn health(&mut self) -> Result<String> {
+        self.control(Control::Health, "")
+    }
+
+    /// Say that a new episode begins in a session, "" where there is but one.
+    ///
+    /// # Errors
+    /// As of [`Client::metadata`].
+    pub fn reset(&mut self, session: &str) -> Result<()> {
+        self.control(Control::Reset, session).map(|_| ())
+    }
+
+    /// Tell the server how the robot's run goes, which its dashboard shows.
+    ///
+    /// # Errors
+    /// As of [`Client::metadata`].
+    pub fn report(&mut self, session: &str, report: &Report) -> Result<()> {
+        self.control(Control::Report(report), session).map(|_| ())
+    }
+
+    /// End the connection; a later call opens another.
+    pub fn close(&mut self) {
+        self.connection = None;
+    }
+
+    fn control(&mut self, kind: Control<'_>, session: &str) -> Result<String> {
+        let begun = Instant::now();
+        let id = self.next_id();
+        let request = messages::encode_control(kind, id, session, &self.options.api_key, &self.policy);
+        let reply = self.ask(&request, begun)?;
+        self.keep(messages::decode_control(&reply, id))
+    }
+
+    fn next_id(&mut self) -> u64 {
+        self.last_id += 1;
+        self.last_id
+    }
+
+    fn ask(&mut self, request: &[u8], begun: Instant) -> Result<Vec<u8>> {
+        let end = begun + self.options.timeout.min(LONGEST);
+        let mut connection = match self.connection.take().and_then(Connection::if_idle) {
+            Some(kept) => kept,
+            None => Connection::open(&self.place, end)?,
+        };
+        let reply = connection.ask(request, end)?;
+        self.connection = Some(connection);
+        Ok(reply)
+    }
+
+    /// Return what was read of a reply. After one that makes no sense the next may not be that of its request either.
+    fn keep<T>(&mut self, read: Result<T>) -> Result<T> {
+        if matches!(read, Err(Error::BadReply(_))) {
+            self.close();
+        }
+        read
+    }
+}
+
+fn split(address: &str) -> Option<(Place, String)> {
+    #[cfg(unix)]
+    if let Some(path) = address.strip_prefix("ipc://") {
+        let (path, policy) = path.split_once('#').unwrap_or((path, ""));
+        return path.starts_with('/').then(|| (Place::Unix(path.into()), policy.into()));
+    }
+    let rest = address.strip_prefix("tcp://").unwrap_or(address);
+    let (place, policy) = rest.split_once('/').unwrap_or((rest, ""));
+    let (host, digits) = place.rsplit_once(':')?;
+    let host = host.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(host);
+    let port: u16 = digits.parse().ok().filter(|&port| port > 0 && !digits.starts_with('+'))?;
+    (!host.is_empty()).then(|| (Place::Tcp { host: host.into(), port }, policy.into()))
+}

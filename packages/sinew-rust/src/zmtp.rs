@@ -1,0 +1,258 @@
+//! A REQ socket of ZMTP 3 without encryption (<https://rfc.zeromq.org/spec/23>), over TCP or a Unix socket.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use crate::{Error, Result};
+
+const MAX_REPLY: u64 = 1 << 28; // bytes
+const MAX_COMMAND: u64 = 1024; // bytes
+const GREETING: usize = 64; // bytes
+const MORE: u8 = 1; // flags of a frame
+const LONG: u8 = 2;
+const COMMAND: u8 = 4;
+const PAUSE: Duration = Duration::from_millis(100); // between two attempts to connect
+
+/// Where a server listens.
+#[derive(Debug, Clone)]
+pub(crate) enum Place {
+    Tcp {
+        host: String,
+        port: u16,
+    },
+    #[cfg(unix)]
+    Unix(String),
+}
+
+trait Stream: Read + Write + Send {
+    fn wait_at_most(&self, time: Duration) -> io::Result<()>;
+    fn set_nonblocking(&self, on: bool) -> io::Result<()>;
+}
+
+macro_rules! stream {
+    ($kind:ty) => {
+        impl Stream for $kind {
+            fn wait_at_most(&self, time: Duration) -> io::Result<()> {
+                self.set_read_timeout(Some(time))?;
+                self.set_write_timeout(Some(time))
+            }
+            fn set_nonblocking(&self, on: bool) -> io::Result<()> {
+                <$kind>::set_nonblocking(self, on)
+            }
+        }
+    };
+}
+
+stream!(TcpStream);
+#[cfg(unix)]
+stream!(std::os::unix::net::UnixStream);
+
+/// One connection. After an error it is of no use.
+pub(crate) struct Connection {
+    stream: Box<dyn Stream>,
+    buffer: Vec<u8>, // what came and was not read
+}
+
+impl Connection {
+    /// Connect and shake hands until `end`. A server that is not there yet may come.
+    pub(crate) fn open(place: &Place, end: Instant) -> Result<Self> {
+        let stream: Box<dyn Stream> = match place {
+            Place::Tcp { host, port } => Box::new(tcp(host, *port, end)?),
+            #[cfg(unix)]
+            Place::Unix(path) => Box::new(unix(path, end)?),
+        };
+        let mut made = Self { stream, buffer: Vec::new() };
+        let mut greeting = [0; GREETING];
+        greeting[0] = 0xff;
+        greeting[9..12].copy_from_slice(&[0x7f, 3, 1]);
+        greeting[12..16].copy_from_slice(b"NULL");
+        made.send(&greeting, end)?;
+        made.receive(GREETING, end)?;
+        if made.buffer[0] != 0xff || made.buffer[10] < 3 || made.buffer[12..17] != *b"NULL\0" {
+            let text = "no ZeroMQ server of ZMTP 3 without encryption is at this address";
+            return Err(Error::ConnectionLost(text.into()));
+        }
+        made.buffer.drain(..GREETING);
+        let ready = b"\x05READY\x0bSocket-Type\0\0\0\x03REQ\x08Identity\0\0\0\0";
+        made.send(&[&head(ready.len(), COMMAND), &ready[..]].concat(), end)?;
+        while !made.command(end)?.starts_with(b"\x05READY") {}
+        Ok(made)
+    }
+
+    /// Return the connection where it waits for a request: it has not ended, and nobody said what was not asked.
+    pub(crate) fn if_idle(mut self) -> Option<Self> {
+        let mut part = [0; 4096];
+        self.stream.set_nonblocking(true).ok()?;
+        match self.stream.read(&mut part) {
+            Ok(0) => return None,
+            Ok(count) => self.buffer.extend_from_slice(&part[..count]),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(_) => return None,
+        }
+        self.stream.set_nonblocking(false).ok()?;
+        // What came may be a heartbeat, which is read before the reply.
+        self.buffer.first().map_or(true, |flags| flags & COMMAND != 0).then_some(self)
+    }
+
+    /// Send a request and return its reply.
+    pub(crate) fn ask(&mut self, request: &[u8], end: Instant) -> Result<Vec<u8>> {
+        let mut before = head(0, MORE); // the empty frame of a REQ socket
+        before.extend(head(request.len(), 0));
+        self.send(&before, end)?;
+        self.send(request, end)?;
+        let (flags, empty) = self.frame(end)?;
+        if flags & MORE == 0 || !empty.is_empty() {
+            return Err(not_two());
+        }
+        match self.frame(end)? {
+            (flags, reply) if flags & MORE == 0 => Ok(reply),
+            _ => Err(not_two()),
+        }
+    }
+
+    /// Return the next frame of a message, having answered the commands before it.
+    fn frame(&mut self, end: Instant) -> Result<(u8, Vec<u8>)> {
+        loop {
+            self.receive(1, end)?;
+            if self.buffer[0] & COMMAND == 0 {
+                return self.raw(end);
+            }
+            self.command(end)?;
+        }
+    }
+
+    /// Return the next command; a ping is answered.
+    fn command(&mut self, end: Instant) -> Result<Vec<u8>> {
+        let (flags, body) = self.raw(end)?;
+        if flags & COMMAND == 0 {
+            return Err(not_two());
+        }
+        if body.starts_with(b"\x04PING") {
+            let context = body.get(7..).unwrap_or_default();
+            let pong = [b"\x04PONG", &context[..context.len().min(16)]].concat();
+            self.send(&[head(pong.len(), COMMAND), pong].concat(), end)?;
+        } else if let Some(reason) = body.strip_prefix(b"\x05ERROR") {
+            let reason = String::from_utf8_lossy(reason);
+            return Err(Error::ConnectionLost(format!("the server refuses the connection: {reason}")));
+        }
+        Ok(body)
+    }
+
+    fn raw(&mut self, end: Instant) -> Result<(u8, Vec<u8>)> {
+        self.receive(2, end)?;
+        let flags = self.buffer[0];
+        let (start, size) = if flags & LONG == 0 {
+            (2, u64::from(self.buffer[1]))
+        } else {
+            self.receive(9, end)?;
+            (9, self.buffer[1..9].iter().fold(0, |size, &byte| size << 8 | u64::from(byte)))
+        };
+        let most = if flags & COMMAND == 0 { MAX_REPLY } else { MAX_COMMAND };
+        if size > most {
+            return Err(Error::BadReply(format!("the reply: expected at most {most} bytes, got {size}")));
+        }
+        let whole = start + size as usize; // at most 2^28 and 9
+        self.receive(whole, end)?;
+        let body = self.buffer[start..whole].to_vec();
+        self.buffer.drain(..whole);
+        Ok((flags, body))
+    }
+
+    /// Have at least `count` bytes in the buffer.
+    fn receive(&mut self, count: usize, end: Instant) -> Result<()> {
+        let mut part = [0; 1 << 16];
+        while self.buffer.len() < count {
+            self.stream.wait_at_most(left(end)?).map_err(lost)?; // also of a server that never stops talking
+            match self.stream.read(&mut part) {
+                Ok(0) => return Err(Error::ConnectionLost("the server has closed the connection".into())),
+                Ok(got) => self.buffer.extend_from_slice(&part[..got]),
+                Err(error) => may_go_on(error)?,
+            }
+        }
+        left(end).map(|_| ())
+    }
+
+    fn send(&mut self, mut bytes: &[u8], end: Instant) -> Result<()> {
+        while !bytes.is_empty() {
+            self.stream.wait_at_most(left(end)?).map_err(lost)?;
+            match self.stream.write(bytes) {
+                Ok(0) => return Err(Error::ConnectionLost("the server has closed the connection".into())),
+                Ok(sent) => bytes = &bytes[sent..],
+                Err(error) => may_go_on(error)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+fn head(size: usize, flags: u8) -> Vec<u8> {
+    match u8::try_from(size) {
+        Ok(size) => vec![flags, size],
+        Err(_) => [&[flags | LONG][..], &(size as u64).to_be_bytes()].concat(),
+    }
+}
+
+fn not_two() -> Error {
+    Error::BadReply("the reply: expected an empty frame and one more".into())
+}
+
+fn lost(error: io::Error) -> Error {
+    Error::ConnectionLost(error.to_string())
+}
+
+fn late() -> Error {
+    Error::Timeout("no answer in time".into())
+}
+
+/// Return the time until `end`, above zero.
+fn left(end: Instant) -> Result<Duration> {
+    match end.saturating_duration_since(Instant::now()) {
+        Duration::ZERO => Err(late()),
+        time => Ok(time),
+    }
+}
+
+fn may_go_on(error: io::Error) -> Result<()> {
+    match error.kind() {
+        // a limit that passed is found by whoever asks for the time that is left
+        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted => Ok(()),
+        _ => Err(lost(error)),
+    }
+}
+
+/// Try a host's addresses in turn until the time is up; one that is silent gets its share of the time that is left.
+fn tcp(host: &str, port: u16, end: Instant) -> Result<TcpStream> {
+    let lookup = (host, port).to_socket_addrs();
+    let found: Vec<SocketAddr> = lookup.map_err(|error| Error::ConnectionLost(format!("{host}: {error}")))?.collect();
+    if found.is_empty() {
+        return Err(Error::ConnectionLost(format!("{host}: expected an address, got none")));
+    }
+    until(end, &format!("{host}:{port}"), found.len(), |index, time| {
+        let stream = TcpStream::connect_timeout(&found[index], time)?;
+        stream.set_nodelay(true)?;
+        Ok(stream)
+    })
+}
+
+#[cfg(unix)]
+fn unix(path: &str, end: Instant) -> Result<std::os::unix::net::UnixStream> {
+    until(end, path, 1, |_, _| std::os::unix::net::UnixStream::connect(path))
+}
+
+fn until<S>(end: Instant, place: &str, count: usize, open: impl Fn(usize, Duration) -> io::Result<S>) -> Result<S> {
+    let mut index = 0;
+    let mut wrong = String::from("not tried");
+    loop {
+        let time = end.saturating_duration_since(Instant::now());
+        if time.is_zero() {
+            return Err(Error::Timeout(format!("no server at {place}: {wrong}")));
+        }
+        match open(index, time / (count - index) as u32) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => wrong = error.to_string(),
+        }
+        index = (index + 1) % count;
+        std::thread::sleep(PAUSE.min(end.saturating_duration_since(Instant::now())));
+    }
+}

@@ -1,0 +1,236 @@
+"""A managed node of ROS 2: its states are set by services that a manager calls, over any transport that serves.
+
+The design is "Managed nodes" (design.ros2.org); numbers are those of lifecycle_msgs, and the table of transitions, with
+those that a node does by itself, is that of rcl_lifecycle's default state machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sinew_client import ClientError
+
+from sinew_ros.bridge import Bridge
+
+logger = logging.getLogger(__name__)
+
+UNCONFIGURED, INACTIVE, ACTIVE, FINALIZED, SHUTTING_DOWN, ERROR = 1, 2, 3, 4, 12, 15
+STATES = {
+    0: "unknown",
+    UNCONFIGURED: "unconfigured",
+    INACTIVE: "inactive",
+    ACTIVE: "active",
+    FINALIZED: "finalized",
+    10: "configuring",
+    11: "cleaningup",
+    SHUTTING_DOWN: "shuttingdown",
+    13: "activating",
+    14: "deactivating",
+    ERROR: "errorprocessing",
+}
+# What may be asked: number -> (label, from which state, the state while it is done)
+ASKED = {
+    1: ("configure", UNCONFIGURED, 10),
+    2: ("cleanup", INACTIVE, 11),
+    3: ("activate", INACTIVE, 13),
+    4: ("deactivate", ACTIVE, 14),
+    5: ("shutdown", UNCONFIGURED, SHUTTING_DOWN),
+    6: ("shutdown", INACTIVE, SHUTTING_DOWN),
+    7: ("shutdown", ACTIVE, SHUTTING_DOWN),
+}
+# What follows by itself: the state while it is done -> (number of its success, where that and a failure lead)
+FOLLOWS = {
+    10: (10, INACTIVE, UNCONFIGURED),
+    11: (20, UNCONFIGURED, INACTIVE),
+    13: (30, ACTIVE, INACTIVE),
+    14: (40, INACTIVE, ACTIVE),
+    SHUTTING_DOWN: (50, FINALIZED, FINALIZED),
+    ERROR: (60, UNCONFIGURED, FINALIZED),
+}
+TRANSITIONS = dict(ASKED)
+for _state, (_number, _good, _bad) in FOLLOWS.items():
+    TRANSITIONS[_number] = ("transition_success", _state, _good)
+    TRANSITIONS[_number + 1] = ("transition_failure", _state, _bad)
+    TRANSITIONS[_number + 2] = ("transition_error", _state, FINALIZED if _state == ERROR else ERROR)
+SERVICE, EVENT = "lifecycle_msgs/srv/", "lifecycle_msgs/msg/TransitionEvent"
+HOLDS_S = 1.0  # and three periods, within which a loop that is told to pause does
+
+
+class Kept:
+    """A transport whose subscriptions and publishers outlast the bridge that asked for them, for the next one."""
+
+    def __init__(self, transport: Any):
+        self._transport = transport
+        self._takes: dict[str, list[Callable[[Any], None]]] = {}
+        self._asked: dict[str, tuple[str, str]] = {}
+        self._publishers: dict[tuple[str, str], Callable[[Mapping[str, Any]], None]] = {}
+        self.now = transport.now
+
+    def subscribe(self, topic: str, kind: str, quality: str, callback: Callable[[Any], None]) -> None:
+        if self._asked.setdefault(topic, (kind, quality)) != (kind, quality):
+            raise ClientError(
+                f"{topic}: expected {self._asked[topic][0]} as before, got {kind}; begin the node anew"
+            )
+        fresh = topic not in self._takes
+        self._takes.setdefault(topic, []).append(callback)
+        if fresh:
+            self._transport.subscribe(topic, kind, quality, lambda message: self._take(topic, message))
+
+    def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
+        if (topic, kind) not in self._publishers:
+            self._publishers[topic, kind] = self._transport.publisher(topic, kind)
+        return self._publishers[topic, kind]
+
+    def forget(self) -> None:
+        """Drop what comes from now on."""
+        self._takes = {topic: [] for topic in self._takes}
+
+    def _take(self, topic: str, message: Any) -> None:
+        for callback in self._takes[topic]:
+            callback(message)
+
+
+class Managed:
+    """A bridge behind the services of a managed node: ``configure`` makes it and looks at the topics, ``activate`` lets
+    it drive, ``deactivate`` holds, then is silent, ``cleanup`` forgets it, ``shutdown`` ends the node.
+
+    serving: the transport of the services. topics: what the bridge speaks over. make: returns a bridge, which begins
+    paused; a ClientError of it is a configuration that failed, and the node stays unconfigured.
+    """
+
+    def __init__(self, serving: Any, topics: Any, make: Callable[[Any], Bridge]):
+        self._kept, self._make = Kept(topics), make
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self.state = UNCONFIGURED
+        self.bridge: Bridge | None = None
+        self._tell = serving.publisher("~/transition_event", EVENT)
+        for name, kind, answer in (
+            ("change_state", "ChangeState", lambda request: {"success": self._change(request.transition)}),
+            ("get_state", "GetState", lambda _: {"current_state": _state(self.state)}),
+            ("get_available_states", "GetAvailableStates", lambda _: {"available_states": [*map(_state, STATES)]}),
+            ("get_available_transitions", "GetAvailableTransitions", lambda _: _described(self.available())),
+            ("get_transition_graph", "GetAvailableTransitions", lambda _: _described(TRANSITIONS)),
+        ):  # fmt: skip
+            serving.serve(f"~/{name}", SERVICE + kind, answer)
+
+    def available(self) -> list[int]:
+        """Return the numbers of the transitions that may be asked now."""
+        return [number for number, (_, start, _) in ASKED.items() if start == self.state]
+
+    def wait(self) -> None:
+        """Return at the end of the node, which is then finalized: after ``shutdown``, or :meth:`stop`. Raises what has
+        ended the loop."""
+        self._ended.wait()
+        with self._lock:
+            if self.state != FINALIZED:
+                self._go(next(each for each in self.available() if ASKED[each][0] == "shutdown"))
+                self._leave()
+                self._go(50 if self._error is None else 51)
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the node, as a signal does."""
+        self._ended.set()
+
+    def _change(self, asked: Any) -> bool:
+        """Do a transition, by its label where there is one, else by its number. Return whether it succeeded."""
+        with self._lock:
+            known = self.available()
+            found = [
+                each for each in known if (ASKED[each][0] == asked.label if asked.label else each == asked.id)
+            ]
+            if not found or self._ended.is_set():
+                names = ", ".join(f"{ASKED[each][0]} ({each})" for each in known) or "none"
+                state, got = STATES[self.state], asked.label or asked.id
+                logger.warning("transition: expected one of the state %s, %s, got %s", state, names, got)
+                return False
+            self._go(found[0])
+            done = FOLLOWS[self.state][0]
+            try:
+                getattr(self, f"_{ASKED[found[0]][0]}")()
+            except ClientError as error:
+                logger.warning("%s failed: %s", ASKED[found[0]][0], error)
+                self._go(done + 1)
+            except Exception as error:  # whatever it is, the manager is told by the state
+                logger.exception("%s", ASKED[found[0]][0])
+                self._error = error
+                self._go(done + 2)
+                self._go(61)  # nothing is mended here
+                self._leave()
+                self._ended.set()
+            else:
+                self._go(done)
+                if self.state == FINALIZED:
+                    self._ended.set()
+                return True
+            return False
+
+    def _go(self, number: int) -> None:
+        label, _, self.state = TRANSITIONS[number]
+        logger.info("%s: %s", label, STATES[self.state])
+        try:
+            self._tell({"timestamp": time.time_ns(), **_description(number)})
+        except Exception:
+            logger.exception("a transition could not be told")
+
+    def _configure(self) -> None:
+        try:
+            self.bridge = self._make(self._kept)
+        except BaseException:
+            self._kept.forget()
+            raise
+        self._thread = threading.Thread(target=self._run, args=(self.bridge,))
+        self._thread.start()
+
+    def _run(self, bridge: Bridge) -> None:
+        try:
+            bridge.run()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the node is waited for
+            self._error = error
+            self._ended.set()
+
+    def _activate(self) -> None:
+        assert self.bridge is not None
+        self.bridge.enable(True)
+
+    def _deactivate(self) -> None:
+        assert self.bridge is not None
+        self.bridge.enable(False)
+        loop, begun = self.bridge.loop, self.bridge.loop.steps
+        end = time.monotonic() + HOLDS_S + 3 * self.bridge.contract.settings.period
+        while loop.steps < begun + 2:  # the one that was under way, and one that holds
+            if time.monotonic() > end:
+                raise RuntimeError("the loop did not hold in time")
+            time.sleep(0.002)
+
+    def _leave(self) -> None:
+        """End the loop; what is reported of it stays."""
+        if self.bridge is not None and self._thread is not None:
+            self.bridge.stop()
+            self._thread.join()
+            self._thread = None
+        self._kept.forget()
+
+    _cleanup = _shutdown = _leave
+
+
+def _state(number: int) -> dict[str, Any]:
+    return {"id": number, "label": STATES[number]}
+
+
+def _description(number: int) -> dict[str, Any]:
+    label, start, goal = TRANSITIONS[number]
+    transition = {"id": number, "label": label}
+    return {"transition": transition, "start_state": _state(start), "goal_state": _state(goal)}
+
+
+def _described(numbers: Any) -> dict[str, Any]:
+    return {"available_transitions": [_description(number) for number in numbers]}

@@ -1,0 +1,209 @@
+"""A managed node over DDS: its services as a manager calls them, and what the robot is told meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sinew_ros.bridge import Bridge
+from sinew_ros.contract import parse
+from sinew_ros.lifecycle import ASKED, STATES, TRANSITIONS, Managed
+
+from tests.ros.test_bridge import Robot, contract, domain, sending  # noqa: F401 - a fixture
+from tests.serve.puppet import desk, until
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 60.0
+
+
+class Manager:
+    """Calls the services of a node, as Nav2's manager and `ros2 lifecycle` do."""
+
+    def __init__(self, transport: Any):
+        self.events: list[Any] = []
+        self._transport = transport
+        transport.subscribe(
+            "/sinew_policy/transition_event",
+            "lifecycle_msgs/msg/TransitionEvent",
+            "command",
+            self.events.append,
+        )
+
+    def ask(self, name: str, kind: str, **fields: Any) -> Any:
+        answer = self._transport.call(f"/sinew_policy/{name}", f"lifecycle_msgs/srv/{kind}", fields, WAIT_S)
+        assert answer is not None, name
+        return answer
+
+    def change(self, number: int = 0, label: str = "") -> bool:
+        return self.ask("change_state", "ChangeState", transition={"id": number, "label": label}).success
+
+    @property
+    def state(self) -> str:
+        return self.ask("get_state", "GetState").current_state.label
+
+
+def test_numbers_and_bytes_are_those_of_the_definitions() -> None:
+    typesys = pytest.importorskip("rosbags.typesys", reason="the extra `ros` is not installed")
+    from sinew_ros import dds_types
+    from sinew_ros.bag import build
+    from sinew_ros.lifecycle import _description
+
+    store = typesys.get_typestore(typesys.Stores.ROS2_HUMBLE)
+    known = {
+        name: number
+        for name, _, number in (
+            *store.fielddefs["lifecycle_msgs/msg/State"][0],
+            *store.fielddefs["lifecycle_msgs/msg/Transition"][0],
+        )
+    }
+    for number, label in STATES.items():
+        kind = "TRANSITION" if number >= 10 else "PRIMARY"
+        assert known[f"{kind}_STATE_{label.upper()}"] == number
+    doing = {
+        "configuring": "CONFIGURE",
+        "cleaningup": "CLEANUP",
+        "shuttingdown": "SHUTDOWN",
+        "activating": "ACTIVATE",
+    }
+    doing |= {"deactivating": "DEACTIVATE", "errorprocessing": "ERROR"}
+    for number, (label, start, goal) in TRANSITIONS.items():
+        name = f"ON_{doing.get(STATES[start])}_{label.rpartition('_')[2].upper()}"
+        if number in ASKED:
+            name = f"{STATES[start].upper()}_SHUTDOWN" if label == "shutdown" else label.upper()
+            assert doing[STATES[goal]] == label.upper()
+        assert known[f"TRANSITION_{name}"] == number
+    event = {"timestamp": 1 << 60, **_description(12)}
+    kind = "lifecycle_msgs/msg/TransitionEvent"
+    wanted = store.serialize_cdr(build(store, kind, event), kind)
+    assert bytes(dds_types.build(dds_types.TYPES[kind], event).serialize())[4:] == bytes(wanted)[4:]
+    # The services, as rmw_cyclonedds sends them: the caller, the number of its call, then the half's own.
+    for name, half, text, fields in (
+        ("ChangeState", 0, "lifecycle_msgs/Transition transition", {"transition": event["transition"]}),
+        ("ChangeState", 1, "bool success", {"success": True}),
+        ("GetState", 0, "uint8 structure_needs_at_least_one_member", {}),
+        ("GetState", 1, "lifecycle_msgs/State current_state", {"current_state": event["start_state"]}),
+        ("GetAvailableStates", 1, "lifecycle_msgs/State[] available_states",
+         {"available_states": [event["start_state"], event["goal_state"]]}),
+        ("GetAvailableTransitions", 1, "lifecycle_msgs/TransitionDescription[] available_transitions",
+         {"available_transitions": [_description(1), _description(62)]}),
+    ):  # fmt: skip
+        made = dds_types.build(
+            dds_types.SERVICES[f"lifecycle_msgs/srv/{name}"][half], {"guid": 7, "seq": 8, **fields}
+        )
+        message = f"lifecycle_msgs/msg/{name}{half}"
+        store.register(typesys.get_types_from_msg(f"uint64 guid\nint64 seq\n{text}", message))
+        given = {"guid": 7, "seq": 8, **(fields or {"structure_needs_at_least_one_member": 0})}
+        wanted = store.serialize_cdr(build(store, message, given), message)
+        assert bytes(made.serialize())[4:] == bytes(wanted)[4:], name
+
+
+def test_a_manager_sets_its_states(domain: int, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    from sinew_ros.dds import Dds
+
+    servers = ["tcp://127.0.0.1:1"]
+    with desk() as server, contextlib.ExitStack() as stack:
+        robot, serving = Robot(domain), Dds(domain)
+        stack.callback(robot.transport.close)
+        stack.callback(serving.close)
+        node = Managed(
+            serving, serving, lambda topics: Bridge(parse(contract(servers[0])), topics, 0.2, managed=True)
+        )
+        stack.callback(node.wait)
+        stack.callback(node.stop)
+        manager = Manager(robot.transport)
+        assert manager.state == "unconfigured"
+        assert len(manager.ask("get_available_states", "GetAvailableStates").available_states) == 11
+        asked = manager.ask("get_available_transitions", "GetAvailableTransitions").available_transitions
+        assert [(each.transition.label, each.goal_state.label) for each in asked] == [
+            ("configure", "configuring"),
+            ("shutdown", "shuttingdown"),
+        ]
+        graph = manager.ask("get_transition_graph", "GetAvailableTransitions").available_transitions
+        assert len(graph) == 7 + 3 * 6
+        assert not manager.change(3)  # activate: not yet
+        assert "expected one of the state unconfigured, configure (1), shutdown (5), got 3" in caplog.text
+        assert not manager.change(1)  # no server: the node stays as it is, and says why
+        assert (manager.state, node.bridge) == ("unconfigured", None)
+        servers[0] = server.native
+        assert manager.change(label="configure")
+        with sending(robot):
+            for _ in range(2):
+                assert manager.state == "inactive"
+                assert node.bridge is not None
+                front = node.bridge.robot.cameras["front"]
+                until(lambda: front.received > 3, "messages")  # noqa: B023
+                robot.enable({"data": True})
+                count = len(robot.arm)
+                assert manager.change(3)
+                until(lambda: len(robot.arm) > count, "a trajectory")  # noqa: B023
+                assert manager.change(4)
+                assert node.bridge.loop.paused
+                count = len(robot.gripper)
+                assert manager.change(2)
+                until(lambda: manager.state == "unconfigured")
+                assert len(robot.gripper) <= count + 1  # of an inactive node nothing moves
+                assert manager.change(1)
+                assert node.bridge is not None
+                assert node.bridge.robot.cameras["front"] is not front  # a bridge of its own
+        assert manager.change(label="shutdown")
+        node.wait()
+        assert STATES[node.state] == "finalized"
+        assert not manager.change(1)
+        until(lambda: manager.events[-1].goal_state.label == "finalized", "the last event")
+    told = [(each.transition.id, each.goal_state.label) for each in manager.events]
+    assert told[:2] == [(1, "configuring"), (11, "unconfigured")]
+    assert told[-2:] == [(6, "shuttingdown"), (50, "finalized")]
+
+
+@pytest.mark.slow
+def test_the_program_is_a_managed_node(domain: int, tmp_path: Path) -> None:  # noqa: F811
+    from sinew_ros.dds import Dds
+
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(["packages/sinew_ros", *sys.path])}
+    line = [sys.executable, "-m", "sinew_ros", "run", tmp_path / "robot.yaml", "--lifecycle"]
+
+    def begun(*more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*line, *more],
+            env=environment,
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    with desk() as server, contextlib.closing(Dds(domain)) as transport:
+        (tmp_path / "robot.yaml").write_text(json.dumps(contract(server.native)))
+        manager = Manager(transport)
+        for wrong, said in (
+            (("--transport", "dds", "--steps", "3"), "--steps: expected none beside --lifecycle"),
+            (("--transport", f"bag:{tmp_path}"), "expected a rosbag of ROS 2"),
+        ):
+            with begun(*wrong) as refused:
+                assert said in refused.communicate(timeout=WAIT_S)[1]
+            assert refused.returncode == 1
+        for by in ("shutdown", "signal"):
+            with begun("--transport", "dds") as program:
+                try:
+                    assert manager.state == "unconfigured"
+                    if by == "signal":
+                        program.send_signal(signal.SIGTERM)
+                    else:
+                        assert manager.change(1)
+                        assert manager.change(3)
+                        assert manager.state == "active"
+                        assert manager.change(label="shutdown")
+                    said, errors = program.communicate(timeout=WAIT_S)
+                finally:
+                    program.kill()
+            assert program.returncode == 0, errors
+            report = json.loads(said)
+            assert report["state"] == "finalized"
+            assert ("control" in report) == (by == "shutdown")
