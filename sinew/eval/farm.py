@@ -54,7 +54,10 @@ MAX_BYTES = 64 << 20  # of a file that is read here
 REFUSED = 65  # exit status of a shard that ends with an error for people
 LINES = 15  # of a shard's last words
 HEAD = "head"  # how the names of a run's own shards begin
-SHARD, CLUSTER = "sinew.eval.farm", "sinew.eval.foreign.cluster"  # modules that play, here and on the hosts of a cluster
+SHARD, CLUSTER = (
+    "sinew.eval.farm",
+    "sinew.eval.foreign.cluster",
+)  # modules that play, here and on the hosts of a cluster
 SAID = "said: "  # how a line of a shard's log begins that is for people
 NOTHING = (
     "nothing is played here; expected the folder of a running `sinew eval --shards N --out FOLDER`, or the http://"
@@ -450,9 +453,7 @@ class Crew:
     before the first.
     """
 
-    def __init__(
-        self, folder: Path, count: int, name: str, logs: Path, how: Sequence[str] = (SHARD, "")
-    ):
+    def __init__(self, folder: Path, count: int, name: str, logs: Path, how: Sequence[str] = (SHARD, "")):
         self.folder, self.name, self._logs, self._how = folder, name, logs, how
         self.episodes = 0  # by processes that have come to their end
         self._queue = EpisodeQueue(folder, name)

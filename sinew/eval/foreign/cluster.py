@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Generator
 from contextlib import suppress
@@ -34,9 +33,13 @@ from sinew.eval.player import EpisodePlayer, one_thread
 
 logger = logging.getLogger("sinew.eval.cluster")
 
-HERE, CLIENT = "ray", "ray://"  # the cluster of this machine or of RAY_ADDRESS; one that is reached from outside
+HERE, CLIENT = (
+    "ray",
+    "ray://",
+)  # the cluster of this machine or of RAY_ADDRESS; one that is reached from outside
 AWAY_S, AGAIN_S = 60.0, 2.0  # how long a run that has played waits for its cluster, and between two tries
 PLACE_S = 15.0  # until it is said that actors wait for a place
+GONE = 75  # exit status where the cluster has gone: the next process waits for it
 AHEAD = 2  # groups that an actor has: the next one travels while it plays
 BLOCK = 16 << 20  # bytes of a bundle in one message
 
@@ -67,7 +70,9 @@ def connected(hosts: str, patience_s: float) -> Any:
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             why = " ".join(str(error).split())[:300]
             if time.monotonic() - begun >= patience_s:
-                raise SinewError(f"--hosts {hosts}: expected a Ray cluster that runs, got none ({why})") from None
+                raise SinewError(
+                    f"--hosts {hosts}: expected a Ray cluster that runs, got none ({why})"
+                ) from None
             if not said:
                 logger.warning("%s: no cluster answers; waiting for it for %g s (%s)", hosts, patience_s, why)
             said = True
@@ -130,7 +135,9 @@ class Guest:
                 got = hashlib.file_digest(file, "sha256").hexdigest()
             if got != kept.stem:
                 part.unlink()
-                raise SinewError(f"{self.plan.variants[index].target}: expected SHA-256 {kept.stem}, got {got}")
+                raise SinewError(
+                    f"{self.plan.variants[index].target}: expected SHA-256 {kept.stem}, got {got}"
+                )
             part.replace(kept)
 
     def play(self, index: int, seeds: tuple[int, ...]) -> bytes:
@@ -173,7 +180,7 @@ def _actor() -> Any:
         def receive(self, *block: Any) -> str:
             try:
                 self.guest.receive(*block)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - told to the run, which ends
                 return f"{type(error).__name__}: {error}"
             return ""
 
@@ -184,10 +191,12 @@ def _actor() -> Any:
                 return self.guest.play(index, seeds), ""
             except Told as error:
                 return b"", str(error)
-            except Exception:
+            except Exception:  # noqa: BLE001 - told to the run, which ends
                 import traceback
 
-                return b"", "\n".join(["a shard ended with an error:", *traceback.format_exc().splitlines()[-15:]])
+                return b"", "\n".join(
+                    ["a shard ended with an error:", *traceback.format_exc().splitlines()[-15:]]
+                )
 
     return Episodes
 
@@ -195,7 +204,7 @@ def _actor() -> Any:
 # ----------------------------------------------------------------------------- beside the queue
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A host that cannot play."""
 
 
@@ -262,7 +271,7 @@ class Hosts:
         try:
             answer = None if ref is None else self._ray.get(ref)
             seat.ref = next(seat.life) if ref is None else seat.life.send(answer)
-        except Refused as error:
+        except RefusedError as error:
             if seat.node not in self._refused:
                 self._refused[seat.node] = f"{seat.name}: {error}"
                 logger.warning("%s does not play: %s", seat.name, " ".join(str(error).split()))
@@ -296,7 +305,7 @@ class Hosts:
             found = yield seat.actor.open.remote(self._text, self._release)
             seat.node, seat.name = found["node"], found["name"]
             if "problem" in found:
-                raise Refused(found["problem"])
+                raise RefusedError(found["problem"])
             if not found["missing"]:
                 break
             if seat.node in self._fed:
@@ -326,14 +335,14 @@ class Hosts:
     def _send(self, seat: Seat, index: int) -> Life:
         path = Path(self._plan.variants[index].target)
         if not path.is_file():
-            raise Refused(f"{path}: expected it there as well, as only bundles of one file are sent")
+            raise RefusedError(f"{path}: expected it there as well, as only bundles of one file are sent")
         size, place = path.stat().st_size, 0
         logger.warning("%s is sent %s, %.1f MB", seat.name, path.name, size / 1e6)
         with path.open("rb") as file:
             while block := file.read(BLOCK):
                 last = place + len(block) >= size
                 if problem := (yield seat.actor.receive.remote(index, block, place, last)):
-                    raise Refused(problem)
+                    raise RefusedError(problem)
                 place += len(block)
 
     def _look(self) -> None:
@@ -342,7 +351,10 @@ class Hosts:
         if waiting and not self._told and time.monotonic() - self._begun > PLACE_S:
             there = self._ray.cluster_resources().get("CPU", 0)
             logger.warning(
-                "%d of %d shards wait for a place on the cluster, which has %g CPUs", waiting, len(self._seats), there
+                "%d of %d shards wait for a place on the cluster, which has %g CPUs",
+                waiting,
+                len(self._seats),
+                there,
             )
             self._told = True
 
@@ -357,6 +369,9 @@ def work(folder: Path, worker: str, hosts: str, count: int) -> int:
     try:
         there = Hosts(ray, folder, queue, count)
         there.play()
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        logger.warning("%s: the cluster has gone (%s)", hosts, " ".join(str(error).split())[:200])
+        raise SystemExit(GONE) from None
     finally:
         ended.set()
         with suppress(Exception):
