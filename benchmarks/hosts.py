@@ -166,6 +166,7 @@ class Cluster:
         elif what == "head":
             self.end(0)
             time.sleep(rng.uniform(0, 5))
+            self.end(1), self.end(2)  # Ray takes their processes for a head that runs
             for each in range(HOSTS):
                 self.start(each)
         else:
@@ -193,7 +194,7 @@ def through_ray(
     args: Any,
 ) -> Iterator[tuple[str, Path, float, dict[str, Any]]]:
     """Yield a row for the cluster as it is, and for one of which something is killed ``--kills`` times."""
-    cluster = Cluster(names, work, environment)
+    cluster, run = Cluster(names, work, environment), None
     try:
         for host in range(HOSTS):
             cluster.start(host)
@@ -234,6 +235,8 @@ def through_ray(
             }
             yield label, out, begun, more
     finally:
+        if run is not None:
+            run.kill()
         for host in range(HOSTS):
             cluster.end(host)
             shutil.rmtree(f"/tmp/{names[host]}", ignore_errors=True)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -38,6 +39,7 @@ HERE, CLIENT = (
     "ray://",
 )  # the cluster of this machine or of RAY_ADDRESS; one that is reached from outside
 AWAY_S, AGAIN_S = 60.0, 2.0  # how long a run that has played waits for its cluster, and between two tries
+ANSWER_S = 5.0  # until an address is taken for dead
 PLACE_S = 15.0  # until it is said that actors wait for a place
 GONE = 75  # exit status where the cluster has gone: the next process waits for it
 AHEAD = 2  # groups that an actor has: the next one travels while it plays
@@ -62,12 +64,16 @@ def connected(hosts: str, patience_s: float) -> Any:
     except ModuleNotFoundError as error:
         raise MissingPackageError("--hosts", "ray", f" ({error})") from None
     begun, said = time.monotonic(), False
+    known = os.environ.get("RAY_ADDRESS", "") if hosts == HERE else hosts
     while True:
         try:
+            if ":" in known:  # Ray itself asks an address where nobody is for minutes
+                host, _, port = known.removeprefix(CLIENT).rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
             ray.init(
                 address="auto" if hosts == HERE else hosts, log_to_driver=False, logging_level=logging.ERROR
             )
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             why = " ".join(str(error).split())[:300]
             if time.monotonic() - begun >= patience_s:
                 raise SinewError(
@@ -156,8 +162,6 @@ def _actor() -> Any:
 
     class Episodes:
         def open(self, plan: bytes, release: str) -> dict[str, Any]:
-            import socket
-
             import ray
 
             place = ray.get_runtime_context().get_node_id()
