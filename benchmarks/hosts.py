@@ -44,7 +44,7 @@ TUNSETIFF, IFF_TUN_NO_PI = 0x400454CA, 0x1001
 CLOCKS = ("latency_ms", "wall_s", "peak_bytes", "key")
 HOSTS = 3
 PORT = 7790
-RAY_PORT = 6399
+RAY_PORT = 20000 + os.getpid() % 1000  # Ray takes the processes of another namespace for its own
 # An actor in the middle of an episode; the raylet of a node; the process beside the queue; the run; the whole head.
 WHATS = ("actor", "raylet", "carrier", "run", "head")
 Begin = Callable[[Sequence[str], Path], subprocess.Popen[bytes]]

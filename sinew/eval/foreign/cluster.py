@@ -168,7 +168,6 @@ def _actor() -> Any:
             said = {"node": place, "name": f"{ray.util.get_node_ip_address()} ({socket.gethostname()})"}
             try:
                 import sinew
-                from sinew.core import SinewError as Told
             except ImportError as error:
                 return {**said, "problem": f"expected Sinew {release} there, got {error}"}
             if sinew.__version__ != release:
@@ -178,8 +177,8 @@ def _actor() -> Any:
 
                 self.guest = getattr(self, "guest", None) or Player(plan)
                 return {**said, "missing": self.guest.missing()}
-            except (Told, ImportError, OSError) as error:
-                return {**said, "problem": str(error)}
+            except Exception as error:  # noqa: BLE001 - whatever it is, this host does not play
+                return {**said, "problem": str(error) or type(error).__name__}
 
         def receive(self, *block: Any) -> str:
             try:
@@ -215,7 +214,7 @@ class RefusedError(Exception):
 Life = Generator[Any, Any, None]
 
 
-class Seat:
+class HostSeat:
     """An actor, what it is asked for, and the groups whose leases are held for it."""
 
     def __init__(self, actor: Any):
@@ -240,7 +239,7 @@ class Hosts:
         self._left = list(self._plan.jobs)
         self._deaths = farm.Deaths(folder)
         self._refused: dict[str, str] = {}  # by the id of a node
-        self._fed: dict[str, Seat] = {}  # the actor of a node that gets bundles for all of it
+        self._fed: dict[str, HostSeat] = {}  # the actor of a node that gets bundles for all of it
         self._class, self._begun, self._told = _actor(), time.monotonic(), False
         self.episodes = 0
         self._seats = [self._seat() for _ in range(count)]
@@ -260,17 +259,17 @@ class Hosts:
                 self._step(refs[ref], ref)
             self._look()
 
-    def _seat(self) -> Seat:
+    def _seat(self) -> HostSeat:
         options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": 0}
         if any(variant.device.startswith("cuda") for variant in self._plan.variants):
             options["num_gpus"] = 1
         if self._refused:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(self._refused)})"}
-        seat = Seat(self._ray.remote(self._class).options(**options).remote())
+        seat = HostSeat(self._ray.remote(self._class).options(**options).remote())
         seat.life = self._live(seat)
         return seat
 
-    def _step(self, seat: Seat, ref: Any) -> None:
+    def _step(self, seat: HostSeat, ref: Any) -> None:
         """Give an actor the answer that it has come to, and go on to its next question."""
         try:
             answer = None if ref is None else self._ray.get(ref)
@@ -287,7 +286,7 @@ class Hosts:
             logger.warning("a shard on %s died; another one takes over", seat.name or "the cluster")
             self._again(seat)
 
-    def _again(self, seat: Seat) -> None:
+    def _again(self, seat: HostSeat) -> None:
         """Open the groups of an actor again, and start another one in its place."""
         for job, _ in reversed(seat.held):
             self._queue.give_back(job)
@@ -303,7 +302,7 @@ class Hosts:
         self._seats[self._seats.index(seat)] = self._seat()
         self._begun = time.monotonic()
 
-    def _live(self, seat: Seat) -> Life:
+    def _live(self, seat: HostSeat) -> Life:
         """Yield what an actor is asked for, one after the other; get the answers."""
         while True:
             found = yield seat.actor.open.remote(self._text, self._release)
@@ -336,7 +335,7 @@ class Hosts:
             seat.held.popleft()
             self.episodes += len(job.seeds)
 
-    def _send(self, seat: Seat, index: int) -> Life:
+    def _send(self, seat: HostSeat, index: int) -> Life:
         path = Path(self._plan.variants[index].target)
         if not path.is_file():
             raise RefusedError(f"{path}: expected it there as well, as only bundles of one file are sent")
