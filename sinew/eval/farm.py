@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ BEATS = 5  # signs of life in that time
 LOOK_S = 0.05  # between two looks at the queue
 DEATHS = 5  # of shards in the same group, or before their first one, until the run gives up
 MAX_BYTES = 64 << 20  # of a file that is read here
-REFUSED = 65  # exit status of a shard that ends with an error for people
+REFUSED, FAULT = 65, 70  # exit status of a shard that ends with an error for people, and with one of Python's
 LINES = 15  # of a shard's last words
 HEAD = "head"  # how the names of a run's own shards begin
 SHARD, CLUSTER = (
@@ -483,7 +484,9 @@ class Crew:
                 self.episodes += int(said[-1])
             elif code == REFUSED:
                 raise SinewError(said[-1])
-            elif code == 1:  # an exception of Python's, which would come again
+            elif (
+                code == FAULT
+            ):  # it would come again; 1 is also how Ray ends a process whose cluster has gone
                 raise SinewError("\n".join(["a shard ended with an error:", *said[-LINES:]]))
             else:
                 self._died(code, released, said)
@@ -632,6 +635,9 @@ def main(play: Callable[[], int]) -> int:
     except SinewError as error:
         sys.stderr.write("\n" + " ".join(str(error).split()) + "\n")
         return REFUSED
+    except Exception:  # noqa: BLE001 - the run ends with it
+        traceback.print_exc()
+        return FAULT
     return 0
 
 

@@ -238,6 +238,25 @@ def test_what_a_shard_says_reaches_people(tmp_path: Path, caplog: pytest.LogCapt
     assert caplog.messages == ["one", "two"]
 
 
+def test_a_process_that_ray_ended_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its library ends the process by exit status 1 where the head has gone."""
+    (tmp_path / "as_ray.py").write_text(
+        "import os, pathlib, sys\n"
+        "try: pathlib.Path(sys.argv[3]).touch(exist_ok=False)\n"
+        "except FileExistsError: print('\\n7')\n"
+        "else: os._exit(1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    farm.EpisodeQueue(tmp_path, "").make()
+    crew = farm.Crew(tmp_path, 1, "head", tmp_path / farm.LOGS, ("as_ray", str(tmp_path / "been")))
+    while crew.tend():
+        time.sleep(0.01)
+    assert crew.episodes == 7
+    assert caplog.messages == ["a shard ended with exit code 1; another one takes over"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
