@@ -225,6 +225,7 @@ def through_ray(
                     continue
                 what = WHATS[sum(kills.values()) % len(WHATS)]
                 kills[what] += cluster.kill(what, run, rng)
+                print(json.dumps({"killed": dict(kills)}), flush=True)
                 if run.poll() is not None:
                     run = begin(words, work / f"{label} run")
             said = (work / f"{label} run" / "log").read_text()
