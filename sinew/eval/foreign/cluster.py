@@ -353,12 +353,8 @@ class Hosts:
         waiting = sum(not seat.node for seat in self._seats)
         if waiting and not self._told and time.monotonic() - self._begun > PLACE_S:
             there = self._ray.cluster_resources().get("CPU", 0)
-            logger.warning(
-                "%d of %d shards wait for a place on the cluster, which has %g CPUs",
-                waiting,
-                len(self._seats),
-                there,
-            )
+            text = f"{waiting} of {len(self._seats)} shards wait for a place on the cluster, which has {there:g} CPUs"
+            logger.warning("%s", text)
             self._told = True
 
 
