@@ -1,12 +1,15 @@
 """One run on one process, on two, and on three hosts that are network namespaces: the same outcomes, how much faster.
 
-    python -m benchmarks.hosts --episodes 200 [--delay 20] [--loss 1]          # as root, on Linux
+    python -m benchmarks.hosts --episodes 200 [--delay 20] [--loss 1] [--ray]      # as root, on Linux
 
 Each host has its own network and sees the others over a link on which every packet that it sends waits ``--delay``
 milliseconds and is lost with ``--loss`` percent: what ``tc netem`` would do, in a program that forwards packets between
 the hosts' TUN devices, as many kernels are built without netem. The second and the third host take part by
 ``sinew eval --join http://...``, in a folder of their own. With ``--kill SECONDS`` the three play once more, and one of
 them, the run itself among them, is ended at random about as often by SIGKILL; the same command begins it again.
+
+With ``--ray`` they are a Ray cluster: its head and the run in the first, a node with one processor in each of the
+others, and the run plays by ``--hosts ray``. A kill is then one of WHATS, in turn.
 """
 
 from __future__ import annotations
@@ -22,21 +25,29 @@ import random
 import re
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import sinew
 
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN_NO_PI = 0x400454CA, 0x1001
 CLOCKS = ("latency_ms", "wall_s", "peak_bytes", "key")
 HOSTS = 3
 PORT = 7790
+RAY_PORT = 20000 + os.getpid() % 1000  # Ray takes the processes of another namespace for its own
+# An actor in the middle of an episode; the raylet of a node; the process beside the queue; the run; the whole head.
+WHATS = ("actor", "raylet", "carrier", "run", "head")
+Begin = Callable[[Sequence[str], Path], subprocess.Popen[bytes]]
 
 
 def address(host: int) -> str:
@@ -107,6 +118,131 @@ def outcomes(out: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+class Cluster:
+    """A Ray cluster whose head and nodes are namespaces, each host with a store of bundles of its own."""
+
+    def __init__(self, names: Sequence[str], work: Path, environment: dict[str, str]):
+        self.names, self._work, self._environment = names, work, environment
+
+    def start(self, host: int) -> None:
+        """Start the head (host 0) or a node, when nothing of an earlier one is left."""
+        self.end(host)
+        own = self._work / f"ray {host}"
+        own.mkdir(exist_ok=True)
+        head = ["--head", f"--port={RAY_PORT}", "--num-cpus=0", "--include-dashboard=false"]
+        node = [f"--address={address(0)}:{RAY_PORT}", "--num-cpus=1"]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={address(host)}"]
+        # Sockets' names may have 107 characters.
+        more = ["--object-store-memory=100000000", f"--temp-dir=/tmp/{self.names[host]}"]
+        with (own / "log").open("ab") as log:
+            subprocess.run(
+                ["ip", "netns", "exec", self.names[host], *ray, *(node if host else head), *more],
+                check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={**self._environment, "HOME": str(own), "XDG_CACHE_HOME": str(own)},
+            )  # fmt: skip
+
+    def find(self, host: int, word: str) -> list[int]:
+        """Return the processes of a host whose command has a word."""
+        found = []
+        said = subprocess.run(["ip", "netns", "pids", self.names[host]], check=True, capture_output=True)
+        for pid in map(int, said.stdout.split()):
+            with contextlib.suppress(OSError):
+                if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def end(self, host: int) -> None:
+        """Kill whatever Ray has on a host."""
+        for pid in {*self.find(host, "ray::"), *self.find(host, "/ray/"), *self.find(host, "ray.util")}:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def kill(self, what: str, run: subprocess.Popen[bytes], rng: random.Random) -> bool:
+        """Kill one of WHATS, and begin again what of the cluster has ended; say whether there was one."""
+        host = rng.randrange(1, HOSTS)
+        if what == "run":
+            run.kill()
+            run.wait()
+        elif what == "head":
+            self.end(0)
+            time.sleep(rng.uniform(0, 5))
+            self.end(1), self.end(2)  # Ray takes their processes for a head that runs
+            for each in range(HOSTS):
+                self.start(each)
+        else:
+            word = {
+                "actor": "ray::Episodes",
+                "raylet": "raylet/raylet",
+                "carrier": "sinew.eval.foreign.cluster",
+            }
+            found = self.find(0 if what == "carrier" else host, word[what])
+            for pid in found[:1]:
+                os.kill(pid, signal.SIGKILL)
+            if what == "raylet":
+                time.sleep(rng.uniform(0, 5))
+                self.start(host)
+            return bool(found)
+        return True
+
+
+def through_ray(
+    play: Sequence[str],
+    names: Sequence[str],
+    work: Path,
+    begin: Begin,
+    environment: dict[str, str],
+    args: Any,
+) -> Iterator[tuple[str, Path, float, dict[str, Any]]]:
+    """Yield a row for the cluster as it is, and for one of which something is killed ``--kills`` times."""
+    cluster, run = Cluster(names, work, environment), None
+    try:
+        for host in range(HOSTS):
+            cluster.start(host)
+        for often in (None,) if args.kill is None else (None, args.kill):
+            label = "Ray" if often is None else "Ray, killed"
+            out = work / label
+            inside = ["ip", "netns", "exec", names[0], *play]
+            here = Path(sinew.__file__).parent / "assets" / f"{args.policy}.gguf"
+            if here.is_file():  # named as no other host can find it
+                (work / f"{label} run").mkdir()
+                shutil.copy(here, work / f"{label} run" / "own.gguf")
+                inside[inside.index(args.policy)] = "own.gguf"
+            words = [*inside, "--shards", str(HOSTS - 1), "--hosts", "ray", "--out", str(out)]
+            begun, rng, kills = time.monotonic(), random.Random(0), Counter[str]()
+            run = begin(words, work / f"{label} run")
+            ended = 0
+            while run.poll() is None or run.returncode:
+                if often is None or sum(kills.values()) >= args.kills:
+                    wait = None
+                else:
+                    wait = rng.expovariate(1 / often)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.wait(wait)
+                    if run.returncode:  # it has lost its cluster, and says so
+                        ended += 1
+                        assert ended <= args.kills, (work / f"{label} run" / "log").read_text()[-2000:]
+                        run = begin(words, work / f"{label} run")
+                    continue
+                what = WHATS[sum(kills.values()) % len(WHATS)]
+                kills[what] += cluster.kill(what, run, rng)
+                print(json.dumps({"killed": dict(kills)}), flush=True)
+                if run.poll() is not None:
+                    run = begin(words, work / f"{label} run")
+            said = (work / f"{label} run" / "log").read_text()
+            more = {
+                "kills": dict(kills),
+                "ended by itself": ended,
+                "bundles sent": len(re.findall(" is sent ", said)),
+            }
+            yield label, out, begun, more
+    finally:
+        if run is not None:
+            run.kill()
+        for host in range(HOSTS):
+            cluster.end(host)
+            shutil.rmtree(f"/tmp/{names[host]}", ignore_errors=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--policy", default="pen")
@@ -115,11 +251,15 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=20.0, help="of each packet, in ms")
     parser.add_argument("--loss", type=float, default=1.0, help="of packets, in percent")
     parser.add_argument("--kill", type=float, help="seconds between two kills of a host, about")
-    args, more = parser.parse_known_args()
+    parser.add_argument("--ray", action="store_true", help="the hosts are a Ray cluster")
+    parser.add_argument("--kills", type=int, default=30, help="of a Ray cluster, at most")
+    parser.add_argument("--processes", type=int, nargs="*", default=[1, 2], help="without hosts, first")
+    args, options = parser.parse_known_args()
     work = Path(tempfile.mkdtemp(prefix="sinew-hosts-"))
     environment = {**os.environ, "SINEW_API_KEY": "of this run", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"RAY_ADDRESS": f"{address(0)}:{RAY_PORT}", "RAY_USAGE_STATS_ENABLED": "0"}
     verb = [sys.executable, "-m", "sinew", "eval"]
-    play = [*verb, args.policy, "--env", args.env, "--episodes", str(args.episodes), *more]
+    play = [*verb, args.policy, "--env", args.env, "--episodes", str(args.episodes), *options]
     found: dict[str, Any] = {}
 
     def begin(words: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
@@ -133,6 +273,7 @@ def main() -> None:
         took = time.monotonic() - begun
         found[name] = {
             "seconds": round(took, 1),
+            "of the first": round(took / found.setdefault("_took", took), 2),
             "episodes": len(played),
             "won": sum(each["success"] for each in played.values()),
             "equal": sum(first[seed] == each for seed, each in played.items()),
@@ -140,11 +281,16 @@ def main() -> None:
         }
         print(json.dumps({name: found[name]}), flush=True)
 
-    for shards in (1, 2):
+    for shards in args.processes:
         out, begun = work / f"{shards}", time.monotonic()
         assert begin([*play, "--shards", str(shards), "--out", str(out)], work / f"at{shards}").wait() == 0
         row(f"{shards} processes", out, begun)
     with network(args.delay / 1e3, args.loss / 100) as names:
+        if args.ray:
+            for label, out, begun, more in through_ray(play, names, work, begin, environment, args):
+                row(label, out, begun, **more)
+            shutil.rmtree(work)
+            return
         for often in (None,) if args.kill is None else (None, args.kill):
             label = "3 hosts" if often is None else "3 hosts, killed"
             at, out = f"{address(0)}:{PORT}", work / label

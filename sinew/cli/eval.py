@@ -69,6 +69,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     ] = None,
     join: str | None = None,
     listen: str | None = None,
+    hosts: str | None = None,
     batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1,
     realtime: Annotated[bool, Parameter(negative="")] = False,
     noise: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
@@ -122,6 +123,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             machine, or the http:// address of one with --listen; helps it with --shards processes.
         listen: HOST:PORT where other hosts may --join without seeing the folder; beyond 127.0.0.1 with the key of
             SINEW_API_KEY, which they have too.
+        hosts: a Ray cluster on whose hosts the --shards play instead of here: ray (the cluster of this machine, or of
+            RAY_ADDRESS) or ray://HOST:10001. A host that has no such bundle is sent it. Needs the extra `ray`.
         batch: episodes that each shard plays in lockstep, so that one inference answers what they ask at the same
             moment: a number, or `auto` for what is fastest here (of a server, the most that it computes at once); one
             after the other if absent.
@@ -133,6 +136,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     """
     if setup is not None:
         return _set_up(setup)
+    if join is not None and hosts is not None:
+        raise SinewError("--hosts: expected the run itself; --join helps one from this machine")
     if join is not None:
         return _join(join, target, workers or usual_workers())
     if films and out is None:
@@ -151,6 +156,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         ]:
             raise SinewError(f"--{given_too[0]}: expected nothing that changes what --repeat plays")
         policies = [*([target] if target is not None else []), *(compare or [])]
+        if hosts is not None or listen is not None:
+            raise SinewError("--repeat: expected this machine, without --hosts and --listen")
         return _repeat(repeat, policies, interpreter, workers, out, films)
     if target is None:
         raise SinewError("expected a bundle file, the address of a server (tcp://host:port), or expert")
@@ -220,16 +227,23 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         raise SinewError(
             "--rerun: this environment asks a server; start `sinew serve --rerun` and give its address"
         )
-    if listen is not None and (elsewhere or recording or realtime):
-        raise SinewError(
-            "--listen: expected simulated time in this interpreter, without --rerun and --realtime"
-        )
+    for flag, given_there in (("--listen", listen), ("--hosts", hosts)):
+        if given_there is not None and (elsewhere or recording or realtime):
+            raise SinewError(
+                f"{flag}: expected simulated time in this interpreter, without --rerun and --realtime"
+            )
+    if hosts is not None:
+        from sinew.eval.foreign.cluster import check
+
+        check(hosts)
+        if workers is None:
+            raise SinewError("--hosts: expected --shards, how many play at once on the cluster")
     workers = workers or usual_workers(alone=realtime or recording is not None)
     if out is not None:
         from sinew.eval.report.repeat import check_place
 
         check_place(out, task, variants)
-    report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording, listen)
+    report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording, listen, hosts)
     failed = held is not None and not held.judge_report(report)
     broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
     report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
@@ -355,6 +369,7 @@ def _run(
     elsewhere: Foreign | None,
     recording: Path | str | None = None,
     listen: str | None = None,
+    hosts: str | None = None,
 ) -> dict[str, Any]:
     """The report, with the episodes themselves under "episodes"."""
     try:
@@ -405,7 +420,7 @@ def _run(
         try:
             results = campaign.run(
                 task, variants, seeds, workers=workers, out=out, on_episode=show, on_todo=begin,
-                elsewhere=elsewhere, player=player, listen=listen,
+                elsewhere=elsewhere, player=player, listen=listen, hosts=hosts,
             )  # fmt: skip
         except KeyboardInterrupt:
             kept = "nothing is kept without --out" if out is None else f"the same command goes on from {out}"

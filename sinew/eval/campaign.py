@@ -51,6 +51,7 @@ def run(
     elsewhere: Elsewhere | None = None,
     player: Callable[[Task], EpisodePlayer] | None = None,
     listen: str | None = None,
+    hosts: str | None = None,
 ) -> list[list[Episode]]:
     """Episodes of every variant, in the order of ``seeds``.
 
@@ -59,6 +60,8 @@ def run(
         ``out`` others can join them.
     on_episode: called for each episode, also for those found in the log. on_todo: called once with how many are not.
     listen: HOST:PORT where other hosts may join (:mod:`sinew.eval.hosts`), also with one worker.
+    hosts: a Ray cluster whose hosts play with so many workers, instead of this machine
+        (:mod:`sinew.eval.foreign.cluster`).
     elsewhere: plays instead of this interpreter. player: makes what plays in this process, with one worker.
 
     Raises what an episode raises, and :class:`SinewError` where another run plays into ``out``; what was finished
@@ -89,7 +92,7 @@ def run(
         if on_todo is not None:
             on_todo(len(todo))
         for index, group in _play(
-            task, variants, todo, workers, queue, elsewhere, player or EpisodePlayer, listen
+            task, variants, todo, workers, queue, elsewhere, player or EpisodePlayer, listen, hosts
         ):
             if file is not None:
                 _append(file, keys[index], group)
@@ -143,6 +146,7 @@ def _play(
     elsewhere: Elsewhere | None,
     make: Callable[[Task], EpisodePlayer],
     listen: str | None,
+    hosts: str | None,
 ) -> Iterator[tuple[int, Sequence[Episode]]]:
     """Yield the variant's index and the episodes of a group. queue: the folder of what several workers play; None makes
     one."""
@@ -153,12 +157,12 @@ def _play(
         return
     env, _ = make_env(task.env, task.adapter, task.env_options)
     env.close()  # what is wrong with it is said once, and here
-    if workers > 1 or listen is not None:
+    if workers > 1 or listen is not None or hosts is not None:
         with contextlib.ExitStack() as stack:
             if queue is None:
                 place = Path(tempfile.gettempdir()) / "sinew-eval"
                 queue = stack.enter_context(scratch.beside(place)) / farm.FOLDER
-            yield from farm.play(queue, farm.FarmPlan.of(task, variants, todo), workers, listen)
+            yield from farm.play(queue, farm.FarmPlan.of(task, variants, todo), workers, listen, hosts)
         return
     player = make(task)
     try:

@@ -27,8 +27,9 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -51,9 +52,14 @@ BEATS = 5  # signs of life in that time
 LOOK_S = 0.05  # between two looks at the queue
 DEATHS = 5  # of shards in the same group, or before their first one, until the run gives up
 MAX_BYTES = 64 << 20  # of a file that is read here
-REFUSED = 65  # exit status of a shard that ends with an error for people
+REFUSED, FAULT = 65, 70  # exit status of a shard that ends with an error for people, and with one of Python's
 LINES = 15  # of a shard's last words
 HEAD = "head"  # how the names of a run's own shards begin
+SHARD, CLUSTER = (
+    "sinew.eval.farm",
+    "sinew.eval.foreign.cluster",
+)  # modules that play, here and on the hosts of a cluster
+SAID = "said: "  # how a line of a shard's log begins that is for people
 NOTHING = (
     "nothing is played here; expected the folder of a running `sinew eval --shards N --out FOLDER`, or the http://"
     " address of one with --listen"
@@ -361,13 +367,14 @@ def remove(folder: Path) -> None:
 
 
 def play(
-    folder: Path, plan: FarmPlan, shards: int, listen: str | None = None
+    folder: Path, plan: FarmPlan, shards: int, listen: str | None = None, hosts: str | None = None
 ) -> Iterator[tuple[int, list[Episode]]]:
     """Play a plan with so many processes, and whoever joins; yield a variant's index and episodes of a group as they
     come.
 
     folder: of the queue, which stays until it is removed. listen: HOST:PORT where others may ask for a part
-    (:mod:`sinew.eval.hosts`). Raises :class:`SinewError` with what a shard could not do,
+    (:mod:`sinew.eval.hosts`). hosts: a Ray cluster that plays instead of this machine
+    (:mod:`sinew.eval.foreign.cluster`). Raises :class:`SinewError` with what a shard could not do,
     and where shards die again and again in one group.
     """
     queue = EpisodeQueue(folder, HEAD)
@@ -382,7 +389,11 @@ def play(
     server = None if listen is None else QueueServer(folder, plan, listen)
     if server is not None:
         logger.warning("others help with `sinew eval --join %s`", server.address)
-    crew = Crew(folder, min(shards, len(left)), HEAD, folder / LOGS)
+    shards = min(shards, len(left))
+    if hosts is None:
+        crew = Crew(folder, shards, HEAD, folder / LOGS)
+    else:
+        crew = Crew(folder, 1, HEAD, folder / LOGS, (CLUSTER, hosts, str(shards)))
     try:
         while left:
             alive, begun = crew.tend(), time.monotonic()
@@ -423,7 +434,7 @@ def join(run: str, shards: int) -> int:
             EpisodeQueue(folder, "").make()
             hosts.fetch(address, folder)
         name = f"{re.sub(r'[^a-zA-Z0-9.-]', '-', socket.gethostname())[:60]}-{secrets.token_hex(4)}"
-        crew = Crew(folder, shards, name, Path(logs), address)
+        crew = Crew(folder, shards, name, Path(logs), (SHARD, address))
         try:
             while crew.tend():
                 time.sleep(LOOK_S)
@@ -436,20 +447,20 @@ def join(run: str, shards: int) -> int:
 
 
 class Crew:
-    """Processes of this machine that play, each started anew when it dies. address: of the run, where its folder is
-    elsewhere.
+    """Processes of this machine that play, each started anew when it dies. how: the module that they run, and its
+    arguments behind the folder and a name; SHARD takes the address of the run, where its folder is elsewhere.
 
     Raises :class:`SinewError` from ``tend`` for what one of them has found to be wrong, and for DEATHS in one group, or
     before the first.
     """
 
-    def __init__(self, folder: Path, count: int, name: str, logs: Path, address: str = ""):
-        self.folder, self.name, self._logs, self._address = folder, name, logs, address
+    def __init__(self, folder: Path, count: int, name: str, logs: Path, how: Sequence[str] = (SHARD, "")):
+        self.folder, self.name, self._logs, self._how = folder, name, logs, how
         self.episodes = 0  # by processes that have come to their end
         self._queue = EpisodeQueue(folder, name)
         self._begun = 0
-        self._deaths: Counter[str] = Counter()  # by group, "" before the first one
-        self._progress = 0  # when something had been played last
+        self._deaths = Deaths(folder)
+        self._heard: Counter[str] = Counter()  # bytes of each log
         self._shards: dict[str, subprocess.Popen[bytes]] = {}
         try:
             for _ in range(count):
@@ -461,7 +472,9 @@ class Crew:
     def tend(self) -> bool:
         """Look after the processes; say whether any is left. Those that have nothing more to play end."""
         for name, process in list(self._shards.items()):
-            if (code := process.poll()) is None:
+            code = process.poll()
+            self._hear(name)
+            if code is None:
                 continue
             del self._shards[name]
             _shut(process)
@@ -471,24 +484,28 @@ class Crew:
                 self.episodes += int(said[-1])
             elif code == REFUSED:
                 raise SinewError(said[-1])
-            elif code == 1:  # an exception of Python's, which would come again
+            elif (
+                code == FAULT
+            ):  # it would come again; 1 is also how Ray ends a process whose cluster has gone
                 raise SinewError("\n".join(["a shard ended with an error:", *said[-LINES:]]))
             else:
                 self._died(code, released, said)
         return bool(self._shards)
 
     def _died(self, code: int, released: Sequence[str], said: Sequence[str]) -> None:
-        progress = (self.folder / PLAYED).stat().st_mtime_ns
-        if progress != self._progress:  # others begin without harm
-            self._progress, self._deaths[""] = progress, 0
-        self._deaths.update(released or [""])
-        worst = max(released or [""], key=self._deaths.__getitem__)
-        if self._deaths[worst] >= DEATHS:
-            where = f"at seed {worst.partition('-')[0]}" if worst else "before an episode"
-            last = "\n".join([f"a shard died {DEATHS} times {where}, with exit code {code}", *said[-LINES:]])
-            raise SinewError(last)
+        self._deaths.count(released, f"with exit code {code}", said)
         logger.warning("a shard ended with exit code %d; another one takes over", code)
         self.start()
+
+    def _hear(self, name: str) -> None:
+        """Hand on what a shard has said to people since the last look."""
+        with self._log(name).open("rb") as log:
+            log.seek(self._heard[name])
+            whole, end, _ = log.read().rpartition(b"\n")
+        self._heard[name] += len(whole + end)
+        for text in whole.decode(errors="replace").splitlines():
+            if text.startswith(SAID):
+                logger.warning("%s", text.removeprefix(SAID))
 
     def close(self) -> None:
         """End all, also in the middle of an episode."""
@@ -507,7 +524,7 @@ class Crew:
         places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
         with self._log(name).open("wb") as log:
             self._shards[name] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "sinew.eval.farm", str(self.folder), name, self._address],
+                [sys.executable, "-P", "-m", self._how[0], str(self.folder), name, *self._how[1:]],
                 stdin=subprocess.PIPE,  # its end is the end of this process, whatever ended it
                 stdout=log,
                 stderr=log,
@@ -516,6 +533,26 @@ class Crew:
 
     def _log(self, name: str) -> Path:
         return self._logs / name
+
+
+class Deaths:
+    """Counts what dies while it plays in ``folder``, by group, and before the first one ("")."""
+
+    def __init__(self, folder: Path):
+        self._played, self._deaths = folder / PLAYED, Counter[str]()
+        self._progress = 0  # when something had been played last
+
+    def count(self, released: Sequence[str], how: str, said: Sequence[str] = ()) -> None:
+        """Count a death. Raises :class:`SinewError` for DEATHS in one group, or DEATHS before a group while nobody
+        plays anything; released: the names of groups that it had. said: its last words."""
+        progress = self._played.stat().st_mtime_ns
+        if progress != self._progress:  # others begin without harm
+            self._progress, self._deaths[""] = progress, 0
+        self._deaths.update(released or [""])
+        worst = max(released or [""], key=self._deaths.__getitem__)
+        if self._deaths[worst] >= DEATHS:
+            where = f"at seed {worst.partition('-')[0]}" if worst else "before an episode"
+            raise SinewError("\n".join([f"a shard died {DEATHS} times {where}, {how}", *said[-LINES:]]))
 
 
 def _shut(process: subprocess.Popen[bytes]) -> None:
@@ -548,7 +585,7 @@ def work(folder: Path, worker: str, address: str = "") -> int:
     )
     count, checked = 0, set[int]()
     ended = threading.Event()
-    beats = threading.Thread(target=_beat, args=(queue, ended), daemon=True)
+    beats = threading.Thread(target=beat, args=(queue, ended), daemon=True)
     beats.start()
     player: EpisodePlayer | None = None
     try:
@@ -577,7 +614,7 @@ def work(folder: Path, worker: str, address: str = "") -> int:
     return count
 
 
-def _beat(queue: EpisodeQueue | RemoteQueue, ended: threading.Event) -> None:
+def beat(queue: EpisodeQueue | RemoteQueue, ended: threading.Event) -> None:
     while not ended.wait(queue.lease_s / BEATS):
         queue.beat()
 
@@ -589,17 +626,21 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def main(folder: str, worker: str, address: str) -> int:
+def main(play: Callable[[], int]) -> int:
     """Play as a shard of the process that started this one; its standard input tells that the parent lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the shards; Ctrl-C reaches them too
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        sys.stdout.write(f"\n{work(Path(folder), worker, address)}\n")
+        sys.stdout.write(f"\n{play()}\n")
     except SinewError as error:
         sys.stderr.write("\n" + " ".join(str(error).split()) + "\n")
         return REFUSED
+    except Exception:  # noqa: BLE001 - the run ends with it
+        traceback.print_exc()
+        return FAULT
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    place, *named = sys.argv[1:4]
+    sys.exit(main(lambda: work(Path(place), *named)))

@@ -624,6 +624,12 @@ def evaluation(walk: Walk) -> None:
         0.6,
     )
     walk.leaves("sinew eval --join http://head:7777 --shards 8", "tests/eval/test_farm.py joins by address")
+    walk.environment |= {"RAY_ADDRESS": f"{LOOPBACK}:9"}  # nothing answers there, or Ray is not installed
+    walk.type(
+        "sinew eval blocks --episodes 2000 --shards 6 --hosts ray --out runs/ray",
+        status=1,
+        says=("error: --hosts",),
+    )
     lockstep = walk.type(
         "sinew eval blocks --episodes 2000 --shards 2 --batch auto",
         instead=("2000", "20"),

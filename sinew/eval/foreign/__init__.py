@@ -1,1 +1,1 @@
-"""Simulators that live in an interpreter of their own."""
+"""Episodes that are played elsewhere: simulators in interpreters of their own, hosts of a Ray cluster."""
