@@ -48,13 +48,24 @@ PRELOAD = (
     "gymnasium",
     "prometheus_client",
     "tokenizers",
-    # The verbs' own, half a second of each process
+    "aiohttp.web",
+    "msgpack",
+    # The verbs' own, and what their policies compute with: a second of each process
+    "sinew.cli.run",
     "sinew.cli.serve",
-    "sinew.eval.variants",
+    "sinew.engine.eager.open",
+    "sinew.engine.plan.open",
+    "sinew.eval.campaign",
     "sinew.eval.fitting",
+    "sinew.eval.robot",
+    "sinew.eval.variants",
+    "sinew.families.smolvla.model",
     "sinew.policy",
+    "sinew.serve.launch",
     "sinew.serve.process",
+    "sinew.serve.wires.http",
     "sinew.serve.wires.native",
+    "sinew.serve.wires.openpi",
 )
 PYTHON_IGNORES = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ") if hasattr(signal, name)]
 
