@@ -24,6 +24,7 @@ from sinew.policy import open_bundle
 
 BATCH = 8
 CAMERA_HZ = 30.0
+LEAST, NO_GAIN = 1.005, "is not faster by the roofline"  # times as fast: less would be shown as 1.00
 # docs/low-bit.md, where the head has int8, too
 BITS_WON = "pen won 99.0 %, as in float32, shove {} for 98.0; `sinew eval --gate` judges yours"
 
@@ -110,8 +111,8 @@ def order(
             option for option in options if option is best or (best.group and option.group == best.group)
         ]
         options = [option for option in options if option not in rivals]
-        if ms(best.apply(now)) >= ms(now):
-            without |= {option.name: "is not faster by the roofline" for option in rivals}
+        if ms(now) < LEAST * ms(best.apply(now)):
+            without |= {option.name: NO_GAIN for option in rivals}
             continue
         for option in sorted(rivals, key=lambda option: ms(option.apply(now))):
             after = option.apply(now)
@@ -122,6 +123,8 @@ def order(
     under = _under(program(now), now.traffic, machine, without)
     if server is not None:
         under += _away(source, program(now), now.traffic, machine, server, route, without)
+    without |= {gain.name: NO_GAIN for gain in under if gain.before_ms < LEAST * gain.after_ms}
+    under = [gain for gain in under if gain.name not in without]
     return Order(start_ms, taken, sorted(under, key=lambda gain: gain.after_ms - gain.before_ms), without)
 
 
@@ -238,17 +241,9 @@ def _away(
     here = next(cut for cut in found if cut.server is None)
     best = found[0]
     if best.refused or best.server is None or best.latency_ms >= here.latency_ms:
-        without[f"a server {server.title}"] = (
-            f"all here is as quick as any cut over {found[-1].network or 'it'}"
-        )
+        ways = " + ".join(link.title for link in route)
+        without[f"a server {server.title}"] = f"all here is as quick as any cut over {ways}"
         return []
     line = "sinew serve there, sinew run tcp://... here"
-    return [
-        Gain(
-            best.where,
-            line,
-            here.latency_ms,
-            best.latency_ms,
-            "the same policy; `sinew validate` there states its engine's error",
-        )
-    ]
+    judged = "the same policy; `sinew validate` there states its engine's error"
+    return [Gain(best.where, line, here.latency_ms, best.latency_ms, judged)]

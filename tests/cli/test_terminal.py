@@ -23,7 +23,7 @@ from sinew.bundle import Bundle
 from sinew.cli import main, terminal
 from sinew.core import ObservationError, SinewError, extras, progress
 from sinew.core.extras import EXTRAS, MissingPackageError, install
-from sinew.perf.hardware import load_machines
+from sinew.perf.hardware import load_hops, load_machines
 from sinew.processing.files import parse_vector
 from sinew.serve.transport.listen import AddressError, Listen
 
@@ -234,7 +234,8 @@ def test_columns_are_honoured_in_a_pipe(monkeypatch, capsys) -> None:
 
 
 def test_machines_may_be_separated_by_commas() -> None:
-    assert [each.name for each in load_machines(["h200,rtx4090", "thor"])] == ["h200", "rtx4090", "thor"]
+    assert [each.name for each in load_machines(["h200,rtx4090", "thor,h200"])] == ["h200", "rtx4090", "thor"]
+    assert [[each.name for each in hop] for hop in load_hops(["5g,4g,5g", "5g"])] == [["5g", "4g"], ["5g"]]
     with pytest.raises(SinewError, match="hardware 'nope'"):
         load_machines(["h200,nope"])
 
