@@ -339,7 +339,11 @@ class Policy(OpenPolicy):
         known = self._looked_at
         for camera in self.spec.cameras:
             frame = observation.images.get(camera.name)
-            if frame is None or known.get(camera.name) in ((), frame.shape) or frame is self._grey[camera.name]:
+            if (
+                frame is None
+                or known.get(camera.name) in ((), frame.shape)
+                or frame is self._grey[camera.name]
+            ):
                 continue
             known[camera.name] = frame.shape
             trained = camera.height, camera.width

@@ -182,7 +182,9 @@ def _spec_rules(manifest: Manifest) -> dict[str, bool]:
         or (manifest.processing.all_cameras and not manifest.processing.empty_cameras),
         f"spec.solver_steps: expected 1 to {MAX_SOLVER_STEPS}": 1 <= spec.solver_steps <= MAX_SOLVER_STEPS,
         "spec: solver_steps does not fit spec.solver": spec.solver.fixed_steps in (None, spec.solver_steps)
-        and (spec.solver.levels is None or spec.solver_steps in spec.solver.levels.possible(spec.solver_steps)),
+        and (
+            spec.solver.levels is None or spec.solver_steps in spec.solver.levels.possible(spec.solver_steps)
+        ),
         "spec.solver: expected finite numbers": all(
             map(math.isfinite, (spec.solver.start, spec.solver.end, *itertools.chain(*spec.solver.table)))
         ),

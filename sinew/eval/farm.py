@@ -482,7 +482,9 @@ class Crew:
                 self.episodes += int(said[-1])
             elif code == REFUSED:
                 raise SinewError(said[-1])
-            elif code == FAULT:  # it would come again; 1 is also how Ray ends a process whose cluster has gone
+            elif (
+                code == FAULT
+            ):  # it would come again; 1 is also how Ray ends a process whose cluster has gone
                 raise SinewError("\n".join(["a shard ended with an error:", *said[-LINES:]]))
             else:
                 self._died(code, released, said)

@@ -95,7 +95,9 @@ def load_hardware(name: str, extra: Path | None = None) -> Hardware:
 
 def load_machines(names: Iterable[str], extra: Path | None = None) -> list[Hardware]:
     """Return several; a text is a name, or several with commas. Raises :class:`SinewError` for an unknown one."""
-    return [load_hardware(name, extra) for name in dict.fromkeys(n for text in names for n in text.split(","))]
+    return [
+        load_hardware(name, extra) for name in dict.fromkeys(n for text in names for n in text.split(","))
+    ]
 
 
 def load_network(name: str, extra: Path | None = None) -> Network:

@@ -451,7 +451,9 @@ def test_frames_that_nobody_sent_are_not_said_to_be_too_large(
     assert not caplog.records
     assert len(policy._looked_at) == 2
     for side in (101, 102):
-        policy._say_larger(Observation({"front": np.zeros((side, side, 3), np.uint8)}, np.zeros(4, np.float32)))
+        policy._say_larger(
+            Observation({"front": np.zeros((side, side, 3), np.uint8)}, np.zeros(4, np.float32))
+        )
     assert caplog.messages == ["camera front: large"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -355,3 +356,16 @@ def test_a_table_that_is_too_wide_stands_row_below_row(width: int, stands: bool)
     assert ("a column of words 0 0.0-of-some-length" in " ".join(lines[1].split())) is stands
     shown = [cell for row in rows for cell in row if cell in found.get()]
     assert len(shown) == (18 if stands else 6)
+
+
+@pytest.mark.parametrize("width", [32, 38, 40, 44, 70])
+@pytest.mark.parametrize("place", ["-", "docs/log/measurements-of-a-long-name.md#and-its-heading"])
+def test_no_word_of_a_table_is_cut(width: int, place: str) -> None:
+    """A path may be broken, as it would leave no table its shape, but it is whole, too."""
+    rows = [("vision", "1032", "7.1", place)]
+    with (console := Console(width=width)).capture() as found:
+        console.print(terminal.table("x", "stage", ">operators", ">MB made anew", "where", rows=rows))
+    shown = found.get()
+    assert {"vision", "operators", "1032", "anew"} <= set(re.split(r"[\s│┃]+", shown))
+    assert place in re.sub(r"[\s│┃]|vision|1032|7\.1", "", shown)
+    assert ("│" in shown) is (width > (40 if place == "-" else 44))

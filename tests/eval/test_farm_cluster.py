@@ -177,7 +177,9 @@ def test_a_bundle_that_came_otherwise_is_not_kept(tmp_path: Path, monkeypatch: p
     own.write_bytes(data)
     both = [pen_of(own), replace(pen_of(own), solver_steps=4)]
     farm.FarmPlan.of(TASK, both, [(0, 5000), (1, 5000)]).write(tmp_path)
-    monkeypatch.setattr(farm.FarmPlan, "check", lambda *_: (_ for _ in ()).throw(SinewError("another one here")))
+    monkeypatch.setattr(
+        farm.FarmPlan, "check", lambda *_: (_ for _ in ()).throw(SinewError("another one here"))
+    )
     guest = cluster.Guest((tmp_path / farm.PLAN).read_bytes())
     assert guest.missing() == [0]  # of which the second variant is made, too
     with pytest.raises(SinewError, match=r"own.gguf: expected SHA-256 \w{64}, got \w{64}"):
@@ -233,7 +235,9 @@ def test_no_cluster_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     with pytest.raises(SinewError, match="--hosts ray: expected a Ray cluster that runs, got none"):
         cluster.connected("ray", 0.0)
     monkeypatch.setenv("RAY_ADDRESS", "head:x")
-    with pytest.raises(SinewError, match=r"--hosts ray \(RAY_ADDRESS=head:x\): expected a Ray cluster that runs"):
+    with pytest.raises(
+        SinewError, match=r"--hosts ray \(RAY_ADDRESS=head:x\): expected a Ray cluster that runs"
+    ):
         cluster.connected("ray", 0.0)
     monkeypatch.delenv("RAY_ADDRESS")
     assert not caplog.text
