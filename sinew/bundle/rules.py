@@ -18,9 +18,8 @@ MAX_SOLVER_STEPS = 100
 MAX_HZ = 10_000.0
 MAX_NAME = 256  # characters
 MAX_TEXT = 1 << 14  # characters of a template or a default prompt
-MAX_PIXELS = (
-    1 << 25
-)  # of all views that the model reads, or of all frames that cameras are said to give, times 4
+# Of all views that the model reads, or of all frames that cameras are said to give, times 4
+MAX_PIXELS = 1 << 25
 MAX_NOISE = 1 << 22
 WORDS = "printable, without quotes, backticks and backslashes"
 MAX_UNITS = 1e9  # of a state or an action, in whatever unit: encoders and micrometres stay below

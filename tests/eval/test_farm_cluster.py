@@ -187,9 +187,10 @@ def test_a_bundle_that_came_otherwise_is_not_kept(tmp_path: Path, monkeypatch: p
     kept = machine.cache_folder("bundles")
     assert not list(kept.iterdir())
     guest.receive(0, data[:1000], 0, False)
-    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
+    with monkeypatch.context() as full:
         full.setattr(Path, "open", lambda path, mode: io.FileIO("/dev/full", "w"))
-        guest.receive(0, data[1000:], 1000, True)
+        with pytest.raises(OSError, match="No space left"):
+            guest.receive(0, data[1000:], 1000, True)
     assert not list(kept.iterdir())
     guest.receive(0, data[:1000], 0, False)
     guest.receive(0, data[1000:], 1000, True)

@@ -34,10 +34,8 @@ from sinew.eval.player import EpisodePlayer, one_thread
 
 logger = logging.getLogger("sinew.eval.cluster")
 
-HERE, CLIENT = (
-    "ray",
-    "ray://",
-)  # the cluster of this machine or of RAY_ADDRESS; one that is reached from outside
+# The cluster of this machine or of RAY_ADDRESS; one that is reached from outside
+HERE, CLIENT = "ray", "ray://"
 AWAY_S, AGAIN_S = 60.0, 2.0  # how long a run that has played waits for its cluster, and between two tries
 ANSWER_S = 5.0  # until an address is taken for dead
 PLACE_S = 15.0  # until it is said that actors wait for a place

@@ -51,10 +51,8 @@ SETTINGS = {
     ),
     "solver_steps": SOLVER_STEPS_SETTING,
 }
-BASES = (
-    "prism-dinosiglip-224px+7b",
-    "prism-dinosiglip-224px-controlled+7b",
-)  # the same towers and language model
+# The same towers and language model
+BASES = ("prism-dinosiglip-224px+7b", "prism-dinosiglip-224px-controlled+7b")
 SIDE = 224
 MEAN, STD = (  # of the towers: timm's for DINOv2 and SigLIP
     (0.485, 0.456, 0.406, 0.5, 0.5, 0.5),
