@@ -112,7 +112,8 @@ def order(
         ]
         options = [option for option in options if option not in rivals]
         if ms(now) < LEAST * ms(best.apply(now)):
-            without |= {option.name: NO_GAIN for option in rivals}
+            for option in rivals:
+                without[option.name] = "comes with what was taken" if option.apply(now) == now else NO_GAIN
             continue
         for option in sorted(rivals, key=lambda option: ms(option.apply(now))):
             after = option.apply(now)
@@ -176,23 +177,28 @@ def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[l
 
 
 def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Option]:
-    """Return the narrower formats that an engine of such a machine computes in; in each the head keeps a float."""
+    """Return the narrower formats that an engine of such a machine computes in; in each the head keeps a float. What is
+    quantised comes with the one engine that computes so, and has the plan's rewrites: the others widen it."""
+    engine = "cpu" if on_cpu else "cuda"
 
-    def narrow(name: str, line: str, fidelity: str, text: str, head: str) -> _Option:
+    def narrow(name: str, stored: str, fidelity: str, text: str, head: str) -> _Option:
         dtypes = (("vision", text), ("language", text), ("head", head))
-        return _Option(name, line, fidelity, lambda now: replace(now, dtypes=dtypes), "bits")
+        line = f"sinew quantize --recipe vision={stored},language={stored}, then --engine {engine}"
+        how: Traffic = "unfused" if on_cpu else "fused"
+        return _Option(
+            name, line, fidelity, lambda now: replace(now, dtypes=dtypes, engine="plan", traffic=how), "bits"
+        )
 
-    recipe = "sinew quantize --recipe vision={0},language={0}"
     if on_cpu:
         return [
-            narrow("int8", recipe.format("int8"), BITS_WON.format("97.0"), "int8/int8", "fp32"),
-            narrow("4 bits", recipe.format("q4_0"), BITS_WON.format("96.5"), "int4/int8", "fp32"),
+            narrow("int8", "int8", BITS_WON.format("97.0"), "int8/int8", "fp32"),
+            narrow("4 bits", "q4_0", BITS_WON.format("96.5"), "int4/int8", "fp32"),
         ]
     without["int8, 4 bits"] = "engine cuda widens them when it loads them"
     judged = "rounded: `sinew validate` states the error, `sinew eval --gate` the success"
     found = [_Option("bf16", "--dtype bf16", judged, lambda now: replace(now, dtypes="bf16"), "bits")]
     if "fp8" in machine.peak:
-        return [*found, narrow("fp8", recipe.format("fp8"), judged, "fp8/fp8", "bf16")]
+        return [*found, narrow("fp8", "fp8", judged, "fp8/fp8", "bf16")]
     without["fp8"] = f"{machine.title} has no rate for it"
     return found
 
@@ -201,6 +207,10 @@ def _under(
     program: PublishedProgram, traffic: Traffic, machine: Hardware, without: dict[str, str]
 ) -> list[Gain]:
     """Return what helps where something holds: observations that repeat, a stream, several robots."""
+    if machine.name != "cpu":
+        without["a stream"] = "engine cuda refuses it: both of its loops would share one stream of the GPU"
+        without["batches, --reuse"] = "engine cuda answers one request at a time, and keeps nothing"
+        return []
     parts = program.components(traffic)
     whole_ms, head_ms = 1e3 * seconds(parts, machine), 1e3 * timing(parts[-1], machine).seconds
     found: list[Gain] = []
@@ -211,11 +221,8 @@ def _under(
         without["a stream"] = f"{CAMERA_HZ:g} prefixes a second take the whole machine"
     else:
         name, between = f"time between windows, at {CAMERA_HZ:g} frames a second", 1e3 / turns.beside_hz
-        judged = "other actions: `sinew eval --stream` says at what success"
+        judged = "other actions: `sinew eval --stream PREFIX:HEAD` says at what success"
         found.append(Gain(name, "sinew run --stream", whole_ms, between, judged))
-    if machine.name != "cpu":
-        without["batches, --reuse"] = "engine cuda answers one request at a time, and keeps nothing"
-        return found
     found.append(
         Gain("an observation that repeats to the byte", "--reuse", whole_ms, head_ms, "the same bits")
     )
