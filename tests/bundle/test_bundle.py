@@ -26,6 +26,7 @@ from sinew.bundle.schema import Manifest, Normalization, PolicySpec, Processing,
 from sinew.bundle.writer import ArraySlice
 from sinew.core import BundleError, SinewError, VectorSpec
 from sinew.eval.report import card
+from sinew.models.solvers import NoiseLevels, Solver
 from sinew.policy import load
 
 
@@ -440,3 +441,11 @@ def test_threads_may_open_their_first_bundle_together():
         [sys.executable, "-c", OPENED_BY_THREADS, "sinew/assets/pen.gguf"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_steps_that_a_solver_does_not_have_are_refused_at_opening():
+    manifest = Bundle("sinew/assets/pen.gguf").manifest
+    solver = Solver("diffusion", levels=NoiseLevels(100, spacing="even"))
+    replace(manifest, spec=replace(manifest.spec, solver=solver)).check_values()
+    with pytest.raises(BundleError, match="solver_steps does not fit spec.solver"):
+        replace(manifest, spec=replace(manifest.spec, solver=solver, solver_steps=11)).check_values()

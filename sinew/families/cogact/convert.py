@@ -208,7 +208,7 @@ def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogAC
             f"{checkpoint.weights}: actions: expected {GRIPPER + 1} numbers or more, the last a gripper's, got {dim}"
         )
     kind = checkpoint.record.get("action_model_type", DIT_WIDTHS.get(size))
-    if kind not in DIT_HEADS:
+    if kind not in tuple(DIT_HEADS):  # which a list in the file may be asked of, too
         raise ConvertError(
             f"{checkpoint.record.path}: action_model_type: expected {', '.join(DIT_HEADS)}, got {kind!r}"
         )
