@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,8 @@ class Policy(OpenPolicy):
             )
         self.reuse_reason = "not tried yet" if reuse else "off"
         self._reuse_open = reuse
-        self._sizes: set[tuple[str, tuple[int, ...]]] | None = (
-            set()
-        )  # of frames by camera that came; None: not asked
+        # Of each camera the shape that was looked at last, () once it was said that it is larger than what is read
+        self._looked_at: dict[str, tuple[int, ...]] = {}
         self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None
         self._files = [bundle.file.in_use, *map(watch, self.facts.files)]
@@ -331,21 +331,25 @@ class Policy(OpenPolicy):
         observation = self._taken(observation)
         processor = self.processor_of(observation)
         member = processor.prepare(observation, pixels=not self.facts.takes_frames)
-        if self._sizes is not None:
-            self._say_larger(observation, self._sizes)
+        self._say_larger(observation)
         return member
 
-    def _say_larger(self, observation: Observation, known: set[tuple[str, tuple[int, ...]]]) -> None:
+    def _say_larger(self, observation: Observation) -> None:
         """Say of each camera, once, that it sends far more pixels than the policy reads."""
-        new = {(name, frame.shape) for name, frame in observation.images.items()} - known
-        known |= new
+        known = self._looked_at
         for camera in self.spec.cameras:
             frame = observation.images.get(camera.name)
-            if frame is None or (camera.name, frame.shape) not in new:
+            if (
+                frame is None
+                or known.get(camera.name) in ((), frame.shape)
+                or frame is self._grey[camera.name]
+            ):
                 continue
+            known[camera.name] = frame.shape
             trained = camera.height, camera.width
             image = self.manifest.processing.image
             if text := larger(frame, image, trained, here=not self.facts.takes_frames):
+                known[camera.name] = ()
                 log.warning("camera %s: %s", camera.name, text)
 
     def _taken(self, found: Observation | Mapping[str, Any]) -> Observation:
@@ -530,7 +534,7 @@ class Policy(OpenPolicy):
         """Inference on grey frames: pages the weights in, lets torch allocate and pick its kernels, records the CUDA
         engine's graphs for frames of the declared sizes, and settles the number of threads where it was left open.
         Call on the thread that will infer."""
-        observation, self._sizes = self.dummy_observation(), None  # whose frames nobody sent
+        observation = self.dummy_observation()
         reuse, self._reuse_open = self.reuse_reason != "off", False
         for engine in (self.engine, *self.engine.adapters.values()):
             engine.reuse = None  # what is measured here is computed
@@ -546,7 +550,6 @@ class Policy(OpenPolicy):
             )
         if reuse:
             self._start_reuse()
-        self._sizes = set()
         return chunk
 
     def _start_reuse(self) -> None:
@@ -558,9 +561,13 @@ class Policy(OpenPolicy):
         apart = next(filter(None, found), "")
         self.reuse_reason = f"the prefix, but no single view: {apart}" if apart else "views and the prefix"
 
+    @cached_property
+    def _grey(self) -> dict[str, np.ndarray]:
+        return {c.name: np.full((c.height, c.width, 3), 128, np.uint8) for c in self.spec.cameras}
+
     def dummy_observation(self) -> Observation:
         """A valid observation of the spec's shapes: grey frames, zero state, a short instruction."""
-        images = {c.name: np.full((c.height, c.width, 3), 128, np.uint8) for c in self.spec.cameras}
+        images = dict(self._grey)
         state = np.zeros(self.spec.state.dim, np.float32)
         earlier = (Moment(images, state),) * (self.spec.history - 1)
         return Observation(images, state, prompt="pick up the cube", seed=0, earlier=earlier)

@@ -96,6 +96,7 @@ def test_even_levels_are_those_of_guided_diffusion():
         wanted = [50] if count == 1 else sorted(range(0, 100, stride or 0), reverse=True)
         assert [step.time for step in even.steps(count)] == wanted
         assert even.possible(count) == (count,)
+    assert even.possible(101) == (100,)
 
 
 def test_ddpm_adds_the_noise_of_each_step_but_the_last_and_ddim_none():

@@ -18,9 +18,8 @@ MAX_SOLVER_STEPS = 100
 MAX_HZ = 10_000.0
 MAX_NAME = 256  # characters
 MAX_TEXT = 1 << 14  # characters of a template or a default prompt
-MAX_PIXELS = (
-    1 << 25
-)  # of all views that the model reads, or of all frames that cameras are said to give, times 4
+# Of all views that the model reads, or of all frames that cameras are said to give, times 4
+MAX_PIXELS = 1 << 25
 MAX_NOISE = 1 << 22
 WORDS = "printable, without quotes, backticks and backslashes"
 MAX_UNITS = 1e9  # of a state or an action, in whatever unit: encoders and micrometres stay below
@@ -181,7 +180,10 @@ def _spec_rules(manifest: Manifest) -> dict[str, bool]:
         "spec.history: expected 1 unless processing.all_cameras is true": spec.history == 1
         or (manifest.processing.all_cameras and not manifest.processing.empty_cameras),
         f"spec.solver_steps: expected 1 to {MAX_SOLVER_STEPS}": 1 <= spec.solver_steps <= MAX_SOLVER_STEPS,
-        "spec: solver_steps does not fit spec.solver": spec.solver.fixed_steps in (None, spec.solver_steps),
+        "spec: solver_steps does not fit spec.solver": spec.solver.fixed_steps in (None, spec.solver_steps)
+        and (
+            spec.solver.levels is None or spec.solver_steps in spec.solver.levels.possible(spec.solver_steps)
+        ),
         "spec.solver: expected finite numbers": all(
             map(math.isfinite, (spec.solver.start, spec.solver.end, *itertools.chain(*spec.solver.table)))
         ),

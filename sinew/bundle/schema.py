@@ -20,14 +20,11 @@ from sinew.bundle.rules import problems
 from sinew.bundle.seen import Seen
 from sinew.bundle.upgrade import READS, upgraded
 from sinew.core import BundleError, PolicySpec
-from sinew.steps.base import read_step
+from sinew.steps.base import READING, read_step
 from sinew.steps.vector.base import VectorStep
 
-COMPONENTS = (
-    "vision",
-    "language",
-    "head",
-)  # of a policy, as recipes name them; head: all that is not the others'
+# Of a policy, as recipes name them; head: all that is not the others'
+COMPONENTS = ("vision", "language", "head")
 DEFAULT_RECIPE = "vision=int8,language=int8,head=fp32"  # the head's errors add up from step to step
 ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
 
@@ -286,9 +283,8 @@ def parsed(text: str, where: str) -> Any:
     """Return what JSON text says. Raises :class:`BundleError`."""
     try:
         raw = json.loads(text)
-        json.dumps(
-            raw, ensure_ascii=False
-        ).encode()  # escapes can spell half a character, which nothing can print
+        # Escapes can spell half a character, which nothing can print
+        json.dumps(raw, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{where} is not JSON: {error}") from None
     return raw
@@ -299,11 +295,10 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
     import msgspec
 
     try:
-        record = msgspec.convert(raw, kind, strict=True, dec_hook=read_step)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # msgspec's are ValueErrors, so are those of half a character
+        with READING:
+            record = msgspec.convert(raw, kind, strict=True, dec_hook=read_step)
+    # Msgspec's are ValueErrors, so are those of half a character
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{where}: {error}") from None
     unknown = _unknown_field(raw, msgspec.to_builtins(record))
     if unknown:

@@ -45,12 +45,8 @@ HELP = {  # by the state of the trial
 }
 VARIED = ("replan", "handover", "solver_steps", "dtype", "device", "engine")  # that --compare may change
 MOST = 999  # scenes
-DRIVEN = (
-    "hz",
-    "seconds",
-    "prompt",
-    "stale",
-)  # how a trial is driven, and when it ends: alike in all of a sitting
+# How a trial is driven, and when it ends: alike in all of a sitting
+DRIVEN = ("hz", "seconds", "prompt", "stale")
 BY_CHUNKS = ("substeps", "max_age", "finish", "future", "advantage", "guidance_scale")
 
 
@@ -282,11 +278,8 @@ class Room(Keys):
         from sinew.eval.runner import StepByStep
         from sinew.eval.trials.desk import scene_noise
 
-        turn, machine, self.typing = (
-            self.turn,
-            self.machine,
-            None,
-        )  # a reason begun for the last one is not this one's
+        # A reason begun for the last one is not this one's
+        turn, machine, self.typing = self.turn, self.machine, None
         rig, variant = self.rigs[turn.variant], sitting.variants[turn.variant]
         if self.alone:
             # No loop runs yet that a signal could end: whatever is open is closed on the way out.

@@ -257,9 +257,8 @@ def named_policies(texts: Sequence[str]) -> dict[str, str]:
 def say(text: str) -> None:
     """Print to standard output; whoever read it may have gone, which is no reason to stop serving."""
     try:
-        sys.stdout.write(
-            f"{terminal.shown(text)}\n"
-        )  # at once: PYTHONUNBUFFERED makes two of what print writes
+        # At once: PYTHONUNBUFFERED makes two of what print writes
+        sys.stdout.write(f"{terminal.shown(text)}\n")
         sys.stdout.flush()
     except OSError as error:
         logger.warning("nobody reads what this server prints: %s", error)

@@ -34,6 +34,7 @@ from rich.text import Text
 from sinew.core import SinewError
 
 WIDTH = 120  # columns where there is neither a terminal nor COLUMNS to ask; tables of 80 are cut to pieces
+WORD = 14  # characters that a column has room for, before rows stand one below the other
 PATIENCE_S = 2.0  # what takes longer is announced
 
 # What steers a terminal, turns the direction of writing, or cannot be encoded; tabs and new lines stay.
@@ -105,10 +106,11 @@ def typed() -> str:
 
 
 class _Table(Table):
-    """A table whose rows stand one below the other, a line for each column, where it is too wide for the terminal."""
+    """A table whose rows stand one below the other, a line for each column, where it is too wide for the terminal.
+    Nothing is left out: words that are too long, as paths, are broken."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not self.row_count or self.__rich_measure__(console, options).minimum <= options.max_width:
+        if not self.row_count or self._fits(console, options):
             yield from super().__rich_console__(console, options)
             return
         if self.title:
@@ -123,12 +125,21 @@ class _Table(Table):
             yield row
             yield ""
 
+    def _fits(self, console: Console, options: ConsoleOptions) -> bool:
+        """Say whether no word of up to WORD characters is broken: Rich narrows the widest columns first, below their
+        words, too."""
+        room = options.update_width(options.max_width - self._extra_width)
+        widths = self._calculate_column_widths(console, room)
+        words = (self._measure_column(console, options, column).minimum for column in self.columns)
+        return all(width >= min(least, WORD + 2) for width, least in zip(widths, words, strict=True))
+
 
 def table(title: str | None, *columns: str, rows: Iterable[Sequence[str]] = (), **options: Any) -> Table:
     """Return a table of rows; a column whose name begins with ``>`` has numbers, and is set to the right."""
     made = _Table(title=title, **options)
     for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+        justify: Any = "right" if name.startswith(">") else "left"
+        made.add_column(name.removeprefix(">"), justify=justify, overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

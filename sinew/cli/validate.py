@@ -61,6 +61,11 @@ def validate(
             f"{bundle}: expected a bundle with weights, which the reference needs, got exported graphs"
         )
     if audit:
+        for flag, judged in (("records", records), ("gate", gate), ("out", out)):
+            if judged is not None:
+                raise SinewError(
+                    f"--{flag}: expected none with --audit, which computes and writes nothing, got {judged}"
+                )
         given = {"device": "cpu"} if runs.device == "auto" else {}
         return show_audit(Policy(opened, **runs.keywords() | given))
     held = read_gate(gate) if gate is not None else None

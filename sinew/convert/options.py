@@ -95,9 +95,8 @@ class ConvertOptions:
     stats_key: str = ""
     control_hz: float | None = None  # actions per second; no upstream config says it
     motion: MotionSpec | None = None  # what actions are measured from; no upstream config says it
-    vectors: Mapping[str, Joints] = field(
-        default_factory=dict
-    )  # of "state" and "action"; no config has units
+    # Of "state" and "action"; no config has units
+    vectors: Mapping[str, Joints] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)  # of --set; text until a family has read it
 
     def setting(self, name: str, default: Any) -> Any:

@@ -55,10 +55,8 @@ MAX_BYTES = 64 << 20  # of a file that is read here
 REFUSED, FAULT = 65, 70  # exit status of a shard that ends with an error for people, and with one of Python's
 LINES = 15  # of a shard's last words
 HEAD = "head"  # how the names of a run's own shards begin
-SHARD, CLUSTER = (
-    "sinew.eval.farm",
-    "sinew.eval.foreign.cluster",
-)  # modules that play, here and on the hosts of a cluster
+# Modules that play, here and on the hosts of a cluster
+SHARD, CLUSTER = "sinew.eval.farm", "sinew.eval.foreign.cluster"
 SAID = "said: "  # how a line of a shard's log begins that is for people
 NOTHING = (
     "nothing is played here; expected the folder of a running `sinew eval --shards N --out FOLDER`, or the http://"

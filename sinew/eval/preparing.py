@@ -114,9 +114,8 @@ def _prepare(
                 why = f"engine {name} is not taken: it is not {MARGIN - 1:.0%} faster ({words}); {proof}"
                 return EngineFinding(name, against, False, why, seconds, device)
             finding = EngineFinding(name, against, True, f"{words}; {proof}", seconds, device)
-            _keep(
-                finding, bundle.path
-            )  # first: without its form it counts for nothing, and a form counts by itself
+            # First: without its form it counts for nothing, and a form counts by itself
+            _keep(finding, bundle.path)
             publish()
             return finding
     except _NotNowError:

@@ -259,9 +259,8 @@ class Task:
     future: bool = False
 
     def __post_init__(self) -> None:
-        Settings(1.0, motion=self.motion, future=self.future).controller(
-            0
-        )  # which says what is wrong with them
+        # Which says what is wrong with them
+        Settings(1.0, motion=self.motion, future=self.future).controller(0)
 
     def to_dict(self) -> dict[str, Any]:
         # Logs of episodes that were played before there was a choice stay valid.

@@ -15,11 +15,8 @@ from sinew.core import SinewError
 from sinew.eval.adapters import time_limit
 from sinew.eval.lockstep import RESET, STEP
 
-TOLD = (
-    "control_hz",
-    "max_steps",
-    "task_description",
-)  # what adapters ask an environment for, beside its spec
+# What adapters ask an environment for, beside its spec
+TOLD = ("control_hz", "max_steps", "task_description")
 
 
 class VectorParts:
@@ -103,9 +100,8 @@ class Part(gymnasium.Env):
         self._index = index
         self.action_space, self.observation_space = env.single_action_space, env.single_observation_space
         self.metadata = dict(env.metadata)
-        copies: Sequence[gymnasium.Env] = getattr(
-            env.unwrapped, "envs", ()
-        )  # of those that are in this process
+        # Of those that are in this process
+        copies: Sequence[gymnasium.Env] = getattr(env.unwrapped, "envs", ())
         self.spec = env.spec or (copies[0].spec if copies else None)
         for each in (*(copy.unwrapped for copy in copies[:1]), env.unwrapped):
             for name in TOLD:

@@ -124,9 +124,8 @@ class QwenViT(nn.Module):
         The tower's output comes first, then the taps in order.
         """
         pixels = pixels.to(self.patch_embedding.weight.dtype)
-        frames = pixels.repeat_interleave(
-            self.config.temporal_patch, dim=1
-        )  # the weight's order: colour, frame
+        # The weight's order: colour, frame
+        frames = pixels.repeat_interleave(self.config.temporal_patch, dim=1)
         patches = embed_patches(self.patch_embedding, frames)  # [B, rows, cols, C]
         rows, cols = patches.shape[1:3]
         return self.encode(patches.flatten(1, 2), rows, cols)

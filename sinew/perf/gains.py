@@ -24,6 +24,7 @@ from sinew.policy import open_bundle
 
 BATCH = 8
 CAMERA_HZ = 30.0
+LEAST, NO_GAIN = 1.005, "is not faster by the roofline"  # times as fast: less would be shown as 1.00
 # docs/low-bit.md, where the head has int8, too
 BITS_WON = "pen won 99.0 %, as in float32, shove {} for 98.0; `sinew eval --gate` judges yours"
 
@@ -110,8 +111,9 @@ def order(
             option for option in options if option is best or (best.group and option.group == best.group)
         ]
         options = [option for option in options if option not in rivals]
-        if ms(best.apply(now)) >= ms(now):
-            without |= {option.name: "is not faster by the roofline" for option in rivals}
+        if ms(now) < LEAST * ms(best.apply(now)):
+            for option in rivals:
+                without[option.name] = "comes with what was taken" if option.apply(now) == now else NO_GAIN
             continue
         for option in sorted(rivals, key=lambda option: ms(option.apply(now))):
             after = option.apply(now)
@@ -122,6 +124,8 @@ def order(
     under = _under(program(now), now.traffic, machine, without)
     if server is not None:
         under += _away(source, program(now), now.traffic, machine, server, route, without)
+    without |= {gain.name: NO_GAIN for gain in under if gain.before_ms < LEAST * gain.after_ms}
+    under = [gain for gain in under if gain.name not in without]
     return Order(start_ms, taken, sorted(under, key=lambda gain: gain.after_ms - gain.before_ms), without)
 
 
@@ -173,23 +177,28 @@ def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[l
 
 
 def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Option]:
-    """Return the narrower formats that an engine of such a machine computes in; in each the head keeps a float."""
+    """Return the narrower formats that an engine of such a machine computes in; in each the head keeps a float. What is
+    quantised comes with the one engine that computes so, and has the plan's rewrites: the others widen it."""
+    engine = "cpu" if on_cpu else "cuda"
 
-    def narrow(name: str, line: str, fidelity: str, text: str, head: str) -> _Option:
+    def narrow(name: str, stored: str, fidelity: str, text: str, head: str) -> _Option:
         dtypes = (("vision", text), ("language", text), ("head", head))
-        return _Option(name, line, fidelity, lambda now: replace(now, dtypes=dtypes), "bits")
+        line = f"sinew quantize --recipe vision={stored},language={stored}, then --engine {engine}"
+        how: Traffic = "unfused" if on_cpu else "fused"
+        return _Option(
+            name, line, fidelity, lambda now: replace(now, dtypes=dtypes, engine="plan", traffic=how), "bits"
+        )
 
-    recipe = "sinew quantize --recipe vision={0},language={0}"
     if on_cpu:
         return [
-            narrow("int8", recipe.format("int8"), BITS_WON.format("97.0"), "int8/int8", "fp32"),
-            narrow("4 bits", recipe.format("q4_0"), BITS_WON.format("96.5"), "int4/int8", "fp32"),
+            narrow("int8", "int8", BITS_WON.format("97.0"), "int8/int8", "fp32"),
+            narrow("4 bits", "q4_0", BITS_WON.format("96.5"), "int4/int8", "fp32"),
         ]
     without["int8, 4 bits"] = "engine cuda widens them when it loads them"
     judged = "rounded: `sinew validate` states the error, `sinew eval --gate` the success"
     found = [_Option("bf16", "--dtype bf16", judged, lambda now: replace(now, dtypes="bf16"), "bits")]
     if "fp8" in machine.peak:
-        return [*found, narrow("fp8", recipe.format("fp8"), judged, "fp8/fp8", "bf16")]
+        return [*found, narrow("fp8", "fp8", judged, "fp8/fp8", "bf16")]
     without["fp8"] = f"{machine.title} has no rate for it"
     return found
 
@@ -198,6 +207,10 @@ def _under(
     program: PublishedProgram, traffic: Traffic, machine: Hardware, without: dict[str, str]
 ) -> list[Gain]:
     """Return what helps where something holds: observations that repeat, a stream, several robots."""
+    if machine.name != "cpu":
+        without["a stream"] = "engine cuda refuses it: both of its loops would share one stream of the GPU"
+        without["batches, --reuse"] = "engine cuda answers one request at a time, and keeps nothing"
+        return []
     parts = program.components(traffic)
     whole_ms, head_ms = 1e3 * seconds(parts, machine), 1e3 * timing(parts[-1], machine).seconds
     found: list[Gain] = []
@@ -208,11 +221,8 @@ def _under(
         without["a stream"] = f"{CAMERA_HZ:g} prefixes a second take the whole machine"
     else:
         name, between = f"time between windows, at {CAMERA_HZ:g} frames a second", 1e3 / turns.beside_hz
-        judged = "other actions: `sinew eval --stream` says at what success"
+        judged = "other actions: `sinew eval --stream PREFIX:HEAD` says at what success"
         found.append(Gain(name, "sinew run --stream", whole_ms, between, judged))
-    if machine.name != "cpu":
-        without["batches, --reuse"] = "engine cuda answers one request at a time, and keeps nothing"
-        return found
     found.append(
         Gain("an observation that repeats to the byte", "--reuse", whole_ms, head_ms, "the same bits")
     )
@@ -238,17 +248,9 @@ def _away(
     here = next(cut for cut in found if cut.server is None)
     best = found[0]
     if best.refused or best.server is None or best.latency_ms >= here.latency_ms:
-        without[f"a server {server.title}"] = (
-            f"all here is as quick as any cut over {found[-1].network or 'it'}"
-        )
+        ways = " + ".join(link.title for link in route)
+        without[f"a server {server.title}"] = f"all here is as quick as any cut over {ways}"
         return []
     line = "sinew serve there, sinew run tcp://... here"
-    return [
-        Gain(
-            best.where,
-            line,
-            here.latency_ms,
-            best.latency_ms,
-            "the same policy; `sinew validate` there states its engine's error",
-        )
-    ]
+    judged = "the same policy; `sinew validate` there states its engine's error"
+    return [Gain(best.where, line, here.latency_ms, best.latency_ms, judged)]

@@ -95,11 +95,18 @@ def load_hardware(name: str, extra: Path | None = None) -> Hardware:
 
 def load_machines(names: Iterable[str], extra: Path | None = None) -> list[Hardware]:
     """Return several; a text is a name, or several with commas. Raises :class:`SinewError` for an unknown one."""
-    return [load_hardware(name, extra) for text in names for name in text.split(",")]
+    return [
+        load_hardware(name, extra) for name in dict.fromkeys(n for text in names for n in text.split(","))
+    ]
 
 
 def load_network(name: str, extra: Path | None = None) -> Network:
     return _find(networks(extra), name, "network")
+
+
+def load_hops(names: Iterable[str], extra: Path | None = None) -> list[list[Network]]:
+    """Return the links that each hop of a route may have. Arguments as of :func:`load_machines`."""
+    return [[load_network(name, extra) for name in dict.fromkeys(hop.split(","))] for hop in names]
 
 
 def _table(kind: type[Entry], name: str, extra: Path | None) -> dict[str, Entry]:

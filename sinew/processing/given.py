@@ -20,17 +20,8 @@ PROMPT_KEYS = ("prompt", "task", "instruction")
 UNREAD = ("action", "timestamp", "frame_index", "episode_index", "index", "task_index")
 UNREAD_PREFIXES = ("next.", "complementary_info.")
 VECTORS = ("noise", "previous", "tokens")
-PICTURES = (
-    "RGB",
-    "RGBA",
-    "L",
-    "P",
-    "CMYK",
-    "YCbCr",
-    "HSV",
-    "1",
-    "LA",
-)  # modes of 8 bits, whose RGB is defined
+# Modes of 8 bits, whose RGB is defined
+PICTURES = ("RGB", "RGBA", "L", "P", "CMYK", "YCbCr", "HSV", "1", "LA")
 
 
 def observation(given: Observation | Mapping[str, Any], spec: PolicySpec) -> Observation:

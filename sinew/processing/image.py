@@ -59,8 +59,8 @@ def larger(frame: np.ndarray, recipe: ImageRecipe, trained: tuple[int, int], her
         f"frames of {height}x{width}, of which the policy reads {enough[0]}x{enough[1]}: such frames would do, with"
         f" {small.nbytes / 1e3:,.0f} instead of {frame.nbytes / 1e3:,.0f} kB each"
     )
-    if here:
-        text += f" and {_fastest_ms(small, recipe):.1f} instead of {_fastest_ms(frame, recipe):.1f} ms to prepare here"
+    if here and (ms := _fastest_ms(frame, recipe)) >= 0.1:  # less is shown as nothing
+        text += f" and {_fastest_ms(small, recipe):.1f} instead of {ms:.1f} ms to prepare here"
     return text + (f" (training data had {height}x{width}, too)" if trained == (height, width) else "")
 
 

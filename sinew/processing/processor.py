@@ -252,9 +252,8 @@ class Processor:
     ) -> ModelInputs:
         names = [c.name for c in self.spec.cameras if c.name in observation.images]
         moments = list(self._moments(observation).values())
-        spare = (
-            0 if self._masked else self.spec.history - len(moments)
-        )  # the oldest stands for those before it
+        # The oldest stands for those before it
+        spare = 0 if self._masked else self.spec.history - len(moments)
         raw = tuple([moment.images[name] for moment in moments for name in names])
         present = len(names) * (spare + len(moments))
         if pixels or padded or any(frame.dtype != np.uint8 for frame in raw):

@@ -37,9 +37,8 @@ from sinew.records.recorder import check_array, moments_in, read_meta, read_reco
 from sinew.serve.served import ServedPolicy
 
 MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients
-MAX_BYTES = (
-    1 << 30
-)  # of all actions, which are kept: 50 x 26 numbers, ten times a second, for over five hours
+# Of all actions, which are kept: 50 x 26 numbers, ten times a second, for over five hours
+MAX_BYTES = 1 << 30
 MAX_MS = 3.6e6  # of one recorded inference
 MATCHED = "the request's session, then the order of requests; other sessions get the first recorded one"
 

@@ -179,9 +179,8 @@ class Safety:
         """
         if self._recipe.state_steps:
             return None
-        ends = np.stack(
-            [self._state_centre - self._state_half, self._state_centre + self._state_half]
-        )  # [2, D]
+        # [2, D]
+        ends = np.stack([self._state_centre - self._state_half, self._state_centre + self._state_half])
         low, high = ([float(x) if np.isfinite(x) else None for x in row] for row in ends)
         return {"low": low, "high": high}
 

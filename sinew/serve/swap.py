@@ -144,9 +144,8 @@ class Swapper:
         old.drain()
         self._service.policies.retired(old)
         del old
-        frozen = (
-            gc.get_freeze_count()
-        )  # what was there when the server began (process.py): it may go now, too
+        # What was there when the server began (process.py): it may go now, too
+        frozen = gc.get_freeze_count()
         gc.unfreeze()
         gc.collect()
         if frozen:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar, cast
 
 S = TypeVar("S", bound="Step")
+# Held while msgspec reads a dataclass: 0.22 ends the process (SIGSEGV) where two threads meet a class first together.
+READING = threading.RLock()
 
 
 class Step:
@@ -40,7 +43,8 @@ class Step:
             raise ValueError(f"expected a step, an object with its kind, got {type(record).__name__}")
         found = cls.registered(record.get("kind"))
         try:
-            return msgspec.convert(record, found, strict=True)
+            with READING:
+                return msgspec.convert(record, found, strict=True)
         except msgspec.ValidationError as error:
             raise ValueError(f"{record['kind']}: {error}") from None
 

@@ -94,10 +94,8 @@ class Loops:
         self._streams: dict[Session, _Stream] = {}
         self._spent: tuple[dict[Hashable, float], dict[Hashable, float]] = ({}, {})  # by owner, of each loop
         self._least = [0.0, 0.0]  # what the owner had spent whose turn came last
-        self._busy: tuple[list[_Stream], list[_Stream]] = (
-            [],
-            [],
-        )  # in each loop, with those that came between last
+        # In each loop, with those that came between last
+        self._busy: tuple[list[_Stream], list[_Stream]] = ([], [])
         self._news = (threading.Event(), threading.Event())  # for the slow and the fast loop
         self._running: list[threading.Thread] = []
         self._ended = False

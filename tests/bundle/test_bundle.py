@@ -7,6 +7,8 @@ import gc
 import json
 import shutil
 import struct
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from sinew.bundle.schema import Manifest, Normalization, PolicySpec, Processing,
 from sinew.bundle.writer import ArraySlice
 from sinew.core import BundleError, SinewError, VectorSpec
 from sinew.eval.report import card
+from sinew.models.solvers import NoiseLevels, Solver
 from sinew.policy import load
 
 
@@ -406,3 +409,43 @@ def test_a_vector_is_shown_by_names_units_or_both(names, units, labels):
     spec = VectorSpec(2, names, units)
     assert card._vector(spec).replace("\\", "") == f"2 numbers{shown}"
     assert facts._vector(spec, Normalization("identity"), (), ()) == f"2 values{shown}, identity"
+
+
+OPENED_BY_THREADS = """
+import os, sys, threading
+from sinew.bundle import Bundle
+
+sys.setswitchinterval(1e-6)
+
+
+def opens():
+    gate.wait()
+    Bundle(sys.argv[1])
+
+
+for _ in range(8):  # each child meets the classes of a manifest for the first time
+    if (child := os.fork()) == 0:
+        gate = threading.Barrier(8)
+        threads = [threading.Thread(target=opens) for _ in range(8)]
+        [each.start() for each in threads]
+        [each.join() for each in threads]
+        os._exit(0)
+    if status := os.waitpid(child, 0)[1]:
+        sys.exit(f"a process whose threads open a bundle together ended with {status}")
+"""
+
+
+def test_threads_may_open_their_first_bundle_together():
+    """msgspec 0.22 ends the process where two threads meet a dataclass for the first time."""
+    done = subprocess.run(
+        [sys.executable, "-c", OPENED_BY_THREADS, "sinew/assets/pen.gguf"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_steps_that_a_solver_does_not_have_are_refused_at_opening():
+    manifest = Bundle("sinew/assets/pen.gguf").manifest
+    solver = Solver("diffusion", levels=NoiseLevels(100, spacing="even"))
+    replace(manifest, spec=replace(manifest.spec, solver=solver)).check_values()
+    with pytest.raises(BundleError, match="solver_steps does not fit spec.solver"):
+        replace(manifest, spec=replace(manifest.spec, solver=solver, solver_steps=11)).check_values()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from sinew_client.control import NoObservation
 
+import sinew.policy
 from sinew.bundle.schema import Manifest, Normalization
 from sinew.bundle.seen import Seen, SeenCamera, SeenState
 from sinew.checks.wiring import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding, WiringWatch, findings
@@ -385,7 +386,7 @@ def test_a_robot_that_the_policy_refuses() -> None:
 
 LARGE = (
     r"frames of 256x256, of which the policy reads 64x64: such frames would do, with 12 instead of 197 kB each"
-    r" and [\d.]+ instead of [\d.]+ ms to prepare here"
+    r"( and [\d.]+ instead of [\d.]+ ms to prepare here)?"
 )
 WIRED = """
 from tests.cli.test_observe import Robot, frames, larger, state, swapped
@@ -434,6 +435,26 @@ def test_the_verb(
     assert main(["doctor", "blocks", "--observe", "wired_for_observe:Swapped", *short, *exchanged]) == 0
     assert main(["doctor", "egg", "--observe", "egg", *short]) == 0
     assert main(["doctor", "egg", "--observe", "blocks", *short]) == 1
+
+
+def test_frames_that_nobody_sent_are_not_said_to_be_too_large(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server prepares grey ones before it answers; what robots may send has no bound, what is kept of it has."""
+    monkeypatch.setattr(sinew.policy, "larger", lambda frame, *_, **__: "large" * (len(frame) > 100))
+    policy = load("blocks", engine="eager")
+    policy.prepare(policy.dummy_observation())
+    assert not caplog.records
+    for side in range(60, 64):
+        frame = np.zeros((side, side, 3), np.uint8)
+        policy._say_larger(Observation({"front": frame, "wrist": frame}, np.zeros(4, np.float32)))
+    assert not caplog.records
+    assert len(policy._looked_at) == 2
+    for side in (101, 102):
+        policy._say_larger(
+            Observation({"front": np.zeros((side, side, 3), np.uint8)}, np.zeros(4, np.float32))
+        )
+    assert caplog.messages == ["camera front: large"]
 
 
 def test_a_policy_says_once_that_a_camera_sends_more_than_it_reads(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from sinew.bundle import Bundle
 from sinew.cli import main, terminal
 from sinew.core import ObservationError, SinewError, extras, progress
 from sinew.core.extras import EXTRAS, MissingPackageError, install
-from sinew.perf.hardware import load_machines
+from sinew.perf.hardware import load_hops, load_machines
 from sinew.processing.files import parse_vector
 from sinew.serve.transport.listen import AddressError, Listen
 
@@ -234,7 +235,8 @@ def test_columns_are_honoured_in_a_pipe(monkeypatch, capsys) -> None:
 
 
 def test_machines_may_be_separated_by_commas() -> None:
-    assert [each.name for each in load_machines(["h200,rtx4090", "thor"])] == ["h200", "rtx4090", "thor"]
+    assert [each.name for each in load_machines(["h200,rtx4090", "thor,h200"])] == ["h200", "rtx4090", "thor"]
+    assert [[each.name for each in hop] for hop in load_hops(["5g,4g,5g", "5g"])] == [["5g", "4g"], ["5g"]]
     with pytest.raises(SinewError, match="hardware 'nope'"):
         load_machines(["h200,nope"])
 
@@ -354,3 +356,16 @@ def test_a_table_that_is_too_wide_stands_row_below_row(width: int, stands: bool)
     assert ("a column of words 0 0.0-of-some-length" in " ".join(lines[1].split())) is stands
     shown = [cell for row in rows for cell in row if cell in found.get()]
     assert len(shown) == (18 if stands else 6)
+
+
+@pytest.mark.parametrize("width", [32, 38, 40, 44, 70])
+@pytest.mark.parametrize("place", ["-", "docs/log/measurements-of-a-long-name.md#and-its-heading"])
+def test_no_word_of_a_table_is_cut(width: int, place: str) -> None:
+    """A path may be broken, as it would leave no table its shape, but it is whole, too."""
+    rows = [("vision", "1032", "7.1", place)]
+    with (console := Console(width=width)).capture() as found:
+        console.print(terminal.table("x", "stage", ">operators", ">MB made anew", "where", rows=rows))
+    shown = found.get()
+    assert {"vision", "operators", "1032", "anew"} <= set(re.split(r"[\s│┃]+", shown))
+    assert place in re.sub(r"[\s│┃]|vision|1032|7\.1", "", shown)
+    assert ("│" in shown) is (width > (40 if place == "-" else 44))

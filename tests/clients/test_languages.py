@@ -556,6 +556,12 @@ def test_a_live_server_answers_other_languages(
     wanted = np.stack([chunk.actions for chunk in chunks])
     np.testing.assert_array_equal(sorted(answered.tolist()), sorted(wanted.tolist()))
     np.testing.assert_array_equal(wanted[0], chunk_of("arm", 0, (4, 6)))
+    if language == "rust":
+        with open("/dev/full", "wb") as full:
+            said = subprocess.run(
+                [*command, *asked, "--key", KEY], stdout=full, stderr=subprocess.PIPE, check=False
+            )
+        assert (said.returncode, said.stderr[:6]) == (1, b"error:")
     wrong = run(*command, *asked, "--key", KEY, "--state", 0, status=1)
     assert "state: expected 6 numbers" in wrong
     assert "[bad_observation]" in wrong

@@ -90,6 +90,7 @@ def test_ensemble_weighs_by_how_alike_rows_are_to_the_newest() -> None:
     same = np.float32([0.1, 1 / 3])
     assert np.array_equal(ensemble([same] * 7, alpha=0.1), same)  # to the bit
     assert ensemble([same, np.zeros(2)], alpha=0.1) == pytest.approx(same / 2)  # a row of zeros is like none
+    assert np.array_equal(ensemble([-same, same], alpha=1e9), same)  # a weight of any size is a number
     # Rows of one number all point the same way: plain means, of the last two of three chunks here.
     assert play("ensemble:cosine:0.1:2", [0], 3, replan="1")[2] == pytest.approx((101 + 200) / 2)
     assert play("ensemble:cosine", [0], 3, replan="1")[2] == pytest.approx((2 + 101 + 200) / 3)

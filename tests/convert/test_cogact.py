@@ -104,6 +104,11 @@ def longer(sections: dict[str, Any]) -> None:
             "action_model_type: expected DiT-S, DiT-B, DiT-L, got 'DiT-XL'",
         ),
         (edit(CONFIG, lambda r: r.pop("action_model_type")), {}, "action_model_type: expected .*, got None"),
+        (
+            edit(CONFIG, lambda r: r.update(action_model_type=["DiT-S"])),
+            {},
+            r"action_model_type: .*, got \['DiT-S'\]",
+        ),
         (lambda run: None, {"tokenizer": None}, "give Llama 2's .* with --tokenizer FILE_OR_DIR"),
         (
             lambda run: None,

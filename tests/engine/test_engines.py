@@ -22,7 +22,7 @@ from sinew.cli import main
 from sinew.core import BundleError, SinewError
 from sinew.engine.clone import on_meta
 from sinew.engine.example import Shapes
-from sinew.engine.onnx import providers
+from sinew.engine.onnx import opening, providers
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.plan.plan import Plan
 from sinew.models.solvers import FLOW
@@ -293,6 +293,12 @@ def test_providers_by_short_and_long_name(folder):
         SinewError, match="provider CUDAExecutionProvider: expected some of .*CPUExecutionProvider"
     ):
         OnnxEngine(folder, ["cuda"], solver=FLOW)
+
+
+def test_a_provider_that_is_not_offered_is_said_before_an_export(bundle, monkeypatch):
+    monkeypatch.setattr(opening, "graphs_of", lambda *_, **__: pytest.fail("exported"))
+    with pytest.raises(SinewError, match="provider CUDAExecutionProvider: expected some of"):
+        load(bundle, engine="onnx", providers=["cuda"])
 
 
 def test_a_provider_that_runs_nothing_is_refused_and_one_that_leaves_much_is_warned_of(

@@ -6,6 +6,7 @@ Without Ray a pool of threads stands where its actors are; the last tests have R
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
 import re
@@ -19,6 +20,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,7 @@ pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
 from sinew.cli import main
-from sinew.core import SinewError
+from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
 from sinew.eval import campaign, farm
 from sinew.eval.foreign import cluster
@@ -147,7 +149,6 @@ def test_a_bundle_is_sent_once_to_a_host_that_has_none(
     """The hosts of ``Threads`` share a disk; what is in the way of the driver's path there is another bundle."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cluster, "BLOCK", PEN.stat().st_size // 3)
-    # Before threads open bundles: msgspec 0.22 may crash where two of them look at a class for the first time.
     alone = content(campaign.run(TASK, [pen_of(PEN)], SEEDS)[0])
     own = tmp_path / "own.gguf"
     shutil.copy(PEN, own)
@@ -162,7 +163,7 @@ def test_a_bundle_is_sent_once_to_a_host_that_has_none(
     monkeypatch.setattr(farm.FarmPlan, "check", not_there)
     ray = Threads(["one"])
     cluster.Hosts(ray, tmp_path / "queue", queue, 2).play()
-    (kept,) = cluster.store().iterdir()
+    (kept,) = machine.cache_folder("bundles").iterdir()
     assert kept.read_bytes() == PEN.read_bytes()
     assert ray.asked.count("one receive") == 4
     assert caplog.text.count("one is sent own.gguf, 1.0 MB") == 1
@@ -172,14 +173,28 @@ def test_a_bundle_is_sent_once_to_a_host_that_has_none(
 @needs_pen
 def test_a_bundle_that_came_otherwise_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    begun(tmp_path, variant=pen_of(PEN))
-    guest, data = cluster.Guest((tmp_path / farm.PLAN).read_bytes()), PEN.read_bytes()
-    with pytest.raises(SinewError, match=r"pen.gguf: expected SHA-256 \w{64}, got \w{64}"):
+    own, data = tmp_path / "own.gguf", PEN.read_bytes()
+    own.write_bytes(data)
+    both = [pen_of(own), replace(pen_of(own), solver_steps=4)]
+    farm.FarmPlan.of(TASK, both, [(0, 5000), (1, 5000)]).write(tmp_path)
+    monkeypatch.setattr(
+        farm.FarmPlan, "check", lambda *_: (_ for _ in ()).throw(SinewError("another one here"))
+    )
+    guest = cluster.Guest((tmp_path / farm.PLAN).read_bytes())
+    assert guest.missing() == [0]  # of which the second variant is made, too
+    with pytest.raises(SinewError, match=r"own.gguf: expected SHA-256 \w{64}, got \w{64}"):
         guest.receive(0, b"GGUF of somebody else", 0, True)
-    assert not list(cluster.store().iterdir())
+    kept = machine.cache_folder("bundles")
+    assert not list(kept.iterdir())
+    guest.receive(0, data[:1000], 0, False)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", lambda path, mode: io.FileIO("/dev/full", "w"))
+        with pytest.raises(OSError, match="No space left"):
+            guest.receive(0, data[1000:], 1000, True)
+    assert not list(kept.iterdir())
     guest.receive(0, data[:1000], 0, False)
     guest.receive(0, data[1000:], 1000, True)
-    assert [path.read_bytes() for path in cluster.store().iterdir()] == [data]
+    assert [path.read_bytes() for path in kept.iterdir()] == [data]
 
 
 def pen_of(path: Path) -> Variant:
@@ -220,6 +235,12 @@ def test_no_cluster_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     monkeypatch.setattr(cluster, "AGAIN_S", 0.01)
     with pytest.raises(SinewError, match="--hosts ray: expected a Ray cluster that runs, got none"):
         cluster.connected("ray", 0.0)
+    monkeypatch.setenv("RAY_ADDRESS", "head:x")
+    with pytest.raises(
+        SinewError, match=r"--hosts ray \(RAY_ADDRESS=head:x\): expected a Ray cluster that runs"
+    ):
+        cluster.connected("ray", 0.0)
+    monkeypatch.delenv("RAY_ADDRESS")
     assert not caplog.text
     with pytest.raises(SinewError, match="got none"):
         cluster.connected("ray", 0.02)
@@ -263,6 +284,8 @@ def test_a_process_that_ray_ended_is_begun_again(
     ("arguments", "message"),
     [
         (("--hosts", "10.0.0.1", "--shards", "2"), "--hosts: expected ray (the cluster of this machine"),
+        (("--hosts", "ray://:10001", "--shards", "2"), "or ray://HOST:PORT, got 'ray://:10001'"),
+        (("--hosts", "ray://head:99999", "--shards", "2"), "or ray://HOST:PORT, got 'ray://head:99999'"),
         (("--hosts", "ray"), "--hosts: expected --shards, how many play at once"),
         (("--hosts", "ray", "--realtime"), "--hosts: expected simulated time"),
         (("--hosts", "ray", "--join", "run"), "--hosts: expected the run itself"),

@@ -702,28 +702,35 @@ def test_perf_gains_order_what_there_is(capsys):
     rows = result["taken"]
     assert (code, [row["name"] for row in rows]) == (
         0,
-        ["5 solver steps of 10", "engine plan", "4 bits", "int8"],
+        ["5 solver steps of 10", "4 bits", "int8"],
     )
-    parts = PublishedProgram.load(egg, TracedRequest(steps=5), dtypes="fp32", engine="plan").components(
-        "unfused"
-    )
+    kinds = {"vision": "int4/int8", "language": "int4/int8", "head": "fp32"}
+    few = PublishedProgram.load(egg, TracedRequest(steps=5), dtypes=kinds, engine="plan")
+    parts = few.components("unfused")
     assert rows[1]["after_ms"] == pytest.approx(1e3 * seconds(parts, load_hardware("cpu")))
+    assert rows[1]["line"].endswith("q4_0,language=q4_0, then --engine cpu")  # no other computes in few bits
+    assert result["without"]["engine plan"] == "comes with what was taken"
     taken = [row for row in rows if not row["instead"]]
     assert [row["before_ms"] for row in taken] == [
         result["start_ms"],
         *(row["after_ms"] for row in taken[:-1]),
     ]
-    assert rows[3]["instead"] == "4 bits"
-    assert rows[2]["before_ms"] - rows[2]["after_ms"] > rows[3]["before_ms"] - rows[3]["after_ms"] > 0
+    assert rows[2]["instead"] == "4 bits"
+    assert rows[1]["before_ms"] - rows[1]["after_ms"] > rows[2]["before_ms"] - rows[2]["after_ms"] > 0
     (repeats,) = [row for row in result["under"] if row["line"] == "--reuse"]
     assert repeats["before_ms"] == taken[-1]["after_ms"] > repeats["after_ms"]
     assert result["without"]["one camera less"] == "the policy was made for 1"
     assert "all here is as quick as any cut over 4G" in result["without"]["a server H200 SXM"]
-    for machine, said in (
-        ("zebra", "expected one of thor"),
-        ("imx95", "expected cpu or a GPU with a rate for bf16"),
+    assert min(row["before_ms"] / row["after_ms"] for row in result["taken"] + result["under"]) > 1.005
+    code, result = run(capsys, "gains", egg, "--hardware", "agx-orin")
+    assert (code, result["under"]) == (0, [])  # what engine cuda refuses is not advised
+    assert {"a stream", "batches, --reuse"} <= set(result["without"])
+    for flag, value, said in (
+        ("--hardware", "zebra", "expected one of thor"),
+        ("--hardware", "imx95", "expected cpu or a GPU with a rate for bf16"),
+        ("--network", "5g", "--network 5g: expected --server"),
     ):
-        assert main(["perf", "gains", egg, "--hardware", machine]) == 1
+        assert main(["perf", "gains", egg, flag, value]) == 1
         assert said in " ".join(capsys.readouterr().err.split())
 
 

@@ -8,13 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sinew_ros.bridge import Bridge
 from sinew_ros.contract import parse
-from sinew_ros.lifecycle import ASKED, STATES, TRANSITIONS, Managed
+from sinew_ros.lifecycle import ASKED, FINALIZED, STATES, TRANSITIONS, Managed
 
 from tests.ros.test_bridge import Robot, contract, domain, sending  # noqa: F401 - a fixture
 from tests.serve.puppet import desk, until
@@ -207,3 +209,33 @@ def test_the_program_is_a_managed_node(domain: int, tmp_path: Path) -> None:  # 
             report = json.loads(said)
             assert report["state"] == "finalized"
             assert ("control" in report) == (by == "shutdown")
+
+
+def test_a_loop_that_fails_while_it_is_told_to_hold_is_named() -> None:
+    """And not that it did not hold, which is what follows from it."""
+    told, served = threading.Event(), {}
+    loop = SimpleNamespace(steps=0)
+
+    def run() -> None:
+        told.wait(WAIT_S)
+        raise OSError("the arm does not answer")
+
+    bridge = SimpleNamespace(
+        loop=loop,
+        contract=SimpleNamespace(settings=SimpleNamespace(period=0.01)),
+        run=run,
+        stop=told.set,
+        enable=lambda on: on or told.set(),
+    )
+    serving = SimpleNamespace(
+        publisher=lambda *_: lambda _: None,
+        serve=lambda name, _, answer: served.update({name: answer}),
+        now=None,
+    )
+    node = Managed(serving, serving, lambda _: bridge)  # type: ignore[arg-type, return-value]
+    for number, works in ((1, True), (3, True), (4, False)):
+        request = SimpleNamespace(transition=SimpleNamespace(id=number, label=""))
+        assert served["~/change_state"](request) == {"success": works}
+    with pytest.raises(OSError, match="the arm does not answer"):
+        node.wait()
+    assert node.state == FINALIZED

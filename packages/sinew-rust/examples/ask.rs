@@ -5,6 +5,7 @@
 //! request instead.
 
 use std::error::Error;
+use std::io::Write;
 use std::process::ExitCode;
 use std::str::FromStr;
 
@@ -55,10 +56,11 @@ fn ask(given: &[String]) -> Result<(), Box<dyn Error>> {
         return Ok(());
     }
     let mut robot = Client::with_options(address, options)?;
+    let mut out = std::io::stdout().lock(); // println! would panic where a pipe has ended
     for _ in 0..times {
         let chunk = robot.infer(&seen)?;
         for row in &chunk {
-            println!("{}", row.iter().map(f32::to_string).collect::<Vec<_>>().join(" "));
+            writeln!(out, "{}", row.iter().map(f32::to_string).collect::<Vec<_>>().join(" "))?;
         }
         chunk.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
     }

@@ -161,7 +161,7 @@ class Managed:
                 self._go(done + 1)
             except Exception as error:  # whatever it is, the manager is told by the state
                 logger.exception("%s", ASKED[found[0]][0])
-                self._error = error
+                self._error = self._error or error  # the loop's own, where that is why nothing could be done
                 self._go(done + 2)
                 self._go(61)  # nothing is mended here
                 self._leave()
@@ -207,7 +207,7 @@ class Managed:
         loop, begun = self.bridge.loop, self.bridge.loop.steps
         end = time.monotonic() + HOLDS_S + 3 * self.bridge.contract.settings.period
         while loop.steps < begun + 2:  # the one that was under way, and one that holds
-            if time.monotonic() > end:
+            if self._error is not None or time.monotonic() > end:
                 raise RuntimeError("the loop did not hold in time")
             time.sleep(0.002)
 

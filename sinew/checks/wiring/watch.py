@@ -71,9 +71,8 @@ class WiringWatch:
     ages: list[float] = field(default_factory=list)
     took: list[float] = field(default_factory=list)
     faults: dict[str, int] = field(default_factory=dict)
-    odd: dict[str, str] = field(
-        default_factory=dict
-    )  # camera -> what its frames are, where they are no frames
+    # Camera -> what its frames are, where they are no frames
+    odd: dict[str, str] = field(default_factory=dict)
     looks: int = 0
     exact: bool = True  # see what never changes, which takes a look at every bit
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from sinew.cli import terminal
+from sinew.core import SinewError
 
 
 def gains(
@@ -34,14 +35,15 @@ def gains(
         data: a file with more machines.
         links: a file with more networks.
     """
+    from sinew.perf.gains import order
     from sinew.perf.hardware import load_hardware, load_network
     from sinew.perf.memory import too_large
 
+    if network and not server:
+        raise SinewError(f"--network {network[0]}: expected --server, the machine at its other end")
     machine = load_hardware(hardware, data)
     other = load_hardware(server, data) if server else None
     route = [load_network(name, links) for name in network or ("wifi7",)]
-    from sinew.perf.gains import order
-
     found = order(source, machine, other, route)
     console = terminal.console()
     columns = ("do", "type", ">before, ms", ">after, ms", "times as fast", "the actions")

@@ -55,12 +55,12 @@ def scenario(
     """
     from sinew.perf import plots
     from sinew.perf.cuts import all_cuts
-    from sinew.perf.hardware import load_hardware, load_machines, load_network
+    from sinew.perf.hardware import load_hardware, load_hops, load_machines
     from sinew.perf.placements import payload, placements
     from sinew.perf.program import PublishedProgram
 
     servers, near = load_machines([server], data), load_hardware(device, data)
-    hops = [[load_network(name, links) for name in hop.split(",")] for hop in network or ("wifi7",)]
+    hops = load_hops(network or ("wifi7",), links)
     program = PublishedProgram.load(source, dtypes=dtypes(dtype), engine="plan")
     cuts = all_cuts(program, near, servers, list(product(*hops)), payload(source, program, codec))
     far, route = next((cut.server, cut.route) for cut in cuts if cut.server)

@@ -30,14 +30,8 @@ STORAGE = {
 }
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-WHOLE = (
-    "model.safetensors",
-    "model-",
-    "pytorch_model",
-    "mp_rank",
-    "consolidated",
-    "params",
-)  # beside an adapter: the model
+# Beside an adapter: the model
+WHOLE = ("model.safetensors", "model-", "pytorch_model", "mp_rank", "consolidated", "params")
 
 
 def read_safetensors(path: Path) -> dict[str, TensorSource]:

@@ -28,11 +28,8 @@ TRAINING = (
     "*.md",
     "*.log",
 )
-CHECKPOINT = (
-    "config.json",
-    "params",
-    "assets",
-)  # every layout that converts has one of these; openpi's the last two
+# Every layout that converts has one of these; openpi's the last two
+CHECKPOINT = ("config.json", "params", "assets")
 WEIGHTS = (".safetensors", ".pt", ".gguf")  # and orbax's folder params/
 MAX_FILES = 10_000
 LONG = 1 << 28

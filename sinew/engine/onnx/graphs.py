@@ -20,10 +20,8 @@ ONE_SCALE = "sinew.one_scale"
 FORMAT = 5
 FILES = re.compile(r"(?:vision|read|step)\.onnx(?:\.data)?|moments-\d+\.npy")  # what a folder is made of
 CONTROL = ("Loop", "Scan", "If")  # operators that no export writes, and that may run for ever
-CONTEXT, PROMPT = (
-    "context.",
-    "context.prompt.",
-)  # how ``reads`` begin; of a speaker those that no token renews
+# How ``reads`` begin; of a speaker those that no token renews
+CONTEXT, PROMPT = "context.", "context.prompt."
 NEWEST = "context.spoken.token"  # of ``said``: the newest token, int64 [B]
 MOST = 1000  # of views, steps or bits
 # What is looked at of an ONNX file: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto.

@@ -17,6 +17,7 @@ from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder, cached_graphs, publish
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import GraphSet
+from sinew.engine.onnx.providers import choose
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ ROOM = 3  # times the weights in float32: they, their folded copies, and the exp
 def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
     """Return the engine over the graphs of an export, those beside the bundle, or those that come with this package for
     an embedded policy; where there are none, they are made beside the bundle."""
+    choose(options.providers)  # what is not offered is said before an export, which may take minutes
     folder = options.graphs or graphs_of(bundle, borrowed=not options.providers)
     check_bits(folder)
     engine = OnnxEngine(

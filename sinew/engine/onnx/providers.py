@@ -155,9 +155,8 @@ def session_options(
     _share_arena(ort)
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.enable_mem_pattern = False
-    options.add_session_config_entry(
-        "session.record_ep_graph_assignment_info", "1"
-    )  # what `assigned` asks for
+    # What `assigned` asks for
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     # Threads that wait shall sleep: other programs want the cores (docs/log/2026-11-21.md).
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sinew.core import SinewError
+from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
 from sinew.eval import farm
 from sinew.eval.farm import EpisodeQueue, FarmPlan, Job
@@ -34,10 +34,8 @@ from sinew.eval.player import EpisodePlayer, one_thread
 
 logger = logging.getLogger("sinew.eval.cluster")
 
-HERE, CLIENT = (
-    "ray",
-    "ray://",
-)  # the cluster of this machine or of RAY_ADDRESS; one that is reached from outside
+# The cluster of this machine or of RAY_ADDRESS; one that is reached from outside
+HERE, CLIENT = "ray", "ray://"
 AWAY_S, AGAIN_S = 60.0, 2.0  # how long a run that has played waits for its cluster, and between two tries
 ANSWER_S = 5.0  # until an address is taken for dead
 PLACE_S = 15.0  # until it is said that actors wait for a place
@@ -48,7 +46,9 @@ BLOCK = 16 << 20  # bytes of a bundle in one message
 
 def check(hosts: str) -> None:
     """Raise :class:`SinewError` for what names no cluster."""
-    if hosts != HERE and not (hosts.startswith(CLIENT) and hosts.rpartition(":")[2].isdecimal()):
+    host, _, port = hosts.removeprefix(CLIENT).rpartition(":")
+    reachable = hosts.startswith(CLIENT) and host and port.isdecimal() and 0 < int(port) < 1 << 16
+    if hosts != HERE and not reachable:
         raise SinewError(
             f"--hosts: expected {HERE} (the cluster of this machine, or of RAY_ADDRESS) or {CLIENT}HOST:PORT,"
             f" got {hosts!r}"
@@ -65,6 +65,7 @@ def connected(hosts: str, patience_s: float) -> Any:
         raise MissingPackageError("--hosts", "ray", f" ({error})") from None
     begun, said = time.monotonic(), False
     known = os.environ.get("RAY_ADDRESS", "") if hosts == HERE else hosts
+    where = f"--hosts {hosts}" + (f" (RAY_ADDRESS={known})" if known and hosts == HERE else "")
     while True:
         try:
             if ":" in known:  # Ray itself asks an address where nobody is for minutes
@@ -76,9 +77,7 @@ def connected(hosts: str, patience_s: float) -> Any:
         except (OSError, RuntimeError, ValueError) as error:
             why = " ".join(str(error).split())[:300]
             if time.monotonic() - begun >= patience_s:
-                raise SinewError(
-                    f"--hosts {hosts}: expected a Ray cluster that runs, got none ({why})"
-                ) from None
+                raise SinewError(f"{where}: expected a Ray cluster that runs, got none ({why})") from None
             if not said:
                 logger.warning("%s: no cluster answers; waiting for it for %g s (%s)", hosts, patience_s, why)
             said = True
@@ -92,15 +91,11 @@ def connected(hosts: str, patience_s: float) -> Any:
 # ----------------------------------------------------------------------------- on a host
 
 
-def store() -> Path:
-    """Return the folder of bundles that were sent to this host; they stay, and the next run finds them."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinew" / "bundles"
-
-
 class Guest:
     """Plays on a host what the run elsewhere asks for. plan: the bytes of its file.
 
-    Raises :class:`SinewError` where this host has not what the task needs.
+    What was sent stays among the bundles of the cache, and the next run finds it. Raises :class:`SinewError` where this
+    host has not what the task needs.
     """
 
     def __init__(self, plan: bytes):
@@ -111,8 +106,8 @@ class Guest:
         self.player = EpisodePlayer(self.plan.task)
 
     def missing(self) -> list[int]:
-        """Return the variants whose bundles have to be sent. Where none has, open the first."""
-        found = []
+        """Return one variant of each bundle that has to be sent. Where none has, open the first."""
+        found: dict[Path, int] = {}
         for index, variant in enumerate(self.plan.variants):
             try:
                 self.plan.check(index)
@@ -120,31 +115,34 @@ class Guest:
                 if "://" in variant.target:
                     raise
                 if not (kept := self._kept(index)).is_file():
-                    found.append(index)
+                    found.setdefault(kept, index)
                     continue
                 self.variants[index] = replace(variant, target=str(kept))
                 replace(self.plan, variants=tuple(self.variants)).check(index)
         if not found:
             with one_thread(self.variants[:1]):
                 self.player.ready(self.variants[0])
-        return found
+        return [*found.values()]
 
     def receive(self, index: int, block: bytes, place: int, last: bool) -> None:
         """Append to a bundle, at byte ``place`` of it. Raises :class:`SinewError` where the whole is another one."""
         kept = self._kept(index)
         part = kept.with_name(f".{kept.name}.{os.getpid()}")
         kept.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("ab" if place else "wb") as file:
-            file.write(block)
-        if last:
+        try:
+            with part.open("ab" if place else "wb") as file:
+                file.write(block)
+            if not last:
+                return
             with part.open("rb") as file:
                 got = hashlib.file_digest(file, "sha256").hexdigest()
             if got != kept.stem:
-                part.unlink()
-                raise SinewError(
-                    f"{self.plan.variants[index].target}: expected SHA-256 {kept.stem}, got {got}"
-                )
+                target = self.plan.variants[index].target
+                raise SinewError(f"{target}: expected SHA-256 {kept.stem}, got {got}")
             part.replace(kept)
+        except BaseException:  # a disk that is full, above all
+            part.unlink(missing_ok=True)
+            raise
 
     def play(self, index: int, seeds: tuple[int, ...]) -> bytes:
         """Return the episodes of a group, a line of JSON each."""
@@ -154,7 +152,7 @@ class Guest:
         return b"".join(farm.line(self.plan.keys[index], episode) for episode in episodes)
 
     def _kept(self, index: int) -> Path:
-        return store() / f"{json.loads(self.plan.keys[index])['target']}.gguf"
+        return machine.cache_folder("bundles") / f"{json.loads(self.plan.keys[index])['target']}.gguf"
 
 
 def _actor() -> Any:
@@ -353,8 +351,8 @@ class Hosts:
         waiting = sum(not seat.node for seat in self._seats)
         if waiting and not self._told and time.monotonic() - self._begun > PLACE_S:
             there = self._ray.cluster_resources().get("CPU", 0)
-            text = f"{waiting} of {len(self._seats)} shards wait for a place on the cluster, which has {there:g} CPUs"
-            logger.warning("%s", text)
+            text = "%s of %s shards wait for a place on the cluster, which has %g CPUs"
+            logger.warning(text, waiting, len(self._seats), there)
             self._told = True
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import sinew_client
 
 from sinew.convert.tokenizer_files import download
-from sinew.core import SinewError, progress
+from sinew.core import SinewError, machine, progress
 from sinew.eval import suites
 from sinew.eval.foreign import worker as foreign_worker
 from sinew.eval.policies import EXPERT
@@ -49,7 +49,7 @@ def folder() -> Path:
     checkout = PACKAGE.parent
     if (checkout / "pyproject.toml").is_file():
         return checkout / "build" / "sims"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinew" / "sims"
+    return machine.cache_folder("sims")
 
 
 def python_of(place: Path) -> Path:

@@ -25,9 +25,8 @@ def compose(
     draw = ImageDraw.Draw(picture)
     font = ImageFont.load_default()
     for index, (camera, frame) in enumerate(images.items()):
-        small = Image.fromarray(frame).resize(
-            (side, side), Image.Resampling.NEAREST
-        )  # its pixels should show
+        # Its pixels should show
+        small = Image.fromarray(frame).resize((side, side), Image.Resampling.NEAREST)
         picture.paste(small, (size, index * side))
         draw.text((size + 4, index * side + 2), camera, fill=_INK, font=font)
     draw.text((6, size + 5), prompt, fill=_INK, font=font)

@@ -62,9 +62,8 @@ def search(
             known = [taken for (each, _), taken in times.items() if each == component]
             times.setdefault((component, CANDIDATES[0]), max(known, default=0.0))
         points = all_points(opened, alone, times)
-        chosen = best(
-            points, limit, target_ms
-        )  # the front is thinned; this may lie between two of its points
+        # The front is thinned; this may lie between two of its points
+        chosen = best(points, limit, target_ms)
         shown = pareto(points)
         front = sorted([*shown, *([] if chosen in shown else [chosen])], key=lambda point: -point.nbytes)
         measured = [(point, _measured(opened, point, measure, trial)) for point in front]

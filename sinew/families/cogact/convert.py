@@ -51,10 +51,8 @@ SETTINGS = {
     ),
     "solver_steps": SOLVER_STEPS_SETTING,
 }
-BASES = (
-    "prism-dinosiglip-224px+7b",
-    "prism-dinosiglip-224px-controlled+7b",
-)  # the same towers and language model
+# The same towers and language model
+BASES = ("prism-dinosiglip-224px+7b", "prism-dinosiglip-224px-controlled+7b")
 SIDE = 224
 MEAN, STD = (  # of the towers: timm's for DINOv2 and SigLIP
     (0.485, 0.456, 0.406, 0.5, 0.5, 0.5),
@@ -210,7 +208,7 @@ def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogAC
             f"{checkpoint.weights}: actions: expected {GRIPPER + 1} numbers or more, the last a gripper's, got {dim}"
         )
     kind = checkpoint.record.get("action_model_type", DIT_WIDTHS.get(size))
-    if kind not in DIT_HEADS:
+    if kind not in tuple(DIT_HEADS):  # which a list in the file may be asked of, too
         raise ConvertError(
             f"{checkpoint.record.path}: action_model_type: expected {', '.join(DIT_HEADS)}, got {kind!r}"
         )

@@ -209,10 +209,8 @@ class Evo1(Model):
         """Return tokens and mask [B, rows] with the padding that the head reads; as they are where it reads none."""
         if not self.config.rows:
             return tokens, token_mask
-        spare, pad = (
-            self.config.rows - tokens.shape[1],
-            self.config.pad_token,
-        )  # negative behind an engine's padding
+        # Negative behind an engine's padding
+        spare, pad = self.config.rows - tokens.shape[1], self.config.pad_token
         tokens = F.pad(tokens.masked_fill(~token_mask, pad), (0, spare), value=pad)
         return tokens, F.pad(token_mask, (0, spare))
 

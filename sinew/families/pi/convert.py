@@ -166,10 +166,8 @@ EMBEDDING, HEAD = (
     f"{PALIGEMMA}language_model.embed_tokens.weight",
     "paligemma_with_expert.paligemma.lm_head.weight",
 )
-DEAD = (
-    "paligemma_with_expert.paligemma.lm_head.",
-    "paligemma_with_expert.gemma_expert.lm_head.",
-)  # no action reads logits
+# No action reads logits
+DEAD = ("paligemma_with_expert.paligemma.lm_head.", "paligemma_with_expert.gemma_expert.lm_head.")
 
 
 NAMES = ("pi0", "pi05")

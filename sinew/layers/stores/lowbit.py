@@ -99,9 +99,8 @@ def quantize_rows(x: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
     largest = x.abs().amax(-1, keepdim=True)
     finite = torch.isfinite(largest)
     largest = torch.where(finite, largest, 1.0).clamp(min=smallest)
-    scale = (
-        torch.full_like(largest, LARGEST) / largest
-    )  # torch computes number / tensor as a product: other bits
+    # Torch computes number / tensor as a product: other bits
+    scale = torch.full_like(largest, LARGEST) / largest
     whole = torch.where(finite, torch.round(x * scale), 0.0)
     return whole, torch.where(finite, scale, torch.nan)
 

@@ -130,10 +130,8 @@ class Streams:
         self._service, self._parser, self._clock = service, parser, clock
         self._robots: dict[tuple[int, str], StreamingRobot] = {}
         self._lock = threading.Lock()
-        self._failed, self._changes = (
-            RateLimitedLog(logger),
-            RateLimitedLog(logger),
-        )  # a client may begin a stream with each message
+        # A client may begin a stream with each message
+        self._failed, self._changes = RateLimitedLog(logger), RateLimitedLog(logger)
         self.loops = Loops(start=service.supervisor.thread)
         service.policies.watch(self._left)
 

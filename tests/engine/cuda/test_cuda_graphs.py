@@ -301,8 +301,12 @@ def test_the_audit_finds_a_value_that_is_waited_for(monkeypatch, capsys):
     assert vision["breaks"] == prefix["breaks"] == []
     assert head["breaks"][0].startswith("waits for a value of the device (aten._local_scalar_dense.default, ")
     assert head["nbytes"] > 0
-    assert main([*line[:3], "eager", "--audit"]) == 1
-    assert "engine eager: expected one that can be audited" in capsys.readouterr().err
+    for given, said in (
+        ([*line[:3], "eager", "--audit"], "engine eager: expected one that can be audited"),
+        ([*line, "--out", "report"], "--out: expected none with --audit"),
+    ):
+        assert main(given) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_the_audit_finds_rows_that_are_looked_up_again(open_case, monkeypatch):

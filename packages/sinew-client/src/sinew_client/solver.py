@@ -121,6 +121,8 @@ class NoiseLevels:
 
     def possible(self, count: int) -> tuple[int, ...]:
         """Return ``count`` alone where a solution may have so many steps, else the nearest numbers below and above."""
+        if count > self.count:
+            return (self.count,)
         stride = -(-self.count // count)
         fewer = -(-self.count // stride)
         if self.spacing == "leading" or count in (1, fewer):

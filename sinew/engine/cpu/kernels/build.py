@@ -21,7 +21,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinew.core import scratch
+from sinew.core import machine, scratch
 
 SOURCES = Path(__file__).parent / "csrc"
 NAME, HASH = "lowbit.so", "lowbit.sha256"
@@ -222,8 +222,7 @@ def compile_into(
 
 def cache() -> Path:
     """Return the folder that compiled libraries are kept in."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "sinew" / "cpu"
+    return machine.cache_folder("cpu")
 
 
 def _run(*command: str) -> str:

@@ -78,9 +78,8 @@ ENSEMBLE_DECAY = 0.01  # ACT (Zhao et al. 2023, section IV-B): w_i = exp(-m i), 
 SCHEDULES = ("exp", "linear", "ones", "zeros")
 
 
-COSINE_ALPHA = (
-    0.1  # CogACT (Li et al. 2024, section 3.4): w_i = exp(alpha cos(row_i, newest row)); alpha = 0.1
-)
+# CogACT (Li et al. 2024, section 3.4): w_i = exp(alpha cos(row_i, newest row)); alpha = 0.1
+COSINE_ALPHA = 0.1
 
 
 def ensemble(
@@ -93,11 +92,12 @@ def ensemble(
     """
     newest = np.asarray(rows[-1], np.float32)
     if alpha is None:
-        weights = np.exp(-decay * np.arange(len(rows)))
+        exponents = -decay * np.arange(len(rows))
     else:
         every = np.stack([np.asarray(row, np.float64) for row in rows])
         sizes = np.linalg.norm(every, axis=1)
-        weights = np.exp(alpha * (every @ every[-1]) / (sizes * sizes[-1] + 1e-7))
+        exponents = alpha * (every @ every[-1]) / (sizes * sizes[-1] + 1e-7)
+    weights = np.exp(exponents - exponents.max())  # of any size: the largest is 1
     offsets = np.stack([np.asarray(row, np.float64) - newest for row in rows])
     return (newest + (weights / weights.sum()) @ offsets).astype(np.float32)
 
