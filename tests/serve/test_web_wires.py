@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import json
+import os
 import signal
 import socket
 import sys
@@ -447,13 +448,16 @@ def test_keys_and_tls(bundle, certificate, tmp_path):
 def test_the_printed_programs_run(bundle, tmp_path):
     pytest.importorskip("openpi_client", reason="make env installs openpi-client")
     port = free_port()
-    running = ServerProcess(tmp_path, bundle, "--wire", f"openpi:{port}", "--wire", f"http:{port}")
+    (tmp_path / "key").write_text("secret")
+    wants = ("--api-key-file", tmp_path / "key")
+    running = ServerProcess(tmp_path, bundle, "--wire", f"openpi:{port}", "--wire", f"http:{port}", *wants)
     try:
         while not running.process.stdout.readline().endswith("ask it with\n"):
             pass
         assert running.process.stdout.readline() == "\n"
         program = textwrap.dedent("".join(iter(running.process.stdout.readline, "\n")))
-        done = processes.run([sys.executable, "-c", program], timeout=START_S)
+        has = {**os.environ, "SINEW_API_KEY": "secret"}
+        done = processes.run([sys.executable, "-c", program], timeout=START_S, env=has)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("[[") == 2
         assert running.stop(signal.SIGINT) == 0
