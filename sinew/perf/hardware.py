@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from sinew_client.given import read_text
 
-from sinew.core import SinewError
+from sinew.core import SinewError, did_you_mean
 from sinew.perf.operators import BITS
 
 

@@ -761,9 +761,24 @@ def test_perf_need(capsys):
     assert "orin-nano" not in names
     assert all(row["hz"] >= 30 for row in result["found"])
     assert all(row["steps"] <= 10 for row in result["found"])
+    best = {
+        row["machine"]: max(each["hz"] for each in result["found"] if each["machine"] == row["machine"])
+        for row in result["found"]
+    }
+    assert list(best.values()) == sorted(best.values())  # the one that is just enough first
+    assert ("a100", "int4 vision and language") not in {
+        (row["machine"], row["precision"]) for row in result["found"]
+    }
     one = run(capsys, "need", "--rate", 30, "--model", "pi0.5", "--steps", 1)[1]["found"]
     assert names <= {row["machine"] for row in one}
     assert {row["steps"] for row in one} == {1}
+    assert main(["perf", "need", "--rate", "30", "--hardware", "agx-orin,orin-nano"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(
+        "nothing of agx-orin, orin-nano reaches 30 Hz chunks, not actions: of a robot at 30 Hz"
+    )
+    code, result = run(capsys, "need", "--control-hz", 30, "--replan", 25, "--hardware", "agx-orin")
+    assert (code, {row["machine"] for row in result["found"]}) == (0, {"agx-orin"})
     code, result = run(capsys, "need", "--rate", 1e6, "--model", "smolvla")
     assert (code, result["found"]) == (1, [])
 
