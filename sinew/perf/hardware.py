@@ -139,5 +139,6 @@ def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
 
 def _find(table: dict[str, Entry], name: str, what: str) -> Entry:
     if name not in table:
-        raise SinewError(f"{what} {name!r}: expected one of {', '.join(table)}")
+        plain = "".join(filter(str.isalnum, name.lower()))  # of "RTX 4090"
+        raise SinewError(f"{what} {name!r}: expected one of {', '.join(table)}{did_you_mean(plain, table)}")
     return table[name]
