@@ -23,8 +23,10 @@ from sinew_client.control import Loop, Settings, Stopped, repeat
 from sinew_client.control.robots import Dry, LeRobotArm
 
 from sinew.cli import main
+from sinew.cli.run_connection import check_guidance
 from sinew.cli.run_robot import RobotFlags
 from sinew.cli.run_view import Keys, RunView
+from sinew.core import SinewError
 from sinew.eval.adapters import make_env
 from sinew.eval.robot import SimulatedRobot
 from tests import processes
@@ -96,6 +98,13 @@ def test_a_state_with_other_numbers_too_says_which_of_them_a_command_is(
     columns = re.search(r"\{.*\}", said).group()  # type: ignore[union-attr]
     assert main([*line, columns, "--json"]) == 0
     assert last_json(capsys)["executed"] > 0
+
+
+def test_what_merges_chunks_of_any_policy_is_named_where_nothing_guides_them() -> None:
+    with pytest.raises(
+        SinewError, match="^--handover rtc: expected a, got b; aligned, ensemble and aggregate merge"
+    ):
+        check_guidance("rtc:ramp", FOUR, {"unguided": "expected a, got b"})
 
 
 def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> None:

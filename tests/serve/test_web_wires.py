@@ -25,6 +25,7 @@ import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from sinew.cli import main
 from sinew.convert import convert
 from sinew.core import Observation, ObservationError
 from sinew.policy import load
@@ -420,7 +421,7 @@ def test_health_and_metrics(server):
 # ----------------------------------------------------------------------------- keys, TLS, what is printed
 
 
-def test_keys_and_tls(bundle, certificate, tmp_path):
+def test_keys_and_tls(bundle, certificate, tmp_path, capsys):
     import ssl
 
     from websockets.exceptions import InvalidHandshake
@@ -440,6 +441,11 @@ def test_keys_and_tls(bundle, certificate, tmp_path):
             assert ask(connection, OBSERVED)["actions"].shape == (50, 7)
         with pytest.raises((OSError, EOFError, InvalidHandshake)):
             websockets.connect(running.address.replace("wss", "ws"), open_timeout=3)
+        page = running.address.replace("wss", "https")
+        assert main(["top", page, "--api-key-file", str(secret), "--seconds", "1"]) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert "expected a certificate that this machine trusts, got one with self-signed" in said
+        assert "SSL_CERT_FILE=CERT.pem in the environment trusts one of your own" in said
         assert running.stop() == 0
     finally:
         running.close()
