@@ -534,7 +534,11 @@ def rows(text: str) -> np.ndarray:
 
 @pytest.mark.parametrize("language", ["cpp", "rust", "javascript"])
 def test_a_live_server_answers_other_languages(
-    language: str, ports: tuple[int, int], tmp_path: Path, programs: Programs
+    language: str,
+    ports: tuple[int, int],
+    tmp_path: Path,
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     native, web = ports
     asked = ["go", "--state", "0,0,0,0,0,0"]
@@ -556,7 +560,12 @@ def test_a_live_server_answers_other_languages(
     wanted = np.stack([chunk.actions for chunk in chunks])
     np.testing.assert_array_equal(sorted(answered.tolist()), sorted(wanted.tolist()))
     np.testing.assert_array_equal(wanted[0], chunk_of("arm", 0, (4, 6)))
-    wrong = run(*command, *asked, "--key", KEY, "--state", 0, status=1)
+    key = ["--key", KEY]
+    if language != "rust":
+        monkeypatch.setenv("SINEW_API_KEY", KEY)
+        key = []
+    wrong = run(*command, *asked, *key, "--state", 0, status=1)
+    monkeypatch.delenv("SINEW_API_KEY", raising=False)
     assert "state: expected 6 numbers" in wrong
     assert "[bad_observation]" in wrong
     missing = run(*command, *asked, status=1)
