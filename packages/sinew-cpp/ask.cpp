@@ -1,9 +1,10 @@
-// ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 [--seed N] [--key KEY] [--times N] [--bytes FILE]
+// ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 [--seed N] [--key KEY, else SINEW_API_KEY] [--times N] [--bytes FILE]
 //
 // Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its code. FILE is a PPM
 // (P6) picture, whose pixels are sent as they are, or a JPEG or PNG file. --bytes writes the first request instead.
 
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -30,6 +31,7 @@ int main(int count, char** given) try {
   if (count < 3) throw sinew::Error("usage", "expected ADDRESS PROMPT --image CAMERA=FILE ... --state NUMBER,NUMBER");
   sinew::Observation seen;
   sinew::Options options;
+  if (const char* key = std::getenv("SINEW_API_KEY")) options.api_key = key;
   std::list<std::string> files;  // what the frames point into
   std::string bytes;
   int times = 1;

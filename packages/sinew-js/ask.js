@@ -1,5 +1,5 @@
 #!/usr/bin/env -S node --experimental-websocket
-// ask.js URL PROMPT --image CAMERA=FILE.ppm ... --state 0.1,0.2 [--seed N] [--key KEY] [--times N] [--bytes FILE]
+// ask.js URL PROMPT --image CAMERA=FILE.ppm ... --state 0.1,0.2 [--seed N] [--key KEY, else SINEW_API_KEY] [--times N] [--bytes FILE]
 //
 // Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its code.
 // --bytes writes the first request instead.
@@ -17,7 +17,7 @@ function picture(path) {
 let client;
 try {
   const [url, prompt, ...rest] = process.argv.slice(2), seen = { images: {}, state: [], prompt };
-  let apiKey, bytes, times = 1;
+  let apiKey = process.env.SINEW_API_KEY, bytes, times = 1;
   if (!prompt) throw new SinewError("usage", "expected URL PROMPT --image CAMERA=FILE.ppm ... --state NUMBER,NUMBER");
   for (let at = 0; at < rest.length; at += 2) {
     const [option, value] = rest.slice(at, at + 2), [camera, file] = String(value).split("=");

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sinew.core import PolicySpec, SinewError, did_you_mean
@@ -38,6 +38,14 @@ def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
         for keys in spec.keys
     )
     return replace(spec, cameras=cameras, keys=keys)
+
+
+def renames_for(wanted: Sequence[str], shown: Sequence[str]) -> str:
+    """Return the flags that give the cameras of a policy which are not shown the names of those that it does not know,
+    in their order: an example, as only its user knows which is which. "" where there is nothing to rename."""
+    free = [name for name in wanted if name not in shown]
+    spare = [name for name in shown if name not in wanted]
+    return " ".join(f"--rename {new}={name}" for name, new in zip(free, spare, strict=False))
 
 
 def parse_renames(texts: Iterable[str]) -> dict[str, str]:

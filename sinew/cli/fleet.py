@@ -68,7 +68,9 @@ def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float 
         service.policies.put(name, other)
     replicas.bind(service)
     more = {name: replicas.config.policies[name].source for name, _ in others}
-    text = ready_text(replicas.first.spec, replicas.first.describe(), tuple(process.wires), more)
+    text = ready_text(
+        replicas.first.spec, replicas.first.describe(), tuple(process.wires), more, bool(api_key)
+    )
     with process.signals(), hints.read_by("client"):  # Ray has taken the signals
         process.run(service, lambda: say(text))
     return internal(service)

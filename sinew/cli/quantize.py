@@ -76,6 +76,8 @@ def quantize(
         console.print(f"         {module}: relative L2 of the rounded weights {error:.2e}")
     console.print(
         f"file     {made.nbytes[0] / 1e6:.1f} MB, {made.nbytes[0] / made.nbytes[1]:.2f} of {made.source}"
+        + ": nearly all of it are convolutions, or what the reference keeps in float32"
+        * (made.nbytes[0] > 0.9 * made.nbytes[1])
     )
     console.print(
         f"error    {record.error:.2e} median, {record.error_max:.2e} largest: relative L2 of the chunk"

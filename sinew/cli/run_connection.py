@@ -68,7 +68,9 @@ def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any])
     if method != "rtc":
         return
     if reason := about.get("unguided"):
-        raise SinewError(f"--handover rtc: {reason}")
+        raise SinewError(
+            f"--handover rtc: {reason}; aligned, ensemble and aggregate merge chunks of any policy"
+        )
     trained = bool(policy.get("committed_rows"))
     kind = settings.partition(":")[0] or ("trained" if trained else "guided")
     if kind == "trained" and not trained:

@@ -129,4 +129,5 @@ def open_rig(
         chunk_size=0 if by.assist is not None else int(policy.get("chunk_size") or 0), watchdog=on.watchdog,
         **envelope.settings(),
     )  # fmt: skip
+    settings.check_start(robot.dim, policy["state"].get("dim"))
     return Rig(policy, about, connect, server, sending, robot, settings, chosen, edge)

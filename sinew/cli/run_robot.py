@@ -26,7 +26,7 @@ from sinew_client.control.robots import Dry, command_names, find_class, open_cla
 from sinew_client.errors import Refused
 from sinew_client.signals import handled
 
-from sinew.bundle.rename import parse_renames
+from sinew.bundle.rename import parse_renames, renames_for
 from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
 from sinew.core import SinewError
@@ -349,11 +349,9 @@ def refusal(text: str, machine: Any, policy: dict[str, Any]) -> str:
         return f"the policy refused the robot's first observation: {text}"
     wanted = [camera["name"] for camera in policy["cameras"]]
     shown = list(_shown(machine))
-    free = [name for name in wanted if name not in shown]
-    spare = [name for name in shown if name not in wanted]
-    example = " ".join(
-        f"--rename {other}={name}" for name, other in zip(free, spare or ["NAME"], strict=False)
-    )
+    if sorted(wanted) == sorted(shown):
+        return f"the policy refused the robot's first observation: {text}"
+    example = renames_for(wanted, shown)
     hint = f"; say which is which: {example}" if example else ""
     return (
         f"the policy refused the robot's first observation: {text}; the policy has the cameras {', '.join(wanted)}, the"

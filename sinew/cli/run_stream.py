@@ -87,6 +87,7 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
             watchdog=on.watchdog, fusion=by.fusion,
         )  # fmt: skip
         settings.of_stream(robot.dim)  # what is wrong with it is said before a stream is opened
+        settings.check_start(robot.dim, policy["state"].get("dim"))
         link = open_link(robot.rate, by.session, options, robot.prompt, most)
         stack.callback(link.close)
         loop = Loop(Watching(robot.machine, by.camera_hz), Stream(link), settings, robot.dim, robot.prompt)

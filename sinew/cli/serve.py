@@ -197,7 +197,10 @@ def serve(
                 finished = launch.run(
                     process,
                     lambda found: partial(
-                        say, ready_text(found.spec, found.describe(), tuple(process.wires), more)
+                        say,
+                        ready_text(
+                            found.spec, found.describe(), tuple(process.wires), more, keyed=bool(api_key)
+                        ),
                     ),
                 )
         finally:

@@ -209,22 +209,24 @@ class Mapped:
 def make_env(
     env_id: str, adapter: str = "", env_options: dict[str, Any] | None = None, **extra: Any
 ) -> tuple[gymnasium.Env, EnvAdapter]:
-    """An environment and its adapter. ``extra`` (such as ``render_mode``) goes to the constructor as well."""
+    """An environment, by its id, ``module:id`` or ``module:Class``, and its adapter. ``extra`` (such as
+    ``render_mode``) goes to the constructor as well."""
     if (suite := suites.find(env_id)) is not None:
         return _open_suite(*suite, adapter, env_options or {})
     if env_id.startswith("sinew/"):
         importlib.import_module("sinew.sim")  # registers them
-    module, colon, _ = env_id.partition(":")
-    try:
-        if colon:  # gymnasium's way to name the module that registers it
-            load_module(module, f"env {env_id}")
+    module, colon, name = env_id.partition(":")
+    try:  # gymnasium's way to name the module that registers it; a class of it needs no id
+        made = getattr(load_module(module, f"env {env_id}"), name, None) if colon else None
     except ModuleError as error:
         raise SinewError(str(error)) from error
+    options = {**(env_options or {}), **extra}
     try:
         # The checker warns about images inside nested dicts on every reset; the runner checks what it uses.
-        env = gymnasium.make(env_id, disable_env_checker=True, **{**(env_options or {}), **extra})
+        env = made(**options) if made else gymnasium.make(env_id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError, ValueError) as error:
-        raise SinewError(f"cannot make the environment {env_id}: {error}") from error
+        own = "" if made else "; one of your own is MODULE:CLASS, or MODULE:ID where the module registers it"
+        raise SinewError(f"cannot make the environment {env_id}: {error}{own}") from error
     return env, named_adapter(adapter or "direct", env)
 
 
@@ -305,7 +307,10 @@ def _control_hz(env: gymnasium.Env, given: float | None) -> float:
 def _max_steps(env: gymnasium.Env, given: int | None) -> int:
     limit = given or time_limit(env)
     if not limit:
-        raise SinewError("the environment has no max_episode_steps; give max_steps in an adapter")
+        raise SinewError(
+            "the environment does not say how many control steps an episode has: expected an attribute max_steps,"
+            " max_episode_steps where it is registered, or max_steps in an adapter"
+        )
     return int(limit)
 
 

@@ -10,7 +10,7 @@ from typing import Unpack
 import gymnasium
 import numpy as np
 
-from sinew.bundle.rename import parse_renames, rename_cameras
+from sinew.bundle.rename import parse_renames, rename_cameras, renames_for
 from sinew.core import Observation, PolicySpec, SinewError
 from sinew.eval.adapters import Direct, EnvAdapter, make_env
 from sinew.eval.policies import EXPERT
@@ -76,9 +76,7 @@ def _advice(env: str, error: MisfitError) -> str:
             f" {action}: they do not belong together"
         )
         return ", ".join([sizes, *others])
-    free = [camera.name for camera in spec.cameras if camera.name not in cameras]
-    spare = [name for name in cameras if name not in {camera.name for camera in spec.cameras}]
-    renames = " ".join(f"--rename {new}={camera}" for new, camera in zip(spare, free, strict=False))
+    renames = renames_for([camera.name for camera in spec.cameras], cameras)
     return (
         ", ".join([f"{renames} says which camera is which"] * bool(renames) + others) or "choose an --adapter"
     )

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from sinew_client.given import read_text
 
-from sinew.core import SinewError
+from sinew.core import SinewError, did_you_mean
 from sinew.perf.operators import BITS
 
 
@@ -146,5 +146,6 @@ def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
 
 def _find(table: dict[str, Entry], name: str, what: str) -> Entry:
     if name not in table:
-        raise SinewError(f"{what} {name!r}: expected one of {', '.join(table)}")
+        plain = "".join(filter(str.isalnum, name.lower()))  # of "RTX 4090"
+        raise SinewError(f"{what} {name!r}: expected one of {', '.join(table)}{did_you_mean(plain, table)}")
     return table[name]

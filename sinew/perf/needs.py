@@ -106,9 +106,11 @@ def needs(
     efficiency: float,
     request: TracedRequest = AS_THE_POLICY,
 ) -> list[Reached]:
-    """Return, by machine and precision, what reaches the rate and fits the memory that the system leaves.
+    """Return, by machine and precision, what reaches the rate and fits the memory that the system leaves, the machine
+    that is just enough first.
 
-    Machines without a half-precision rate are left out, and those without an FP8 rate for FP8.
+    Machines without a half-precision rate are left out, those without an FP8 rate for FP8, and a narrower precision
+    that wins nothing.
     """
     found = []
     for name, narrow in PRECISIONS.items():
@@ -128,4 +130,14 @@ def needs(
             reached = reach(parts, machine, rate_hz, efficiency)
             if reached is not None and program.fixed.get("steps") in (None, reached[0]):
                 found.append(Reached(machine.name, machine.title, name, *reached))
-    return sorted(found, key=lambda row: (row.title, row.precision))
+    wide = {row.machine: row for row in found if row.precision == "bf16"}
+    found = [
+        row
+        for row in found
+        if row is (plain := wide.get(row.machine, row))
+        or (row.steps, row.hz) > (plain.steps, 1.01 * plain.hz)
+    ]
+    best: dict[str, float] = {}
+    for row in found:
+        best[row.machine] = max(row.hz, best.get(row.machine, 0.0))
+    return sorted(found, key=lambda row: (best[row.machine], row.title, row.precision))

@@ -30,7 +30,9 @@ def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
         raise ObservationError(name, f"sides of 1 to {MAX_SIZE} pixels", f"{height} x {width}")
     if (end := recipe.size_after(height, width)) != (recipe.height, recipe.width):
         if not recipe.steps:
-            raise ObservationError(name, f"exactly {recipe.height} x {recipe.width}", f"{height} x {width}")
+            remedy = "this policy resizes nothing: set the camera so, or resize as its training data was made"
+            got = f"{height} x {width} ({remedy})"
+            raise ObservationError(name, f"exactly {recipe.height} x {recipe.width}", got)
         expected = f"a frame that becomes {recipe.height} x {recipe.width}"
         raise ObservationError(name, expected, f"{height} x {width}, which becomes {end[0]} x {end[1]}")
     if frame.dtype == np.float32:

@@ -235,9 +235,8 @@ class Forms:
             for key, text in differences.items()
             if key.partition(".")[0] not in accepted and key not in accepted
         ]:
-            raise RequestError(
-                f'source: {"; ".join(refused)} (name in "accept" what the robots are prepared for)'
-            )
+            remedy = '"accept" names what the robots are prepared for'  # first, as a long sentence is cut
+            raise RequestError(f"source ({remedy}): {'; '.join(refused)}")
         return tuple(differences.values())
 
     def put(self, name: str, spec: PolicySpec) -> None:

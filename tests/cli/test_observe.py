@@ -374,11 +374,12 @@ def test_a_robot_that_raises_is_blind_or_blocks_is_said_to() -> None:
 def test_a_robot_that_the_policy_refuses() -> None:
     found = look("blocks", lambda seen: {**seen, "images": {"front": seen["images"]["front"], "cam1": 3}})
     assert wrong(found)[0] == ("robot", "refused")
-    assert "--rename" in found[0].advice
+    assert found[0].advice == "say which camera is which: --rename cam1=wrist"
     assert ("camera cam1", "no frame") in wrong(found)
     found = look("blocks", lambda seen: {**seen, "state": seen["state"][:3]})
     assert wrong(found) == [("robot", "refused")]
     assert "4 numbers of state" in found[0].expected
+    assert not found[0].advice  # its cameras are right
 
 
 # ----------------------------------------------------------------------------- the verb, records, and what is learnt

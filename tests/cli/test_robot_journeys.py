@@ -440,8 +440,7 @@ def test_a_module_that_is_not_there_is_said_at_once(folder: Path, words: tuple[s
 
 def test_environments_and_planners_of_the_current_folder_are_found(folder: Path) -> None:
     (folder / "my_env.py").write_text(
-        "import gymnasium\nimport sinew.sim\n"
-        "gymnasium.register('mine/Pen-v0', 'sinew.sim.pen:PenEnv', max_episode_steps=120)\n"
+        "from sinew.sim.pen import PenEnv\n\nclass Mine(PenEnv):\n    max_steps = 120\n"
     )
     (folder / "my_adapter.py").write_text(
         "from sinew.eval.adapters import Direct\n\nclass Mine(Direct): ...\n"
@@ -451,7 +450,7 @@ def test_environments_and_planners_of_the_current_folder_are_found(folder: Path)
         "eval",
         "pen",
         "--env",
-        "my_env:mine/Pen-v0",
+        "my_env:Mine",
         "--adapter",
         "my_adapter:Mine",
         "--episodes",

@@ -23,8 +23,10 @@ from sinew_client.control import Loop, Settings, Stopped, repeat
 from sinew_client.control.robots import Dry, LeRobotArm
 
 from sinew.cli import main
+from sinew.cli.run_connection import check_guidance
 from sinew.cli.run_robot import RobotFlags
 from sinew.cli.run_view import Keys, RunView
+from sinew.core import SinewError
 from sinew.eval.adapters import make_env
 from sinew.eval.robot import SimulatedRobot
 from tests import processes
@@ -81,6 +83,28 @@ def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = f"error: {journal}: expected the name of a new file, got one that is there already\n"
     assert said in capsys.readouterr().err
     assert journal.read_bytes() == before
+
+
+def test_a_state_with_other_numbers_too_says_which_of_them_a_command_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nine numbers of state and four of a command, under a limit of velocity: it once held the robot all the time."""
+    limits = tmp_path / "limits.json"
+    limits.write_text('{"velocity": 1}')
+    line = ("run", "act", "--robot", "dry", "--seconds", "1", "--limits", str(limits), *PLAIN, "--motion")
+    assert main([*line, "absolute"]) == 1
+    said = capsys.readouterr().err
+    assert "error: limits.velocity: expected to know where the robot is before its first command" in said
+    columns = re.search(r"\{.*\}", said).group()  # type: ignore[union-attr]
+    assert main([*line, columns, "--json"]) == 0
+    assert last_json(capsys)["executed"] > 0
+
+
+def test_what_merges_chunks_of_any_policy_is_named_where_nothing_guides_them() -> None:
+    with pytest.raises(
+        SinewError, match="^--handover rtc: expected a, got b; aligned, ensemble and aggregate merge"
+    ):
+        check_guidance("rtc:ramp", FOUR, {"unguided": "expected a, got b"})
 
 
 def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -534,7 +534,11 @@ def rows(text: str) -> np.ndarray:
 
 @pytest.mark.parametrize("language", ["cpp", "rust", "javascript"])
 def test_a_live_server_answers_other_languages(
-    language: str, ports: tuple[int, int], tmp_path: Path, programs: Programs
+    language: str,
+    ports: tuple[int, int],
+    tmp_path: Path,
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     native, web = ports
     asked = ["go", "--state", "0,0,0,0,0,0"]
@@ -562,7 +566,12 @@ def test_a_live_server_answers_other_languages(
                 [*command, *asked, "--key", KEY], stdout=full, stderr=subprocess.PIPE, check=False
             )
         assert (said.returncode, said.stderr[:6]) == (1, b"error:")
-    wrong = run(*command, *asked, "--key", KEY, "--state", 0, status=1)
+    key = ["--key", KEY]
+    if language != "rust":
+        monkeypatch.setenv("SINEW_API_KEY", KEY)
+        key = []
+    wrong = run(*command, *asked, *key, "--state", 0, status=1)
+    monkeypatch.delenv("SINEW_API_KEY", raising=False)
     assert "state: expected 6 numbers" in wrong
     assert "[bad_observation]" in wrong
     missing = run(*command, *asked, status=1)

@@ -813,11 +813,20 @@ def test_what_rows_are_measured_from() -> None:
     ]
     assert absolute.roll(state, np.zeros((0, 3))) is state
     assert absolute.roll(state[:3], rows).tolist() == [1, 6, 2]
+    wider = parse_motion(
+        {"kind": "absolute", "action": [0, 2], "state": [3, 1]}
+    )  # of a state with other numbers too
+    assert wider.targets(rows, None) is rows
+    np.testing.assert_array_equal(wider.position(state, 3), [20, np.nan, 10])
+    assert wider.placed(3).tolist() == [True, False, True]
+    assert wider.roll(state, np.float32([[7, 5, 8]])).tolist() == [9, 8, 9, 7]
     with pytest.raises(ValueError, match="expected as many numbers as the action's 3, got 4"):
         absolute.roll(state, rows)
     for columns in (((), ()), ((0, 1), (0,))):
         with pytest.raises(ValueError, match="columns: expected as many"):
             Relative(*columns)
+    with pytest.raises(ValueError, match="columns: expected as many"):
+        Absolute((0, 1), (0,))
     assert type(parse_motion(None)) is Motion
     for kind in (7, "warp"):
         with pytest.raises(

@@ -383,6 +383,15 @@ def test_a_robot_whose_place_its_state_does_not_say_is_not_moved() -> None:
     arm.position = np.zeros(2, np.float32)
     report = loop.run(10)
     assert (report.executed, UNPLACED in report.held) == (0, True)
+    with pytest.raises(SettingsError, match="has 1 numbers, the state 2, so say which of them they are"):
+        loop.settings.check_start(1, 2)
+    columns = {"kind": "absolute", "action": [0], "state": [1]}
+    loop, arm = loop_of(limits={"velocity": 1.5}, motion=columns, answer=lambda _: np.full((10, 1), 3.0))
+    loop.settings.check_start(1, 2)
+    arm.position = np.float32([7.0, 0.5])
+    loop.run(4)
+    sent = [row for _, row in arm.sent if row is not None]
+    np.testing.assert_allclose(sent[0], [0.575], atol=1e-6)  # from where that number says it is
 
 
 def test_points_between_begin_where_the_robot_stands() -> None:

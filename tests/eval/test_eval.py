@@ -385,7 +385,8 @@ def test_mapping_file(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("nowhere.gguf",), "no such file"),
-        (("expert", "--env", "Nowhere-v0"), "cannot make the environment"),
+        (("expert", "--env", "mine/Nowhere-v0"), "one of your own is MODULE:CLASS, or MODULE:ID where"),
+        (("expert", "--env", "sinew.sim.pen:sinew/Pen-v9"), "cannot make the environment sinew.sim.pen:"),
         (("expert", "--env", "sinew/Blocks-v0", "--env-options", "[1]"), "expected a JSON object"),
         (("expert", "--replan", "often"), "--replan"),
         (("expert", "--adapter", "nope"), "adapter: expected one of direct"),

@@ -347,6 +347,7 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found == [("001", True, True, "file"), ("002", False, False, "file")]
     shown = " ".join(capsys.readouterr().err.split())
     assert "as the trial is over, got 'failure', and 1 more lines" in shown
+    assert f"--judge {said}: what stands in it already is of no trial" in shown
     assert "1 of 2 trials are left; the same command goes on" in shown
 
 

@@ -750,9 +750,11 @@ def test_a_class_of_tasks_has_its_budget(task, most_ms):
 
 
 def test_perf_need_follows_from_a_task(capsys):
-    code, result = run(capsys, "need", "--task", "manipulation", "--replan", 50, "--model", "smolvla")
+    arguments = ("--task", "manipulation", "--replan", 50, "--model", "smolvla", "--hardware", "h200")
+    code, result = run(capsys, "need", *arguments)
     assert (code, result["budget_ms"]) == (0, pytest.approx(1666.7, abs=0.1))
-    assert result["found"] == run(capsys, "need", "--rate", 0.6, "--model", "smolvla")[1]["found"]
+    assert result["found"] == run(capsys, "need", "--rate", 0.6, *arguments[4:])[1]["found"]
+    assert {row["machine"] for row in result["found"]} == {"h200"}
     for arguments in ((), ("--rate", 3, "--task", "drone")):
         assert main(["perf", "need", *map(str, arguments)]) == 1
         assert "expected either --rate, or --task or --control-hz" in " ".join(
@@ -768,9 +770,20 @@ def test_perf_need(capsys):
     assert "orin-nano" not in names
     assert all(row["hz"] >= 30 for row in result["found"])
     assert all(row["steps"] <= 10 for row in result["found"])
+    best = {
+        row["machine"]: max(each["hz"] for each in result["found"] if each["machine"] == row["machine"])
+        for row in result["found"]
+    }
+    assert list(best.values()) == sorted(best.values())  # the one that is just enough first
+    assert ("a100", "int4 vision and language") not in {
+        (row["machine"], row["precision"]) for row in result["found"]
+    }
     one = run(capsys, "need", "--rate", 30, "--model", "pi0.5", "--steps", 1)[1]["found"]
     assert names <= {row["machine"] for row in one}
     assert {row["steps"] for row in one} == {1}
+    assert main(["perf", "need", "--rate", "1e4", "--model", "smolvla", "--hardware", "agx-orin,thor"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("nothing of agx-orin, thor reaches 1e+04 Hz chunks, not actions: of a robot at")
     code, result = run(capsys, "need", "--rate", 1e6, "--model", "smolvla")
     assert (code, result["found"]) == (1, [])
 

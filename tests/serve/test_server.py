@@ -429,14 +429,23 @@ def test_missing_bundle_and_foreign_address(bundle, tmp_path):
 
 
 def test_the_printed_program_runs(bundle, tmp_path):
-    with serving(tmp_path, bundle, "--wire", "native:0", "--threads", 1) as server:
+    """With the key of its environment, where the server wants one."""
+    (tmp_path / "key").write_text("secret")
+    wants = ("--api-key-file", tmp_path / "key")
+    with serving(tmp_path, bundle, "--wire", "native:0", "--threads", 1, *wants) as server:
         while not server.process.stdout.readline().endswith("ask it with\n"):
             pass
         assert server.process.stdout.readline() == "\n"
         program = textwrap.dedent("".join(iter(server.process.stdout.readline, "\n")))
-        done = processes.run([sys.executable, "-c", program], timeout=START_S)
+        has = {**os.environ, "SINEW_API_KEY": "secret"}
+        done = processes.run([sys.executable, "-c", program], timeout=START_S, env=has)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("[[")
+        with (
+            Client(server.address, api_key="") as without,
+            pytest.raises(ServerError, match="wants an API key"),
+        ):
+            without.metadata()
         assert server.stop(signal.SIGINT) == 0
 
 

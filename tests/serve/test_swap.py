@@ -233,8 +233,8 @@ def test_another_form_is_refused_unless_it_is_asked_for_by_name(tmp_path):
         status, told = put("degrees")
         assert status == 400
         assert told["error"]["message"].startswith(
-            "source: action.units: expected rad, rad, as the policy that stands, got deg, deg;"
-            " control_hz: expected 20, as the policy that stands, got 200 ("
+            'source ("accept" names what the robots are prepared for): action.units: expected rad, rad, as the policy'
+            " that stands, got deg, deg; control_hz: expected 20, as the policy that stands, got 200"
         )
         assert put("other")[0] == 200  # states neither, and its robots still take it for radians
         status, told = put("degrees", "units")
@@ -294,7 +294,7 @@ ARM = replace(
 )
 def test_what_robots_take_for_granted(name, fields):
     new = replace(ARM, **fields)
-    with pytest.raises(RequestError, match=f"source: {re.escape(name)}[a-z.]*: expected .*, got "):
+    with pytest.raises(RequestError, match=rf"source .*: {re.escape(name)}[a-z.]*: expected .*, got "):
         Forms().check("arm", ARM, new)
     assert len(Forms().check("arm", ARM, new, [name])) == 1
     assert (

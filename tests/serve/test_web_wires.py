@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import json
+import os
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from sinew.cli import main
 from sinew.convert import convert
 from sinew.core import Observation, ObservationError
 from sinew.policy import load
@@ -419,7 +421,7 @@ def test_health_and_metrics(server):
 # ----------------------------------------------------------------------------- keys, TLS, what is printed
 
 
-def test_keys_and_tls(bundle, certificate, tmp_path):
+def test_keys_and_tls(bundle, certificate, tmp_path, capsys):
     import ssl
 
     from websockets.exceptions import InvalidHandshake
@@ -439,6 +441,11 @@ def test_keys_and_tls(bundle, certificate, tmp_path):
             assert ask(connection, OBSERVED)["actions"].shape == (50, 7)
         with pytest.raises((OSError, EOFError, InvalidHandshake)):
             websockets.connect(running.address.replace("wss", "ws"), open_timeout=3)
+        page = running.address.replace("wss", "https")
+        assert main(["top", page, "--api-key-file", str(secret), "--seconds", "1"]) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert "expected a certificate that this machine trusts, got one with self-signed" in said
+        assert "SSL_CERT_FILE=CERT.pem in the environment trusts one of your own" in said
         assert running.stop() == 0
     finally:
         running.close()
@@ -447,13 +454,16 @@ def test_keys_and_tls(bundle, certificate, tmp_path):
 def test_the_printed_programs_run(bundle, tmp_path):
     pytest.importorskip("openpi_client", reason="make env installs openpi-client")
     port = free_port()
-    running = ServerProcess(tmp_path, bundle, "--wire", f"openpi:{port}", "--wire", f"http:{port}")
+    (tmp_path / "key").write_text("secret")
+    wants = ("--api-key-file", tmp_path / "key")
+    running = ServerProcess(tmp_path, bundle, "--wire", f"openpi:{port}", "--wire", f"http:{port}", *wants)
     try:
         while not running.process.stdout.readline().endswith("ask it with\n"):
             pass
         assert running.process.stdout.readline() == "\n"
         program = textwrap.dedent("".join(iter(running.process.stdout.readline, "\n")))
-        done = processes.run([sys.executable, "-c", program], timeout=START_S)
+        has = {**os.environ, "SINEW_API_KEY": "secret"}
+        done = processes.run([sys.executable, "-c", program], timeout=START_S, env=has)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("[[") == 2
         assert running.stop(signal.SIGINT) == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sinew.bundle.rename import renames_for
 from sinew.bundle.schema import Manifest
 from sinew.bundle.seen import Seen
 from sinew.checks.check import CANNOT_TELL, LOOKS_WRONG, SPARE, WRONG, Finding
@@ -36,16 +37,18 @@ def mismatch(processor: Processor, seen: Mapping[str, Any]) -> Finding | None:
         given = {"prompt": "look", **known}
         processor.check(as_given(given, processor.spec))
     except SinewError as error:
-        names = ", ".join(camera.name for camera in processor.spec.cameras)
+        names = [camera.name for camera in processor.spec.cameras]
         shown = seen.get("images")
-        cameras = ", ".join(map(str, shown)) if isinstance(shown, Mapping) else "none"
+        cameras = [str(name) for name in shown] if isinstance(shown, Mapping) else []
+        renames = renames_for(names, cameras)
         return Finding(
             "robot",
             WRONG,
             "refused",
             f"the policy refuses what it shows: {error}",
-            f"cameras {names} (the robot has {cameras or 'none'}) and {processor.spec.state.dim} numbers of state",
-            "--rename NEW=CAMERA says which camera is which",
+            f"cameras {', '.join(names)} (the robot has {', '.join(cameras) or 'none'}) and {processor.spec.state.dim}"
+            " numbers of state",
+            f"say which camera is which: {renames}" if renames else "",
         )
     return None
 

@@ -22,6 +22,7 @@ def need(
     control_hz: PositiveIfAny = None,
     replan: Count = 1,
     model: str = "pi0.5",
+    hardware: Annotated[list[str] | None, Parameter(negative="")] = None,
     request: Asked = AS_THE_POLICY,
     efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
     data: Path | None = None,
@@ -34,10 +35,12 @@ def need(
         control_hz: control steps per second.
         replan: of them between two inferences: actions of each chunk that are executed.
         model: as of `sinew infer`, or a family's preset.
+        hardware: names of machines, repeatable or with commas; all of `sinew perf machines` if absent.
         efficiency: share of the roofline that software reaches; well-tuned engines reach 0.6 to 0.85.
         data: a file with more machines.
     """
-    from sinew.perf.hardware import hardware
+    from sinew.perf.hardware import hardware as known
+    from sinew.perf.hardware import load_machines
     from sinew.perf.needs import budget, needs
 
     if (rate is None) == (task is None and control_hz is None):
@@ -47,12 +50,22 @@ def need(
     assert wanted is not None
     if asked is not None:
         terminal.console().print(asked.why)
-    found = [asdict(row) for row in needs(model, hardware(data), wanted, efficiency, request)]
+    among = {each.name: each for each in load_machines(hardware or known(data), data)}
+    among_what = f"of {', '.join(among)}" if hardware else "in the table"
+    found = [asdict(row) for row in needs(model, among, wanted, efficiency, request)]
     columns = ("machine", "precision", ">solver steps at most", ">rate with them, Hz")
-    table = terminal.table(f"{model} at {wanted:g} Hz with {efficiency:.0%} of the roofline", *columns)
+    title = f"{model}, {wanted:.3g} chunks a second with {efficiency:.0%} of the roofline"
+    table = terminal.table(title, *columns)
     for row in found:
         table.add_row(row["title"], row["precision"], str(row["steps"]), f"{row['hz']:.1f}")
-    terminal.console().print(table if found else f"nothing in the table reaches {wanted:g} Hz")
+    terminal.console().print(table if found else f"nothing {among_what} reaches {wanted:.3g} Hz")
+    if any("int4" in row["precision"] for row in found):
+        terminal.console().print("int4: a bound alone, as engine cuda widens 4 bits when it loads them")
+    if asked is None:
+        terminal.console().print(
+            f"chunks, not actions: of a robot at {wanted:g} Hz say --control-hz {wanted:g} --replan K, the actions that it"
+            " executes of each"
+        )
     record = {"rate": wanted, "budget_ms": 1e3 / wanted, "model": model, "found": found}
     terminal.emit({"schema": "sinew.perf.need/1", **record})
     return 0 if found else 1

@@ -39,6 +39,7 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
     """
     running: dict[str, list[_RecordedRequest]] = defaultdict(list)
     steps: list[float] = []
+    apart: list[float] = []  # control steps between requests, also of those that do not follow each other
     found: list[list[_RecordedRequest]] = []
     for record in records:
         session = running[str(record.observation.session or record.wire)]
@@ -50,6 +51,7 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
         if session:
             before = session[-1]
             step = (request.when - before.when) * hz
+            apart += [step] * (step > 0)
             other = request.prompt != before.prompt
             if other or record.actions is None or not 0 < step <= GAP:
                 found.append(session.copy())
@@ -59,13 +61,13 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
         if record.actions is not None:
             session.append(request)
     found += running.values()
-    if steps and not 0.75 <= float(np.median(steps)) <= 1.25:
-        rate = hz / float(np.median(steps))
+    if not (steps or apart):
+        raise SinewError("records: expected two requests of a session that follow each other, got none")
+    if not 0.75 <= (step := float(np.median(steps or apart))) <= 1.25:
         raise SinewError(
-            f"--hz: expected the rate of the requests, which came {rate:.3g} times a second, got {hz:g}"
+            f"--hz: expected the rate of the requests, which came {hz / step:.3g} times a second, got {hz:g}; a policy"
+            " is asked for chunks, and `sinew run --frames` keeps every control step"
         )
-    if not steps:
-        raise SinewError(f"records: no two requests of a session follow each other within {GAP / hz:.3g} s")
     for session in found:
         if len(session) > 1:
             yield [_frame(read_record(request.path)) for request in session]

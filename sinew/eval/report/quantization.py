@@ -124,9 +124,10 @@ def quantize(
     absent = [] if searched else lacking(opened, chosen)
     for part in absent:
         if recipe != DEFAULT_RECIPE:
+            able = [each for each in COMPONENTS if not lacking(opened, {each: "int8"})]
             raise SinewError(
                 f"recipe: {part}: expected linear layers or token tables, got none in {opened.manifest.architecture}"
-                " but what its reference keeps in float32"
+                f" but what its reference keeps in float32; of its components {', '.join(able) or 'none'} can be named"
             )
         chosen[part] = "fp32"
     with progress.task(f"validating {bundle.name} as it is"):

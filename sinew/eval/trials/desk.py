@@ -56,8 +56,10 @@ class Desk:
             if stat.S_ISDIR(mode):
                 self.close()
                 raise SinewError(f"--judge {judge}: expected a file or a FIFO, got a directory")
-            if stat.S_ISREG(mode):
-                os.lseek(self._file, 0, os.SEEK_END)
+            if stat.S_ISREG(mode) and os.lseek(self._file, 0, os.SEEK_END):
+                progress.say(
+                    f"--judge {judge}: what stands in it already is of no trial; lines count as they are added"
+                )
 
     def begin(self, loop: Loop) -> None:
         """Take a trial that is set up, which waits or begins."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -167,6 +168,11 @@ def events(
                         )
                     yield name, record
         raise ConnectionError("the server has ended the connection")
+    except ssl.SSLCertVerificationError as error:
+        raise SinewError(
+            f"{host}:{port}: expected a certificate that this machine trusts, got one with {error.verify_message};"
+            " SSL_CERT_FILE=CERT.pem in the environment trusts one of your own"
+        ) from None
     except ValueError as error:
         raise SinewError(f"{host}:{port}: expected events of a Sinew server, got {error}") from None
     finally:

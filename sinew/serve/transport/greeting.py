@@ -18,10 +18,11 @@ def ready_text(
     about: Mapping[str, Any],
     wires: Sequence[Listener],
     more: Mapping[str, str] = MappingProxyType({}),
+    keyed: bool = False,
 ) -> str:
     """Return the addresses, what the bundle expects, and for each wire a program that asks for one chunk.
 
-    about: what the policy describes of its engine. more: name -> source of further policies.
+    about: what the policy describes of its engine. more: name -> source of further policies. keyed: it wants a key.
     """
     sizes = "other sizes are resized" if spec.resizes_frames else "exactly this size"
     cameras = [
@@ -42,6 +43,11 @@ def ready_text(
     ]
     pages = [page for wire in wires if (page := wire.dashboard)]
     lines += [f"  page     {reachable(page)} shows what it does" for page in pages]
+    secure = any(wire.address.startswith("wss:") for wire in wires)
+    lines += ["  key      wanted: the programs take it from SINEW_API_KEY in their environment"] * keyed
+    lines += [
+        "  TLS      SSL_CERT_FILE=CERT.pem lets them trust a certificate that you signed yourself"
+    ] * secure
     for wire in wires:
         program = [f"    {line}" for line in wire.guide(spec)]
         lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]

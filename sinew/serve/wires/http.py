@@ -188,7 +188,7 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
         for key, camera in zip(field_names.camera_keys(spec, NAME).values(), spec.cameras, strict=False)
     ]
     return [
-        "import base64, io, json, urllib.request",
+        "import base64, io, json, os, urllib.request",
         "from PIL import Image",
         "",
         "def picture(width, height):",
@@ -202,6 +202,8 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
         "}",
         f'request = urllib.request.Request("{reachable(address)}/v1/actions", json.dumps(observation).encode(),',
         f'                                 {{"Content-Type": "{JSON}"}})',
+        'if key := os.environ.get("SINEW_API_KEY"):  # where the server wants one',
+        '    request.add_header("Authorization", f"Bearer {key}")',
         'print(json.load(urllib.request.urlopen(request))["actions"])',
     ]
 

@@ -158,13 +158,15 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
     fields.append((field_names.prompt_key(spec, NAME), '"pick up the red cube"'))
     address = reachable(address)
     return [
+        "import os",
         "import numpy as np",
         "from openpi_client.websocket_client_policy import WebsocketClientPolicy",
         "",
         "observation = {",
         *_nested(fields),
         "}",
-        f'policy = WebsocketClientPolicy("{address}", port=None)',
+        'key = os.environ.get("SINEW_API_KEY")  # where the server wants one',
+        f'policy = WebsocketClientPolicy("{address}", port=None, api_key=key)',
         f'print(policy.infer(observation)["actions"])  # float32 [{spec.chunk_size}, {spec.action.dim}]',
     ]
 

@@ -14,6 +14,7 @@ from typing import Any, Generator, Mapping, Optional, Sequence, Tuple
 
 from sinew_client import protocol
 from sinew_client.addresses import LEAVING, Addresses
+from sinew_client.auth import key_from_environment
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost, RequestTimeout, ServerError
 from sinew_client.robot_report import RobotReport
 from sinew_client.types import ActionChunk, PolicySpec
@@ -41,7 +42,7 @@ class BaseClient:
         connect_timeout: float = 1.0,
         retries: int = 0,
         jpeg_quality: int | None = None,
-        api_key: str = "",
+        api_key: str | None = None,
         max_age: float | None = None,
         limits: tuple | None = None,
         max_rows: int = protocol.MAX_ROWS,
@@ -54,7 +55,7 @@ class BaseClient:
         self.connect_timeout = connect_timeout
         self.retries = retries
         self.jpeg_quality = jpeg_quality
-        self.api_key = api_key
+        self.api_key = key_from_environment() if api_key is None else api_key
         self.max_age = max_age
         self.limits = limits
         self.max_rows = max_rows

@@ -40,7 +40,8 @@ class Client(BaseClient):
         :class:`UnsafeChunk`. Numbers that are not finite always do.
     max_rows: of an answer; one with more raises :class:`UnsafeChunk`. A policy states its own as ``chunk_size``.
     jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow); None sends raw pixels.
-    api_key: where the server wants one. It travels unencrypted.
+    api_key: where the server wants one; that of SINEW_API_KEY in the environment if absent, "" for none. It travels
+        unencrypted.
 
     The first call connects. A connection that missed its reply is thrown away, so that a late one answers nothing
     else, and the next call opens a new one: a server that comes back is found without further ado. One that breaks

@@ -253,6 +253,7 @@ class GrootCodec:
             for key, part in parts.items()
         ]
         return [
+            "import os",
             "import numpy as np",
             "from gr00t.policy.server_client import PolicyClient",
             "",
@@ -265,7 +266,8 @@ class GrootCodec:
             "    },",
             f'    "language": {{"{names.prompt}": [["pick up the red cube"]]}},',
             "}",
-            f'policy = PolicyClient(host="{host}", port={port})',
+            'key = os.environ.get("SINEW_API_KEY")  # where the server wants one',
+            f'policy = PolicyClient(host="{host}", port={port}, api_token=key)',
             "actions, info = policy.get_action(observation)",
             "print(actions)  # float32 [1, " + f"{spec.chunk_size}, dim] under {', '.join(names.actions)}",
         ]

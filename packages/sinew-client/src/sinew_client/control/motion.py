@@ -75,23 +75,6 @@ class Motion:
         )
 
 
-class Absolute(Motion):
-    """Rows are targets in the same numbers as the state, such as joint positions."""
-
-    def position(self, state: np.ndarray, dim: int) -> np.ndarray:
-        return np.asarray(state, np.float32) if len(state) == dim else super().position(state, dim)
-
-    def placed(self, dim: int) -> np.ndarray:
-        return np.ones(dim, bool)
-
-    def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        if len(targets) and targets.shape[1] != len(state):
-            raise ValueError(
-                f"future state: expected as many numbers as the action's {targets.shape[1]}, got {len(state)}"
-            )
-        return np.asarray(targets[-1], np.float32) if len(targets) else state
-
-
 @dataclass(frozen=True)
 class _Columns(Motion):
     """action: columns of a row that are relative; state: the number of the state that each is measured from."""
@@ -114,6 +97,13 @@ class _Columns(Motion):
             )
         return np.asarray(state, np.float32)[list(self.state)]
 
+    def _seen(self, state: np.ndarray, dim: int) -> np.ndarray:
+        """Return the columns of a row as the state says them, NaN elsewhere, and where either has fewer numbers."""
+        found = np.full(dim, np.nan, np.float32)
+        if max(self.action) < dim and max(self.state) < len(state):
+            found[list(self.action)] = self._at(state)
+        return found
+
     def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
         after = np.array(state, np.float32)
         if len(targets):
@@ -122,14 +112,42 @@ class _Columns(Motion):
 
 
 @dataclass(frozen=True)
+class Absolute(_Columns):
+    """Rows are targets in the numbers of the state, such as joint positions: all of them in its order, or, where the
+    state has others too, columns ``action`` of a row in the numbers ``state``."""
+
+    action: tuple[int, ...] = ()
+    state: tuple[int, ...] = ()
+    needs_state = False
+
+    def __post_init__(self) -> None:
+        if self.action or self.state:
+            super().__post_init__()
+
+    def position(self, state: np.ndarray, dim: int) -> np.ndarray:
+        if self.action:
+            return self._seen(state, dim)
+        return np.asarray(state, np.float32) if len(state) == dim else super().position(state, dim)
+
+    def placed(self, dim: int) -> np.ndarray:
+        return np.isin(np.arange(dim), self.action) if self.action else np.ones(dim, bool)
+
+    def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        if self.action:
+            return super().roll(state, targets)
+        if len(targets) and targets.shape[1] != len(state):
+            raise ValueError(
+                f"future state: expected as many numbers as the action's {targets.shape[1]}, got {len(state)}"
+            )
+        return np.asarray(targets[-1], np.float32) if len(targets) else state
+
+
+@dataclass(frozen=True)
 class Relative(_Columns):
     """Rows relative to the state at the chunk's frame, of a robot that takes absolute targets."""
 
     def position(self, state: np.ndarray, dim: int) -> np.ndarray:
-        found = super().position(state, dim)
-        if max(self.action) < dim and max(self.state) < len(state):
-            found[list(self.action)] = self._at(state)
-        return found
+        return self._seen(state, dim)
 
     def placed(self, dim: int) -> np.ndarray:
         return np.isin(np.arange(dim), self.action)
@@ -163,10 +181,7 @@ class Offsets(_Columns):
         return np.where(np.isin(np.arange(dim), self.action), 0.0, np.nan)
 
     def pose(self, state: np.ndarray | None, dim: int) -> np.ndarray:
-        found = np.full(dim, np.nan, np.float32)
-        if state is not None and max(self.action) < dim and max(self.state) < len(state):
-            found[list(self.action)] = self._at(state)
-        return found
+        return self._seen(np.zeros(0) if state is None else state, dim)
 
     def posed(self, dim: int) -> np.ndarray:
         return np.isin(np.arange(dim), self.action)

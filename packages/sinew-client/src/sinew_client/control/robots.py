@@ -338,7 +338,10 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
         isinstance(each.get(what), (list, tuple)) and all(isinstance(name, str) for name in each[what])
         for what in ("state", "action")
     ):
-        raise RobotError(f"robot: joints: expected names of its numbers, got {shown(names)}")
+        raise RobotError(
+            f"robot: joints: expected names of its numbers, a list of texts, got {shown(names)}; whatever else it keeps"
+            " wants another name there"
+        )
     for what in ("state", "action"):
         dim = policy[what].get("dim")  # none where the policy's numbers are poses
         if dim is not None and len(each[what]) != int(dim):

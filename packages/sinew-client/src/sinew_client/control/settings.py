@@ -48,7 +48,8 @@ class Settings:
         :func:`~sinew_client.control.handover.parse_handover`; ``auto`` is what
         :func:`~sinew_client.control.defaults.choose` makes of the motion. replan: see
         :func:`~sinew_client.control.replan.parse_rule`.
-    motion: {"kind": "as is"}, {"kind": "absolute"}, {"kind": "relative", "action": [...], "state": [...]} or
+    motion: {"kind": "as is"}, {"kind": "absolute"} (also with columns, of a state that has other numbers too),
+        {"kind": "relative", "action": [...], "state": [...]} or
         {"kind": "offsets", "action": [...], "state": [...], "scale": 1, "low": ..., "high": ...}.
     limits: see :meth:`~sinew_client.control.safety.Limits.parse`; None for none. They hold for what the robot is sent.
     max_age: seconds after its frame beyond which a row is not executed; None: a row is valid in its own step.
@@ -208,10 +209,11 @@ class Settings:
                 f" was trained, got {self.speed:g}"
             )
 
-    def check_start(self, dim: int) -> None:
-        """Raise :class:`SettingsError` where limits of velocity or acceleration have nothing to begin with."""
+    def check_start(self, dim: int, state_dim: int | None = None) -> None:
+        """Raise :class:`SettingsError` where limits of velocity or acceleration have nothing to begin with. state_dim:
+        numbers of the robot's state, where they are known before it is observed."""
         if (limits := self._limits(dim)) is not None:
-            check_start(limits, self.parse_motion())
+            check_start(limits, self.parse_motion(), state_dim)
 
     def _limits(self, dim: int) -> Limits | None:
         return Limits.parse(self.limits, dim) if self.limits is not None else None
@@ -243,15 +245,25 @@ def check_workspace(limits: Limits, motion: Motion) -> None:
         )
 
 
-def check_start(limits: Limits, motion: Motion) -> None:
+def check_start(limits: Limits, motion: Motion, state_dim: int | None = None) -> None:
     """Raise :class:`SettingsError` where nothing says from where limits of velocity or acceleration count: the first
-    command would not be limited."""
-    known = motion.placed(limits.dim) | ~np.isnan(motion.still(limits.dim)) | ~np.isnan(limits.still)
-    missing = [limits.name(int(joint)) for joint in np.flatnonzero(limits.paced & ~known)]
-    if missing:
-        given = [f"limits.{name}" for name in RATES if np.isfinite(getattr(limits, name)).any()]
+    command would not be limited, or never be sent. state_dim: numbers of a state, if known."""
+    placed = motion.placed(limits.dim)
+    seen = placed if state_dim is None else np.isfinite(motion.position(np.zeros(state_dim), limits.dim))
+    known = seen | ~np.isnan(motion.still(limits.dim)) | ~np.isnan(limits.still)
+    lost = limits.paced & ~known
+    if lost.any():
+        missing = ", ".join(limits.name(int(joint)) for joint in np.flatnonzero(lost))
+        given = ", ".join(f"limits.{name}" for name in RATES if np.isfinite(getattr(limits, name)).any())
+        if placed[lost].all():  # it says so, of another state
+            columns = list(range(limits.dim))
+            raise SettingsError(
+                f"{given}: expected to know where the robot is before its first command; a command has {limits.dim}"
+                f" numbers, the state {state_dim}, so say which of them they are, as by the motion"
+                f' {{"kind": "absolute", "action": {columns}, "state": {columns}}} for the first {limits.dim}'
+            )
         raise SettingsError(
-            f"{', '.join(given)}: expected a motion that says where the robot is before its first command"
+            f"{given}: expected a motion that says where the robot is before its first command"
             " (absolute: where its state says), or limits.still, the command of a robot that stands still"
-            f" (0 of velocities and offsets), got neither for {', '.join(missing)}"
+            f" (0 of velocities and offsets), got neither for {missing}"
         )
