@@ -606,10 +606,7 @@ class Policy(OpenPolicy):
         if not self.facts.guides:
             return "engine eager or plan, which can guide a solution", f"engine {self.engine_name}"
         if self.spec.solver.kind != "euler":
-            return (
-                "a policy that integrates a velocity",
-                f"a solver ({self.spec.solver.kind}) that nothing can guide",
-            )
+            return "a policy that integrates a velocity", f"solver {self.spec.solver.kind}"
         return "", ""
 
     @property
@@ -651,10 +648,7 @@ class Policy(OpenPolicy):
         if not self.advantages:
             return "a policy whose prompt has a place for an advantage", self.spec.architecture
         if self.spec.solver.kind != "euler":
-            return (
-                "a policy that integrates a velocity",
-                f"a solver ({self.spec.solver.kind}) that nothing can guide",
-            )
+            return "a policy that integrates a velocity", f"solver {self.spec.solver.kind}"
         if not self.facts.shares_views or self.unbatched:
             reads = "engine eager, plan, cpu or onnx, which reads two prompts over the same views"
             return reads, f"engine {self.engine_name}" + (f" ({self.unbatched})" if self.unbatched else "")

@@ -345,11 +345,9 @@ _HINT = re.compile(r" \([^()]*(?:maps it|runs without)\)")  # of the policy, whi
 def refusal(text: str, machine: Any, policy: dict[str, Any]) -> str:
     """Return why a policy refused what a robot shows, with what to give on this command line."""
     text = _HINT.sub("", text)
-    if "images" not in text:
-        return f"the policy refused the robot's first observation: {text}"
     wanted = [camera["name"] for camera in policy["cameras"]]
     shown = list(_shown(machine))
-    if sorted(wanted) == sorted(shown):
+    if "images" not in text or sorted(wanted) == sorted(shown):
         return f"the policy refused the robot's first observation: {text}"
     example = renames_for(wanted, shown)
     hint = f"; say which is which: {example}" if example else ""

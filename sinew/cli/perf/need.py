@@ -63,8 +63,8 @@ def need(
         terminal.console().print("int4: a bound alone, as engine cuda widens 4 bits when it loads them")
     if asked is None:
         terminal.console().print(
-            f"chunks, not actions: of a robot at {wanted:g} Hz say --control-hz {wanted:g} --replan K, the actions that it"
-            " executes of each"
+            f"chunks, not actions: of a robot at {wanted:g} Hz say --control-hz {wanted:g} --replan K, the actions that"
+            " it executes of each"
         )
     record = {"rate": wanted, "budget_ms": 1e3 / wanted, "model": model, "found": found}
     terminal.emit({"schema": "sinew.perf.need/1", **record})

@@ -169,9 +169,9 @@ def events(
                     yield name, record
         raise ConnectionError("the server has ended the connection")
     except ssl.SSLCertVerificationError as error:
+        own = "SSL_CERT_FILE=CERT.pem in the environment trusts one of your own"
         raise SinewError(
-            f"{host}:{port}: expected a certificate that this machine trusts, got one with {error.verify_message};"
-            " SSL_CERT_FILE=CERT.pem in the environment trusts one of your own"
+            f"{host}:{port}: expected a trusted certificate, got {error.verify_message}; {own}"
         ) from None
     except ValueError as error:
         raise SinewError(f"{host}:{port}: expected events of a Sinew server, got {error}") from None

@@ -54,9 +54,7 @@ def check() -> list[Check]:
 
     log = logging.getLogger("sinew.policy")
     with unpacked() as bundle, sinew.load(bundle, "cpu", "fp32", "eager") as policy:
-        log.addFilter(
-            nothing := lambda _: False
-        )  # that these frames could be smaller is no word about a user's camera
+        log.addFilter(nothing := lambda _: False)  # what it says of these frames is of no user's camera
         try:
             actions = policy.infer(observation()).actions.astype(np.float64)
         finally:
