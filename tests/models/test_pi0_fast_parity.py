@@ -105,7 +105,7 @@ def test_what_this_policy_has_not_is_refused(open_engine, g):
     for changes, why in (
         ({"solver_steps": 10}, "solver_steps"),
         ({"prompt": ""}, "prompt"),
-        ({"previous": np.zeros((8, 5), np.float32), "delay": 1}, "nothing to guide"),
+        ({"previous": np.zeros((8, 5), np.float32), "delay": 1}, "integrates a velocity"),
     ):
         with pytest.raises(ObservationError, match=why):
             policy.infer({"images": given.images, "state": given.state, "prompt": "go", **changes})

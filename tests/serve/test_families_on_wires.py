@@ -238,8 +238,9 @@ def test_a_server_that_starts_again_costs_no_moments(case, case_bundle, tmp_path
     loop = robot.loop(port)
     try:
         for server in range(2):
-            with serving(tmp_path, bundle, *words):
+            with serving(tmp_path, bundle, *words) as running:
                 drive(loop, 3 * (server + 1))
+                assert running.stop() == 0  # who is killed may not have written the newest record
             loop.run(loop.steps + 20)  # nobody answers
     finally:
         loop.close()

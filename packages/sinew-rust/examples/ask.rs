@@ -1,4 +1,5 @@
-//! ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 \[--seed N\] \[--key KEY\] \[--times N\] \[--bytes FILE\]
+//! ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 \[--seed N\] \[--key KEY, else SINEW_API_KEY\]
+//! \[--times N\] \[--bytes FILE\]
 //!
 //! Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its
 //! code. FILE is a PPM (P6) picture, whose pixels are sent as they are, or a JPEG or PNG file. --bytes writes the first
@@ -26,6 +27,7 @@ fn ask(given: &[String]) -> Result<(), Box<dyn Error>> {
         return Err("expected ADDRESS PROMPT --image CAMERA=FILE ... --state NUMBER,NUMBER [usage]".into());
     };
     let (mut options, mut files, mut times, mut bytes) = (Options::default(), Vec::new(), 1, None);
+    options.api_key = std::env::var("SINEW_API_KEY").unwrap_or_default();
     let mut seen = Observation { prompt: prompt.clone(), ..Observation::default() };
     for pair in rest.chunks(2) {
         let (option, value) = (pair[0].as_str(), pair.get(1).map_or("", String::as_str));
