@@ -350,7 +350,9 @@ class Policy(OpenPolicy):
             image = self.manifest.processing.image
             if text := larger(frame, image, trained, here=not self.facts.takes_frames):
                 known[camera.name] = ()
-                log.warning("camera %s: %s", camera.name, text)
+                # Where training had the same, another resolution is a choice, and no mistake to warn of
+                level = logging.INFO if frame.shape[:2] == trained else logging.WARNING
+                log.log(level, "camera %s: %s", camera.name, text)
 
     def _taken(self, found: Observation | Mapping[str, Any]) -> Observation:
         """Return an observation in our form. Raises :class:`ObservationError` for what this engine cannot do of it."""

@@ -151,8 +151,8 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What a recording of one stage would meet. operators: that compute. nbytes: of the tensors that they make anew, in
-    the recording's own memory. breaks: what cannot be recorded, and which line asks for it."""
+    """Holds what a recording of one stage would meet. operators: that compute. nbytes: of the tensors that they make
+    anew, in the recording's own memory. breaks: what cannot be recorded, and which line asks for it."""
 
     stage: str
     operators: int

@@ -474,6 +474,21 @@ def test_a_policy_says_once_that_a_camera_sends_more_than_it_reads(caplog: pytes
     assert before == 16 * after
 
 
+def test_a_size_that_training_had_is_no_mistake(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinew.policy, "larger", lambda *_, **__: "large")
+    policy = load("blocks", engine="eager")
+    front = next(camera for camera in policy.spec.cameras if camera.name == "front")
+    with caplog.at_level("INFO"):
+        for camera, size in (("front", (front.height, front.width)), ("wrist", (7, 9))):
+            policy._say_larger(Observation({camera: np.zeros((*size, 3), np.uint8)}, np.zeros(4, np.float32)))
+    assert [record.levelname for record in caplog.records if "large" in record.getMessage()] == [
+        "INFO",
+        "WARNING",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

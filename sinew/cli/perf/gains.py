@@ -22,7 +22,7 @@ def gains(
     data: Path | None = None,
     links: Path | None = None,
 ) -> int:
-    """What makes a policy faster on a machine: the largest predicted gain first, and what each does to the actions.
+    """Say what makes a policy faster on a machine, the largest predicted gain first, and what each does to the actions.
 
     It begins with engine eager in float32. Each row of the first table comes upon those above; "or" is what would take
     another's place. The second table has what helps under a condition. Exit status 1 if nothing gains.

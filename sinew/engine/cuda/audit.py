@@ -1,4 +1,4 @@
-"""What in a program a CUDA graph could not record, found without a GPU and without computing anything.
+"""Finds what in a program a CUDA graph could not record, without a GPU and without computing anything.
 
 The program runs twice on a device that is neither host nor GPU and has no memory: the first run fills what a warm-up
 fills, the second is looked at. On the host, kernels are their references in PyTorch; a kernel itself can be recorded.

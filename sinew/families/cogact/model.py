@@ -49,8 +49,8 @@ class CogACTConfig(PrismaticConfig):
 
 
 class Cognition(NamedTuple):
-    """What a step reads of the observation: [B, K, C], the cognition as the head has it, and behind it, with guidance,
-    the row that stands for none."""
+    """Holds what a step reads of the observation: [B, K, C], the cognition as the head has it, and behind it, with
+    guidance, the row that stands for none."""
 
     conditions: Tensor
 
