@@ -50,17 +50,27 @@ PLACES = [
 ]
 
 
+def interpreter(name: str) -> str | None:
+    """Return the first interpreter of that name on the path that runs: one may be a stub of a version manager."""
+    for folder in os.get_exec_path():
+        # What a launcher of versions finds by its folder, an empty home does not have.
+        if found := shutil.which(name, path=folder):
+            told = subprocess.run(
+                [found, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True
+            )
+            if told.returncode == 0:
+                return told.stdout.strip()
+    return None
+
+
 def run(place: Place, folder: Path, arguments: list[str]) -> tuple[bool, str, list[str]]:
     """Clone, install and test; return whether all passed, pytest's totals and the failures."""
     home, clone, scratch = folder / "home", folder / place.folder, folder / "tmp"
     for each in (home, clone.parent, scratch):
         each.mkdir(parents=True, exist_ok=True)
-    python = shutil.which(place.python)
+    python = interpreter(place.python)
     if python is None:
-        return False, f"{place.python} is not here", []
-    # What a launcher of versions finds by its folder, an empty home does not have.
-    ask = [python, "-c", "import sys; print(sys.executable)"]
-    python = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+        return False, f"no {place.python} on the path runs", []
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     if place.uid:
         folder.chmod(0o755)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 from sinew.steps.image.jpeg import jpeg_round_trip
 from sinew.steps.image.tensorflow import (
@@ -18,41 +17,29 @@ from sinew.steps.image.tensorflow import (
     sinf,
     to_uint8,
 )
-from tests.golden import decoded
-
-SIDE, AREA = 224, 0.9
+from tests.processing.tensorflow_frames import AREA, QUALITY, RECORDED, SIDE, SIZES, frame, sha256
 
 
-@pytest.fixture(scope="module")
-def recorded(golden):
-    with safe_open(golden / "tf_preprocess.safetensors", framework="np") as file:
-        yield {name: decoded(file.get_tensor(name)) for name in file.keys()}, file.metadata()  # noqa: SIM118
-
-
-def sha256(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-
-
-@pytest.mark.parametrize("image", [0, 1, 2])
-def test_every_stage(recorded, image):
-    arrays, hashes = recorded
-    channels = 3 if image == 0 else 1
-    decoded = jpeg_round_trip(arrays[f"{image}.frame"])
+@pytest.mark.parametrize("image", range(len(SIZES)))
+def test_every_stage(image):
+    given = frame(image)
+    decoded = jpeg_round_trip(given, QUALITY)
     floats = resize_lanczos3(decoded, SIDE, SIDE)
     resized = to_uint8(floats)
-    cropped = crop_and_resize(resized, AREA, SIDE, SIDE)
     found = {
+        "frame": given,
         "jpeg_decoded": decoded,
-        "resized_float": floats[..., :channels],
+        "resized_float": floats,
         "resized_u8": resized,
-        "crop_float": cropped[..., :channels],
+        "crop_float": crop_and_resize(resized, AREA, SIDE, SIDE),
         "cropped_u8": centre_crop(resized, AREA, SIDE, SIDE),
     }
-    wrong = [name for name, array in found.items() if sha256(array) != hashes[f"{image}.{name}"]]
-    assert not wrong
+    assert {name: sha256(array) for name, array in found.items()} == json.loads(RECORDED.read_text())[
+        "stages"
+    ][str(image)]
 
 
-def test_a_correct_sine_is_not_the_one(recorded):
+def test_a_correct_sine_is_not_the_one():
     """The sine matters: the correctly rounded one gives other float weights somewhere in these ranges."""
     x = np.linspace(0, 9.5, 1_000_001, dtype=np.float32)
     correct = np.sin(x.astype(np.float64)).astype(np.float32)
