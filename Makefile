@@ -1,9 +1,9 @@
-# `make demo` and `make test` need Python 3.11, 3.12 or 3.13 and make, nothing else: the environment is created here.
+# `make demo` and `make test` need Python 3.11 to 3.14 and make, nothing else: the environment is created here.
 SHELL := /bin/bash
 # The first that runs and is new enough: a name on the path may be a stub of a version manager.
-NEW_ENOUGH := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+NEW_ENOUGH := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 ifndef PYTHON
-PYTHON := $(shell for each in python3 python3.12 python3.11 python3.13; do \
+PYTHON := $(shell for each in python3 python3.12 python3.13 python3.14 python3.11; do \
 	$$each -c '$(NEW_ENOUGH)' 2> /dev/null && echo $$each && break; done)
 endif
 VENV ?= .venv
@@ -153,7 +153,7 @@ docs: $(READY) ## the documentation as a site: build/site/index.html
 
 $(LIGHT): $(SOURCES)
 	@$(PYTHON) -c '$(NEW_ENOUGH)' 2> /dev/null \
-		|| { echo "Python 3.11, 3.12 or 3.13 is needed, got $(or $(PYTHON),none); say which with make PYTHON=..."; exit 1; }
+		|| { echo "Python 3.11 to 3.14 is needed, got $(or $(PYTHON),none); say which with make PYTHON=..."; exit 1; }
 	@echo "make: an environment for the demo in $(VENV), without torch: 111 MB to download on Linux, 420 MB on disk"
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)

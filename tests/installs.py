@@ -2,7 +2,7 @@
 
 Lines are taken from the README, the pages, the packages, the Makefile (as ``make -n`` prints them) and
 docker/install.sh (as it runs, role by role, over a stand-in for Python). uv resolves each without local wheels and
-configuration files, for Python 3.11 to 3.13; nothing but metadata is downloaded (pip's own ``--dry-run`` downloads
+configuration files, for Python 3.11 to 3.14; nothing but metadata is downloaded (pip's own ``--dry-run`` downloads
 whole wheels: 2.8 GB for torch). Then a table: platform x Python x role, with packages and bytes. Last, numbers that
 documents say are compared with the index's.
 """
@@ -30,7 +30,7 @@ from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENT = "./packages/sinew-client"
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLDEST = {"client": ("3.8", *PYTHONS)}  # robots have old distributions
 # How people call it -> uv's name, and the tags of wheels that run there, best first.
 LINUX = [f"manylinux_2_{minor}_{{0}}" for minor in range(39, 4, -1)]

@@ -159,7 +159,7 @@ def verb(*arguments: str) -> Callable[[SimpleNamespace], str]:
 
 # The beginning of a message -> how it comes about.
 CAUSES: dict[str, Callable[[SimpleNamespace], str]] = {
-    "Python 3.11, 3.12 or 3.13": no_python,
+    "Python 3.11 to 3.14": no_python,
     "error: a Rerun recording": no_rerun,
     "error: device cuda": no_gpu,
     "error: unknown verb": verb("sevre", "blocks"),
