@@ -50,8 +50,12 @@ class Finding:
         """Return whether something is wrong, or looks so."""
         return self.level in (WRONG, LOOKS_WRONG)
 
+    @property
+    def told(self) -> str:
+        """Return what was seen, and what was expected, in words."""
+        return f"{self.seen}; expected {self.expected}" if self.expected else self.seen
+
     def check(self) -> Check:
         """Return it as a line of ``sinew doctor``."""
-        expected = f"; expected {self.expected}" if self.expected else ""
         status: Literal["ok", "fail"] = "fail" if self.amiss else "ok"
-        return Check(self.subject, status, f"{self.level}: {self.seen}{expected}", self.advice)
+        return Check(self.subject, status, f"{self.level}: {self.told}", self.advice)

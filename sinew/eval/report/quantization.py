@@ -297,7 +297,9 @@ def _measured(
         formats = plan_formats(opened, chosen)
         made, calibrated, rounded = _calibrated(opened, formats, reference, samples, origin, stream, folder)
         record = replace(_record(chosen, bits, [0.0], "", ""), calibrated=calibrated)
-        stored = _store(opened, formats, made, record, unmeasured)
+        manifest = replace(opened.manifest, quantization=record)
+        write_bundle(unmeasured, lambda: manifest, lowbit_sources(opened, formats, made))
+        lost = {name: float(f"{error:.4g}") for name, error in weight_errors(opened, unmeasured).items()}
         errors = measure(
             reference, Policy(Bundle(unmeasured), "cpu", engine=engine).engine, islice(stream, samples.count)
         )
@@ -306,7 +308,7 @@ def _measured(
                 f"{origin}: expected more than the {calibrated} observations of the calibration, got none behind them"
             )
         record = _record(chosen, bits, errors, origin, by)
-        record = replace(record, weight_error=stored.weight_error, calibrated=calibrated)
+        record = replace(record, weight_error=lost, calibrated=calibrated)
         write(Bundle(unmeasured), record, out)
         if BACKENDS[engine].runs_graphs:
             graphs = cache_name(out)
@@ -341,20 +343,6 @@ def _calibrated(
     made, alone = calibrated_rows(opened, formats, reference.engine.model, runs, folder)
     others = f", but for {alone} layers without inputs or of more than {WIDEST}" if alone else ""
     return made, len(seen), f"; q4_0 rounded by its inputs in {len(seen)} observations{others}"
-
-
-def _store(
-    opened: Bundle, formats: dict[str, str], made: dict[str, Path], record: Quantization, out: Path
-) -> Quantization:
-    """Write the bundle with low-bit weights; return the record with their error."""
-    with scratch.beside(out) as folder:
-        stored = folder / out.name
-        manifest = replace(opened.manifest, quantization=record)
-        write_bundle(stored, lambda: manifest, lowbit_sources(opened, formats, made))
-        errors = {name: float(f"{error:.4g}") for name, error in weight_errors(opened, stored).items()}
-        record = replace(record, weight_error=errors)
-        write(Bundle(stored), record, out)
-    return record
 
 
 def _in_fp8(opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path) -> tuple[Quantization, str]:
