@@ -83,13 +83,13 @@ def test_walls_have_few_doors(wall: str) -> None:
 # Who names an engine beside the files of its folder: what only it can say. The reference and its rewrites are what
 # other engines are made of.
 ENGINES = {
-    "cpu": {"engine/loading.py", "checks/__init__.py", "eval/report/quantization.py"},
-    "cuda": {"checks/__init__.py", "eval/report/quantization.py"},
+    "cpu": {"engine/loading.py", "checks/__init__.py", "eval/quantize/quantization.py"},
+    "cuda": {"checks/__init__.py", "eval/quantize/quantization.py"},
     "onnx": {
         *(
             "engine/cpu/backend.py",
             "checks/__init__.py",
-            "eval/report/quantization.py",
+            "eval/quantize/quantization.py",
         ),
         *("cli/export.py", "eval/preparing.py", "serve/prepare.py"),
     },

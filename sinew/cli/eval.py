@@ -21,7 +21,8 @@ from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object, motion_
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.eval import suites
-from sinew.eval.report import plots, stats
+from sinew.eval.evidence import plots
+from sinew.eval.report import stats
 from sinew.eval.report.gate import read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
@@ -29,8 +30,8 @@ from sinew.eval.variants import control_hz, default_env, in_lockstep, settled, u
 from sinew.eval.variants import variants as variants_of
 
 if TYPE_CHECKING:
+    from sinew.eval.evidence.films import Film
     from sinew.eval.foreign.run import Foreign
-    from sinew.eval.report.films import Film
     from sinew.policy import Policy
 
 EPISODES, SEED = 100, 5000
@@ -240,7 +241,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             raise SinewError("--hosts: expected --shards, how many play at once on the cluster")
     workers = workers or usual_workers(alone=realtime or recording is not None)
     if out is not None:
-        from sinew.eval.report.repeat import check_place
+        from sinew.eval.evidence.repeat import check_place
 
         check_place(out, task, variants)
     report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording, listen, hosts)
@@ -276,7 +277,7 @@ def _repeat(
     films: int,
 ) -> int:
     """Play a recorded run again, and print what is equal and what differs."""
-    from sinew.eval.report import repeat
+    from sinew.eval.evidence import repeat
 
     recorded = repeat.read(path)
     task = recorded.task
@@ -308,11 +309,11 @@ def _fastest_batch(policy: Policy) -> tuple[int, str]:
 
 
 def _join(run: str, target: str | None, shards: int) -> int:
-    from sinew.eval import farm
+    from sinew.eval.farm.shards import join
 
     if target is not None:
         raise SinewError(f"--join: expected no target, as the run has one, got {target}")
-    played = farm.join(run, shards)
+    played = join(run, shards)
     terminal.console().print(f"played here  {played} episodes", markup=False)
     terminal.emit({"joined": run, "episodes": played})
     return 0
@@ -443,17 +444,17 @@ def _write(
     elsewhere: Foreign | None = None,
 ) -> None:
     """filmed: what is played once more for ``films``."""
-    from sinew.eval.report import evidence
+    from sinew.eval.evidence import run_page
     from sinew.eval.report.gate import record
     from sinew.eval.report.report import markdown
 
     shown = {name: value for name, value in report.items() if name != "episodes"}
     if out is not None:
-        whole = {**shown, "outcomes": evidence.outcomes(report["episodes"])}
+        whole = {**shown, "outcomes": run_page.outcomes(report["episodes"])}
         (out / "report.json").write_text(json.dumps(whole, indent=2) + "\n")
-        (out / evidence.PAGE).write_text(evidence.write_page(whole, _films(report, filmed, films, elsewhere)))
+        (out / run_page.PAGE).write_text(run_page.write_page(whole, _films(report, filmed, films, elsewhere)))
         (out / "report.md").write_text(markdown(shown))
-        for path in (*plots.write_plots(shown, out), out / evidence.PAGE):
+        for path in (*plots.write_plots(shown, out), out / run_page.PAGE):
             terminal.say(f"wrote {path}")
     if record_gate is not None:
         record(shown).write(record_gate)
@@ -471,6 +472,6 @@ def _films(
     if task.realtime or any(variant.stream for variant in variants):
         terminal.say("no films: expected chunks in simulated time")
         return []
-    from sinew.eval.report.films import shoot
+    from sinew.eval.evidence.films import shoot
 
     return shoot(task, variants, report["episodes"], films, report["control_hz"], elsewhere)

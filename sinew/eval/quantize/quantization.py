@@ -16,8 +16,8 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
 from sinew.checks.validate.parity import compare
-from sinew.convert.gptq import WIDEST
-from sinew.convert.lowbit import calibrated_rows, lowbit_sources, plan_formats, weight_errors
+from sinew.convert.lowbit.gptq import WIDEST
+from sinew.convert.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing, progress, scratch
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import choose
@@ -135,7 +135,7 @@ def quantize(
     out.parent.mkdir(parents=True, exist_ok=True)
     search: dict[str, Any] = {}
     if searched:
-        from sinew.eval.report.recipe_search import search as search_recipe
+        from sinew.eval.quantize.recipe_search import search as search_recipe
 
         trial = trials(opened, samples)
         chosen, search["search"] = search_recipe(
