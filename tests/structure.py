@@ -58,8 +58,20 @@ WALLS = {
     # Verbs of the above, which `cli/verbs.py` names, and a beginner's package.
     **{
         f"cli/{verb}": set()
-        for verb in ("dataset", "demo", "fleet", "hub", "leaderboard", "mcap", "new", "prepare", "quantize")
+        for verb in (
+            "bench",
+            "dataset",
+            "demo",
+            "fleet",
+            "hub",
+            "leaderboard",
+            "mcap",
+            "new",
+            "prepare",
+            "quantize",
+        )
     },
+    "cli/bench_server": {"cli/bench.py"},
     "cli/doctor_observe": {"cli/doctor.py"},
     "cli/run_trials": {"cli/run.py"},
     "cli/top": set(),
