@@ -9,14 +9,15 @@ WHOLE = 64 << 20  # bytes; files up to this size are hashed entirely
 SAMPLES, SAMPLE_BYTES = 1024, 4096
 
 
-def fingerprint(path: Path) -> str:
-    """Return the hex digest of a file's size and bytes; of a large file, of its first MiB and 1024 samples of 4 KiB.
+def fingerprint(path: Path, purpose: object = "") -> str:
+    """Return the hex digest of ``purpose`` and of a file's size and bytes; of a large file, of its first MiB and 1024
+    samples of 4 KiB.
 
     The header holds configuration and provenance; weights that were trained or quantised again differ nearly
     everywhere. Hashing all of a full-size bundle would take as long as loading it.
     """
     size = path.stat().st_size
-    digest = hashlib.sha256(f":{size}:".encode())
+    digest = hashlib.sha256(f"{purpose}:{size}:".encode())
     with path.open("rb") as file:
         if size <= WHOLE:
             digest.update(file.read())
