@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -71,14 +72,16 @@ class Threads:
         there = [host for host in self.hosts if host not in refused]
         host = there[len(self.begun) % len(there)]
         self.begun.append(host)
-        actor, thread = made(), ThreadPoolExecutor(1)
+        actor, thread, dead = made(), ThreadPoolExecutor(1), threading.Event()
 
         def call(name: str) -> Any:
             def run(*given: Any) -> Any:
                 self.asked.append(f"{host} {name}")
                 found = getattr(actor, name)(*given)
-                if name == "play" and self.lost:
+                if name == "play" and self.lost and not dead.is_set():
                     self.lost -= 1
+                    dead.set()  # and all that it is asked from now on, as two groups may be under way to it
+                if dead.is_set():
                     raise ActorLostError("killed")
                 return {**found, "node": host, "name": host} if name == "open" else found
 
