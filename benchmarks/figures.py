@@ -26,8 +26,8 @@ from sinew.cli import main as sinew
 from sinew.core import figures
 from sinew.eval.adapters import make_env
 from sinew.eval.demo.film import compose, shoot
+from sinew.eval.evidence.plots import plot_replan, plot_sweep
 from sinew.eval.policies import ServerPolicy
-from sinew.eval.report.plots import plot_replan, plot_sweep
 from sinew.eval.report.stats import wilson
 from sinew.eval.server import serving
 from sinew.sim.film import frames as film_frames

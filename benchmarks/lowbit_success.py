@@ -20,9 +20,9 @@ from typing import Any
 from sinew.bundle import Bundle
 from sinew.core import machine
 from sinew.eval import campaign
+from sinew.eval.quantize.quantization import quantize
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import GATES
-from sinew.eval.report.quantization import quantize
 from sinew.eval.report.stats import mcnemar, wilson
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant

@@ -1,11 +1,13 @@
 """Python calls, objects, files and changes of file of one request on the native wire: however busy the machine is.
 
-    python benchmarks/request_cost.py [--against CHECKOUT] [--requests 40]
+    python benchmarks/request_cost.py [--against CHECKOUT] [--requests 40] [--load]
 
 ``sinew serve`` runs in a process of its own under a profile function, which counts calls into Sinew's files without
 models and layers, of those the ``__init__`` of a Sinew class, and those that come after a call into another file of the
 same thread. Two frames of 224 x 224 go to the smallest embedded policy, one solver step. --against: the root of another
-checkout, to be counted the same way. The last line is JSON.
+checkout, to be counted the same way. --load: what ``sinew.load`` goes through instead, on the same policy, as somebody
+reads it: each function once, where it is called first; the files, the stays (functions of one file in a row) and the
+returns to a file. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -63,12 +65,43 @@ with Client(sys.argv[1], timeout=120.0) as client:
         print("done", flush=True)
 """
 
+LOADER = """
+import json, sys
+import sinew
+calls, known = [], set()
+def profile(frame, event, argument):
+    if event == "call" and (name := frame.f_globals.get("__name__", "")).startswith("sinew."):
+        if name.split(".")[1] not in ("layers", "models", "families") and frame.f_code not in known:
+            known.add(frame.f_code)
+            calls.append(name)
+sinew.load(sys.argv[1], engine="eager", device="cpu", threads=1)  # what is imported, and remembered
+sys.setprofile(profile)
+sinew.load(sys.argv[1], engine="eager", device="cpu", threads=1)
+sys.setprofile(None)
+stays = [name for name, last in zip(calls, [None, *calls]) if name != last]
+files = len(set(calls))
+print(json.dumps({"functions": len(calls), "files": files, "stays": len(stays), "returns": len(stays) - files}))
+"""
+
+
+def loaded(checkout: Path) -> dict[str, int]:
+    """Return ``functions``, ``files``, ``stays`` and ``returns`` of loading a policy."""
+    command = [sys.executable, "-c", LOADER, str(checkout / "sinew" / "assets" / "pen.gguf")]
+    pipe, environment = subprocess.PIPE, _environment(checkout)
+    done = subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=pipe, text=True)
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _environment(checkout: Path) -> dict[str, str]:
+    paths = (checkout, checkout / "packages" / "sinew-client" / "src")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
 
 def counted(checkout: Path, requests: int) -> dict[str, dict[str, float]]:
     """Return ``calls``, ``objects``, ``files`` and ``changes`` of file per request, by room of the server in
     ``checkout``."""
-    paths = (checkout, checkout / "packages" / "sinew-client" / "src")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    environment = _environment(checkout)
     with tempfile.TemporaryDirectory() as folder:
         snapshot = Path(folder) / "counts.json"
         serve = [
@@ -133,8 +166,13 @@ def main() -> None:
     )
     parser.add_argument("--against", type=Path)
     parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--load", action="store_true")
     arguments = parser.parse_args()
     checkouts = {"this": ROOT, **({"against": arguments.against.resolve()} if arguments.against else {})}
+    if arguments.load:
+        loads = {name: loaded(path) for name, path in checkouts.items()}
+        print(json.dumps({"schema": "sinew.benchmark.request_cost/1", "load": loads}))
+        return
     found = {name: counted(path, arguments.requests) for name, path in checkouts.items()}
     for name, rows in found.items():
         for what, rooms in rows.items():

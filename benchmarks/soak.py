@@ -47,7 +47,7 @@ from sinew_client.streams import StreamLink
 
 from benchmarks.wires import BUNDLE, statistics
 from sinew.bundle import Bundle, write_bundle
-from sinew.convert.lowbit import lowbit_sources
+from sinew.convert.lowbit.sources import lowbit_sources
 from sinew.core import machine
 
 KEY = "soak"

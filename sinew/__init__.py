@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from sinew.eval.learning.exploration import Exploration
     from sinew.eval.learning.rollouts import RolloutPolicy, RolloutSample
+    from sinew.eval.quantize.quantization import Quantized, quantize
     from sinew.eval.report.evaluation import Evaluation, evaluate
-    from sinew.eval.report.quantization import Quantized, quantize
     from sinew.eval.runner import Episode
     from sinew.policy import Policy, load
     from sinew.serve.recorded import RecordedPolicy, record
@@ -33,7 +33,7 @@ _LATER = {
     "Evaluation": "sinew.eval.report.evaluation",
     "Exploration": "sinew.eval.learning.exploration",
     "Policy": "sinew.policy",
-    "Quantized": "sinew.eval.report.quantization",
+    "Quantized": "sinew.eval.quantize.quantization",
     "RecordedPolicy": "sinew.serve.recorded",
     "RolloutPolicy": "sinew.eval.learning.rollouts",
     "RolloutSample": "sinew.eval.learning.rollouts",
@@ -41,7 +41,7 @@ _LATER = {
     "connect": "sinew_client.policy",
     "evaluate": "sinew.eval.report.evaluation",
     "load": "sinew.policy",
-    "quantize": "sinew.eval.report.quantization",
+    "quantize": "sinew.eval.quantize.quantization",
     "record": "sinew.serve.recorded",
 }
 __all__ = [

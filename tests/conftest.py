@@ -168,7 +168,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
         return processes.Process(command, **options)
 
     names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired, "Popen": start}
-    for module in ("server", "farm"):
+    for module in ("server", "farm.shards"):
         monkeypatch.setattr(f"sinew.eval.{module}.subprocess", SimpleNamespace(**names))
 
 

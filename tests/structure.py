@@ -22,22 +22,30 @@ ROOT = Path(__file__).resolve().parents[1]
 # alone (an engine, a suite, a layout, a wire). One distribution has them all, so these walls are what a package would
 # be: a folder, or a file without its suffix.
 WALLS = {
-    "core/figures": {"eval/demo", "eval/report/plots.py", "perf"},
+    "bundle/upgrade": {"bundle/schema.py", "convert/older.py"},
+    "checks/wiring": {"cli/doctor_observe.py", "serve/dashboard"},
+    "convert/lowbit": {"eval/quantize"},
+    "convert/sources/hub": {"cli/hub.py", "convert/sources/__init__.py"},
+    "core/figures": {"eval/demo", "eval/evidence", "perf"},
     "engine/onnx/whole": {"cli/export.py"},
-    "engine/cuda": {"eval/report/quantization.py", "checks/__init__.py"},
+    "engine/cuda": {"eval/quantize", "checks/__init__.py"},
     "perf": {"cli"},
     "cli/perf": set(),
     "vlacpp": {"cli/export.py"},
     "sim": {"serve/opening.py", "eval"},
     "eval/dataset": {"cli/dataset.py"},
     "eval/demo": {"cli/demo.py"},
+    "eval/evidence": {"cli/eval.py", "cli/hub.py", "cli/leaderboard.py", "eval/demo", "eval/trials"},
+    "eval/farm": {"cli/eval.py", "eval/foreign"},
+    "eval/preparing": {"cli/prepare.py"},
+    "eval/quantize": {"cli/quantize.py"},
+    "families/pi/openpi": set(),
     "presets": {"families/smolvla/random_checkpoint"},
     "families/smolvla/random_checkpoint": set(),
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
     "eval/learning": set(),
     "eval/model_server": {"eval/policies.py"},
-    "eval/report/plots": {"cli/eval.py", "eval/demo"},
     "eval/rerun": {"cli/eval.py"},
     "eval/trials": {"cli/run_trials.py"},
     "records/viewers": {"cli/eval.py", "cli/mcap.py", "cli/serve.py", "eval/rerun.py", "serve/launch.py"},
@@ -47,6 +55,27 @@ WALLS = {
     "serve/wires/groot": set(),
     "serve/wires/lerobot": set(),
     "serve/wires/vla_eval": set(),
+    # Verbs of the above, which `cli/verbs.py` names, and a beginner's package.
+    **{
+        f"cli/{verb}": set()
+        for verb in (
+            "bench",
+            "dataset",
+            "demo",
+            "fleet",
+            "hub",
+            "leaderboard",
+            "mcap",
+            "new",
+            "prepare",
+            "quantize",
+        )
+    },
+    "cli/bench_server": {"cli/bench.py"},
+    "cli/doctor_observe": {"cli/doctor.py"},
+    "cli/run_trials": {"cli/run.py"},
+    "cli/top": set(),
+    "cli/top_view": {"cli/top.py"},
 }
 # Folders that import each other, and why that stays.
 MUTUAL = {

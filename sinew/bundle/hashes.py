@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sinew.core import BundleError
@@ -20,8 +20,6 @@ KEY_HEADER = "sinew.header_sha256"  # of the file up to the data, with this valu
 KEY_TENSORS = "sinew.tensor_sha256"  # JSON: name -> hash of the tensor's bytes
 BLANK = "0" * 64
 BLOCK = 1 << 22
-
-Progress = Callable[[int], None]
 
 
 def read_hashes(file: GGUFFile) -> dict[str, str] | None:
@@ -63,21 +61,13 @@ def header_hash(header: Any, place: int) -> str:
     return digest.hexdigest()
 
 
-def changed_tensors(
-    file: GGUFFile, hashes: Mapping[str, str], progress: Progress | None = None
-) -> Iterator[str]:
-    """Yield the names of tensors whose bytes are not those that were written. Reads all of the file.
-
-    ``progress`` is called with the number of bytes just read.
-    """
+def changed_tensors(file: GGUFFile, hashes: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names of tensors whose bytes are not those that were written. Reads all of the file."""
     view = memoryview(file.map)
     for name, info in file.tensors.items():
         digest = hashlib.sha256()
         for start in range(info.offset, info.offset + info.nbytes, BLOCK):
-            block = view[start : min(start + BLOCK, info.offset + info.nbytes)]
-            digest.update(block)
-            if progress:
-                progress(len(block))
+            digest.update(view[start : min(start + BLOCK, info.offset + info.nbytes)])
         if digest.hexdigest() != hashes[name]:
             yield name
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gguf import GGMLQuantizationType
 
 from sinew.bundle.gguf_file import GGUFFile, TensorInfo
-from sinew.bundle.hashes import Progress, changed_tensors, read_hashes
+from sinew.bundle.hashes import changed_tensors, read_hashes
 from sinew.bundle.quant import BY_TYPE, SCALE, WEIGHT
 from sinew.bundle.schema import Manifest
 from sinew.core import BundleError
@@ -43,15 +43,15 @@ class Bundle:
     def infos(self) -> dict[str, TensorInfo]:
         return self.file.tensors
 
-    def verify(self, progress: Progress | None = None) -> list[str]:
+    def verify(self) -> list[str]:
         """Return the names of tensors whose bytes are not those that were written; reads the whole file.
 
         The header was checked when the bundle was opened. Raises :class:`BundleError` for a bundle that carries no
-        hashes. ``progress`` is called with the number of bytes just read.
+        hashes.
         """
         if self.hashes is None:
             raise BundleError(f"{self.path}: carries no hashes; bundles written before 2026-11-21 do not")
-        return list(changed_tensors(self.file, self.hashes, progress))
+        return list(changed_tensors(self.file, self.hashes))
 
     @cached_property
     def weights_nbytes(self) -> int:

@@ -18,7 +18,6 @@ from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.bundle.rules import problems
 from sinew.bundle.seen import Seen
-from sinew.bundle.upgrade import READS, upgraded
 from sinew.core import BundleError, PolicySpec
 from sinew.steps.base import READING, read_step
 from sinew.steps.vector.base import VectorStep
@@ -26,6 +25,7 @@ from sinew.steps.vector.base import VectorStep
 # Of a policy, as recipes name them; head: all that is not the others'
 COMPONENTS = ("vision", "language", "head")
 DEFAULT_RECIPE = "vision=int8,language=int8,head=fp32"  # the head's errors add up from step to step
+READS = (1, 2, 3)  # formats that this version understands; it writes the last
 ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
 
 KEY_ARCHITECTURE = "general.architecture"
@@ -230,7 +230,11 @@ class Manifest:
             raise BundleError(f"unknown key {unknown[0]!r} (damaged, or written by a newer version?)")
         decoded = {}
         for part, kind in _PARTS.items():
-            raw = upgraded(part, parsed(_text(metadata, f"sinew.{part}"), f"sinew.{part}"), version)
+            raw = parsed(_text(metadata, f"sinew.{part}"), f"sinew.{part}")
+            if version != READS[-1]:
+                from sinew.bundle.upgrade import upgraded
+
+                raw = upgraded(part, raw, version)
             decoded[part] = from_builtins(raw, kind, f"sinew.{part}")
         for key, kind in ((KEY_QUANTIZATION, Quantization), (KEY_SEEN, Seen), (KEY_BASE, AdapterBase)):
             if key in metadata:

@@ -11,7 +11,6 @@ from typing import Any
 
 from sinew.core import BundleError
 
-READS = (1, 2, 3)  # formats that this version understands; it writes the last
 NEWS = {  # format -> what it has that the one before it had otherwise
     2: "a decoder's norm and activation by name, not by a family",
     3: "frames, prompts and vectors as lists of steps, each with the fields of its kind",

@@ -1,4 +1,4 @@
-"""One line of `sinew doctor`, and what looks wrong about a robot."""
+"""One line of `sinew doctor`."""
 
 from __future__ import annotations
 
@@ -22,36 +22,3 @@ class Check:
 def gib(count: int) -> str:
     """Return bytes in words."""
     return f"{count / 2**30:.1f} GiB"
-
-
-Level = Literal["wrong", "looks wrong", "cannot tell", "more than needed"]
-WRONG: Level = "wrong"
-LOOKS_WRONG: Level = "looks wrong"
-CANNOT_TELL: Level = "cannot tell"
-SPARE: Level = "more than needed"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """subject: the camera, joint or part that it is about. level: "wrong" is certain, "looks wrong" is beyond a margin,
-    "cannot tell" is what nothing here decides, "more than needed" costs time alone. kind: one word or a
-    few for programs, the same whatever the numbers.
-    """
-
-    subject: str
-    level: Level
-    kind: str
-    seen: str
-    expected: str = ""
-    advice: str = ""
-
-    @property
-    def amiss(self) -> bool:
-        """Return whether something is wrong, or looks so."""
-        return self.level in (WRONG, LOOKS_WRONG)
-
-    def check(self) -> Check:
-        """Return it as a line of ``sinew doctor``."""
-        expected = f"; expected {self.expected}" if self.expected else ""
-        status: Literal["ok", "fail"] = "fail" if self.amiss else "ok"
-        return Check(self.subject, status, f"{self.level}: {self.seen}{expected}", self.advice)

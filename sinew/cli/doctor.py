@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter, validators
-from rich.markup import escape
 
 from sinew.cli import terminal
 from sinew.cli.options import RUNS, Flag, Runs, Texts
@@ -102,12 +101,8 @@ def doctor(
     failed = [check for check in results if check.status == "fail"]
 
     console = terminal.console()
-    console.print(
-        terminal.findings(
-            (MARKS[check.status], check.name, escape(check.detail) + terminal.advised(check.advice))
-            for check in results
-        )
-    )
+    rows = ((MARKS[check.status], check.name, check.detail, check.advice) for check in results)
+    console.print(terminal.findings(rows))
     warned = sum(check.status == "warn" for check in results)
     console.print(f"{len(results)} checks, {len(failed)} failed, {warned} with a warning")
     terminal.emit({"ok": not failed, "checks": [check.to_dict() for check in results]})

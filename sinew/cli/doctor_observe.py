@@ -6,8 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from sinew.cli import terminal
 from sinew.core import SinewError, progress
 
@@ -44,8 +42,10 @@ def observe(policy: Path, on: RobotFlags, seconds: float) -> int:
         what = f"{robot}: {looks} looks in {seconds:g} s; it was not commanded"
     wrong = sum(each.amiss for each in found)
     untold = sum(each.level == "cannot tell" for each in found)
-    _print(found)
     console = terminal.console(markup=False)
+    if found:
+        rows = ((MARKS[each.level], each.subject, each.told, each.advice) for each in found)
+        terminal.console().print(terminal.findings(rows))
     compared = manifest.seen.source if manifest.seen else "the statistics of its normalisation alone"
     console.print(f"{what}; {manifest.spec.name} was trained with: {compared}")
     console.print(f"{wrong} wrong, {untold} that nothing here can tell")
@@ -68,16 +68,6 @@ def _live(on: RobotFlags, manifest: Manifest, seconds: float) -> tuple[int, list
         progress.task(f"looking at {on.robot}"),
     ):
         return looking.live(machine, manifest, seconds)
-
-
-def _print(found: list[Finding]) -> None:
-    rows = []
-    for each in found:
-        expected = f"; expected {each.expected}" if each.expected else ""
-        detail = escape(each.seen + expected) + terminal.advised(each.advice)
-        rows.append((MARKS[each.level], escape(each.subject), detail))
-    if rows:
-        terminal.console().print(terminal.findings(rows))
 
 
 def learn(policy: Path, folder: Path, out: Path) -> int:

@@ -6,23 +6,39 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter, validators
+from cyclopts import Group, Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
 
 from sinew.cli import status, terminal
-from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object, motion_of
+from sinew.cli.options import (
+    CAMERAS,
+    RUNS,
+    Cameras,
+    Count,
+    CountIfAny,
+    Flag,
+    Runs,
+    Texts,
+    Whole,
+    WholeIfAny,
+    changed,
+    json_object,
+    motion_of,
+)
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.eval import suites
-from sinew.eval.report import plots, stats
-from sinew.eval.report.gate import read_gate
+from sinew.eval.evidence import plots
+from sinew.eval.report import stats
+from sinew.eval.report.gate import read_gate, record
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
 from sinew.eval.variants import control_hz, default_env, in_lockstep, settled, usual_workers
@@ -30,65 +46,20 @@ from sinew.eval.variants import variants as variants_of
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
-    from sinew.eval.report.films import Film
     from sinew.policy import Policy
 
 EPISODES, SEED = 100, 5000
 
 
-def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
-    target: str | None = None,
-    /,
-    *,
-    env: str | None = None,
-    suite: str | None = None,
-    setup: str | None = None,
-    interpreter: Path | None = None,
-    episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
-    seed: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
-    replan: str | None = None,
-    latency: str | None = None,
-    handover: str | None = None,
-    edge_adapter: str | None = None,
-    stream: str | None = None,
-    motion: str | None = None,
-    future: Annotated[bool, Parameter(negative="")] = False,
-    solver_steps: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
-    cameras: Cameras = CAMERAS,
-    runs: Runs = RUNS,
-    sweep: Annotated[list[str] | None, Parameter(negative="")] = None,
-    compare: Annotated[list[str] | None, Parameter(negative="")] = None,
-    gate: Path | None = None,
-    record_gate: Path | None = None,
-    out: Path | None = None,
-    films: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 0,
-    repeat: Path | None = None,
-    rerun: str | None = None,
-    workers: Annotated[
-        int | None, Parameter(name=("--workers", "--shards"), validator=validators.Number(gte=1))
-    ] = None,
-    join: str | None = None,
-    listen: str | None = None,
-    hosts: str | None = None,
-    batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1,
-    realtime: Annotated[bool, Parameter(negative="")] = False,
-    noise: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
-    adapter: str | None = None,
-    env_options: str | None = None,
-    reset_options: str | None = None,
-) -> int:
-    """Run a policy in closed loop and count successes.
+@Parameter(name="*", group=Group("Episodes", sort_key=-1))
+@dataclass(frozen=True)
+class EpisodeFlags:
+    """What is played, which follows from these alone.
 
-    Exit status 1 means that the gate failed, or an error; 3 that answers could not be executed.
-
-    Args:
-        target: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub, the address of a
-            server (tcp://host:port), or `expert`.
+    Attributes:
         env: gymnasium id; if absent, the embedded task whose observations the policy takes. Those of
             suites run in an interpreter of their own.
         suite: all tasks of a benchmark: libero, libero_spatial, metaworld_mt50, aloha ... (docs/eval-suites.md).
-        setup: make the interpreter of a simulator and do nothing else: aloha, pusht, metaworld, libero.
-        interpreter: a Python with the environment in it, instead of what --setup makes.
         episodes: one per seed; 100 if absent.
         seed: of the first episode, 5000 if absent; the others follow.
         replan: actions executed per inference, `full` for the whole chunk, or another rule of `sinew run`; a quarter of
@@ -107,24 +78,10 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         solver_steps: instead of the bundle's own number.
         sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter,
             batch; repeatable.
-        compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
         gate: a file, or blocks, pen or act of this package; its protocol is run, success is held against its record.
         record_gate: write the first variant as a gate file.
-        out: folder for the log of episodes, report, page and figures; a run into the same folder continues.
-        films: of so many failures and successes, on the page; needs --out.
-        repeat: report.json or report.html of another run: play its episodes again, with its bundles, and say what is
-            equal and what differs; a target and --compare say where its bundles are. Exit status 1 where an outcome is
-            another one.
         rerun: every step for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
             rerun+http://HOST:9876/proxy. One worker plays. Needs the extra `rerun`.
-        workers: processes that play, of a queue of episodes: one that is killed loses nothing, and the same command
-            goes on where it was; the number of cores if absent, 1 in real time.
-        join: instead of a target: the --out folder of a run of several shards that plays now, there or on another
-            machine, or the http:// address of one with --listen; helps it with --shards processes.
-        listen: HOST:PORT where other hosts may --join without seeing the folder; beyond 127.0.0.1 with the key of
-            SINEW_API_KEY, which they have too.
-        hosts: a Ray cluster on whose hosts the --shards play instead of here: ray (the cluster of this machine, or of
-            RAY_ADDRESS) or ray://HOST:10001. A host that has no such bundle is sent it. Needs the extra `ray`.
         batch: episodes that each shard plays in lockstep, so that one inference answers what they ask at the same
             moment: a number, or `auto` for what is fastest here (of a server, the most that it computes at once); one
             after the other if absent.
@@ -133,6 +90,78 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         adapter: for environments of other makers: a .json mapping or module:Class.
         env_options: JSON object, arguments of the environment's constructor.
         reset_options: JSON object, options of every reset.
+    """
+
+    env: str | None = None
+    suite: str | None = None
+    episodes: CountIfAny = None
+    seed: WholeIfAny = None
+    replan: str | None = None
+    latency: str | None = None
+    handover: str | None = None
+    edge_adapter: str | None = None
+    stream: str | None = None
+    motion: str | None = None
+    future: Flag = False
+    solver_steps: CountIfAny = None
+    sweep: Texts = ()
+    gate: Path | None = None
+    record_gate: Path | None = None
+    rerun: str | None = None
+    batch: Count | Literal["auto"] = 1
+    realtime: Flag = False
+    noise: WholeIfAny = None
+    adapter: str | None = None
+    env_options: str | None = None
+    reset_options: str | None = None
+
+
+EPISODE = EpisodeFlags()
+
+
+def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
+    target: str | None = None,
+    /,
+    *,
+    on: EpisodeFlags = EPISODE,
+    setup: str | None = None,
+    interpreter: Path | None = None,
+    cameras: Cameras = CAMERAS,
+    runs: Runs = RUNS,
+    compare: Texts = (),
+    out: Path | None = None,
+    films: Whole = 0,
+    repeat: Path | None = None,
+    workers: Annotated[
+        int | None, Parameter(name=("--workers", "--shards"), validator=validators.Number(gte=1))
+    ] = None,
+    join: str | None = None,
+    listen: str | None = None,
+    hosts: str | None = None,
+) -> int:
+    """Run a policy in closed loop and count successes.
+
+    Exit status 1 means that the gate failed, or an error; 3 that answers could not be executed.
+
+    Args:
+        target: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub, the address of a
+            server (tcp://host:port), or `expert`.
+        setup: make the interpreter of a simulator and do nothing else: aloha, pusht, metaworld, libero.
+        interpreter: a Python with the environment in it, instead of what --setup makes.
+        compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
+        out: folder for the log of episodes, report, page and figures; a run into the same folder continues.
+        films: of so many failures and successes, on the page; needs --out.
+        repeat: report.json or report.html of another run: play its episodes again, with its bundles, and say what is
+            equal and what differs; a target and --compare say where its bundles are. Exit status 1 where an outcome is
+            another one.
+        workers: processes that play, of a queue of episodes: one that is killed loses nothing, and the same command
+            goes on where it was; the number of cores if absent, 1 in real time.
+        join: instead of a target: the --out folder of a run of several shards that plays now, there or on another
+            machine, or the http:// address of one with --listen; helps it with --shards processes.
+        listen: HOST:PORT where other hosts may --join without seeing the folder; beyond 127.0.0.1 with the key of
+            SINEW_API_KEY, which they have too.
+        hosts: a Ray cluster on whose hosts the --shards play instead of here: ray (the cluster of this machine, or of
+            RAY_ADDRESS) or ray://HOST:10001. A host that has no such bundle is sent it. Needs the extra `ray`.
     """
     if setup is not None:
         return _set_up(setup)
@@ -143,58 +172,48 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     if films and out is None:
         raise SinewError("--films: expected --out, the folder of the page that shows them")
     if repeat is not None:
-        fixed = {
-            "env": env, "suite": suite, "episodes": episodes, "seed": seed, "replan": replan, "latency": latency,
-            "handover": handover, "edge-adapter": edge_adapter, "stream": stream, "motion": motion, "future": future,
-            "solver-steps": solver_steps, "sweep": sweep, "gate": gate, "record-gate": record_gate, "rerun": rerun,
-            "realtime": realtime, "noise": noise, "adapter": adapter, "env-options": env_options,
-            "reset-options": reset_options, "engine": runs.engine != "auto", "dtype": runs.dtype,
-            "rename": cameras.rename, "batch": batch != 1,
-        }  # fmt: skip
-        if given_too := [
-            name for name, value in fixed.items() if value or (value == 0 and value is not False)
-        ]:
-            raise SinewError(f"--{given_too[0]}: expected nothing that changes what --repeat plays")
-        policies = [*([target] if target is not None else []), *(compare or [])]
+        given_too = (
+            changed(on) or changed(Cameras(cameras.rename)) or changed(Runs(runs.engine, dtype=runs.dtype))
+        )
+        if given_too is not None:
+            raise SinewError(f"{given_too}: expected nothing that changes what --repeat plays")
+        policies = [*([target] if target is not None else []), *compare]
         if hosts is not None or listen is not None:
             raise SinewError("--repeat: expected this machine, without --hosts and --listen")
         return _repeat(repeat, policies, interpreter, workers, out, films)
     if target is None:
         raise SinewError("expected a bundle file, the address of a server (tcp://host:port), or expert")
-    recording = None if rerun is None else _recording(rerun, workers, realtime, stream)
-    if suite is not None and env is not None:
+    recording = None if on.rerun is None else _recording(on.rerun, workers, on.realtime, on.stream)
+    if on.suite is not None and on.env is not None:
         raise SinewError("--suite and --env: expected one of the two; --env takes a task of a suite as well")
-    env = suites.named(suite) if suite is not None else env
-    held = read_gate(gate) if gate is not None else None
+    env = suites.named(on.suite) if on.suite is not None else on.env
+    held = read_gate(on.gate) if on.gate is not None else None
     task = Task(
         env=env or default_env(target, cameras.rename, **cameras.allowed),
-        env_options=json_object("--env-options", env_options),
-        reset_options=json_object("--reset-options", reset_options),
-        adapter=adapter or "",
-        noise=noise or 0,
-        realtime=realtime,
-        motion=motion_of(motion),
-        future=future,
+        env_options=json_object("--env-options", on.env_options),
+        reset_options=json_object("--reset-options", on.reset_options),
+        adapter=on.adapter or "",
+        noise=on.noise or 0,
+        realtime=on.realtime,
+        motion=motion_of(on.motion),
+        future=on.future,
     )
-    given: dict[str, Any] = {
-        "replan": replan, "latency": latency, "handover": handover, "solver_steps": solver_steps,
-    }  # fmt: skip
-    if record_gate is not None and motion is None:
+    given = {name: getattr(on, name) for name in ("replan", "latency", "handover", "solver_steps")}
+    if on.record_gate is not None and on.motion is None:
         task = replaced(task, motion=dict(AS_IS))
     if held is not None:
-        flags = {
-            "env": env, "env_options": env_options, "reset_options": reset_options, "adapter": adapter, "noise": noise,
-        }  # fmt: skip
-        task, given = held.held(task, given, flags)
+        flags = {name: getattr(on, name) for name in ("env_options", "reset_options", "adapter", "noise")}
+        task, given = held.held(task, given, {"env": env, **flags})
     usual = (SEED, EPISODES) if held is None else (held.first_seed, held.episodes)
-    first, count = (own if flag is None else flag for flag, own in zip((seed, episodes), usual, strict=True))
-    if edge_adapter is not None and held is not None:
+    asked_for = (on.seed, on.episodes)
+    first, count = (own if flag is None else flag for flag, own in zip(asked_for, usual, strict=True))
+    if on.edge_adapter is not None and held is not None:
         raise SinewError("--edge-adapter: a gate is judged with chunks as they come")
-    if stream is not None and (realtime or held is not None):
+    if on.stream is not None and (on.realtime or held is not None):
         raise SinewError(
             "--stream: expected simulated time and no gate; `sinew run --stream` runs by the clock"
         )
-    if realtime and (latency is not None or any(text.startswith("latency") for text in sweep or ())):
+    if on.realtime and (on.latency is not None or any(text.startswith("latency") for text in on.sweep)):
         raise SinewError("--latency is simulated; with --realtime the latency is what it is")
     try:
         interval = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
@@ -202,8 +221,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         raise SinewError(f"--replan: {error}") from None
     base = runs.variant(
         target, cameras, replan=interval, latency=Latency(given["latency"] or "0"),
-        handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=stream or "",
-        edge_adapter=edge_adapter or "", batch=1 if batch == "auto" else batch,
+        handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=on.stream or "",
+        edge_adapter=on.edge_adapter or "", batch=1 if on.batch == "auto" else on.batch,
     )  # fmt: skip
     if runs.provider:
         raise SinewError(
@@ -211,14 +230,14 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         )
     if out is not None:
         plots.check()
-    asked = variants_of(base, sweep or [], compare or [])
+    asked = variants_of(base, on.sweep, compare)
     elsewhere = elsewhere_for(task, interpreter, out)
     rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
     said: set[str] = set()
     variants = [settled(variant, task, said) for variant in asked]
-    if batch == "auto":
+    if on.batch == "auto":
         variants = [in_lockstep(variant, task, out, _fastest_batch) for variant in variants]
-    if any(variant.batch > 1 for variant in variants) and (elsewhere or recording or realtime):
+    if any(variant.batch > 1 for variant in variants) and (elsewhere or recording or on.realtime):
         raise SinewError(
             "--batch: expected simulated time in this interpreter, without --rerun and --realtime"
         )
@@ -228,7 +247,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             "--rerun: this environment asks a server; start `sinew serve --rerun` and give its address"
         )
     for flag, given_there in (("--listen", listen), ("--hosts", hosts)):
-        if given_there is not None and (elsewhere or recording or realtime):
+        if given_there is not None and (elsewhere or recording or on.realtime):
             raise SinewError(
                 f"{flag}: expected simulated time in this interpreter, without --rerun and --realtime"
             )
@@ -238,16 +257,19 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         check(hosts)
         if workers is None:
             raise SinewError("--hosts: expected --shards, how many play at once on the cluster")
-    workers = workers or usual_workers(alone=realtime or recording is not None)
+    workers = workers or usual_workers(alone=on.realtime or recording is not None)
     if out is not None:
-        from sinew.eval.report.repeat import check_place
+        from sinew.eval.evidence.repeat import check_place
 
         check_place(out, task, variants)
     report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording, listen, hosts)
     failed = held is not None and not held.judge_report(report)
     broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
     report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
-    _write(report, out, record_gate, (task, variants) if films else None, films, elsewhere)
+    if out is not None:
+        _write(report, out, task, variants, films, elsewhere)
+    if on.record_gate is not None:
+        record(report).write(on.record_gate)
 
     print_report(report)
     terminal.emit({name: value for name, value in report.items() if name != "episodes"})
@@ -276,7 +298,7 @@ def _repeat(
     films: int,
 ) -> int:
     """Play a recorded run again, and print what is equal and what differs."""
-    from sinew.eval.report import repeat
+    from sinew.eval.evidence import repeat
 
     recorded = repeat.read(path)
     task = recorded.task
@@ -289,7 +311,8 @@ def _repeat(
     report = _run(task, rate, variants, recorded.seeds, workers, out, elsewhere)
     found = repeat.compare(recorded, report, report["episodes"])
     report["repeat"] = found
-    _write(report, out, None, (task, variants) if films else None, films, elsewhere)
+    if out is not None:
+        _write(report, out, task, variants, films, elsewhere)
     console = terminal.console()
     console.print(terminal.table(None, *repeat.COLUMNS, rows=repeat.rows(found)))
     for text in repeat.sentences(found):
@@ -308,11 +331,11 @@ def _fastest_batch(policy: Policy) -> tuple[int, str]:
 
 
 def _join(run: str, target: str | None, shards: int) -> int:
-    from sinew.eval import farm
+    from sinew.eval.farm.shards import join
 
     if target is not None:
         raise SinewError(f"--join: expected no target, as the run has one, got {target}")
-    played = farm.join(run, shards)
+    played = join(run, shards)
     terminal.console().print(f"played here  {played} episodes", markup=False)
     terminal.emit({"joined": run, "episodes": played})
     return 0
@@ -436,41 +459,25 @@ def _run(
 
 def _write(
     report: dict[str, Any],
-    out: Path | None,
-    record_gate: Path | None,
-    filmed: tuple[Task, Sequence[Variant]] | None = None,
-    films: int = 0,
-    elsewhere: Foreign | None = None,
+    out: Path,
+    task: Task,
+    variants: Sequence[Variant],
+    films: int,
+    elsewhere: Foreign | None,
 ) -> None:
-    """filmed: what is played once more for ``films``."""
-    from sinew.eval.report import evidence
-    from sinew.eval.report.gate import record
+    """Write the report, its page and figures. films: of so many failures and successes, which are played once more."""
+    from sinew.eval.evidence import run_page
+    from sinew.eval.evidence.films import shoot
     from sinew.eval.report.report import markdown
 
     shown = {name: value for name, value in report.items() if name != "episodes"}
-    if out is not None:
-        whole = {**shown, "outcomes": evidence.outcomes(report["episodes"])}
-        (out / "report.json").write_text(json.dumps(whole, indent=2) + "\n")
-        (out / evidence.PAGE).write_text(evidence.write_page(whole, _films(report, filmed, films, elsewhere)))
-        (out / "report.md").write_text(markdown(shown))
-        for path in (*plots.write_plots(shown, out), out / evidence.PAGE):
-            terminal.say(f"wrote {path}")
-    if record_gate is not None:
-        record(shown).write(record_gate)
-
-
-def _films(
-    report: dict[str, Any],
-    filmed: tuple[Task, Sequence[Variant]] | None,
-    films: int,
-    elsewhere: Foreign | None,
-) -> list[Film]:
-    if filmed is None:
-        return []
-    task, variants = filmed
-    if task.realtime or any(variant.stream for variant in variants):
+    whole = {**shown, "outcomes": run_page.outcomes(report["episodes"])}
+    (out / "report.json").write_text(json.dumps(whole, indent=2) + "\n")
+    if films and (task.realtime or any(variant.stream for variant in variants)):
         terminal.say("no films: expected chunks in simulated time")
-        return []
-    from sinew.eval.report.films import shoot
-
-    return shoot(task, variants, report["episodes"], films, report["control_hz"], elsewhere)
+        films = 0
+    made = shoot(task, variants, report["episodes"], films, report["control_hz"], elsewhere) if films else []
+    (out / run_page.PAGE).write_text(run_page.write_page(whole, made))
+    (out / "report.md").write_text(markdown(shown))
+    for path in (*plots.write_plots(shown, out), out / run_page.PAGE):
+        terminal.say(f"wrote {path}")

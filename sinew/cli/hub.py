@@ -82,7 +82,7 @@ def push(
     """
     from sinew.bundle import Bundle
     from sinew.bundle.digests import sha256
-    from sinew.eval.report import card as cards
+    from sinew.eval.evidence import card as cards
 
     parsed = _parse(name)
     if parsed.file is not None:

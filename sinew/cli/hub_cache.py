@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
-from rich.table import Table
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag
@@ -24,9 +23,7 @@ def list_entries() -> int:
     bad = [str(entry) for entry in found if not isinstance(entry, cache.CacheEntry)]
     console = terminal.console(markup=False)
     if found:
-        table = Table(box=None, pad_edge=False)
-        for column in ("key", "policy", "architecture", "size", "converted", "source"):
-            table.add_column(column, overflow="fold", justify="right" if column == "size" else "left")
+        table = terminal.plain("key", "policy", "architecture", ">size", "converted", "source")
         for entry in good:
             said, size = entry.record, f"{entry.nbytes / 1e6:.1f} MB"
             table.add_row(entry.key[:KEY], said.name, said.architecture, size, said.made, said.source)

@@ -24,7 +24,7 @@ def leaderboard(*reports: Path, out: Path | None = None) -> None:
         reports: folders, of which every report.json counts, or reports (JSON or page) themselves.
         out: write a page that holds everything it shows, a file NAME.html.
     """
-    from sinew.eval.report import leaderboard as found
+    from sinew.eval.evidence import leaderboard as found
 
     if not reports:
         raise SinewError("expected the folder of a run, as `sinew eval --out` writes it")

@@ -55,7 +55,7 @@ def quantize(
         episodes: of the success gate of an embedded task that the policy fits; its outcome goes into the header.
             0 plays none.
     """
-    from sinew.eval.report.quantization import quantize as quantized
+    from sinew.eval.quantize.quantization import quantize as quantized
 
     if search != bool(budget or target_ms):
         raise SinewError("expected --search together with --budget or --target-ms")

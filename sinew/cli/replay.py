@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from sinew_client import Client
 from sinew_client.auth import api_key_of
 from sinew_client.control import is_journal, repeat, watched
@@ -78,9 +77,8 @@ def replay_journal(path: Path) -> dict[str, Any]:
 
 
 def print_replay(result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['records']} records replayed at {result['address']}")
-    for name in ("record", "wire", "then", "now"):
-        table.add_column(name, overflow="fold")
+    title = f"{result['records']} records replayed at {result['address']}"
+    table = terminal.table(title, "record", "wire", "then", "now")
     told = [row for row in result["rows"] if row["result"] in ("beyond", "new", "error")]
     for row in told[:SHOWN]:
         now = row.get("now") or (f"differs by {_where(row)}" if "difference" in row else "actions")

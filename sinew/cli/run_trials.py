@@ -102,7 +102,7 @@ def run_trials(
     )
     if on.episodes is not None or driven:
         raise SinewError(f"{driven or '--episodes'}: expected none with --trials, which are one policy's own")
-    from sinew.eval import farm
+    from sinew.eval import episode_log
     from sinew.eval.settings import Task, Variant
     from sinew.eval.trials.report import write_page
     from sinew.eval.trials.sitting import Sitting
@@ -134,7 +134,7 @@ def run_trials(
         task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
         room = Room(stack, on, by, lead, trials, rigs, key)
         trials.out.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(farm.sole(trials.out, "a sitting has one robot"))
+        stack.enter_context(episode_log.sole(trials.out, "a sitting has one robot"))
         rules = {name: getattr(on, name) for name in DRIVEN} | {name: getattr(by, name) for name in BY_CHUNKS}
         sitting = Sitting(
             trials.out, task, variants, count, trials.seed, trials.order, trials.sequential, rules

@@ -180,19 +180,15 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
     return made
 
 
-def findings(rows: Iterable[tuple[str, str, str]]) -> Table:
-    """Return a table without a head: of each row a mark, a name and a detail, which may be long."""
+def findings(rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    """Return a table without a head: of each row a mark, which is markup, a name, a detail, which may be long, and what
+    to do, if anything."""
     made = Table(show_header=False, box=None, pad_edge=False)
     for options in ({"no_wrap": True}, {"no_wrap": True, "style": "bold"}, {"overflow": "fold"}):
         made.add_column(**options)
-    for row in rows:
-        made.add_row(*row)
+    for mark, name, detail, advice in rows:
+        made.add_row(mark, escape(name), escape(f"{detail}\n→ {advice}" if advice else detail))
     return made
-
-
-def advised(advice: str) -> str:
-    """Return what to do, as the end of a finding's detail."""
-    return f"\n→ {escape(advice)}" if advice else ""
 
 
 def take_json(tokens: list[str]) -> None:

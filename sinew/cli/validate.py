@@ -118,17 +118,13 @@ def show_audit(policy: Policy) -> int:
 
 def show(found: dict[str, Any], policy: Policy) -> None:
     """Print the report."""
+    from sinew.checks.validate.report import COLUMNS, stage_rows
+
     console, parity, gate = terminal.console(), found["parity"], found["gate"]
     console.print(running(policy), markup=False)
     title = f"against eager fp32 over {parity['observations']} observations: {parity['source']}"
-    table = terminal.table(title, "stage", "relative L2, worst", ">median", ">bound", "", "compared")
-    for stage in parity["stages"]:
-        median = "-" if stage["median"] is None else f"{stage['median']:.1e}"
-        mark = "[green]ok[/]" if stage["passed"] else "[bold red]differs[/]"
-        table.add_row(
-            stage["name"], f"{stage['error']:.1e}", median, f"{stage['bound']:.0e}", mark, stage["compared"]
-        )
-    console.print(table)
+    rows = stage_rows(parity, "[green]ok[/]", "[bold red]differs[/]")
+    console.print(terminal.table(title, *COLUMNS, rows=rows))
     for name, same in parity["indices"].items():
         console.print(f"indices of {name}: {'equal' if same else 'NOT EQUAL'}")
     for fault in parity["faults"]:

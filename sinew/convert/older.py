@@ -6,8 +6,8 @@ from pathlib import Path
 
 from sinew.bundle.gguf_file import GGUFFile
 from sinew.bundle.reader import Bundle
-from sinew.bundle.schema import KEY_VERSION
-from sinew.bundle.upgrade import NEWS, READS
+from sinew.bundle.schema import KEY_VERSION, READS
+from sinew.bundle.upgrade import NEWS
 from sinew.bundle.writer import Progress, rewrite
 from sinew.convert.options import ConvertOptions
 from sinew.core import BundleError, ConvertError

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError, ConvertError, MotionSpec, VectorSpec
 
-COMPAT = ("lerobot-0.4", "lerobot-0.6", "openpi")
 COMMON = ("compat", "control_hz", "motion", "settings", "vectors")  # options of every family
 
 
@@ -78,8 +77,25 @@ class Joints:
 
 
 @dataclass(frozen=True)
-class ConvertOptions:
-    """What the user can add to a checkpoint: see ``sinew convert --help``. Empty values were not given."""
+class CheckpointFlags:
+    """What a checkpoint leaves out, as it is typed.
+
+    Attributes:
+        vlm: directory of the vision-language model that the checkpoint names: its config.json, tokenizer, processor.
+        base: directory of the base model, for checkpoints that hold only what was trained on top of it: a LoRA
+            adapter of LeRobot's SmolVLA, pi0, pi0.5 or pi0-FAST, which is merged; some of GR00T's.
+        tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
+        action_tokenizer: directory of FAST's tokenizer, for policies that say actions in its tokens.
+        arch: JSON file with the widths behind a named variant, instead of the language model's config.
+        stats: a data set's meta/stats.json, for checkpoints without statistics.
+        dataset: directory or hub name of the LeRobot data set: names of joints, actions per second, and statistics
+            where the checkpoint has none.
+        compat: whose behaviour to follow where upstream versions disagree.
+        openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid).
+        embodiment: tag of the robot, for checkpoints of several.
+        stats_key: which of several sets of statistics (arm/dataset where there are two levels).
+        control_hz: actions per second at which the chunk is meant to be executed; upstream files do not say it.
+    """
 
     vlm: Path | None = None
     base: Path | None = None
@@ -88,12 +104,18 @@ class ConvertOptions:
     arch: Path | None = None
     stats: Path | None = None
     dataset: Path | None = None
-    compat: str = "lerobot-0.6"
-    cameras: tuple[str, ...] = ()  # names, for sources that do not hold them
-    openpi_config: str = ""  # name of openpi's training config, for openpi checkpoints
+    compat: Literal["lerobot-0.4", "lerobot-0.6", "openpi"] = "lerobot-0.6"
+    openpi_config: str = ""
     embodiment: str = ""
     stats_key: str = ""
-    control_hz: float | None = None  # actions per second; no upstream config says it
+    control_hz: float | None = None
+
+
+@dataclass(frozen=True)
+class ConvertOptions(CheckpointFlags):
+    """What the user can add to a checkpoint: see ``sinew convert --help``. Empty values were not given."""
+
+    cameras: tuple[str, ...] = ()  # names, for sources that do not hold them
     motion: MotionSpec | None = None  # what actions are measured from; no upstream config says it
     # Of "state" and "action"; no config has units
     vectors: Mapping[str, Joints] = field(default_factory=dict)
@@ -150,6 +172,9 @@ class ConvertOptions:
             else:
                 found[_flag(name)[2:]] = _text(value)
         return found
+
+
+COMPAT = get_args(get_type_hints(CheckpointFlags)["compat"])
 
 
 def parse_motion(given: Mapping[str, Any] | None) -> MotionSpec | None:

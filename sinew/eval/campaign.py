@@ -7,11 +7,12 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from sinew.core import scratch
-from sinew.eval import farm
+from sinew.eval import episode_log
 from sinew.eval.adapters import make_env
 from sinew.eval.player import EpisodePlayer, groups, key, one_thread
 from sinew.eval.runner import Episode
@@ -19,6 +20,7 @@ from sinew.eval.settings import Task, Variant
 from sinew.eval.watched import WatchedMoment
 
 LOG = "episodes.jsonl"
+FARM = "sinew.eval.farm.shards"  # what plays with several processes and hosts; it is known by its name alone
 OnEpisode = Callable[[Variant, Episode], None]
 
 
@@ -59,7 +61,7 @@ def run(
     workers: 1 plays in this process, more start that many (:mod:`sinew.eval.farm`), each with one compute thread; with
         ``out`` others can join them.
     on_episode: called for each episode, also for those found in the log. on_todo: called once with how many are not.
-    listen: HOST:PORT where other hosts may join (:mod:`sinew.eval.hosts`), also with one worker.
+    listen: HOST:PORT where other hosts may join (:mod:`sinew.eval.farm.hosts`), also with one worker.
     hosts: a Ray cluster whose hosts play with so many workers, instead of this machine
         (:mod:`sinew.eval.foreign.cluster`).
     elsewhere: plays instead of this interpreter. player: makes what plays in this process, with one worker.
@@ -72,9 +74,10 @@ def run(
     with contextlib.ExitStack() as stack:
         file: BinaryIO | None = None
         queue: Path | None = None
+        farm: Any = import_module(FARM)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(farm.sole(out))
+            stack.enter_context(episode_log.sole(out))
             log, queue = out / LOG, out / farm.FOLDER
             done = read_log(log)
             file = stack.enter_context(open_log(log))
@@ -107,7 +110,7 @@ def run(
 
 def read_log(log: Path) -> dict[tuple[str, int], Episode]:
     """(key, seed) -> episode. A line that a kill cut short is left out, and its episode played again."""
-    return dict(farm.episodes_of(log.read_text())) if log.is_file() else {}
+    return dict(episode_log.episodes_of(log.read_text())) if log.is_file() else {}
 
 
 def batch_played(task: Task, variant: Variant, out: Path) -> int | None:
@@ -122,7 +125,7 @@ def batch_played(task: Task, variant: Variant, out: Path) -> int | None:
 
 def _append(file: BinaryIO, key: str, group: Sequence[Episode]) -> None:
     """Write the episodes of a group at once."""
-    farm.append(file, b"".join(farm.line(key, episode) for episode in group))
+    episode_log.append(file, b"".join(episode_log.line(key, episode) for episode in group))
 
 
 def open_log(log: Path) -> BinaryIO:
@@ -158,11 +161,12 @@ def _play(
     env, _ = make_env(task.env, task.adapter, task.env_options)
     env.close()  # what is wrong with it is said once, and here
     if workers > 1 or listen is not None or hosts is not None:
+        farm: Any = import_module(FARM)
         with contextlib.ExitStack() as stack:
             if queue is None:
                 place = Path(tempfile.gettempdir()) / "sinew-eval"
                 queue = stack.enter_context(scratch.beside(place)) / farm.FOLDER
-            yield from farm.play(queue, farm.FarmPlan.of(task, variants, todo), workers, listen, hosts)
+            yield from farm.play(queue, task, variants, todo, workers, listen, hosts)
         return
     player = make(task)
     try:

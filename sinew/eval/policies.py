@@ -125,19 +125,11 @@ class InProcess(EpisodePolicy):
 
     policy: LoadedPolicy
 
-    def __init__(
-        self,
-        bundle: str,
-        device: str,
-        dtype: str | None,
-        solver_steps: int | None,
-        engine: str | None = None,
-        threads: int | None = None,
-        **options: Any,
-    ):
+    def __init__(self, bundle: str, solver_steps: int | None = None, **options: Any):
+        """Load a bundle. options: of :func:`sinew.load`."""
         from sinew.policy import load
 
-        policy = load(bundle, device, dtype, engine, threads=threads, **options)
+        policy = load(bundle, **options)
         policy.warm_up()
         super().__init__(policy, solver_steps)
 
@@ -191,21 +183,20 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
 
     return InProcess(
         variant.target,
-        variant.device,
-        variant.dtype,
         variant.solver_steps,
-        variant.engine,
-        _threads(variant),
-        ignore_recipe=variant.ignore_recipe,
         rename=parse_renames(variant.rename),
         allow_missing_cameras=variant.allow_missing_cameras,
         allow_empty_prompt=variant.allow_empty_prompt,
+        **_computing(variant),
     )
 
 
-def _threads(variant: Variant) -> int | None:
-    """One compute thread, as in workers, so that the same episode gives the same bits."""
-    return None if variant.device.startswith("cuda") else 1
+def _computing(variant: Variant) -> dict[str, Any]:
+    """Return what computes a variant's bundle, for :func:`sinew.load` and for the choice of an engine. One thread, as
+    in workers, so that the same episode gives the same bits."""
+    names = ("engine", "device", "dtype", "ignore_recipe")
+    threads = None if variant.device.startswith("cuda") else 1
+    return {name: getattr(variant, name) for name in names} | {"threads": threads}
 
 
 def chosen(variant: Variant) -> EngineChoice:
@@ -217,15 +208,8 @@ def chosen(variant: Variant) -> EngineChoice:
 
     opened = open_bundle(variant.target)
     rename_cameras(opened.manifest.spec, parse_renames(variant.rename))
-    return choose(
-        opened,
-        variant.engine,
-        variant.device,
-        variant.dtype,
-        threads=_threads(variant),
-        ignore_recipe=variant.ignore_recipe,
-        stream=StreamCosts.parse(variant.stream).guidance if variant.stream else None,
-    )
+    guidance = StreamCosts.parse(variant.stream).guidance if variant.stream else None
+    return choose(opened, **_computing(variant), stream=guidance)
 
 
 def stated_motion(target: str, env_id: str) -> Mapping[str, Any] | None:

@@ -25,7 +25,7 @@ from sinew.bundle import Bundle, GGUFFile, TensorSource, facts, write_bundle
 from sinew.bundle.schema import Manifest, Normalization, PolicySpec, Processing, from_json
 from sinew.bundle.writer import ArraySlice
 from sinew.core import BundleError, SinewError, VectorSpec
-from sinew.eval.report import card
+from sinew.eval.evidence import card
 from sinew.models.solvers import NoiseLevels, Solver
 from sinew.policy import load
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from sinew.families.pi.embodiments import OPENPI_CONFIGS
+from sinew.families.pi.openpi.embodiments import OPENPI_CONFIGS
 
 DIM = 32
 

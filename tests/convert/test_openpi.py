@@ -21,7 +21,7 @@ from sinew.bundle import Bundle
 from sinew.cli.infer import infer
 from sinew.convert import convert
 from sinew.core import ConvertError
-from sinew.families.pi.embodiments import OPENPI_CONFIGS
+from sinew.families.pi.openpi.embodiments import OPENPI_CONFIGS
 from sinew.policy import Policy, load
 from sinew.steps.vector.base import apply_steps
 from tests.convert.openpi_layout import DIM, write_checkpoint

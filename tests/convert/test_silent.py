@@ -10,7 +10,7 @@ import pytest
 import sinew
 from sinew.bundle import Bundle, write_bundle
 from sinew.convert import silent
-from sinew.convert.lowbit import lowbit_sources
+from sinew.convert.lowbit.sources import lowbit_sources
 from sinew.processing.prompt import Prompter
 
 

@@ -16,7 +16,7 @@ from sinew import load
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import Quantization
 from sinew.cli import main
-from sinew.convert.lowbit import lowbit_sources, plan_formats
+from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import SinewError, machine
 from sinew.core.registry import architectures
 from sinew.engine import prepared, proofs
@@ -26,7 +26,7 @@ from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant
-from sinew.eval.report.quantization import write
+from sinew.eval.quantize.quantization import write
 from tests.proofs import NAMES
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"

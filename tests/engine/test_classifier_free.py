@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.writer import rewrite
 from sinew.convert import convert
-from sinew.convert.lowbit import lowbit_sources, plan_formats
+from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import Observation, ObservationError, SinewError
 from sinew.engine.engine import Facts
 from sinew.engine.guidance import guidance_weight

@@ -20,9 +20,9 @@ from sinew.core import BundleError, SinewError
 from sinew.engine.onnx import export, quantize
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs, round_weights
+from sinew.eval.quantize.quantization import cache_name, lacking
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import GATES
-from sinew.eval.report.quantization import cache_name, lacking
 from sinew.families.smolvla.model import SmolVLA
 from sinew.policy import Policy, load
 from tests.engines import run_one

@@ -21,7 +21,7 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.prompt_recipe import PromptRecipe, TextRecipe
 from sinew.cli import main
 from sinew.convert import convert
-from sinew.convert.lowbit import lowbit_sources, plan_formats
+from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import BundleError, CancelledError, ConvertError, ObservationError, SinewError
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.engine import Watch

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from sinew import load
 from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main
-from sinew.convert.lowbit import lowbit_sources
+from sinew.convert.lowbit.sources import lowbit_sources
 from sinew.core import machine
 from sinew.engine.choose import choose
 from sinew.engine.clone import on_meta

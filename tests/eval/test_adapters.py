@@ -24,7 +24,7 @@ from sinew.bundle import Bundle, write_bundle  # noqa: E402
 from sinew.cli import main  # noqa: E402
 from sinew.cli.run_robot import RobotFlags  # noqa: E402
 from sinew.convert import convert  # noqa: E402
-from sinew.convert.lowbit import lowbit_sources  # noqa: E402
+from sinew.convert.lowbit.sources import lowbit_sources  # noqa: E402
 from sinew.core import ActionChunk, CameraSpec, Observation, PolicySpec, SinewError, VectorSpec  # noqa: E402
 from sinew.core.registry import architectures  # noqa: E402
 from sinew.eval import campaign, suites  # noqa: E402

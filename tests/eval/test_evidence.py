@@ -29,7 +29,8 @@ from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import SinewError
 from sinew.core.registry import architectures, backbone, families
-from sinew.eval.report import evidence, films, leaderboard, page, repeat, stats
+from sinew.eval.evidence import films, leaderboard, page, repeat, run_page
+from sinew.eval.report import stats
 from sinew.eval.runner import Episode, digest_of
 from sinew.eval.settings import Task, Variant
 from sinew.eval.watched import read_moments, watch, write_moments
@@ -167,7 +168,7 @@ def test_seeds_about_which_variants_disagree_are_filmed_first() -> None:
 def test_a_film_that_does_not_repeat_the_run_says_so(run: Path) -> None:
     record = record_of(run)
     film = films.Film(0, _episode(seed=5000, success=False), False, b"RIFF", b"RIFF")
-    markup = evidence.write_page(record, [film])
+    markup = run_page.write_page(record, [film])
     assert "1 of 1 did not repeat the run to the bit" in markup
     assert "not as in the run" in markup
 
@@ -190,7 +191,7 @@ def test_nothing_that_a_run_names_becomes_markup(run: Path) -> None:
         for each in trials:
             each["task"] = bad
     film = films.Film(0, replace(_episode(seed=1, success=True), task=bad), True, b"x", b"x")
-    markup = evidence.write_page(record, [film])
+    markup = run_page.write_page(record, [film])
     found = Elements(markup).found
     assert [a for tag, a in found if tag == "script"] == [{"type": "application/json", "id": page.RECORD}]
     assert not [

@@ -28,7 +28,8 @@ pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
 from sinew.cli import main
 from sinew.core import SinewError
-from sinew.eval import campaign, farm, hosts
+from sinew.eval import campaign, episode_log
+from sinew.eval.farm import files, hosts, shards
 from sinew.eval.player import groups, key
 from sinew.eval.settings import Latency, Task, Variant
 from sinew.policy import Policy
@@ -108,7 +109,7 @@ def test_shards_play_the_same_episodes(shards: int, few: list[dict[str, Any]], t
     found = campaign.run(TASK, [pen()], FEW, workers=shards, out=tmp_path)
     assert content(found[0]) == few
     assert sorted(outcomes(tmp_path)) == list(FEW)
-    assert not (tmp_path / farm.FOLDER).exists()
+    assert not (tmp_path / files.FOLDER).exists()
 
 
 @needs_pen
@@ -243,7 +244,7 @@ def _kill_shards(
         assert process.wait(PATIENCE) == 0
     assert killed >= min(kills, 3)
     assert [outcomes(out)[seed] for seed in seeds] == alone
-    assert not (out / farm.FOLDER).exists()
+    assert not (out / files.FOLDER).exists()
 
 
 def _kill_heads(
@@ -265,12 +266,12 @@ def _kill_heads(
     with processes.Process(words, stdout=subprocess.DEVNULL) as process:
         assert process.wait(PATIENCE) == 0
     assert [outcomes(out)[seed] for seed in seeds] == alone
-    assert not (out / farm.FOLDER).exists()
+    assert not (out / files.FOLDER).exists()
 
 
 def _played(out: Path) -> set[str]:
     """Return what has been played: names of groups, and lines of the log of a run that has ended."""
-    folder = out / farm.FOLDER / farm.PLAYED
+    folder = out / files.FOLDER / files.PLAYED
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     log = out / campaign.LOG
     count = log.read_bytes().count(b"\n") if log.is_file() else 0
@@ -279,7 +280,7 @@ def _played(out: Path) -> set[str]:
 
 def _is_shard(pid: int) -> bool:
     try:
-        return b"sinew.eval.farm" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"sinew.eval.farm.shards" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -293,11 +294,11 @@ def test_another_process_joins_and_its_loss_is_made_up_for(
     tmp_path: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever joins is no child of the run, which sees only that its leases age."""
-    monkeypatch.setattr(farm, "LEASE_S", 1.0)
-    queue = tmp_path / farm.FOLDER
+    monkeypatch.setattr(files, "LEASE_S", 1.0)
+    queue = tmp_path / files.FOLDER
     queue.mkdir()
-    plan = farm.FarmPlan.of(TASK, [pen()], [(0, seed) for seed in FEW])
-    farm.EpisodeQueue(queue, "test").make()
+    plan = files.FarmPlan.of(TASK, [pen()], [(0, seed) for seed in FEW])
+    files.EpisodeQueue(queue, "test").make()
     plan.write(queue)
     join = [sys.executable, "-m", "sinew", "eval", "--join", tmp_path, "--shards", 1]
     with processes.Process(join, stdout=subprocess.DEVNULL) as helper:  # before there is a head
@@ -318,12 +319,12 @@ def test_another_process_joins_and_its_loss_is_made_up_for(
 @needs_pen
 def test_a_shard_that_stood_still_counts_once(tmp_path: Path, few: list[dict[str, Any]]) -> None:
     """SIGSTOP: its lease ages, another one plays the episode, and then it wakes and stores it as well."""
-    queue = farm.EpisodeQueue(tmp_path, "first", lease_s=0.1)
+    queue = files.EpisodeQueue(tmp_path, "first", lease_s=0.1)
     queue.make()
-    plan = farm.FarmPlan.of(TASK, [pen()], [(0, SEEDS[0])])
+    plan = files.FarmPlan.of(TASK, [pen()], [(0, SEEDS[0])])
     (job,) = plan.jobs
     assert queue.claim(job)
-    other = farm.EpisodeQueue(tmp_path, "second", lease_s=0.1)
+    other = files.EpisodeQueue(tmp_path, "second", lease_s=0.1)
     assert not other.claim(job)
     other.expire(job)
     time.sleep(0.15)
@@ -343,7 +344,7 @@ def test_a_shard_that_stood_still_counts_once(tmp_path: Path, few: list[dict[str
 
 
 def _leases(queue: Path) -> list[str]:
-    return [path.name for path in (queue / farm.LEASES).iterdir()]
+    return [path.name for path in (queue / files.LEASES).iterdir()]
 
 
 def _shards_of(queue: Path) -> Iterator[int]:
@@ -413,15 +414,15 @@ def _kill_heads_and_hosts(
     helper.kill()
     helper.wait()
     assert [outcomes(out)[seed] for seed in seeds] == alone[: len(seeds)]
-    assert not (out / farm.FOLDER).exists()
+    assert not (out / files.FOLDER).exists()
 
 
 def test_a_queue_answers_whoever_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim whose answer was lost is answered again, also by a new head; names are those of the plan."""
     monkeypatch.setenv("SINEW_API_KEY", "a key")
     expert = Variant("expert", handover="aligned")
-    plan = farm.FarmPlan.of(TASK, [expert], [(0, seed) for seed in range(2)])
-    farm.EpisodeQueue(tmp_path, "").make()
+    plan = files.FarmPlan.of(TASK, [expert], [(0, seed) for seed in range(2)])
+    files.EpisodeQueue(tmp_path, "").make()
     plan.write(tmp_path)
     server = hosts.QueueServer(tmp_path, plan, "127.0.0.1:0")
     one, two = (hosts.RemoteQueue(server.address, name, 1.0) for name in ("one.", "two."))
@@ -440,7 +441,7 @@ def test_a_queue_answers_whoever_has_the_key(tmp_path: Path, monkeypatch: pytest
         queue.store(each, plan.keys[0], [next(e for e in episodes if e.seed == each.seeds[0])])
     assert one.take(list(plan.jobs)) is None
     assert not one.goes_on
-    assert set(farm.left_over(tmp_path)) == {(plan.keys[0], 0), (plan.keys[0], 1)}
+    assert set(shards.left_over(tmp_path)) == {(plan.keys[0], 0), (plan.keys[0], 1)}
     for path in ("/bundle/7", "/bundle/x", "/leases", f"/store/{job.name}?worker=../x"):
         with pytest.raises(SinewError, match="404 not found"):
             one.ask("POST" if "store" in path else "GET", path, b"{}")
@@ -460,8 +461,8 @@ def test_whoever_has_no_key_is_not_read_and_a_bundle_is_never_whole_in_memory(
     bundle = tmp_path / "large.gguf"
     with bundle.open("wb") as file:
         file.truncate(64 << 20)
-    plan = farm.FarmPlan.of(TASK, [Variant("expert", handover="aligned")], [(0, seed) for seed in range(9)])
-    farm.EpisodeQueue(tmp_path, "").make()
+    plan = files.FarmPlan.of(TASK, [Variant("expert", handover="aligned")], [(0, seed) for seed in range(9)])
+    files.EpisodeQueue(tmp_path, "").make()
     plan.write(tmp_path)
     server = hosts.QueueServer(
         tmp_path, replace(plan, variants=(replace(plan.variants[0], target=str(bundle)),)), "127.0.0.1:0"
@@ -483,20 +484,20 @@ def test_whoever_has_no_key_is_not_read_and_a_bundle_is_never_whole_in_memory(
 
     # All is played, and a worker hears so while the run looks whether it has: neither disturbs the other.
     for job in plan.jobs:
-        (tmp_path / farm.PLAYED / job.name).touch()
-    heard, played = threading.Event(), farm.EpisodeQueue.played
+        (tmp_path / files.PLAYED / job.name).touch()
+    heard, played = threading.Event(), files.EpisodeQueue.played
 
     def hears() -> None:
         server._claimed("one")
         heard.set()
 
-    def looks(queue: farm.EpisodeQueue, job: farm.Job) -> bool:
+    def looks(queue: files.EpisodeQueue, job: files.Job) -> bool:
         if threading.current_thread() is threading.main_thread() and not heard.is_set():
             threading.Thread(target=hears).start()
             heard.wait(0.2)
         return played(queue, job)
 
-    monkeypatch.setattr(farm.EpisodeQueue, "played", looks)
+    monkeypatch.setattr(files.EpisodeQueue, "played", looks)
     server.close()
     assert heard.wait(20.0)
 
@@ -507,9 +508,9 @@ def test_another_bundle_under_the_same_name_is_refused(
 ) -> None:
     bundle = tmp_path / "policy.gguf"
     shutil.copy(PEN, bundle)
-    queue = tmp_path / farm.FOLDER
-    farm.EpisodeQueue(queue, "test").make()
-    farm.FarmPlan.of(TASK, [Variant(str(bundle), 8)], [(0, 1)]).write(queue)
+    queue = tmp_path / files.FOLDER
+    files.EpisodeQueue(queue, "test").make()
+    files.FarmPlan.of(TASK, [Variant(str(bundle), 8)], [(0, 1)]).write(queue)
     with bundle.open("ab") as file:
         file.write(b"\0")
     assert main(["eval", "--join", str(tmp_path), "--shards", "1"]) == 1
@@ -520,7 +521,7 @@ def test_another_bundle_under_the_same_name_is_refused(
 
 
 def test_one_head_for_a_folder(tmp_path: Path) -> None:
-    with farm.sole(tmp_path), pytest.raises(SinewError, match=f"--join {tmp_path}` helps it"):
+    with episode_log.sole(tmp_path), pytest.raises(SinewError, match=f"--join {tmp_path}` helps it"):
         campaign.run(TASK, [Variant("expert")], range(1), out=tmp_path)
 
 
@@ -551,28 +552,28 @@ def test_mistakes_are_named(
 
 def test_a_plan_that_is_none(tmp_path: Path) -> None:
     for text in ("", "[]", '{"format": 2}', '{"format": 1, "variants": 3}', "\0" * 100):
-        (tmp_path / farm.PLAN).write_text(text)
+        (tmp_path / files.PLAN).write_text(text)
         with pytest.raises(SinewError, match="plan"):
-            farm.FarmPlan.read(tmp_path)
-    good = farm.FarmPlan.of(TASK, [Variant("expert")], [(0, 1), (0, 2)])
+            files.FarmPlan.read(tmp_path)
+    good = files.FarmPlan.of(TASK, [Variant("expert")], [(0, 1), (0, 2)])
     good.write(tmp_path)
-    assert farm.FarmPlan.read(tmp_path) == good
+    assert files.FarmPlan.read(tmp_path) == good
 
 
 def test_what_is_not_whole_is_played_again(tmp_path: Path) -> None:
     expert = Variant("expert", handover="aligned")
-    plan = farm.FarmPlan.of(TASK, [expert], [(0, seed) for seed in range(3)])
-    queue = farm.EpisodeQueue(tmp_path / farm.FOLDER, "test")
+    plan = files.FarmPlan.of(TASK, [expert], [(0, seed) for seed in range(3)])
+    queue = files.EpisodeQueue(tmp_path / files.FOLDER, "test")
     queue.make()
     good = campaign.run(TASK, [expert], range(3))[0]
     for job, episode in zip(plan.jobs, good, strict=True):
         queue.store(job, plan.keys[0], [episode])
-    torn, empty, _ = (queue.folder / farm.PLAYED / job.name for job in plan.jobs)
+    torn, empty, _ = (queue.folder / files.PLAYED / job.name for job in plan.jobs)
     torn.write_text(torn.read_text()[:100])
     empty.write_text("")
     assert queue.read(plan.jobs[0], plan.keys[0]) is None
     assert not torn.exists()
-    assert set(farm.left_over(queue.folder)) == {(plan.keys[0], 2)}
+    assert set(shards.left_over(queue.folder)) == {(plan.keys[0], 2)}
     found = campaign.run(TASK, [expert], range(3), workers=2, out=tmp_path)
     assert content(found[0]) == content(good)
     assert sorted(outcomes(tmp_path)) == [0, 1, 2]
@@ -609,7 +610,7 @@ def test_an_episode_that_always_ends_its_process_is_named(
 ) -> None:
     (tmp_path / "poison.py").write_text(textwrap.dedent(POISON).replace("WHAT", what))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(farm, "DEATHS", 2)
+    monkeypatch.setattr(shards, "DEATHS", 2)
     task, out = Task("poison:Poison-v0"), tmp_path / "out"
     with pytest.raises(SinewError, match=message):
         campaign.run(task, [pen()], range(5), workers=2, out=out)

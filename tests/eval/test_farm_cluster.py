@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -33,7 +34,8 @@ pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 from sinew.cli import main
 from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
-from sinew.eval import campaign, farm
+from sinew.eval import campaign
+from sinew.eval.farm import files, shards
 from sinew.eval.foreign import cluster
 from sinew.eval.settings import Task, Variant
 from tests import processes
@@ -70,14 +72,16 @@ class Threads:
         there = [host for host in self.hosts if host not in refused]
         host = there[len(self.begun) % len(there)]
         self.begun.append(host)
-        actor, thread = made(), ThreadPoolExecutor(1)
+        actor, thread, dead = made(), ThreadPoolExecutor(1), threading.Event()
 
         def call(name: str) -> Any:
             def run(*given: Any) -> Any:
                 self.asked.append(f"{host} {name}")
                 found = getattr(actor, name)(*given)
-                if name == "play" and self.lost:
+                if name == "play" and self.lost and not dead.is_set():
                     self.lost -= 1
+                    dead.set()  # and all that it is asked from now on, as two groups may be under way to it
+                if dead.is_set():
                     raise ActorLostError("killed")
                 return {**found, "node": host, "name": host} if name == "open" else found
 
@@ -108,16 +112,16 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(
     folder: Path, task: Task = TASK, variant: Variant = EXPERT
-) -> tuple[farm.EpisodeQueue, farm.FarmPlan]:
-    queue = farm.EpisodeQueue(folder, "head-1.")
+) -> tuple[files.EpisodeQueue, files.FarmPlan]:
+    queue = files.EpisodeQueue(folder, "head-1.")
     queue.make()
-    plan = farm.FarmPlan.of(task, [variant], [(0, seed) for seed in SEEDS])
+    plan = files.FarmPlan.of(task, [variant], [(0, seed) for seed in SEEDS])
     plan.write(folder)
     return queue, plan
 
 
-def played(queue: farm.EpisodeQueue, plan: farm.FarmPlan) -> list[dict[str, Any]]:
-    assert not list((queue.folder / farm.LEASES).iterdir())
+def played(queue: files.EpisodeQueue, plan: files.FarmPlan) -> list[dict[str, Any]]:
+    assert not list((queue.folder / files.LEASES).iterdir())
     return content([episode for job in plan.jobs for episode in queue.read(job, plan.keys[0]) or []])
 
 
@@ -134,7 +138,7 @@ def test_the_same_episodes_though_actors_die(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_group_in_which_actors_always_die_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(farm, "DEATHS", 2)
+    monkeypatch.setattr(shards, "DEATHS", 2)
     queue, _ = begun(tmp_path)
     with pytest.raises(SinewError, match=r"a shard died 2 times at seed 5000, on one \(killed\)"):
         cluster.Hosts(Threads(["one"], lost=9), tmp_path, queue, 1).play()
@@ -153,14 +157,14 @@ def test_a_bundle_is_sent_once_to_a_host_that_has_none(
     own = tmp_path / "own.gguf"
     shutil.copy(PEN, own)
     queue, plan = begun(tmp_path / "queue", variant=pen_of(own))
-    check = farm.FarmPlan.check
+    check = files.FarmPlan.check
 
-    def not_there(plan: farm.FarmPlan, index: int) -> None:
+    def not_there(plan: files.FarmPlan, index: int) -> None:
         if plan.variants[index].target == str(own):
             raise SinewError("no such bundle")
         check(plan, index)
 
-    monkeypatch.setattr(farm.FarmPlan, "check", not_there)
+    monkeypatch.setattr(files.FarmPlan, "check", not_there)
     ray = Threads(["one"])
     cluster.Hosts(ray, tmp_path / "queue", queue, 2).play()
     (kept,) = machine.cache_folder("bundles").iterdir()
@@ -176,11 +180,11 @@ def test_a_bundle_that_came_otherwise_is_not_kept(tmp_path: Path, monkeypatch: p
     own, data = tmp_path / "own.gguf", PEN.read_bytes()
     own.write_bytes(data)
     both = [pen_of(own), replace(pen_of(own), solver_steps=4)]
-    farm.FarmPlan.of(TASK, both, [(0, 5000), (1, 5000)]).write(tmp_path)
+    files.FarmPlan.of(TASK, both, [(0, 5000), (1, 5000)]).write(tmp_path)
     monkeypatch.setattr(
-        farm.FarmPlan, "check", lambda *_: (_ for _ in ()).throw(SinewError("another one here"))
+        files.FarmPlan, "check", lambda *_: (_ for _ in ()).throw(SinewError("another one here"))
     )
-    guest = cluster.Guest((tmp_path / farm.PLAN).read_bytes())
+    guest = cluster.Guest((tmp_path / files.PLAN).read_bytes())
     assert guest.missing() == [0]  # of which the second variant is made, too
     with pytest.raises(SinewError, match=r"own.gguf: expected SHA-256 \w{64}, got \w{64}"):
         guest.receive(0, b"GGUF of somebody else", 0, True)
@@ -252,7 +256,7 @@ def test_no_cluster_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 
 def test_what_a_shard_says_reaches_people(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "shard"
-    crew = farm.Crew(tmp_path, 0, "", tmp_path)
+    crew = shards.Crew(tmp_path, 0, "", tmp_path)
     log.write_bytes(b"noise\nsaid: one\nsaid: tw")
     crew._hear("shard")
     with log.open("ab") as file:
@@ -272,8 +276,8 @@ def test_a_process_that_ray_ended_is_begun_again(
         "else: os._exit(1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    farm.EpisodeQueue(tmp_path, "").make()
-    crew = farm.Crew(tmp_path, 1, "head", tmp_path / farm.LOGS, ("as_ray", str(tmp_path / "been")))
+    files.EpisodeQueue(tmp_path, "").make()
+    crew = shards.Crew(tmp_path, 1, "head", tmp_path / files.LOGS, ("as_ray", str(tmp_path / "been")))
     while crew.tend():
         time.sleep(0.01)
     assert crew.episodes == 7
@@ -362,7 +366,7 @@ def test_a_cluster_plays_the_same_episodes_whatever_is_killed(ray_address: int, 
     with processes.Process(again, stdout=subprocess.DEVNULL) as run:
         assert run.wait(PATIENCE) == 0
     assert [outcomes(out)[seed] for seed in seeds] == alone
-    assert not (out / farm.FOLDER).exists()
+    assert not (out / files.FOLDER).exists()
 
 
 def _process(fits: Callable[[bytes], bool]) -> int:

@@ -51,7 +51,7 @@ def test_episodes_end_as_those_played_alone(policy: Policy) -> None:
     conduct = Conduct(8, Latency("100ms"), "rtc")
     together = SideBySide(policy)
     beside = together.play(episode_of(task, together, conduct), range(5000, 5003), width=2)
-    alone = InProcess(str(BLOCKS), "cpu", None, None, "plan", 1)
+    alone = InProcess(str(BLOCKS), device="cpu", engine="plan", threads=1)
     for episode in beside:
         single = episode_of(task, SingleFrames(alone), conduct)(episode.seed)
         assert (episode.delays, episode.steps) == (single.delays, single.steps)

@@ -28,9 +28,10 @@ from sinew_client.control.robots import Dry
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import SinewError
-from sinew.eval import farm
+from sinew.eval import episode_log
 from sinew.eval.adapters import make_env
-from sinew.eval.report import page, stats
+from sinew.eval.evidence import page
+from sinew.eval.report import stats
 from sinew.eval.robot import SimulatedRobot
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
@@ -515,11 +516,11 @@ def test_a_line_that_the_disk_does_not_take_is_an_error_that_names_it() -> None:
         Path("/dev/full").open("ab", buffering=0) as full,
         pytest.raises(OSError, match="No space.*/dev/full"),
     ):
-        farm.append(full, b"{}\n")
+        episode_log.append(full, b"{}\n")
     here, there = os.pipe()
     os.set_blocking(there, False)
     with os.fdopen(there, "wb", buffering=0) as pipe, pytest.raises(OSError, match="No space"):
-        farm.append(pipe, bytes(1 << 20))  # of which it takes a part
+        episode_log.append(pipe, bytes(1 << 20))  # of which it takes a part
     os.close(here)
 
 

@@ -28,7 +28,7 @@ from sinew.bundle.schema import KEY_ARCHITECTURE, Manifest
 from sinew.bundle.writer import rewrite
 from sinew.cli.inspect import show
 from sinew.convert import ConvertOptions, convert, read
-from sinew.convert.lowbit import lowbit_sources, plan_formats
+from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.convert.read.torch_zip import read_torch
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.layers.stores.lowbit import dequantize

@@ -33,7 +33,7 @@ from sinew.core import BundleError, CameraSpec, ConvertError, KeyMap, SinewError
 from sinew.engine.onnx.engine import _table
 from sinew.engine.onnx.graphs import NEWEST, GraphSet
 from sinew.engine.onnx.providers import open_session
-from sinew.eval.report import card as cards
+from sinew.eval.evidence import card as cards
 from sinew.policy import load
 from sinew.processing import Processor
 from sinew.records.recorder import read_record

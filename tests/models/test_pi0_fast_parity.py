@@ -15,7 +15,7 @@ import pytest
 
 from sinew.core import ObservationError, SinewError
 from sinew.engine.engine import Watch
-from sinew.eval.report.quantization import measure
+from sinew.eval.quantize.quantization import measure
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
 from tests.golden import Golden, assert_parity

@@ -24,7 +24,7 @@ from sinew_client.link import KEEPALIVE
 from sinew_client.streams import StreamLink, StreamWindow, decode_window
 
 from sinew.bundle import Bundle, write_bundle
-from sinew.convert.lowbit import lowbit_sources
+from sinew.convert.lowbit.sources import lowbit_sources
 from sinew.core import SinewError
 from sinew.policy import Policy, load
 from sinew.serve.deploy import deploy

@@ -21,7 +21,7 @@ from torch import Tensor
 from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main
 from sinew.convert import convert
-from sinew.convert.lowbit import lowbit_sources, plan_formats
+from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import ConvertError, ObservationError
 from sinew.engine.example import Inputs
 from sinew.layers.linear import Embedding

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sinew.core import SinewError
+
+COLUMNS = ("stage", "relative L2, worst", "median", "bound", "", "compared")
+
+
+def stage_rows(parity: dict[str, Any], fine: str, differs: str) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of :data:`COLUMNS` of each stage. fine, differs: the marks of one that passed, or did not."""
+    for stage in parity["stages"]:
+        median = "-" if stage["median"] is None else f"{stage['median']:.1e}"
+        numbers = f"{stage['error']:.1e}", median, f"{stage['bound']:.0e}"
+        yield stage["name"], *numbers, fine if stage["passed"] else differs, stage["compared"]
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -18,27 +29,9 @@ def markdown(found: dict[str, Any]) -> str:
         f" Engine: {parity['engine_reason']}. Held against eager fp32 on the CPU over {parity['observations']}"
         f" observations: {parity['source']}."
     )
-    lines = [
-        f"# {found['bundle']} on engine {parity['engine']}: {verdict}",
-        "",
-        conditions,
-        "",
-        "| stage | relative L2, worst | median | bound | | compared |",
-        "|---|---|---|---|---|---|",
-    ]
-    for stage in parity["stages"]:
-        median = "-" if stage["median"] is None else f"{stage['median']:.1e}"
-        mark = "ok" if stage["passed"] else "**differs**"
-        cells = (
-            stage["name"],
-            f"{stage['error']:.1e}",
-            median,
-            f"{stage['bound']:.0e}",
-            mark,
-            stage["compared"],
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    lines.append("")
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *stage_rows(parity, "ok", "**differs**")]
+    lines = [f"# {found['bundle']} on engine {parity['engine']}: {verdict}", "", conditions, ""]
+    lines += [*("| " + " | ".join(cells) + " |" for cells in rows), ""]
     for name, same in parity["indices"].items():
         lines.append(f"* indices of {name}: {'equal' if same else '**not equal**'}")
     lines += [f"* **{fault}**" for fault in parity["faults"]]

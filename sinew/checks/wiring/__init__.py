@@ -14,8 +14,8 @@ import numpy as np
 from sinew.bundle.rename import renames_for
 from sinew.bundle.schema import Manifest
 from sinew.bundle.seen import Seen
-from sinew.checks.check import CANNOT_TELL, LOOKS_WRONG, SPARE, WRONG, Finding
 from sinew.checks.wiring.cameras import CameraFit
+from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, SPARE, WRONG, Finding
 from sinew.checks.wiring.joints import JointFit
 from sinew.checks.wiring.watch import WiringWatch
 from sinew.core import PolicySpec, SinewError

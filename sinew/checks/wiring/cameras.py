@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sinew.bundle.seen import Seen, SeenCamera
-from sinew.checks.check import CANNOT_TELL, LOOKS_WRONG, Finding
+from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, Finding
 from sinew.processing.thumbnails import FLOOR, distance, level, opponent, unpacked
 
 TOWARDS = 0.7  # of the way from the camera's own mean to the other's, from which on the other is believed

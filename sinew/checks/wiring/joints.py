@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sinew.bundle.schema import Manifest
-from sinew.checks.check import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
+from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
 from sinew.processing.limits import DEVIATIONS, ranges
 from sinew.processing.normalize import normalizer
 from sinew.processing.processor import turned_state

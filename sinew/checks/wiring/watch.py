@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sinew.checks.check import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
 from sinew.checks.wiring.cameras import CameraFit
+from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
 from sinew.checks.wiring.joints import JointFit
 from sinew.processing.thumbnails import imprint, is_frame, thumbnail
 

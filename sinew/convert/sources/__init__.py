@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sinew.bundle.files import EXPORTED
 from sinew.convert.lerobot.folder import resolve as model_folder
-from sinew.convert.sources import cache, hub
+from sinew.convert.sources import cache
 from sinew.core import BundleError, ConvertError, did_you_mean
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
@@ -37,6 +37,8 @@ def resolve(source: str | Path) -> Path:
         return path
     if str(source) in (own := embedded()):
         return own[str(source)]
+    from sinew.convert.sources import hub  # of which a policy that is here needs nothing
+
     name = hub.parse(str(source))
     if name is None:
         raise BundleError(f"{source}: no such file or folder{did_you_mean(str(source), own)}")

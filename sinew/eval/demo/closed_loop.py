@@ -22,10 +22,10 @@ from sinew.core import SinewError
 from sinew.eval.adapters import make_env
 from sinew.eval.demo.film import shoot, write_film
 from sinew.eval.demo.view import ReportView
+from sinew.eval.evidence.animation import write_gif
+from sinew.eval.evidence.plots import write_plots
 from sinew.eval.policies import ServerPolicy
 from sinew.eval.report import stats
-from sinew.eval.report.animation import write_gif
-from sinew.eval.report.plots import write_plots
 from sinew.eval.report.report import document, success_cells
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant, rows_between, sweep

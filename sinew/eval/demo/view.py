@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sinew.eval.adapters import EnvAdapter
+from sinew.eval.evidence.animation import compose
 from sinew.eval.policies import ServerPolicy
 from sinew.eval.report import stats
-from sinew.eval.report.animation import compose
 from sinew.eval.runner import Conduct, Episode, run_episode
 from sinew.eval.settings import Variant
 

@@ -1,8 +1,8 @@
 """Episodes on the hosts of a Ray cluster: one shard of the run, which hands its groups on to actors. Needs ray.
 
-The queue stays where it is (:mod:`sinew.eval.farm`): this process holds the leases of whatever the cluster plays, and
-stores what comes back. So what is lost with an actor, a host, the cluster or this process has not been played, and its
-group is open again. Ray starts actors, finds them places and says that one has died; nothing of that is done here.
+The queue stays where it is (:mod:`sinew.eval.farm.files`): this process holds the leases of whatever the cluster plays,
+and stores what comes back. So what is lost with an actor, a host, the cluster or this process has not been played, and
+its group is open again. Ray starts actors, finds them places and says that one has died; nothing of that is done here.
 
 A bundle is taken from the same path where a host has it with the same bytes, else from the host's store, where it has
 the name of its SHA-256; a host that has neither is sent it once.
@@ -28,8 +28,9 @@ from typing import Any
 
 from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
-from sinew.eval import farm
-from sinew.eval.farm import EpisodeQueue, FarmPlan, Job
+from sinew.eval import episode_log
+from sinew.eval.farm import files, shards
+from sinew.eval.farm.files import EpisodeQueue, FarmPlan, Job
 from sinew.eval.player import EpisodePlayer, one_thread
 
 logger = logging.getLogger("sinew.eval.cluster")
@@ -100,7 +101,7 @@ class Guest:
 
     def __init__(self, plan: bytes):
         with tempfile.TemporaryDirectory(prefix="sinew-eval-") as place:
-            (Path(place) / farm.PLAN).write_bytes(plan)
+            (Path(place) / files.PLAN).write_bytes(plan)
             self.plan = FarmPlan.read(Path(place))
         self.variants = list(self.plan.variants)
         self.player = EpisodePlayer(self.plan.task)
@@ -149,7 +150,7 @@ class Guest:
         variant = self.variants[index]
         with one_thread([variant]):
             episodes = self.player.play_group(variant, seeds)
-        return b"".join(farm.line(self.plan.keys[index], episode) for episode in episodes)
+        return b"".join(episode_log.line(self.plan.keys[index], episode) for episode in episodes)
 
     def _kept(self, index: int) -> Path:
         return machine.cache_folder("bundles") / f"{json.loads(self.plan.keys[index])['target']}.gguf"
@@ -233,9 +234,9 @@ class Hosts:
         import sinew
 
         self._ray, self._queue, self._release = ray, queue, sinew.__version__
-        self._text, self._plan = (folder / farm.PLAN).read_bytes(), FarmPlan.read(folder)
+        self._text, self._plan = (folder / files.PLAN).read_bytes(), FarmPlan.read(folder)
         self._left = list(self._plan.jobs)
-        self._deaths = farm.Deaths(folder)
+        self._deaths = shards.Deaths(folder)
         self._refused: dict[str, str] = {}  # by the id of a node
         self._fed: dict[str, HostSeat] = {}  # the actor of a node that gets bundles for all of it
         self._class, self._begun, self._told = _actor(), time.monotonic(), False
@@ -248,9 +249,9 @@ class Hosts:
             self._step(seat, None)
         while self._queue.goes_on and (self._left or any(seat.held for seat in self._seats)):
             refs = {seat.ref: seat for seat in self._seats if seat.ref is not None}
-            ready = self._ray.wait(list(refs), timeout=farm.LOOK_S)[0] if refs else []
+            ready = self._ray.wait(list(refs), timeout=shards.LOOK_S)[0] if refs else []
             if not refs:
-                time.sleep(farm.LOOK_S)
+                time.sleep(shards.LOOK_S)
             for seat in [seat for seat in self._seats if seat.ref is None]:
                 self._step(seat, None)
             for ref in ready:
@@ -358,11 +359,11 @@ class Hosts:
 
 def work(folder: Path, worker: str, hosts: str, count: int) -> int:
     """Play what is open in a queue on a cluster until nothing is; return how many episodes were played."""
-    played = any((folder / farm.PLAYED).iterdir())
+    played = any((folder / files.PLAYED).iterdir())
     ray = connected(hosts, AWAY_S if played else 0.0)
     queue = EpisodeQueue(folder, worker)
     ended = threading.Event()
-    threading.Thread(target=farm.beat, args=(queue, ended), daemon=True).start()
+    threading.Thread(target=shards.beat, args=(queue, ended), daemon=True).start()
     try:
         there = Hosts(ray, folder, queue, count)
         there.play()
@@ -378,7 +379,7 @@ def work(folder: Path, worker: str, hosts: str, count: int) -> int:
 
 if __name__ == "__main__":
     told = logging.StreamHandler(sys.stdout)
-    told.setFormatter(logging.Formatter(f"{farm.SAID}%(message)s"))
+    told.setFormatter(logging.Formatter(f"{shards.SAID}%(message)s"))
     logging.getLogger("sinew").addHandler(told)
     place, name, where, number = sys.argv[1:5]
-    sys.exit(farm.main(lambda: work(Path(place), name, where, int(number))))
+    sys.exit(shards.main(lambda: work(Path(place), name, where, int(number))))

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from sinew.core import SinewError
-from sinew.eval import farm
-from sinew.eval.report import evidence, page
-from sinew.eval.report.films import Film, film_of
-from sinew.eval.report.repeat import REPORT
+from sinew.eval import episode_log
+from sinew.eval.evidence import page, run_page
+from sinew.eval.evidence.films import Film, film_of
+from sinew.eval.evidence.repeat import REPORT
 from sinew.eval.report.report import conditions, document, tables
 from sinew.eval.report.stats import summarize
 from sinew.eval.runner import Episode
@@ -35,12 +35,12 @@ def write_report(sitting: Sitting, control_hz: float, command: str) -> dict[str,
     record = document(sitting.task, control_hz, sitting.variants, results, workers=1, command=command)
     record["outcomes"] = [
         [{**row, **_trial(each)} for row, each in zip(rows, played, strict=True)]
-        for rows, played in zip(evidence.outcomes(results), results, strict=True)
+        for rows, played in zip(run_page.outcomes(results), results, strict=True)
     ]
     record["plan"] = sitting.plan([entry["label"] for entry in record["variants"]])
     for each in record["comparisons"]:
         each["p_anytime"] = record["plan"]["p_anytime"]
-    farm.write_whole(sitting.out / REPORT, json.dumps(record, indent=2).encode() + b"\n")
+    episode_log.write_whole(sitting.out / REPORT, json.dumps(record, indent=2).encode() + b"\n")
     return record
 
 
@@ -59,11 +59,11 @@ def _trial(each: Episode) -> dict[str, Any]:
 
 def write_page(sitting: Sitting, record: dict[str, Any], frames: Path | None) -> Path:
     """Write the page of a report, and return it. frames: where ``sinew run --frames`` has kept the steps."""
-    path = sitting.out / evidence.PAGE
+    path = sitting.out / run_page.PAGE
     kept = frames is not None and any(frames.glob("*.npz"))
     found = [] if frames is None or not kept else films(sitting, frames, record["control_hz"])
     text = page.page(f"Trials: {record['task']['env']}", _parts(record, found), record)
-    farm.write_whole(path, text.encode())
+    episode_log.write_whole(path, text.encode())
     return path
 
 
@@ -75,14 +75,14 @@ def _parts(record: dict[str, Any], films: Sequence[Film]) -> Iterator[str]:
         yield f"<h2>{page.text(title)}</h2>"
         yield page.table([columns[0], *(f">{name}" for name in columns[1:])], rows)
     for seed in dict.fromkeys(film.episode.seed for film in films):
-        pair = "".join(evidence.figure(record, film) for film in films if film.episode.seed == seed)
+        pair = "".join(run_page.figure(record, film) for film in films if film.episode.seed == seed)
         yield f'<h2>Scene {seed - first + 1}</h2><div class="films">{pair}</div>'
-    yield from evidence.trials_of(record)
+    yield from run_page.trials_of(record)
     lost = [[each["trial"], str(each["seed"]), each["label"], each["note"]] for each in plan["discarded"]]
     lost += [[name, "", "", "interrupted"] for name in plan["interrupted"]]
     yield f"<h2>Not counted, and played anew: {len(lost)}</h2>"
     yield page.table(["trial", ">seed", "policy", "why"], lost) if lost else ""
-    yield from evidence.how_run(record)
+    yield from run_page.how_run(record)
 
 
 def films(sitting: Sitting, frames: Path, control_hz: float) -> list[Film]:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import SinewError
-from sinew.eval import campaign, farm
+from sinew.eval import campaign, episode_log
 from sinew.eval.player import key
 from sinew.eval.report.stats import anytime_p
 from sinew.eval.runner import Episode
@@ -86,7 +86,7 @@ class Sitting:
             if line.startswith('{"begun"') and line.endswith("}"):
                 name = json.loads(line)["begun"]
                 self._begun[int(name.partition("-")[0])].append(name)
-        self.episodes = [(self.keys.index(name), each) for (name, _), each in farm.episodes_of(text)]
+        self.episodes = [(self.keys.index(name), each) for (name, _), each in episode_log.episodes_of(text)]
 
     def _planned(self, order: int | None, rules: Mapping[str, Any]) -> int:
         """Write the plan, or read that of a sitting that goes on; return what its order follows from."""
@@ -112,7 +112,7 @@ class Sitting:
         else:
             self.out.mkdir(parents=True, exist_ok=True)
             asked["order"] = secrets.randbits(32) if order is None else order
-            farm.write_whole(path, json.dumps(asked, indent=2).encode() + b"\n")
+            episode_log.write_whole(path, json.dumps(asked, indent=2).encode() + b"\n")
         return int(asked["order"])
 
     def results(self) -> list[list[Episode]]:
@@ -158,7 +158,7 @@ class Sitting:
 
     def end(self, turn: DueTrial, episode: Episode) -> None:
         """Keep how a trial ended."""
-        self._append(farm.line(self.keys[turn.variant], episode))
+        self._append(episode_log.line(self.keys[turn.variant], episode))
         self.episodes.append((turn.variant, episode))
 
     def take(self, trial: str) -> str:
@@ -167,7 +167,7 @@ class Sitting:
 
     def _append(self, line: bytes) -> None:
         with campaign.open_log(self.out / campaign.LOG) as file:
-            farm.append(file, line)
+            episode_log.append(file, line)
             os.fsync(file.fileno())
 
     def plan(self, labels: Sequence[str]) -> dict[str, Any]:

@@ -6,6 +6,6 @@ FAMILY = Family(
     models={"pi0": "model:PI0", "pi05": "model:PI05"},
     backbones={"pi0": "PaliGemma", "pi05": "PaliGemma"},
     converters=("convert",),
-    guesses=("openpi",),
+    guesses=("openpi.convert",),
     units={"pi0": ("recorded",), "pi05": ("recorded",)},
 )

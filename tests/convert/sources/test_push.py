@@ -19,7 +19,7 @@ from sinew.cli import main
 from sinew.core import SinewError
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
-from sinew.eval.report import card as cards
+from sinew.eval.evidence import card as cards
 from tests import processes
 from tests.convert.sources.fake_hub import fake_hub
 

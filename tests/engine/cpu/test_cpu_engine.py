@@ -17,7 +17,7 @@ from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
 from sinew.bundle.writer import ArraySlice
 from sinew.checks.validate.observations import random_observations
 from sinew.cli import main
-from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
+from sinew.convert.lowbit.sources import lowbit_sources, plan_formats, weight_errors
 from sinew.core import BundleError, SinewError
 from sinew.engine.cpu.kernels import layer_kernels
 from sinew.engine.cpu.kernels.library import extension

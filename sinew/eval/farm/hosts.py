@@ -6,7 +6,7 @@
     POST /beat     {worker}     a sign of life
     POST /store/NAME?worker=W   the episodes of a group, a line of JSON each
 
-Leases and episodes are the same files as those of shards beside the run (:mod:`sinew.eval.farm`), so its promises
+Leases and episodes are the same files as those of shards beside the run (``files.py``), so its promises
 hold: whatever is killed, an episode counts once. Every request may be sent again: a worker holds one group at a time,
 and is told it again. A run that was killed is asked until its successor answers.
 """
@@ -34,7 +34,8 @@ from urllib.parse import parse_qs, urlsplit
 from sinew_client.auth import KEY_VARIABLE, key_from_environment
 
 from sinew.core import SinewError
-from sinew.eval.farm import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job, line
+from sinew.eval.episode_log import line
+from sinew.eval.farm.files import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job
 from sinew.eval.runner import Episode
 
 logger = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class RemoteQueue:
-    """Ask a queue elsewhere for a shard; see :class:`sinew.eval.farm.EpisodeQueue`.
+    """Ask a queue elsewhere for a shard; see :class:`sinew.eval.farm.files.EpisodeQueue`.
 
     Raises :class:`SinewError` after AWAY_S without an answer, and for a refusal.
     """

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sinew.core import SinewError
-from sinew.eval.report import page
-from sinew.eval.report.repeat import MAX_BYTES, REPORT, load
+from sinew.eval.evidence import page
+from sinew.eval.evidence.repeat import MAX_BYTES, REPORT, load
 from sinew.eval.report.stats import mcnemar, paired_difference, pairs_needed, success
 
 SCHEMA = "sinew.leaderboard/1"

@@ -10,8 +10,8 @@ from typing import Any
 
 from sinew.convert.sources import ASSETS, resolve
 from sinew.core import SinewError
+from sinew.eval.evidence.page import record_in
 from sinew.eval.policies import EXPERT, identity
-from sinew.eval.report.page import record_in
 from sinew.eval.report.report import SCHEMA
 from sinew.eval.report.stats import mcnemar
 from sinew.eval.runner import Episode

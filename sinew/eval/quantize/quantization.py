@@ -16,8 +16,8 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
 from sinew.checks.validate.parity import compare
-from sinew.convert.gptq import WIDEST
-from sinew.convert.lowbit import calibrated_rows, lowbit_sources, plan_formats, weight_errors
+from sinew.convert.lowbit.gptq import WIDEST
+from sinew.convert.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing, progress, scratch
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import choose
@@ -135,7 +135,7 @@ def quantize(
     out.parent.mkdir(parents=True, exist_ok=True)
     search: dict[str, Any] = {}
     if searched:
-        from sinew.eval.report.recipe_search import search as search_recipe
+        from sinew.eval.quantize.recipe_search import search as search_recipe
 
         trial = trials(opened, samples)
         chosen, search["search"] = search_recipe(
@@ -297,7 +297,9 @@ def _measured(
         formats = plan_formats(opened, chosen)
         made, calibrated, rounded = _calibrated(opened, formats, reference, samples, origin, stream, folder)
         record = replace(_record(chosen, bits, [0.0], "", ""), calibrated=calibrated)
-        stored = _store(opened, formats, made, record, unmeasured)
+        manifest = replace(opened.manifest, quantization=record)
+        write_bundle(unmeasured, lambda: manifest, lowbit_sources(opened, formats, made))
+        lost = {name: float(f"{error:.4g}") for name, error in weight_errors(opened, unmeasured).items()}
         errors = measure(
             reference, Policy(Bundle(unmeasured), "cpu", engine=engine).engine, islice(stream, samples.count)
         )
@@ -306,7 +308,7 @@ def _measured(
                 f"{origin}: expected more than the {calibrated} observations of the calibration, got none behind them"
             )
         record = _record(chosen, bits, errors, origin, by)
-        record = replace(record, weight_error=stored.weight_error, calibrated=calibrated)
+        record = replace(record, weight_error=lost, calibrated=calibrated)
         write(Bundle(unmeasured), record, out)
         if BACKENDS[engine].runs_graphs:
             graphs = cache_name(out)
@@ -341,20 +343,6 @@ def _calibrated(
     made, alone = calibrated_rows(opened, formats, reference.engine.model, runs, folder)
     others = f", but for {alone} layers without inputs or of more than {WIDEST}" if alone else ""
     return made, len(seen), f"; q4_0 rounded by its inputs in {len(seen)} observations{others}"
-
-
-def _store(
-    opened: Bundle, formats: dict[str, str], made: dict[str, Path], record: Quantization, out: Path
-) -> Quantization:
-    """Write the bundle with low-bit weights; return the record with their error."""
-    with scratch.beside(out) as folder:
-        stored = folder / out.name
-        manifest = replace(opened.manifest, quantization=record)
-        write_bundle(stored, lambda: manifest, lowbit_sources(opened, formats, made))
-        errors = {name: float(f"{error:.4g}") for name, error in weight_errors(opened, stored).items()}
-        record = replace(record, weight_error=errors)
-        write(Bundle(stored), record, out)
-    return record
 
 
 def _in_fp8(opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path) -> tuple[Quantization, str]:

@@ -2,7 +2,7 @@
 
 The directory holds ``model.safetensors`` (PyTorch) or ``params/`` (JAX), and
 ``assets/<asset>/norm_stats.json``; what else a policy needs lies in openpi's source, under the name of the
-training config. The published ones are in ``families/pi/embodiments.py``; the checkpoint's tensors are checked
+training config. The published ones are in ``families/pi/openpi/embodiments.py``; the checkpoint's tensors are checked
 against the one that is named.
 """
 
@@ -31,8 +31,8 @@ from sinew.families.pi.convert import (
     tensors,
     with_text,
 )
-from sinew.families.pi.embodiments import OPENPI_CONFIGS, OpenPIConfig
-from sinew.families.pi.jax import read_params
+from sinew.families.pi.openpi.embodiments import OPENPI_CONFIGS, OpenPIConfig
+from sinew.families.pi.openpi.jax import read_params
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.prompt.base import PromptStep
 from sinew.steps.prompt.clean import Clean

@@ -10,7 +10,7 @@ from itertools import product
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
-from sinew.convert.lowbit import lowbit_sources, plan_formats
+from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import SinewError
 
 CANDIDATES = ("fp32", "int8", "q8_0", "q4_0")  # fp32: as the bundle stores it

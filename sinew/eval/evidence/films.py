@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from sinew.eval.report.animation import compose
+from sinew.eval.evidence.animation import compose
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
 from sinew.eval.watched import WatchedMoment, every, watch

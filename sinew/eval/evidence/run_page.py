@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sinew.eval.report import page, repeat
+from sinew.eval.evidence import page, repeat
 from sinew.eval.report.report import conditions, tables
 from sinew.eval.runner import Episode
 
 if TYPE_CHECKING:
-    from sinew.eval.report.films import Film
+    from sinew.eval.evidence.films import Film
 
 PAGE = "report.html"
 SHOWN = 400  # trials that are listed at once; the others are folded away

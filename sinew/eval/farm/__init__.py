@@ -1,0 +1,1 @@
+"""Episodes that several processes and machines play, of one queue."""

@@ -1,0 +1,1 @@
+"""Bundles in fewer bits, and what that costs."""
