@@ -262,7 +262,8 @@ def run(home: Path, files: Sequence[str], options: Sequence[str], limit: float) 
         return verdict, time.monotonic() - began, said.read()
 
 
-OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed", "0", "--no-header")
+MARKS = "not slow and not gpu and not kernels"  # as `make test`: what it leaves out notices nothing in time
+OPTIONS = (*"-x -q -p no:cacheprovider -p no:xdist --hypothesis-seed 0 --no-header -m".split(), MARKS)
 
 
 @dataclass

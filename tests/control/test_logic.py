@@ -96,6 +96,7 @@ def test_ensemble_weighs_by_how_alike_rows_are_to_the_newest() -> None:
     assert play("ensemble:cosine", [0], 3, replan="1")[2] == pytest.approx((2 + 101 + 200) / 3)
     parsed = parse_handover("ensemble:cosine:0.1:7")
     assert (parsed.method, parsed.alpha, parsed.newest) == ("ensemble", 0.1, 7)
+    assert parse_handover("ensemble").decay == 0.01  # ACT's m
 
 
 def test_real_time_chunking_says_what_is_still_to_come() -> None:
@@ -775,6 +776,10 @@ def test_offsets_followed_exactly_are_the_rows_themselves() -> None:
         np.testing.assert_allclose(motion.reached(sent, state), target, atol=1e-6)
         state = state + 0.02 * sent
     assert Offsets((0,), (0,), 0.02, -1, 1).command(np.float32([5]), state) == 1
+    assert Offsets((0,), (0,)).command(np.float32([1e30]), np.float32([1])) == np.float32(
+        1e30
+    )  # one to one, no end
+    assert Offsets((0,), (0,)).reached(np.float32([5]), np.float32([1])) == 6
 
 
 def test_what_rows_are_measured_from() -> None:
