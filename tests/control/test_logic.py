@@ -429,9 +429,29 @@ def test_one_slow_call_does_not_poison_the_estimate() -> None:
     for _ in range(10):
         delay.add(4)
     assert delay.steps == 4  # and go by
-    delay.reconnected()
-    delay.add(200)
+    for _ in range(2):  # two would be a change
+        delay.reconnected()
+        delay.add(200)
     assert delay.steps == 4
+    for steps in (90, 90, *[4] * 8):  # ten count
+        delay.add(steps)
+    assert delay.steps == 90
+    delay.add(4)
+    assert delay.steps == 4
+
+
+def test_each_connection_has_a_first_request_before_any_other_was_measured() -> None:
+    delay = DelayEstimate()
+    assert delay.steps == 0
+    delay.add(300)
+    delay.reconnected()
+    delay.add(90)
+    assert delay.steps == 90
+    delay.add(-1)  # a clock that was set back
+    assert delay.steps == 0
+    for steps, expected in ((1, 1), (2, 2), (3, 3), (4, 3)):  # from five on the largest is an outlier
+        delay.add(steps)
+        assert delay.steps == expected
 
 
 def test_rules() -> None:
