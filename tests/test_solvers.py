@@ -114,6 +114,14 @@ def test_ddpm_adds_the_noise_of_each_step_but_the_last_and_ddim_none():
     assert drawn(x, 3) is x
 
 
+def test_a_solution_begins_with_the_first_of_its_noises_and_has_a_time_for_each_step():
+    solver, noise, seen = levels("sample", True), np.arange(4.0).reshape(1, 2, 1, 2), []
+    solve(lambda x, level: seen.append(x) or x, noise, solver.steps(2), solver.times(2))
+    assert np.array_equal(seen[0], noise[:, 0])
+    with pytest.raises(ValueError, match="shorter"):
+        solve(lambda x, t: x, np.ones(1), FLOW.steps(3), FLOW.times(2))
+
+
 def test_the_estimated_actions_are_cut_at_the_bound():
     """A head that hears no noise at the noisiest level takes all of x for actions, thousands of times as large."""
     x, silent = np.array([[[1.0, -2.0]]]), np.zeros((1, 1, 2))

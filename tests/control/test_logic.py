@@ -463,6 +463,7 @@ def test_rules() -> None:
     assert surprised.due(ReplanState(8, 9, 10))
     assert disagreement(np.zeros((3, 2)), np.full((5, 2), 2.0)) == 2.0
     assert disagreement(np.zeros((3, 2)), np.full((5, 2), 2.0), np.array([4.0, 4.0])) == 0.5
+    assert disagreement(np.zeros((3, 2)), np.full((5, 2), 2.0), np.array([0.5, 0.5])) == 4.0
     assert disagreement(np.zeros((0, 2)), np.ones((5, 2))) is None
     assert [parse_rule(text).horizon(10) for text in ("4", "full", "queue:0.2", "disagreement:1,3")] == [
         4,
@@ -470,7 +471,18 @@ def test_rules() -> None:
         8,
         3,
     ]
-    for text in ("", "0", "-1", "queue:2", "queue:x", "disagreement:1", "disagreement:1,0", "4:5", "often"):
+    for text in (
+        "",
+        "0",
+        "-1",
+        "queue:2",
+        "queue:-0.5",
+        "queue:x",
+        "disagreement:1",
+        "disagreement:1,0",
+        "4:5",
+        "often",
+    ):
         with pytest.raises(ValueError, match="expected STEPS"):
             parse_rule(text)
 
