@@ -729,6 +729,8 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
     assert found is not None
     assert (found.high.tolist(), found.names) == ([1, np.inf], ("a", "b"))
     assert Limits.from_metadata({"action": {"dim": 2}}) is None
+    stuck = Limits.parse({"low": 1, "high": 1, "still": 1}, 1)  # a joint with one place
+    assert Guard(stuck, 0.1).check(np.float32([5])).row == 1
 
 
 @pytest.mark.parametrize(
@@ -742,6 +744,8 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
         ({"velocity": [1, 0]}, "limits.velocity: expected numbers above 0, got 0.0"),
         ({"high": 1, "still": [0, 2]}, "limits.still: expected numbers from low to high"),
         ({"high": "far"}, "limits.high: expected numbers"),
+        ({"high": [1, "2"]}, "limits.high: expected numbers"),
+        ({"high": [1, True]}, "limits.high: expected numbers"),
         ({"high": [1, float("nan")]}, "limits.high: expected numbers, got NaN"),
         ({"names": ["a"]}, "limits.names: expected 2"),
         ({"when": "pray"}, "limits.when: expected clip or hold"),
