@@ -272,6 +272,7 @@ class Tally:
     of: int  # mutants that there are
     run: int
     killed: int
+    late: int  # of the killed: by their time, which a busy machine could have taken as well
     equivalent: int
     survivors: list[str]
 
@@ -298,7 +299,7 @@ def examine(
     verdict, took, said = run(home, entry["tests"], options, 1e6)
     if verdict != "passed":
         raise SystemExit(f"{module}: its tests fail without a mutant\n{said[-3000:]}")
-    tally = Tally(module, len(found), len(chosen), 0, 0, [])
+    tally = Tally(module, len(found), len(chosen), 0, 0, 0, [])
     limit = PATIENCE * took + PATIENCE_S
     try:
         for mutant in chosen:
@@ -312,6 +313,7 @@ def examine(
                 print(f"  survived {module}:{mutant.line} {mutant.name}", flush=True)
             else:
                 tally.killed += 1
+                tally.late += verdict == "time"
     finally:
         path.write_text(original)
     return tally
@@ -363,7 +365,7 @@ def main() -> int:
             )
             tallies.append(tally)
             print(
-                f"{name}: {tally.run} of {tally.of} mutants, {tally.killed} killed, {len(tally.survivors)} survived, "
+                f"{name}: {tally.run} of {tally.of} mutants, {tally.killed} killed ({tally.late} by time), {len(tally.survivors)} survived, "
                 f"{tally.equivalent} equivalent: {tally.share:.0%}",
                 flush=True,
             )
