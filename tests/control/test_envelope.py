@@ -71,6 +71,9 @@ def test_a_stop_that_is_not_safe_is_said() -> None:
     bounds = StepBounds(*(np.array([x]) for x in (-1.0, 1.0, np.inf, np.inf, 0.1)))
     _, fits = stopped(np.array([[0.0]] * 2), np.array([[0.1], [0.9]]), np.zeros((2, 1)), bounds)
     assert fits.tolist() == [[True], [False]]
+    slow = StepBounds(*(np.array([x, y]) for x, y in ((-9, -1), (9, 1), (9, 9), (9, 9), (1e-9, 0.1))))
+    _, fits = stopped(np.array([[0.0, 0.9]]), np.array([[0.1, 0.9]]), np.zeros((1, 2)), slow)
+    assert fits.tolist() == [[False, False]]  # one that takes for ever, and beside it one that ended outside
 
 
 @FAST
@@ -170,6 +173,21 @@ def test_the_next_step_goes_where_it_is_told_if_it_may() -> None:
     zero = np.zeros(1)
     assert next_step(zero, zero, zero, np.array([0.1]), bounds) == 0.1
     assert 0.0 < next_step(zero, zero, zero, np.array([0.9]), bounds) < 0.9
+
+
+def test_each_number_has_steps_of_its_own_and_no_unit() -> None:
+    """Beside others they are what they are alone; told in nanometres they are the same to the bit, times that."""
+    rng, names, unit = np.random.default_rng(4), ("low", "high", "fastest", "push", "jerk"), 2.0**-30
+    limits = StepBounds(*(np.array(x) for x in ((-1, -1), (1, 1), (0.2, 0.9), (0.03, 0.9), (0.01, 0.5))))
+    small = StepBounds(*(getattr(limits, name) * unit for name in names))
+    state = np.zeros((3, 2))  # place, last step, its change
+    for wanted in rng.uniform(-1, 1, (5, 2)).repeat(4, axis=0):
+        step = next_step(*state, wanted, limits)
+        assert np.array_equal(next_step(*(state * unit), wanted * unit, small), step * unit)
+        for at in range(2):
+            only = np.arange(2) == at
+            assert next_step(*state[:, only], wanted[only], limits.take(only)) == step[at]
+        state = np.array([state[0] + step, step, step - state[1]])
 
 
 def test_velocity_holds_to_the_bit_where_float32_is_coarser_behind_than_ahead() -> None:
