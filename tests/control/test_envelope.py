@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -351,6 +352,27 @@ def test_a_delay_is_what_is_stated_and_made_up_for(text: str) -> None:
     assert late.missing == (300 if design.lag else 0)
 
 
+def test_a_filter_begins_where_the_robot_stands_and_else_at_the_first_row() -> None:
+    """Of each number for itself; those that are no places, and columns that nobody named, go through."""
+    design = parse_filter("ema:0.5", 20.0)
+    assert design is not None
+    node, trajectory = Node(0, np.float32([1, 1, 1]), 0, 0, 0), Trajectory()
+    trajectory.put([node, Node(1, np.float32([3, 3, 3]), 0, 0, 1)])
+    smooth = Smoothing(design, np.array([True, True, False]))
+    for target, out in ((None, [2, 2, 1]), (np.array([5.0, np.nan, 5.0]), [4, 2, 1]), (None, [2, 2, 1])):
+        smooth.rest(target)
+        assert smooth.next(node, trajectory).tolist() == out  # half of the way to the row of the next step
+    assert smooth.next(node, trajectory).tolist() == [2.5, 2.5, 1]
+    named = Smoothing(replace(design, columns=(2,)), np.array([True, True, False]))
+    named.rest(np.zeros(3))
+    assert named.next(node, trajectory).tolist() == [1, 1, 1.5]
+    assert Smoothing(design, np.zeros(3, bool)).mask.all()  # nothing says what is a place
+    with pytest.raises(ValueError, match="filter: expected columns below 2, got 1, 2"):
+        Smoothing(replace(design, columns=(1, 2)), np.ones(2, bool))
+    assert parse_filter(f"ema:{1 / 65}", 20.0) is not None  # 64 steps, which are allowed
+    assert parse_filter("", 20.0) is None
+
+
 @pytest.mark.parametrize("hz", [0.5, 2.0, 6.0])
 def test_a_low_pass_has_its_frequency(hz: float) -> None:
     """The amplitude of a sine at the frequency is 1 / sqrt(2) of what went in."""
@@ -408,6 +430,9 @@ def test_a_filter_goes_nowhere_that_no_row_is(chunks: list, start: tuple[float, 
         "ema:0.5:x",
         "ema:1e-3",
         "ema:1:0,0",
+        "ema:1:-1",
+        "lowpass:0",
+        "ema:0.0152",  # 65 steps
     ],
 )
 def test_what_is_no_filter_is_refused(text: str) -> None:
