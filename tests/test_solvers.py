@@ -114,6 +114,14 @@ def test_levels_and_steps_are_those_of_the_papers():
         assert math.isclose(step.estimate.weight, math.sqrt(b) * (1 - ratio) / (1 - a), rel_tol=1e-4)
         variance = (1 - b) / (1 - a) * (1 - ratio)
         assert math.isclose(step.fresh, math.sqrt(variance), rel_tol=1e-4)
+    x, clean = np.array([[0.7, -0.2]]), np.array([[0.3, -1.2]])
+    for predicts in ("epsilon", "sample"):  # DDIM, Song et al. 2021, equation 12 without noise
+        for step, (a, b) in zip(
+            levels(predicts, False).steps(4), pairwise([*kept[75::-25], 1.0]), strict=True
+        ):
+            noise = (x - math.sqrt(a) * clean) / math.sqrt(1 - a)
+            after = step.advance(x, noise if predicts == "epsilon" else clean)
+            assert np.allclose(after, math.sqrt(b) * clean + math.sqrt(1 - b) * noise, atol=1e-4)
     least = NoiseLevels(3, "linear", 2.0**-24, 2.0**-24, fresh=True).steps(3)
     assert all(
         math.isfinite(number) for step in least for number in (step.keep, step.fresh, *step.estimate[:3])
