@@ -179,8 +179,8 @@ def test_outputs_are_mixed_with_the_noise_that_it_began_with():
     assert np.array_equal(got, np.full_like(noise, 2.5))
     wanted = [noise, noise * 0.75 + 10 * 0.25, noise * 0.5 + 7.5 * 0.5, noise * 0.25 + 5 * 0.75]
     assert np.array_equal(seen, wanted)
-    upwards = Solver("renoise", start=0.0, end=1.0)
-    assert [step.fresh for step in upwards.steps(4)] == [0.75, 0.5, 0.25, 0.0]
+    for start, end in ((0.0, 1.0), (4.0, 2.0)):
+        assert [step.fresh for step in Solver("renoise", start, end).steps(4)] == [0.75, 0.5, 0.25, 0.0]
     assert solver.denoised(noise, got, 0.5) is got
 
 
