@@ -175,6 +175,7 @@ def test_bins_are_as_many_ids_as_there_are_points() -> None:
     """The last of them counts as the highest bin, as OpenVLA has it; two points are one bin."""
     words = BinTokens(2, 3, 5, 100)
     assert (words.ids, words.most) == ((96, 99), 6)
+    assert words.end < 0  # a sentence has its length
     assert bin_centres(np.array([100, 99, 97, 96, 95, 0]), 5, 100).tolist() == [
         -0.75,
         -0.75,
