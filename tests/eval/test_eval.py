@@ -108,6 +108,14 @@ def test_a_paired_difference_has_newcombes_interval(table: tuple[int, ...], foun
     assert (-difference, -high, -low) == pytest.approx(found, abs=5e-5)
 
 
+def test_outcomes_that_never_vary_have_no_correlation() -> None:
+    """Newcombe takes it for 0 where one of the margins is."""
+    first, second = dict.fromkeys(range(20), True), {seed: seed < 10 for seed in range(20)}
+    low1, (low2, high2) = stats.wilson(20, 20)[0], stats.wilson(10, 20)
+    wanted = 0.5, 0.5 - math.hypot(1 - low1, high2 - 0.5), 0.5 + (0.5 - low2)
+    assert stats.paired_difference(first, second) == pytest.approx(wanted)
+
+
 def test_amortized_rate_is_that_of_table_8() -> None:
     for steps, latency, rate in ((1, 358.4, 2.8), (8, 391.7, 20.4), (50, 457.0, 109.4)):
         assert stats.amortized_rate(steps, latency) == pytest.approx(rate, abs=0.05)
