@@ -609,6 +609,17 @@ def test_commands_that_hold_at_a_number_of_their_own_begin_there_again() -> None
     assert guard.check(np.float32([5])).row[0] == 1
 
 
+def test_a_robot_that_something_else_held_starts_from_there() -> None:
+    """As the watchdog does, while the loop is late by less than a step that it leaves out."""
+    guard = Guard(Limits.parse({"velocity": 10.0, "still": 0.0}, 1), 0.1)
+    controller = Controller(Player(parse_handover("aligned"), parse_rule("full")), guard)
+    controller.ask(0, 0)
+    controller.arrived(0, np.full((8, 1), 5.0, np.float32))
+    assert [controller.command(step).row for step in (0, 1)] == [1, 2]
+    controller.stood()
+    assert controller.command(2).row == 1
+
+
 def test_a_robot_out_of_its_range_is_led_back_within_its_limits() -> None:
     guard = Guard(Limits.parse({"low": -1, "high": 1, "velocity": 10, "acceleration": 50}, 1), 0.1)
     guard.start(np.array([3.0]))
