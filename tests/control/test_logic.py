@@ -620,6 +620,17 @@ def test_a_robot_that_something_else_held_starts_from_there() -> None:
     assert controller.command(2).row == 1
 
 
+@pytest.mark.parametrize("end", [-1.0, 1.0])
+def test_the_edge_of_a_workspace_is_inside(end: float) -> None:
+    guard = Guard(Limits.parse({"workspace_low": -1, "workspace_high": 1}, 1), 0.1)
+    motion, state = Offsets((0,), (0,)), np.zeros(1, np.float32)
+    controller = Controller(Player(parse_handover("aligned"), parse_rule("full"), motion), guard)
+    controller.ask(0, 0, state)
+    controller.arrived(0, np.full((2, 1), 5 * end, np.float32))
+    command = controller.command(0, state)
+    assert (command.row, command.clipped) == (end, ("0.workspace",))
+
+
 def test_a_robot_out_of_its_range_is_led_back_within_its_limits() -> None:
     guard = Guard(Limits.parse({"low": -1, "high": 1, "velocity": 10, "acceleration": 50}, 1), 0.1)
     guard.start(np.array([3.0]))
