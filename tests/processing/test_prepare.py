@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sinew.bundle.prompt_recipe import PromptRecipe
-from sinew.core import Observation, ObservationError
+from sinew.core import Observation, ObservationError, SinewError
 from sinew.policy import Policy, load
-from sinew.processing import processor
+from sinew.processing import ModelInputs, processor, stack
 from sinew.processing.conditioning import advantage_of, scale_of
 from sinew.processing.normalize import Normalizer
 from sinew.processing.processor import Processor
@@ -76,6 +76,32 @@ def test_the_halves_are_the_whole(policy, observation):
     assert first.timing.preprocess_ms == prepared.milliseconds > 0
     assert first.timing.total_ms > prepared.milliseconds
     assert (first.session, first.time) == (observation.session, observation.time)
+
+
+@pytest.mark.parametrize(
+    ("side", "rows"), [("right", [[5, 9, 9], [6, 7, 8]]), ("left", [[9, 9, 5], [6, 7, 8]])]
+)
+def test_shorter_prompts_of_a_batch_are_padded_and_masked(side, rows):
+    def member(tokens, views=1, frames=()) -> ModelInputs:
+        shape = (views, 3, 2, 2)
+        return ModelInputs(
+            np.zeros(shape),
+            np.ones(views, bool),
+            np.array(tokens),
+            np.ones(len(tokens), bool),
+            np.zeros(2),
+            frames,
+        )
+
+    recipe = PromptRecipe(8, 10, 9, padding_side=side)
+    found = stack([member([5]), member([6, 7, 8])], recipe)
+    assert found.tokens.tolist() == rows
+    assert found.token_mask.tolist() == [[each != 9 for each in row] for row in rows]
+    assert (found.pixels.shape, found.state.shape) == ((2, 1, 3, 2, 2), (2, 2))
+    assert stack([member([5])], recipe).tokens.tolist() == [[5]]
+    for other in (member([6], views=2), member([6], frames=(np.zeros((2, 2, 3), np.uint8),))):
+        with pytest.raises(SinewError, match="a batch: expected prepared views of one shape, got"):
+            stack([member([5]), other], recipe)
 
 
 def asked(**fields) -> Observation:
