@@ -26,11 +26,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
@@ -223,7 +229,57 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def run(home: Path, files: Sequence[str], options: Sequence[str], limit: float) -> tuple[str, float, str]:
+class Entries:
+    """A plugin of pytest that notes which tests enter which functions of a module, and how long tests take.
+
+    What runs in processes of their own is not seen, so it decides the order of tests and none is left out.
+    """
+
+    def __init__(self, module: Path, out: Path):
+        self._module, self._out, self._test = str(module), out, ""
+        self._entered: dict[str, set[str]] = {}
+        self._took: dict[str, float] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._test, self._began = nodeid, time.monotonic()
+        threading.settrace(self._enter)
+        sys.settrace(self._enter)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._took[nodeid] = time.monotonic() - self._began
+
+    def pytest_sessionfinish(self) -> None:
+        sys.settrace(None)
+        found = {name: sorted(tests, key=self._took.__getitem__) for name, tests in self._entered.items()}
+        self._out.write_text(json.dumps(found))
+
+    def _enter(self, frame: FrameType, _event: str, _given: object) -> None:
+        if frame.f_code.co_filename == self._module:
+            where = frame.f_code.co_qualname.replace(".<locals>", "")
+            self._entered.setdefault(where, set()).add(self._test)
+
+
+class Ahead:
+    """A plugin of pytest that runs some tests before the others, those of a file beside one another."""
+
+    def __init__(self, tests: Sequence[str]):
+        self._place = {nodeid: place for place, nodeid in enumerate(tests)}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        files = list(dict.fromkeys(item.path for item in items))
+        last = len(self._place)
+        items.sort(
+            key=lambda item: (
+                item.nodeid not in self._place,
+                files.index(item.path),
+                self._place.get(item.nodeid, last),
+            )
+        )
+
+
+def run(
+    home: Path, files: Sequence[str], options: Sequence[str], limit: float, plugin: object
+) -> tuple[str, float, str]:
     """Run test files in a fork of this process; returns "passed", "failed" or "time", seconds, and what was said."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:
@@ -244,7 +300,7 @@ def run(home: Path, files: Sequence[str], options: Sequence[str], limit: float) 
 
             code = 3
             with contextlib.suppress(BaseException):
-                code = int(pytest.main([*OPTIONS, *options, *files]))
+                code = int(pytest.main([*OPTIONS, *options, *files], [plugin]))
             sys.stdout.flush()
             os._exit(code)
         verdict = "time"
@@ -262,7 +318,8 @@ def run(home: Path, files: Sequence[str], options: Sequence[str], limit: float) 
         return verdict, time.monotonic() - began, said.read()
 
 
-OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed", "0", "--no-header")
+MARKS = "not slow and not gpu and not kernels"  # as `make test`: what it leaves out notices nothing in time
+OPTIONS = ("-xqm", MARKS, "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed", "0", "--no-header")
 
 
 @dataclass
@@ -271,6 +328,7 @@ class Tally:
     of: int  # mutants that there are
     run: int
     killed: int
+    late: int  # of the killed: by their time, which a busy machine could have taken as well
     equivalent: int
     survivors: list[str]
 
@@ -294,10 +352,12 @@ def examine(
     if 0 < sample < len(chosen):
         chosen = sorted(random.Random(f"{seed} {module}").sample(chosen, sample), key=lambda each: each.line)
     path.write_text(ast.unparse(ast.parse(original)))  # what unparsing changes is no mutation
-    verdict, took, said = run(home, entry["tests"], options, 1e6)
+    entries = home / ".entries.json"
+    verdict, took, said = run(home, entry["tests"], options, 1e6, Entries(path, entries))
     if verdict != "passed":
         raise SystemExit(f"{module}: its tests fail without a mutant\n{said[-3000:]}")
-    tally = Tally(module, len(found), len(chosen), 0, 0, [])
+    entered = json.loads(entries.read_text())
+    tally = Tally(module, len(found), len(chosen), 0, 0, 0, [])
     limit = PATIENCE * took + PATIENCE_S
     try:
         for mutant in chosen:
@@ -305,12 +365,14 @@ def examine(
                 tally.equivalent += 1
                 continue
             path.write_text(mutant.source)
-            verdict, _, _ = run(home, entry["tests"], options, limit)
+            first = Ahead(entered.get(mutant.name.partition(":")[0], ()))
+            verdict, _, _ = run(home, entry["tests"], options, limit, first)
             if verdict == "passed":
                 tally.survivors.append(mutant.name)
                 print(f"  survived {module}:{mutant.line} {mutant.name}", flush=True)
             else:
                 tally.killed += 1
+                tally.late += verdict == "time"
     finally:
         path.write_text(original)
     return tally
@@ -362,7 +424,8 @@ def main() -> int:
             )
             tallies.append(tally)
             print(
-                f"{name}: {tally.run} of {tally.of} mutants, {tally.killed} killed, {len(tally.survivors)} survived, "
+                f"{name}: {tally.run} of {tally.of} mutants, {tally.killed} killed ({tally.late} by time),"
+                f" {len(tally.survivors)} survived, "
                 f"{tally.equivalent} equivalent: {tally.share:.0%}",
                 flush=True,
             )

@@ -99,6 +99,39 @@ def test_even_levels_are_those_of_guided_diffusion():
     assert even.possible(101) == (100,)
 
 
+def test_levels_and_steps_are_those_of_the_papers():
+    """Nichol and Dhariwal 2021, equation 17, betas cut at 0.999; Ho et al. 2020, equation 7, of strides of 25; each
+    level less noisy than the one before keeps the actions in the proportion of the signal."""
+    bars = [math.cos((k / 100 + 0.008) / 1.008 * math.pi / 2) ** 2 for k in range(101)]
+    kept = np.cumprod([max(after / before, 0.001) for before, after in pairwise(bars)])
+    assert np.allclose(NoiseLevels(100).alphas(), kept, rtol=1e-5)
+    straight = np.cumprod(1 - np.linspace(1e-4, 0.02, 100))
+    assert np.allclose(NoiseLevels(100, betas="linear").alphas(), straight, rtol=1e-6)
+    for step, (a, b) in zip(levels("sample", True).steps(4), pairwise([*kept[75::-25], 1.0]), strict=True):
+        ratio = a / b
+        assert step.gain == 0.0
+        assert math.isclose(step.keep, math.sqrt(ratio) * (1 - b) / (1 - a), rel_tol=1e-4, abs_tol=1e-9)
+        assert math.isclose(step.estimate.weight, math.sqrt(b) * (1 - ratio) / (1 - a), rel_tol=1e-4)
+        variance = (1 - b) / (1 - a) * (1 - ratio)
+        assert math.isclose(step.fresh, math.sqrt(variance), rel_tol=1e-4)
+    x, clean = np.array([[0.7, -0.2]]), np.array([[0.3, -1.2]])
+    for predicts in ("epsilon", "sample"):  # DDIM, Song et al. 2021, equation 12 without noise
+        for step, (a, b) in zip(
+            levels(predicts, False).steps(4), pairwise([*kept[75::-25], 1.0]), strict=True
+        ):
+            noise = (x - math.sqrt(a) * clean) / math.sqrt(1 - a)
+            after = step.advance(x, noise if predicts == "epsilon" else clean)
+            assert np.allclose(after, math.sqrt(b) * clean + math.sqrt(1 - b) * noise, atol=1e-4)
+    least = NoiseLevels(3, "linear", 2.0**-24, 2.0**-24, fresh=True).steps(3)
+    assert all(
+        math.isfinite(number) for step in least for number in (step.keep, step.fresh, *step.estimate[:3])
+    )
+    middle = NoiseLevels(100, spacing="even", fresh=True).steps(1)[
+        0
+    ]  # the last step, though not of the last level
+    assert (middle.time, middle.fresh, middle.draw) == (50.0, 0.0, 0)
+
+
 def test_ddpm_adds_the_noise_of_each_step_but_the_last_and_ddim_none():
     ddpm, ddim = levels("sample", True).steps(5), levels("sample", False).steps(5)
     assert [step.draw for step in ddpm] == [1, 2, 3, 4, 0]
@@ -112,6 +145,14 @@ def test_ddpm_adds_the_noise_of_each_step_but_the_last_and_ddim_none():
     assert np.array_equal(ddpm[2].advance(x, output, noise), ddpm[2].fresh * noise[:, 3])
     assert np.array_equal(drawn(noise, 3), noise[:, 3])
     assert drawn(x, 3) is x
+
+
+def test_a_solution_begins_with_the_first_of_its_noises_and_has_a_time_for_each_step():
+    solver, noise, seen = levels("sample", True), np.arange(4.0).reshape(1, 2, 1, 2), []
+    solve(lambda x, level: seen.append(x) or x, noise, solver.steps(2), solver.times(2))
+    assert np.array_equal(seen[0], noise[:, 0])
+    with pytest.raises(ValueError, match="shorter"):
+        solve(lambda x, t: x, np.ones(1), FLOW.steps(3), FLOW.times(2))
 
 
 def test_the_estimated_actions_are_cut_at_the_bound():
@@ -138,8 +179,8 @@ def test_outputs_are_mixed_with_the_noise_that_it_began_with():
     assert np.array_equal(got, np.full_like(noise, 2.5))
     wanted = [noise, noise * 0.75 + 10 * 0.25, noise * 0.5 + 7.5 * 0.5, noise * 0.25 + 5 * 0.75]
     assert np.array_equal(seen, wanted)
-    upwards = Solver("renoise", start=0.0, end=1.0)
-    assert [step.fresh for step in upwards.steps(4)] == [0.75, 0.5, 0.25, 0.0]
+    for start, end in ((0.0, 1.0), (4.0, 2.0)):
+        assert [step.fresh for step in Solver("renoise", start, end).steps(4)] == [0.75, 0.5, 0.25, 0.0]
     assert solver.denoised(noise, got, 0.5) is got
 
 
@@ -218,6 +259,7 @@ def test_guidance_replaces_the_output_of_each_step():
             {"kind": "diffusion", "levels": {"count": 5, "last_beta": 1.0}},
             "expected first_beta up to last_beta",
         ),
+        ({"kind": "diffusion", "levels": {"count": 5, "first_beta": 2.0**-25}}, "from 5.96e-08 to below 1"),
         ({"kind": "diffusion", "levels": {"count": 5, "clip": -1.0}}, "clip: expected 0 or more"),
         ({"kind": "renoise", "start": 1.0, "end": 1.0}, "expected start and end to differ"),
         ({"kind": "heun"}, "Invalid enum value 'heun'"),

@@ -36,7 +36,7 @@ class Inpainting:
     jacobian: False leaves J out, as LeRobot does: cheaper, and another direction.
     """
 
-    def __init__(self, solver: Solver, target: Any, weights: Any, beta: float, jacobian: bool = True):
+    def __init__(self, solver: Solver, target: Any, weights: Any, beta: float, jacobian: bool):
         self.solver, self.target, self.weights, self.beta = solver, target, weights, beta
         self.jacobian = jacobian
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from sinew.bundle.schema import from_json, to_json
-from sinew.core import BundleError
+from sinew.core import BundleError, SinewError
 from sinew.steps import registry
 from sinew.steps.action_tokens.base import ActionTokens
-from sinew.steps.action_tokens.bins import BinTokens
-from sinew.steps.action_tokens.fast import FastTokens, inverse_dct, without
+from sinew.steps.action_tokens.bins import BinTokens, bin_centres
+from sinew.steps.action_tokens.fast import LONGEST, FastTokens, inverse_dct, without
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,12 @@ ROWS = {
         {
             "no scale": ({"scale": 0.0}, "scale: expected a number above 0, got 0"),
             "rows": ({"rows": 0}, "rows: expected 1 to 8192, got 0"),
-            "least": ({"least": float("inf")}, "least: expected a finite number, got inf"),
+            "least": ({"least": float("-inf")}, "least: expected a finite number, got -inf"),
+            "scale": ({"scale": float("inf")}, "scale: expected a number above 0, got inf"),
+            "long": (
+                {"tokenizer": " " * (LONGEST + 1)},
+                "tokenizer: expected at most 8388608 characters, got 8388609",
+            ),
             "no tokenizer": (
                 {"tokenizer": "[]"},
                 "tokenizer: FAST's tokenizer cannot be read: expected a JSON object, got list",
@@ -86,6 +91,7 @@ ROWS = {
             "no rows": ({"rows": 0}, "rows: expected 1 to 8192, got 0"),
             "long": ({"rows": 8192}, "most: expected 1 to 8192, got 16384"),
             "points": ({"points": 101}, "points: expected 2 to 100, got 101"),
+            "no bin": ({"points": 1}, "points: expected 2 to 100, got 1"),
         },
     ),
 }
@@ -158,6 +164,27 @@ def test_sentences_that_are_no_chunk(said: list[int], chunk: Any) -> None:
     """As LeRobot decodes them."""
     found = FAST.chunk(np.array(said, np.int64))
     np.testing.assert_allclose(found, np.array(chunk), rtol=1e-6, atol=1e-6)
+
+
+def test_a_sentence_that_begins_otherwise_is_refused() -> None:
+    with pytest.raises(SinewError, match=r"begins with \[70, 71\], as in training, got \[79, 70\]"):
+        replace(FAST, begins=(70, 71)).chunk(np.array([79, 70, 71]))
+
+
+def test_bins_are_as_many_ids_as_there_are_points() -> None:
+    """The last of them counts as the highest bin, as OpenVLA has it; two points are one bin."""
+    words = BinTokens(2, 3, 5, 100)
+    assert (words.ids, words.most) == ((96, 99), 6)
+    assert words.end < 0  # a sentence has its length
+    assert bin_centres(np.array([100, 99, 97, 96, 95, 0]), 5, 100).tolist() == [
+        -0.75,
+        -0.75,
+        0.25,
+        *[0.75] * 3,
+    ]
+    one = BinTokens(1, 1, 2, 2)
+    assert not list(one.problems())
+    assert one.chunk(np.array([1])).tolist() == [[0.0]]
 
 
 def test_the_transform_is_the_one_of_its_definition() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,9 @@ def test_a_stop_that_is_not_safe_is_said() -> None:
     bounds = StepBounds(*(np.array([x]) for x in (-1.0, 1.0, np.inf, np.inf, 0.1)))
     _, fits = stopped(np.array([[0.0]] * 2), np.array([[0.1], [0.9]]), np.zeros((2, 1)), bounds)
     assert fits.tolist() == [[True], [False]]
+    slow = StepBounds(*(np.array([x, y]) for x, y in ((-9, -1), (9, 1), (9, 9), (9, 9), (1e-9, 0.1))))
+    _, fits = stopped(np.array([[0.0, 0.9]]), np.array([[0.1, 0.9]]), np.zeros((1, 2)), slow)
+    assert fits.tolist() == [[False, False]]  # one that takes for ever, and beside it one that ended outside
 
 
 @FAST
@@ -170,6 +174,21 @@ def test_the_next_step_goes_where_it_is_told_if_it_may() -> None:
     zero = np.zeros(1)
     assert next_step(zero, zero, zero, np.array([0.1]), bounds) == 0.1
     assert 0.0 < next_step(zero, zero, zero, np.array([0.9]), bounds) < 0.9
+
+
+def test_each_number_has_steps_of_its_own_and_no_unit() -> None:
+    """Beside others they are what they are alone; told in nanometres they are the same to the bit, times that."""
+    rng, names, unit = np.random.default_rng(4), ("low", "high", "fastest", "push", "jerk"), 2.0**-30
+    limits = StepBounds(*(np.array(x) for x in ((-1, -1), (1, 1), (0.2, 0.9), (0.03, 0.9), (0.01, 0.5))))
+    small = StepBounds(*(getattr(limits, name) * unit for name in names))
+    state = np.zeros((3, 2))  # place, last step, its change
+    for wanted in rng.uniform(-1, 1, (5, 2)).repeat(4, axis=0):
+        step = next_step(*state, wanted, limits)
+        assert np.array_equal(next_step(*(state * unit), wanted * unit, small), step * unit)
+        for at in range(2):
+            only = np.arange(2) == at
+            assert next_step(*state[:, only], wanted[only], limits.take(only)) == step[at]
+        state = np.array([state[0] + step, step, step - state[1]])
 
 
 def test_velocity_holds_to_the_bit_where_float32_is_coarser_behind_than_ahead() -> None:
@@ -333,6 +352,27 @@ def test_a_delay_is_what_is_stated_and_made_up_for(text: str) -> None:
     assert late.missing == (300 if design.lag else 0)
 
 
+def test_a_filter_begins_where_the_robot_stands_and_else_at_the_first_row() -> None:
+    """Of each number for itself; those that are no places, and columns that nobody named, go through."""
+    design = parse_filter("ema:0.5", 20.0)
+    assert design is not None
+    node, trajectory = Node(0, np.float32([1, 1, 1]), 0, 0, 0), Trajectory()
+    trajectory.put([node, Node(1, np.float32([3, 3, 3]), 0, 0, 1)])
+    smooth = Smoothing(design, np.array([True, True, False]))
+    for target, out in ((None, [2, 2, 1]), (np.array([5.0, np.nan, 5.0]), [4, 2, 1]), (None, [2, 2, 1])):
+        smooth.rest(target)
+        assert smooth.next(node, trajectory).tolist() == out  # half of the way to the row of the next step
+    assert smooth.next(node, trajectory).tolist() == [2.5, 2.5, 1]
+    named = Smoothing(replace(design, columns=(2,)), np.array([True, True, False]))
+    named.rest(np.zeros(3))
+    assert named.next(node, trajectory).tolist() == [1, 1, 1.5]
+    assert Smoothing(design, np.zeros(3, bool)).mask.all()  # nothing says what is a place
+    with pytest.raises(ValueError, match="filter: expected columns below 2, got 1, 2"):
+        Smoothing(replace(design, columns=(1, 2)), np.ones(2, bool))
+    assert parse_filter(f"ema:{1 / 65}", 20.0) is not None  # 64 steps, which are allowed
+    assert parse_filter("", 20.0) is None
+
+
 @pytest.mark.parametrize("hz", [0.5, 2.0, 6.0])
 def test_a_low_pass_has_its_frequency(hz: float) -> None:
     """The amplitude of a sine at the frequency is 1 / sqrt(2) of what went in."""
@@ -390,6 +430,9 @@ def test_a_filter_goes_nowhere_that_no_row_is(chunks: list, start: tuple[float, 
         "ema:0.5:x",
         "ema:1e-3",
         "ema:1:0,0",
+        "ema:1:-1",
+        "lowpass:0",
+        "ema:0.0152",  # 65 steps
     ],
 )
 def test_what_is_no_filter_is_refused(text: str) -> None:

@@ -96,6 +96,7 @@ def test_ensemble_weighs_by_how_alike_rows_are_to_the_newest() -> None:
     assert play("ensemble:cosine", [0], 3, replan="1")[2] == pytest.approx((2 + 101 + 200) / 3)
     parsed = parse_handover("ensemble:cosine:0.1:7")
     assert (parsed.method, parsed.alpha, parsed.newest) == ("ensemble", 0.1, 7)
+    assert parse_handover("ensemble").decay == 0.01  # ACT's m
 
 
 def test_real_time_chunking_says_what_is_still_to_come() -> None:
@@ -428,9 +429,29 @@ def test_one_slow_call_does_not_poison_the_estimate() -> None:
     for _ in range(10):
         delay.add(4)
     assert delay.steps == 4  # and go by
-    delay.reconnected()
-    delay.add(200)
+    for _ in range(2):  # two would be a change
+        delay.reconnected()
+        delay.add(200)
     assert delay.steps == 4
+    for steps in (90, 90, *[4] * 8):  # ten count
+        delay.add(steps)
+    assert delay.steps == 90
+    delay.add(4)
+    assert delay.steps == 4
+
+
+def test_each_connection_has_a_first_request_before_any_other_was_measured() -> None:
+    delay = DelayEstimate()
+    assert delay.steps == 0
+    delay.add(300)
+    delay.reconnected()
+    delay.add(90)
+    assert delay.steps == 90
+    delay.add(-1)  # a clock that was set back
+    assert delay.steps == 0
+    for steps, expected in ((1, 1), (2, 2), (3, 3), (4, 3)):  # from five on the largest is an outlier
+        delay.add(steps)
+        assert delay.steps == expected
 
 
 def test_rules() -> None:
@@ -442,6 +463,7 @@ def test_rules() -> None:
     assert surprised.due(ReplanState(8, 9, 10))
     assert disagreement(np.zeros((3, 2)), np.full((5, 2), 2.0)) == 2.0
     assert disagreement(np.zeros((3, 2)), np.full((5, 2), 2.0), np.array([4.0, 4.0])) == 0.5
+    assert disagreement(np.zeros((3, 2)), np.full((5, 2), 2.0), np.array([0.5, 0.5])) == 4.0
     assert disagreement(np.zeros((0, 2)), np.ones((5, 2))) is None
     assert [parse_rule(text).horizon(10) for text in ("4", "full", "queue:0.2", "disagreement:1,3")] == [
         4,
@@ -449,7 +471,18 @@ def test_rules() -> None:
         8,
         3,
     ]
-    for text in ("", "0", "-1", "queue:2", "queue:x", "disagreement:1", "disagreement:1,0", "4:5", "often"):
+    for text in (
+        "",
+        "0",
+        "-1",
+        "queue:2",
+        "queue:-0.5",
+        "queue:x",
+        "disagreement:1",
+        "disagreement:1,0",
+        "4:5",
+        "often",
+    ):
         with pytest.raises(ValueError, match="expected STEPS"):
             parse_rule(text)
 
@@ -576,6 +609,28 @@ def test_commands_that_hold_at_a_number_of_their_own_begin_there_again() -> None
     assert guard.check(np.float32([5])).row[0] == 1
 
 
+def test_a_robot_that_something_else_held_starts_from_there() -> None:
+    """As the watchdog does, while the loop is late by less than a step that it leaves out."""
+    guard = Guard(Limits.parse({"velocity": 10.0, "still": 0.0}, 1), 0.1)
+    controller = Controller(Player(parse_handover("aligned"), parse_rule("full")), guard)
+    controller.ask(0, 0)
+    controller.arrived(0, np.full((8, 1), 5.0, np.float32))
+    assert [controller.command(step).row for step in (0, 1)] == [1, 2]
+    controller.stood()
+    assert controller.command(2).row == 1
+
+
+@pytest.mark.parametrize("end", [-1.0, 1.0])
+def test_the_edge_of_a_workspace_is_inside(end: float) -> None:
+    guard = Guard(Limits.parse({"workspace_low": -1, "workspace_high": 1}, 1), 0.1)
+    motion, state = Offsets((0,), (0,)), np.zeros(1, np.float32)
+    controller = Controller(Player(parse_handover("aligned"), parse_rule("full"), motion), guard)
+    controller.ask(0, 0, state)
+    controller.arrived(0, np.full((2, 1), 5 * end, np.float32))
+    command = controller.command(0, state)
+    assert (command.row, command.clipped) == (end, ("0.workspace",))
+
+
 def test_a_robot_out_of_its_range_is_led_back_within_its_limits() -> None:
     guard = Guard(Limits.parse({"low": -1, "high": 1, "velocity": 10, "acceleration": 50}, 1), 0.1)
     guard.start(np.array([3.0]))
@@ -696,6 +751,8 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
     assert found is not None
     assert (found.high.tolist(), found.names) == ([1, np.inf], ("a", "b"))
     assert Limits.from_metadata({"action": {"dim": 2}}) is None
+    stuck = Limits.parse({"low": 1, "high": 1, "still": 1}, 1)  # a joint with one place
+    assert Guard(stuck, 0.1).check(np.float32([5])).row == 1
 
 
 @pytest.mark.parametrize(
@@ -709,6 +766,8 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
         ({"velocity": [1, 0]}, "limits.velocity: expected numbers above 0, got 0.0"),
         ({"high": 1, "still": [0, 2]}, "limits.still: expected numbers from low to high"),
         ({"high": "far"}, "limits.high: expected numbers"),
+        ({"high": [1, "2"]}, "limits.high: expected numbers"),
+        ({"high": [1, True]}, "limits.high: expected numbers"),
         ({"high": [1, float("nan")]}, "limits.high: expected numbers, got NaN"),
         ({"names": ["a"]}, "limits.names: expected 2"),
         ({"when": "pray"}, "limits.when: expected clip or hold"),
@@ -775,6 +834,10 @@ def test_offsets_followed_exactly_are_the_rows_themselves() -> None:
         np.testing.assert_allclose(motion.reached(sent, state), target, atol=1e-6)
         state = state + 0.02 * sent
     assert Offsets((0,), (0,), 0.02, -1, 1).command(np.float32([5]), state) == 1
+    assert Offsets((0,), (0,)).command(np.float32([1e30]), np.float32([1])) == np.float32(
+        1e30
+    )  # one to one, no end
+    assert Offsets((0,), (0,)).reached(np.float32([5]), np.float32([1])) == 6
 
 
 def test_what_rows_are_measured_from() -> None:

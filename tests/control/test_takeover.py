@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from sinew_client.control import (
     Takeover,
     repeat,
 )
-from sinew_client.control.motion import Absolute, Motion, Offsets
-from sinew_client.control.takeover import ALIGNS, SILENT
+from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
+from sinew_client.control.takeover import ALIGNS, SILENT, HandedOver, agreement_rows
 
 HZ, DIM = 20.0, 3
 LIMITS = {"low": -2, "high": 2, "velocity": [1.0, 0.5, 4.0], "names": ["a", "b", "c"]}
@@ -412,3 +413,115 @@ def test_how_near_is_near_has_to_be_known() -> None:
 
 def test_agreement_of_nothing() -> None:
     assert ShadowAgreement().to_dict() == {"steps": 0, "missing": 0, "numbers": {}, "rows": {}}
+
+
+def test_a_leader_whose_motors_fail_takes_over_when_they_work() -> None:
+    robot, hand = Robot([0.0, 0.0, 0.0]), Hand([1.0, 0.0, 0.0])
+    works: list[str] = []
+
+    def method(name: str) -> Any:
+        def call(*_: Any) -> None:
+            if name not in works:
+                raise RuntimeError(f"{name} is jammed")
+
+        return call
+
+    hand.align, hand.free = method("align"), method("free")  # type: ignore[attr-defined]
+    loop = loop_of(robot, Policy(np.random.default_rng(0)), hand)
+    assert loop.takeover is not None
+    until(loop, 3)
+    loop.take_over()
+    for steps, name in ((5, "align"), (7, "free")):  # it is far away at first, and then it is brought near
+        until(loop, steps)
+        assert loop.driver == "aligning"
+        assert loop.takeover.apart == f"the leader could not be aligned: RuntimeError: {name} is jammed"
+        hand.at = robot.position
+    works.append("free")
+    until(loop, 8)
+    assert loop.driver == "human"
+    assert robot.sent[3:7] == [None] * 4
+
+
+def test_a_leader_is_near_where_the_robot_is_known_to_be() -> None:
+    """Of the numbers that are places; a row of another leader is none."""
+    hand, told = Hand([0.25, 9.0, 9.0]), []
+    takeover = Takeover(hand, Relative((0,), (0,)), DIM, Limits.parse({"names": list(NAMES)}, DIM), 0.25)
+    controller: Any = SimpleNamespace(
+        driver="aligning", aligned=told.append, led=lambda *_: told.append("led")
+    )
+    for here, apart in (
+        (None, "where the robot is is not known"),
+        (np.array([np.nan, 0.0, 0.0]), "where the robot is is not known"),
+        (np.array([0.501, 0.0, 0.0]), "a by 0.251, at most 0.25"),
+    ):
+        takeover.follow(controller, 1, here)
+        assert (takeover.apart, told) == (apart, [])
+    np.testing.assert_array_equal(
+        hand.aligned_to[0], [np.nan, 0.0, 0.0]
+    )  # a leader moves where something is known
+    hand.at = np.float32([0.25, 9.0, 9.0])
+    takeover.follow(controller, 2, np.array([0.0, np.nan, np.nan]))
+    assert (takeover.apart, told) == ("", [2])
+    hand.at = [0.0] * 2
+    for _ in range(3):
+        takeover.follow(controller, 3, None)
+    assert list(takeover.failures.values()) == [3]
+
+
+def test_hand_overs_are_counted_and_told() -> None:
+    handed = HandedOver()
+    assert handed.to_dict() == {}
+    before = np.zeros(2)
+    for driver, row, at in (
+        ("human", [1, 2], None),  # from a place that nobody knows
+        ("", [9, 9], before),  # no hand-over
+        ("policy", [1, 2], np.full(2, np.nan)),
+        ("human", [1, 5], np.array([0.0, np.nan])),
+        ("policy", [0.5, -3.5], before),
+        ("aligning", [3.5, 0], before),  # as large, and later; nobody has it yet
+    ):
+        if driver:
+            handed.changed(driver)
+        handed.commanded(np.float32(row), at, ("a",))
+    assert handed.to_dict() == {
+        "to_human": 2, "to_policy": 2, "steps": 0, "largest": 3.5, "number": "a", "unknown": 2,
+    }  # fmt: skip
+    assert handed.text() == (
+        "2 to a human, 2 back, 0 steps by hand; largest step at a hand-over 3.5 (a), 2 from a place that was not known"
+    )
+    assert HandedOver(to_policy=1).text().endswith("0 (-)")
+    assert HandedOver(to_policy=1).to_dict()["to_policy"] == 1
+
+
+def test_a_leader_of_its_own_is_ended_with_the_loop() -> None:
+    hand = Hand([0.0] * DIM)
+    takeover = Takeover(hand, Absolute(), DIM, None, 0.1)
+    takeover.close()  # one that has no end
+    ended: list[int] = []
+    hand.close = lambda: ended.append(1)  # type: ignore[attr-defined]
+    takeover.close()
+    assert ended == [1]
+
+
+def test_a_policy_that_explains_nothing_is_said_to() -> None:
+    """Numbers without a name, rows that are played slower, and steps in which nothing was to be said."""
+    found = ShadowAgreement(("a",))
+    found.said(0, np.float32([[0, 0], [1, 1]]), speed=0.5)  # its rows are of steps 1 and 3
+    for step in range(4):
+        found.add(step, None if step == 2 else np.float32([1, 0]), np.float32([step, 2]))
+    told = found.to_dict()
+    assert (told["steps"], told["missing"], told["rows"]["row"], told["rows"]["count"]) == (
+        3,
+        1,
+        [0, 1],
+        [1, 1],
+    )
+    assert [told["rows"]["numbers"][name]["p50"] for name in ("a", "1")] == [[1.0, 2.0], [2.0, 1.0]]
+    lines = dict(enumerate(agreement_rows(told)))
+    assert lines[0] == ("agreement", "3 steps, 1 without a row of the policy")
+    assert lines[1] == ("", "by row of a chunk, 0, 1:")
+    assert lines[2][1] == "a: p50 1, p95 1.9, -7 % explained; by row 1, 2"
+    assert lines[3][1] == "1: p50 2, p95 2, - explained; by row 2, 1"
+    assert agreement_rows(ShadowAgreement().to_dict()) == [
+        ("agreement", "0 steps, 0 without a row of the policy")
+    ]

@@ -174,4 +174,22 @@ def test_reactions_are_told_by_what_rows_were_made_from() -> None:
     assert reactions.of("image", [20.0, 20.5]) == [5.0, 14.5]
     assert max(reactions.anywhere("sensor")) <= 2.0
     assert set(reactions.summary()["image_reaction_ms"]) == {"p50", "p95", "p99", "max"}
+    few = Reactions()
+    for moment in (0.0, 10.0):
+        assert (
+            few.anywhere("image") == few.anywhere("sensor") == []
+        )  # between fewer than two rows nothing lies
+        few.add(moment, moment, moment)
+    found = few.anywhere("sensor")
+    assert len(found) == 2000
+    assert min(found) < 1 < 9 < max(found) <= 10  # up to the last row
+
+
+def test_a_histogram_has_round_bins_and_few_of_them() -> None:
+    assert histogram([]) == {}
+    assert histogram([0.5, 39.0, 39.5]) == {"0": 1, "39": 2}
+    assert histogram([0.5, 41.0]) == {"0": 1, "40": 1}  # bins of 2
+    assert histogram([100.0, 250.0], bins=5) == {"100": 1, "250": 1}  # and of 50 there
+    assert histogram([0.1, 0.3, 0.31], width=0.1) == {"0.1": 1, "0.3": 2}
+    assert histogram([0.0]) == {"0": 1}
     assert histogram([0.1, 0.9, 2.5], 1.0) == {"0": 2, "2": 1}

@@ -65,7 +65,10 @@ def run(checkpoint: Path, without: tuple[str, ...] = (), **changes: object) -> B
             {"prediction_type": "v_prediction"},
             "prediction_type: expected one of epsilon, sample, got 'v_pred",
         ),
-        ({"beta_start": 0.5}, "levels: expected first_beta up to last_beta within 0 and 1, got 0.5, 0.02"),
+        (
+            {"beta_start": 0.5},
+            "levels: expected first_beta up to last_beta from 5.96e-08 to below 1, got 0.5, 0.02",
+        ),
         ({"beta_start": "0"}, "beta_start: expected a number above 0, got '0'"),
         ({"clip_sample_range": 0}, "clip_sample_range: expected a number above 0, got 0"),
         ({"clip_sample_range": True}, "clip_sample_range: expected a number above 0, got True"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sinew.core import ObservationError
-from sinew.engine.guidance import guidance_weight, guide
+from sinew.engine.guidance import ClassifierFree, Ramp, guidance_weight, guide
 from sinew.models.solvers import Solver, solve
 from sinew.perf.machine.bench import PROMPT, make_observation
 from sinew.policy import Policy, load
@@ -127,6 +127,27 @@ def test_frozen_rows_begin_as_what_they_continue(kind: str) -> None:
         assert committed is None
     else:
         assert committed.tolist() == [[True, True] + [False] * 4, [True] + [False] * 4 + [True]]
+
+
+def test_two_prompts_are_combined_row_by_row() -> None:
+    """The context has the prompts with an advantage first; what steers the result needs what it needs alone."""
+    x, apart = np.ones((2, H, A), np.float32), np.arange(4, dtype=np.float32)[:, None, None]
+    step = Solver().steps(1)[0]
+
+    def act(x: np.ndarray) -> np.ndarray:
+        return x * apart  # 0 and 1 with an advantage, 2 and 3 without
+
+    alone = ClassifierFree(np.array([0.5, 3.0]), np.asarray)
+    assert np.array_equal(alone(act, x, step)[:, 0, 0], [2 + 0.5 * (0 - 2), 3 + 3.0 * (1 - 3)])
+    assert (alone.rows.tolist(), alone.jacobian, alone.committed) == ([0, 1, 0, 1], False, None)
+    frozen = np.eye(2, H, dtype=bool)
+    ramp = ClassifierFree(np.ones(2), np.asarray, Ramp(np.full((2, H, A), 0.25), frozen))
+    assert np.array_equal(ramp(act, x, step)[:, 0, 0], [0.0, 0.25])
+    assert not ramp.jacobian
+    assert np.array_equal(ramp.committed, np.concatenate([frozen, frozen]))
+    assert ClassifierFree(
+        np.ones(2), np.asarray, lambda act, x, step: act(x)
+    ).jacobian  # which says nothing of it
 
 
 def test_without_the_jacobian_it_is_another_method() -> None:

@@ -52,6 +52,9 @@ def test_everybody_has_the_same_defaults() -> None:
          {"kind": "relative", "action": [0], "state": [0]}, "relative targets"),
         (None, asdict(MotionSpec("relative", (0,), (1,))), "aligned",
          {"kind": "relative", "action": [0], "state": [1]}, "the policy says that actions are relative"),
+        (None, asdict(MotionSpec("absolute")), "aligned", {"kind": "absolute"}, "the policy says"),
+        (None, asdict(MotionSpec("absolute", (0,), (3,))), "aligned",
+         {"kind": "absolute", "action": [0], "state": [3]}, "the policy says"),
         (OFFSETS, None, "freeze", OFFSETS, "--motion says"),
         (AS_IS, {"kind": "absolute"}, "freeze", AS_IS, "nothing says"),
     ],
@@ -71,6 +74,11 @@ def test_what_is_asked_for_is_done_and_follows_what_the_policy_states() -> None:
     assert choose("naive", None, stated).motion is None  # a chunk from its first row adds up as it comes
     assert choose("aligned", AS_IS, stated).motion == AS_IS
     assert choose("auto", None, stated, refined=True).handover == "aligned"
+    assert choose("auto", None, stated, refined=True).motion is None  # an adapter knows its own
+    driven = choose(robot={"kind": "absolute"})
+    assert (driven.handover, driven.motion) == ("aligned", {"kind": "absolute"})
+    assert "the robot's driver says that actions are absolute" in driven.reason
+    assert choose(policy=stated, robot={"kind": "absolute"}).handover == "freeze"
     with pytest.raises(ValueError, match="handover: expected one of"):
         choose("late", None, stated)
     settings = Settings(20.0, motion={"kind": "absolute"})

@@ -20,7 +20,7 @@ gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim ex
 pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 
 from sinew.cli import main  # noqa: E402
-from sinew.core import SinewError  # noqa: E402
+from sinew.core import ActionChunk, SinewError, Timing  # noqa: E402
 from sinew.eval import campaign  # noqa: E402
 from sinew.eval.adapters import Mapped, make_env, read_mapping  # noqa: E402
 from sinew.eval.policies import ServerPolicy  # noqa: E402
@@ -108,6 +108,14 @@ def test_a_paired_difference_has_newcombes_interval(table: tuple[int, ...], foun
     assert (-difference, -high, -low) == pytest.approx(found, abs=5e-5)
 
 
+def test_outcomes_that_never_vary_have_no_correlation() -> None:
+    """Newcombe takes it for 0 where one of the margins is."""
+    first, second = dict.fromkeys(range(20), True), {seed: seed < 10 for seed in range(20)}
+    low1, (low2, high2) = stats.wilson(20, 20)[0], stats.wilson(10, 20)
+    wanted = 0.5, 0.5 - math.hypot(1 - low1, high2 - 0.5), 0.5 + (0.5 - low2)
+    assert stats.paired_difference(first, second) == pytest.approx(wanted)
+
+
 def test_amortized_rate_is_that_of_table_8() -> None:
     for steps, latency, rate in ((1, 358.4, 2.8), (8, 391.7, 20.4), (50, 457.0, 109.4)):
         assert stats.amortized_rate(steps, latency) == pytest.approx(rate, abs=0.05)
@@ -122,6 +130,45 @@ def test_percentiles_are_observed_values() -> None:
         "max": 10.0,
     }
     assert stats.summarize([]) == {}
+    assert (stats.p99_of(100), stats.p99_of(99)) == ("", "; their p99 is the largest")
+
+
+def test_a_ratio_of_medians_has_an_interval_that_has_no_unit() -> None:
+    before, now = [1.0, 2.0, 3.0, 4.0, 50.0], [2.0, 3.0, 4.0, 5.0, 6.0]
+    ratio, low, high = stats.ratio_of_medians(before, now)
+    assert low < ratio == 4 / 3 < high
+    assert stats.ratio_of_medians([8 * x for x in before], [8 * x for x in now]) == (ratio, low, high)
+    assert stats.ratio_of_medians(before, [2 * x for x in now]) == (2 * ratio, 2 * low, 2 * high)
+    assert stats.ratio_of_medians([2.0] * 9, [3.0] * 5) == (1.5, 1.5, 1.5)
+    wide = stats.ratio_of_medians(before * 40, now * 40)  # of more samples it is narrower
+    assert wide[2] - wide[1] < (high - low) / 2
+
+
+def test_stages_and_answers_are_summed_up_by_name() -> None:
+    whole = Timing(1.0, 2.0, 3.0, (4.0, 5.0), 6.0, 30.0, queue_ms=7.0, server_ms=40.0)
+    found = stats.stage_statistics([whole] * 2, [21.0, 23.0])
+    assert list(found) == ["preprocess", "vision", "prefix", "steps", "head", "postprocess", "total"]
+    assert [found[name]["mean"] for name in ("preprocess", "vision", "prefix", "head", "postprocess", "total")] == [
+        1.0, 2.0, 3.0, 9.0, 6.0, 22.0,
+    ]  # fmt: skip
+    assert [step["max"] for step in found["steps"]] == [4.0, 5.0]
+    graph = stats.stage_statistics([Timing(step_ms=(8.0,))], [8.0], [whole])
+    assert (graph["graph"]["max"], graph["head"]["max"], graph["vision"]["max"]) == (8.0, 9.0, 2.0)
+    assert "steps" not in stats.stage_statistics([Timing()], [1.0])
+    chunk = ActionChunk(np.zeros((1, 1), np.float32), timing=whole, round_trip_ms=100.0)
+    seen = {name: each["p90"] for name, each in stats.latencies([chunk]).items()}
+    assert seen == {
+        "round trip": 100.0, "server total": 40.0, "queue": 7.0, "preprocess": 1.0, "vision": 2.0, "prefix": 3.0,
+        "head": 9.0, "postprocess": 6.0, "policy total": 30.0, "overhead": 60.0, "beside the policy": 70.0,
+    }  # fmt: skip
+    assert stats.success([]) == {"wins": 0, "episodes": 0, "success": None, "interval": [0.0, 1.0]}
+    assert stats.success([True, False]) == {
+        "wins": 1,
+        "episodes": 2,
+        "success": 0.5,
+        "interval": [0.0945, 0.9055],
+    }
+    assert stats.amortized_rate(8, 0.0) == math.inf
 
 
 # ----------------------------------------------------------------------------- settings

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noq
 import sinew  # noqa: E402
 from sinew.core import ActionChunk, CameraSpec, SinewError, Timing, VectorSpec  # noqa: E402
 from sinew.eval import campaign  # noqa: E402
+from sinew.eval.lockstep import INFER, ORDER, RESET, STEP, Meeting  # noqa: E402
 from sinew.eval.report import stats  # noqa: E402
 from sinew.eval.settings import Task, Variant  # noqa: E402
 from sinew.sim.experts import expert_spec  # noqa: E402
@@ -278,3 +280,50 @@ def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert done.stdout == "expert on sinew/Pen-v0: 4/4 (100.0 %), 95 % interval 51.0 to 100.0 %\n"
+
+
+def test_seats_are_answered_kind_by_kind_when_all_of_them_wait() -> None:
+    """What only all can ask together waits for the others; an answer that is an error is the asker's own."""
+    seen: list[tuple[str, dict[int, Any]]] = []
+
+    def answers(kind: str) -> Any:
+        def answer(asked: Any) -> dict[int, Any]:
+            seen.append((kind, dict(asked)))
+            return {seat: ValueError(what) if what == "no" else (kind, what) for seat, what in asked.items()}
+
+        return answer
+
+    meeting = Meeting(3)
+    meeting.answers, meeting.together = {kind: answers(kind) for kind in ORDER}, {RESET}
+
+    def play(seat: int) -> None:
+        if seat == 2:
+            assert meeting.ask(seat, STEP, "first") == (STEP, "first")
+        assert meeting.ask(seat, RESET, seat) == (RESET, seat)
+        if seat == 1:
+            with pytest.raises(ValueError, match="no"):
+                meeting.ask(seat, INFER, "no")
+        else:
+            meeting.ask(seat, STEP if seat else INFER, seat)
+
+    meeting.run(play)
+    assert seen == [
+        (STEP, {2: "first"}),
+        (RESET, {0: 0, 1: 1, 2: 2}),
+        (INFER, {0: 0, 1: "no"}),
+        (STEP, {2: 2}),
+    ]
+
+
+@pytest.mark.parametrize("where", ["a seat", "an answer"])
+def test_the_first_error_ends_all_seats_and_is_raised(where: str) -> None:
+    def stumble(*_: Any) -> Any:
+        raise SinewError(where)
+
+    meeting = Meeting(3)
+    meeting.answers = {STEP: stumble}
+    with pytest.raises(SinewError, match=f"^{where}$"):
+        meeting.run(
+            lambda seat: stumble() if where == "a seat" and seat == 1 else meeting.ask(seat, STEP, None)
+        )
+    assert not [each for each in threading.enumerate() if each.name.startswith("sinew-episode")]

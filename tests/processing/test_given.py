@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from sinew.core import Observation, ObservationError
+from sinew.core import Observation, ObservationError, VectorSpec
 from sinew.policy import Policy, load
 from sinew.processing.given import observation, picture
 
@@ -94,6 +95,14 @@ def test_bfloat16_is_exact(policy: Policy) -> None:
     state = torch.from_numpy(STATE).bfloat16()
     found = observation({**BASE, "state": state}, policy.spec).state
     np.testing.assert_array_equal(found, state.float().numpy())
+
+
+def test_a_policy_that_reads_no_state_needs_none(policy: Policy) -> None:
+    blind = replace(policy.spec, state=VectorSpec(0))
+    given = {name: value for name, value in flat(BASE["images"]).items() if name != "observation.state"}
+    assert observation(given, blind).state.shape == (0,)
+    with pytest.raises(ObservationError, match=r"observation.state: expected a value, got nothing"):
+        observation(given, policy.spec)
 
 
 def test_what_is_at_hand_already_is_left_alone(policy: Policy) -> None:

@@ -8,12 +8,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from sinew.core import Observation, ObservationError
+from sinew.bundle.prompt_recipe import PromptRecipe
+from sinew.core import Observation, ObservationError, SinewError
 from sinew.policy import Policy, load
-from sinew.processing import processor
+from sinew.processing import ModelInputs, processor, stack
+from sinew.processing.conditioning import advantage_of, scale_of
 from sinew.processing.normalize import Normalizer
 from sinew.processing.processor import Processor
 from sinew.processing.prompt import Prompter
+from sinew.steps.prompt.advantage import Advantage
 from tests.golden import Golden
 
 CASE = "smolvla-2cam"
@@ -73,6 +76,75 @@ def test_the_halves_are_the_whole(policy, observation):
     assert first.timing.preprocess_ms == prepared.milliseconds > 0
     assert first.timing.total_ms > prepared.milliseconds
     assert (first.session, first.time) == (observation.session, observation.time)
+
+
+@pytest.mark.parametrize(
+    ("side", "rows"), [("right", [[5, 9, 9], [6, 7, 8]]), ("left", [[9, 9, 5], [6, 7, 8]])]
+)
+def test_shorter_prompts_of_a_batch_are_padded_and_masked(side, rows):
+    def member(tokens, views=1, frames=()) -> ModelInputs:
+        shape = (views, 3, 2, 2)
+        return ModelInputs(
+            np.zeros(shape),
+            np.ones(views, bool),
+            np.array(tokens),
+            np.ones(len(tokens), bool),
+            np.zeros(2),
+            frames,
+        )
+
+    recipe = PromptRecipe(8, 10, 9, padding_side=side)
+    found = stack([member([5]), member([6, 7, 8])], recipe)
+    assert found.tokens.tolist() == rows
+    assert found.token_mask.tolist() == [[each != 9 for each in row] for row in rows]
+    assert (found.pixels.shape, found.state.shape) == ((2, 1, 3, 2, 2), (2, 2))
+    assert stack([member([5])], recipe).tokens.tolist() == [[5]]
+    for other in (member([6], views=2), member([6], frames=(np.zeros((2, 2, 3), np.uint8),))):
+        with pytest.raises(SinewError, match="a batch: expected prepared views of one shape, got"):
+            stack([member([5]), other], recipe)
+
+
+def asked(**fields) -> Observation:
+    return Observation({}, np.zeros(1, np.float32), **fields)
+
+
+def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
+    names = tuple((f"bin{k}", f" {k}") for k in range(9))
+    known, without = (PromptRecipe(8, 9, 0, steps) for steps in ((Advantage(names, usual="bin3"),), ()))
+    assert [advantage_of(asked(), recipe) for recipe in (known, without)] == ["bin3", ""]
+    assert [advantage_of(asked(advantage=each), known) for each in ("", "bin8")] == ["", "bin8"]
+    assert [
+        scale_of(asked(guidance_scale=each), known, "bin3") for each in (None, 0, 100, np.float32(0.5))
+    ] == [
+        1.0,
+        0.0,
+        100.0,
+        0.5,
+    ]
+    tokens = np.zeros(3, np.int64)
+    shown = "bin0, bin1, bin2, bin3, bin4, bin5, bin6, bin7"
+    for recipe, fields, message in (
+        (known, {"advantage": 1}, "advantage: expected text, got int"),
+        (without, {"advantage": ""}, "advantage: expected none for this policy, whose prompt has no place"),
+        (known, {"advantage": "bin3", "tokens": tokens}, "advantage: expected none beside tokens"),
+        (known, {"advantage": "x"}, f"advantage: expected one of {shown}, ..., or an empty text"),
+        (
+            PromptRecipe(8, 9, 0, (Advantage(names[:8]),)),
+            {"advantage": "x"},
+            f"one of {shown}, or an empty text",
+        ),
+        (known, {"guidance_scale": True}, "guidance_scale: expected a number, got bool"),
+        (known, {"guidance_scale": -1e-9}, "guidance_scale: expected a number from 0 to 100, got -1e-09"),
+        (known, {"guidance_scale": 100.01}, "guidance_scale: expected a number from 0 to 100, got 100.01"),
+        (known, {"guidance_scale": float("nan")}, "guidance_scale: expected a number from 0 to 100, got nan"),
+        (without, {"guidance_scale": 1.0}, "guidance_scale: expected none for this policy"),
+        (known, {"guidance_scale": 1.0, "tokens": tokens}, "guidance_scale: expected none beside tokens"),
+    ):
+        with pytest.raises(ObservationError) as error:
+            scale_of(asked(**fields), recipe, advantage_of(asked(**fields), recipe))
+        assert message in str(error.value)
+    with pytest.raises(ObservationError, match=f"an advantage beside it, as {shown}, got none"):
+        scale_of(asked(guidance_scale=0.0), known, "")
 
 
 def test_preparing_waits_for_nobody(policy, observation):

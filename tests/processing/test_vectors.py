@@ -16,7 +16,7 @@ from sinew.processing.limits import unit_sizes
 from sinew.processing.normalize import Normalizer, PartNormalizer
 from sinew.steps.vector.add_state import AddState
 from sinew.steps.vector.affine import Affine
-from sinew.steps.vector.base import apply_steps
+from sinew.steps.vector.base import apply_steps, spans
 from sinew.steps.vector.compose_pose import ComposePose
 from sinew.steps.vector.linear_to_angle import LinearToAngle
 from sinew.steps.vector.threshold import Threshold
@@ -58,6 +58,12 @@ def test_how_far_an_action_moves_when_the_output_moves_by_one():
         0.5,
         4.0,
     ]  # the widest row
+    parts = (
+        VectorPart("place", 2, ends),
+        VectorPart("turn", 3, Normalization("identity"), rotation=True),
+        VectorPart("grip", 1, Normalization("identity")),
+    )
+    assert unit_sizes(PartNormalizer(parts, "action"), (), spec) == [2.0, 1.0, None, None, None, 1.0]
     pose = Normalization("min_max", {"min": (-1.0,) * 9, "max": (1.0,) * 9})
     assert sizes(pose, 9, ComposePose(tuple(range(9)))) == [None] * 9
 
@@ -73,6 +79,10 @@ def test_a_kind_stands_in_files_and_nowhere_else(step):
 def test_a_step_that_is_given_no_numbers_leaves_all_as_it_is():
     x = np.float32([[0.25, -3.0]])
     assert np.array_equal(apply_steps(x, (Affine((0, 1)),)), x)
+
+
+def test_neighbours_are_said_as_a_range():
+    assert [spans(dims) for dims in ((3,), (3, 4), (3, 4, 5), (3, 5, 4))] == ["3", "3, 4", "3-5", "3, 5, 4"]
 
 
 def test_a_gripper_by_its_lever_and_by_its_side():

@@ -16,6 +16,7 @@ from sinew.core import ActionChunk, ObservationError
 from sinew.policy import Policy, load
 from sinew.processing.limits import ranges
 from sinew.serve.safety import Safety, UnsafeActionError
+from sinew.steps.vector.threshold import Threshold
 from tests.serve.puppet import GOOD, WAIT_S, desk
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
@@ -118,6 +119,22 @@ def test_margins_are_half_widths_from_the_centre(policy):
                 said(margin + 0.01, sign)
 
 
+def test_what_goes_to_one_of_two_values_may_have_both(policy):
+    """A gripper's side: how far the model's number is from all training data decides nothing of it."""
+    made, sides = policy.processor, Threshold((0,))
+    recipe = replace(made.recipe, action_steps=(sides,))
+    safety = Safety(
+        SimpleNamespace(
+            spec=policy.spec,
+            recipe=recipe,
+            state_normalizer=made.state_normalizer,
+            action_normalizer=made.action_normalizer,
+        )
+    )
+    found = safety.limits()
+    assert (found["low"][0], found["high"][0]) == (sides.above, sides.below) == (-1.0, 1.0)
+
+
 def test_noise_and_states_at_their_limits(policy):
     safety, plain = Safety(policy.processor), policy.dummy_observation()
     for value in (100.0, -100.0, np.inf, np.nan):  # the policy's own check tells of what is not finite
@@ -157,7 +174,7 @@ def test_a_guard_clips_where_the_server_would_refuse(policy):
 def test_actions_beyond_the_limits(policy, value):
     observation = policy.dummy_observation()
     actions = np.zeros((policy.spec.chunk_size, policy.spec.action.dim), np.float32)
-    actions[1, 0] = value
+    actions[1, 0] = actions[2, 0] = value  # the first of them is named
     chunk = ActionChunk(actions)
     with pytest.raises(UnsafeActionError, match="action 1, dimension 0: the policy's statistics allow"):
         Safety(policy.processor).enforce(chunk, observation)

@@ -22,11 +22,12 @@ from sinew_client.schema import PredictRequest, PredictResponse
 import sinew
 from benchmarks.wire_clients import OpenPI, _pack, _unpack
 from sinew.cli import main
-from sinew.core import Observation
+from sinew.core import BusyError, Observation
 from sinew.serve import scheduler as scheduling
+from sinew.serve.admission import Admission
 from sinew.serve.deploy import ServingLimits, deploy
 from sinew.serve.policies import Deployment
-from sinew.serve.request import Request, ShuttingDownError
+from sinew.serve.request import Request, ShuttingDownError, Together
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
@@ -60,6 +61,48 @@ def served() -> Iterator[SimpleNamespace]:
         assert deployment.scheduler.join(WAIT_S)
         for wire in wires:
             wire.stop()
+
+
+def test_a_full_queue_gives_the_newest_place_of_who_has_most() -> None:
+    """A message of several has one place, and all of it goes; who has a place already gets no second one."""
+    queue = Admission(4, 3)
+
+    def ask(client: str, together: Together | None = None, session: str = "") -> Request:
+        return Request("", lambda _budget: None, client, session, together=together)  # type: ignore[arg-type, return-value]
+
+    def enter(*asked: Request) -> None:
+        for each in asked:
+            assert queue.room(each) == []
+            queue.enter(each)
+
+    message = Together(2)
+    pair = [ask("a", message), ask("a", message)]
+    first, other = ask("a", session="s"), ask("b", session="s")
+    enter(first, *pair, ask("a"), other)
+    assert (queue.count, len(list(queue))) == (4, 5)
+    with pytest.raises(BusyError, match="3 requests of this client wait, and no client may have more"):
+        queue.room(ask("a"))
+    assert queue.room(ask("a", message)) == []  # which has its place
+    for client in ("b", ""):  # nobody in particular has no right to another's place
+        with pytest.raises(BusyError, match="the queue is full: 4 requests wait"):
+            queue.room(ask(client))
+    (newest,) = queue.room(ask("c"))
+    assert newest is list(queue)[3]
+    assert queue.leave(newest)
+    assert not queue.leave(newest)
+    enter(ask("c"))
+    assert queue.room(ask("d")) == pair  # the whole message
+    assert queue.newest(first.episode) is first
+    assert queue.newest(None) is None
+    assert [queue.leave(each) for each in (pair[0], first)] == [True, True]
+    assert queue.newest(first.episode) is None
+    assert queue.newest(other.episode) is other
+    assert queue.count == 3
+    assert queue.leave(pair[1])
+    assert (queue.count, len(list(queue))) == (2, 2)
+    enter(ask("d"), ask("e"))
+    with pytest.raises(BusyError, match="the queue is full"):  # where each has one nobody's is taken
+        queue.room(ask("f"))
 
 
 def test_each_is_told_of_in_its_own_session() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 Array = TypeVar("Array")  # a tensor, or an array of an engine without torch
 
 LARGEST_BETA = 0.999  # of "squaredcos_cap_v2"
+LEAST_BETA = 2.0**-24  # of "linear": less is no noise in single precision, by which steps divide
 SMALLEST_VARIANCE = 1e-20  # of DDPM's noise, before its root is taken
 MAX_LEVELS = 100_000
 
@@ -97,9 +98,10 @@ class NoiseLevels:
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MAX_LEVELS:
             raise ValueError(f"levels: count: expected 1 to {MAX_LEVELS}, got {self.count}")
-        if not (0.0 < self.first_beta <= self.last_beta < 1.0):
+        if not (LEAST_BETA <= self.first_beta <= self.last_beta < 1.0):
             raise ValueError(
-                f"levels: expected first_beta up to last_beta within 0 and 1, got {self.first_beta}, {self.last_beta}"
+                f"levels: expected first_beta up to last_beta from {LEAST_BETA:.3g} to below 1, got"
+                f" {self.first_beta}, {self.last_beta}"
             )
         if not (self.clip >= 0.0 and math.isfinite(self.clip)):
             raise ValueError(f"levels: clip: expected 0 or more, got {self.clip}")
@@ -152,7 +154,7 @@ class NoiseLevels:
                 weight = float(np.sqrt(b) * (one - ratio) / (one - a))
                 keep = float(np.sqrt(ratio) * (one - b) / (one - a))
                 variance = max(float((one - b) / (one - a) * (one - ratio)), SMALLEST_VARIANCE)
-                gain, fresh = 0.0, math.sqrt(variance) if level > 0 else 0.0
+                gain, fresh = 0.0, math.sqrt(variance) if k + 1 < count else 0.0
             else:
                 weight, fresh = float(np.sqrt(b)), 0.0
                 spread = float(np.sqrt(one - b))

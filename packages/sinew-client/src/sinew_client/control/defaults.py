@@ -83,11 +83,10 @@ def stated(policy: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if not found:
         return None
     values = {name: list(v) if isinstance(v, (list, tuple)) else v for name, v in found.items()}
-    if values["kind"] == "absolute":
-        return {"kind": "absolute"}
-    if values["kind"] == "relative":  # scale and range are an offset's
-        values = {name: value for name, value in values.items() if name in ("kind", "action", "state")}
-    return {name: value for name, value in values.items() if value is not None}
+    kept = (
+        values if values["kind"] == "offsets" else ("kind", "action", "state")
+    )  # scale and range are an offset's
+    return {name: value for name, value in values.items() if name in kept and value not in (None, [])}
 
 
 def usual_guidance(policy: Mapping[str, Any]) -> tuple[str, str]:

@@ -15,11 +15,9 @@ class DelayEstimate:
     start or after a reconnect compiles, allocates and connects; it counts only until another one was measured.
     """
 
-    def __init__(self, initial: int = 0, window: int = WINDOW):
-        if initial < 0 or window < 1:
-            raise ValueError(f"expected initial >= 0 and window >= 1, got {initial} and {window}")
-        self._delays: deque[int] = deque(maxlen=window)
-        self._initial, self._first = initial, True
+    def __init__(self) -> None:
+        self._delays: deque[int] = deque(maxlen=WINDOW)
+        self._initial, self._first = 0, True
 
     def add(self, steps: int) -> None:
         """Count a request that was answered ``steps`` control steps after it was sent."""
@@ -30,8 +28,7 @@ class DelayEstimate:
 
     def reconnected(self) -> None:
         """Treat the next request as a first one: it pays for the connection. What was measured before stays."""
-        if self._delays:
-            self._first = True
+        self._first = True
 
     @property
     def steps(self) -> int:
