@@ -21,6 +21,9 @@ from sinew_client.signals import handled
 from sinew_ros.bag import STORAGES, Bag, Recorded
 from sinew_ros.bridge import NODE, Bridge
 from sinew_ros.contract import Contract, read, skeleton
+from sinew_ros.goals import KIND as ACTION_KIND
+from sinew_ros.goals import NAME as ACTION
+from sinew_ros.goals import Goals
 from sinew_ros.lifecycle import STATES, Managed
 from sinew_ros.service import KIND, NAME, ChunkService
 
@@ -46,6 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--lifecycle",
         action="store_true",
         help=f"as a managed node: /{NODE}/change_state configures and activates it, not /sinew/enable",
+    )
+    run.add_argument(
+        "--action", action="store_true", help=f"by goals of {ACTION} ({ACTION_KIND}), not by /sinew/enable"
     )
     run.add_argument("--steps", type=int, help="end after so many control steps")
     serve = verbs.add_parser("serve", help=f"answer the service {NAME} ({KIND})")
@@ -76,7 +82,7 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
         raise ClientError("--steps: expected none beside --lifecycle, whose manager ends the node")
     contract(given)  # where it says nothing good, before a topic is made
     transport = served = opened(given.transport, ros)
-    recorded, driver = None, None
+    recorded, driver, goals = None, None, Goals() if given.action else None
 
     def end() -> None:
         if driver is None:
@@ -87,30 +93,44 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
         (signal.SIGINT, signal.SIGTERM), lambda *_: end()
     ):  # until the transport is closed, and a recording complete
         try:
-            if given.lifecycle and not hasattr(served, "serve"):
-                raise ClientError(
-                    f"--transport: expected rclpy or dds for --lifecycle, got {given.transport}"
-                )
+            for flag in ("lifecycle", "action"):
+                if getattr(given, flag) and not hasattr(served, "serve"):
+                    raise ClientError(
+                        f"--transport: expected rclpy or dds for --{flag}, got {given.transport}"
+                    )
             if given.record is not None:
                 transport = recorded = Recorded(transport, given.record, given.storage)
             if given.lifecycle:
                 driver = Managed(
-                    served, transport, lambda topics: Bridge(contract(given), topics, managed=True)
+                    served,
+                    transport,
+                    lambda topics: Bridge(contract(given), topics, managed=True, goals=goals),
+                    goals,
                 )
+                if goals is not None:
+                    served.act(ACTION, ACTION_KIND, goals)
                 driver.wait()
                 bridge = driver.bridge
             else:
-                driver = bridge = Bridge(contract(given), transport)
+                driver = bridge = Bridge(contract(given), transport, goals=goals)
+                if goals is not None:
+                    goals.open(bridge)
+                    served.act(ACTION, ACTION_KIND, goals)
                 if (begin := getattr(transport, "begin", None)) is not None:  # a bag
                     begin(bridge.stop)
                 bridge.run(given.steps)
         finally:
+            if goals is not None:
+                goals.shut("the node ends")
+                goals.close()
             transport.close()
     report = {} if bridge is None else bridge.report()
     if isinstance(driver, Managed):
         report["state"] = STATES[driver.state]
     if recorded is not None:
         report["bag"] = recorded.report()
+    if goals is not None:
+        report["goals"] = dict(goals.count)
     sys.stdout.write(json.dumps(report) + "\n")
     return 0 if recorded is None or not recorded.failed else 1
 
