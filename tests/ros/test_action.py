@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sinew_client.control.controller import STARTING
 from sinew_ros.actions import NONE, TERMINATED, UNKNOWN_GOAL
 from sinew_ros.bridge import LATCHED, Bridge
 from sinew_ros.contract import parse
@@ -23,7 +20,6 @@ from sinew_ros.goals import (
     HOLD_LIMIT,
     KIND,
     NAME,
-    OUTCOMES,
     PREEMPTED,
     SUCCEEDED,
     SUCCESS,
@@ -31,10 +27,8 @@ from sinew_ros.goals import (
     UNKNOWN,
     Goals,
 )
-from sinew_ros.lifecycle import Managed
 
 from tests.ros.test_bridge import Robot, contract, domain, running, sending  # noqa: F401 - a fixture
-from tests.ros.test_lifecycle import Manager
 from tests.serve.puppet import desk, until
 
 FILE = Path(__file__).resolve().parents[2] / "packages" / "sinew_msgs" / "action" / "RunPolicy.action"

@@ -207,9 +207,10 @@ class Goals:
             return run is not None and run.goal.id == number and run.end(CANCEL, "asked for")
 
     def succeed(self) -> None:
-        """End the goal that runs, if one does: it has been reached."""
+        """End the goal that runs, if one does and has sent a command: it has been reached. What comes before that was
+        said of the one before."""
         with self._lock:
-            if self._run is not None:
+            if self._run is not None and self._run.feedback()["command"]:
                 self._run.end(SUCCESS, "said so")
 
     # ------------------------------------------------------------------------- from the loop

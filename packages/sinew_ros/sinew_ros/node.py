@@ -125,7 +125,7 @@ class RclpyGoal:
         """Wait for the end; return the result."""
         status, fields = await self._end
         {SUCCEEDED: handle.succeed, CANCELED: handle.canceled, ABORTED: handle.abort}[status]()
-        self._told.set()
+        self._executor.create_task(self._told.set)  # behind this task, which sends the result
         return _filled(self._made.Result(), fields)
 
 
