@@ -27,8 +27,11 @@ from sinew_ros.goals import (
     UNKNOWN,
     Goals,
 )
+from sinew_ros.lifecycle import Managed
 
+from tests.ros.acting import over_services
 from tests.ros.test_bridge import Robot, contract, domain, running, sending  # noqa: F401 - a fixture
+from tests.ros.test_lifecycle import Manager
 from tests.serve.puppet import desk, until
 
 FILE = Path(__file__).resolve().parents[2] / "packages" / "sinew_msgs" / "action" / "RunPolicy.action"
@@ -168,6 +171,27 @@ def test_its_bytes_are_those_of_its_definition() -> None:
         assert bytes(dds_types.build(kind, given).serialize())[4:] == bytes(wanted)[4:], message
 
 
+# What rclpy's own server says of the script in acting.py (test_rclpy.py asks it again): the answers to calls that are not
+# obvious, and the states of each goal.
+RECORDED = [
+    ["send", 1, "go", False], ["cancel", 9, 0, 2, []], ["cancel", 2, 0, 2, []], ["cancel", 3, 0, 0, []],
+    ["cancel", 1, 0, 0, [1]], ["cancel", 1, 0, 3, []], ["cancel", 0, 0, 0, []], ["result", 1, 5, 5, "scripted", 7],
+    ["result", 3, 6, 6, "scripted", 7], ["cancel", 0, 4, 0, [4]], ["cancel", 6, 4, 0, [6]],
+    ["result", 9, 0, 0, "", 0], ["cancel", 0, 0, 0, [7]],
+]  # fmt: skip
+STATES = {
+    "1": [1, 2, 3, 5], "3": [1, 2, 6], "4": [1, 2, 3, 6], "5": [1, 2, 4], "6": [1, 2, 3, 4], "7": [1, 2, 3, 5]
+}  # fmt: skip
+
+
+def test_its_answers_are_those_of_rclpys_server() -> None:
+    said, states = over_services()
+    left = iter(said)
+    for each in RECORDED:  # in this order
+        assert each in left
+    assert states == STATES
+
+
 def test_goals_drive_one_at_a_time(domain: int) -> None:  # noqa: F811
     with node(domain) as it, sending(it.robot):
         caller = it.caller
@@ -231,3 +255,66 @@ def test_goals_drive_one_at_a_time(domain: int) -> None:  # noqa: F811
             "hold limit": 1,
             "refused": 2,
         }
+
+
+def test_a_newer_goal_takes_the_place_of_one(domain: int) -> None:  # noqa: F811
+    with node(domain, preempt=True) as it, sending(it.robot):
+        assert it.caller.send(1)
+        until(lambda: it.robot.arm, "a trajectory")
+        paused = it.bridge.loop.report().held["paused"]
+        assert it.caller.send(2, "higher")
+        ended = it.caller.result(1)
+        assert (ended.status, ended.result.outcome) == (ABORTED, PREEMPTED)
+        until(lambda: "higher" in it.server.puppet.computed)
+        own = [2] * 16
+        until(lambda: [x for x in it.caller.feedback if list(x.goal_id.uuid) == own and x.feedback.command])
+        assert not it.bridge.loop.paused
+        assert it.bridge.loop.report().held["paused"] == paused  # it went on without a pause
+        it.goals.shut("the node is deactivated")
+        assert it.bridge.loop.paused
+        ended = it.caller.result(2)
+        assert (ended.status, ended.result.outcome, ended.result.message) == (
+            ABORTED,
+            ENDED,
+            "the node is deactivated",
+        )
+        assert ended.result.steps > ended.result.held
+        assert not it.caller.send(3)
+
+
+def test_a_managed_node_takes_goals_while_it_is_active(domain: int, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    from sinew_ros.dds import Dds
+
+    with desk() as server, contextlib.ExitStack() as stack:
+        robot, serving, goals = Robot(domain), Dds(domain), Goals()
+        stack.callback(robot.transport.close)
+        stack.callback(serving.close)
+        given = parse(contract(server.native, prompt=""))
+        managed = Managed(
+            serving, serving, lambda topics: Bridge(given, topics, managed=True, goals=goals), goals
+        )
+        stack.callback(managed.wait)
+        stack.callback(managed.stop)
+        serving.act(NAME, KIND, goals)
+        manager, caller = Manager(robot.transport), Caller(robot.transport)
+        assert not caller.send(1)
+        assert manager.change(1)
+        assert not caller.send(1)
+        assert "a goal is refused: the node is not active" in caplog.text
+        with sending(robot):
+            assert manager.change(3)
+            assert not caller.send(1, "")
+            assert "prompt: expected an instruction" in caplog.text
+            assert managed.bridge is not None
+            assert managed.bridge.loop.paused  # until there is a goal
+            assert caller.send(1)
+            until(lambda: robot.arm, "a trajectory")
+            assert manager.change(4)
+            assert managed.bridge.loop.paused
+            ended = caller.result(1)
+            assert (ended.status, ended.result.message) == (ABORTED, "the node is deactivating")
+            assert not caller.send(2)
+            assert manager.change(3)
+            assert caller.send(2)
+            assert manager.change(label="shutdown")
+            assert caller.result(2).result.outcome == ENDED

@@ -22,6 +22,7 @@ from sinew_ros.messages import time_of
 
 logger = logging.getLogger(__name__)
 
+INACTIVE = "the node is not active"
 NAME, KIND = "/sinew/run_policy", "sinew_msgs/action/RunPolicy"
 # Of action_msgs/msg/GoalStatus
 UNKNOWN, ACCEPTED, EXECUTING, CANCELING, SUCCEEDED, CANCELED, ABORTED = range(7)
@@ -143,7 +144,6 @@ class Goals:
         self._bridge: Bridge | None = None
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
-        self._why = "the node is not active"
         self.count: Counter = Counter()  # outcome, or "refused" -> goals
 
     def open(self, bridge: Bridge) -> None:
@@ -154,7 +154,7 @@ class Goals:
     def shut(self, why: str) -> None:
         """Take none from now on, and end the one that runs; returns once the robot holds."""
         with self._lock:
-            self._bridge, self._why, run = None, why, self._run
+            self._bridge, run = None, self._run
         if run is not None:
             run.end(ENDED, why)
             run.still.wait()
@@ -177,7 +177,7 @@ class Goals:
 
     def _refusal(self, goal: Any) -> str:
         if self._bridge is None:
-            return self._why
+            return INACTIVE
         if self._run is not None and not self._bridge.contract.goals.preempt:
             return "another one runs, and goals.preempt is false"
         for name in ("time_limit", "hold_limit"):
@@ -197,7 +197,7 @@ class Goals:
             self._run = run
             self._thread = threading.Thread(target=self._drive, args=(run, bridge, before), daemon=True)
         if bridge is None:  # shut since it was wanted
-            run.end(ENDED, self._why)
+            run.end(ENDED, INACTIVE)
         self._thread.start()
 
     def cancels(self, number: bytes) -> bool:
