@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sinew_ros.__main__ import main
 from sinew_ros.actions import NONE, TERMINATED, UNKNOWN_GOAL
 from sinew_ros.bridge import LATCHED, Bridge
 from sinew_ros.contract import parse
@@ -34,7 +40,8 @@ from tests.ros.test_bridge import Robot, contract, domain, running, sending  # n
 from tests.ros.test_lifecycle import Manager
 from tests.serve.puppet import desk, until
 
-FILE = Path(__file__).resolve().parents[2] / "packages" / "sinew_msgs" / "action" / "RunPolicy.action"
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "packages" / "sinew_msgs" / "action" / "RunPolicy.action"
 WAIT_S = 60.0
 NO_STAMP = {"sec": 0, "nanosec": 0}
 
@@ -171,8 +178,8 @@ def test_its_bytes_are_those_of_its_definition() -> None:
         assert bytes(dds_types.build(kind, given).serialize())[4:] == bytes(wanted)[4:], message
 
 
-# What rclpy's own server says of the script in acting.py (test_rclpy.py asks it again): the answers that are not obvious,
-# and the states of each goal.
+# What rclpy's own server says of the script in acting.py (test_rclpy.py asks it again): the answers that are not
+# obvious, and the states of each goal.
 RECORDED = [
     ["send", 1, "go", False], ["cancel", 9, 0, 2, []], ["cancel", 2, 0, 2, []], ["cancel", 3, 0, 0, []],
     ["cancel", 1, 0, 0, [1]], ["cancel", 1, 0, 3, []], ["cancel", 0, 0, 0, []], ["result", 1, 5, 5, "scripted", 7],
@@ -192,7 +199,7 @@ def test_its_answers_are_those_of_rclpys_server() -> None:
     assert states == STATES
 
 
-def test_goals_drive_one_at_a_time(domain: int) -> None:  # noqa: F811
+def test_goals_drive_one_at_a_time(domain: int, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     with node(domain) as it, sending(it.robot):
         caller = it.caller
         assert not it.robot.arm  # nothing moves without a goal
@@ -200,6 +207,8 @@ def test_goals_drive_one_at_a_time(domain: int) -> None:  # noqa: F811
         assert caller.send(1, "higher", time_limit=WAIT_S)
         until(lambda: it.robot.arm, "a trajectory")
         assert not caller.send(2)  # refused: one runs
+        assert main(["goal", "go"]) == 1
+        assert f"{NAME}: the goal is refused; the node's log says why" in capsys.readouterr().err
         assert not caller.send(1)  # and that number is taken
         until(lambda: caller.feedback and caller.feedback[-1].feedback.command, "a feedback")
         said = caller.feedback[-1].feedback
@@ -229,6 +238,8 @@ def test_goals_drive_one_at_a_time(domain: int) -> None:  # noqa: F811
             status, outcome = (SUCCEEDED, SUCCESS) if succeeds else (ABORTED, TIME_LIMIT)
             assert (ended.status, ended.result.outcome) == (status, outcome)
             assert ended.result.elapsed.sec + 1e-9 * ended.result.elapsed.nanosec >= 0.3
+        assert main(["goal", "", "--time-limit", "0.3", "--limit-succeeds"]) == 0
+        assert json.loads(capsys.readouterr().out)["outcome"] == "succeeded"
         # What the server refuses, until it has held for too long.
         assert caller.send(7, "fail", hold_limit=0.3)
         ended = caller.result(7)
@@ -249,11 +260,11 @@ def test_goals_drive_one_at_a_time(domain: int) -> None:  # noqa: F811
         until(lambda: late, "the last status")
         assert late[0].status_list[-1].status == ABORTED
         assert it.goals.count == {
-            "succeeded": 2,
+            "succeeded": 3,
             "cancelled": 2,
             "time limit": 1,
             "hold limit": 1,
-            "refused": 2,
+            "refused": 3,
         }
 
 
@@ -318,3 +329,41 @@ def test_a_managed_node_takes_goals_while_it_is_active(domain: int, caplog: pyte
             assert caller.send(2)
             assert manager.change(label="shutdown")
             assert caller.result(2).result.outcome == ENDED
+
+
+@pytest.mark.slow
+def test_the_programs_send_and_take_goals(domain: int, tmp_path: Path) -> None:  # noqa: F811
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(["packages/sinew_ros", *sys.path])}
+    with desk() as server, contextlib.ExitStack() as stack:
+        robot = Robot(domain)
+        stack.callback(robot.transport.close)
+        stack.enter_context(sending(robot))
+        (tmp_path / "robot.yaml").write_text(json.dumps(contract(server.native)))
+
+        def begun(*line: Any) -> subprocess.Popen[str]:
+            found = subprocess.Popen(
+                [sys.executable, "-m", "sinew_ros", *map(str, line)], env=own, cwd=ROOT, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            stack.callback(found.kill)
+            return found
+
+        absent = begun("goal", "go")
+        assert (
+            "expected a server of this action, got no answer in 10 s" in absent.communicate(timeout=WAIT_S)[1]
+        )
+        assert absent.returncode == 1
+        node = begun("run", tmp_path / "robot.yaml", "--action", "--transport", "dds")
+        goal = begun("goal", "go", "--time-limit", 1, "--limit-succeeds")
+        told = json.loads(goal.communicate(timeout=WAIT_S)[0])
+        assert (goal.returncode, told["outcome"]) == (0, "succeeded")
+        assert told["steps"] > told["held"]
+        goal = begun("goal", "", "--time-limit", WAIT_S)
+        assert goal.stderr is not None
+        assert "steps" in goal.stderr.readline()
+        goal.send_signal(signal.SIGINT)
+        told = json.loads(goal.communicate(timeout=WAIT_S)[0])
+        assert (goal.returncode, told["outcome"]) == (1, "cancelled")
+        node.send_signal(signal.SIGTERM)
+        report = json.loads(node.communicate(timeout=WAIT_S)[0])
+    assert (node.returncode, report["goals"]) == (0, {"succeeded": 1, "cancelled": 1})

@@ -1,4 +1,4 @@
-"""The server of an action over a transport's services and topics, for one that brings none: plain DDS.
+"""The server and a client of an action over a transport's services and topics, for one that brings none: plain DDS.
 
 An action is three services and two topics below ``NAME/_action/`` (ROS 2 design, "Actions"); what is answered, and the
 states of a goal, are those of rcl_action's server, with which tests/ros compares it.
@@ -6,25 +6,26 @@ states of a goal, are those of rcl_action's server, with which tests/ros compare
 
 from __future__ import annotations
 
-import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sinew_ros.bridge import LATCHED
+from sinew_client import ClientError
+
+from sinew_ros.bridge import COMMAND, LATCHED
 from sinew_ros.goals import ACCEPTED, CANCELING, EXECUTING, UNKNOWN
 from sinew_ros.messages import time_of
 
 if TYPE_CHECKING:
     from sinew_ros.goals import Goals
 
-logger = logging.getLogger(__name__)
-
 KEPT_S = 10  # that a result can be asked for after its goal's end, as rcl_action has it
 NONE, REJECTED, UNKNOWN_GOAL, TERMINATED = range(
     4
 )  # what came of a call to cancel: action_msgs/srv/CancelGoal
+CANCEL_GOAL = "action_msgs/srv/CancelGoal"
 Reply = Callable[[Mapping[str, Any]], None]
 
 
@@ -60,7 +61,7 @@ class ActionServer:
         self.feedback = transport.publisher(f"{below}feedback", f"{kind}_FeedbackMessage")
         self._publish = transport.publisher(f"{below}status", "action_msgs/msg/GoalStatusArray", LATCHED)
         for service, what, take in (
-            ("cancel_goal", "action_msgs/srv/CancelGoal", self._cancel),
+            ("cancel_goal", CANCEL_GOAL, self._cancel),
             ("get_result", f"{kind}_GetResult", self._result),
             ("send_goal", f"{kind}_SendGoal", self._send),
         ):
@@ -139,3 +140,46 @@ class ActionServer:
                 ]
             }
         )
+
+
+def ask(
+    transport: Any,
+    name: str,
+    kind: str,
+    goal: Mapping[str, Any],
+    tell: Callable[[Any], None],
+    cancel: threading.Event,
+    seconds: float = 10.0,
+) -> tuple[int, Any]:
+    """Send an action a goal, call ``tell`` with each feedback, and return its terminal status and its result. cancel:
+    once set, the goal is cancelled. seconds: to wait for the server. Raises ClientError where there is none, where it
+    refuses, and where it goes away. transport: has ``subscribe`` and ``call``."""
+    below, number = f"{name}/_action/", {"uuid": list(os.urandom(16))}
+    ended: list[Any] = []
+
+    def feedback(message: Any) -> None:
+        if list(message.goal_id.uuid) == number["uuid"]:
+            tell(message.feedback)
+
+    def wait() -> None:
+        ended.append(
+            transport.call(f"{below}get_result", f"{kind}_GetResult", {"goal_id": number}, float("inf"))
+        )
+
+    transport.subscribe(f"{below}feedback", f"{kind}_FeedbackMessage", COMMAND, feedback)
+    fields = {"goal_id": number, "goal": dict(goal)}
+    answer = transport.call(f"{below}send_goal", f"{kind}_SendGoal", fields, seconds)
+    if answer is None:
+        raise ClientError(f"{name}: expected a server of this action, got no answer in {seconds:g} s")
+    if not answer.accepted:
+        raise ClientError(f"{name}: the goal is refused; the node's log says why")
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)
+        if cancel.is_set():
+            cancel.clear()
+            transport.call(f"{below}cancel_goal", CANCEL_GOAL, {"goal_info": {"goal_id": number}}, seconds)
+    if ended[0] is None:
+        raise ClientError(f"{name}: the server has gone away while the goal ran")
+    return int(ended[0].status), ended[0].result

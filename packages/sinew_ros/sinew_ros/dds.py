@@ -126,7 +126,7 @@ class Dds:
         ActionServer(self, name, kind, actor)
 
     def call(self, name: str, kind: str, fields: Mapping[str, Any], seconds: float) -> Any:
-        """Call a service and return its response; None where there is none in time."""
+        """Call a service and return its response; None where there is none in time, or who would answer has left."""
         from sinew_ros import dds_types
 
         request, response = dds_types.SERVICES[kind]
@@ -139,7 +139,7 @@ class Dds:
                 return None
             time.sleep(0.02)
         calls.write(asked)
-        while time.monotonic() < end:
+        while time.monotonic() < end and calls.get_matched_subscriptions():
             for sample in replies.take(16):
                 if getattr(sample, "guid", None) == asked.guid and sample.seq == asked.seq:
                     return sample
