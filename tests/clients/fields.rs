@@ -7,6 +7,7 @@ use std::time::Duration;
 use sinew_client::{messages, Client, Error, Image, Observation, Options, Report};
 
 const PIXELS: [u8; 12] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 255];
+const FLOATS: [f32; 6] = [0.0, 0.25, 0.5, 1.0, 0.1, 0.9];
 const FILE: [u8; 3] = [0xff, 0xd8, 0xff];
 
 fn everything() -> Observation<'static> {
@@ -39,7 +40,7 @@ fn everything() -> Observation<'static> {
 
 fn several() -> [Observation<'static>; 2] {
     let small = Observation {
-        images: vec![Image::rgb("front", &PIXELS, 1, 4)],
+        images: vec![Image::rgb("front", &PIXELS, 1, 4), Image::float("wrist", &FLOATS, 2, 1)],
         state: vec![0.5],
         tokens: vec![-1],
         ..Observation::default()
@@ -111,6 +112,8 @@ fn live(address: &str, key: &str) -> Result<(), Error> {
         Observation { images: vec![], ..good.clone() },
         Observation { images: vec![Image::rgb("front", &pixels, 2, 2)], ..good.clone() },
         Observation { images: vec![Image::file("front", &[])], ..good.clone() },
+        Observation { images: vec![Image::float("front", &FLOATS, 1, 1)], ..good.clone() },
+        Observation { images: vec![Image::float("front", &[0.5, f32::NAN, 2.0], 1, 1)], ..good.clone() },
     ] {
         told(robot.infer(&wrong).map(row));
         told(robot.infer_all(&[wrong], None).map(|_| String::new()));

@@ -88,6 +88,10 @@ images.front: expected 2 * 2 * 3 bytes, got 9216 [bad_observation]
 observations[0].images.front: expected 2 * 2 * 3 bytes, got 9216 [bad_observation]
 images.front: expected a JPEG or PNG file, got no bytes [bad_observation]
 observations[0].images.front: expected a JPEG or PNG file, got no bytes [bad_observation]
+images.front: expected 1 * 1 * 3 numbers, got 6 [bad_observation]
+observations[0].images.front: expected 1 * 1 * 3 numbers, got 6 [bad_observation]
+images.front: expected numbers from 0 to 1, got NaN [bad_observation]
+observations[0].images.front: expected numbers from 0 to 1, got NaN [bad_observation]
 action 0, dimension 0: expected 2 to inf, got 0.5 [unsafe_chunk]
 action 0, dimension 0: expected -inf to NaN, got 0.5 [unsafe_chunk]
 limits: expected 2 numbers, got 1 [unsafe_chunk]
@@ -588,7 +592,8 @@ def test_a_live_server_answers_other_languages(
 def test_rust_asks_for_several_and_reports(programs: Programs, tmp_path: Path) -> None:
     fields = programs.built(HERE / "fields.rs")
     front = EVERYTHING["images"]["front"].reshape(1, 4, 3)  # type: ignore[index]
-    small = {"images": {"front": front}, "state": [0.5], "tokens": [-1]}
+    wrist = np.array([0, 0.25, 0.5, 1, 0.1, 0.9], np.float32).reshape(2, 1, 3)
+    small = {"images": {"front": front, "wrist": wrist}, "state": [0.5], "tokens": [-1]}
     both = [{name: value for name, value in EVERYTHING.items() if name != "deadline_ms"}, small]
     run(fields, "several", tmp_path / "several")
     wanted = protocol.infer_all_parts(both, 1 << 40, None, "key", "policy")
@@ -610,6 +615,20 @@ def test_rust_asks_for_several_and_reports(programs: Programs, tmp_path: Path) -
             assert said == {"session": "arm", "state": "moves", "held": REPORT.held, "arm": REPORT.arm}
             assert told == LIVE
         unix.stop()
+
+
+def test_rust_waits_no_longer_than_it_may_for_a_unix_socket(programs: Programs, tmp_path: Path) -> None:
+    """Of a server that accepts nothing, whose queue is full, and which goes away."""
+    fields = programs.built(HERE / "fields.rs")
+    path = tmp_path / "socket"
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(str(path))
+        server.listen(0)
+        waits = stack.enter_context(socket.socket(socket.AF_UNIX))
+        waits.connect(str(path))
+        said = run(fields, "reset", f"ipc://{path}", 3).splitlines()
+    assert said == [f"no server at {path}: the server accepts no connection [timeout]"] * 3
 
 
 ASKED_BY_A_PAGE = """

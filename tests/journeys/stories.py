@@ -927,6 +927,11 @@ def ros(walk: Walk) -> None:
             with walk.beside(walk.meant(managed, here)) as node:
                 walk.run(f"robot/bin/python -c '{MANAGE}'", says=("configure True", "activate True"))
             assert '"state": "finalized"' in node.text
+            with walk.beside(walk.meant("sinew-ros run robot.yaml --transport dds --action", here)) as driven:
+                # Nothing is seen, as no robot is there any more: it holds, and the goal comes to its limit.
+                asked = 'sinew-ros goal "stack them" --time-limit 30'
+                walk.type(asked, instead=here, adds="--hold-limit 1", status=1, says=("hold limit",))
+            assert '"hold limit": 1' in driven.text
     moved = json.loads(twin.text.splitlines()[-1])
     told = json.loads(bridge.text.splitlines()[-1])
     assert moved["successes"] > 0, (moved, told)

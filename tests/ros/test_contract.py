@@ -69,6 +69,8 @@ def test_a_skeleton_is_a_contract_that_fits() -> None:
         (("limits",), {"velocity": [1.0]}, "limits.velocity: expected 6 numbers"),
         (("names",), {"status": "/joint_states"}, None),
         (("colour",), "red", "colour: unknown"),
+        (("goals",), {"hold": 1}, "goals.hold: unknown; known are feedback, hold_limit, preempt, time_limit"),
+        (("goals",), {"preempt": 1}, "goals.preempt: expected true or false, got 1"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(path: tuple[str, ...], value: Any, said: str | None) -> None:

@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sinew_client import ClientError
 from sinew_ros.dds import Dds
 
+from tests.ros.acting import over_services
 from tests.ros.test_bridge import contract, domain  # noqa: F401 - a fixture
 from tests.serve.puppet import desk, until
 
@@ -168,3 +170,52 @@ def test_a_managed_node_is_as_one_of_rclpy(domain: int, tmp_path: Path) -> None:
     assert [len(each) for each in ours[:2]] == [11, 25]
     assert ours == theirs
     assert (node.returncode, report["state"]) == (0, "finalized")
+
+
+@pytest.mark.slow
+@needs_ros
+def test_goals_of_rclpys_clients(domain: int, tmp_path: Path) -> None:  # noqa: F811
+    """Two clients of rclpy's ActionClient, one that is killed, arms of rclpy, and the program as a node of rclpy."""
+    env = environment(ROS_DOMAIN_ID=str(domain))
+    file = tmp_path / "robot.yaml"
+    with desk() as server, contextlib.ExitStack() as stack:
+        file.write_text(json.dumps(contract(server.native, goals={"feedback": 20})))
+
+        def begun(*line: Any) -> subprocess.Popen[str]:
+            found = subprocess.Popen([ROS, "-m", *line], env=env, stdout=subprocess.PIPE, text=True)
+            stack.callback(found.kill)
+            return found
+
+        arms = begun("tests.ros.arms", file)
+        node = begun("sinew_ros", "run", file, "--action", "--transport", "rclpy")
+        client = begun("tests.ros.acting", "asked")
+        assert client.stdout is not None
+        assert client.stdout.readline() == "runs\n"
+        node.terminate()
+        said = json.loads(client.communicate(timeout=WAIT_S)[0])
+        report = json.loads(node.communicate(timeout=WAIT_S)[0].splitlines()[-1])
+        arms.terminate()
+        arms.communicate(timeout=WAIT_S)
+    assert said == {
+        "command": [5.0, 5.0],
+        "accepted": [True, False],
+        "cancelled": [0, 1, 5, 2],
+        "succeeded": [4, 1, True],
+        "time limit": [6, 3],
+        "exit of the killed": 7,
+        "after the killed": 6,
+        "the node's end": [6, 6],
+    }
+    ended = {"cancelled": 1, "succeeded": 1, "time limit": 2, "ended": 1, "refused": 1}
+    assert (node.returncode, report["goals"]) == (0, ended)
+
+
+@pytest.mark.slow
+@needs_ros
+def test_an_action_over_plain_dds_answers_as_rclpys_server(domain: int) -> None:  # noqa: F811
+    """The same acceptance, codes, results and states, whatever is asked in whatever state."""
+    line = [ROS, "-m", "tests.ros.acting"]
+    env = environment(ROS_DOMAIN_ID=str(domain))
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == list(over_services())

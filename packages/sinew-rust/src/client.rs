@@ -3,6 +3,8 @@
 use std::time::{Duration, Instant};
 
 use crate::messages::{self, Control};
+#[cfg(unix)]
+use crate::zmtp::UnixPlace;
 use crate::zmtp::{Connection, Place};
 use crate::{Chunk, Error, Observation, Options, Report, Result};
 
@@ -149,7 +151,7 @@ fn split(address: &str) -> Option<(Place, String)> {
     #[cfg(unix)]
     if let Some(path) = address.strip_prefix("ipc://") {
         let (path, policy) = path.split_once('#').unwrap_or((path, ""));
-        return path.starts_with('/').then(|| (Place::Unix(path.into()), policy.into()));
+        return path.starts_with('/').then(|| (Place::Unix(UnixPlace::new(path)), policy.into()));
     }
     let rest = address.strip_prefix("tcp://").unwrap_or(address);
     let (place, policy) = rest.split_once('/').unwrap_or((rest, ""));

@@ -1,5 +1,7 @@
 //! Between bytes and what they mean; no sockets.
 
+use std::borrow::Cow;
+
 use crate::protobuf::{Field, Reader, Writer};
 use crate::schema::{count, image, image_encoding, report as run, timing};
 use crate::schema::{predict_request as asked, predict_request_kind as kind, predict_response as told};
@@ -29,7 +31,7 @@ pub fn encode_infer(seen: &Observation<'_>, request_id: u64, api_key: &str, poli
     if seen.images.is_empty() {
         return refuse("images", "a frame of each camera", "none");
     }
-    let pixels: usize = seen.images.iter().map(|each| data_of(each).len() + 64).sum();
+    let pixels: usize = seen.images.iter().map(|each| size_of(each) + 64).sum();
     let mut out = Writer::default();
     if !seen.tokens.is_empty() {
         let mut packed = Writer::default();
@@ -69,8 +71,13 @@ pub fn encode_infer(seen: &Observation<'_>, request_id: u64, api_key: &str, poli
     out.bytes.reserve(pixels);
     for frame in &seen.images {
         let mut before = Writer::default(); // the frame's message up to its data, which is copied once
-        if let Pixels::Rgb { height, width, .. } = frame.pixels {
-            before.integer(image::ENCODING, image_encoding::RGB_U8);
+        let shape = match frame.pixels {
+            Pixels::Rgb { height, width, .. } => Some((image_encoding::RGB_U8, height, width)),
+            Pixels::Float { height, width, .. } => Some((image_encoding::F32_RGB_01, height, width)),
+            Pixels::File(_) => None,
+        };
+        if let Some((encoding, height, width)) = shape {
+            before.integer(image::ENCODING, encoding);
             before.integer(image::HEIGHT, height);
             before.integer(image::WIDTH, width);
         }
@@ -78,28 +85,43 @@ pub fn encode_infer(seen: &Observation<'_>, request_id: u64, api_key: &str, poli
         before.begin(image::DATA, data.len());
         out.begin(asked::IMAGES, before.bytes.len() + data.len());
         out.bytes.extend_from_slice(&before.bytes);
-        out.bytes.extend_from_slice(data);
+        out.bytes.extend_from_slice(&data);
     }
     Ok(out.bytes)
 }
 
-fn data_of<'a>(frame: &Image<'a>) -> &'a [u8] {
+fn data_of<'a>(frame: &Image<'a>) -> Cow<'a, [u8]> {
     match frame.pixels {
-        Pixels::Rgb { data, .. } | Pixels::File(data) => data,
+        Pixels::Rgb { data, .. } | Pixels::File(data) => Cow::Borrowed(data),
+        Pixels::Float { data, .. } => data.iter().flat_map(|number| number.to_le_bytes()).collect(),
+    }
+}
+
+/// Return the bytes of a frame on the wire.
+fn size_of(frame: &Image<'_>) -> usize {
+    match frame.pixels {
+        Pixels::Rgb { data, .. } | Pixels::File(data) => data.len(),
+        Pixels::Float { data, .. } => 4 * data.len(),
     }
 }
 
 fn check_frame(frame: &Image<'_>) -> Result<()> {
     let field = format!("images.{}", frame.camera);
-    match frame.pixels {
-        Pixels::Rgb { data, height, width } => {
-            let bytes = u64::from(height).checked_mul(u64::from(width)).and_then(|count| count.checked_mul(3));
-            if data.is_empty() || bytes != Some(data.len() as u64) {
-                return refuse(field, &format!("{height} * {width} * 3 bytes"), data.len());
+    let (count, height, width, what) = match frame.pixels {
+        Pixels::Rgb { data, height, width } => (data.len(), height, width, "bytes"),
+        Pixels::Float { data, height, width } => {
+            // NaN is in no range
+            if let Some(wrong) = data.iter().find(|number| !(0.0..=1.0).contains(*number)) {
+                return refuse(field, "numbers from 0 to 1", wrong);
             }
+            (data.len(), height, width, "numbers")
         }
         Pixels::File([]) => return refuse(field, "a JPEG or PNG file", "no bytes"),
-        Pixels::File(_) => {}
+        Pixels::File(_) => return Ok(()),
+    };
+    let wanted = u64::from(height).checked_mul(u64::from(width)).and_then(|count| count.checked_mul(3));
+    if count == 0 || wanted != Some(count as u64) {
+        return refuse(field, &format!("{height} * {width} * 3 {what}"), count);
     }
     Ok(())
 }

@@ -23,6 +23,15 @@ pub enum Pixels<'a> {
         /// Pixels of a row.
         width: u32,
     },
+    /// `height * width * 3` numbers from 0 to 1, row by row, RGB interleaved.
+    Float {
+        /// The numbers.
+        data: &'a [f32],
+        /// Rows.
+        height: u32,
+        /// Pixels of a row.
+        width: u32,
+    },
     /// A JPEG or PNG file, which the server decodes.
     File(&'a [u8]),
 }
@@ -31,6 +40,12 @@ impl<'a> Image<'a> {
     /// Describe `height * width * 3` bytes, row by row, RGB interleaved.
     pub fn rgb(camera: impl Into<String>, data: &'a [u8], height: u32, width: u32) -> Self {
         let pixels = Pixels::Rgb { data, height, width };
+        Self { camera: camera.into(), pixels }
+    }
+
+    /// Describe `height * width * 3` numbers from 0 to 1, row by row, RGB interleaved.
+    pub fn float(camera: impl Into<String>, data: &'a [f32], height: u32, width: u32) -> Self {
+        let pixels = Pixels::Float { data, height, width };
         Self { camera: camera.into(), pixels }
     }
 

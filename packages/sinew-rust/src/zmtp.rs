@@ -2,6 +2,12 @@
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+#[cfg(unix)]
+use std::os::unix::net::UnixStream;
+#[cfg(unix)]
+use std::sync::mpsc::{sync_channel, Receiver, RecvTimeoutError};
+#[cfg(unix)]
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
@@ -15,14 +21,51 @@ const COMMAND: u8 = 4;
 const PAUSE: Duration = Duration::from_millis(100); // between two attempts to connect
 
 /// Where a server listens.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) enum Place {
     Tcp {
         host: String,
         port: u16,
     },
     #[cfg(unix)]
-    Unix(String),
+    Unix(UnixPlace),
+}
+
+/// A Unix socket. `connect` of the standard library takes no time limit, and waits for as long as the queue of a server
+/// is full: it has a thread, one at a time, and the next call goes on waiting for the one that is under way.
+#[cfg(unix)]
+#[derive(Debug)]
+pub(crate) struct UnixPlace {
+    path: String,
+    under_way: Mutex<Option<Receiver<io::Result<UnixStream>>>>,
+}
+
+#[cfg(unix)]
+impl UnixPlace {
+    pub(crate) fn new(path: &str) -> Self {
+        Self { path: path.into(), under_way: Mutex::new(None) }
+    }
+
+    fn connect(&self, time: Duration) -> io::Result<UnixStream> {
+        let mut under_way = self.under_way.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let attempt = under_way.take().map_or_else(|| self.begin(), Ok)?;
+        match attempt.recv_timeout(time) {
+            Ok(outcome) => outcome,
+            Err(RecvTimeoutError::Timeout) => {
+                *under_way = Some(attempt);
+                Err(io::Error::new(ErrorKind::TimedOut, "the server accepts no connection"))
+            }
+            Err(error @ RecvTimeoutError::Disconnected) => Err(io::Error::new(ErrorKind::Other, error)),
+        }
+    }
+
+    fn begin(&self) -> io::Result<Receiver<io::Result<UnixStream>>> {
+        let (send, receive) = sync_channel(1);
+        let path = self.path.clone();
+        // Who waited may be gone by then.
+        std::thread::Builder::new().spawn(move || drop(send.send(UnixStream::connect(path))))?;
+        Ok(receive)
+    }
 }
 
 trait Stream: Read + Write + Send {
@@ -46,7 +89,7 @@ macro_rules! stream {
 
 stream!(TcpStream);
 #[cfg(unix)]
-stream!(std::os::unix::net::UnixStream);
+stream!(UnixStream);
 
 /// One connection. After an error it is of no use.
 pub(crate) struct Connection {
@@ -60,7 +103,7 @@ impl Connection {
         let stream: Box<dyn Stream> = match place {
             Place::Tcp { host, port } => Box::new(tcp(host, *port, end)?),
             #[cfg(unix)]
-            Place::Unix(path) => Box::new(unix(path, end)?),
+            Place::Unix(place) => Box::new(until(end, &place.path, 1, |_, time| place.connect(time))?),
         };
         let mut made = Self { stream, buffer: Vec::new() };
         let mut greeting = [0; GREETING];
@@ -233,11 +276,6 @@ fn tcp(host: &str, port: u16, end: Instant) -> Result<TcpStream> {
         stream.set_nodelay(true)?;
         Ok(stream)
     })
-}
-
-#[cfg(unix)]
-fn unix(path: &str, end: Instant) -> Result<std::os::unix::net::UnixStream> {
-    until(end, path, 1, |_, _| std::os::unix::net::UnixStream::connect(path))
 }
 
 fn until<S>(end: Instant, place: &str, count: usize, open: impl Fn(usize, Duration) -> io::Result<S>) -> Result<S> {

@@ -18,10 +18,15 @@ from typing import Any
 from sinew_client import Client, ClientError
 from sinew_client.signals import handled
 
+from sinew_ros.actions import ask
 from sinew_ros.bag import STORAGES, Bag, Recorded
 from sinew_ros.bridge import NODE, Bridge
 from sinew_ros.contract import Contract, read, skeleton
+from sinew_ros.goals import KIND as ACTION_KIND
+from sinew_ros.goals import NAME as ACTION
+from sinew_ros.goals import OUTCOMES, SUCCEEDED, Goals
 from sinew_ros.lifecycle import STATES, Managed
+from sinew_ros.messages import time_of
 from sinew_ros.service import KIND, NAME, ChunkService
 
 ENDS = (signal.SIGINT, signal.SIGTERM)
@@ -47,11 +52,29 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help=f"as a managed node: /{NODE}/change_state configures and activates it, not /sinew/enable",
     )
+    run.add_argument(
+        "--action", action="store_true", help=f"by goals of {ACTION} ({ACTION_KIND}), not by /sinew/enable"
+    )
     run.add_argument("--steps", type=int, help="end after so many control steps")
     serve = verbs.add_parser("serve", help=f"answer the service {NAME} ({KIND})")
     serve.add_argument("server")
     serve.add_argument("--hz", type=float, help="rows a second of a trajectory; the policy's own if absent")
     serve.add_argument("--transport", default="rclpy", metavar="rclpy|dds")
+    goal = verbs.add_parser(
+        "goal", help=f"send {ACTION} a goal over DDS; with ROS, `ros2 action send_goal` does"
+    )
+    goal.add_argument("prompt", help="the instruction; '' for the node's own")
+    for limit, what in (("time", "of the whole"), ("hold", "of a hold")):
+        goal.add_argument(
+            f"--{limit}-limit",
+            type=float,
+            default=0.0,
+            metavar="S",
+            help=f"seconds {what}; the node's if absent",
+        )
+    goal.add_argument(
+        "--limit-succeeds", action="store_true", help="to have run until the time limit is a success"
+    )
     blank = verbs.add_parser("contract", help="write a contract for a server's policy, to be filled in")
     blank.add_argument("server")
     blank.add_argument("--hz", type=float)
@@ -64,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
             with Client(given.server, timeout=10.0) as client:
                 sys.stdout.write(skeleton(given.server, client.metadata()["policy"], given.hz))
             return 0
-        return (serve_calls if given.verb == "serve" else drive)(given, ros)
+        return {"serve": serve_calls, "goal": send_goal, "run": drive}[given.verb](given, ros)
     except ClientError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -76,7 +99,7 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
         raise ClientError("--steps: expected none beside --lifecycle, whose manager ends the node")
     contract(given)  # where it says nothing good, before a topic is made
     transport = served = opened(given.transport, ros)
-    recorded, driver = None, None
+    recorded, driver, goals = None, None, Goals() if given.action else None
 
     def end() -> None:
         if driver is None:
@@ -87,30 +110,44 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
         (signal.SIGINT, signal.SIGTERM), lambda *_: end()
     ):  # until the transport is closed, and a recording complete
         try:
-            if given.lifecycle and not hasattr(served, "serve"):
-                raise ClientError(
-                    f"--transport: expected rclpy or dds for --lifecycle, got {given.transport}"
-                )
+            for flag in ("lifecycle", "action"):
+                if getattr(given, flag) and not hasattr(served, "serve"):
+                    raise ClientError(
+                        f"--transport: expected rclpy or dds for --{flag}, got {given.transport}"
+                    )
             if given.record is not None:
                 transport = recorded = Recorded(transport, given.record, given.storage)
             if given.lifecycle:
                 driver = Managed(
-                    served, transport, lambda topics: Bridge(contract(given), topics, managed=True)
+                    served,
+                    transport,
+                    lambda topics: Bridge(contract(given), topics, managed=True, goals=goals),
+                    goals,
                 )
+                if goals is not None:
+                    served.act(ACTION, ACTION_KIND, goals)
                 driver.wait()
                 bridge = driver.bridge
             else:
-                driver = bridge = Bridge(contract(given), transport)
+                driver = bridge = Bridge(contract(given), transport, goals=goals)
+                if goals is not None:
+                    goals.open(bridge)
+                    served.act(ACTION, ACTION_KIND, goals)
                 if (begin := getattr(transport, "begin", None)) is not None:  # a bag
                     begin(bridge.stop)
                 bridge.run(given.steps)
         finally:
+            if goals is not None:
+                goals.shut("the node ends")
+                goals.close()
             transport.close()
     report = {} if bridge is None else bridge.report()
     if isinstance(driver, Managed):
         report["state"] = STATES[driver.state]
     if recorded is not None:
         report["bag"] = recorded.report()
+    if goals is not None:
+        report["goals"] = dict(goals.count)
     sys.stdout.write(json.dumps(report) + "\n")
     return 0 if recorded is None or not recorded.failed else 1
 
@@ -138,6 +175,33 @@ def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:
             service.close()
     sys.stdout.write(json.dumps({"answered": service.answered, "failed": service.failed}) + "\n")
     return 0
+
+
+def send_goal(given: argparse.Namespace, ros: list[str]) -> int:
+    """Send a goal and print its result as one line of JSON. A signal cancels it; what does not succeed is status 1."""
+    for limit in ("time_limit", "hold_limit"):
+        if not 0 <= getattr(given, limit) < 1e9:
+            raise ClientError(
+                f"--{limit.replace('_', '-')}: expected 0 s or more, got {getattr(given, limit):g}"
+            )
+    cancel, transport = threading.Event(), opened("dds", ros)
+
+    def tell(said: Any) -> None:
+        moves = said.message or f"moves, {said.age_ms:.0f} ms after the frame"
+        sys.stderr.write(f"{said.elapsed.sec} s: {said.steps} steps, {said.held} held; {moves}\n")
+
+    goal = {"prompt": given.prompt, "limit_succeeds": given.limit_succeeds}
+    goal.update({name: time_of(getattr(given, name)) for name in ("time_limit", "hold_limit")})
+    with handled(ENDS, lambda *_: cancel.set()):
+        try:
+            status, result = ask(transport, ACTION, ACTION_KIND, goal, tell, cancel)
+        finally:
+            transport.close()
+    named = {
+        name: getattr(result, name) for name in ("message", "steps", "held", "chunks", "failed_requests")
+    }
+    sys.stdout.write(json.dumps({"outcome": OUTCOMES[result.outcome][0], **named}) + "\n")
+    return 0 if status == SUCCEEDED else 1
 
 
 def opened(name: str, ros: list[str]) -> Any:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from sinew_client import Client
@@ -26,11 +27,16 @@ from sinew_ros import messages
 from sinew_ros.contract import JOINT_STATE, Contract, ContractError
 from sinew_ros.robot import TopicRobot
 
+if TYPE_CHECKING:
+    from sinew_ros.goals import Goals
+
 logger = logging.getLogger(__name__)
 
 STRING, BOOL, STATUS = "std_msgs/msg/String", "std_msgs/msg/Bool", "diagnostic_msgs/msg/DiagnosticArray"
 NODE = "sinew_policy"  # its name
-SENSOR, COMMAND = "sensor", "command"  # qualities of service: best effort and few, or reliable
+# Qualities of service: best effort and few, reliable, and reliable with the newest one for whoever comes later
+SENSOR, COMMAND, LATCHED = "sensor", "command", "latched"
+HOLDS_S = 1.0  # and three periods, within which a loop that is told to pause does
 
 
 class Transport(Protocol):
@@ -51,13 +57,19 @@ class Bridge:
 
     Raises :class:`ContractError` where the contract does not fit the policy, before anything is subscribed.
     timeout: seconds to wait for the server's description of its policy. managed: it begins paused, and whoever made it
-    enables it, but no topic does.
+    enables it, but no topic does. goals: those of an action, which do so, and bring the instruction.
     """
 
     def __init__(
-        self, contract: Contract, transport: Transport, timeout: float = 10.0, managed: bool = False
+        self,
+        contract: Contract,
+        transport: Transport,
+        timeout: float = 10.0,
+        managed: bool = False,
+        goals: Goals | None = None,
     ):
-        self.contract, self._transport = contract, transport
+        self.contract, self._transport, self._goals = contract, transport, goals
+        managed = managed or goals is not None
         key = key_from_environment()
         with Client(list(contract.servers), timeout=timeout, api_key=key) as client:
             policy = client.metadata()["policy"]
@@ -68,8 +80,8 @@ class Bridge:
             if stated is not None:
                 settings = type(settings)(**{**settings.to_dict(), "limits": stated.to_dict()})
         settings = replace(settings, chunk_size=int(policy.get("chunk_size") or 0))
-        prompt = contract.prompt or str(policy.get("default_prompt") or "")
-        if not prompt:
+        self.prompt = contract.prompt or str(policy.get("default_prompt") or "")
+        if not self.prompt and goals is None:
             raise ContractError("prompt: expected an instruction; the policy has none of its own")
         publish = [transport.publisher(output.topic, output.type) for output in contract.outputs]
         robot: Any = TopicRobot(contract, publish, transport.now)
@@ -90,11 +102,12 @@ class Bridge:
             servers,
             settings,
             dim,
-            prompt,
+            self.prompt,
             watch=self._watch,
             hold_refused=True,  # a node's status says why it holds
             history=History.of(policy),
         )
+        self.ended = False  # the loop is over, and the robot holds
         self._enabled = contract.start and not managed
         if not self._enabled:
             self.loop.pause()
@@ -106,13 +119,13 @@ class Bridge:
             transport.subscribe(camera.topic, camera.type, SENSOR, partial(self.robot.camera, camera.name))
         for index, part in enumerate(contract.states):
             transport.subscribe(part.topic, JOINT_STATE, SENSOR, partial(self.robot.state, index))
-        transport.subscribe(
-            contract.names["prompt"], STRING, COMMAND, lambda message: self.loop.say(str(message.data))
-        )
-        if not managed:
-            transport.subscribe(
-                contract.names["enable"], BOOL, COMMAND, lambda message: self.enable(bool(message.data))
-            )
+        for name, kind, wanted, take in (
+            ("prompt", STRING, goals is None, lambda message: self.loop.say(str(message.data))),
+            ("enable", BOOL, not managed, lambda message: self.enable(bool(message.data))),
+            ("success", BOOL, goals is not None, lambda message: message.data and goals.succeed()),
+        ):
+            if wanted:
+                transport.subscribe(contract.names[name], kind, COMMAND, take)
 
     def enable(self, on: bool) -> None:
         """Begin, or hold until told to begin again; what is said once more changes nothing."""
@@ -141,12 +154,15 @@ class Bridge:
             ended.set()
             reporter.join()
             self._halt()
+            self.ended = True
             self.loop.close()
 
     def _watch(self, command: Command) -> None:
         """Publish what is planned when a new chunk has begun, and a stop when a hold has."""
         self._reason = command.reason
         self.robot.paused = self.loop.paused
+        if self._goals is not None:
+            self._goals.saw(command, self.loop.paused)
         if self.contract.kinematics is not None:  # its poses become joints one by one
             return
         if command.row is None:
@@ -207,6 +223,18 @@ class Bridge:
         else:
             level, text = 0, "paused" if paused else "runs"
         return messages.diagnostics(self._transport.now(), level, text, values)
+
+
+def held(bridge: Bridge, failed: Callable[[], bool] = lambda: False) -> None:
+    """Pause a bridge, and return once its robot holds. failed: whether its loop has ended with an error. Raises
+    RuntimeError where it has, or does not hold in time."""
+    bridge.enable(False)
+    loop, begun = bridge.loop, bridge.loop.steps
+    end = time.monotonic() + HOLDS_S + 3 * bridge.contract.settings.period
+    while loop.steps < begun + 2 and not bridge.ended:  # the one that was under way, and one that holds
+        if failed() or time.monotonic() > end:
+            raise RuntimeError("the loop did not hold in time")
+        time.sleep(0.002)
 
 
 def planned(controller: Controller, command: Command) -> np.ndarray:

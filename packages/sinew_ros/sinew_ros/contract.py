@@ -81,13 +81,25 @@ class Output:
 
 
 @dataclass(frozen=True)
+class GoalSettings:
+    """What a goal of the action may do where it does not say so itself, in seconds. time_limit: after which it ends.
+    hold_limit: the longest hold in one go. preempt: a goal takes the place of the one that runs; else it is refused.
+    feedback: messages per second."""
+
+    time_limit: float = 60.0
+    hold_limit: float = 10.0
+    preempt: bool = False
+    feedback: float = 2.0
+
+
+@dataclass(frozen=True)
 class Contract:
     """Everything that connects a robot's topics with a policy.
 
     servers: addresses; the next one is asked where one fails. stamps: "header" takes a message's own stamp as the
     time of its exposure, "arrival" the moment at which it came, for drivers that do not stamp. start: True begins at
-    once, False waits for true on the enable topic. names: topics of prompt, enable and status. kinematics: of a policy
-    that says poses, the arm whose joints the topics have, and what its numbers mean.
+    once, False waits for true on the enable topic. names: topics of prompt, enable, status and success. kinematics: of
+    a policy that says poses, the arm whose joints the topics have, and what its numbers mean. goals: of an action.
     """
 
     servers: tuple[str, ...]
@@ -100,6 +112,7 @@ class Contract:
     stamps: str = "header"
     names: Mapping[str, str] = field(default_factory=dict)
     kinematics: tuple[Chain, KinematicsOptions] | None = None
+    goals: GoalSettings = GoalSettings()
 
     @property
     def state_dim(self) -> int:
@@ -150,7 +163,7 @@ def parse(given: Any, folder: Path = Path()) -> Contract:
     top = _Fields("contract", given)
     servers = top.texts("server")
     names = _Fields("names", top.get("names", {}))
-    topics = {key: names.text(key, f"/sinew/{key}") for key in ("prompt", "enable", "status")}
+    topics = {key: names.text(key, f"/sinew/{key}") for key in ("prompt", "enable", "status", "success")}
     names.end()
     cameras = _Fields("cameras", top.get("cameras"))
     found = tuple(_camera(name, cameras.get(name)) for name in cameras.left())
@@ -175,6 +188,7 @@ def parse(given: Any, folder: Path = Path()) -> Contract:
     contract = Contract(
         servers, settings, found, states, outputs, top.text("prompt", ""), top.flag("start", False),
         top.choice("stamps", ("header", "arrival"), "header"), topics, kinematics,
+        _goals(_Fields("goals", top.get("goals", {}))),
     )  # fmt: skip
     top.end()
     _consistent(contract)
@@ -191,6 +205,18 @@ def _kinematics(given: Any, folder: Path) -> tuple[Chain, KinematicsOptions] | N
         return read_chain(file, options.tip, options.base), options
     except ClientError as error:
         raise ContractError(f"kinematics: {error}") from error
+
+
+def _goals(given: _Fields) -> GoalSettings:
+    usual = GoalSettings()
+    found = GoalSettings(
+        given.number("time_limit", usual.time_limit),
+        given.number("hold_limit", usual.hold_limit),
+        given.flag("preempt", usual.preempt),
+        given.number("feedback", usual.feedback),
+    )
+    given.end()
+    return found
 
 
 def _settings(hz: float, limits: Any, control: _Fields, stale: float) -> Settings:

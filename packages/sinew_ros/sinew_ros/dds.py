@@ -15,11 +15,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from sinew_client import ClientError
 
-from sinew_ros.bridge import NODE, SENSOR
+from sinew_ros.actions import ActionServer, Reply
+from sinew_ros.bridge import COMMAND, LATCHED, NODE, SENSOR
+from sinew_ros.goals import Goals
 
 logger = logging.getLogger(__name__)
 CYCLONE = b"\x01\x10"  # with which its GUIDs begin (RTPS: the vendor)
@@ -50,14 +53,14 @@ class Dds:
         self._threads.append(thread)
         thread.start()
 
-    def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
+    def publisher(self, topic: str, kind: str, quality: str = COMMAND) -> Callable[[Mapping[str, Any]], None]:
         from cyclonedds.pub import DataWriter
 
         from sinew_ros import dds_types
 
         if kind in dds_types.ACTIONS:
             return self._goals(topic, kind)
-        writer = DataWriter(self._participant, self._topic(topic, kind), qos=_qos("command"))
+        writer = DataWriter(self._participant, self._topic(topic, kind), qos=_qos(quality))
         return lambda fields: writer.write(dds_types.build(dds_types.TYPES[kind], fields))
 
     def _goals(self, name: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
@@ -94,6 +97,10 @@ class Dds:
     def serve(self, name: str, kind: str, answer: Callable[[Any], Mapping[str, Any]]) -> None:
         """Answer the calls of a service, one after the other, on a thread of its own. Callers are nodes of
         rmw_cyclonedds: rmw_fastrtps puts its callers' names beside the message, where CycloneDDS does not look."""
+        self.take(name, kind, lambda call, reply: reply(answer(call)))
+
+    def take(self, name: str, kind: str, take: Callable[[Any, Reply], None]) -> None:
+        """Hand over the calls of a service, each with what replies to it, at any time and from any thread."""
         from cyclonedds.pub import DataWriter
         from cyclonedds.sub import DataReader
 
@@ -107,15 +114,19 @@ class Dds:
             self._participant, self._topic(name + "Reply", response, "rr"), qos=_qos("command")
         )
 
-        def reply(call: Any) -> None:
-            said = dds_types.build(response, answer(call))
+        def reply(call: Any, fields: Mapping[str, Any]) -> None:
+            said = dds_types.build(response, fields)
             said.guid, said.seq = call.guid, call.seq
             replies.write(said)
 
-        self._begin(calls, name, reply)
+        self._begin(calls, name, lambda call: take(call, partial(reply, call)))
+
+    def act(self, name: str, kind: str, actor: Goals) -> None:
+        """Be the server of an action."""
+        ActionServer(self, name, kind, actor)
 
     def call(self, name: str, kind: str, fields: Mapping[str, Any], seconds: float) -> Any:
-        """Call a service and return its response; None where there is none in time."""
+        """Call a service and return its response; None where there is none in time, or who would answer has left."""
         from sinew_ros import dds_types
 
         request, response = dds_types.SERVICES[kind]
@@ -128,7 +139,7 @@ class Dds:
                 return None
             time.sleep(0.02)
         calls.write(asked)
-        while time.monotonic() < end:
+        while time.monotonic() < end and calls.get_matched_subscriptions():
             for sample in replies.take(16):
                 if getattr(sample, "guid", None) == asked.guid and sample.seq == asked.seq:
                     return sample
@@ -183,14 +194,16 @@ class Dds:
 
 
 def _qos(quality: str) -> Any:
-    """Return the quality of service of ROS 2's profiles: sensor data (best effort, the newest few) or default."""
+    """Return the quality of service of ROS 2's profiles: sensor data (best effort, the newest few), default, or that of
+    the status of actions (the newest one, also for who comes later)."""
     from cyclonedds.core import Policy, Qos
     from cyclonedds.util import duration
 
     if quality == SENSOR:
         return Qos(Policy.Reliability.BestEffort, Policy.Durability.Volatile, Policy.History.KeepLast(5))
+    latched = quality == LATCHED
     return Qos(
         Policy.Reliability.Reliable(duration(seconds=1)),
-        Policy.Durability.Volatile,
-        Policy.History.KeepLast(10),
+        Policy.Durability.TransientLocal if latched else Policy.Durability.Volatile,
+        Policy.History.KeepLast(1 if latched else 10),
     )

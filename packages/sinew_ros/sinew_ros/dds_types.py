@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import new_class
 
 from cyclonedds.idl import IdlStruct
-from cyclonedds.idl.types import array, float32, float64, int32, int64, sequence, uint8, uint32, uint64
+from cyclonedds.idl.types import array, float32, float64, int8, int32, int64, sequence, uint8, uint32, uint64
 
 
 @dataclass
@@ -185,18 +185,22 @@ class TransitionEvent(IdlStruct, typename="lifecycle_msgs.msg.dds_.TransitionEve
     goal_state: State = field(default_factory=State)
 
 
-def _half(name, member="structure_needs_at_least_one_member", kind=uint8, default=int):
-    """Return a half of a service of lifecycle_msgs with one member: one without any has a byte in ROS."""
+def _half(name, member="structure_needs_at_least_one_member", kind=uint8, default=int, **more):
+    """Return a half of a service (``package/sort/Name_Request``) with one member, and ``more``, which are structures:
+    one without any has a byte in ROS."""
 
     def fill(body):
-        body["__annotations__"] = {"guid": uint64, "seq": int64, member: kind}
+        body["__annotations__"] = {"guid": uint64, "seq": int64, member: kind, **more}
         body.update({"guid": 0, "seq": 0, member: field(default_factory=default)})
+        for name, each in more.items():
+            body[name] = field(default_factory=list if hasattr(each, "__metadata__") else each)
 
-    typename = f"lifecycle_msgs.srv.dds_.{name}_"
-    return dataclass(new_class(name.replace("_", ""), (IdlStruct,), {"typename": typename}, fill))
+    package, sort, short = name.split("/")
+    typename = f"{package}.{sort}.dds_.{short}_"
+    return dataclass(new_class(short.replace("_", ""), (IdlStruct,), {"typename": typename}, fill))
 
 
-# Actions: the service that takes their goals.
+# Actions: the services and topics of their goals.
 
 
 @dataclass
@@ -221,29 +225,69 @@ class MoveGoal(IdlStruct, typename="franka_msgs.action.dds_.Move_Goal_"):
     speed: float64 = 0.0
 
 
-def _goals(action, kind):
-    """Return what an action's goals are sent in, what answers them, and the goal."""
-    package, name = action.split("/action/")
-
-    @dataclass
-    class Request(IdlStruct, typename=f"{package}.action.dds_.{name}_SendGoal_Request_"):
-        guid: uint64 = 0
-        seq: int64 = 0
-        goal_id: Uuid = field(default_factory=Uuid)
-        goal: kind = field(default_factory=kind)
-
-    @dataclass
-    class Response(IdlStruct, typename=f"{package}.action.dds_.{name}_SendGoal_Response_"):
-        guid: uint64 = 0
-        seq: int64 = 0
-        accepted: bool = False
-        stamp: Time = field(default_factory=Time)
-
-    return Request, Response, kind
+@dataclass
+class GoalInfo(IdlStruct, typename="action_msgs.msg.dds_.GoalInfo_"):
+    goal_id: Uuid = field(default_factory=Uuid)
+    stamp: Time = field(default_factory=Time)
 
 
+@dataclass
+class GoalStatus(IdlStruct, typename="action_msgs.msg.dds_.GoalStatus_"):
+    goal_info: GoalInfo = field(default_factory=GoalInfo)
+    status: int8 = 0
+
+
+@dataclass
+class GoalStatusArray(IdlStruct, typename="action_msgs.msg.dds_.GoalStatusArray_"):
+    status_list: sequence[GoalStatus] = field(default_factory=list)
+
+
+@dataclass
+class RunPolicyGoal(IdlStruct, typename="sinew_msgs.action.dds_.RunPolicy_Goal_"):
+    prompt: str = ""
+    time_limit: Duration = field(default_factory=Duration)
+    hold_limit: Duration = field(default_factory=Duration)
+    limit_succeeds: bool = False
+
+
+@dataclass
+class RunPolicyResult(IdlStruct, typename="sinew_msgs.action.dds_.RunPolicy_Result_"):
+    outcome: uint8 = 0
+    message: str = ""
+    elapsed: Duration = field(default_factory=Duration)
+    steps: uint32 = 0
+    held: uint32 = 0
+    chunks: uint32 = 0
+    failed_requests: uint32 = 0
+
+
+@dataclass
+class RunPolicyFeedback(IdlStruct, typename="sinew_msgs.action.dds_.RunPolicy_Feedback_"):
+    elapsed: Duration = field(default_factory=Duration)
+    steps: uint32 = 0
+    held: uint32 = 0
+    message: str = ""
+    age_ms: float64 = 0.0
+    command: sequence[float64] = field(default_factory=list)
+
+
+@dataclass
+class RunPolicyFeedbackMessage(IdlStruct, typename="sinew_msgs.action.dds_.RunPolicy_FeedbackMessage_"):
+    goal_id: Uuid = field(default_factory=Uuid)
+    feedback: RunPolicyFeedback = field(default_factory=RunPolicyFeedback)
+
+
+def _sends(action, goal):
+    """Return the two halves of the service that takes the goals of an action."""
+    return (
+        _half(f"{action}_SendGoal_Request", "goal_id", Uuid, Uuid, goal=goal),
+        _half(f"{action}_SendGoal_Response", "accepted", bool, bool, stamp=Time),
+    )
+
+
+RUN = "sinew_msgs/action/RunPolicy"
 ACTIONS = {
-    name: _goals(name, goal)
+    name: (*_sends(name, goal), goal)
     for name, goal in (
         ("control_msgs/action/GripperCommand", GripperCommandGoal),
         ("franka_msgs/action/Move", MoveGoal),
@@ -251,27 +295,45 @@ ACTIONS = {
 }
 SERVICES = {
     "sinew_msgs/srv/GetActionChunk": (GetActionChunkRequest, GetActionChunkResponse),
+    f"{RUN}_SendGoal": _sends(RUN, RunPolicyGoal),
+    f"{RUN}_GetResult": (
+        _half(f"{RUN}_GetResult_Request", "goal_id", Uuid, Uuid),
+        _half(f"{RUN}_GetResult_Response", "status", int8, int, result=RunPolicyResult),
+    ),
+    "action_msgs/srv/CancelGoal": (
+        _half("action_msgs/srv/CancelGoal_Request", "goal_info", GoalInfo, GoalInfo),
+        _half(
+            "action_msgs/srv/CancelGoal_Response",
+            "return_code",
+            int8,
+            int,
+            goals_canceling=sequence[GoalInfo],
+        ),
+    ),
     "lifecycle_msgs/srv/ChangeState": (
-        _half("ChangeState_Request", "transition", Transition, Transition),
-        _half("ChangeState_Response", "success", bool, bool),
+        _half("lifecycle_msgs/srv/ChangeState_Request", "transition", Transition, Transition),
+        _half("lifecycle_msgs/srv/ChangeState_Response", "success", bool, bool),
     ),
     "lifecycle_msgs/srv/GetState": (
-        _half("GetState_Request"),
-        _half("GetState_Response", "current_state", State, State),
+        _half("lifecycle_msgs/srv/GetState_Request"),
+        _half("lifecycle_msgs/srv/GetState_Response", "current_state", State, State),
     ),
     "lifecycle_msgs/srv/GetAvailableStates": (
-        _half("GetAvailableStates_Request"),
-        _half("GetAvailableStates_Response", "available_states", sequence[State], list),
+        _half("lifecycle_msgs/srv/GetAvailableStates_Request"),
+        _half("lifecycle_msgs/srv/GetAvailableStates_Response", "available_states", sequence[State], list),
     ),
     "lifecycle_msgs/srv/GetAvailableTransitions": (
-        _half("GetAvailableTransitions_Request"),
+        _half("lifecycle_msgs/srv/GetAvailableTransitions_Request"),
         _half(
-            "GetAvailableTransitions_Response", "available_transitions", sequence[TransitionDescription], list
+            "lifecycle_msgs/srv/GetAvailableTransitions_Response",
+            "available_transitions",
+            sequence[TransitionDescription],
+            list,
         ),
     ),
 }
 
-# ROS's name -> structure, and the structure of each field that is one (or a sequence of one).
+# ROS's name -> structure
 TYPES = {
     "std_msgs/msg/String": String,
     "std_msgs/msg/Bool": Bool,
@@ -284,25 +346,8 @@ TYPES = {
     "interbotix_xs_msgs/msg/JointSingleCommand": JointSingleCommand,
     "diagnostic_msgs/msg/DiagnosticArray": DiagnosticArray,
     "lifecycle_msgs/msg/TransitionEvent": TransitionEvent,
-}
-INNER = {
-    "stamp": Time,
-    "time_from_start": Duration,
-    "header": Header,
-    "layout": MultiArrayLayout,
-    "dim": MultiArrayDimension,
-    "points": JointTrajectoryPoint,
-    "status": DiagnosticStatus,
-    "values": KeyValue,
-    "images": CompressedImage,
-    "trajectory": JointTrajectory,
-    "command": GripperCommand,
-    "transition": Transition,
-    "start_state": State,
-    "goal_state": State,
-    "current_state": State,
-    "available_states": State,
-    "available_transitions": TransitionDescription,
+    "action_msgs/msg/GoalStatusArray": GoalStatusArray,
+    f"{RUN}_FeedbackMessage": RunPolicyFeedbackMessage,
 }
 
 
@@ -310,10 +355,12 @@ def build(kind, fields):
     """Return a structure of the class ``kind`` with a mapping's fields; raises TypeError for an unknown one."""
     made = {}
     for name, value in fields.items():
-        inner = INNER.get(name)
-        if inner is not None and isinstance(value, list):
-            value = [build(inner, each) for each in value]
-        elif inner is not None:
+        inner = kind.__annotations__.get(name)
+        if isinstance(value, list):
+            of = getattr(inner, "__metadata__", (None,))[0]  # sequence[...]
+            inner = of.subtype if hasattr(of, "subtype") else None
+            value = [build(inner, each) if isinstance(each, dict) else each for each in value]
+        elif isinstance(value, dict):
             value = build(inner, value)
         made[name] = value
     return kind(**made)

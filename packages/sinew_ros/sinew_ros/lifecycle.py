@@ -14,7 +14,8 @@ from typing import Any
 
 from sinew_client import ClientError
 
-from sinew_ros.bridge import Bridge
+from sinew_ros.bridge import Bridge, held
+from sinew_ros.goals import Goals
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,6 @@ for _state, (_number, _good, _bad) in FOLLOWS.items():
     TRANSITIONS[_number + 1] = ("transition_failure", _state, _bad)
     TRANSITIONS[_number + 2] = ("transition_error", _state, FINALIZED if _state == ERROR else ERROR)
 SERVICE, EVENT = "lifecycle_msgs/srv/", "lifecycle_msgs/msg/TransitionEvent"
-HOLDS_S = 1.0  # and three periods, within which a loop that is told to pause does
 
 
 class Kept:
@@ -99,11 +99,12 @@ class Managed:
     it drive, ``deactivate`` holds, then is silent, ``cleanup`` forgets it, ``shutdown`` ends the node.
 
     serving: the transport of the services. topics: what the bridge speaks over. make: returns a bridge, which begins
-    paused; a ClientError of it is a configuration that failed, and the node stays unconfigured.
+    paused; a ClientError of it is a configuration that failed, and the node stays unconfigured. goals: those of an
+    action, which drive in place of ``activate`` while the node is active, and are refused while it is not.
     """
 
-    def __init__(self, serving: Any, topics: Any, make: Callable[[Any], Bridge]):
-        self._kept, self._make = Kept(topics), make
+    def __init__(self, serving: Any, topics: Any, make: Callable[[Any], Bridge], goals: Goals | None = None):
+        self._kept, self._make, self._goals = Kept(topics), make, goals
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -199,20 +200,23 @@ class Managed:
 
     def _activate(self) -> None:
         assert self.bridge is not None
-        self.bridge.enable(True)
+        if self._goals is None:
+            self.bridge.enable(True)
+        else:
+            self._goals.open(self.bridge)
 
     def _deactivate(self) -> None:
         assert self.bridge is not None
-        self.bridge.enable(False)
-        loop, begun = self.bridge.loop, self.bridge.loop.steps
-        end = time.monotonic() + HOLDS_S + 3 * self.bridge.contract.settings.period
-        while loop.steps < begun + 2:  # the one that was under way, and one that holds
-            if self._error is not None or time.monotonic() > end:
-                raise RuntimeError("the loop did not hold in time")
-            time.sleep(0.002)
+        self._shut()
+        held(self.bridge, lambda: self._error is not None)
+
+    def _shut(self) -> None:
+        if self._goals is not None:
+            self._goals.shut(f"the node is {STATES[self.state]}")
 
     def _leave(self) -> None:
         """End the loop; what is reported of it stays."""
+        self._shut()
         if self.bridge is not None and self._thread is not None:
             self.bridge.stop()
             self._thread.join()

@@ -11,7 +11,9 @@ from typing import Any
 
 from sinew_client import ClientError
 
+from sinew_ros.actions import KEPT_S
 from sinew_ros.bridge import NODE, SENSOR
+from sinew_ros.goals import ABORTED, CANCELED, SUCCEEDED, Goals
 
 
 class Rclpy:
@@ -45,6 +47,31 @@ class Rclpy:
         publisher = self.node.create_publisher(made, topic, 10)
         return lambda fields: publisher.publish(_filled(made(), fields))
 
+    def act(self, name: str, kind: str, actor: Goals) -> None:
+        """Be the server of an action: rclpy's own."""
+        from rclpy.action import ActionServer, CancelResponse, GoalResponse
+
+        made = _message(kind)
+
+        def accepted(handle: Any) -> None:
+            goal = RclpyGoal(handle, made, self.node.executor)
+            handle.execute(goal.ended)
+            actor.begin(goal)
+
+        ActionServer(
+            self.node,
+            made,
+            name,
+            execute_callback=lambda _: made.Result(),  # each goal has its own
+            goal_callback=lambda goal: GoalResponse.ACCEPT if actor.wants(goal) else GoalResponse.REJECT,
+            handle_accepted_callback=accepted,
+            cancel_callback=lambda handle: (
+                CancelResponse.ACCEPT if actor.cancels(bytes(handle.goal_id.uuid)) else CancelResponse.REJECT
+            ),
+            result_timeout=KEPT_S,
+        )
+        self._spin()
+
     def serve(self, name: str, kind: str, answer: Callable[[Any], Mapping[str, Any]]) -> None:
         """Answer the calls of a service."""
 
@@ -74,6 +101,32 @@ class Rclpy:
         if self._thread is not None:
             self._thread.join(5.0)
         self.node.destroy_node()
+
+
+class RclpyGoal:
+    """A goal that rclpy's server has accepted. Its end is carried out by the thread that spins."""
+
+    def __init__(self, handle: Any, made: Any, executor: Any):
+        from rclpy.task import Future
+
+        self.goal, self.id = handle.request, bytes(handle.goal_id.uuid)
+        self._handle, self._made, self._executor = handle, made, executor
+        self._end, self._told = Future(executor=executor), threading.Event()
+
+    def feedback(self, fields: Mapping[str, Any]) -> None:
+        self._handle.publish_feedback(_filled(self._made.Feedback(), fields))
+
+    def end(self, status: int, fields: Mapping[str, Any]) -> None:
+        self._end.set_result((status, fields))
+        self._executor.wake()
+        self._told.wait(1.0)
+
+    async def ended(self, handle: Any) -> Any:
+        """Wait for the end; return the result."""
+        status, fields = await self._end
+        {SUCCEEDED: handle.succeed, CANCELED: handle.canceled, ABORTED: handle.abort}[status]()
+        self._executor.create_task(self._told.set)  # behind this task, which sends the result
+        return _filled(self._made.Result(), fields)
 
 
 def _message(kind: str) -> Any:

@@ -1,0 +1,185 @@
+"""The server and a client of an action over a transport's services and topics, for one that brings none: plain DDS.
+
+An action is three services and two topics below ``NAME/_action/`` (ROS 2 design, "Actions"); what is answered, and the
+states of a goal, are those of rcl_action's server, with which tests/ros compares it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sinew_client import ClientError
+
+from sinew_ros.bridge import COMMAND, LATCHED
+from sinew_ros.goals import ACCEPTED, CANCELING, EXECUTING, UNKNOWN
+from sinew_ros.messages import time_of
+
+if TYPE_CHECKING:
+    from sinew_ros.goals import Goals
+
+KEPT_S = 10  # that a result can be asked for after its goal's end, as rcl_action has it
+NONE, REJECTED, UNKNOWN_GOAL, TERMINATED = range(
+    4
+)  # what came of a call to cancel: action_msgs/srv/CancelGoal
+CANCEL_GOAL = "action_msgs/srv/CancelGoal"
+Reply = Callable[[Mapping[str, Any]], None]
+
+
+class _Held:
+    """A goal that was accepted: its status, and who waits for its result."""
+
+    def __init__(self, server: ActionServer, message: Any, stamp: float):
+        self.goal, self.id, self.stamp = message.goal, bytes(message.goal_id.uuid), time_of(stamp)
+        self.status, self.result = ACCEPTED, None
+        self.over = 0.0  # time.monotonic() of its end
+        self.waiting: list[Reply] = []
+        self._server = server
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {"goal_id": {"uuid": list(self.id)}, "stamp": self.stamp}
+
+    def feedback(self, fields: Mapping[str, Any]) -> None:
+        self._server.feedback({"goal_id": {"uuid": list(self.id)}, "feedback": dict(fields)})
+
+    def end(self, status: int, fields: Mapping[str, Any]) -> None:
+        self._server.end(self, status, dict(fields))
+
+
+class ActionServer:
+    """Asks an actor what becomes of the goals of an action. transport: has ``take``, ``publisher`` and ``now``."""
+
+    def __init__(self, transport: Any, name: str, kind: str, actor: Goals):
+        self._actor, self._now = actor, transport.now
+        self._lock = threading.RLock()
+        self._goals: dict[bytes, _Held] = {}  # in the order of their acceptance
+        below = f"{name}/_action/"
+        self.feedback = transport.publisher(f"{below}feedback", f"{kind}_FeedbackMessage")
+        self._publish = transport.publisher(f"{below}status", "action_msgs/msg/GoalStatusArray", LATCHED)
+        for service, what, take in (
+            ("cancel_goal", CANCEL_GOAL, self._cancel),
+            ("get_result", f"{kind}_GetResult", self._result),
+            ("send_goal", f"{kind}_SendGoal", self._send),
+        ):
+            transport.take(below + service, what, take)
+
+    def end(self, held: _Held, status: int, result: dict[str, Any]) -> None:
+        """Set a goal's terminal status, and tell its result to those who wait for it."""
+        with self._lock:
+            held.status, held.over = status, time.monotonic()
+            held.result = {"status": status, "result": result}
+            waiting, held.waiting = held.waiting, []
+            self._tell()
+        for reply in waiting:
+            reply(held.result)
+
+    def _send(self, call: Any, reply: Reply) -> None:
+        with self._lock:
+            self._expire()
+            held = _Held(self, call, self._now())
+            accepted = held.id not in self._goals and self._actor.wants(call.goal)
+            if accepted:
+                self._goals[held.id] = held
+        reply({"accepted": accepted, "stamp": held.stamp if accepted else time_of(0.0)})
+        if not accepted:
+            return
+        with self._lock:
+            self._tell()
+            if held.status == ACCEPTED:  # and not to be cancelled already
+                held.status = EXECUTING
+                self._tell()
+        self._actor.begin(held)
+
+    def _cancel(self, call: Any, reply: Reply) -> None:
+        asked, stamp = bytes(call.goal_info.goal_id.uuid), call.goal_info.stamp
+        before = (int(stamp.sec), int(stamp.nanosec))
+        with self._lock:
+            self._expire()
+            if any(asked) and before == (0, 0):  # exactly one
+                found = [self._goals[asked]] if asked in self._goals else []
+                code = NONE if found else UNKNOWN_GOAL
+            else:  # all, or all until a moment, and one beside them
+                found = [
+                    each for each in self._goals.values()
+                    if each.id == asked or before == (0, 0) or tuple(each.stamp.values()) <= before
+                ]  # fmt: skip
+                code = NONE
+            active = [each for each in found if each.status in (ACCEPTED, EXECUTING)]
+            if any(asked) and before == (0, 0) and found and not active:
+                code = TERMINATED
+            cancelling = [each for each in active if self._actor.cancels(each.id)]
+            for each in cancelling:
+                each.status = CANCELING
+                self._tell()
+        reply({"return_code": code, "goals_canceling": [each.info for each in cancelling]})
+
+    def _result(self, call: Any, reply: Reply) -> None:
+        with self._lock:
+            self._expire()
+            held = self._goals.get(bytes(call.goal_id.uuid))
+            if held is not None and held.result is None:
+                held.waiting.append(reply)
+                return
+        reply({"status": UNKNOWN} if held is None else held.result)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for held in list(self._goals.values()):
+            if held.result is not None and now - held.over > KEPT_S:
+                del self._goals[held.id]
+
+    def _tell(self) -> None:
+        self._publish(
+            {
+                "status_list": [
+                    {"goal_info": held.info, "status": held.status} for held in self._goals.values()
+                ]
+            }
+        )
+
+
+def ask(
+    transport: Any,
+    name: str,
+    kind: str,
+    goal: Mapping[str, Any],
+    tell: Callable[[Any], None],
+    cancel: threading.Event,
+    seconds: float = 10.0,
+) -> tuple[int, Any]:
+    """Send an action a goal, call ``tell`` with each feedback, and return its terminal status and its result. cancel:
+    once set, the goal is cancelled. seconds: to wait for the server. Raises ClientError where there is none, where it
+    refuses, and where it goes away. transport: has ``subscribe`` and ``call``."""
+    below, number = f"{name}/_action/", {"uuid": list(os.urandom(16))}
+    ended: list[Any] = []
+
+    def feedback(message: Any) -> None:
+        if list(message.goal_id.uuid) == number["uuid"]:
+            tell(message.feedback)
+
+    def wait() -> None:
+        ended.append(
+            transport.call(f"{below}get_result", f"{kind}_GetResult", {"goal_id": number}, float("inf"))
+        )
+
+    transport.subscribe(f"{below}feedback", f"{kind}_FeedbackMessage", COMMAND, feedback)
+    fields = {"goal_id": number, "goal": dict(goal)}
+    answer = transport.call(f"{below}send_goal", f"{kind}_SendGoal", fields, seconds)
+    if answer is None:
+        raise ClientError(f"{name}: expected a server of this action, got no answer in {seconds:g} s")
+    if not answer.accepted:
+        raise ClientError(f"{name}: the goal is refused; the node's log says why")
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)
+        if cancel.is_set():
+            cancel.clear()
+            transport.call(f"{below}cancel_goal", CANCEL_GOAL, {"goal_info": {"goal_id": number}}, seconds)
+    if ended[0] is None:
+        raise ClientError(f"{name}: the server has gone away while the goal ran")
+    return int(ended[0].status), ended[0].result

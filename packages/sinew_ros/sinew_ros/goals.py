@@ -1,0 +1,272 @@
+"""Goals of the action ``RunPolicy`` drive a bridge's robot, one at a time; it holds whenever none runs.
+
+Knows neither rclpy nor DDS: a transport (``act``) has the services and topics of an action, asks whether a goal is
+wanted (:meth:`Goals.wants`) or may be cancelled (:meth:`Goals.cancels`), and hands over an accepted one
+(:meth:`Goals.begin`) as a :class:`Goal`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from sinew_client.control import Command
+
+from sinew_ros.bridge import Bridge, held
+from sinew_ros.contract import GoalSettings
+from sinew_ros.messages import time_of
+
+logger = logging.getLogger(__name__)
+
+INACTIVE = "the node is not active"
+NAME, KIND = "/sinew/run_policy", "sinew_msgs/action/RunPolicy"
+# Of action_msgs/msg/GoalStatus
+UNKNOWN, ACCEPTED, EXECUTING, CANCELING, SUCCEEDED, CANCELED, ABORTED = range(7)
+# Of RunPolicy.action: the outcomes of a goal, and its status after each
+SUCCESS, CANCEL, TIME_LIMIT, HOLD_LIMIT, PREEMPTED, ENDED = range(1, 7)
+OUTCOMES = {
+    SUCCESS: ("succeeded", SUCCEEDED),
+    CANCEL: ("cancelled", CANCELED),
+    TIME_LIMIT: ("time limit", ABORTED),
+    HOLD_LIMIT: ("hold limit", ABORTED),
+    PREEMPTED: ("pre-empted", ABORTED),
+    ENDED: ("ended", ABORTED),
+}
+
+
+class Goal(Protocol):
+    """An accepted goal, as a transport hands it over. goal: its message. id: bytes [16]."""
+
+    goal: Any
+    id: bytes
+
+    def feedback(self, fields: Mapping[str, Any]) -> None:
+        """Publish the fields of a feedback; may be called from any thread."""
+
+    def end(self, status: int, fields: Mapping[str, Any]) -> None:
+        """Set the terminal status, and the fields of the result. Called once, from any thread."""
+
+
+class Run:
+    """What came of one goal so far. Written by the loop's thread (:meth:`saw`), ended by whoever is first."""
+
+    def __init__(self, goal: Goal, settings: GoalSettings, failed: int):
+        self.goal, self.settings = goal, settings
+        self.time_limit = _seconds(goal.goal.time_limit) or settings.time_limit
+        self.hold_limit = _seconds(goal.goal.hold_limit) or settings.hold_limit
+        self.over, self.still = threading.Event(), threading.Event()  # it has ended; and the robot holds
+        self.outcome, self.message = 0, ""
+        self._failed, self._period = failed, 0.0  # requests of goals before; seconds
+        self._lock = threading.Lock()
+        self._steps = self._held = self._chunks = 0
+        self._chunk = -1
+        self._command: list[float] = []
+        self._age_ms = 0.0
+        self._reason = ""
+        self.begin(0.0)
+
+    def begin(self, period: float) -> None:
+        """Count time from now. period: of a control step, seconds."""
+        self._period, self._began = period, time.monotonic()
+        self._moved = self._began
+
+    def end(self, outcome: int, message: str = "") -> bool:
+        """End it, if nothing has ended it before; return whether this did."""
+        with self._lock:
+            if self.over.is_set():
+                return False
+            self.outcome, self.message = outcome, message
+            self._elapsed = time.monotonic() - self._began
+            self.over.set()
+            return True
+
+    def saw(self, command: Command) -> None:
+        """Count a control step of the loop."""
+        with self._lock:
+            if self.over.is_set():
+                return
+            self._steps, self._reason = self._steps + 1, command.reason
+            if command.row is None:
+                self._held += 1
+                return
+            self._moved = time.monotonic()
+            self._command, self._age_ms = command.row.tolist(), 1e3 * self._period * command.age
+            self._chunks += command.chunk != self._chunk
+            self._chunk = command.chunk
+
+    def left(self) -> float:
+        """Return the seconds until a limit is reached, and end the run where one is."""
+        now = time.monotonic()
+        whole, hold = self._began + self.time_limit - now, self._moved + self.hold_limit - now
+        if whole <= 0 and self.goal.goal.limit_succeeds:
+            self.end(SUCCESS, f"it ran for {self.time_limit:g} s")
+        elif whole <= 0:
+            self.end(TIME_LIMIT, f"after {self.time_limit:g} s; {self._reason or 'the robot moved'}")
+        elif hold <= 0:
+            self.end(HOLD_LIMIT, f"held for {self.hold_limit:g} s: {self._reason or 'the loop stands still'}")
+        return max(0.0, min(whole, hold))
+
+    def feedback(self) -> dict[str, Any]:
+        """Return the fields of a feedback."""
+        with self._lock:
+            return {
+                "elapsed": time_of(time.monotonic() - self._began),
+                "steps": self._steps,
+                "held": self._held,
+                "message": self._reason,
+                "age_ms": self._age_ms,
+                "command": self._command,
+            }
+
+    def result(self, failed: int) -> dict[str, Any]:
+        """Return the fields of the result, once it has ended. failed: requests, of this goal and those before."""
+        return {
+            "outcome": self.outcome,
+            "message": self.message,
+            "elapsed": time_of(self._elapsed),
+            "steps": self._steps,
+            "held": self._held,
+            "chunks": self._chunks,
+            "failed_requests": failed - self._failed,
+        }
+
+
+class Goals:
+    """Lets goals drive the bridge that is open to them. Goals are refused while there is none, and while another one
+    runs, but for a contract's ``goals.preempt``: then the newer one takes its place without a stop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._bridge: Bridge | None = None
+        self._run: Run | None = None
+        self._thread: threading.Thread | None = None
+        self.count: Counter = Counter()  # outcome, or "refused" -> goals
+
+    def open(self, bridge: Bridge) -> None:
+        """Take goals for a bridge, which stands still until there is one."""
+        with self._lock:
+            self._bridge = bridge
+
+    def shut(self, why: str) -> None:
+        """Take none from now on, and end the one that runs; returns once the robot holds."""
+        with self._lock:
+            self._bridge, run = None, self._run
+        if run is not None:
+            run.end(ENDED, why)
+            run.still.wait()
+
+    def close(self) -> None:
+        """Wait for the result of the last goal to be told, for a moment."""
+        if self._thread is not None:
+            self._thread.join(2.0)
+
+    # ------------------------------------------------------------------------- from the transport's threads
+
+    def wants(self, goal: Any) -> bool:
+        """Return whether a goal may run; why not is logged, since an action's refusal has no words."""
+        with self._lock:
+            why = self._refusal(goal)
+            if why:
+                self.count["refused"] += 1
+                logger.warning("a goal is refused: %s", why)
+            return not why
+
+    def _refusal(self, goal: Any) -> str:
+        if self._bridge is None:
+            return INACTIVE
+        if self._run is not None and not self._bridge.contract.goals.preempt:
+            return "another one runs, and goals.preempt is false"
+        for name in ("time_limit", "hold_limit"):
+            if _seconds(getattr(goal, name)) < 0:
+                return f"{name}: expected 0 s or more, got {_seconds(getattr(goal, name)):g}"
+        if not (goal.prompt or self._bridge.prompt):
+            return "prompt: expected an instruction; neither contract nor policy has one"
+        return ""
+
+    def begin(self, goal: Goal) -> None:
+        """Run an accepted goal, in the place of the one before where there is one."""
+        with self._lock:
+            bridge, before = self._bridge, self._thread
+            run = Run(goal, GoalSettings() if bridge is None else bridge.contract.goals, _failed(bridge))
+            if self._run is not None:
+                self._run.end(PREEMPTED, "a newer goal")
+            self._run = run
+            self._thread = threading.Thread(target=self._drive, args=(run, bridge, before), daemon=True)
+        if bridge is None:  # shut since it was wanted
+            run.end(ENDED, INACTIVE)
+        self._thread.start()
+
+    def cancels(self, number: bytes) -> bool:
+        """Cancel a goal: the robot holds. Return whether it still ran."""
+        with self._lock:
+            run = self._run
+            return run is not None and run.goal.id == number and run.end(CANCEL, "asked for")
+
+    def succeed(self) -> None:
+        """End the goal that runs, if one does and has sent a command: it has been reached. What comes before that was
+        said of the one before."""
+        with self._lock:
+            if self._run is not None and self._run.feedback()["command"]:
+                self._run.end(SUCCESS, "said so")
+
+    # ------------------------------------------------------------------------- from the loop
+
+    def saw(self, command: Command, paused: bool) -> None:
+        """Count a control step of the loop for the goal that runs."""
+        if (run := self._run) is not None and not paused:
+            run.saw(command)
+
+    # ------------------------------------------------------------------------- a thread for each goal
+
+    def _drive(self, run: Run, bridge: Bridge | None, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()  # what it does to the robot is done
+        try:
+            if bridge is not None and not run.over.is_set():
+                run.begin(bridge.contract.settings.period)
+                bridge.loop.say(run.goal.goal.prompt or bridge.prompt)
+                bridge.enable(True)
+                self._watch(run)
+        except Exception as error:
+            logger.exception("a goal")
+            run.end(ENDED, f"{type(error).__name__}: {error}")
+        finally:
+            self._end(run, bridge)
+
+    def _watch(self, run: Run) -> None:
+        """Tell how it goes until it is over."""
+        every = 1.0 / run.settings.feedback
+        due = time.monotonic() + every
+        while not run.over.wait(min(run.left(), max(0.0, due - time.monotonic()))):
+            if time.monotonic() >= due:
+                due = time.monotonic() + every
+                run.goal.feedback(run.feedback())
+
+    def _end(self, run: Run, bridge: Bridge | None) -> None:
+        try:
+            if bridge is not None and run.outcome != PREEMPTED:
+                held(bridge)
+        except RuntimeError as error:
+            logger.error("after a goal: %s", error)
+            run.message += f"; {error}"
+        finally:
+            with self._lock:
+                if self._run is run:
+                    self._run = None
+            run.still.set()
+            name, status = OUTCOMES[run.outcome]
+            self.count[name] += 1
+            logger.info("a goal: %s: %s", name, run.message)
+            run.goal.end(status, run.result(_failed(bridge)))
+
+
+def _seconds(duration: Any) -> float:
+    return int(duration.sec) + 1e-9 * int(duration.nanosec)
+
+
+def _failed(bridge: Bridge | None) -> int:
+    return 0 if bridge is None else bridge.loop.source.failures
