@@ -117,7 +117,9 @@ SINEW = "import sys; from sinew.cli import main; sys.exit(main(sys.argv[1:]))"
 def preparing(folder: Path, *arguments: object, program: str = SINEW) -> Iterator[ServerProcess]:
     """``serving`` as said there. program: of the process that prepares."""
     (folder / "children").mkdir(exist_ok=True)
-    with serving(folder, *arguments, *ONE, command=("-c", FORKED, program, str(folder / "children"))) as server:
+    with serving(
+        folder, *arguments, *ONE, command=("-c", FORKED, program, str(folder / "children"))
+    ) as server:
         yield server
 
 
