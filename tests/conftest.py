@@ -213,6 +213,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--proofs"):
         config.pluginmanager.register(Recorder(path))
+    worker, count = (os.environ.get(f"PYTEST_XDIST_{each}", "") for each in ("WORKER", "WORKER_COUNT"))
+    if worker and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        # Each worker collects everything, from a folder of its own on: in a fresh clone they compile a part each and
+        # find the rest compiled, where all at the same file would all compile it. The order of tests is given below.
+        paths = [path for folder in config.args for path in sorted(Path(folder).iterdir())]
+        paths = [path for path in paths if path.name.startswith("test_") or (path / "__init__.py").exists()]
+        sizes = [
+            sum(each.stat().st_size for each in path.rglob("test_*.py")) or path.stat().st_size
+            for path in paths
+        ]
+        share = int(worker.removeprefix("gw")) * sum(sizes) // int(count)
+        first = next(at for at in range(len(paths)) if sum(sizes[: at + 1]) > share)
+        config.args = [str(path) for path in (*paths[first:], *paths[:first])]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
