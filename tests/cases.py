@@ -4,7 +4,7 @@
 large file is stored compressed (``NAME.xz``) or by rule (tests/rules.py), or partly one and partly the other:
 ``weights.json`` and ``model.safetensors.xz`` give ``model.safetensors``, ``fixture.json`` and
 ``fixture.safetensors.xz`` give ``fixture.safetensors``; rules may lie compressed too. ``checkpoint.json`` gives a file
-of torch's, ``latest-checkpoint.pt``. Everything else is stored as it is.
+of torch's, ``latest-checkpoint.pt``, and ``omnivla-edge.json`` ``omnivla-edge.pth``. Everything else is stored as it is.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ RULES = {  # file -> its rules
     "model.safetensors": "weights.json",
     "fixture.safetensors": "fixture.json",
     "latest-checkpoint.pt": "checkpoint.json",
+    "omnivla-edge.pth": "omnivla-edge.json",
 }
 PACKED = ".xz"
 FILES_GIVEN = ("vlm", "arch", "base")  # of what a conversion is given, those that lie in the case's folder
@@ -108,8 +109,17 @@ def content(path: Path) -> bytes:
             made = rules.build(json.loads(found), stored, lambda name: content(FIXTURES / name))
         except ValueError as error:
             raise ValueError(f"{rule}: {error}") from None
-        return nested(made) if path.suffix == ".pt" else made
+        return OF_TORCH.get(path.suffix, bytes)(made)
     return path.read_bytes() if stored is None else stored
+
+
+def flat(tensors: bytes) -> bytes:
+    """Return a file of torch's with a safetensors file's tensors under their names."""
+    import torch
+    from safetensors.torch import load
+
+    torch.save(load(tensors), file := io.BytesIO())
+    return file.getvalue()
 
 
 def nested(tensors: bytes) -> bytes:
@@ -124,6 +134,9 @@ def nested(tensors: bytes) -> bytes:
         sections.setdefault(section, {})[rest] = tensor
     torch.save({"model": sections}, file := io.BytesIO())
     return file.getvalue()
+
+
+OF_TORCH = {".pt": nested, ".pth": flat}  # what a file of torch's is made of, by its suffix
 
 
 def _stored(path: Path) -> bytes | None:

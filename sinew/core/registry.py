@@ -32,6 +32,7 @@ FAMILIES = (
     "act",
     "diffusion",
     "xvla",
+    "omnivla",
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
 HOME = "sinew.families"
