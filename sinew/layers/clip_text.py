@@ -68,14 +68,15 @@ class ClipText(nn.Module):
         super().__init__()
         size, block = config.hidden_size, config.block(NORM_EPS, "gelu")
         self.embed_tokens = Embedding(config.vocab_size, size)
-        self.places = nn.Parameter(torch.zeros(config.positions, size))
+        self.places = Embedding(config.positions, size)
         self.layers = nn.ModuleList(TextLayer(block) for _ in range(config.num_layers))  # type: ignore[assignment]
         self.norm = LayerNorm(size, eps=NORM_EPS)
         self.project = Linear(size, config.out_size, bias=False)
 
     def forward(self, tokens: Tensor, token_mask: Tensor) -> Tensor:
         """tokens: int64 [B, L]; token_mask: bool [B, L], padding behind -> the text, [B, out_size]."""
-        x = self.embed_tokens(tokens) + self.places[: tokens.shape[1]]
+        positions = (token_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        x = self.embed_tokens(tokens) + self.places(positions)
         mask = block_mask(token_mask, torch.ones_like(token_mask))
         for layer in self.layers:
             x = layer(x, mask)

@@ -42,6 +42,8 @@ STAGES = {
         "feature_map",
         "backbone.layer",
         "backbone.maxpool",
+        "frame_rows",
+        "film_block",
     ),
     "language": (
         "kv",
@@ -54,6 +56,7 @@ STAGES = {
         "step_",
         "encoder_layer",
         "vlm_features",
+        "text",
     ),
     "head": (
         "v_t",
@@ -68,6 +71,7 @@ STAGES = {
         "unet_step0",
         "step0",
         "model_output",
+        "layer",
     ),
 }
 

@@ -91,7 +91,7 @@ RULES = (
 TEXT_LAYER = r"text_model\.encoder\.layers\.(\d+)\."
 TEXT = (
     Rule(r"text_model\.embeddings\.token_embedding\.(.+)", (r"language.embed_tokens.\1",)),
-    Rule(r"text_model\.embeddings\.position_embedding\.weight", ("language.places",)),
+    Rule(r"text_model\.embeddings\.position_embedding\.(.+)", (r"language.places.\1",)),
     Rule(TEXT_LAYER + r"self_attn\.([qkv])_proj\.(.+)", (r"language.layers.\1.attn.\2_proj.\3",)),
     Rule(TEXT_LAYER + r"self_attn\.out_proj\.(.+)", (r"language.layers.\1.attn.o_proj.\2",)),
     Rule(TEXT_LAYER + r"layer_norm([12])\.(.+)", (r"language.layers.\1.norm\2.\3",)),

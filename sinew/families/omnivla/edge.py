@@ -68,7 +68,7 @@ class EdgeConfig:
     head: BlockConfig
     reduced: tuple[int, ...]
     chunk_size: int
-    max_state_dim: int
+    max_state_dim: int = 0
     large_side: int = 0
     film: FilmConfig | None = None
     language: ClipTextConfig | None = None
@@ -220,7 +220,7 @@ class OmniVLAEdge(Regression):
 
     @property
     def min_tokens(self) -> int:
-        return 1
+        return 2 if self.config.language else 1
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """pixels: [B, T * V, 3, h, w], of each view the large picture above the small one, where there is a large one ->

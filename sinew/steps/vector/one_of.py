@@ -20,6 +20,7 @@ class OneOf(VectorStep):
     values: tuple[float, ...]
     words: tuple[str, ...] = ()
     kind: Literal["one_of"] = field(default="one_of", kw_only=True, repr=False)
+    monotone = False  # nothing lies between two choices
 
     def problems(self) -> Iterator[str]:
         yield from finite(**{"values": value for value in self.values})
