@@ -25,6 +25,7 @@ FAMILIES = (
     "pi_fast",
     "gr00t",
     "evo1",
+    "omnivla",  # before the family whose files its own look like
     "openvla",
     "bitvla",
     "cogact",
@@ -32,7 +33,6 @@ FAMILIES = (
     "act",
     "diffusion",
     "xvla",
-    "omnivla",
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
 HOME = "sinew.families"

@@ -34,7 +34,9 @@ class EfficientNetConfig:
     def __post_init__(self) -> None:
         check_sizes(self)
         if len(self.widths) != len(DEPTHS):
-            raise ValueError(f"widths: expected {len(DEPTHS)} numbers, one for each stage, got {len(self.widths)}")
+            raise ValueError(
+                f"widths: expected {len(DEPTHS)} numbers, one for each stage, got {len(self.widths)}"
+            )
 
     @staticmethod
     def grid(height: int, width: int) -> tuple[int, int]:
@@ -58,7 +60,9 @@ class SameConv(Conv):
 class Block(nn.Module):
     """An inverted bottleneck with a gate for each channel (squeeze and excitation, Hu et al. 2018)."""
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int, expand: int, adds: bool):
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel: int, stride: int, expand: int, adds: bool
+    ):
         super().__init__()
         inner = in_channels * expand
         self.adds = adds
@@ -92,7 +96,9 @@ class EfficientNet(nn.Module):
         self.blocks = nn.ModuleList(blocks)  # type: ignore[assignment]
         self.head = Conv(before, config.out_channels, 1)
 
-    def forward(self, pixels: Tensor) -> Tensor:  # [B, in_channels, h, w], multiples of 32 -> [B, out_channels]
+    def forward(
+        self, pixels: Tensor
+    ) -> Tensor:  # [B, in_channels, h, w], multiples of 32 -> [B, out_channels]
         x = F.silu(self.stem(pixels))
         for block in self.blocks:
             x = block(x)

@@ -36,6 +36,7 @@ PROMPT = {
     "suffix": "sinew.steps.prompt.suffix:Suffix",
     "drop": "sinew.steps.prompt.drop:Drop",
     "last": "sinew.steps.prompt.last:Last",
+    "only_for": "sinew.steps.prompt.only_for:OnlyFor",
     "marker": "sinew.steps.prompt.marker:Marker",
 }
 ACTION_TOKENS = {

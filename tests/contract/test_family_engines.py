@@ -49,6 +49,7 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **dict.fromkeys(("pi0-2cam", "pi05-2cam"), HEADED),
     "pi0fast-2cam": PACKED,
     "cogact": HEADED,
+    "omnivla": PACKED,
     "omnivla-edge": {"fold-norms", "pack-qkv"},
     **{case: set() for case in ("act-2cam", "act-env")},
     **{case: {"tabulate-time"} for case in ("diffusion-ddim", "diffusion-ddpm")},

@@ -46,6 +46,7 @@ from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.last import Last
 from sinew.steps.prompt.lower import Lower
 from sinew.steps.prompt.marker import Marker
+from sinew.steps.prompt.only_for import OnlyFor
 from sinew.steps.prompt.state import State
 from sinew.steps.prompt.strip import Strip
 from sinew.steps.prompt.suffix import Suffix
@@ -466,6 +467,19 @@ PROMPTS = {
             "no words": ({"words": (("good", ""),)}, "words: good: expected 1 to 64 characters, got 0"),
             "usual": ({"usual": "best"}, "usual: expected one of good, bad, or none, got 'best'"),
         },
+    ),
+    "only_for": Said(
+        OnlyFor(1, (7.0, 8.0), "Nothing is said."),
+        "where the state's number 1 is 7 or 8, else 'Nothing is said.'",
+        text="Nothing is said.",
+        refused={
+            "no value": ({"values": ()}, "values: expected one or more, got none"),
+            "no text": ({"text": ""}, "text: expected 1 to 16384 characters, got 0"),
+            "no number": ({"dim": -1}, "dim: expected a number of the state, got -1"),
+        },
+    ),
+    "only_for what is there": Said(
+        OnlyFor(1, (-1.5,), "Nothing is said."), "where the state's number 1 is -1.5, else 'Nothing is said.'"
     ),
     "advantage in the text": Said(
         Advantage(WORDS, "bad", "text"),

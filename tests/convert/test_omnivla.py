@@ -1,11 +1,12 @@
-"""OmniVLA-edge: what its one file says, which goals a bundle is made for, what is refused by one line, and the lines that
-a user types."""
+"""OmniVLA and OmniVLA-edge: what their files say, which goals a bundle is made for, what is refused by one line, and the
+lines that a user types."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from sinew.convert.options import ConvertOptions
 from sinew.core import ConvertError, ObservationError
 from sinew.families.omnivla.goals import GOALS
 from sinew.policy import Policy, load
+from tests.cases import cases
 from tests.closeness import assert_close, rounding
 from tests.golden import Golden
-from tests.models.stages import navigation_observation
+from tests.models.stages import navigation_observation, observation
 
 FILE = "omnivla-edge.pth"
 Tensors = dict[str, torch.Tensor]
@@ -96,7 +98,8 @@ def test_a_bundle_of_some_goals_reads_what_they_read_and_answers_alike(
             "images": {name: whole.images[name] for name in cameras},
             "state": whole.state[: len(state)],
             "earlier": tuple(
-                type(m)({name: m.images[name] for name in cameras}, m.state[: len(state)]) for m in whole.earlier
+                type(m)({name: m.images[name] for name in cameras}, m.state[: len(state)])
+                for m in whole.earlier
             ),
         }
         given_ = type(whole)(**part, prompt=whole.prompt if said else "")
@@ -127,7 +130,10 @@ def odd(tensors: Tensors) -> None:
     [
         (drop("local_goal.0.weight"), r"does not fit its config: .*pose_proj"),
         (drop("decoder.positional_encoding.pos_enc"), "pos_enc is missing; expected OmniVLA-edge's tensors"),
-        (drop("goal_encoder._blocks.3._bn1.running_var"), r"goal_encoder._blocks.3._bn1.running_var is missing"),
+        (
+            drop("goal_encoder._blocks.3._bn1.running_var"),
+            r"goal_encoder._blocks.3._bn1.running_var is missing",
+        ),
         (channels, r"goal_encoder_img: expected 6 channels, .*, got 3 \(late fusion\)"),
         (shorter, "obs_encoder: expected the 16 blocks of efficientnet-b0, got 15"),
         (odd, "action_predictor.0: expected a multiple of 4 rows, got 30"),
@@ -146,7 +152,10 @@ def test_damaged_files_are_refused(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"goals": "language+image"}, r"--set goals: expected one that the policy was trained for \(satellite, .*"),
+        (
+            {"goals": "language+image"},
+            r"--set goals: expected one that the policy was trained for \(satellite, .*",
+        ),
         ({"goals": "pose,pose"}, "--set goals: expected different ones"),
         ({"reach": "0"}, "--set reach"),
         ({"steps": "3"}, "--set steps: expected a setting of omnivla-edge"),
@@ -191,3 +200,46 @@ def test_the_lines_that_a_user_types(home: Path, tmp_path: Path, capsys: pytest.
     assert any("reads 6 moments and got 1" in warning for warning in answer["warnings"])
     assert main([*ask, "--state", "1,0,1,0,6"]) == 1
     assert "state[4]: expected one of 4 pose, 7 language, got 6" in " ".join(capsys.readouterr().err.split())
+
+
+# ----------------------------------------------------------------------------- OmniVLA
+
+
+@pytest.fixture(scope="module")
+def seven(golden: Path, case_bundle: Callable[[str], Path]) -> tuple[Policy, Golden]:
+    return load(case_bundle("omnivla"), "cpu", "float32", "eager"), Golden(golden / "omnivla")
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_goals_of_the_large_model_are_the_references(seven: tuple[Policy, Golden], index: int) -> None:
+    """Pose, pose and picture, picture, words, words and pose; without words the sentence is another one."""
+    policy, g = seven
+    given_ = observation("omnivla", g)
+    state = np.array([*given_.state[:4], index + 4], np.float32)
+    found = policy.infer(replace(given_, state=state)).actions
+    np.testing.assert_allclose(found, g.numpy("actions.goals")[index], rtol=0, atol=1e-5)
+
+
+def test_the_large_model_is_given_no_satellite_pictures(seven: tuple[Policy, Golden]) -> None:
+    policy, g = seven
+    given_ = observation("omnivla", g)
+    with pytest.raises(ObservationError, match=r"state\[4\]: expected one of 4 pose, .* got 0"):
+        policy.infer(replace(given_, state=np.zeros(5, np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("action_head--120000_checkpoint.pt", r"no action_head--\*_checkpoint.pt beside the weights"),
+        ("pose_projector--120000_checkpoint.pt", r"no pose_projector--\*_checkpoint.pt beside the weights"),
+        ("model.safetensors", "no model.safetensors here"),
+        ("preprocessor_config.json", "preprocessor_config.json: No such file"),
+    ],
+)
+def test_a_directory_without_one_of_its_files(golden: Path, tmp_path: Path, file: str, said: str) -> None:
+    source, run = golden / "omnivla" / "checkpoint", tmp_path / "run"
+    shutil.copytree(source, run, copy_function=lambda a, b: Path(b).symlink_to(a))
+    (run / file).unlink()
+    with pytest.raises(ConvertError, match=said):
+        convert(run, tmp_path / "out.gguf", **cases()["omnivla"].options(golden / "omnivla"))
+    assert not (tmp_path / "out.gguf").exists()

@@ -38,7 +38,7 @@ CASES = (
     *("smolvla-2cam", "smolvla-3cam-padded", "pi0-2cam", "pi05-2cam", "pi05-mem", "pi0fast-2cam"),
     *("groot-n17", "groot-n16", "groot-n15"),
     *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
-    *("cogact", "omnivla-edge"),
+    *("cogact", "omnivla", "omnivla-edge"),
     *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
 )
 LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # a third of the time of all
@@ -502,7 +502,10 @@ def xvla(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[St
 def prismatic(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
-    yield Stage("vit_features", run(model.vision.features, pixels[0]), g["vit_features"])
+    features = run(model.vision.features, pixels[0]).flatten(0, 1)
+    stored = g["vit_features"].reshape(-1, features.shape[1])
+    first = (len(features) - len(stored)) // 2  # where not all are stored, those in the middle are: of two views
+    yield Stage("vit_features", features[first : first + len(stored)], stored)
     image_tokens = run(model.embed_images, pixels)
     yield Stage("image_tokens", image_tokens[0], g["image_tokens"])
     if "proprio_token" in g.tensors:
@@ -552,6 +555,27 @@ def cogact(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[
     assert [step.time for step in steps] == g["t"].tolist()
     chunk = run(solve, lambda x, time: model.act(x, time, context), g["noise"], steps, times)
     yield Stage("chunk_normalized", chunk, g["chunk_normalized"])
+
+
+def poses(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    """Of the patches, the last of the first view and the first of the second are stored; of the language model, the rows
+    of actions."""
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    yield Stage("pixel_rows", pixels[0].flatten(0, 1)[:, 100:102], g["pixel_rows"])
+    yield Stage(
+        "vit_features", run(model.vision.features, pixels[0]).flatten(0, 1)[248:264], g["vit_features"]
+    )
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage("image_tokens", image_tokens[0].flatten(0, 1)[248:264], g["image_tokens"])
+    with Outputs([model.state_proj, *model.language.layers]) as outputs:
+        context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    yield Stage("pose_row", outputs[0], g["pose_row"])
+    rows = context.hidden.numel() // model.config.language.hidden_size
+    for index, output in enumerate(outputs[1:-1]):
+        yield Stage(f"lm_layer.{index}", output[0, -rows - 2 : -2], g[f"lm_layer.{index}"])
+    yield Stage("action_hidden", context.hidden, g["action_hidden"])
+    yield Stage("chunk_normalized", run(model.regress, context), g["chunk_normalized"])
 
 
 def navigation(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
@@ -623,6 +647,7 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "bitvla": prismatic,
     "cogact": cogact,
     "omnivla-edge": navigation,
+    "omnivla": poses,
     "act": act,
     "diffusion": diffusion,
     "xvla": xvla,

@@ -27,7 +27,12 @@ ONE_OF_EACH = [case for case in CASES if case not in ("smolvla-3cam-padded", "ev
 def in_turn(first: int) -> pytest.MarkDecorator:
     """Parametrize a test by the cases; every second one from ``first`` on is slow, so that nearly each case has
     two of the four errors in `make test`."""
-    slow = (*ONE_OF_EACH[first::2], *LARGE, "cogact")  # whose eyes and language model are OpenVLA's
+    slow = (
+        *ONE_OF_EACH[first::2],
+        *LARGE,
+        "cogact",
+        "omnivla",
+    )  # whose eyes and language model are OpenVLA's
     params = [pytest.param(case, marks=[pytest.mark.slow] * (case in slow)) for case in ONE_OF_EACH]
     return pytest.mark.parametrize("case", params)
 

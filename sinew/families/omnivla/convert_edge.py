@@ -8,17 +8,14 @@ utils_policy.py), lukemelas/EfficientNet-PyTorch (model.py, utils.py), openai/CL
 
 from __future__ import annotations
 
-import math
 import re
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from sinew.bundle.image_recipe import ImageRecipe
-from sinew.bundle.schema import Normalization, Processing, PromptRecipe, VectorPart
+from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert import silent
 from sinew.convert.conversion import Conversion
@@ -27,11 +24,12 @@ from sinew.convert.read.files import named
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.read.torch_zip import read_torch
-from sinew.convert.tensors import Rule, apply, computed, constant, reshape, rows, split_qkv
+from sinew.convert.tensors import Rule, apply, computed, constant, reshape, split_qkv
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
-from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
-from sinew.families.omnivla.edge import POSE, EdgeConfig, FilmConfig
-from sinew.families.omnivla.goals import GOALS, KINDS, kinds, table
+from sinew.core import CameraSpec, ConvertError, PolicySpec
+from sinew.families.omnivla import robot
+from sinew.families.omnivla.edge import EdgeConfig, FilmConfig
+from sinew.families.omnivla.goals import GOALS, KINDS, POSE, kinds, table
 from sinew.layers.clip_text import ClipTextConfig
 from sinew.layers.efficientnet import DEPTHS, NORM_EPS, EfficientNetConfig
 from sinew.layers.resnet import NORM_EPS as FILM_EPS
@@ -42,23 +40,20 @@ from sinew.steps.image.base import ImageStep
 from sinew.steps.image.resize import Resize
 from sinew.steps.image.scales import Scales
 from sinew.steps.prompt.instruction import Instruction
-from sinew.steps.vector.affine import Affine
-from sinew.steps.vector.base import VectorStep
-from sinew.steps.vector.one_of import OneOf
-from sinew.steps.vector.reach import Reach
 
 NAMES = ("omnivla-edge",)
 OPTIONS = ("vlm", "tokenizer")
 SETTINGS = {
     "goals": Setting(str, "what goals are given by, separated by commas (all of " + ", ".join(GOALS) + ")"),
-    "waypoint_spacing": Setting(float, "metres of one unit of a path (0.1)", 1e-4, 100),
-    "reach": Setting(float, "metres within which a goal's pose is taken to lie (30)", 1e-3, 1e6),
+    **robot.SETTINGS,
 }
 FILE, VLM = "omnivla-edge.pth", "openai/clip-vit-base-patch32"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
-SIDE, LARGE, FRAME = 96, 224, (480, 640)  # of frames as the model has them, and as no file says that cameras gave them
-SPACING, REACH, HZ = 0.1, 30.0, 3.0  # metric_waypoint_spacing, thres_dist and tick_rate of the runner
-HEADS, HEAD_DIM = 4, 64  # of the transformer, mha_num_attention_heads; and of CLIP, as its model.py divides any width
+SIDE, LARGE = 96, 224  # of frames, and of the newest one beside words: imgsize and imgsize_clip of the runner
+HEADS, HEAD_DIM = (
+    4,
+    64,
+)  # of the transformer, mha_num_attention_heads; and of CLIP, as its model.py divides any width
 PARTS = ("weight", "bias", "running_mean", "running_var")  # of a batch norm, in the order of :func:`folded`
 TOWERS = {"obs_encoder": "frames", "goal_encoder_img": "image", "goal_encoder": "satellite"}
 CONVS = {  # of an EfficientNet: a convolution, the norm behind it, and our name of both as one
@@ -77,7 +72,9 @@ READ = {  # what reads each kind of goal, by upstream's names and by ours
 }
 LAYER, TO = r"decoder\.sa_decoder\.layers\.(\d+)\.", r"layers.\1."
 RULES = (
-    Rule(LAYER + r"self_attn\.in_proj_(weight|bias)", tuple(rf"{TO}attn.{x}_proj.\2" for x in "qkv"), split_qkv),
+    Rule(
+        LAYER + r"self_attn\.in_proj_(weight|bias)", tuple(rf"{TO}attn.{x}_proj.\2" for x in "qkv"), split_qkv
+    ),
     Rule(LAYER + r"self_attn\.out_proj\.(.+)", (rf"{TO}attn.o_proj.\2",)),
     Rule(LAYER + r"linear([12])\.(.+)", (rf"{TO}mlp.fc\2.\3",)),
     Rule(LAYER + r"(norm[12]\..+)", (rf"{TO}\2",)),
@@ -196,7 +193,9 @@ def model_config(
     history = places - len(KINDS)
     outputs = sizes.count(r"decoder\.output_layers\.(\d+)\.")
     if (chunk := sizes.of("action_predictor.0.weight", 2)[0]) % POSE:
-        raise ConvertError(f"{sizes.file}: action_predictor.0: expected a multiple of {POSE} rows, got {chunk}")
+        raise ConvertError(
+            f"{sizes.file}: action_predictor.0: expected a multiple of {POSE} rows, got {chunk}"
+        )
     if "image" in read_kinds and (got := sizes.of("goal_encoder_img._conv_stem.weight", 4)[1]) != 6:
         raise ConvertError(
             f"{sizes.file}: goal_encoder_img: expected 6 channels, a frame and the goal, got {got} (late fusion)"
@@ -225,7 +224,9 @@ def model_config(
 def tower_config(sizes: Sizes, tower: str) -> EfficientNetConfig:
     ends = np.cumsum(DEPTHS)
     if (blocks := sizes.count(rf"{tower}\._blocks\.(\d+)\.")) != ends[-1]:
-        raise ConvertError(f"{sizes.file}: {tower}: expected the {ends[-1]} blocks of efficientnet-b0, got {blocks}")
+        raise ConvertError(
+            f"{sizes.file}: {tower}: expected the {ends[-1]} blocks of efficientnet-b0, got {blocks}"
+        )
     return EfficientNetConfig(
         stem=sizes.of(f"{tower}._conv_stem.weight", 4)[0],
         widths=tuple(sizes.of(f"{tower}._blocks.{end - 1}._project_conv.weight", 4)[0] for end in ends),
@@ -290,7 +291,8 @@ def our_tensors(
     out["places"] = picked(table_of_places, config)
     out["reads"] = constant("reads", np.array(table(config.goals), np.float32))
     outputs = tuple(
-        Rule(rf"decoder\.output_layers\.{n + 1}\.(.+)", (rf"reduce.{n}.\1",)) for n in range(len(config.reduced))
+        Rule(rf"decoder\.output_layers\.{n + 1}\.(.+)", (rf"reduce.{n}.\1",))
+        for n in range(len(config.reduced))
     )
     return left | out | apply(own, (*RULES, *outputs, *TEXT))
 
@@ -384,22 +386,18 @@ def factors(part: int, *norm: np.ndarray) -> np.ndarray:
 def spec(
     config: EdgeConfig, file: Path, tensors: dict[str, TensorSource], options: ConvertOptions
 ) -> PolicySpec:
-    names: tuple[str, ...] = ("x", "y", "cos", "sin") if "pose" in config.kinds else ()
-    units: tuple[str, ...] = ("m", "m", "", "") if names else ()
-    if len(config.goals) > 1:
-        names, units = (*names, "goal"), (*units, "")
     words = {"max_prompt_tokens": config.language.positions} if config.language else silent.SPEC
     return PolicySpec(
         architecture="omnivla_edge",
         name=file.stem,
-        cameras=tuple(CameraSpec(name, *FRAME) for name in config.cameras),
-        state=VectorSpec(len(names), names, units),
-        action=VectorSpec(POSE, ("x", "y", "cos", "sin"), ("m", "m", "", "")),
+        cameras=tuple(CameraSpec(name, *robot.FRAME) for name in config.cameras),
+        state=robot.state(config.goals, "pose" in config.kinds, options)[0],
+        action=robot.ACTION,
         chunk_size=config.chunk_size,
         noise_dim=0,
         solver_steps=1,
         solver=SINGLE,
-        control_hz=HZ,
+        control_hz=robot.HZ,
         n_action_steps=1,
         history=config.history,
         **words,
@@ -409,24 +407,11 @@ def spec(
 def processing(
     config: EdgeConfig, clip: tuple[JsonRecord, TokenizerFiles] | None, options: ConvertOptions
 ) -> Processing:
-    spacing = float(options.setting("waypoint_spacing", SPACING))
-    steps: list[VectorStep] = []
-    parts: list[VectorPart] = []
-    if "pose" in config.kinds:
-        steps.append(Reach((0, 1), float(options.setting("reach", REACH))))
-        stats = {"mean": (0.0, 0.0), "std": (spacing, spacing)}
-        parts += [
-            VectorPart("place", 2, Normalization("mean_std", stats, eps=0.0)),
-            VectorPart("heading", 2, Normalization("identity")),
-        ]
-    if len(config.goals) > 1:
-        words = tuple(GOALS[goal] for goal in config.goals)
-        steps.append(OneOf((config.state_dim - 1,), tuple(map(float, config.goals)), words))
-        parts.append(VectorPart("goal", 1, Normalization("identity")))
+    _, steps, parts = robot.state(config.goals, "pose" in config.kinds, options)
     resize: ImageStep = Resize(SIDE, SIDE, "pil_bicubic")
     if config.large_side:
         resize = Scales((config.large_side, SIDE))
-    height, width = resize.size(*FRAME)
+    height, width = resize.size(*robot.FRAME)
     prompt = silent.PROMPT
     if clip is not None and config.language is not None:
         prompt = PromptRecipe(
@@ -441,9 +426,9 @@ def processing(
         prompt=prompt,
         state=Normalization("identity"),
         action=Normalization("identity"),
-        state_parts=tuple(parts),
-        state_steps=tuple(steps),
-        action_steps=(Affine((0, 1), spacing),),
+        state_parts=parts,
+        state_steps=steps,
+        action_steps=robot.path_steps(options),
         padded_state_dim=config.max_state_dim,
         padded_action_dim=POSE,
         all_cameras=True,
@@ -452,16 +437,10 @@ def processing(
 
 def notes(config: EdgeConfig, options: ConvertOptions) -> tuple[str, ...]:
     """Say what no file says."""
-    spacing, reach = options.setting("waypoint_spacing", SPACING), options.setting("reach", REACH)
     found = [
-        f"{spacing:g} metres between waypoints, as upstream's runner has it: --set waypoint_spacing=METRES"
-        if "waypoint_spacing" not in options.settings
-        else f"{spacing:g} metres between waypoints, as given",
-        f"goals: {', '.join(f'{goal} {GOALS[goal]}' for goal in config.goals)}",
-        f"{HEADS} heads and {HZ:g} Hz, as upstream's runner has them; frames of an episode's start repeat the oldest",
+        *robot.notes(config.goals, "pose" in config.kinds, options),
+        f"{HEADS} heads and {robot.HZ:g} Hz, as upstream's runner has them",
     ]
-    if "pose" in config.kinds:
-        found.append(f"poses further off than {reach:g} m are moved to that distance")
     if config.language is not None:
         found.append("a text of more tokens than CLIP's is refused, where upstream cuts it")
     return tuple(found)

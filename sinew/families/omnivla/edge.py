@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.families.omnivla.goals import GOALS, check_goals, kinds
+from sinew.families.omnivla.goals import GOALS, POSE, check_goals, kinds
 from sinew.layers.attention import key_mask
 from sinew.layers.clip_text import NORM_EPS, ClipText, ClipTextConfig, MaskedLayer
 from sinew.layers.efficientnet import EfficientNet, EfficientNetConfig
@@ -28,8 +28,6 @@ from sinew.layers.resnet import Conv
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import BlockConfig
 from sinew.models.base import Regression
-
-POSE = 4  # numbers of a pose, and of a step of the path: x, y, cosine and sine
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,20 @@ class EdgeConfig:
             raise ValueError(
                 f"max_state_dim: expected {self.state_dim} numbers of {self.history} moments, got {self.max_state_dim}"
             )
-        if len({"language" in self.kinds, self.film is not None, self.language is not None, self.large_side > 0}) > 1:
-            raise ValueError("film, language and large_side: expected all of them where words are read, else none")
+        if (
+            len(
+                {
+                    "language" in self.kinds,
+                    self.film is not None,
+                    self.language is not None,
+                    self.large_side > 0,
+                }
+            )
+            > 1
+        ):
+            raise ValueError(
+                "film, language and large_side: expected all of them where words are read, else none"
+            )
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -95,7 +105,10 @@ class EdgeConfig:
     def cameras(self) -> tuple[str, ...]:
         """Return the cameras that are read, each at every moment."""
         behind = {"image": ("goal",), "satellite": ("satellite", "satellite_goal")}
-        return ("current", *(name for kind in ("image", "satellite") if kind in self.kinds for name in behind[kind]))
+        return (
+            "current",
+            *(name for kind in ("image", "satellite") if kind in self.kinds for name in behind[kind]),
+        )
 
     @property
     def state_dim(self) -> int:
@@ -156,7 +169,9 @@ class Film(nn.Module):
         super().__init__()
         width = config.channels
         self.config = config
-        self.begin = nn.Sequential(HalvingConv(3, width, 5), HalvingConv(width, width), HalvingConv(width, width))
+        self.begin = nn.Sequential(
+            HalvingConv(3, width, 5), HalvingConv(width, width), HalvingConv(width, width)
+        )
         self.film = Linear(text_size, 2 * config.blocks * width)
         self.register_buffer("places", torch.zeros(2, config.rows, config.rows))
         self.blocks = nn.ModuleList(FilmBlock(width) for _ in range(config.blocks))  # type: ignore[assignment]
@@ -232,7 +247,9 @@ class OmniVLAEdge(Regression):
             return pixels[:, view, :, config.large_side :, : config.side]
 
         newest = {name: small(first + index) for index, name in enumerate(names)}
-        frames = torch.stack([*map(small, range(0, first, count)), newest["current"]], dim=1)  # [B, T, 3, side, side]
+        frames = torch.stack(
+            [*map(small, range(0, first, count)), newest["current"]], dim=1
+        )  # [B, T, 3, side, side]
         rows = [self.frame_proj(self.vision.frames(frames.flatten(0, 1))).unflatten(0, frames.shape[:2])]
         if self.vision.satellite is not None and self.satellite_proj is not None:
             seen = torch.cat([newest["satellite"], newest["satellite_goal"], newest["current"]], dim=1)

@@ -15,6 +15,7 @@ GOALS = (  # in the order of upstream's numbers (inference/run_omnivla_edge.py, 
     "language",
     "language+pose",
 )
+POSE = 4  # numbers of a pose, and of a step of a path: x, y, cosine and sine
 KINDS = ("pose", "satellite", "image", "language")  # in the order of upstream's rows
 
 
