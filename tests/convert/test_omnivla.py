@@ -1,5 +1,5 @@
-"""OmniVLA and OmniVLA-edge: what their files say, which goals a bundle is made for, what is refused by one line, and the
-lines that a user types."""
+"""OmniVLA and OmniVLA-edge: what their files say, which goals a bundle is made for, what is refused by one line, and
+the lines that a user types."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sinew_client import Client
+from sinew_client.errors import ServerError
 
 from sinew.cli import main
 from sinew.convert import convert, read
@@ -22,8 +24,10 @@ from sinew.families.omnivla.goals import GOALS
 from sinew.policy import Policy, load
 from tests.cases import cases
 from tests.closeness import assert_close, rounding
+from tests.engine.cpu.test_cpu_engine import stored
 from tests.golden import Golden
 from tests.models.stages import navigation_observation, observation
+from tests.serve.test_server import START_S, free_port, serving
 
 FILE = "omnivla-edge.pth"
 Tensors = dict[str, torch.Tensor]
@@ -84,8 +88,8 @@ def test_a_goal_is_one_of_those_that_the_bundle_knows(case: tuple[Policy, Golden
 def test_a_bundle_of_some_goals_reads_what_they_read_and_answers_alike(
     home: Path, tmp_path: Path, goals: str, cameras: tuple[str, ...], state: tuple[str, ...], said: bool
 ) -> None:
-    """Towers that no goal reads are left out, and so are the rows that upstream masks: the same chunk, but for the order
-    of a sum."""
+    """Towers that no goal reads are left out, and so are the rows that upstream masks: the same chunk, but for the
+    order of a sum."""
     options = given(home, goals=goals) if said else {"settings": {"goals": goals}}
     policy = load(convert(home / "checkpoint", tmp_path / "some.gguf", **options), "cpu", "float32", "eager")
     assert tuple(camera.name for camera in policy.spec.cameras) == cameras
@@ -243,3 +247,38 @@ def test_a_directory_without_one_of_its_files(golden: Path, tmp_path: Path, file
     with pytest.raises(ConvertError, match=said):
         convert(run, tmp_path / "out.gguf", **cases()["omnivla"].options(golden / "omnivla"))
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.proves(engine="cpu", precision="int8", family="omnivla")
+def test_low_bits_of_the_large_model(seven: tuple[Policy, Golden], tmp_path: Path) -> None:
+    """The head, as of other families: these random towers and layers carry a rounding of one in a hundred to another path.
+
+    Two errors apart: the weights', eager against eager, and the products', cpu against eager on the same weights."""
+    policy, g = seven
+    recipe = {"vision": "fp32", "language": "fp32", "head": "int8"}
+    small = stored(policy.bundle.path, recipe, tmp_path / "small.gguf")
+    asked = observation("omnivla", g)
+    exact = policy.infer(asked).actions
+    eager, cpu = (load(small, "cpu", "float32", engine).infer(asked).actions for engine in ("eager", "cpu"))
+    size = np.linalg.norm(exact)
+    assert 1e-6 < np.linalg.norm(eager - exact) / size < 0.1
+    assert 1e-8 < np.linalg.norm(cpu - eager) / size < 0.1
+
+
+@pytest.mark.slow  # a server that starts
+@pytest.mark.proves(wire="native", family="omnivla_edge")
+def test_a_server_answers_what_the_policy_does(case: tuple[Policy, Golden], tmp_path: Path) -> None:
+    """Six moments of four pictures in a request; a goal that is none is refused there, too."""
+    policy, g = case
+    port = free_port()
+    with (
+        serving(tmp_path, policy.bundle.path, "--wire", f"native:{port}", "--threads", 1),
+        Client(f"tcp://127.0.0.1:{port}", timeout=START_S) as client,
+    ):
+        for goal in (8, 2):
+            asked = navigation_observation(g, goal)
+            found = client.infer(asked).actions
+            np.testing.assert_allclose(found, policy.infer(asked).actions, atol=1e-5, rtol=0)
+        with pytest.raises(ServerError, match=r"state\[4\]: expected one of 0 satellite"):
+            client.infer(navigation_observation(g, 9))

@@ -504,7 +504,9 @@ def prismatic(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     features = run(model.vision.features, pixels[0]).flatten(0, 1)
     stored = g["vit_features"].reshape(-1, features.shape[1])
-    first = (len(features) - len(stored)) // 2  # where not all are stored, those in the middle are: of two views
+    first = (
+        len(features) - len(stored)
+    ) // 2  # where not all are stored, those in the middle are: of two views
     yield Stage("vit_features", features[first : first + len(stored)], stored)
     image_tokens = run(model.embed_images, pixels)
     yield Stage("image_tokens", image_tokens[0], g["image_tokens"])
@@ -558,8 +560,8 @@ def cogact(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[
 
 
 def poses(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
-    """Of the patches, the last of the first view and the first of the second are stored; of the language model, the rows
-    of actions."""
+    """Of the patches, the last of the first view and the first of the second are stored; of the language model, the
+    rows of actions."""
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     yield Stage("pixel_rows", pixels[0].flatten(0, 1)[:, 100:102], g["pixel_rows"])

@@ -1,4 +1,4 @@
-"""OmniVLA's directories -> bundles: OpenVLA's files, with a head and a projector of the goal's pose in files of torch's.
+"""OmniVLA's directories -> bundles: OpenVLA's files, with a head and a projector of poses in files of torch's.
 
 Source: NHirose/OmniVLA (inference/run_omnivla.py, prismatic/extern/hf/, prismatic/models/action_heads.py).
 """
@@ -48,7 +48,7 @@ CHUNK = 8  # prismatic/vla/constants.py
 
 
 def recognises(path: Path) -> bool:
-    """Return True for a directory of OpenVLA's kind with a projector of poses, or whose config names OmniVLA's class."""
+    """Return True for a directory of OpenVLA's with a projector of poses, or whose config names OmniVLA's class."""
     config = directory_config(path)
     if config.get("model_type") != "openvla":
         return False
@@ -79,7 +79,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             max_state_dim=POSE + 1,
             stop_token=tokenizer.token_id("</s>"),
         )
-    state, state_steps, parts = robot.state(KNOWN, True, options)
+    state, state_steps = robot.state(KNOWN, True, options)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint.config["pad_token_id"]
     prompt = openvla.openvla_prompt(tokenizer)
     whole = openvla.image_recipe(checkpoint)
@@ -119,7 +119,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             ),
             state=Normalization("identity"),
             action=Normalization("identity"),
-            state_parts=parts,
             state_steps=state_steps,
             action_steps=robot.path_steps(options),
             padded_state_dim=POSE + 1,

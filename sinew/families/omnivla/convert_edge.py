@@ -28,10 +28,10 @@ from sinew.convert.tensors import Rule, apply, computed, constant, reshape, spli
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.families.omnivla import robot
+from sinew.families.omnivla.clip_text import ClipTextConfig
 from sinew.families.omnivla.edge import EdgeConfig, FilmConfig
+from sinew.families.omnivla.efficientnet import DEPTHS, NORM_EPS, EfficientNetConfig
 from sinew.families.omnivla.goals import GOALS, KINDS, POSE, kinds, table
-from sinew.layers.clip_text import ClipTextConfig
-from sinew.layers.efficientnet import DEPTHS, NORM_EPS, EfficientNetConfig
 from sinew.layers.resnet import NORM_EPS as FILM_EPS
 from sinew.layers.resnet import folded
 from sinew.layers.vit import BlockConfig
@@ -135,13 +135,13 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         beside, tokenizer, weights, files = clip_of(file, options)
         clip, tensors = (beside, tokenizer), tensors | weights
         sources += [*files, tokenizer.path]
-    sizes = Sizes(file, tensors)
+    sizes = TensorSizes(file, tensors)
     with named(file):
         config = model_config(sizes, goals, clip)
     return Conversion(
         format="omnivla-edge",
         config=config,
-        spec=spec(config, file, tensors, options),
+        spec=spec(config, file, options),
         processing=processing(config, clip, options),
         tokenizer=clip[1].text if clip else silent.TOKENIZER,
         tensors=our_tensors(tensors, config, dead),
@@ -165,7 +165,7 @@ def goals_of(options: ConvertOptions) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-class Sizes:
+class TensorSizes:
     """The shapes of a checkpoint's tensors; one that is not there is an error that names it."""
 
     def __init__(self, file: Path, tensors: dict[str, TensorSource]):
@@ -186,7 +186,7 @@ class Sizes:
 
 
 def model_config(
-    sizes: Sizes, goals: tuple[int, ...], clip: tuple[JsonRecord, TokenizerFiles] | None
+    sizes: TensorSizes, goals: tuple[int, ...], clip: tuple[JsonRecord, TokenizerFiles] | None
 ) -> EdgeConfig:
     read_kinds = kinds(goals)
     _, places, size = sizes.of("decoder.positional_encoding.pos_enc", 3)
@@ -221,7 +221,7 @@ def model_config(
     )
 
 
-def tower_config(sizes: Sizes, tower: str) -> EfficientNetConfig:
+def tower_config(sizes: TensorSizes, tower: str) -> EfficientNetConfig:
     ends = np.cumsum(DEPTHS)
     if (blocks := sizes.count(rf"{tower}\._blocks\.(\d+)\.")) != ends[-1]:
         raise ConvertError(
@@ -234,7 +234,7 @@ def tower_config(sizes: Sizes, tower: str) -> EfficientNetConfig:
     )
 
 
-def film_config(sizes: Sizes) -> FilmConfig:
+def film_config(sizes: TensorSizes) -> FilmConfig:
     begin, end = (f"film_model.{part}_feature_extractor.layers" for part in ("initial", "intermediate"))
     return FilmConfig(
         channels=sizes.of(f"{begin}.0.0.weight", 4)[0],
@@ -246,7 +246,7 @@ def film_config(sizes: Sizes) -> FilmConfig:
     )
 
 
-def text_config(sizes: Sizes, record: JsonRecord) -> ClipTextConfig:
+def text_config(sizes: TensorSizes, record: JsonRecord) -> ClipTextConfig:
     vocabulary, width = sizes.of("text_model.embeddings.token_embedding.weight", 2)
     text = record.part("text_config") if "text_config" in record.content else record
     text.expect(hidden_size=width, hidden_act="quick_gelu", num_attention_heads=max(1, width // HEAD_DIM))
@@ -304,7 +304,7 @@ def picked(places: TensorSource, config: EdgeConfig) -> TensorSource:
 
 
 def map_places(count: int) -> np.ndarray:
-    """Return column and row of each place of a map, -1 to 1, float32 [2, count, count], as torch's arange rounds them."""
+    """Return column and row of each place of a map, -1 to 1, float32 [2, count, count], rounded as torch's arange."""
     import torch
 
     line = torch.arange(-1, 1 + 0.00001, 2 / (count - 1)).numpy()
@@ -383,9 +383,7 @@ def factors(part: int, *norm: np.ndarray) -> np.ndarray:
     return np.reshape(folded(np.ones((len(norm[0]), 1, 1, 1)), *norm, eps=FILM_EPS)[part], (-1, 1, 1))
 
 
-def spec(
-    config: EdgeConfig, file: Path, tensors: dict[str, TensorSource], options: ConvertOptions
-) -> PolicySpec:
+def spec(config: EdgeConfig, file: Path, options: ConvertOptions) -> PolicySpec:
     words = {"max_prompt_tokens": config.language.positions} if config.language else silent.SPEC
     return PolicySpec(
         architecture="omnivla_edge",
@@ -407,7 +405,6 @@ def spec(
 def processing(
     config: EdgeConfig, clip: tuple[JsonRecord, TokenizerFiles] | None, options: ConvertOptions
 ) -> Processing:
-    _, steps, parts = robot.state(config.goals, "pose" in config.kinds, options)
     resize: ImageStep = Resize(SIDE, SIDE, "pil_bicubic")
     if config.large_side:
         resize = Scales((config.large_side, SIDE))
@@ -426,8 +423,7 @@ def processing(
         prompt=prompt,
         state=Normalization("identity"),
         action=Normalization("identity"),
-        state_parts=parts,
-        state_steps=steps,
+        state_steps=robot.state(config.goals, "pose" in config.kinds, options)[1],
         action_steps=robot.path_steps(options),
         padded_state_dim=config.max_state_dim,
         padded_action_dim=POSE,

@@ -1,5 +1,5 @@
-"""OmniVLA-edge (Hirose et al. 2025, arXiv 2509.19480): small towers and a transformer over one row for each frame of the
-history and one for each kind of goal.
+"""OmniVLA-edge (Hirose et al. 2025, arXiv 2509.19480): small towers and a transformer over one row for each frame of
+the history and one for each kind of goal.
 
 * Each frame of the history is a row; a pose, two satellite pictures, a picture of the goal, and words with the newest
   frame are one each. Which of the four are read is the goal's number, one of :data:`goals.GOALS`.
@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.families.omnivla.clip_text import NORM_EPS, ClipText, ClipTextConfig, MaskedLayer
+from sinew.families.omnivla.efficientnet import EfficientNet, EfficientNetConfig
 from sinew.families.omnivla.goals import GOALS, POSE, check_goals, kinds
 from sinew.layers.attention import key_mask
-from sinew.layers.clip_text import NORM_EPS, ClipText, ClipTextConfig, MaskedLayer
-from sinew.layers.efficientnet import EfficientNet, EfficientNetConfig
 from sinew.layers.linear import Linear
 from sinew.layers.resnet import Conv
 from sinew.layers.sizes import check_sizes
@@ -124,7 +124,7 @@ class EdgeContext(NamedTuple):
     goal: Tensor
 
 
-class Affine(nn.Module):
+class ChannelScale(nn.Module):
     """A batch norm of an affine network that nothing can be folded into: an activation stands before it."""
 
     def __init__(self, channels: int):
@@ -142,7 +142,7 @@ class HalvingConv(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, kernel: int = 3):
         super().__init__()
         self.conv = Conv(in_channels, out_channels, kernel, 2)
-        self.norm = Affine(out_channels)
+        self.norm = ChannelScale(out_channels)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, h, w] -> [B, C', ceil(h / 2), ceil(w / 2)]
         return self.norm(F.relu(self.conv(x)))
@@ -160,7 +160,7 @@ class FilmBlock(nn.Module):
         return x + F.relu(scale[..., None, None] * self.conv(x) + shift[..., None, None])
 
 
-class Film(nn.Module):
+class WordFilm(nn.Module):
     """What words see in a frame. ``places``: [2, rows, rows], column and row of each place of the map, -1 to 1."""
 
     blocks: Sequence[FilmBlock]
@@ -187,8 +187,8 @@ class Film(nn.Module):
 
 
 class EdgeVision(nn.Module):
-    """The towers: of frames, of a frame and a picture of the goal, of two satellite pictures and a frame; and what words
-    change."""
+    """The towers: of frames, of a frame and a picture of the goal, of two satellite pictures and a frame; and what
+    words change."""
 
     def __init__(self, config: EdgeConfig):
         super().__init__()
@@ -196,7 +196,9 @@ class EdgeVision(nn.Module):
         self.frames = EfficientNet(tower)
         self.image = EfficientNet(tower, 6) if "image" in config.kinds else None
         self.satellite = EfficientNet(tower, 9) if "satellite" in config.kinds else None
-        self.film = Film(config.film, config.language.out_size) if config.film and config.language else None
+        self.film = (
+            WordFilm(config.film, config.language.out_size) if config.film and config.language else None
+        )
 
 
 class OmniVLAEdge(Regression):
@@ -238,7 +240,7 @@ class OmniVLAEdge(Regression):
         return 2 if self.config.language else 1
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: [B, T * V, 3, h, w], of each view the large picture above the small one, where there is a large one ->
+        """pixels: [B, T * V, 3, h, w], of each view the large picture above the small one, where there is one ->
         [B, 1, 1, N]: the rows of frames and goals, then the map that words change."""
         config, names = self.config, self.config.cameras
         count, first = len(names), pixels.shape[1] - len(names)

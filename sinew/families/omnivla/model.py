@@ -1,8 +1,8 @@
-"""OmniVLA (Hirose et al. 2025, arXiv 2509.19480): OpenVLA-OFT whose views are the robot's and the goal's, whose state is
-the goal's pose, and whose head is told what the goal is given by.
+"""OmniVLA (Hirose et al. 2025, arXiv 2509.19480): OpenVLA-OFT whose views are the robot's and the goal's, whose state
+is the goal's pose, and whose head is told what the goal is given by.
 
-The sequence is [start of the prompt | robot's view | goal's view | pose | rest of the prompt | zeros | stop token]. Of a
-goal that is not given by a picture, or not by a pose, nobody sees those rows; they are counted as positions all the same.
+The sequence is [start of the prompt | robot's view | goal's view | pose | rest of the prompt | zeros | stop token]. Of
+a goal that is not given by a picture, or not by a pose, nobody sees those rows; they count as positions all the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What upstream's runners do to a goal's pose and to a path, and with the robot; constants of theirs that no file holds.
+"""What upstream's runners do to a goal's pose and to a path, and with the robot: constants that no file holds.
 
 Source: NHirose/OmniVLA (inference/run_omnivla.py).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sinew.bundle.schema import Normalization, VectorPart
 from sinew.convert.options import ConvertOptions, Setting
 from sinew.core import VectorSpec
 from sinew.families.omnivla.goals import GOALS, POSE
@@ -23,31 +22,23 @@ SETTINGS = {
     "reach": Setting(float, "metres within which a goal's pose is taken to lie (30)", 1e-3, 1e6),
 }
 ACTION = VectorSpec(POSE, ("x", "y", "cos", "sin"), ("m", "m", "", ""))
-State = tuple[VectorSpec, tuple[VectorStep, ...], tuple[VectorPart, ...]]
+State = tuple[VectorSpec, tuple[VectorStep, ...]]
 
 
 def state(goals: Sequence[int], posed: bool, options: ConvertOptions) -> State:
-    """Return the state, its steps and its parts: a pose where one is read, and the goal's number where there are
-    several."""
+    """Return the state and its steps: a pose where one is read, and the goal's number where there are several."""
     names: tuple[str, ...] = ()
     steps: list[VectorStep] = []
-    parts: list[VectorPart] = []
     if posed:
         names = ACTION.names
         steps.append(Reach((0, 1), float(options.setting("reach", REACH))))
-        spacing = spacing_of(options)
-        stats = {"mean": (0.0, 0.0), "std": (spacing, spacing)}
-        parts += [
-            VectorPart("place", 2, Normalization("mean_std", stats, eps=0.0)),
-            VectorPart("heading", 2, Normalization("identity")),
-        ]
+        steps.append(Affine((0, 1), 1 / spacing_of(options)))
     if len(goals) > 1:
         words = tuple(GOALS[goal] for goal in goals)
         steps.append(OneOf((len(names),), tuple(map(float, goals)), words))
-        parts.append(VectorPart("goal", 1, Normalization("identity")))
         names = (*names, "goal")
     units = tuple("m" if name in ("x", "y") else "" for name in names)
-    return VectorSpec(len(names), names, units), tuple(steps), tuple(parts)
+    return VectorSpec(len(names), names, units), tuple(steps)
 
 
 def spacing_of(options: ConvertOptions) -> float:

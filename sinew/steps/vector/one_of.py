@@ -23,7 +23,8 @@ class OneOf(VectorStep):
     monotone = False  # nothing lies between two choices
 
     def problems(self) -> Iterator[str]:
-        yield from finite(**{"values": value for value in self.values})
+        for value in self.values:
+            yield from finite(values=value)
         if len(set(self.values)) < max(1, len(self.values)):
             yield "values: expected one or more, all different"
         if self.words and len(self.words) != len(self.values):

@@ -43,7 +43,7 @@ class QuickMLP(ViTMLP):
         return self.fc2(h * torch.sigmoid(1.702 * h))
 
 
-class TextLayer(MaskedLayer):
+class ClipLayer(MaskedLayer):
     def __init__(self, config: ViTConfig):
         super().__init__(config)
         self.mlp = QuickMLP(config)
@@ -62,14 +62,14 @@ class ClipTextConfig(BlockConfig):
 
 
 class ClipText(nn.Module):
-    layers: Sequence[TextLayer]
+    layers: Sequence[ClipLayer]
 
     def __init__(self, config: ClipTextConfig):
         super().__init__()
         size, block = config.hidden_size, config.block(NORM_EPS, "gelu")
         self.embed_tokens = Embedding(config.vocab_size, size)
         self.places = Embedding(config.positions, size)
-        self.layers = nn.ModuleList(TextLayer(block) for _ in range(config.num_layers))  # type: ignore[assignment]
+        self.layers = nn.ModuleList(ClipLayer(block) for _ in range(config.num_layers))  # type: ignore[assignment]
         self.norm = LayerNorm(size, eps=NORM_EPS)
         self.project = Linear(size, config.out_size, bias=False)
 

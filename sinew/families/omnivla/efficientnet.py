@@ -90,8 +90,8 @@ class EfficientNet(nn.Module):
         for stage, width in enumerate(config.widths):
             expand = EXPAND if stage else 1
             blocks.append(Block(before, width, KERNELS[stage], STRIDES[stage], expand, adds=False))
-            for _ in range(DEPTHS[stage] - 1):
-                blocks.append(Block(width, width, KERNELS[stage], 1, expand, adds=True))
+            rest = range(DEPTHS[stage] - 1)
+            blocks += [Block(width, width, KERNELS[stage], 1, expand, adds=True) for _ in rest]
             before = width
         self.blocks = nn.ModuleList(blocks)  # type: ignore[assignment]
         self.head = Conv(before, config.out_channels, 1)
