@@ -252,7 +252,7 @@ def test_a_directory_without_one_of_its_files(golden: Path, tmp_path: Path, file
 @pytest.mark.slow
 @pytest.mark.proves(engine="cpu", precision="int8", family="omnivla")
 def test_low_bits_of_the_large_model(seven: tuple[Policy, Golden], tmp_path: Path) -> None:
-    """The head, as of other families: these random towers and layers carry a rounding of one in a hundred to another path.
+    """The head, as of other families: these random towers and layers turn errors of one in a hundred into other paths.
 
     Two errors apart: the weights', eager against eager, and the products', cpu against eager on the same weights."""
     policy, g = seven

@@ -378,9 +378,12 @@ def film_tensors(own: dict[str, TensorSource]) -> dict[str, TensorSource]:
     return out
 
 
-def factors(part: int, *norm: np.ndarray) -> np.ndarray:
+def factors(
+    part: int, scale: np.ndarray, shift: np.ndarray, mean: np.ndarray, variance: np.ndarray
+) -> np.ndarray:
     """Return what a frozen batch norm multiplies by, or adds: float64 [C, 1, 1]."""
-    return np.reshape(folded(np.ones((len(norm[0]), 1, 1, 1)), *norm, eps=FILM_EPS)[part], (-1, 1, 1))
+    both = folded(np.ones((len(scale), 1, 1, 1)), scale, shift, mean, variance, FILM_EPS)
+    return both[part].reshape(-1, 1, 1)
 
 
 def spec(config: EdgeConfig, file: Path, options: ConvertOptions) -> PolicySpec:

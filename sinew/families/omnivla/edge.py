@@ -298,7 +298,7 @@ class OmniVLAEdge(Regression):
         there = context.there[..., None].to(x.dtype)
         mean = (x * there).sum(dim=1) / there.sum(dim=1)  # [B, C]
         x = F.relu(self.goal_in(torch.cat([mean, context.goal.to(x.dtype)], dim=1)))
-        for layer in self.reduce:
-            x = F.relu(layer(x))
+        for linear in self.reduce:
+            x = F.relu(linear(x))
         steps = self.action_out(x).float().unflatten(1, (-1, POSE))  # [B, H, 4]
         return torch.cat([steps[..., :2].cumsum(dim=1), F.normalize(steps[..., 2:], dim=-1)], dim=-1)

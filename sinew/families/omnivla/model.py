@@ -62,6 +62,7 @@ class OmniVLA(OpenVLAOFT):
 
     config_type = OmniVLAConfig
     config: OmniVLAConfig
+    head: GoalHead
 
     def __init__(self, config: OmniVLAConfig):
         super().__init__(config)
