@@ -36,6 +36,8 @@ FAST = (
 TWICE = [
     ("plan", "evo1-mint"),
     ("cuda", "evo1-mint"),
+    ("plan", "omnivla"),  # as OpenVLA-OFT's, over the same weights
+    ("cuda", "omnivla"),
     ("plan", "diffusion-ddpm"),
     ("onnx", "act-env"),
     ("onnx", "diffusion-ddpm"),
