@@ -568,9 +568,12 @@ class Policy(OpenPolicy):
         return {c.name: np.full((c.height, c.width, 3), 128, np.uint8) for c in self.spec.cameras}
 
     def dummy_observation(self) -> Observation:
-        """A valid observation of the spec's shapes: grey frames, zero state, a short instruction."""
+        """A valid observation of the spec's shapes: grey frames, zero state but for choices, a short instruction."""
         images = dict(self._grey)
         state = np.zeros(self.spec.state.dim, np.float32)
+        for step in self.processor.recipe.state_steps:
+            if step.choices:
+                state[list(step.dims)] = step.choices[0]
         earlier = (Moment(images, state),) * (self.spec.history - 1)
         return Observation(images, state, prompt="pick up the cube", seed=0, earlier=earlier)
 

@@ -4,7 +4,7 @@
 large file is stored compressed (``NAME.xz``) or by rule (tests/rules.py), or partly one and partly the other:
 ``weights.json`` and ``model.safetensors.xz`` give ``model.safetensors``, ``fixture.json`` and
 ``fixture.safetensors.xz`` give ``fixture.safetensors``; rules may lie compressed too. ``checkpoint.json`` gives a file
-of torch's, ``latest-checkpoint.pt``. Everything else is stored as it is.
+of torch's, ``latest-checkpoint.pt``, and so do those of OmniVLA. Everything else is stored as it is.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ RULES = {  # file -> its rules
     "model.safetensors": "weights.json",
     "fixture.safetensors": "fixture.json",
     "latest-checkpoint.pt": "checkpoint.json",
+    "omnivla-edge.pth": "omnivla-edge.json",
+    "action_head--120000_checkpoint.pt": "action_head.json",
+    "pose_projector--120000_checkpoint.pt": "pose_projector.json",
 }
 PACKED = ".xz"
 FILES_GIVEN = ("vlm", "arch", "base")  # of what a conversion is given, those that lie in the case's folder
@@ -108,8 +111,19 @@ def content(path: Path) -> bytes:
             made = rules.build(json.loads(found), stored, lambda name: content(FIXTURES / name))
         except ValueError as error:
             raise ValueError(f"{rule}: {error}") from None
-        return nested(made) if path.suffix == ".pt" else made
+        if path.suffix == ".safetensors":
+            return made
+        return nested(made) if rule.name == "checkpoint.json" else flat(made)
     return path.read_bytes() if stored is None else stored
+
+
+def flat(tensors: bytes) -> bytes:
+    """Return a file of torch's with a safetensors file's tensors under their names."""
+    import torch
+    from safetensors.torch import load
+
+    torch.save(load(tensors), file := io.BytesIO())
+    return file.getvalue()
 
 
 def nested(tensors: bytes) -> bytes:

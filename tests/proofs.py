@@ -42,10 +42,10 @@ COLUMNS = (
 ENGINES = COLUMNS[:5]
 HEAD = """# What is proved of which family
 
-A cell holds the precisions (of engines) or a tick (of wires) for which a test passed with that family's own fixture; a
-star: a slow test alone, which `make test` leaves out. An empty cell is not proved; a wire serves any family, and an
-engine says itself what it refuses. `cuda references` are the kernels' references and the graph's program on a CPU; what
-ran on a GPU is in [gpu.md](gpu.md).
+A cell holds the precisions of an engine, or the wires, for which a test passed with that family's own fixture; a star:
+a slow test alone, which `make test` leaves out. An empty cell is not proved; a wire serves any family, and an engine
+says itself what it refuses. `cuda references` are the kernels' references and the graph's program on a CPU; what ran on
+a GPU is in [gpu.md](gpu.md).
 
 Rendered by `python -m tests.proofs` from `sinew/engine/proofs.json`, which a run of the tests marked `proves` wrote
 and by which `--engine auto` goes.
@@ -128,14 +128,15 @@ def listed(who: list[str]) -> str:
 
 def render(rows: list[list[str]]) -> str:
     """Return the page of recorded claims."""
-    lines = [HEAD, "| family | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    lines = [HEAD, "| family | " + " | ".join((*ENGINES, "wires")) + " |", "|---" * (len(ENGINES) + 2) + "|"]
     for family, shown in NAMES.items():
         cells = []
-        for column in COLUMNS:
+        for column in ENGINES:
             here = [(precision, speed) for f, c, precision, _, speed in rows if (f, c) == (family, column)]
             fast = {precision for precision, speed in here if not speed}
             named = {precision + ("" if precision in fast else "*") for precision, _ in here}
-            cells.append(", ".join(sorted(named)) if column in ENGINES else "✓" if here else "")
+            cells.append(", ".join(sorted(named)))
+        cells.append(", ".join(c for c in COLUMNS[5:] if any(row[:2] == [family, c] for row in rows)))
         lines.append(f"| {shown} | " + " | ".join(cells) + " |")
     lines += ["", "## By which test", "", "| test | proves |", "|---|---|"]
     for test in sorted({row[3] for row in rows}):

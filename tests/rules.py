@@ -78,8 +78,9 @@ def sinusoid(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
 
 
 def cosine(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
-    """Florence-2's positions in time, [positions, width]; X-VLA reads the first alone, which is exactly 0, 1, 0, 1."""
-    count, width = spec["shape"]
+    """Florence-2's positions in time, [positions, width]; X-VLA reads the first alone, which is exactly 0, 1, 0, 1.
+    Those of OmniVLA-edge, too, where numpy's sines are the same to the last bit or two."""
+    count, width = spec["shape"][-2:]
     angles = np.arange(count)[:, None] * np.exp(np.arange(width // 2) * -(math.log(10000) / (width // 2)))
     return waves(angles, angles)
 

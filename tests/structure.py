@@ -42,6 +42,7 @@ WALLS = {
     "families/pi/openpi": set(),
     "presets": {"families/smolvla/random_checkpoint"},
     "families/smolvla/random_checkpoint": set(),
+    "families/omnivla": set(),  # of robots that drive, with layers that no other family has
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
     "eval/learning": set(),

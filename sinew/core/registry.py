@@ -25,6 +25,7 @@ FAMILIES = (
     "pi_fast",
     "gr00t",
     "evo1",
+    "omnivla",  # before the family whose files its own look like
     "openvla",
     "bitvla",
     "cogact",

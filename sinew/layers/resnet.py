@@ -120,8 +120,13 @@ class ResNet(nn.Module):
 
 
 def folded(
-    weight: np.ndarray, scale: np.ndarray, shift: np.ndarray, mean: np.ndarray, variance: np.ndarray
+    weight: np.ndarray,
+    scale: np.ndarray,
+    shift: np.ndarray,
+    mean: np.ndarray,
+    variance: np.ndarray,
+    eps: float = NORM_EPS,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return weight and bias, float64, of a convolution [C', C, k, k] and the frozen batch norm behind it as one."""
-    gain = scale.astype(np.float64) / np.sqrt(variance.astype(np.float64) + NORM_EPS)
+    gain = scale.astype(np.float64) / np.sqrt(variance.astype(np.float64) + eps)
     return weight * gain[:, None, None, None], shift - mean * gain

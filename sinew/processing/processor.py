@@ -257,8 +257,11 @@ class Processor:
         raw = tuple([moment.images[name] for moment in moments for name in names])
         present = len(names) * (spare + len(moments))
         if pixels or padded or any(frame.dtype != np.uint8 for frame in raw):
-            recipes = [self._images[name] for name in names] * len(moments)
-            frames, raw = [prepare_frame(*each) for each in zip(raw, recipes, strict=True)], ()
+            # A picture that moments share, as that of a goal, is prepared once
+            keys = [(id(moment.images[name]), name) for moment in moments for name in names]
+            found = dict(zip(keys, raw, strict=True))
+            made = {key: prepare_frame(frame, self._images[key[1]]) for key, frame in found.items()}
+            frames, raw = [made[key] for key in keys], ()
             frames = frames[: len(names)] * spare + frames
         else:
             frames, raw = [], raw[: len(names)] * spare + raw

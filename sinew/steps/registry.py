@@ -11,6 +11,7 @@ IMAGE = {
     "crop": "sinew.steps.image.crop:Crop",
     "grid": "sinew.steps.image.grid:Grid",
     "letterbox": "sinew.steps.image.letterbox:Letterbox",
+    "scales": "sinew.steps.image.scales:Scales",
 }
 VECTOR = {
     "affine": "sinew.steps.vector.affine:Affine",
@@ -18,6 +19,8 @@ VECTOR = {
     "add_state": "sinew.steps.vector.add_state:AddState",
     "compose_pose": "sinew.steps.vector.compose_pose:ComposePose",
     "threshold": "sinew.steps.vector.threshold:Threshold",
+    "reach": "sinew.steps.vector.reach:Reach",
+    "one_of": "sinew.steps.vector.one_of:OneOf",
 }
 PROMPT = {
     "clean": "sinew.steps.prompt.clean:Clean",
@@ -33,6 +36,7 @@ PROMPT = {
     "suffix": "sinew.steps.prompt.suffix:Suffix",
     "drop": "sinew.steps.prompt.drop:Drop",
     "last": "sinew.steps.prompt.last:Last",
+    "only_for": "sinew.steps.prompt.only_for:OnlyFor",
     "marker": "sinew.steps.prompt.marker:Marker",
 }
 ACTION_TOKENS = {

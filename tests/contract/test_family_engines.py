@@ -31,10 +31,13 @@ FAST = (
     "act-2cam",
     "diffusion-ddim",
     "xvla-ee6d",
+    "omnivla-edge",
 )
 TWICE = [
     ("plan", "evo1-mint"),
     ("cuda", "evo1-mint"),
+    ("plan", "omnivla"),  # as OpenVLA-OFT's, over the same weights
+    ("cuda", "omnivla"),
     ("plan", "diffusion-ddpm"),
     ("onnx", "act-env"),
     ("onnx", "diffusion-ddpm"),
@@ -48,6 +51,8 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **dict.fromkeys(("pi0-2cam", "pi05-2cam"), HEADED),
     "pi0fast-2cam": PACKED,
     "cogact": HEADED,
+    "omnivla": PACKED,
+    "omnivla-edge": {"fold-norms", "pack-qkv"},
     **{case: set() for case in ("act-2cam", "act-env")},
     **{case: {"tabulate-time"} for case in ("diffusion-ddim", "diffusion-ddpm")},
     **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("xvla-ee6d", "xvla-auto")},

@@ -33,6 +33,7 @@ from sinew.steps.image.jpeg import Jpeg
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.image.methods import Method
 from sinew.steps.image.resize import Resize
+from sinew.steps.image.scales import Scales
 from sinew.steps.image.short_side import ShortSide
 from sinew.steps.image.square import Square
 from sinew.steps.prompt.advantage import Advantage
@@ -45,6 +46,7 @@ from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.last import Last
 from sinew.steps.prompt.lower import Lower
 from sinew.steps.prompt.marker import Marker
+from sinew.steps.prompt.only_for import OnlyFor
 from sinew.steps.prompt.state import State
 from sinew.steps.prompt.strip import Strip
 from sinew.steps.prompt.suffix import Suffix
@@ -55,6 +57,8 @@ from sinew.steps.vector.affine import Affine
 from sinew.steps.vector.base import VectorStep, apply_steps, turn_back
 from sinew.steps.vector.compose_pose import ComposePose
 from sinew.steps.vector.linear_to_angle import LinearToAngle
+from sinew.steps.vector.one_of import OneOf
+from sinew.steps.vector.reach import Reach
 from sinew.steps.vector.threshold import Threshold
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,6 +197,16 @@ IMAGES = {
         "letterbox to 24x20, pil_bilinear, bars center = 0",
         on_host="",
     ),
+    "scales": Frame(
+        Scales((24, 10)),
+        None,
+        (34, 24),
+        "pil_bicubic to 24x24 and 10x10",
+        {
+            "none": ({"sides": ()}, "sides: expected one or more, got none"),
+            "no side": ({"sides": (24, 0)}, "sides: expected 1 to 8192, got 0"),
+        },
+    ),
 }
 
 
@@ -219,6 +233,11 @@ def by_pillow(step: ImageStep) -> np.ndarray:
     from PIL import Image as Pillow
 
     picture = Pillow.fromarray(FRAME)
+    if isinstance(step, Scales):
+        made = np.zeros((34, 24, 3), np.uint8)
+        made[:24] = np.asarray(picture.resize((24, 24), Pillow.Resampling.BICUBIC))
+        made[24:, :10] = np.asarray(picture.resize((10, 10), Pillow.Resampling.BICUBIC))
+        return made
     if isinstance(step, Resize):
         return np.asarray(picture.resize((20, 24), Pillow.Resampling.BICUBIC))
     black = np.zeros((24, 20, 3), np.uint8)
@@ -318,6 +337,26 @@ VECTORS = {
         False,
         {"inf": ({"above": float("inf")}, "above: expected a finite number, got inf")},
     ),
+    "reach": Vector(
+        Reach((2, 5), 4.0),  # within which all of ROWS lie
+        digest(ROWS),
+        "2, 5 within 4",
+        monotone=False,
+        refused={
+            "none": ({"radius": 0.0}, "radius: expected a distance above 0, got 0"),
+            "nan": ({"radius": float("nan")}, "radius: expected a finite number, got nan"),
+        },
+    ),
+    "one_of": Vector(
+        OneOf((3,), tuple(sorted({*ROWS[:, 3].tolist(), -0.5, 0.5})), words=tuple("abcdef")),
+        digest(ROWS),
+        f"3 one of {', '.join(f'{v:g} {w}' for v, w in zip(sorted({*ROWS[:, 3], -0.5, 0.5}), 'abcdef', strict=True))}",
+        monotone=False,
+        refused={
+            "none": ({"values": (), "words": ()}, "values: expected one or more, all different"),
+            "words": ({"words": ("a",)}, "words: expected 6, one for each value, got 1"),
+        },
+    ),
 }
 
 
@@ -353,8 +392,8 @@ def test_the_ends_of_a_range_stay_ends_where_a_step_says_so(vector: Vector) -> N
     else:
         low, high = np.full((1, 10), -0.5), np.full((1, 10), 0.5)
     ends = [apply_steps(end, (vector.step,), STATE) for end in (low, high)]
-    inside = apply_steps(low + (high - low) * np.linspace(0, 1, 9)[:, None], (vector.step,), STATE)
     if vector.monotone:
+        inside = apply_steps(low + (high - low) * np.linspace(0, 1, 9)[:, None], (vector.step,), STATE)
         assert (inside >= np.minimum(*ends) - 1e-12).all()
         assert (inside <= np.maximum(*ends) + 1e-12).all()
 
@@ -367,6 +406,19 @@ def test_what_a_step_reads_is_of_the_state(vector: Vector) -> None:
             apply_steps(ROWS, (step,))
     else:
         assert np.array_equal(apply_steps(ROWS, (step,)), apply_steps(ROWS, (step,), STATE))
+
+
+def test_a_place_beyond_reach_comes_nearer_straight() -> None:
+    made = apply_steps(np.array([[3.0, 7.0, -4.0], [0.3, 7.0, 0.4]]), (Reach((0, 2), 2.5),))
+    np.testing.assert_allclose(made, [[1.5, 7.0, -2.0], [0.3, 7.0, 0.4]], rtol=0, atol=1e-15)
+
+
+def test_a_choice_that_is_none_is_named() -> None:
+    step = OneOf((1,), (4.0, 7.0), ("pose", "language"))
+    with pytest.raises(ObservationError, match=r"state\[1\]: expected one of 4 pose, 7 language, got 5"):
+        apply_steps(np.array([0.0, 5.0]), (step,))
+    assert step.choices == (4.0, 7.0)
+    assert Affine((0,)).choices == ()
 
 
 # ----------------------------------------------------------------------------- prompts
@@ -415,6 +467,19 @@ PROMPTS = {
             "no words": ({"words": (("good", ""),)}, "words: good: expected 1 to 64 characters, got 0"),
             "usual": ({"usual": "best"}, "usual: expected one of good, bad, or none, got 'best'"),
         },
+    ),
+    "only_for": Said(
+        OnlyFor(1, (7.0, 8.0), "Nothing is said."),
+        "where the state's number 1 is 7 or 8, else 'Nothing is said.'",
+        text="Nothing is said.",
+        refused={
+            "no value": ({"values": ()}, "values: expected one or more, got none"),
+            "no text": ({"text": ""}, "text: expected 1 to 16384 characters, got 0"),
+            "no number": ({"dim": -1}, "dim: expected a number of the state, got -1"),
+        },
+    ),
+    "only_for what is there": Said(
+        OnlyFor(1, (-1.5,), "Nothing is said."), "where the state's number 1 is -1.5, else 'Nothing is said.'"
     ),
     "advantage in the text": Said(
         Advantage(WORDS, "bad", "text"),

@@ -38,7 +38,7 @@ CASES = (
     *("smolvla-2cam", "smolvla-3cam-padded", "pi0-2cam", "pi05-2cam", "pi05-mem", "pi0fast-2cam"),
     *("groot-n17", "groot-n16", "groot-n15"),
     *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
-    "cogact",
+    *("cogact", "omnivla", "omnivla-edge"),
     *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
 )
 LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # a third of the time of all
@@ -85,6 +85,8 @@ def observation(case: str, g: Golden) -> Observation:
         return diffusion_observation(g)
     if case == "pi05-mem":
         return memory_observation(g)
+    if case == "omnivla-edge":
+        return navigation_observation(g)
     given = {
         "images": {name.removeprefix("observation.images."): g.numpy(f"frame.{name}") for name in g.cameras},
         "state": np.concatenate([np.zeros(0, np.float32), *(g.numpy(n) for n in STATES if n in g.tensors)]),
@@ -133,6 +135,19 @@ def memory_observation(g: Golden, step: int = 5, moments: int = 3, stride: int =
     )
     task, noise = g.metadata["task"], g.numpy("noise")[0]
     return Observation(newest.images, newest.state, prompt=task, noise=noise, earlier=tuple(earlier))
+
+
+def navigation_observation(g: Golden, goal: int | None = None) -> Observation:
+    """Return OmniVLA-edge's: a frame of each moment, the pictures of the goal with all of them. goal: its number."""
+    named = [name.partition(".") for name in g.cameras]
+    still = {name: g.numpy(f"frame.{name}") for name, dot, _ in named if not dot}
+    state = g.numpy("state_raw").copy()
+    if goal is not None:
+        state[-1] = goal
+    *earlier, newest = (
+        Moment({"current": g.numpy(f"frame.{name}.{at}"), **still}, state) for name, dot, at in named if dot
+    )
+    return Observation(newest.images, newest.state, prompt=g.metadata["task"], earlier=tuple(earlier))
 
 
 def evo1_observation(g: Golden, **changes: Any) -> Observation:
@@ -487,7 +502,12 @@ def xvla(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[St
 def prismatic(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
-    yield Stage("vit_features", run(model.vision.features, pixels[0]), g["vit_features"])
+    features = run(model.vision.features, pixels[0]).flatten(0, 1)
+    stored = g["vit_features"].reshape(-1, features.shape[1])
+    first = (
+        len(features) - len(stored)
+    ) // 2  # where not all are stored, those in the middle are: of two views
+    yield Stage("vit_features", features[first : first + len(stored)], stored)
     image_tokens = run(model.embed_images, pixels)
     yield Stage("image_tokens", image_tokens[0], g["image_tokens"])
     if "proprio_token" in g.tensors:
@@ -539,6 +559,56 @@ def cogact(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[
     yield Stage("chunk_normalized", chunk, g["chunk_normalized"])
 
 
+def poses(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    """Of the patches, the last of the first view and the first of the second are stored; of the language model, the
+    rows of actions."""
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    yield Stage("pixel_rows", pixels[0].flatten(0, 1)[:, 100:102], g["pixel_rows"])
+    yield Stage(
+        "vit_features", run(model.vision.features, pixels[0]).flatten(0, 1)[248:264], g["vit_features"]
+    )
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage("image_tokens", image_tokens[0].flatten(0, 1)[248:264], g["image_tokens"])
+    with Outputs([model.state_proj, *model.language.layers]) as outputs:
+        context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    yield Stage("pose_row", outputs[0], g["pose_row"])
+    rows = context.hidden.numel() // model.config.language.hidden_size
+    for index, output in enumerate(outputs[1:-1]):
+        yield Stage(f"lm_layer.{index}", output[0, -rows - 2 : -2], g[f"lm_layer.{index}"])
+    yield Stage("action_hidden", context.hidden, g["action_hidden"])
+    yield Stage("chunk_normalized", run(model.regress, context), g["chunk_normalized"])
+
+
+def navigation(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    """Of the pictures, rows are stored, and of the first map that words change each ninth place."""
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    large, side = model.config.large_side, model.config.side
+    newest = pixels[0, -len(model.config.cameras)]
+    yield Stage("pixel_rows.large", newest[:, 100:102], g["pixel_rows.large"])
+    yield Stage("pixel_rows.small", newest[:, large + 40 : large + 43, :side], g["pixel_rows.small"])
+    yield Stage("text", run(model.language, tokens, mask), g["text"])
+    with Outputs([model.frame_proj, model.satellite_proj, model.image_proj]) as outputs:
+        image_tokens = run(model.embed_images, pixels)
+    for name, output in zip(("frame_rows", "satellite_row", "image_row"), outputs, strict=True):
+        yield Stage(name, output, g[name])
+    with Outputs(
+        [model.pose_proj, model.vision.film.blocks[0], model.vision.film, model.language_proj]
+    ) as outputs:
+        context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    outputs[1] = outputs[1][0, :, ::9, ::9]
+    names = ("pose_row", "film_block.0", "film_features", "language_row")
+    for name, output in zip(names, outputs, strict=True):
+        yield Stage(name, output, g[name])
+    with Outputs([*model.layers, model.reduce[-1]]) as outputs:
+        chunk = run(model.regress, context)
+    for index, output in enumerate(outputs[:-1]):
+        yield Stage(f"layer.{index}", output, g[f"layer.{index}"])
+    yield Stage("reduced", outputs[-1].relu(), g["reduced"])
+    yield Stage("chunk_normalized", chunk, g["chunk_normalized"])
+
+
 # ----------------------------------------------------------------------------- pi0-FAST, and others that speak
 
 
@@ -578,6 +648,8 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "vla-adapter": prismatic,
     "bitvla": prismatic,
     "cogact": cogact,
+    "omnivla-edge": navigation,
+    "omnivla": poses,
     "act": act,
     "diffusion": diffusion,
     "xvla": xvla,

@@ -29,7 +29,12 @@ ONE_OF_EACH = [case for case in CASES if case not in ("smolvla-3cam-padded", "ev
 def in_turn(first: int) -> pytest.MarkDecorator:
     """Parametrize a test by the cases; every second one from ``first`` on is slow, so that nearly each case has
     two of the four errors in `make test`."""
-    slow = (*ONE_OF_EACH[first::2], *LARGE, "cogact")  # whose eyes and language model are OpenVLA's
+    slow = (
+        *ONE_OF_EACH[first::2],
+        *LARGE,
+        "cogact",
+        "omnivla",
+    )  # whose eyes and language model are OpenVLA's
     params = [pytest.param(case, marks=[pytest.mark.slow] * (case in slow)) for case in ONE_OF_EACH]
     return pytest.mark.parametrize("case", params)
 
@@ -44,6 +49,8 @@ STAGES = {
         "feature_map",
         "backbone.layer",
         "backbone.maxpool",
+        "frame_rows",
+        "film_block",
     ),
     "language": (
         "kv",
@@ -56,6 +63,7 @@ STAGES = {
         "step_",
         "encoder_layer",
         "vlm_features",
+        "text",
     ),
     "head": (
         "v_t",
@@ -70,6 +78,7 @@ STAGES = {
         "unet_step0",
         "step0",
         "model_output",
+        "layer",
     ),
 }
 

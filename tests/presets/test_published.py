@@ -40,6 +40,8 @@ BILLIONS = {
     "gr00t-n1.5": 2.09,
     "gr00t-n1.6": 2.65,
     "openvla": 7.50,
+    "omnivla": 7.49,
+    "omnivla-edge": 0.1536,  # 90.2 of upstream's 108.3 million, which are read, and CLIP's 63.4
     "pi0-fast": 3.45,
     "vla-adapter": 1.39,
     "vla-jepa": 2.28,

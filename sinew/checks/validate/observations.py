@@ -37,6 +37,9 @@ def _random_moment(policy: Policy, rng: np.random.Generator) -> Moment:
     state = policy.processor.state_normalizer.unnormalize(
         rng.standard_normal(policy.processor.state_normalizer.width)
     )
+    for step in policy.processor.recipe.state_steps:
+        if step.choices:
+            state[list(step.dims)] = rng.choice(step.choices)
     return Moment(images, np.asarray(state, np.float32))
 
 

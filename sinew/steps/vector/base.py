@@ -31,6 +31,11 @@ class VectorStep(Step):
         return True
 
     @property
+    def choices(self) -> tuple[float, ...]:
+        """Return the only values that the step takes; () where it takes any."""
+        return ()
+
+    @property
     def no_inverse(self) -> str:
         """Return why the step cannot be turned back; "" where :meth:`inverse` does it."""
         return ""

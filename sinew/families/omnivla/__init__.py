@@ -1,0 +1,11 @@
+"""OmniVLA and OmniVLA-edge (Hirose et al. 2025, arXiv 2509.19480): navigation policies whose goal is a picture, a pose,
+a satellite picture, words, or several of them."""
+
+from sinew.core.registry import Family
+
+FAMILY = Family(
+    models={"omnivla": "model:OmniVLA", "omnivla_edge": "edge:OmniVLAEdge"},
+    backbones={"omnivla": "Llama 2 7B, DINOv2, SigLIP", "omnivla_edge": "EfficientNet-B0, CLIP ViT-B/32"},
+    converters=("convert", "convert_edge"),
+    base="openvla",
+)

@@ -1,0 +1,84 @@
+"""CLIP's text encoder (Radford et al. 2021, arXiv 2103.00020): a causal transformer, one row of which is the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sinew.layers.attention import attend, block_mask
+from sinew.layers.fold_sites import FoldSite
+from sinew.layers.linear import Embedding, Linear
+from sinew.layers.norm import LayerNorm
+from sinew.layers.vit import BlockConfig, ViTConfig, ViTLayer, ViTMLP
+
+NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
+
+
+class MaskedLayer(ViTLayer):
+    """A tower's block whose rows see what a mask lets them see."""
+
+    def fold_sites(self) -> list[FoldSite]:
+        return super().fold_sites()
+
+    def see(self, x: Tensor, mask: Tensor) -> Tensor:  # [B, L, C], bool [B, L, L] -> [B, L, C]
+        q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in self.attn.project(x))
+        return self.attn.o_proj(attend(q, k, v, mask))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + self.see(self.norm1(x), mask)
+        return x + self.mlp(self.norm2(x))
+
+
+class QuickMLP(ViTMLP):
+    """With ``x * sigmoid(1.702 x)`` in the place of GELU (Hendrycks and Gimpel 2016), as OpenAI's weights want it."""
+
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return (self.fc1,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        return self.fc2(h * torch.sigmoid(1.702 * h))
+
+
+class ClipLayer(MaskedLayer):
+    def __init__(self, config: ViTConfig):
+        super().__init__(config)
+        self.mlp = QuickMLP(config)
+
+    def fold_sites(self) -> list[FoldSite]:
+        return super().fold_sites()
+
+
+@dataclass(frozen=True)
+class ClipTextConfig(BlockConfig):
+    """``positions``: of the longest text. ``vocab_size``: rows of the table of tokens. ``out_size``: of a text."""
+
+    positions: int
+    vocab_size: int
+    out_size: int
+
+
+class ClipText(nn.Module):
+    layers: Sequence[ClipLayer]
+
+    def __init__(self, config: ClipTextConfig):
+        super().__init__()
+        size, block = config.hidden_size, config.block(NORM_EPS, "gelu")
+        self.embed_tokens = Embedding(config.vocab_size, size)
+        self.places = Embedding(config.positions, size)
+        self.layers = nn.ModuleList(ClipLayer(block) for _ in range(config.num_layers))  # type: ignore[assignment]
+        self.norm = LayerNorm(size, eps=NORM_EPS)
+        self.project = Linear(size, config.out_size, bias=False)
+
+    def forward(self, tokens: Tensor, token_mask: Tensor) -> Tensor:
+        """tokens: int64 [B, L]; token_mask: bool [B, L], padding behind -> the text, [B, out_size]."""
+        positions = (token_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        x = self.embed_tokens(tokens) + self.places(positions)
+        mask = block_mask(token_mask, torch.ones_like(token_mask))
+        for layer in self.layers:
+            x = layer(x, mask)
+        last = (token_mask.sum(dim=1) - 1)[:, None, None].expand(-1, 1, x.shape[2])
+        return self.project(self.norm(x.gather(1, last)[:, 0]))

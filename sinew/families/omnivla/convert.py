@@ -1,0 +1,136 @@
+"""OmniVLA's directories -> bundles: OpenVLA's files, with a head and a projector of poses in files of torch's.
+
+Source: NHirose/OmniVLA (inference/run_omnivla.py, prismatic/extern/hf/, prismatic/models/action_heads.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.schema import Normalization, Processing, PromptRecipe
+from sinew.convert.conversion import Conversion
+from sinew.convert.options import ConvertOptions
+from sinew.convert.read.files import directory_config, named
+from sinew.convert.tensors import apply, constant
+from sinew.convert.tokenizer_files import find_tokenizer
+from sinew.core import CameraSpec, ConvertError, PolicySpec
+from sinew.families.omnivla import robot
+from sinew.families.omnivla.goals import GOALS, POSE, table
+from sinew.families.omnivla.model import OmniVLAConfig
+from sinew.families.openvla import convert as openvla
+from sinew.families.openvla.prismatic import (
+    BLOCKS,
+    ENDS,
+    LANGUAGE,
+    PROJECTOR,
+    STATE,
+    PrismaticCheckpoint,
+    towers,
+)
+from sinew.models.solvers import SINGLE
+from sinew.steps.image.resize import Resize
+from sinew.steps.prompt.only_for import OnlyFor
+
+NAMES = ("omnivla",)
+OPTIONS = ("tokenizer",)
+SETTINGS = robot.SETTINGS
+CLASS = "OpenVLAForActionPrediction_MMNv1"
+KNOWN = tuple(
+    n for n, goal in enumerate(GOALS) if "satellite" not in goal
+)  # upstream's runner gives no such picture
+SPOKEN = tuple(float(n) for n, goal in enumerate(GOALS) if "language" in goal)
+SILENT = "In: No language instruction\nOut:"
+CAMERAS = ("current", "goal")
+CHUNK = 8  # prismatic/vla/constants.py
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a directory of OpenVLA's with a projector of poses, or whose config names OmniVLA's class."""
+    config = directory_config(path)
+    if config.get("model_type") != "openvla":
+        return False
+    return config.get("architectures") == [CLASS] or any(path.glob("pose_projector--*.pt"))
+
+
+def read(path: Path, options: ConvertOptions) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    checkpoint = PrismaticCheckpoint(path, options)
+    head, pose = checkpoint.part("action_head"), checkpoint.part("pose_projector")
+    pose = pose or checkpoint.part("proprio_projector")  # as the first of them were called
+    for what, part in (("action_head", head), ("pose_projector", pose)):
+        if not part:
+            raise ConvertError(
+                f"{path}: no {what}--*_checkpoint.pt beside the weights; it belongs to the checkpoint"
+            )
+    text = checkpoint.text_config(openvla.TEXT)
+    vision, rules, dead = towers(checkpoint)
+    tokenizer = find_tokenizer(options, path, whose="the checkpoint's")
+    with named(checkpoint.config.path):
+        config = OmniVLAConfig(
+            vision=vision,
+            projector=(4 * sum(tower.hidden_size for tower in vision), text["hidden_size"]),
+            language=openvla.decoder(text),
+            vocab_size=text["vocab_size"],
+            chunk_size=CHUNK,
+            max_action_dim=POSE,
+            max_state_dim=POSE + 1,
+            stop_token=tokenizer.token_id("</s>"),
+        )
+    state, state_steps = robot.state(KNOWN, True, options)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint.config["pad_token_id"]
+    prompt = openvla.openvla_prompt(tokenizer)
+    whole = openvla.image_recipe(checkpoint)
+    image = ImageRecipe(
+        whole.height,
+        whole.width,
+        (Resize(whole.height, whole.width, "pil_bicubic"),),
+        whole.mean,
+        whole.std,
+    )
+    weights = checkpoint.tensors | head | pose
+    reads = constant("reads", np.array(table(range(len(GOALS))), np.float32))
+    return Conversion(
+        format="omnivla",
+        config=config,
+        spec=PolicySpec(
+            architecture="omnivla",
+            name=checkpoint.name,
+            cameras=tuple(CameraSpec(name, *robot.FRAME) for name in CAMERAS),
+            state=state,
+            action=robot.ACTION,
+            chunk_size=CHUNK,
+            noise_dim=0,
+            solver_steps=1,
+            max_prompt_tokens=openvla.MAX_TOKENS,
+            solver=SINGLE,
+            control_hz=robot.HZ,
+            n_action_steps=1,
+        ),
+        processing=Processing(
+            image=image,
+            prompt=PromptRecipe(
+                max_tokens=openvla.MAX_TOKENS,
+                vocab_size=config.vocab_size,
+                pad_token_id=pad,
+                steps=(*prompt[:-1], OnlyFor(POSE, SPOKEN, SILENT), prompt[-1]),
+            ),
+            state=Normalization("identity"),
+            action=Normalization("identity"),
+            state_steps=state_steps,
+            action_steps=robot.path_steps(options),
+            padded_state_dim=POSE + 1,
+            padded_action_dim=POSE,
+            all_cameras=True,
+        ),
+        tokenizer=tokenizer.text,
+        tensors=apply(weights, [*rules, *LANGUAGE, *PROJECTOR, *ENDS, *BLOCKS, *STATE]) | {"reads": reads},
+        dead=(*dead, "language_model.lm_head."),
+        sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
+        notes=(
+            *robot.notes(KNOWN, True, options),
+            "goals of satellite pictures are refused, as upstream's runner gives its model none",
+        ),
+    )

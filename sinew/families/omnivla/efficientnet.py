@@ -1,0 +1,105 @@
+"""EfficientNet (Tan and Le 2019, arXiv 1905.11946) of the plan B0, up to the mean of its last feature map.
+
+Batch norms are affine once they are trained, so a converter folds each into the convolution before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.resnet import STRIDE, Conv
+from sinew.layers.sizes import check_sizes
+
+DEPTHS = (1, 2, 2, 3, 3, 4, 1)  # blocks of each stage; table 1 of the paper
+KERNELS = (3, 3, 5, 3, 5, 5, 3)
+STRIDES = (1, 2, 2, 2, 1, 2, 1)  # of a stage's first block
+EXPAND = 6  # channels inside a block for each that comes in; as many as come in the first stage
+SQUEEZE = 4  # channels that come in for each of the gate
+NORM_EPS = 1e-3  # of the norms that are folded
+
+
+@dataclass(frozen=True)
+class EfficientNetConfig:
+    """``stem``: channels of the first convolution. ``widths``: of each stage. ``out_channels``: of the features."""
+
+    stem: int
+    widths: tuple[int, ...]
+    out_channels: int
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if len(self.widths) != len(DEPTHS):
+            raise ValueError(
+                f"widths: expected {len(DEPTHS)} numbers, one for each stage, got {len(self.widths)}"
+            )
+
+    @staticmethod
+    def grid(height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of the last feature map of a picture of this size."""
+        return -(-height // STRIDE), -(-width // STRIDE)
+
+
+class SameConv(Conv):
+    """A convolution that pads as TensorFlow's "SAME" does for sides which its stride divides."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1):
+        super().__init__(in_channels, out_channels, kernel, stride, groups=groups)
+        before = (kernel - stride) // 2
+        self.sides = (before, kernel - stride - before) * 2
+        self.padding = (0, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, self.sides))
+
+
+class Block(nn.Module):
+    """An inverted bottleneck with a gate for each channel (squeeze and excitation, Hu et al. 2018)."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel: int, stride: int, expand: int, adds: bool
+    ):
+        super().__init__()
+        inner = in_channels * expand
+        self.adds = adds
+        self.expand: nn.Module | None = Conv(in_channels, inner, 1) if expand > 1 else None
+        self.depthwise = SameConv(inner, inner, kernel, stride, groups=inner)
+        self.squeeze = Conv(inner, max(1, in_channels // SQUEEZE), 1)
+        self.excite = Conv(max(1, in_channels // SQUEEZE), inner, 1)
+        self.project = Conv(inner, out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, C, h, w] -> [B, C', h / stride, w / stride]
+        y = x if self.expand is None else F.silu(self.expand(x))
+        y = F.silu(self.depthwise(y))
+        gate = self.excite(F.silu(self.squeeze(y.mean(dim=(2, 3), keepdim=True))))
+        y = self.project(y * torch.sigmoid(gate))
+        return x + y if self.adds else y
+
+
+class EfficientNet(nn.Module):
+    blocks: Sequence[Block]
+
+    def __init__(self, config: EfficientNetConfig, in_channels: int = 3):
+        super().__init__()
+        self.stem = SameConv(in_channels, config.stem, 3, 2)
+        blocks, before = [], config.stem
+        for stage, width in enumerate(config.widths):
+            expand = EXPAND if stage else 1
+            blocks.append(Block(before, width, KERNELS[stage], STRIDES[stage], expand, adds=False))
+            rest = range(DEPTHS[stage] - 1)
+            blocks += [Block(width, width, KERNELS[stage], 1, expand, adds=True) for _ in rest]
+            before = width
+        self.blocks = nn.ModuleList(blocks)  # type: ignore[assignment]
+        self.head = Conv(before, config.out_channels, 1)
+
+    def forward(
+        self, pixels: Tensor
+    ) -> Tensor:  # [B, in_channels, h, w], multiples of 32 -> [B, out_channels]
+        x = F.silu(self.stem(pixels))
+        for block in self.blocks:
+            x = block(x)
+        return F.silu(self.head(x)).mean(dim=(2, 3))

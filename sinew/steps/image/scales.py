@@ -1,0 +1,52 @@
+"""A frame in several sizes at once, for models that see it twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sinew.core import MAX_SIZE
+from sinew.steps.base import within
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.methods import Method, resize, takes
+
+
+@dataclass(frozen=True)
+class Scales(ImageStep):
+    """To a square of each of ``sides`` by ``method``, one below another, black beside those that are narrower."""
+
+    sides: tuple[int, ...]
+    method: Method = "pil_bicubic"
+    kind: Literal["scales"] = field(default="scales", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        if not self.sides:
+            yield "sides: expected one or more, got none"
+        for side in self.sides:
+            yield from within("sides", side, 1, MAX_SIZE)
+        yield from within("sides", sum(self.sides), 0, MAX_SIZE)
+
+    @property
+    def takes(self) -> Literal["bytes", "floats"]:
+        return takes(self.method)
+
+    @property
+    def fixed(self) -> tuple[int, int]:
+        return sum(self.sides), max(self.sides)
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        return max(self.sides), max(self.sides)
+
+    def forward(self, frame: np.ndarray) -> np.ndarray:
+        made = np.zeros((*self.fixed, 3), frame.dtype)
+        top = 0
+        for side in self.sides:
+            made[top : top + side, :side] = resize(frame, side, side, self.method)
+            top += side
+        return made
+
+    def __str__(self) -> str:
+        return f"{self.method} to {' and '.join(f'{side}x{side}' for side in self.sides)}"
