@@ -22,7 +22,7 @@ from sinew_client.control.end_effector import (
     numbers_of,
 )
 from sinew_client.control.kinematics import read_chain
-from sinew_client.control.robots import Dry, command_names, find_class, open_class, open_lerobot, ordered
+from sinew_client.control.robots import Dry, find_class, joint_names, open_class, open_lerobot, ordered
 from sinew_client.errors import Refused
 from sinew_client.signals import handled
 
@@ -183,7 +183,11 @@ class RobotFlags:
         dim, prompt = int(policy["action"]["dim"]), choose_prompt(self.prompt, instruction, policy)
         found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
         own, posed = policy["action"].get("names"), isinstance(machine, EndEffector)
-        names = own or ([] if posed else command_names(machine))  # joints are no numbers of a pose
+        known = {  # joints are no numbers of a pose
+            part: list(policy[part].get("names") or (() if posed else joint_names(machine, part)))
+            for part in ("state", "action")
+        }
+        names = known["action"]
         if found is not None:
             found = found.ordered(names, str(self.limits))
         if not (posed or hasattr(machine, "finished") or isinstance(machine, Dry)):  # it may break something
@@ -191,7 +195,7 @@ class RobotFlags:
                 terminal.say(f"joints {', '.join(names)}: in the robot's order, as the policy names none")
             if free := ", ".join((found or Limits.parse({"names": names}, dim)).unpaced()):
                 terminal.say(f"limits: nothing bounds the speed of {free}; --limits FILE with velocity does")
-        return Driven(machine, prompt, float(rate), dim, None if found is None else found.to_dict())
+        return Driven(machine, prompt, float(rate), dim, None if found is None else found.to_dict(), known)
 
     def follow(
         self, stack: ExitStack, loop: Loop, robot: Driven, settings: Settings, target: str, **said: Any
@@ -223,13 +227,15 @@ ROBOT = RobotFlags()
 
 @dataclass(frozen=True)
 class Driven:
-    """A robot that is open: its first instruction, its rate in Hz, the numbers of a command and their limits."""
+    """A robot that is open: its first instruction, its rate in Hz, the numbers of a command and their limits, and what
+    the numbers of its ``state`` and ``action`` are called, [] where nobody says it."""
 
     machine: Any
     prompt: str
     rate: float
     dim: int
     limits: dict[str, Any] | None
+    names: dict[str, list[str]]
 
 
 def drive(loop: Loop, robot: Driven, policy: dict[str, Any], ticks: int | None) -> None:
