@@ -31,6 +31,7 @@ from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
 from sinew.core import SinewError
 from sinew.core.hints import pairs
+from sinew.core.registry import place_of
 from sinew.eval.report.stats import wilson
 
 Opened = tuple[Any, str, "float | None"]
@@ -43,8 +44,8 @@ class RobotFlags:
 
     Attributes:
         robot: dry (no hardware), blocks, pen or egg (embedded tasks), gym:ENV, module:Class (methods observe, act,
-            hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first) or
-            lerobot:TYPE (two with a plus for two arms).
+            hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first), the
+            name that an installed package gives its own, or lerobot:TYPE (two with a plus for two arms).
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         rename: NEW=CAMERA, repeatable: the policy's CAMERA is called NEW by your robot, as front=camera1.
         rename_joint: NEW=JOINT, repeatable: the same of joints, where robot and policy call them otherwise. Where both
@@ -98,7 +99,7 @@ class RobotFlags:
         places = _of_policy(
             "--rename-joint", "joint", pairs("--rename-joint", "NEW=JOINT", self.rename_joint)
         )
-        text = EMBEDDED.get(self.robot, self.robot)
+        text = EMBEDDED.get(self.robot) or place_of(GROUP, self.robot)
         kind, _, rest = text.partition(":")
         if self.kinematics is not None:
             return self._posed(text, self.kinematics, places, substeps)
@@ -269,7 +270,8 @@ def _elsewhere(error: Exception) -> str:
     return ""
 
 
-EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}
+EMBEDDED = {"dry": "dry"} | {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}
+GROUP = "sinew.robots"  # entry points of other distributions: name -> "module:Class"
 
 
 def _simulated(
