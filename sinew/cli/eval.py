@@ -84,8 +84,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     Args:
         target: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub, the address of a
             server (tcp://host:port), or `expert`.
-        env: gymnasium id, module:Class or the name that an installed package gives its own; if absent, the embedded task
-            whose observations the policy takes. Those of suites run in an interpreter of their own.
+        env: gymnasium id, module:Class or the name that an installed package gives its own; if absent, the embedded
+            task whose observations the policy takes. Those of suites run in an interpreter of their own.
         suite: all tasks of a benchmark: libero, libero_spatial, metaworld_mt50, aloha ... (docs/eval-suites.md).
         setup: make the interpreter of a simulator and do nothing else: aloha, pusht, metaworld, libero.
         interpreter: a Python with the environment in it, instead of what --setup makes.
