@@ -75,6 +75,14 @@ def test_a_policy_is_recorded_and_its_recording_answers_the_same(
             recorded.infer({**SEEN, "images": {**FRAMES, "camera1": buffer}})
             assert not buffer.any()
         policy.check(SEEN)  # which was given stays open
+        asked = [{**SEEN, "seed": 1}, {**SEEN, "state": STATE[:2]}, {**SEEN, "seed": 2}]
+        first, wrong, second = policy.infer_all(asked)
+        assert isinstance(wrong, SinewError)
+        assert "state: expected" in str(wrong)
+        for chunk, alone in ((first, policy.infer(asked[0])), (second, policy.infer(asked[2]))):
+            np.testing.assert_allclose(chunk.actions, alone.actions, rtol=0, atol=1e-5)
+        with pytest.raises(SinewError, match=r"a mapping \(infer_all takes several\), got list"):
+            policy.infer(asked)
         table = policy._repr_html_()
         assert "<tr><th>engine</th><td>eager: " in table
         assert all(name in table for name in FRAMES)
