@@ -12,6 +12,7 @@ FOLDER = "reference"
 # Module -> what is said of it, and its names; those of its ``__all__`` where none are given.
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "sinew": ("A policy in this process, and what is done with one.", ()),
+    "sinew.convert": ("A checkpoint becomes a bundle.", ("convert",)),
     "sinew_client": ("The robot's side: Python 3.8 or newer, no torch.", ()),
     "sinew_client.aio": ("The same for asyncio.", ("AsyncClient",)),
     "sinew_client.control": (
@@ -124,7 +125,12 @@ def _python() -> str:
     lines = ["# Python", ""]
     for module, (text, chosen) in MODULES.items():
         lines += [f"## {module}", "", text, ""]
-        names = chosen or [each for each in import_module(module).__all__ if not each.startswith("__")]
+        found = import_module(module)
+        names = chosen or [
+            each
+            for each in found.__all__
+            if not (each.startswith("__") or inspect.ismodule(getattr(found, each)))
+        ]
         lines += [line for name in names for line in (f"::: {module}.{name}", "")]
     lines += ["## To add to Sinew", ""]
     for name, text in EXTENSIONS.items():

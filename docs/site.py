@@ -20,6 +20,8 @@ PLAIN = {"", ".sh", ".service"}  # shown as text rather than downloaded
 sys.path.insert(0, str(Path(__file__).parent))
 import reference  # noqa: E402 - beside this file, which mkdocs loads by its path
 
+EMPTY = re.compile(r"<th([^>]*)></th>")
+DIALOG = 'data-md-component="search" role="dialog"'
 # Roles of docstrings, as Sphinx writes them: here they are code.
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):(?=<code>|`)")
 
@@ -31,8 +33,13 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Take the roles from docstrings."""
-    return ROLE.sub("", html)
+    """Take the roles from docstrings, and make headings of tables that say nothing plain cells."""
+    return EMPTY.sub(r"<td\1></td>", ROLE.sub("", html))
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Name the theme's dialog of the search, for those who hear the page."""
+    return output.replace(DIALOG, f'{DIALOG} aria-label="Search"')
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinew_client.policy import connect
 
+    from sinew import convert
     from sinew.eval.learning.exploration import Exploration
     from sinew.eval.learning.rollouts import RolloutPolicy, RolloutSample
     from sinew.eval.quantize.quantization import Quantized, quantize
@@ -39,6 +40,7 @@ _LATER = {
     "RolloutSample": "sinew.eval.learning.rollouts",
     "Server": "sinew.serve.wires.server",
     "connect": "sinew_client.policy",
+    "convert": "",  # a package, whose function has its name
     "evaluate": "sinew.eval.report.evaluation",
     "load": "sinew.policy",
     "quantize": "sinew.eval.quantize.quantization",
@@ -56,6 +58,7 @@ __all__ = [
     "Server",
     "__version__",
     "connect",
+    "convert",
     "evaluate",
     "load",
     "quantize",
@@ -69,8 +72,11 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        this = sys.modules[__name__]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=this)
     try:
+        if not _LATER[name]:
+            return import_module(f"{__name__}.{name}")
         return getattr(import_module(_LATER[name]), name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "sinew":

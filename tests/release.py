@@ -3,7 +3,8 @@
 Into ``build/release``: a wheel and a source distribution of each distribution of this repository (all of pure Python:
 CPU and GPU kernels are compiled where they run), ``sbom.cdx.json`` (CycloneDX 1.6: what the widest install brings),
 ``CHANGELOG.md`` of the project's log, ``SHA256SUMS``, and ``simple``, a package index of the folder's files. ``--try``
-installs from that index into an empty environment and runs the README's lines.
+installs from that index into an empty environment and runs the README's lines. ``--sign KEY`` signs ``SHA256SUMS`` with
+a key of OpenSSH; its page says how that is checked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FOLDERS = (".", "packages/sinew-client", "packages/lerobot_policy_sinew", "packa
 ROLE = "full"  # of tests/installs.py: what the bill of materials is of
 TRIED = ("sinew --version", "sinew doctor", "sinew demo act --episodes 2 --sweep-episodes 0 --out OUT")
 UNPUBLISHED = (
-    "not published: no package index has these files, no registry an image, and nothing is signed. Until then the"
+    "not published: no package index has these files and no registry an image. Until then the"
     " README's line installs from a clone, and these files from SHA256SUMS' folder"
 )
 LIKE_A_VERSION = re.compile(r"""(?:sinew-vla(?:-client)?==|version ?= ?"|<version>)(\d+\.\d+\.\d+)""")
@@ -152,6 +153,14 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def sign(sums: Path, key: Path) -> Path:
+    """Sign the sums with a key of OpenSSH, for ``ssh-keygen -Y verify -n sinew-release``, and return the signature."""
+    subprocess.run(
+        ["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", "sinew-release", str(sums)], check=True
+    )
+    return sums.with_name(f"{sums.name}.sig")
+
+
 def index(files: Sequence[Path], out: Path) -> None:
     """Write a package index (PEP 503) of files that lie beside ``out``, with their hashes."""
     shutil.rmtree(out, ignore_errors=True)
@@ -201,6 +210,9 @@ def main() -> int:
     parser.add_argument(
         "--try", dest="trial", action="store_true", help="install it and run the README's lines"
     )
+    parser.add_argument(
+        "--sign", type=Path, metavar="KEY", help="a private key of OpenSSH, which signs the sums"
+    )
     parser.add_argument("--extra", default="demo", help="with --try: the extra that is installed")
     asked = parser.parse_args()
     unlike = {name: stated for name, stated in versions().items() if stated != {__version__}}
@@ -225,6 +237,8 @@ def main() -> int:
     index(files, out / "simple")
     named = [path for path in sorted(out.iterdir()) if path.is_file()]
     (out / "SHA256SUMS").write_text("".join(f"{digest(path)}  {path.name}\n" for path in named))
+    if asked.sign:
+        named.append(sign(out / "SHA256SUMS", asked.sign))
     for path in named:
         print(f"{path.stat().st_size / 1e6:8.2f} MB  {path.name}")
     if asked.trial:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from tests.cases import golden_cases
-from tests.journeys.stories import ROBOT, STORIES, arm
+from tests.journeys.stories import GANTRY, ROBOT, STORIES, arm
 from tests.journeys.walk import Walk
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,7 +102,7 @@ def torch_free(walk: Walk, verbs: Walk, exported: Path) -> None:
     for line in verbs.lines:
         if line.startswith(ONNX):
             verbs.type(line)
-    walk.program(0, before=ROBOT)
+    walk.program(0, before=GANTRY)
     with walk.serving("sinew serve policy.gguf"):
         verbs.type("sinew bench tcp://127.0.0.1:5555")
         walk.program(1, before=ROBOT)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sinew import __version__
 from tests import installs, release
@@ -77,6 +80,38 @@ def test_pip_installs_from_the_index_and_refuses_another_file(tmp_path: Path) ->
     )
     assert refused.returncode == 1
     assert "HASH" in refused.stderr.upper()
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="OpenSSH is not installed")
+def test_the_sums_are_signed(tmp_path: Path) -> None:
+    key, sums = tmp_path / "key", tmp_path / "SHA256SUMS"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    (tmp_path / "allowed_signers").write_text(f"me {key.with_suffix('.pub').read_text()}")
+    sums.write_text(f"{'ab' * 32}  a.whl\n")
+    signature = release.sign(sums, key)
+    page = (release.ROOT / "CONTRIBUTING.md").read_text()
+    (line,) = re.findall(r"^    ssh-keygen (.+) < SHA256SUMS$", page, re.MULTILINE)
+    words = ["ssh-keygen", *line.replace("WHO", "me").split()]
+    assert signature.name in words
+    for text, status in ((sums.read_text(), 0), ("other\n", 255)):
+        done = subprocess.run(words, input=text, text=True, capture_output=True, cwd=tmp_path)
+        assert done.returncode == status, done.stderr
+
+
+def test_a_tag_makes_a_release() -> None:
+    """The workflow runs the line that is tried here, and no tag but this version's passes."""
+    steps = yaml.safe_load((release.ROOT / ".github/workflows/release.yml").read_text())["jobs"]["release"][
+        "steps"
+    ]
+    assert [each["run"] for each in steps if "run" in each] == ["make release RELEASE=--try"]
+    words = [sys.executable, "-m", "tests.release"]
+    done = subprocess.run(
+        words, cwd=release.ROOT, env=os.environ | {"RELEASE_TAG": "v9.9.9"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (
+        1,
+        f"failed: RELEASE_TAG: expected v{__version__}, got v9.9.9\n",
+    )
 
 
 @pytest.mark.slow

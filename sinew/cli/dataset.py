@@ -43,7 +43,7 @@ def dataset(
         replan: actions executed per inference, `full`, or another rule of `sinew run`.
         successes: leave out episodes that failed.
         hz: of records: requests per second; if absent that of `sinew run --frames`, or the bundle's control rate.
-        bundle: of records: the policy, which gives the joints their names.
+        bundle: of records: the policy, which gives the joints their names; frames of `sinew run` have them.
         corrections: of records: only the steps in which a human drove.
     """
     from sinew.cli.eval import elsewhere_for

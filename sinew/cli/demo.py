@@ -21,7 +21,7 @@ def demo(
     out: Path = Path("build/demo"),
     episodes: Count = 50,
     sweep_episodes: Whole = 30,
-    film: Flag = False,
+    film: bool | None = None,
     full_size: Flag = False,
     prepare: Flag = False,
     rounds: Count = 1,
@@ -36,7 +36,8 @@ def demo(
             bundle (3.6 GB, what is already there is used again).
         episodes: of the blocks task.
         sweep_episodes: per point of the figure of success over injected latency; 0 leaves it out.
-        film: also a film of 960 x 720 by MuJoCo's own renderer, with actions and latency; needs EGL or OSMesa.
+        film: animate by MuJoCo's own renderer, with actions and latency, which needs EGL or OSMesa; --no-film: the
+            small frames that the policy sees. If absent the first where it can be drawn.
         full_size: instead, a random policy of 450M parameters: written, converted, served, sent photographs.
         prepare: with --full-size, only write the bundle, OUT/policy.gguf.
         rounds: with --full-size, how many times to send each of the three scenes.

@@ -57,8 +57,8 @@ class EpisodeFlags:
     """What is played, which follows from these alone.
 
     Attributes:
-        env: gymnasium id; if absent, the embedded task whose observations the policy takes. Those of
-            suites run in an interpreter of their own.
+        env: gymnasium id, module:Class or the name that an installed package gives its own; if absent, the embedded
+            task whose observations the policy takes. Those of suites run in an interpreter of their own.
         suite: all tasks of a benchmark: libero, libero_spatial, metaworld_mt50, aloha ... (docs/eval-suites.md).
         episodes: one per seed; 100 if absent.
         seed: of the first episode, 5000 if absent; the others follow.

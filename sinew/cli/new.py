@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from sinew.cli import terminal
+from sinew.cli.run_robot import EMBEDDED
 from sinew.core import SinewError
 from sinew.core.registry import families, plain
 from sinew.engine.backend import BACKENDS
@@ -24,21 +25,24 @@ FORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 MOST = 50  # characters of a name, which families and classes carry
 
 
-# Kind -> group of its entry point, and what that names; a robot is named where it is used.
+# Kind -> group of its entry point, and what that names.
 KINDS = {
     "family": ("sinew.families", "our_name"),
     "engine": ("sinew.engines", "our_name:BACKEND"),
     "wire": ("sinew.wires", "our_name:WIRE"),
-    "robot": ("", ""),
+    "robot": ("sinew.robots", "our_name:OurName"),
+    "task": ("sinew.tasks", "our_name:OurName"),
 }
 
 
-def new(kind: Literal["family", "engine", "wire", "robot"], name: str, /, *, out: Path | None = None) -> int:
+def new(
+    kind: Literal["family", "engine", "wire", "robot", "task"], name: str, /, *, out: Path | None = None
+) -> int:
     """Write a package of your own that Sinew finds once it is installed, with the test that it passes as it is.
 
     Args:
-        kind: family, a model and its converter; engine, what runs models; wire, what clients of a server speak; or
-            robot, what `sinew run --robot` drives.
+        kind: family, a model and its converter; engine, what runs models; wire, what clients of a server speak;
+            robot, what `sinew run --robot` drives; or task, what `sinew eval --env` plays.
         name: of the package and what it brings: small letters and digits, words joined by `_`.
         out: the folder to write, which may not be there yet; the name, with hyphens, if absent.
     """
@@ -62,7 +66,7 @@ def check(kind: str, name: str) -> None:
         form = f"at most {MOST} small letters and digits, words joined by '_'"
         raise SinewError(f"name: expected {form}, got {name!r}{hint}")
     known: dict[str, Iterable[str]] = {
-        each: (each,) for each in {"engine": BACKENDS, "wire": WIRES}.get(kind, ())
+        each: (each,) for each in {"engine": BACKENDS, "wire": WIRES, "robot": EMBEDDED}.get(kind, ())
     }
     if kind == "family":
         known = {each.name: (each.name, *each.models, *each.published()) for each in families()}
@@ -90,9 +94,9 @@ def write(kind: str, name: str, folder: Path) -> None:
         raise SinewError(f"{folder}: expected a new folder, got one that is there; --out names another")
     group, point = KINDS[kind]
     project = (TEMPLATES / "pyproject.toml").read_text(encoding="utf-8")
-    texts = {"pyproject.toml": project.replace("OUR_KIND", kind)}
-    if group:
-        texts["pyproject.toml"] += f'\n[project.entry-points."{group}"]\nour_name = "{point}"\n'
+    extras = "torch,sim" if kind == "task" else "torch"
+    texts = {"pyproject.toml": project.replace("OUR_KIND", kind).replace("OUR_EXTRAS", extras)}
+    texts["pyproject.toml"] += f'\n[project.entry-points."{group}"]\nour_name = "{point}"\n'
     for source in sorted((TEMPLATES / kind).rglob("*")):
         if source.is_file():
             place = source.relative_to(TEMPLATES / kind).as_posix().removesuffix(SUFFIX)

@@ -15,7 +15,7 @@ from sinew_client.control import Command, Limits, Onlooker, Settings, Takeover
 from sinew_client.control.defaults import stated
 from sinew_client.control.leaders import open_leader, open_lerobot_leader
 from sinew_client.control.motion import Motion, parse_motion
-from sinew_client.control.robots import command_names
+from sinew_client.control.robots import joint_names
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
@@ -121,7 +121,7 @@ class LeaderFlags:
             except TypeError as error:
                 raise SinewError(f"--takeover-options: {error}") from error
         if kind == "lerobot" and rest:
-            names = command_names(robot.machine) or policy["action"].get("names")
+            names = joint_names(robot.machine, "action") or policy["action"].get("names")
             if not names:
                 raise SinewError(
                     "--takeover lerobot: expected a policy or a robot that names its joints, got neither"
@@ -141,7 +141,8 @@ class FrameKeeper:
         self._folder, self._robot = folder, robot
         self.episode = ""  # its name; by the robot's own count if empty
         folder.mkdir(parents=True, exist_ok=True)
-        self._recorder = Recorder(folder, max(0, shutil.disk_usage(folder).free - SPARE_BYTES))
+        free = max(0, shutil.disk_usage(folder).free - SPARE_BYTES)
+        self._recorder = Recorder(folder, free, robot.names)
         stack.callback(self._recorder.close)
 
     def __call__(self, seen: Mapping[str, Any], prompt: str, command: Command) -> None:

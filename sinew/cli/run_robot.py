@@ -22,7 +22,7 @@ from sinew_client.control.end_effector import (
     numbers_of,
 )
 from sinew_client.control.kinematics import read_chain
-from sinew_client.control.robots import Dry, command_names, find_class, open_class, open_lerobot, ordered
+from sinew_client.control.robots import Dry, find_class, joint_names, open_class, open_lerobot, ordered
 from sinew_client.errors import Refused
 from sinew_client.signals import handled
 
@@ -31,6 +31,7 @@ from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
 from sinew.core import SinewError
 from sinew.core.hints import pairs
+from sinew.core.registry import place_of
 from sinew.eval.report.stats import wilson
 
 Opened = tuple[Any, str, "float | None"]
@@ -43,8 +44,8 @@ class RobotFlags:
 
     Attributes:
         robot: dry (no hardware), blocks, pen or egg (embedded tasks), gym:ENV, module:Class (methods observe, act,
-            hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first) or
-            lerobot:TYPE (two with a plus for two arms).
+            hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first), the
+            name that an installed package gives its own, or lerobot:TYPE (two with a plus for two arms).
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         rename: NEW=CAMERA, repeatable: the policy's CAMERA is called NEW by your robot, as front=camera1.
         rename_joint: NEW=JOINT, repeatable: the same of joints, where robot and policy call them otherwise. Where both
@@ -98,7 +99,7 @@ class RobotFlags:
         places = _of_policy(
             "--rename-joint", "joint", pairs("--rename-joint", "NEW=JOINT", self.rename_joint)
         )
-        text = EMBEDDED.get(self.robot, self.robot)
+        text = EMBEDDED.get(self.robot) or place_of(GROUP, self.robot)
         kind, _, rest = text.partition(":")
         if self.kinematics is not None:
             return self._posed(text, self.kinematics, places, substeps)
@@ -183,7 +184,11 @@ class RobotFlags:
         dim, prompt = int(policy["action"]["dim"]), choose_prompt(self.prompt, instruction, policy)
         found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
         own, posed = policy["action"].get("names"), isinstance(machine, EndEffector)
-        names = own or ([] if posed else command_names(machine))  # joints are no numbers of a pose
+        known = {  # joints are no numbers of a pose
+            part: list(policy[part].get("names") or (() if posed else joint_names(machine, part)))
+            for part in ("state", "action")
+        }
+        names = known["action"]
         if found is not None:
             found = found.ordered(names, str(self.limits))
         if not (posed or hasattr(machine, "finished") or isinstance(machine, Dry)):  # it may break something
@@ -191,7 +196,7 @@ class RobotFlags:
                 terminal.say(f"joints {', '.join(names)}: in the robot's order, as the policy names none")
             if free := ", ".join((found or Limits.parse({"names": names}, dim)).unpaced()):
                 terminal.say(f"limits: nothing bounds the speed of {free}; --limits FILE with velocity does")
-        return Driven(machine, prompt, float(rate), dim, None if found is None else found.to_dict())
+        return Driven(machine, prompt, float(rate), dim, None if found is None else found.to_dict(), known)
 
     def follow(
         self, stack: ExitStack, loop: Loop, robot: Driven, settings: Settings, target: str, **said: Any
@@ -223,13 +228,15 @@ ROBOT = RobotFlags()
 
 @dataclass(frozen=True)
 class Driven:
-    """A robot that is open: its first instruction, its rate in Hz, the numbers of a command and their limits."""
+    """A robot that is open: its first instruction, its rate in Hz, the numbers of a command and their limits, and what
+    the numbers of its ``state`` and ``action`` are called, [] where nobody says it."""
 
     machine: Any
     prompt: str
     rate: float
     dim: int
     limits: dict[str, Any] | None
+    names: dict[str, list[str]]
 
 
 def drive(loop: Loop, robot: Driven, policy: dict[str, Any], ticks: int | None) -> None:
@@ -263,7 +270,8 @@ def _elsewhere(error: Exception) -> str:
     return ""
 
 
-EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}
+EMBEDDED = {"dry": "dry"} | {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}
+GROUP = "sinew.robots"  # entry points of other distributions: name -> "module:Class"
 
 
 def _simulated(

@@ -110,6 +110,12 @@ def _added() -> tuple[tuple[str, str], ...]:
     return tuple((point.name, point.value) for point in entry_points(group=GROUP))
 
 
+def place_of(group: str, name: str) -> str:
+    """Return where an installed package says by an entry point of a group that ``name`` is, as MODULE:CLASS; the name
+    itself where none does."""
+    return next((point.value for point in entry_points(group=group, name=name)), name)
+
+
 def architectures() -> dict[str, Family]:
     """Return architecture -> its family."""
     return {architecture: family for family in families() for architecture in family.models}

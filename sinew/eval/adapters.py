@@ -20,11 +20,12 @@ import numpy as np
 from sinew_client.modules import ModuleError, load_module, load_named
 
 from sinew.core import SinewError
-from sinew.core.registry import action_units, plain
+from sinew.core.registry import action_units, place_of, plain
 from sinew.eval import suites
 from sinew.eval.suites.conventions import ACTIONS, STATES, turned
 from sinew.eval.suites.mapping import Mapping
 
+GROUP = "sinew.tasks"  # entry points of other distributions: name -> "module:Class"
 ADAPTERS = {"direct": "sinew.eval.adapters:Direct"}
 
 
@@ -209,10 +210,11 @@ class Mapped:
 def make_env(
     env_id: str, adapter: str = "", env_options: dict[str, Any] | None = None, **extra: Any
 ) -> tuple[gymnasium.Env, EnvAdapter]:
-    """An environment, by its id, ``module:id`` or ``module:Class``, and its adapter. ``extra`` (such as
-    ``render_mode``) goes to the constructor as well."""
+    """An environment, by its id, ``module:id``, ``module:Class`` or the name that an installed package gives it, and
+    its adapter. ``extra`` (such as ``render_mode``) goes to the constructor as well."""
     if (suite := suites.find(env_id)) is not None:
         return _open_suite(*suite, adapter, env_options or {})
+    env_id = place_of(GROUP, env_id)
     if env_id.startswith("sinew/"):
         importlib.import_module("sinew.sim")  # registers them
     module, colon, name = env_id.partition(":")

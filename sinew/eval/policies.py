@@ -82,17 +82,10 @@ class EpisodePolicy:
         if self.one_by_one or len(asked) == 1:
             return [_caught(self._infer, each) for each in asked]
         policy: Any = self.policy
-        found: list[Any] = [_caught(policy.prepare, each) for each in asked]
-        kinds: dict[Any, list[int]] = {}
-        for index, prepared in enumerate(found):
-            if not isinstance(prepared, Exception):
-                kinds.setdefault(policy.batch_key(prepared), []).append(index)
-        for members in kinds.values():
-            for index, chunk in zip(members, policy.run_batch([found[i] for i in members]), strict=True):
-                found[index] = (
-                    chunk if isinstance(chunk, Exception) else (chunk.actions, chunk.timing.total_ms)
-                )
-        return found
+        return [
+            each if isinstance(each, Exception) else (each.actions, each.timing.total_ms)
+            for each in policy.infer_all(asked)
+        ]
 
     @property
     def one_by_one(self) -> str:

@@ -34,7 +34,8 @@ def observation(given: Observation | Mapping[str, Any], spec: PolicySpec) -> Obs
     if isinstance(given, Observation):
         return given if _plain(given) else _converted(given, {})
     if not isinstance(given, Mapping):
-        raise ObservationError("observation", "an Observation or a mapping", type(given).__name__)
+        several = " (infer_all takes several)" if isinstance(given, list | tuple) else ""
+        raise ObservationError("observation", f"an Observation or a mapping{several}", type(given).__name__)
     if any(isinstance(key, str) and key.startswith(LEROBOT) for key in given):
         own, names = _lerobot(given, spec)
         return _converted(Observation.from_mapping(own), names)

@@ -4,7 +4,8 @@ A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``t
 before as ``earlier/<0, 1 ...>/images/<camera>`` and ``earlier/<0, 1 ...>/state``, oldest first; ``actions`` or nothing;
 and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, which words were asked for and the ``text``
 that was said, the error if there was one, whether the answer was a ``context``, which is not kept, who drove the robot
-(``by``, of ``sinew run --frames``, where a record is a control step and its action the command), and ``server``, what
+(``by``, of ``sinew run --frames``, where a record is a control step and its action the command, and ``names`` of the
+numbers of both), and ``server``, what
 decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it without
 pickle.
 """
@@ -15,9 +16,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -58,6 +60,11 @@ class Record:
         return self.meta.get("by", "")
 
     @property
+    def names(self) -> dict[str, list[str]]:
+        """Return the names of the numbers of ``state`` and ``action``, where a control step says them."""
+        return self.meta.get("names", {})
+
+    @property
     def text(self) -> str:
         """Return the words of the reply; "" where there were none."""
         return self.meta.get("text", "")
@@ -95,6 +102,7 @@ class _Meta(msgspec.Struct):
     advantage: str | None = None
     guidance_scale: float | None = None
     by: Literal["", "policy", "human"] = ""
+    names: dict[Literal["state", "action"], list[str]] = {}
     server: dict[str, Any] = {}
 
 
@@ -102,10 +110,15 @@ class Recorder(BackgroundWriter):
     """Writes from a thread of its own; a slow disk costs records, never latency.
 
     limit_bytes: of all files together; recording ends there with a warning. A full disk ends nothing: it is tried
-    again. Two recorders may share a folder.
+    again. Two recorders may share a folder. names: of the numbers of ``state`` and ``action``, kept in each record.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int = 8 << 30):
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int = 8 << 30,
+        names: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ):
         try:
             directory.mkdir(parents=True, exist_ok=True)
             numbers = [int(path.stem) for path in directory.glob("*.npz") if path.stem.isdigit()]
@@ -113,7 +126,7 @@ class Recorder(BackgroundWriter):
             raise SinewError(f"--record {directory}: {error.strerror}") from error
         scratch.sweep(directory, re.compile(r"\d+\.part"))  # of one that was killed
         self.directory = directory
-        self._left = limit_bytes
+        self._left, self._names = limit_bytes, {part: list(each) for part, each in names.items() if each}
         self._number = max(numbers, default=0)
         super().__init__("sinew-record", "the disk")
 
@@ -137,6 +150,8 @@ class Recorder(BackgroundWriter):
         meta["session"] = session or observation.session
         if by:
             meta["by"] = by
+        if self._names:
+            meta["names"] = self._names
         if observation.asks:
             meta |= {name: getattr(observation, name) for name in WORDS}
         if server:

@@ -138,4 +138,11 @@ def test_the_site_is_searched_from_the_disk_without_a_network(tmp_path: Path) ->
                     return document.querySelector(".md-search-result__list").innerText.includes("{found}");
                 }})(document.querySelector(".md-search__input"))"""
             )
+        assert page.evaluate("document.querySelector('.md-search').ariaLabel")
+        page.call("Page.navigate", url=f"file://{site}/index.html")
+        first = "[...document.querySelectorAll('pre')].find(each => each.innerText.includes('sinew serve'))"
+        page.wait(f"document.images[0].complete && {first}.getBoundingClientRect().bottom <= 900")
+        for width in (1280, 400):
+            page.size(width, 900)
+            page.wait(f"document.documentElement.scrollWidth <= {width}")
         assert not page.errors

@@ -75,7 +75,7 @@ def test_its_own_test_passes_on_onnx(made: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow  # each is installed, one starts a server and one runs a robot for two seconds
-@pytest.mark.parametrize(("kind", "tests"), [("engine", 5), ("wire", 1), ("robot", 2)])
+@pytest.mark.parametrize(("kind", "tests"), [("engine", 5), ("wire", 1), ("robot", 2), ("task", 4)])
 def test_what_else_is_written_passes_its_own_test(
     kind: str, tests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +128,9 @@ def test_verbs_know_an_installed_family(
         del sys.modules[module]
 
 
-@pytest.mark.parametrize(("kind", "files"), [("family", 7), ("engine", 4), ("wire", 4), ("robot", 3)])
+@pytest.mark.parametrize(
+    ("kind", "files"), [("family", 7), ("engine", 4), ("wire", 4), ("robot", 3), ("task", 3)]
+)
 def test_what_is_written_is_clean(kind: str, files: int, tmp_path: Path) -> None:
     made = tmp_path / "my-arm"
     assert main(["new", kind, NAME, "--out", str(made)]) == 0
@@ -157,6 +159,7 @@ def test_what_is_written_is_clean(kind: str, files: int, tmp_path: Path) -> None
         ("engine eager", "expected one that no engine has, got 'eager', which eager has"),
         ("wire http", "expected one that no wire has, got 'http', which http has"),
         ("robot tests", "got 'tests'"),
+        ("robot dry", "expected one that no robot has, got 'dry', which dry has"),
     ],
 )
 def test_names_that_cannot_be(

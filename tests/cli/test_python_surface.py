@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import subprocess
 import sys
 import typing
@@ -22,10 +23,12 @@ CASE = "smolvla-2cam"
 SEEN = {"images": FRAMES, "state": STATE, "prompt": "go", "session": "arm"}
 
 
-def test_names_are_there_and_typed() -> None:
-    assert {"load", "connect", "evaluate", "quantize", "record"} <= set(dir(sinew)) == set(sinew.__all__)
-    for name in ("load", "connect", "evaluate", "quantize", "record"):
-        function = getattr(sinew, name)
+def test_names_are_there_and_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sinew, "convert", raising=False)  # which others have imported
+    names = ("load", "connect", "convert.convert", "evaluate", "quantize", "record")
+    assert {name.partition(".")[0] for name in names} <= set(dir(sinew)) == set(sinew.__all__)
+    for name in names:
+        function = operator.attrgetter(name)(sinew)
         assert function.__doc__
         signature = inspect.signature(function)
         assert signature.return_annotation is not inspect.Signature.empty
@@ -33,8 +36,9 @@ def test_names_are_there_and_typed() -> None:
             each.annotation is not inspect.Parameter.empty for each in signature.parameters.values()
         ), name
     assert typing.get_type_hints(sinew.quantize)["return"] is sinew.Quantized
-    with pytest.raises(AttributeError, match="no attribute 'lode'"):
-        _ = sinew.lode
+    with pytest.raises(AttributeError, match="no attribute 'quantise'") as caught:
+        _ = sinew.quantise
+    assert caught.value.obj is sinew  # so that Python asks: did you mean 'quantize'?
 
 
 class NextFrame:
@@ -71,6 +75,14 @@ def test_a_policy_is_recorded_and_its_recording_answers_the_same(
             recorded.infer({**SEEN, "images": {**FRAMES, "camera1": buffer}})
             assert not buffer.any()
         policy.check(SEEN)  # which was given stays open
+        asked = [{**SEEN, "seed": 1}, {**SEEN, "state": STATE[:2]}, {**SEEN, "seed": 2}]
+        first, wrong, second = policy.infer_all(asked)
+        assert isinstance(wrong, SinewError)
+        assert "state: expected" in str(wrong)
+        for chunk, alone in ((first, policy.infer(asked[0])), (second, policy.infer(asked[2]))):
+            np.testing.assert_allclose(chunk.actions, alone.actions, rtol=0, atol=1e-5)
+        with pytest.raises(SinewError, match=r"a mapping \(infer_all takes several\), got list"):
+            policy.infer(asked)
         table = policy._repr_html_()
         assert "<tr><th>engine</th><td>eager: " in table
         assert all(name in table for name in FRAMES)

@@ -228,7 +228,10 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     assert main(["recording", "dataset", str(frames), str(tmp_path / "set"), "--json"]) == 0
     assert last_json(capsys)["frames"] > 48  # a period that was skipped may cost some
-    assert json.loads((tmp_path / "set" / "meta" / "info.json").read_text())["fps"] == 50
+    info = json.loads((tmp_path / "set" / "meta" / "info.json").read_text())
+    assert info["fps"] == 50
+    named = [info["features"][key]["names"] for key in ("observation.state", "action")]  # in each frame
+    assert named == [["x", "y", "z", "opening"], ["x", "y", "z", "gripper"]]
     assert main(["recording", "dataset", str(journal), str(tmp_path / "none")]) == 1
     assert f"{journal}: no records (*.npz) there; " in capsys.readouterr().err
 

@@ -206,6 +206,14 @@ def test_at_least_twenty_are_quoted_and_none_is_provoked_in_vain() -> None:
     assert all(any(message.startswith(start) for message in QUOTED) for start in CAUSES)
 
 
+def test_every_code_of_an_error_has_an_anchor() -> None:
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    anchors = re.findall(r"^### (\S+)$", text, re.MULTILINE)
+    folders = (ROOT / "sinew", ROOT / "packages" / "sinew-client" / "src")
+    code = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    assert sorted(anchors) == sorted(set(re.findall(r'^    code = "(\w+)"$', code, re.MULTILINE)))
+
+
 def test_reasons_of_holds_are_the_loop_s() -> None:
     """The first column of the table, of which the report of a run has each."""
     text = (ROOT / PAGE).read_text(encoding="utf-8")

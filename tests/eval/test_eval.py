@@ -751,11 +751,16 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     from sinew.eval.demo import closed_loop as demo
+    from sinew.sim import film as renderer
 
+    monkeypatch.setattr(renderer, "BACKENDS", ())  # as on a machine without them
+    renderer.backend.cache_clear()
     monkeypatch.setattr(demo, "SWEEP", ("handover={default}", "latency=0,100ms"))
     text = io.StringIO()
     report = demo.run(tmp_path, 2, Console(file=text, width=120), sweep_episodes=1)
+    renderer.backend.cache_clear()
     assert report["variants"][0]["episodes"] == 2
+    assert "film       none, small frames instead: a film needs OpenGL" in text.getvalue()
     assert "95 % interval" in text.getvalue()
     assert "round trip" in text.getvalue()
     assert "default    hand-over freeze: the policy says that actions are offsets" in text.getvalue()

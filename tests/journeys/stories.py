@@ -31,6 +31,9 @@ front = wrist = frame1 = frame2 = np.zeros((480, 640, 3), np.uint8)
 state = np.zeros(6, np.float32)
 observation = {"images": {"camera1": front, "camera2": wrist}, "state": state, "prompt": "pick up the red cube"}
 """
+GANTRY = (
+    ROBOT.replace("zeros(6,", "zeros(4,") + 'frames = {"front": front, "wrist": wrist}\n'
+)  # the one of blocks
 OPENPI = """
 import numpy as np
 frame = np.zeros((180, 320, 3), np.uint8)
@@ -204,15 +207,15 @@ class bus:
 
 
 def readme(walk: Walk) -> None:
-    walk.leaves("make demo", "`make journeys` and CI type it in a clone of its own")
-    walk.leaves("make test", "this is part of it")
     walk.leaves(
         "pip install -c constraints.txt ./packages/sinew-client '.[full]'",
         "made the environment that this runs in",
     )
+    walk.program(0, before=GANTRY, after="assert chunk.actions.shape == (32, 4)")
+    with walk.serving("sinew serve blocks", says=("http://127.0.0.1:8000/",)):
+        pass
     arm(walk)
     walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
-    walk.program(0, before=ROBOT, after="assert chunk.actions.shape == (50, 6)")
     with walk.serving("sinew serve policy.gguf"):
         walk.program(1, before=ROBOT, after="assert actions.shape == (50, 6)")
     won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0", adds="--episodes 10"), 8, of=10)

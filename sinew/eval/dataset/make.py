@@ -17,9 +17,9 @@ def of_records(
     """Write the requests of a recording as frames, and return what was counted.
 
     hz: requests per second; None: that of `sinew run --frames`, or the control rate of ``bundle``, which also names the
-    joints. corrections: only
-    the control steps in which a human drove (:func:`sinew.eval.dataset.records.episodes`). Raises :class:`SinewError`
-    where neither says the rate, or where no two requests follow each other.
+    joints where the frames do not. corrections: only the control steps in which a human drove
+    (:func:`sinew.eval.dataset.records.episodes`). Raises :class:`SinewError` where neither says the rate, or where no
+    two requests follow each other.
     """
     from sinew.eval.dataset.records import control_hz, episodes
     from sinew.policy import open_bundle
@@ -35,7 +35,9 @@ def of_records(
         raise SinewError(f"{records}: no two steps that follow each other in which a human drove")
     if first is None:
         raise SinewError(f"{records}: no two requests of a session follow each other")
-    state, action = ((), ()) if spec is None else (spec.state.names, spec.action.names)
+    own = next(read_records(records)).names
+    state = own.get("state", () if spec is None else spec.state.names)
+    action = own.get("action", () if spec is None else spec.action.names)
     with (
         DatasetWriter(out, rate, state=state, action=action) as writer,
         progress.task(f"writing {out}"),

@@ -50,20 +50,26 @@ def run(
     *,
     policy: str = "blocks",
     sweep_episodes: int = SWEEP_EPISODES,
-    film: bool = False,
+    film: bool | None = None,
 ) -> dict[str, Any]:
     """Writes an animation, a figure of success over injected latency, and ``report.json`` into ``out_dir``.
 
-    policy: one of ``PLAYED``. sweep_episodes: per point of the figure; 0 leaves it out. film: another animation,
-    larger, by MuJoCo's renderer.
+    policy: one of ``PLAYED``. sweep_episodes: per point of the figure; 0 leaves it out. film: draw the animation
+    by MuJoCo's renderer; None: where there is one.
     Returns the report. Raises :class:`SinewError` when the bundle is missing, the server does not start, or there is
-    nothing to draw the film with.
+    nothing to draw the film with that was asked for.
     """
     console = console or Console(highlight=False, emoji=False)
-    if film:
+    if film is not False:
         from sinew.sim.film import backend
 
-        console.print(f"film       drawn by MuJoCo through {backend()}")
+        try:
+            console.print(f"film       drawn by MuJoCo through {backend()}")
+            film = True
+        except SinewError as error:
+            if film:
+                raise
+            console.print(f"film       none, small frames instead: {error}", soft_wrap=True)
     bundle = ASSETS / f"{policy}.gguf"
     if not bundle.is_file():
         raise SinewError(f"{bundle}: the trained demo policy is missing")
@@ -71,7 +77,7 @@ def run(
     started = time.perf_counter()
     with _served(bundle, out_dir, console) as address:
         env, told = PLAYED[policy]
-        report = _drive(address, out_dir, episodes, console, film, env, told)
+        report = _drive(address, out_dir, episodes, console, bool(film), env, told)
         if sweep_episodes:
             report["injected_latency"] = _sweep(address, sweep_episodes, console, env)
     if sweep_episodes:
@@ -105,11 +111,12 @@ def _drive(
     console.print(f"engine     {policy.engine['engine']}: {policy.engine['engine_reason']}", soft_wrap=True)
     try:
         view = ReportView(console, policy, env, adapter)
-        results = view.play([base], range(FIRST_SEED, FIRST_SEED + episodes), film=FILMED)
+        results = view.play([base], range(FIRST_SEED, FIRST_SEED + episodes), film=0 if film else FILMED)
         report = document(task, adapter.control_hz, [base], results, workers=1)
         report["stages_ms"] = {name: stats.summarize(values) for name, values in view.stages.items()}
-        write_gif(view.frames, out_dir / GIF, adapter.control_hz, view.pauses)
-        if film:
+        if not film:
+            write_gif(view.frames, out_dir / GIF, adapter.control_hz, view.pauses)
+        else:
             shots = shoot(policy, env, adapter, range(FIRST_SEED, FIRST_SEED + FILMED // 2))
             write_film(shots, out_dir / FILM, adapter.control_hz)
         _print_run(report, told, console)

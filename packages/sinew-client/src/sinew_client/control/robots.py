@@ -355,10 +355,10 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
     return Ordered(robot, places, [actions.index(name) for name in each["action"]], actions)
 
 
-def command_names(robot: Any) -> list[str]:
-    """Return what a robot calls the numbers of a command; [] where it has no names for them."""
+def joint_names(robot: Any, part: str) -> list[str]:
+    """Return what a robot calls the numbers of its ``state`` or of an ``action``; [] where it has no names for them."""
     own = getattr(robot, "joints", None) or ()
-    return list(own["action"] if isinstance(own, Mapping) else own)
+    return list(own[part] if isinstance(own, Mapping) else own)
 
 
 class Renamed:
