@@ -64,7 +64,8 @@ def convert(
         cameras: names separated by commas, for files that do not say how many a policy takes, as vla.cpp's; notes of a
             conversion say where they were assumed.
         rename: NEW=CAMERA, repeatable: the checkpoint's CAMERA is called NEW by your robot, as front=camera1.
-        openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid).
+        openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid), or a file with one of
+            your own (docs/tutorial-openpi.md).
         embodiment: tag of the robot, for checkpoints of several.
         stats_key: which of several sets of statistics (arm/dataset where there are two levels).
         settings: NAME=VALUE for a choice that the files leave open, such as solver_steps=5; may be given several times.
