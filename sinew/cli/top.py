@@ -44,7 +44,6 @@ def top(
     key = api_key_of(api_key_file)
     seen = ServerSeen(f"{host}:{port}")
     console = terminal.console()
-    end = None if seconds is None else time.monotonic() + seconds
     live = Live(
         get_renderable=lambda: view(seen),  # drawn when it is shown, not when an event comes
         console=console,
@@ -53,6 +52,7 @@ def top(
         transient=True,
     )
     with live:
+        end = None if seconds is None else time.monotonic() + seconds
         try:
             while not _done(seen, end, answers):
                 try:
