@@ -254,13 +254,15 @@ def test_what_a_copy_left_out_is_named_with_the_file_that_names_it(checkpoint, t
     """It was "No such file or directory", of a file that nobody had heard of."""
 
     def said(source: Path) -> str:
-        vlm = checkpoint.parent / "vlm"
+
         assert main(list(map(str, ["convert", source, tmp_path / "x.gguf", "--vlm", vlm]))) == 1
         return capsys.readouterr().err.splitlines()[-1]
 
     run_folder = tmp_path / "my outputs" / "train" / "pick cube"
     step = run_folder / "checkpoints" / "000100"
-    shutil.copytree(checkpoint, step / "pretrained_model", copy_function=shutil.copyfile)
+    step.mkdir(parents=True)
+    vlm = checkpoint.parent / "vlm"
+    checkpoint.rename(step / "pretrained_model")
     (step / "training_state").mkdir()
     for folder, found in ((tmp_path / "my outputs", run_folder), (step / "training_state", step)):
         assert said(folder).endswith(f"got a folder without one; training runs near it: {found}")
