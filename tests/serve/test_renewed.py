@@ -14,10 +14,12 @@ import pytest
 from sinew_client import Client
 from sinew_client.auth import api_key_of
 from sinew_client.errors import ServerError
+from websockets.sync.client import connect
 
 from sinew.cli import main
 from sinew.cli.serve_listen import Listening
 from sinew.serve.access_log import access_logging
+from sinew.serve.decode.array import pack
 from sinew.serve.transport.listen import Listen
 from tests.serve.puppet import GOOD, desk
 
@@ -40,6 +42,15 @@ def test_keys_of_a_running_server_are_exchanged(tmp_path: Path, caplog: pytest.L
                  for text in ("first\n", "second\nfirst\n", "second\n", "", "second\nthird\n")]  # fmt: skip
         assert asked == [[True, False, False], [True, True, False]] + [[False, True, False]] * 3
     assert api_key_of(file) == "second"  # what a client sends
+    asks = pack({"images": {"front": GOOD["images"]["front"]}, "state": GOOD["state"], "prompt": "go"})
+    header = {"Authorization": "Api-Key second"}
+    with desk(("openpi",), api_key=key) as at, connect(at.openpi, additional_headers=header) as socket:
+        socket.recv(60)  # the metadata
+        socket.send(asks)
+        assert isinstance(socket.recv(60), bytes)
+        file.write_text("third\n")  # it was let in with another
+        socket.send(asks)
+        assert "[unauthorized]" in socket.recv(60)
     assert f"{file}: changed, and read again" in caplog.messages
     said = f"{file}: changed, but of no use, so what was read before stays: --api-key-file {file}: the file is empty"
     assert said in caplog.messages
