@@ -643,6 +643,9 @@ class Policy(OpenPolicy):
             return "engine eager or plan, which can guide a solution", f"engine {self.engine_name}"
         if self.spec.solver.kind != "euler":
             return "a policy that integrates a velocity", f"solver {self.spec.solver.kind}"
+        for step in self.manifest.processing.action_steps:
+            if why := step.no_inverse:
+                return "actions that can be turned back into the model's", f"a step {step.kind}: {why}"
         return "", ""
 
     @property

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from sinew_client.robot_report import RobotReport
 
 from sinew.cli import build_app, settings
 from sinew.cli.verbs import VERBS
@@ -21,7 +22,7 @@ from sinew.core import ActionChunk, BusyError, Timing
 from sinew.serve import wires
 from sinew.serve.fleet.cluster import app_name
 from sinew.serve.fleet.config import parse
-from sinew.serve.metrics import Metrics
+from sinew.serve.metrics import KeptRecords, Metrics
 from sinew.serve.robots import Robots
 from tests.serve.puppet import desk
 
@@ -49,7 +50,11 @@ def exposed() -> str:
     metrics.request("http", ActionChunk(np.zeros((2, 3), np.float32), Timing()), 0.1, missed=False)
     metrics.request("http", BusyError("full"), 0.1, missed=True)
     metrics.connection("http", 1)
-    metrics.add(Robots())
+    robots = Robots()
+    report = RobotReport(1, "holds", steps=9, held={"no chunk yet": 9})
+    robots.put("native", "c", "", "", report.to_message().SerializeToString())
+    metrics.add(robots)
+    metrics.add(KeptRecords(lambda: {"recorder": {"written": 1, "dropped": 0, "failed": 2}}))
     return metrics.exposition().decode()
 
 
@@ -59,11 +64,13 @@ def test_every_metric_of_the_grafana_page_is_exported() -> None:
     samples = {line.split("{")[0].split(" ")[0]: line for line in text.splitlines() if line[:1] != "#"}
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queries += [variable["query"] for variable in board["templating"]["list"]]
+    rules = yaml.safe_load((DOCKER / "rules.yml").read_text())["groups"][0]["rules"]
+    queries += [rule["expr"] for rule in rules]
     named = {name for query in queries for name in re.findall(r"\b(?:sinew|process)_\w+", query)}
     assert len(named) >= 12
     assert named <= samples.keys()
     for query in queries:  # labels by which is summed are there as well
-        for labels, metric in re.findall(r"by \(([\w, ]+)\) \(?(?:rate\()?(\w+)", query):
+        for labels, metric in re.findall(r"by \(([\w, ]+)\) \(?(?:(?:rate|increase)\()?(\w+)", query):
             for label in labels.split(", "):
                 assert f'{label}="' in samples[metric], query
     assert 'engine="plan"' in samples["sinew_info"]
@@ -121,7 +128,10 @@ def test_compose_names_files_and_flags_that_exist() -> None:
     for variable in server["environment"]:
         assert_flag(variable)
     assert server["build"]["dockerfile"] == "docker/Dockerfile"
-    scrape = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"][0]
+    prometheus = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    mounted = [volume.split(":")[1] for volume in COMPOSE["services"]["prometheus"]["volumes"]]
+    assert {f"/etc/prometheus/{name}" for name in prometheus["rule_files"]} < set(mounted)
+    scrape = prometheus["scrape_configs"][0]
     assert scrape["static_configs"][0]["targets"] == ["sinew:8000"]
     source = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())
     board = json.loads((DOCKER / "grafana" / "sinew.json").read_text())
@@ -142,6 +152,7 @@ def test_the_unit_starts_a_command_that_exists() -> None:
     unit.read(DOCKER / "sinew.service")
     program, *words = shlex.split(unit["Service"]["ExecStart"])
     assert Path(program).name == "sinew"
+    assert unit["Service"]["Restart"] == "always"  # a SIGHUP ended it for good
     _, found, _ = build_app().parse_args(words, exit_on_error=False, print_error=False)
     assert found.arguments["bundle"] == Path("/var/lib/sinew/policy.gguf")
 

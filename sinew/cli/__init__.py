@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Group, Parameter
 from rich.console import Console
 from rich.markup import escape
-from rich.text import Text
 
 from sinew import __version__
-from sinew.cli import settings, terminal
+from sinew.cli import settings, terminal, usage
 from sinew.cli.status import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
 from sinew.cli.verbs import RENAMED, SECTIONS, VERBS, Verb, function_of
 from sinew.core import SinewError, did_you_mean, hints, progress
@@ -42,7 +41,7 @@ def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:
         default_parameter=Parameter(show_default=_default),
         result_action="return_value",
         suppress_keyboard_interrupt=False,
-        error_formatter=_usage,
+        error_formatter=usage.shown,
         config=settings.sources(config, VERBS),
     )
     program = Group("Program", sort_key=len(SECTIONS))
@@ -64,14 +63,6 @@ def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:
 def _default(value: Any) -> str | None:
     """Return a default as the help shows it; what is absent or off is not worth a word."""
     return None if value in ((), [], "", None) or value is False else str(value)
-
-
-def _usage(error: CycloptsError) -> Text:
-    """Return what is wrong with the arguments as every other error is written."""
-    said = str(error)
-    if type(error) is UnusedCliTokensError:
-        said = f"expected no further words, got {' '.join(error.unused_tokens or ())}"
-    return Text.assemble(("error:", "bold red"), " ", said)
 
 
 def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], **options: Any) -> None:

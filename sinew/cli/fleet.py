@@ -19,6 +19,7 @@ from sinew.serve.wires import open_wires
 
 if TYPE_CHECKING:
     from sinew.serve.fleet.cluster import Fleet
+    from sinew.serve.renewed import Keys
     from sinew.serve.service import Service
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def up(config: Path, /, *, attach: Flag = False, on: Listening = LISTENING, queu
     return code if process.hopeless is None else HOPELESS
 
 
-def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float | None) -> list[str]:
+def _answer(process: Process, replicas: Fleet, api_key: Keys, deadline_ms: float | None) -> list[str]:
     """Answer until the end; return what failed inside, a sentence each."""
     from sinew.serve.service import Service
 

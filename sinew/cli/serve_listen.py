@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
-from sinew_client.auth import api_key_of
+from sinew_client.auth import key_from_environment, keys_in
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts
 from sinew.serve.process import connections_within, raise_descriptor_limit, tell_of_crashes
+from sinew.serve.renewed import Keys, Renewed
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import parse, servers
 
@@ -34,7 +36,8 @@ class Listening:
             socket, for robots of this user on this machine: native:ipc:///PATH.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
         deadline_ms: refuse requests that would begin later than this after their arrival.
-        api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.
+        api_key_file: a file with the key that clients must send, or several, one a line; SINEW_API_KEY in the
+            environment if absent.
         tls_cert: PEM file; encrypts openpi, http and lerobot.
         tls_key: PEM file.
         allow_host: a name of this server beside the machine's own, for the browsers that open its page; repeatable.
@@ -54,7 +57,7 @@ class Listening:
 
     def prepared(
         self, dashboard: Literal["auto", "on", "off"] = "auto", **bounds: Any
-    ) -> tuple[dict[str, int | str], Listen, str]:
+    ) -> tuple[dict[str, int | str], Listen, Keys]:
         """Return the ports by wire, how they are listened on, and the key that is wanted. bounds: of :class:`Listen`.
 
         Raises the process's limit of descriptors, and :class:`SinewError` for files that are unusable: before anything
@@ -69,7 +72,8 @@ class Listening:
             hosts=self.allow_host, **bounds,
         )  # fmt: skip
         listen.tls()
-        key = api_key_of(self.api_key_file)
+        file = self.api_key_file
+        key: Keys = key_from_environment() if file is None else Renewed([file], partial(keys_in, file))
         # Elsewhere anybody who reaches the port would see the robot's cameras.
         shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(key)))
         return ports, replace(listen, dashboard=shown), key

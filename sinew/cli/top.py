@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 import time
 from pathlib import Path
 
@@ -43,7 +44,6 @@ def top(
     key = api_key_of(api_key_file)
     seen = ServerSeen(f"{host}:{port}")
     console = terminal.console()
-    end = None if seconds is None else time.monotonic() + seconds
     live = Live(
         get_renderable=lambda: view(seen),  # drawn when it is shown, not when an event comes
         console=console,
@@ -52,6 +52,7 @@ def top(
         transient=True,
     )
     with live:
+        end = None if seconds is None else time.monotonic() + seconds
         try:
             while not _done(seen, end, answers):
                 try:
@@ -60,9 +61,14 @@ def top(
                         if _done(seen, end, answers):
                             break
                 except (OSError, http.client.HTTPException) as error:
-                    seen.lost(getattr(error, "strerror", None) or str(error) or type(error).__name__)
-                    if seconds is not None and not seen.about and end is not None and time.monotonic() >= end:
-                        break
+                    over = end is not None and time.monotonic() >= end
+                    if over and (seen.about or seen.problem != "connecting"):
+                        break  # the wait was cut short, which is no problem of the server's
+                    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                    why += _other_scheme(error, tls)
+                    if not console.is_terminal and why != seen.problem:  # which shows it otherwise
+                        terminal.say(f"{address}: {why}; asked again until it answers")
+                    seen.lost(why)
                     time.sleep(AGAIN_S if end is None else max(0.0, min(AGAIN_S, end - time.monotonic())))
         except KeyboardInterrupt:  # how one leaves
             pass
@@ -72,6 +78,13 @@ def top(
     latency = summarize(list(seen.milliseconds)) if seen.milliseconds else None
     terminal.emit(seen.to_dict() | {"latency_ms": latency})
     return 0
+
+
+def _other_scheme(error: Exception, tls: bool) -> str:
+    """Return what to say where the port seems to be encrypted, or not to be."""
+    if isinstance(error, ssl.SSLError) if tls else isinstance(error, http.client.RemoteDisconnected):
+        return f" ({'http' if tls else 'https'}:// if the port is {'not ' if tls else ''}encrypted)"
+    return ""
 
 
 def _done(seen: ServerSeen, end: float | None, answers: int | None) -> bool:

@@ -45,6 +45,9 @@ def _title(seen: ServerSeen) -> Text:
     if up := seen.health.get("uptime_s"):
         text.append(f"  up {up:.0f} s, {seen.health.get('memory_bytes', 0) / 1e6:.0f} MB")
         text.append(f", {seen.health.get('waiting', 0)} waiting, {seen.health.get('served', 0)} served")
+    for name in ("recorder", "rerun"):
+        if lost := sum(seen.health.get(name, {}).get(kind, 0) for kind in ("dropped", "failed")):
+            text.append(f", {lost} records of {name} lost", "red")
     host = seen.health.get("host", {})
     if (busy := host.get("cpu")) is not None:
         text.append(f", {100 * busy:.0f} % of {host['cores']} cores busy")
@@ -68,7 +71,7 @@ def _policy(about: dict[str, Any]) -> Table:
 def _latency(seen: ServerSeen) -> RenderableType:
     values = list(seen.milliseconds)
     if not values:
-        return Text("no answer yet", "dim")
+        return Text("no answer yet since this began to look", "dim")
     found = summarize(values)
     line = Text.assemble(
         ("latency  ", "bold"),

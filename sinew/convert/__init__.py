@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sinew.bundle.rules import range_notes
 from sinew.bundle.writer import Progress
 from sinew.convert import advantage
-from sinew.convert.lerobot.folder import read_dataset, resolve
+from sinew.convert.lerobot.folder import read_dataset, resolve, runs_near
 from sinew.convert.lerobot.stats import seen_in
 from sinew.convert.older import is_bundle, upgrade
 from sinew.convert.options import COMPAT, ConvertOptions, parse_motion, parse_vectors
@@ -151,7 +151,8 @@ def recognise(path: Path, adapters: bool = False) -> ModuleType:
             return module
     if not (path / "config.json").exists():
         got = "a folder without one" if path.is_dir() else "a file"
-        raise ConvertError(f"{path}: expected a checkpoint, a folder with config.json, got {got}")
+        near = f"; training runs near it: {', '.join(map(str, found))}" if (found := runs_near(path)) else ""
+        raise ConvertError(f"{path}: expected a checkpoint, a folder with config.json, got {got}{near}")
     record = read_json(path / "config.json")
     kind = record.get("type", record.get("model_type"))
     known = ", ".join(name for module in modules for name in module.NAMES)

@@ -91,7 +91,8 @@ class CheckpointFlags:
         dataset: directory or hub name of the LeRobot data set: names of joints, actions per second, and statistics
             where the checkpoint has none.
         compat: whose behaviour to follow where upstream versions disagree.
-        openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid).
+        openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid), or a file with one of
+            your own (docs/tutorial-openpi.md).
         embodiment: tag of the robot, for checkpoints of several.
         stats_key: which of several sets of statistics (arm/dataset where there are two levels).
         control_hz: actions per second at which the chunk is meant to be executed; upstream files do not say it.

@@ -75,6 +75,8 @@ def _advice(env: str, error: MisfitError) -> str:
             f"its state and actions have {spec.state.dim} and {spec.action.dim} numbers, the environment's {state} and"
             f" {action}: they do not belong together"
         )
+        if not plays and spec.name not in TASKS.values():
+            others = ["its own environment is --env ID, MODULE:CLASS or a suite's task (docs/eval.md)"]
         return ", ".join([sizes, *others])
     renames = renames_for([camera.name for camera in spec.cameras], cameras)
     return (

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from logging.handlers import WatchedFileHandler
 
 from sinew.core import SinewError
 
@@ -28,7 +29,14 @@ class _Lossy(logging.Handler):
             logger.warning("--access-log: %d lines could not be written: %s", self.lost, sys.exc_info()[1])
 
 
-class _AccessFile(_Lossy, logging.FileHandler): ...
+class _AccessFile(_Lossy, WatchedFileHandler):
+    """Begins a new file where logrotate has moved the one that was written to."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening it
+            self.handleError(record)
 
 
 class _AccessStream(_Lossy, logging.StreamHandler): ...

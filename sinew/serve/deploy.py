@@ -56,8 +56,8 @@ def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | No
     about = describe(policy)
     runs = about["server"]
     logger.info(
-        "engine %s (%s), %s (%s), device %s (%s)",
-        *(runs[name] for kind in ("engine", "dtype", "device") for name in (kind, f"{kind}_reason")),
+        "engine %s, %s (%s), device %s (%s)",  # who is at the terminal is told of the engine's reason by the greeting
+        *(runs[name] for name in ("engine", "dtype", "dtype_reason", "device", "device_reason")),
     )
     if scheduler.batcher is not None:
         about["server"] |= scheduler.batcher.describe()

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from sinew.core import machine
 from sinew.serve.process import GRACE_S, Process
+from sinew.serve.renewed import Keys
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -136,7 +137,7 @@ class ServerLaunch:
     make: Callable[[], Policy | Replay]
     bounds: ServingLimits
     stuck_s: float
-    api_key: str = ""
+    api_key: Keys = ""
     deadline_ms: float | None = None
     recorders: Mapping[str, BackgroundWriter] = field(default_factory=dict)
     change: Callable[[Service, PolicyHost], Swapper] | None = None

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
@@ -20,6 +20,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from sinew.core import ActionChunk, SinewError
@@ -35,6 +37,21 @@ MAX_SESSIONS = 10_000  # remembered at once: names come from clients
 
 
 disable_created_metrics()  # a second series for each counter that says when this process began
+
+
+class KeptRecords(Collector):
+    """What became of requests for --record and --rerun."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, Mapping[str, int]]]):
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one counter: labels are names of flags and of outcomes."""
+        found = CounterMetricFamily("sinew_records", "Requests to be kept", labels=["by", "outcome"])
+        for name, counts in self._stats().items():
+            for outcome in ("written", "dropped", "failed"):
+                found.add_metric([name, outcome], counts[outcome])
+        yield found
 
 
 class Metrics:

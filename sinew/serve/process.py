@@ -35,6 +35,7 @@ class Process:
         self.wires = wires
         self._stop = threading.Event()
         self._running = False
+        self._signal = ""  # that ends it
         self.hopeless: str | None = None
 
     def run(self, service: Service, on_ready: Callable[[], None]) -> bool:
@@ -59,7 +60,8 @@ class Process:
                 logger.critical("this server ends itself: %s", reason)
                 end_for_sure()
                 break
-        logger.info("stopping: cancelling the running request and refusing the others")
+        why = f"{self._signal}: " if self._signal else ""
+        logger.info("%sstopping: cancelling the running request and refusing the others", why)
         service.stopping()
         if preparing is not None:
             preparing.stop()
@@ -91,7 +93,8 @@ class Process:
         """Inside, the first SIGINT or SIGTERM stops :meth:`run` (before it: raises KeyboardInterrupt);
         the second ends the process at once. SIGINT stays ignored where it was. Main thread only."""
 
-        def on_signal(_number: int, _frame: object) -> None:
+        def on_signal(number: int, _frame: object) -> None:
+            self._signal = signal.Signals(number).name
             for each in taken:
                 signal.signal(each, signal.SIG_DFL)
             if not self._running:

@@ -24,8 +24,9 @@ from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.processing.continuation import kind_of
 from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.metrics import Metrics
+from sinew.serve.metrics import KeptRecords, Metrics
 from sinew.serve.policies import MAX_NAME, Deployment, Policies
+from sinew.serve.renewed import Keys
 from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, WireMessage, bare
 from sinew.serve.robots import Robots
 from sinew.serve.scheduler import Scheduler, release
@@ -57,7 +58,8 @@ class Service:
     """The policies for all wires. Every method may be called from any thread.
 
     first: what requests get that name no policy. More are put into ``policies``.
-    api_key: wanted of every client if not empty. deadline_ms: of requests that bring none; None: no limit.
+    api_key: wanted of every client if not empty; or what returns several, of which one is wanted.
+    deadline_ms: of requests that bring none; None: no limit.
     recorder, rerun: take what was asked and answered.
     """
 
@@ -65,7 +67,7 @@ class Service:
         self,
         first: Deployment,
         *,
-        api_key: str = "",
+        api_key: Keys = "",
         deadline_ms: float | None = None,
         recorder: BackgroundWriter | None = None,
         rerun: BackgroundWriter | None = None,
@@ -82,8 +84,9 @@ class Service:
         self.metrics.add(self.robots)
         self._listeners: tuple[Listener, ...] = ()
         self._quiet: dict[str, RateLimitedLog] = {}
-        self._api_key = api_key
+        self._keys = api_key if callable(api_key) else lambda: (api_key,) if api_key else ()
         self._records = {n: r for n, r in (("recorder", recorder), ("rerun", rerun)) if r is not None}
+        self.metrics.add(KeptRecords(self.records))
         self._started = time.monotonic()
         self._stopping = False
 
@@ -225,15 +228,15 @@ class Service:
 
     def authorize(self, key: str | bytes | None) -> None:
         """Raises :class:`UnauthorizedError` unless ``key`` is the server's, or the server has none."""
-        if not self._api_key:
+        if not (keys := self._keys()):
             return
         given = key.encode(errors="surrogateescape") if isinstance(key, str) else key or b""
-        if not hmac.compare_digest(given, self._api_key.encode()):
+        if not sum(hmac.compare_digest(given, each.encode()) for each in keys):  # all, in the same time
             raise UnauthorizedError("this server wants an API key, and the request brought none or another")
 
     @property
     def wants_key(self) -> bool:
-        return bool(self._api_key)
+        return bool(self._keys())
 
     def health(self) -> dict[str, Any]:
         """Status (ok, unhealthy, stopping), what is wrong, the most memory that the process had, and counters, ready
@@ -248,8 +251,12 @@ class Service:
             **self.policies.stats(),
             **({"policies": self.policies.describe()} if self.policies.several else {}),
             **({"adapters": list(adapters)} if (adapters := self.policies.get().adapters) else {}),
-            **{name: record.stats() for name, record in self._records.items()},
+            **self.records(),
         }
+
+    def records(self) -> dict[str, dict[str, int]]:
+        """Return what became of the requests that are to be kept, by who keeps them."""
+        return {name: record.stats() for name, record in self._records.items()}
 
     def _engine(self) -> dict[str, Any]:
         """Return what computes the first policy at present and why, and what becomes of a faster form of it."""

@@ -107,6 +107,19 @@ def test_what_merges_chunks_of_any_policy_is_named_where_nothing_guides_them() -
         check_guidance("rtc:ramp", FOUR, {"unguided": "expected a, got b"})
 
 
+@pytest.mark.slow
+def test_poses_that_cannot_be_continued_are_refused_before_the_robot_moves(groot_bundle, capsys) -> None:
+    """Each request failed, and the robot was held for 35 of 45 steps."""
+    line = ["run", str(groot_bundle("groot-n17")), "--robot", "dry", "--prompt", "go", "--seconds", "1"]
+    line += ["--hz", "15"]
+    assert main([*line, "--handover", "rtc:ramp"]) == 1
+    said = capsys.readouterr().err
+    assert (
+        "error: --handover rtc: expected actions that can be turned back into the model's, got a step" in said
+    )
+    assert "holds" not in said
+
+
 def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mujoco")
     options = ("--robot", "gym:sinew/Blocks-v0", "--episodes", "1", "--hz", "200", "--handover", "freeze")

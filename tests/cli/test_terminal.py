@@ -201,7 +201,17 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
             ["quantize", PEN, "--out", "x.gguf", "--recipe", "vision=int8", "head=int8"],
             "error: expected no further words, got head=int8",
         ),
-        (["eval", PEN, "--episode", "3"], "error: Unknown option: --episode. Did you mean --episodes?"),
+        (["eval", PEN, "--episode", "3"], "error: unknown flag --episode: did you mean --episodes?"),
+        (["top", "--zzz"], "error: unknown flag --zzz: `sinew top --help` lists them"),
+        (["top", "--seconds", "x"], "error: --seconds: expected a number, got 'x'"),
+        (["top", "--answers", "0"], "error: --answers: expected a number >= 1, got 0"),
+        (
+            ["new", "famly", "x"],
+            "KIND: expected one of family, engine, wire, robot, got 'famly'; did you mean 'family'?",
+        ),
+        (["new"], "error: KIND: expected one of family, engine, wire, robot, got none; `sinew new --help`"),
+        (["convert", "a"], "error: OUT: expected a value, got none; `sinew convert --help`"),
+        (["convert", "a", "b", "--vlm"], "error: --vlm: expected a value, got none; `sinew convert --help`"),
     ],
     ids=lambda value: (
         "-".join(map(str, value))[:40].replace(str(ROOT), "") if isinstance(value, list) else ""

@@ -163,7 +163,7 @@ CAUSES: dict[str, Callable[[SimpleNamespace], str]] = {
     "error: a Rerun recording": no_rerun,
     "error: device cuda": no_gpu,
     "error: unknown verb": verb("sevre", "blocks"),
-    "error: Unknown option": verb("serve", "blocks", "--wirre", "native"),
+    "error: unknown flag": verb("serve", "blocks", "--wirre", "native"),
     "error: SINEW_SERVE_QUEU": misspelt_setting,
     "error: policy.gguf": verb("inspect", "policy.gguf"),
     "error: hf://": lambda at: apart("inspect", "lab/pick-cube", HF_HOME=str(at.folder)),

@@ -246,8 +246,38 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
     with pytest.raises(ConvertError, match="not JSON"):
         run(checkpoint)
     config.unlink()
-    with pytest.raises(ConvertError, match=r"a folder with config\.json, got a folder without one"):
+    with pytest.raises(ConvertError, match=r"a folder with config\.json, got a folder without one$"):
         run(checkpoint)
+
+
+def test_what_a_copy_left_out_is_named_with_the_file_that_names_it(checkpoint, tmp_path, capsys):
+    """It was "No such file or directory", of a file that nobody had heard of."""
+
+    def said(source: Path) -> str:
+
+        assert main(list(map(str, ["convert", source, tmp_path / "x.gguf", "--vlm", vlm]))) == 1
+        return capsys.readouterr().err.splitlines()[-1]
+
+    run_folder = tmp_path / "my outputs" / "train" / "pick cube"
+    step = run_folder / "checkpoints" / "000100"
+    step.mkdir(parents=True)
+    vlm = checkpoint.parent / "vlm"
+    checkpoint.rename(step / "pretrained_model")
+    (step / "training_state").mkdir()
+    for folder, found in ((tmp_path / "my outputs", run_folder), (step / "training_state", step)):
+        assert said(folder).endswith(f"got a folder without one; training runs near it: {found}")
+    (stored,) = step.glob("*/policy_preprocessor_step_*_normalizer_processor.safetensors")
+    stored.unlink()
+    words = f"policy_preprocessor.json: names {stored.name}, which is not beside it: copy it, too"
+    assert said(run_folder).endswith(words)
+    weights = step / "pretrained_model" / "model.safetensors"
+    weights.unlink()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    weights.with_name("model.safetensors.index.json").write_text(json.dumps(index))
+    words = (
+        "model.safetensors.index.json: names model-1.safetensors, model-2.safetensors, which is not beside it"
+    )
+    assert words in said(run_folder)
 
 
 def test_tensors_that_do_not_fit_are_named_as_upstream_names_them(checkpoint):

@@ -303,8 +303,13 @@ def test_the_base_of_a_fine_tune(golden, tmp_path):
         converted(home, copy(home / "checkpoint", tmp_path), tmp_path, base=None)
     with pytest.raises(ConvertError, match="expected the base of a GR00T N1.5 fine-tune"):
         converted(home, home / "checkpoint", tmp_path, base=golden / "groot-n16" / "checkpoint")
-    with pytest.raises(ConvertError, match="--set embodiment_id=N"):
-        converted(home, home / "base", tmp_path, base=None)
+    for given in ({}, {"embodiment": "so100"}):
+        with pytest.raises(
+            ConvertError, match=r"so100 uses: give --set embodiment_id=N.*31 of new_embodiment"
+        ):
+            converted(home, home / "base", tmp_path, base=None, **given)
+    with pytest.raises(ConvertError, match="--embodiment my_arm: not one of those in .*: so100$"):
+        converted(home, home / "base", tmp_path, base=None, embodiment="my_arm")
 
 
 def test_a_tokenizer_of_vocabulary_and_merges(tmp_path):

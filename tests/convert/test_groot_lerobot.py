@@ -273,7 +273,7 @@ def no_gripper(source: Path) -> None:
             "with either groot_n1_7_action_decode_v1 or .*, got neither",
         ),
         (percentiles, {}, "use_percentiles: expected True or False, got 'yes'"),
-        (other_tag, {}, "--embodiment gr1: not one of those in .*none that has an id"),
+        (other_tag, {}, "expected a robot that has an id, a modality configuration and statistics, got gr1"),
         (history, {}, "video_horizon: expected None or 1, got 2"),
         (one_name, {}, "video_modality_keys: expected names, got 'exterior_image_1_left'"),
         (wider, {}, "statistics of action: expected 15 values as in config.json, got 14"),

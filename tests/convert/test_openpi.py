@@ -7,8 +7,10 @@ layout, and the bundle's policy is compared with the same model fed by openpi's 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sinew.bundle import Bundle
+from sinew.cli import main
 from sinew.cli.infer import infer
 from sinew.convert import convert
 from sinew.core import ConvertError
@@ -187,6 +190,76 @@ def test_what_is_missing_is_named(openpi_checkpoint):
     shutil.rmtree(path / "tokenizer")
     with pytest.raises(ConvertError, match="PaliGemma's tokenizer.json"):
         convert(path, out, arch=arch, openpi_config="pi05_droid", stats=path / "assets/robot/norm_stats.json")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+DROID = {
+    "model": "pi05",
+    "images": {
+        "observation/exterior_image_1_left": "base_0_rgb",
+        "observation/wrist_image_left": "left_wrist_0_rgb",
+    },
+    "state": ["observation/joint_position", "observation/gripper_position"],
+    "state_dim": 8,
+    "action_dim": 8,
+    "delta_mask": [7, -1],
+}
+
+
+def test_a_training_configuration_of_ones_own(openpi_checkpoint, capsys):
+    """In openpi's words it is the published one that it describes, or differs from it in what it says."""
+    path, arch, stats = openpi_checkpoint("pi05_full_droid_finetune")
+    own, out = path.parent / "pi05_mine.json", path.parent / "mine.gguf"
+
+    def converted(*more: str, **record) -> Bundle | str:
+        own.write_text(json.dumps(record))
+        line = ["convert", path, out, "--arch", arch, "--openpi-config", own, "--force", *more]
+        status = main(list(map(str, line)))
+        said = capsys.readouterr().err
+        return Bundle(out) if status == 0 else said.splitlines()[-1]
+
+    published = Bundle(convert(path, path.parent / "p.gguf", arch=arch, openpi_config=path.name)).manifest
+    names = {"names": published.spec.state.names}
+    said = {"state": names | {"units": published.spec.state.units}, "action": names}
+    mine = converted("--vectors", json.dumps(said), **DROID).manifest
+    assert (mine.processing, mine.spec.keys) == (published.processing, published.spec.keys)
+    as_published = replace(published.spec, name="pi05_mine", embodiment="pi05_mine")
+    assert replace(mine.spec, motion=published.spec.motion) == as_published
+    assert [source.name for source in mine.provenance.sources if "mine" in source.name]
+    assert converted(like=path.name).manifest.spec.action == published.spec.action
+
+    absolute = converted(
+        like=path.name, delta_mask=[], default_prompt="go", discrete_state_input=False
+    ).manifest
+    assert (absolute.processing.action_steps, absolute.spec.default_prompt) == ((), "go")
+    kinds = [[step.kind for step in each.processing.prompt.steps] for each in (absolute, published)]
+    assert ("state" in kinds[0], "state" in kinds[1]) == (False, True)
+
+    file = path / "assets" / "robot" / "norm_stats.json"
+    short = {key: {name: values[:7] for name, values in each.items()} for key, each in stats.items()}
+    padded = {**DROID, "delta_mask": []}
+    del padded["state_dim"]
+    assert "state_dim: expected the robot's count of numbers, which" in converted(**padded)
+    file.write_text(json.dumps({"norm_stats": short}))
+    del padded["action_dim"]
+    counted = converted(**padded).manifest.spec
+    assert (counted.state.dim, counted.action.dim) == (7, 7)  # statistics that are not padded say it
+    page = (ROOT / "docs" / "tutorial-openpi.md").read_text()
+    told = converted(**json.loads(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])).manifest
+    assert told.spec.keys[0].state == ("observation/joints", "observation/gripper")
+    assert [step.dims for step in told.processing.action_steps] == [(0, 1, 2, 3, 4, 5)]
+
+    for record, words in (
+        ({**DROID, "image": {}}, "image: expected one of like, .*; did you mean 'images'"),
+        ({**DROID, "images": {"a": "base"}}, "images: expected an object, .*, got {'a': 'base'}"),
+        ({**DROID, "delta_mask": [9]}, "delta_mask: expected at most 8 numbers of state and action, got 9"),
+        ({**DROID, "action_horizon": 15}, "action_horizon: expected 16 as .*config.json has it, got 15"),
+        ({**DROID, "state_dim": True}, "state_dim: expected a whole number from 1 to 32, got True"),
+        ({"like": "pi05"}, "like: expected one of pi0_aloha, .*, got 'pi05'"),
+        ({"like": "pi05_aloha", "state_dim": 7}, "expected 14 and 14, whose units pi05_aloha changes one by"),
+        ({"images": DROID["images"]}, "model is missing"),
+    ):
+        assert re.search(words, converted(**record)), record
 
 
 def write_jax_params(weights: dict[str, np.ndarray], path: Path, heads: dict[str, int], value: bool) -> None:

@@ -22,7 +22,7 @@ def test_cameras_are_checked_before_a_policy_is_loaded(capsys, monkeypatch):
         ),
         (
             [],
-            "do not fit: images.front: expected one of the cameras",
+            "they do not belong together, its own environment is --env ID, MODULE:CLASS or a suite's task",
         ),
         (["--rename", "front=camera1"], "images.wrist: expected one of the cameras ['front', 'camera2']"),
         (["--env", "sinew/Pen-v0"], "do not fit: images."),

@@ -1078,7 +1078,9 @@ def tutorial_openpi(walk: Walk) -> None:
     walk.type("sinew inspect pi05.gguf", says=("droid",))
     assert walk.type("sinew validate pi05.gguf --out build/pi05").result["passed"]
     my_robot(walk, ("base_0_rgb", "left_wrist_0_rgb"), 8)
-    walk.run("python -m pip install -q --no-deps openpi-client websockets msgpack")  # as the page says
+    walk.run("python -m pip install -q --no-deps openpi-client")  # as the page says
+    walk.run("python -m pip install -q dm-tree msgpack pillow typing-extensions websockets")
+    walk.run("python -c 'import openpi_client.action_chunk_broker, openpi_client.image_tools'")
     with walk.serving("sinew serve pi05.gguf --wire openpi --wire native"):
         walk.program(0, before=OPENPI, after="assert chunk.shape == (15, 8)")
         drove(

@@ -182,9 +182,9 @@ def test_a_robot_without_messages_holds_and_says_why(domain: int) -> None:
             assert bridge.loop.paused
             bridge.enable(True)
             until(lambda: not bridge.loop.paused)
-        assert set(bridge.loop.report().held) <= {"front: no message yet", STARTING, "paused"}
+        assert set(bridge.loop.report().held) <= {"front: no message on /front yet", STARTING, "paused"}
         status = bridge.status()["status"][0]
-        assert (status["level"], status["message"]) == (2, "holds: front: no message yet")
+        assert (status["level"], status["message"]) == (2, "holds: front: no message on /front yet")
 
 
 def test_a_contract_of_another_robot_is_refused(domain: int) -> None:

@@ -160,6 +160,7 @@ def test_the_program_writes_a_contract_and_refuses_a_bad_one(
     contract = parse(yaml.safe_load(text))
     assert (contract.servers, contract.settings.hz) == ((server.native,), 50)
     assert contract.states[0].joints == ("a", "b")
+    assert contract.prompt == ""  # a sentence of the template's would be what the robot is told
     (tmp_path / "robot.yaml").write_text(text.replace("hz: 50", "hz: no"))
     assert main(["run", str(tmp_path / "robot.yaml"), "--transport", "dds"]) == 1
     assert "error: hz: expected a number above 0" in capsys.readouterr().err

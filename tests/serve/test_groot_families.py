@@ -39,9 +39,9 @@ def test_the_groot_wire_has_the_checkpoints_keys(name, dialect, golden, groot_bu
     keys = json.loads(g.metadata["action_keys"])
     assert list(actions) == [key for key, _ in keys]
     found = np.concatenate([actions[key][0] for key, _ in keys], axis=-1)
-    expected = (
-        load(bundle)
-        .infer({"images": given.images, "state": given.state, "prompt": given.prompt, "seed": 7})
-        .actions
-    )
+    policy = load(bundle)
+    expected = policy.infer(
+        {"images": given.images, "state": given.state, "prompt": given.prompt, "seed": 7}
+    ).actions
+    assert "a step compose_pose: poses" in policy.unguided  # so `sinew run` refuses --handover rtc
     np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)

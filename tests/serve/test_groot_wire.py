@@ -4,8 +4,11 @@ protocol in a process of its own against a real server."""
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -25,6 +28,7 @@ from sinew.core import (
 from sinew.serve.request import DeadlineError
 from sinew.serve.wires.groot.codec import MAX_BATCH, GrootCodec
 from sinew.serve.wires.groot.names import Names
+from sinew.serve.wires.server import Server
 from tests.serve import groot_client
 
 CASES = int(os.environ.get("SINEW_FUZZ_CASES", "100"))
@@ -368,3 +372,37 @@ def test_errors_are_one_field_and_bounded():
     reply = msgpack.unpackb(CODEC.encode_error(None, DeadlineError("late")))
     assert reply == {"error": "deadline: late"}
     assert len(CODEC.encode_error(None, RequestError("x" * 10**6))) < 1100
+
+
+class Still:
+    """A policy that stands still, of any specification."""
+
+    def __init__(self, spec: PolicySpec):
+        self.spec = spec
+
+    def infer(self, observation: object) -> ActionChunk:
+        return ActionChunk(np.zeros((self.spec.chunk_size, self.spec.action.dim), np.float32), Timing())
+
+    def reset(self, session: str = "") -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("spec", "module", "dialect"),
+    [
+        (MAPPED, "gr00t.policy.server_client", "n1.7"),  # whose keys were each given all numbers of the state
+        (
+            replace(MAPPED, architecture="gr00t_n1_5"),
+            "gr00t.eval.robot",
+            "n1.5",
+        ),  # which has no server_client
+    ],
+)
+def test_the_printed_program_of_named_parts_runs(spec, module, dialect, monkeypatch, capsys):
+    client = partial(groot_client.PolicyClient, dialect=dialect)
+    package = SimpleNamespace(PolicyClient=client, RobotInferenceClient=client)
+    monkeypatch.setitem(sys.modules, module, package)
+    with Server(Still(spec), ["groot:0"]) as server:
+        exec("\n".join(make_codec(spec).guide(spec, server.addresses["groot"])), {})
+    said = capsys.readouterr().out
+    assert ("action.gripper" in said) == (dialect == "n1.5")
+    assert said.count("gripper") == 1

@@ -271,7 +271,7 @@ def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
     motion = "" if said is None else f", motion: {json.dumps(said)}"
     lines = [
         f"server: {server}",
-        f"prompt: {policy.get('default_prompt') or 'what the robot is to do'}",
+        f"prompt: {json.dumps(policy.get('default_prompt') or '')}  # what the robot is to do",
         f"hz: {rate:g}  # control rate: rows of a chunk are this far apart",
         "start: false  # wait for true on /sinew/enable",
         "stamps: header  # or arrival, for drivers that do not stamp",

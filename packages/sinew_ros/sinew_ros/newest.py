@@ -22,6 +22,7 @@ class Newest:
     read: turns a message into what the policy takes; called once per message that is used, in the loop's thread.
     check: called for every message when it arrives; must be quick. Both raise :class:`Refused`.
     max_age: seconds since its exposure after which a message is useless. stamped: False takes the arrival for it.
+    topic: where they come from, for people.
 
     Every message is counted once: ``received`` = ``used`` + ``replaced`` (by a newer one, before anybody needed it) +
     ``dropped`` (refused, by reason) + one that may be waiting.
@@ -34,8 +35,9 @@ class Newest:
         check: Callable[[Any], Any],
         max_age: float,
         stamped: bool = True,
+        topic: str = "",
     ):
-        self.name, self.max_age = name, max_age
+        self.name, self.max_age, self.topic = name, max_age, topic
         self._read, self._check, self._stamped = read, check, stamped
         self.received = self.used = self.replaced = 0
         self.dropped: Counter = Counter()
@@ -81,7 +83,8 @@ class Newest:
                     self.ages.append(now - taken)
         if self._value is None:
             why = f": {self.dropped.most_common(1)[0][0]}" if self.dropped else ""
-            raise NoObservation(f"{self.name}: no message yet{why}")
+            where = f" on {self.topic}" if self.topic else ""
+            raise NoObservation(f"{self.name}: no message{where} yet{why}")
         if now - self._seen > self.max_age:
             raise NoObservation(f"{self.name}: the newest message is older than {self.max_age:g} s")
         return self._value, self._seen

@@ -30,7 +30,7 @@ class TopicRobot:
         stamped = contract.stamps == "header"
         self.contract, self._publish, self._clock = contract, publish, clock
         self.cameras = {
-            camera.name: Newest(camera.name, *_reading(camera.type), camera.max_age, stamped)
+            camera.name: Newest(camera.name, *_reading(camera.type), camera.max_age, stamped, camera.topic)
             for camera in contract.cameras
         }
         self.states = [
@@ -40,6 +40,7 @@ class TopicRobot:
                 read,
                 part.max_age,
                 stamped,
+                part.topic,
             )
             for part in contract.states
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ def resolve(path: Path, adapters: bool = False) -> Path:
         if any((folder / MODEL / name).exists() for name in ("config.json", ADAPTER)):
             return resolve(folder / MODEL, adapters)
     raise ConvertError(f"{path}: a training folder without a checkpoint (checkpoints/*/{MODEL}/config.json)")
+
+
+def runs_near(path: Path) -> list[Path]:
+    """Return up to three training runs, or checkpoints of one, that a folder lies in or that lie below it."""
+    above = [each for each in list(path.parents)[:2] if (each / MODEL / "config.json").exists()]
+    below = (run.parent for depth in ("", "*/", "*/*/") for run in path.glob(f"{depth}*/checkpoints"))
+    return above or list(islice(below, 3))
 
 
 def name_of(path: Path) -> str:

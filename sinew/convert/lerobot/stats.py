@@ -34,7 +34,12 @@ def processor_statistics(path: Path, pipelines: Pipelines) -> Statistics:
         file = (pipelines.step(*step) or {}).get("state_file")
         if not file:
             continue
-        for name, source in read_safetensors(path / Path(str(file)).name).items():
+        stored = path / Path(str(file)).name
+        if not stored.exists():
+            raise ConvertError(
+                f"{path / step[0]}.json: names {stored.name}, which is not beside it: copy it, too"
+            )
+        for name, source in read_safetensors(stored).items():
             feature, _, stat = name.rpartition(".")
             if step_of(feature) == step:
                 found.setdefault(feature, {})[stat] = read_array(source)

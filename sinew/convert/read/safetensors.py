@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from gguf import GGMLQuantizationType
@@ -78,9 +79,13 @@ def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
     if missing := [name for name in expected if name not in found]:
         raise ConvertError(
             f"{directory / expected[missing[0]]}: {index.name} puts {missing[0]!r} here, and it is not there"
-            + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
+            + _more(missing[1:])
         )
     return found, files
+
+
+def _more(left: Sequence[str]) -> str:
+    return f" (and {len(left)} more)" if left else ""
 
 
 def find_weights(directory: Path) -> list[Path]:
@@ -93,6 +98,10 @@ def find_weights(directory: Path) -> list[Path]:
         names = set(table.values()) if isinstance(table, dict) and _all_text(table.values()) else set()
         if not names or not all(Path(name).name == name for name in names):
             raise ConvertError(f"{index}: expected a weight_map of file names in the same directory")
+        if missing := [name for name in sorted(names) if not (directory / name).exists()]:
+            raise ConvertError(
+                f"{index}: names {', '.join(missing[:3])}{_more(missing[3:])}, which is not beside it: copy it, too"
+            )
         return [directory / name for name in sorted(names)]
     refuse_adapter(directory)
     raise ConvertError(f"{directory}: no model.safetensors here")

@@ -199,7 +199,11 @@ def untied(tensors: Mapping[str, TensorSource], head: str, table: str) -> dict[s
 
 def choose(asked: str, known: Sequence[str], numbers: Mapping[str, Any], where: Path) -> Embodiment:
     """Return the embodiment ``asked`` for, or the only one. Raises ConvertError that lists the known tags."""
-    listed = ", ".join(sorted(known)) or "none that has an id, a modality configuration and statistics"
+    listed = ", ".join(sorted(known))
+    if not known:
+        raise ConvertError(
+            f"{where}: expected a robot that has an id, a modality configuration and statistics, got {asked or 'none'}"
+        )
     if not asked and len(known) != 1:
         raise ConvertError(f"{where} holds several robots: give one with --embodiment TAG ({listed})")
     tag = asked or known[0]

@@ -158,10 +158,15 @@ def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> RobotR
     if (number := options.setting("embodiment_id", None)) is not None:
         numbers |= dict.fromkeys(metadata.content, number)
     known = [tag for tag in metadata.content if tag in numbers]
-    if not known and not options.embodiment:
+    if options.embodiment and options.embodiment not in metadata.content:
         raise ConvertError(
-            f"{file}: no file says which row of the weights {', '.join(metadata.content)} uses: give"
-            " --set embodiment_id=N"
+            f"--embodiment {options.embodiment}: not one of those in {file}: {', '.join(metadata.content)}"
+        )
+    asked = [options.embodiment] if options.embodiment else list(metadata.content)
+    if not set(asked) & set(known):
+        raise ConvertError(
+            f"{file}: no file says which row of the weights {', '.join(asked)} uses: give --set embodiment_id=N, as"
+            f" training had it ({', '.join(f'{number} of {tag}' for tag, number in TAGS.items())})"
         )
     embodiment = choose(options.embodiment, known, numbers, file)
     record = metadata.part(embodiment.tag)

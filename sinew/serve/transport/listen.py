@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sinew.core import SinewError
+from sinew.serve.renewed import Renewed
 
 ARRIVAL_S = 10.0  # who is slower is no robot
 
@@ -109,14 +110,26 @@ class Listen:
         Path(self.path).unlink()
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return the server's TLS context, None without files for it. Raises SinewError for unusable files."""
+        """Return the server's TLS context, None without files for it; connections get what the files hold when they
+        begin. Raises SinewError for unusable files."""
         if self.tls_cert is None:
             if self.tls_key is not None:
                 raise SinewError(f"TLS: --tls-key {self.tls_key}: expected --tls-cert beside it, got none")
             return None
+        newest = Renewed([path for path in (self.tls_cert, self.tls_key) if path], self._tls_context)
+
+        def choose(connection: ssl.SSLSocket | ssl.SSLObject, _name: str, _first: ssl.SSLContext) -> None:
+            connection.context = newest()
+
+        context = newest()
+        context.sni_callback = choose  # of every handshake, with or without a name
+        return context
+
+    def _tls_context(self) -> ssl.SSLContext:
         for flag, path in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)):
             if path is not None and not path.is_file():
                 raise SinewError(f"TLS: {flag} {path}: expected a PEM file, got none there")
+        assert self.tls_cert is not None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self.tls_cert, self.tls_key)

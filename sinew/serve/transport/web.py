@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
@@ -264,7 +265,10 @@ class WebServer:
         connection.answered(connection.waiting)
         messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
         # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
-        worker = asyncio.create_task(self._answer(socket, dialect, connection, messages, client, policy))
+        admit = partial(service.authorize, _key(request))  # keys may have been exchanged since
+        worker = asyncio.create_task(
+            self._answer(socket, dialect, connection, messages, client, policy, admit)
+        )
         try:
             if dialect.greet is not None:
                 await socket.send_bytes(dialect.greet(deployment.spec, service.about(policy)))
@@ -301,12 +305,15 @@ class WebServer:
         messages: asyncio.Queue[tuple[float, bytes, int]],
         client: str,
         policy: str,
+        admit: Callable[[], None],
     ) -> None:
         """One observation after the other, until the connection ends."""
         previous_ms: float | None = None
         while True:
             arrived, payload, size = await messages.get()
             try:
+                with self._service.reading(dialect.name, client):
+                    admit()
                 reply = await self._reply(dialect, payload, arrived, previous_ms, client, connection, policy)
                 if reply is not None:
                     await (socket.send_str(reply) if isinstance(reply, str) else socket.send_bytes(reply))

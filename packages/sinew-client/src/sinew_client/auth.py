@@ -16,17 +16,20 @@ def key_from_environment() -> str:
 
 
 def api_key_of(path: Path | None) -> str:
-    """Return the key in a file, or the environment's where none is named.
+    """Return the first key in a file, or the environment's where none is named. Raises as :func:`keys_in`."""
+    return key_from_environment() if path is None else keys_in(path)[0]
+
+
+def keys_in(path: Path) -> tuple[str, ...]:
+    """Return the keys in a file, one a line.
 
     Raises :class:`SinewError` for a file that cannot be read or is empty.
     """
-    if path is None:
-        return key_from_environment()
     try:
-        key = path.read_text().strip()
+        keys = tuple(filter(None, map(str.strip, path.read_text().splitlines())))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error  # without the path, which is said
         raise SinewError(f"--api-key-file {path}: {why}") from error
-    if not key:
+    if not keys:
         raise SinewError(f"--api-key-file {path}: the file is empty")
-    return key
+    return keys

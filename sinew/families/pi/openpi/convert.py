@@ -2,8 +2,8 @@
 
 The directory holds ``model.safetensors`` (PyTorch) or ``params/`` (JAX), and
 ``assets/<asset>/norm_stats.json``; what else a policy needs lies in openpi's source, under the name of the
-training config. The published ones are in ``families/pi/openpi/embodiments.py``; the checkpoint's tensors are checked
-against the one that is named.
+training config. The published ones are in ``families/pi/openpi/embodiments.py``, one's own is a file
+(``families/pi/openpi/own_config.py``); the checkpoint's tensors are checked against the one that is named.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sinew.convert.names import rename
 from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions
 from sinew.convert.read import safetensors
 from sinew.convert.read.files import directory_config, read_json
+from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.families.pi.convert import (
@@ -33,6 +34,7 @@ from sinew.families.pi.convert import (
 )
 from sinew.families.pi.openpi.embodiments import OPENPI_CONFIGS, OpenPIConfig
 from sinew.families.pi.openpi.jax import read_params
+from sinew.families.pi.openpi.own_config import own_config
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.prompt.base import PromptStep
 from sinew.steps.prompt.clean import Clean
@@ -63,20 +65,33 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    published = OPENPI_CONFIGS.get(options.openpi_config)
-    if published is None:
+    published, own = OPENPI_CONFIGS.get(options.openpi_config), Path(options.openpi_config)
+    if published is None and own.suffix != ".json":
         known = ", ".join(OPENPI_CONFIGS)
         got = f"{options.openpi_config!r} is not one of them" if options.openpi_config else "none was given"
-        raise ConvertError(f"{path}: give the training config with --openpi-config NAME ({got}): {known}")
+        raise ConvertError(
+            f"{path}: give the training config with --openpi-config NAME ({got}): {known}; or one of your own as a"
+            " file, NAME.json (docs/tutorial-openpi.md)"
+        )
+    stats_file = options.stats or find_statistics(path)
+    own_files = [] if published else [own]
+    published = published or own_config(own, JsonRecord(stats_file))
     architecture = "pi05" if published.pi05 else "pi0"
     config_file = path / "config.json"
     record = {
         "paligemma_variant": "gemma_2b",
         "action_expert_variant": "gemma_300m",
-        "action_horizon": published.chunk_size,
+        **({"action_horizon": published.chunk_size} if published.chunk_size else {}),
         "action_dim": ACTION_DIM,
         **directory_config(path),
     }
+    if own_files and record.get("action_horizon") != (published.chunk_size or record.get("action_horizon")):
+        raise ConvertError(
+            f"{own}: action_horizon: expected {record['action_horizon']} as {config_file} has it, got"
+            f" {published.chunk_size}"
+        )
+    if "action_horizon" not in record:
+        raise ConvertError(f"{own}: action_horizon is missing, and {config_file} does not say it")
     arch = read_json(options.arch) if options.arch else {}
     config = model_config(
         architecture,
@@ -91,7 +106,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         arch,
         str(config_file),
     )
-    stats_file = options.stats or find_statistics(path)
     tokenizer = find_tokenizer(options, path / "tokenizer", path, whose=WHOSE_TOKENIZER)
     robot = published.embodiment
     side = config.vision.image_size
@@ -119,7 +133,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         config=config,
         spec=PolicySpec(
             architecture=architecture,
-            name=options.openpi_config,
+            name=own.stem,
             cameras=tuple(CameraSpec(name, side, side) for name in robot.cameras),
             state=robot.state,
             action=robot.action,
@@ -139,6 +153,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         sources=[
             *files,
             *([config_file] if config_file.exists() else []),
+            *own_files,
             stats_file,
             *([options.arch] if options.arch else []),
             tokenizer.path,

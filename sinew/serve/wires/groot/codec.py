@@ -243,15 +243,34 @@ class GrootCodec:
     def guide(self, spec: PolicySpec, address: str) -> list[str]:
         names = Names.of(spec)
         host, _, port = reachable(address).removeprefix("tcp://").rpartition(":")
+        flat = JSON_TEXT in hints(spec.architecture)  # N1.5, whose client is another
+        ones = "1" if flat else "1, 1"
         video = [
-            f'        "{key}": np.zeros((1, 1, {camera.height}, {camera.width}, 3), np.uint8),'
+            f'"{key}": np.zeros(({ones}, {camera.height}, {camera.width}, 3), np.uint8),'
             for key, camera in names.videos(spec).items()
         ]
         parts = names.state_parts or dict.fromkeys(names.states, slice(0, spec.state.dim))
         state = [
-            f'        "{key}": np.zeros((1, 1, {part.stop - part.start}), np.float32),'
+            f'"{key}": np.zeros(({ones}, {part.stop - part.start}), np.float32),'
             for key, part in parts.items()
         ]
+        key = 'key = os.environ.get("SINEW_API_KEY")  # where the server wants one'
+        rows = f"{spec.chunk_size}, dim] under {', '.join(names.actions)}"
+        if flat:
+            return [
+                "import os",
+                "import numpy as np",
+                "from gr00t.eval.robot import RobotInferenceClient",
+                "",
+                "observation = {",
+                *(f'    "video.{line[1:]}' for line in video),
+                *(f'    "state.{line[1:]}' for line in state),
+                f'    "{names.prompt}": ["pick up the red cube"],',
+                "}",
+                key,
+                f'policy = RobotInferenceClient(host="{host}", port={port}, api_token=key)',
+                "print(policy.get_action(observation))  # float32 [" + rows + ", each behind action.",
+            ]
         return [
             "import os",
             "import numpy as np",
@@ -259,17 +278,17 @@ class GrootCodec:
             "",
             "observation = {",
             '    "video": {',
-            *video,
+            *(f"        {line}" for line in video),
             "    },",
             '    "state": {',
-            *state,
+            *(f"        {line}" for line in state),
             "    },",
             f'    "language": {{"{names.prompt}": [["pick up the red cube"]]}},',
             "}",
-            'key = os.environ.get("SINEW_API_KEY")  # where the server wants one',
+            key,
             f'policy = PolicyClient(host="{host}", port={port}, api_token=key)',
             "actions, info = policy.get_action(observation)",
-            "print(actions)  # float32 [1, " + f"{spec.chunk_size}, dim] under {', '.join(names.actions)}",
+            "print(actions)  # float32 [1, " + rows,
         ]
 
 

@@ -42,16 +42,19 @@ class Names:
     @classmethod
     def of(cls, spec: PolicySpec) -> Names:
         actions = _groups(spec.action.names) or {ACTIONS: slice(0, spec.action.dim)}
+        parts = _groups(spec.state.names)
         for keys in key_maps(spec, "groot"):
+            states = tuple(_bare("state", key) for key in keys.state)
             return cls(
                 cameras={_bare("video", key): camera for key, camera in keys.images.items()},
-                states=tuple(_bare("state", key) for key in keys.state),
-                state_parts={},
+                states=states,
+                state_parts=dict(zip(states, parts.values(), strict=True))
+                if len(parts) == len(states)
+                else {},
                 actions=actions,
                 prompt=_bare("language", keys.prompt),
                 fixed=True,
             )
-        parts = _groups(spec.state.names)
         return cls(
             cameras={camera.name: camera.name for camera in spec.cameras},
             states=tuple(parts) or (STATE,),

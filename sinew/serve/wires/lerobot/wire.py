@@ -24,6 +24,7 @@ from urllib.parse import unquote
 from sinew.core import BusyError, Observation, ObservationError, PolicySpec, RequestError, SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.renewed import Renewed
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
 from sinew.serve.service import Service, UnauthorizedError, key_of, printable
 from sinew.serve.transport.listen import AddressError, Listen, reachable
@@ -164,9 +165,16 @@ class LeRobotWire:
         try:
             if listen.tls_cert is None:
                 return server, server.add_insecure_port(address)
-            key = (listen.tls_key or listen.tls_cert).read_bytes()
-            pair = grpc.ssl_server_credentials([(key, listen.tls_cert.read_bytes())])
-            return server, server.add_secure_port(address, pair)
+            cert, key = listen.tls_cert, listen.tls_key or listen.tls_cert
+
+            def read() -> Any:
+                listen.tls()  # or they do not belong together
+                pair = key.read_bytes(), cert.read_bytes()
+                return grpc.ssl_server_certificate_configuration([pair])
+
+            newest = Renewed([cert, key], read)  # asked at each handshake
+            credentials = grpc.dynamic_ssl_server_credentials(newest(), newest)
+            return server, server.add_secure_port(address, credentials)
         except (RuntimeError, OSError) as error:
             raise AddressError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
 

@@ -1,0 +1,62 @@
+"""What is wrong with the words of a command line, in the words of every other error: what was expected, what came."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args, get_origin
+
+from cyclopts import (
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
+from cyclopts import ValidationError as BoundError
+from rich.text import Text
+
+from sinew.core import did_you_mean
+
+KINDS = {int: "a whole number", float: "a number"}
+
+
+def shown(error: CycloptsError) -> Text:
+    """Return an error's line."""
+    return Text.assemble(("error:", "bold red"), " ", said(error))
+
+
+def said(error: CycloptsError) -> str:
+    """Return what was expected and what came; what happens rarely stays in the parser's words."""
+    given = getattr(error, "token", None)
+    verb = " ".join(("sinew", *(error.command_chain or ())))
+    if isinstance(error, UnknownOptionError):
+        known = [name for each in error.argument_collection if each.parse for name in each.names]
+        flag = (error.token.keyword or error.token.value).partition("=")[0]
+        hint = did_you_mean(flag, known).removeprefix(";").replace("'", "") or f" `{verb} --help` lists them"
+        return f"unknown flag {flag}:{hint}"
+    if type(error) is UnusedCliTokensError:
+        return f"expected no further words, got {' '.join(error.unused_tokens or ())}"
+    if (argument := error.argument) is None:
+        return str(error)
+    name = getattr(error, "keyword", None) or getattr(given, "keyword", None) or argument.name
+    if given is not None and given.source not in ("", "cli", "env"):  # a file of settings
+        name = f"{given.source}: {name}"
+    if type(error) is MissingArgumentError:
+        return f"{name}: expected {_kind(argument.hint)}, got none; `{verb} --help`"
+    if isinstance(error, CoercionError) and error.msg is None and given is not None:
+        kind = _kind(error.target_type)
+        close = did_you_mean(given.value, kind.removeprefix("one of ").split(", "))
+        return f"{name}: expected {kind}, got {given.value!r}{close}"
+    if isinstance(error, BoundError) and (
+        bound := re.fullmatch(r"Must be (.+?)\.?", error.exception_message)
+    ):
+        token = argument.tokens[0]
+        return f"{token.keyword or name}: expected a number {bound[1]}, got {token.value}"
+    return str(error)
+
+
+def _kind(hint: Any) -> str:
+    """Return what a value of a type looks like."""
+    if get_origin(hint) is not None and (left := [each for each in get_args(hint) if each is not type(None)]):
+        return f"one of {', '.join(map(str, left))}" if isinstance(left[0], str) else _kind(left[0])
+    return KINDS.get(hint, "a value")

@@ -1,0 +1,54 @@
+"""Keys and certificates, which somebody may replace while a server runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from sinew.core import SinewError
+from sinew.core.rate_limited_log import RateLimitedLog
+
+logger = logging.getLogger(__name__)
+_quiet = RateLimitedLog(logger)
+
+Read = TypeVar("Read")
+Keys = str | Callable[[], tuple[str, ...]]  # one, "" for none; or those of a file, of which a client has one
+
+
+class Renewed(Generic[Read]):
+    """What files hold, read again whenever they are others than before. Thread-safe.
+
+    read: reads them, or raises :class:`SinewError`, as for a certificate whose key has not come yet: what was read
+    before stays then, the log says why, and the next call tries again.
+    """
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[], Read]):
+        self._paths, self._read = paths, read
+        self._seen = self._stamps()  # before reading: a change in between is seen
+        self._value = read()
+
+    def __call__(self) -> Read:
+        """Return what the files hold at present."""
+        if (stamps := self._stamps()) != self._seen:
+            names = ", ".join(map(str, self._paths))
+            try:
+                self._value = self._read()
+            except SinewError as error:
+                _quiet.warning("%s: changed, but of no use, so what was read before stays: %s", names, error)
+            else:
+                self._seen = stamps
+                logger.info("%s: changed, and read again", names)
+        return self._value
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

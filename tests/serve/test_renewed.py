@@ -1,0 +1,124 @@
+"""What an operator replaces under a running server: its key, its certificate, its access log."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+from sinew_client import Client
+from sinew_client.auth import api_key_of
+from sinew_client.errors import ServerError
+from websockets.sync.client import connect
+
+from sinew.cli import main
+from sinew.cli.serve_listen import Listening
+from sinew.serve.access_log import access_logging
+from sinew.serve.decode.array import pack
+from sinew.serve.transport.listen import Listen
+from tests.serve.puppet import GOOD, desk
+
+
+def accepted(address: str, key: str) -> bool:
+    with Client(address, timeout=60.0, api_key=key) as client, contextlib.suppress(ServerError):
+        client.infer(GOOD)
+        return True
+    return False
+
+
+def test_keys_of_a_running_server_are_exchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Both for a while, then the new one alone; a file that is empty opens nothing."""
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "key.txt"
+    file.write_text("first\n")
+    _, _, key = Listening(api_key_file=file, wire=("native",)).prepared()
+    with desk(api_key=key) as at:
+        asked = [(file.write_text(text), [accepted(at.native, each) for each in ("first", "second", "")])[1]
+                 for text in ("first\n", "second\nfirst\n", "second\n", "", "second\nthird\n")]  # fmt: skip
+        assert asked == [[True, False, False], [True, True, False]] + [[False, True, False]] * 3
+    assert api_key_of(file) == "second"  # what a client sends
+    asks = pack({"images": {"front": GOOD["images"]["front"]}, "state": GOOD["state"], "prompt": "go"})
+    header = {"Authorization": "Api-Key second"}
+    with desk(("openpi",), api_key=key) as at, connect(at.openpi, additional_headers=header) as socket:
+        socket.recv(60)  # the metadata
+        socket.send(asks)
+        assert isinstance(socket.recv(60), bytes)
+        file.write_text("third\n")  # it was let in with another
+        socket.send(asks)
+        assert "[unauthorized]" in socket.recv(60)
+    assert f"{file}: changed, and read again" in caplog.messages
+    said = f"{file}: changed, but of no use, so what was read before stays: --api-key-file {file}: the file is empty"
+    assert said in caplog.messages
+
+
+def shown(address: str) -> str:
+    """The certificate that a server shows, PEM, without a name asked for."""
+    host, port = address.removeprefix("wss://").split(":")
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection((host, int(port))) as plain, context.wrap_socket(plain) as connection:
+        return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
+
+
+def test_a_certificate_is_renewed_under_a_running_server(
+    certificate: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = (Path(shutil.copy(each, tmp_path)) for each in certificate)
+    former = cert.read_text()
+    new = [tmp_path / "new.pem", tmp_path / "new.key"]
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    subprocess.run(
+        [*made, "-subj", "/CN=new", "-out", new[0], "-keyout", new[1]], check=True, capture_output=True
+    )
+    with desk(("openpi",), listen=Listen(tls_cert=cert, tls_key=key)) as at:
+        assert shown(at.openpi) == former
+        renewed = new[0].read_text()
+        new[0].replace(cert)
+        assert shown(at.openpi) == former  # its key has not come yet
+        assert "so what was read before stays: TLS: " in caplog.text
+        new[1].replace(key)
+        assert shown(at.openpi) == renewed
+
+
+def test_a_port_of_another_scheme_is_named(
+    certificate: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`sinew top` said nothing in a pipe until its time was over."""
+    cert, key = certificate
+    with desk(("openpi",), listen=Listen(tls_cert=cert, tls_key=key)) as at:
+        address = at.openpi.replace("wss", "http")
+        assert main(["top", address, "--seconds", "0.3"]) == 1
+        first, *_, last = capsys.readouterr().err.splitlines()
+    why = "Remote end closed connection without response (https:// if the port is encrypted)"
+    assert first == f"{address}: {why}; asked again until it answers"
+    assert last == f"error: {address}: {why}"
+    with desk(("openpi",), listen=Listen(dashboard=True)) as at:
+        assert main(["top", at.openpi.replace("ws", "https"), "--seconds", "0.5"]) == 1
+        assert "(http:// if the port is not encrypted); asked again" in capsys.readouterr().err
+        assert main(["top", at.openpi.replace("ws", "http"), "--seconds", "0.2"]) == 0
+        out, err = capsys.readouterr()
+    assert " ok  up" in out
+    assert "timed out" not in out  # the wait was cut short by --seconds
+    assert err == ""
+
+
+def test_an_access_log_begins_anew_where_it_was_moved_away(tmp_path: Path) -> None:
+    """As logrotate does, without a signal; a folder that is gone loses lines, not requests."""
+    file, moved = tmp_path / "logs" / "access.jsonl", tmp_path / "access.jsonl.1"
+    file.parent.mkdir()
+    log = logging.getLogger("sinew.access")
+    with access_logging(str(file)):
+        log.info("1")
+        file.replace(moved)
+        log.info("2")
+        assert (moved.read_text(), file.read_text()) == ("1\n", "2\n")
+        shutil.rmtree(file.parent)
+        log.info("3")
+        file.parent.mkdir()
+        log.info("4")
+        assert file.read_text() == "4\n"
