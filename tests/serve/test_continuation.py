@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 from sinew_client import Client, InvalidObservation, ServerError
 
+from sinew.bundle.schema import Normalization
 from sinew.cli import main
-from sinew.core import ObservationError, RequestError
+from sinew.core import Observation, ObservationError, PolicySpec, RequestError, VectorSpec
 from sinew.eval.server import serving
 from sinew.policy import load
+from sinew.processing.continuation import check_continuation, continuation
+from sinew.processing.normalize import Normalizer
 from sinew.serve.wires import openpi
 from sinew.serve.wires.groot.codec import _continuation
 
@@ -118,3 +122,16 @@ def test_options_of_groot() -> None:
         _continuation({"delay": "3"})
     with pytest.raises(ObservationError, match=r"options\.previous"):
         _continuation({"previous": [1, 2]})
+
+
+def test_one_row_is_continued_and_padding_is_committed_with_its_rows() -> None:
+    """As in training, where all columns of the rows that go on were the actions' own."""
+    spec = replace(
+        PolicySpec("a", "b", (), VectorSpec(2), VectorSpec(2), 4, 3, 1, 8), noise_rows=4, committed_rows=2
+    )
+    asked = Observation({}, np.zeros(2, np.float32), previous=np.float32([[1, 2]]), delay=1, rtc="trained")
+    check_continuation(asked, spec)
+    found = continuation(asked, spec, Normalizer(Normalization("identity"), 2, "action"), (), np.zeros(2), 3)
+    assert found is not None
+    assert found.target[0].tolist() == [1, 2, 0]
+    assert found.weights.tolist() == [[0, 0, 0], *[[1, 1, 1]] * 3]
