@@ -235,9 +235,8 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     assert advice in capsys.readouterr().out
     assert main(["recording", "replay", str(journal), "tcp://127.0.0.1:1"]) == 1
     assert "address: expected none, as the journal" in capsys.readouterr().err
-    assert f"96 steps in {frames}; sinew recording dataset {frames} OUT makes" in " ".join(
-        re.sub("[│\\n]", " ", said.err).split()
-    )
+    # Wherever a line ends: the folder's name may be longer than one.
+    assert f"96stepsin{frames};sinewrecordingdataset{frames}OUTmakes" in re.sub(r"[│\s]", "", said.err)
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     assert main(["recording", "dataset", str(frames), str(tmp_path / "set"), "--json"]) == 0
     assert last_json(capsys)["frames"] > 48  # a period that was skipped may cost some

@@ -504,12 +504,13 @@ def test_the_usual_advantage_is_the_bundles(golden: Path, tmp_path: Path) -> Non
 
 
 def test_an_engine_that_does_not_say_so_is_not_trusted_with_two_prompts(
-    conditioned: Callable[[str], Path], golden: Path
+    conditioned: Callable[[str], Path], golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of another package, which may take the first prompt alone."""
     policy = opened(conditioned("pi05-2cam"))
     observation = Golden(golden / "pi05-2cam").observation() | {"advantage": "good", "guidance_scale": 2.0}
     facts = policy.facts
-    policy.facts = Facts(facts.device, facts.precision, facts.recipe, facts.weights_nbytes)
+    unsaid = Facts(facts.device, facts.precision, facts.recipe, facts.weights_nbytes)
+    monkeypatch.setattr(policy, "facts", unsaid)  # others ask the same policy
     with pytest.raises(ObservationError, match="guidance_scale: expected engine eager, plan, cpu or onnx"):
         policy.infer(observation)

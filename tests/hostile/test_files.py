@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -560,7 +561,14 @@ def test_records_of_the_cache(tmp_path, change, said):
 def test_the_long_form_starts_as_it_is_typed() -> None:
     """`make fuzz` imports a package that nothing installs."""
     root = Path(__file__).resolve().parents[2]
-    words = ["make", "-s", "-n", "fuzz", f"BIN={Path(sys.executable).parent}", "FUZZ_ARGS=--help"]
+    words = [
+        "make",
+        "-s",
+        "-n",
+        "fuzz",
+        f"BIN={shlex.quote(str(Path(sys.executable).parent))}",
+        "FUZZ_ARGS=--help",
+    ]
     recipe = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()[
         -1
     ]
