@@ -88,8 +88,8 @@ def settled(client: Client) -> dict[str, str]:
     return until(lambda: (found := state(client))["state"] in ("taken", "refused", "failed") and found)
 
 
-# A server whose preparing process is forked from the tests' nursery, five CPU seconds of imports less, and says which it
-# is. How a server starts it by itself: test_a_server_changes_to_the_faster_engine_between_two_chunks.
+# A server whose preparing process is forked from the tests' nursery, five CPU seconds of imports less, and says which
+# it is. How a server starts it by itself: test_a_server_changes_to_the_faster_engine_between_two_chunks.
 FORKED = """
 import os, subprocess, sys
 from pathlib import Path
