@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import shutil
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +22,7 @@ from sinew_client.control.servers import Servers
 from sinew_client.history import History
 
 from benchmarks.wire_clients import connect
+from sinew.convert import convert
 from sinew.core import ClientError, Moment, Observation, ObservationError, PolicySpec
 from sinew.policy import Policy, load
 from sinew.records.recorder import read_records
@@ -91,10 +93,15 @@ def test_n17_answers_alike_on_every_wire(golden, groot_bundle, tmp_path):
 
 
 @pytest.mark.proves(wire=("native", "openpi", "http"), family="diffusion")
-def test_diffusion_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
-    """Of one moment, which each answer says, of two; noise of each step as data, where a wire has it."""
+def test_diffusion_answers_alike_on_every_wire(golden, tmp_path):
+    """Of one moment, which each answer says, of two; noise of each step as data, where a wire has it. Of ten steps."""
     given = case_observation("diffusion-ddpm", Golden(golden / "diffusion-ddpm"))
-    bundle = case_bundle("diffusion-ddpm")
+    checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "ten.gguf"
+    shutil.copytree(golden / "diffusion-ddpm" / "checkpoint", checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"num_inference_steps": 10}))
+    convert(checkpoint, bundle)
+    given = replace(given, noise=given.noise[:10])
     alone, policy = replace(given, earlier=(), noise=None), load(bundle)
     server, addresses = serve(tmp_path, bundle, ("native", "openpi", "http"))
     with server, Client(addresses["native"], timeout=START_S) as client:
@@ -108,7 +115,7 @@ def test_diffusion_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
         answer = client.infer(noisy)
         np.testing.assert_allclose(answer.actions, policy.infer(noisy).actions, atol=1e-5, rtol=0)
         assert any("reads 2 moments and got 1" in warning for warning in answer.warnings)
-        with pytest.raises(ClientError, match=r"noise: expected 0 or 14400 values \(100 x 16 x 9\), got 144"):
+        with pytest.raises(ClientError, match=r"noise: expected 0 or 1440 values \(10 x 16 x 9\), got 144"):
             client.infer(replace(noisy, noise=given.noise[0]))
         assert not client.infer(given).warnings
         three = replace(given, earlier=2 * tuple(given.earlier))
@@ -118,7 +125,7 @@ def test_diffusion_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
             client.infer(replace(given, earlier=[given.images]))
         with pytest.raises(ObservationError, match="the same cameras and numbers as each other"):
             client.infer(replace(given, earlier=[Moment({}, given.state)]))
-        assert (client.spec.history, client.spec.noises()) == (2, (100, 16, 9))
+        assert (client.spec.history, client.spec.noises()) == (2, (10, 16, 9))
 
 
 @pytest.mark.proves(wire=("native", "openpi", "http"), family="xvla")
@@ -173,7 +180,7 @@ class Walker:
 
     def __init__(self, policy: Policy, at: int = 0, blind: int = 0):
         began = time.perf_counter()
-        policy.infer(policy.dummy_observation())
+        policy.infer(replace(policy.dummy_observation(), solver_steps=1))
         self.clock, self.seen = Clock(max(1 / 20, time.perf_counter() - began)), list[int]()
         self._spec, self._at, self._blind = policy.spec, at, blind
 
@@ -184,7 +191,7 @@ class Walker:
         self.seen.append(step)
         frames = {c.name: np.full((c.height, c.width, 3), step % 256, np.uint8) for c in self._spec.cameras}
         state = np.full(self._spec.state.dim, step / 1000, np.float32)
-        return {"images": frames, "state": state, "session": "robot"}
+        return {"images": frames, "state": state, "session": "robot", "solver_steps": 1}
 
     def act(self, row: np.ndarray) -> None: ...
 
