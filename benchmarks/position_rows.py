@@ -156,9 +156,8 @@ def displacement(a: np.ndarray, b: np.ndarray) -> float:
 
 def play(episodes: int) -> int:
     env, adapter = make_env("sinew/Blocks-v0", "", None)
-    policy = InProcess(
-        str(BUNDLE), device="cpu", engine="eager"
-    )  # a plan holds the rows that it was made with
+    # Eager: a plan holds the rows that it was made with.
+    policy = InProcess(str(BUNDLE), device="cpu", engine="eager")
     seeds = track(range(5000, 5000 + episodes), "episodes", console=Console(stderr=True))
     wins = sum(run_episode(env, adapter, policy, Conduct(), seed).success for seed in seeds)
     env.close()

@@ -12,6 +12,7 @@ of its snapshot, as of most network cameras.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import socket
 import struct
@@ -57,6 +58,7 @@ OUTPUTS = {
     "runtime_state": "I",
     "standard_analog_input0": "d",
 }
+GOODBYE_S = 0.5  # for the controller to end the connection
 INPUTS = {
     "input_int_register_24": "i",
     **{f"input_double_register_{24 + i}": "d" for i in range(6)},
@@ -131,6 +133,10 @@ class Rtde:
         )
         with self._lock:
             self._socket.sendall(struct.pack(">H", 3 + len(data)) + DATA + data)
+
+    def finish(self) -> None:
+        """Say that nothing more is written; what was is read before the controller ends the connection."""
+        self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self._socket.close()
@@ -208,6 +214,10 @@ class Ur:
     def close(self) -> None:
         """Stop the program; the gripper stays as it is."""
         self._write(0)
+        # Closed at once, with packages that nobody has read, the connection would be reset, and that 0 might be lost.
+        with contextlib.suppress(OSError):
+            self._rtde.finish()
+            self._thread.join(GOODBYE_S)
         self._rtde.close()
 
     def _write(self, running: int) -> None:

@@ -207,9 +207,12 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["top", "--answers", "0"], "error: --answers: expected a number >= 1, got 0"),
         (
             ["new", "famly", "x"],
-            "KIND: expected one of family, engine, wire, robot, got 'famly'; did you mean 'family'?",
+            "KIND: expected one of family, engine, wire, robot, task, got 'famly'; did you mean 'family'?",
         ),
-        (["new"], "error: KIND: expected one of family, engine, wire, robot, got none; `sinew new --help`"),
+        (
+            ["new"],
+            "error: KIND: expected one of family, engine, wire, robot, task, got none; `sinew new --help`",
+        ),
         (["convert", "a"], "error: OUT: expected a value, got none; `sinew convert --help`"),
         (["convert", "a", "b", "--vlm"], "error: --vlm: expected a value, got none; `sinew convert --help`"),
     ],

@@ -181,7 +181,9 @@ def test_every_shard_is_checked_against_the_index(sharded):
         "puts 'd' here, and it is not there": {"d": "model-00002-of-00002.safetensors"},
         "holds 'a', which .* puts in model-00002": {"a": "model-00002-of-00002.safetensors"},
         "holds 'b', which .* puts nowhere": {"b": None},
-        "No such file": {"d": "model-00003-of-00003.safetensors"},
+        "names model-00003-of-00003.safetensors, which is not beside it": {
+            "d": "model-00003-of-00003.safetensors"
+        },
         "expected a weight_map of file names": {"d": "../w.safetensors"},
     }.items():
         record = {name: file for name, file in (table | change).items() if file}

@@ -95,8 +95,8 @@ def test_played_episodes_read_the_wrong_rows(monkeypatch):
     seen: list[bool] = []
 
     class Played:
-        def __init__(self, *arguments: object) -> None:
-            self.policy = load(ablation.BUNDLE, "cpu", engine=arguments[4])
+        def __init__(self, _bundle: str, *, device: str, engine: str) -> None:
+            self.policy = load(ablation.BUNDLE, device, engine=engine)
             expected = ablation.naive_rows(8, 8, 8)
             reads = self.policy.engine.model.vision.position_embedding
             reads.register_forward_pre_hook(lambda _, args: seen.append(torch.equal(args[0].cpu(), expected)))

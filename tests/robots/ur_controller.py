@@ -117,15 +117,18 @@ class Controller:
                     self._at_least = float(watchdog[2]) if watchdog else 0.0
 
     def _rtde(self) -> None:
+        self._listeners[0].settimeout(PERIOD)
         while self._open:
             try:
                 channel, _ = self._listeners[0].accept()
+            except TimeoutError:
+                self._step()  # it moves on without anybody
+                continue
             except OSError:
                 return
             channel.settimeout(PERIOD)
             with channel, contextlib.suppress(OSError):  # a client that goes while it is told something
                 self._serve(channel)
-            self._step()  # it moves on without anybody
 
     def _serve(self, channel: socket.socket) -> None:
         data, wanted, given, sends = b"", [], [], False
