@@ -50,6 +50,11 @@ PRELOAD = (
     "tokenizers",
     "aiohttp.web",
     "msgpack",
+    # What the first operator of a trace and each export load: two to three CPU seconds of each process that has either
+    "torch._dynamo",
+    "torch.export",
+    "torch.onnx._internal.exporter._core",
+    "onnxscript",
     # The verbs' own, and what their policies compute with: a second of each process
     "sinew.cli.run",
     "sinew.cli.serve",
