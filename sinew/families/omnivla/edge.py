@@ -81,17 +81,13 @@ class EdgeConfig:
             raise ValueError(
                 f"max_state_dim: expected {self.state_dim} numbers of {self.history} moments, got {self.max_state_dim}"
             )
-        if (
-            len(
-                {
-                    "language" in self.kinds,
-                    self.film is not None,
-                    self.language is not None,
-                    self.large_side > 0,
-                }
-            )
-            > 1
-        ):
+        of_words = {
+            "language" in self.kinds,
+            self.film is not None,
+            self.language is not None,
+            self.large_side > 0,
+        }
+        if len(of_words) > 1:
             raise ValueError(
                 "film, language and large_side: expected all of them where words are read, else none"
             )
