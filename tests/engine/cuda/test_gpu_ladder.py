@@ -216,7 +216,7 @@ def test_a_rung_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ladder, "cuda_engine", broken)
     rows: list[dict] = []
     with pytest.raises(RuntimeError, match="graph: RuntimeError: an illegal memory access"):
-        SECTIONS["ladder pi0"][0](Session(CPU, 100.0, rows.append, tiny=True))
+        SECTIONS["ladder pi0"][0](Session(CPU, 1500.0, rows.append, tiny=True))
     assert {row["rung"] for row in rows if "p50_ms" in row} == {"eager", "engine", "fp8"}
     assert next(row for row in rows if row.get("rung") == "graph")["error"]
 
@@ -256,7 +256,7 @@ def test_a_launch_that_gives_other_bits_is_named(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
     rows: list[dict] = []
-    SECTIONS["repeats smolvla"][0](Session(CPU, 300.0, rows.append, tiny=True))
+    SECTIONS["repeats smolvla"][0](Session(CPU, 1500.0, rows.append, tiny=True))
     assert {"qkv_rope_kernel", "splitk_linear_kernel"} <= {row["kernel"] for row in rows}
     assert not any(row["differ"] for row in rows)
 
@@ -300,7 +300,7 @@ def test_kernel_checks_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernel_checks.CHECKS, "norm_linear", wrong)
     rows: list[dict] = []
     with pytest.raises(RuntimeError, match="1 checks of kernels do not hold"):
-        SECTIONS["checks"][0](Session(CPU, 100.0, rows.append, tiny=True))
+        SECTIONS["checks"][0](Session(CPU, 1500.0, rows.append, tiny=True))
     errors = {row["kernel"]: row["error"] for row in rows}
     assert errors == {"row_norm": "", "fp8_quantize": "", "norm_linear": "AssertionError: relative L2 0.5"}
     assert len(list(kernel_checks.all_checks())) == 3
