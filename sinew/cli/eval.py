@@ -54,7 +54,7 @@ EPISODES, SEED = 100, 5000
 @Parameter(name="*", group=Group("Episodes", sort_key=-1))
 @dataclass(frozen=True)
 class EpisodeFlags:
-    """What is played, which follows from these alone.
+    """Say what is played, which follows from these alone.
 
     Attributes:
         env: gymnasium id, module:Class or the name that an installed package gives its own; if absent, the embedded

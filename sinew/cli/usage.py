@@ -1,4 +1,4 @@
-"""What is wrong with the words of a command line, in the words of every other error: what was expected, what came."""
+"""Say what is wrong with the words of a command line as every other error does: what was expected, what came."""
 
 from __future__ import annotations
 

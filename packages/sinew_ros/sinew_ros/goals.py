@@ -52,7 +52,7 @@ class Goal(Protocol):
 
 
 class Run:
-    """What came of one goal so far. Written by the loop's thread (:meth:`saw`), ended by whoever is first."""
+    """Counts what came of one goal so far. Written by the loop's thread (:meth:`saw`), ended by whoever is first."""
 
     def __init__(self, goal: Goal, settings: GoalSettings, failed: int):
         self.goal, self.settings = goal, settings

@@ -1,4 +1,4 @@
-"""What looks wrong about a robot, or cannot be told."""
+"""Findings say what looks wrong about a robot, or cannot be told."""
 
 from __future__ import annotations
 
