@@ -84,8 +84,8 @@ class Output:
 class GoalSettings:
     """Says what a goal of the action may do where it does not say so itself, in seconds.
 
-    time_limit: after which it ends. hold_limit: the longest hold in one go. preempt: a goal takes the place of the one that runs; else it is refused.
-    feedback: messages per second.
+    time_limit: after which it ends. hold_limit: the longest hold in one go. preempt: a goal takes the place of the one
+    that runs; else it is refused. feedback: messages per second.
     """
 
     time_limit: float = 60.0
