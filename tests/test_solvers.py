@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError
+from sinew.core.fields import from_builtins
 from sinew.models.solvers import FLOW, SINGLE, NoiseLevels, Solver, Step, drawn, solve
 
 

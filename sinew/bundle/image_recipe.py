@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sinew.core import MAX_SIZE
+from sinew.core.fields import Finite, Positive, Side
 from sinew.steps.image.base import ImageStep
 
 
@@ -16,8 +16,8 @@ from sinew.steps.image.base import ImageStep
 class CameraScale:
     """``(x - mean) / std`` of one camera's pixels in [0, 1], by colour."""
 
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: tuple[Finite, Finite, Finite]
+    std: tuple[Positive, Positive, Positive]
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class ImageRecipe:
     cameras: in their place, one for each camera of the policy, where cameras differ in them.
     """
 
-    height: int
-    width: int
+    height: Side
+    width: Side
     steps: tuple[ImageStep, ...] = ()
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    mean: tuple[Finite, ...] = (0.5, 0.5, 0.5)
+    std: tuple[Positive, ...] = (0.5, 0.5, 0.5)
     cameras: tuple[CameraScale, ...] = ()
 
     @property
@@ -74,22 +74,17 @@ class ImageRecipe:
         return min(height, math.ceil(height * scale - 1e-6)), min(width, math.ceil(width * scale - 1e-6))
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with a recipe from a file, each with its field."""
-        if not (1 <= self.height <= MAX_SIZE and 1 <= self.width <= MAX_SIZE):
-            yield ": sides out of range"
-        means = [*self.mean, *(value for camera in self.cameras for value in camera.mean)]
-        stds = [*self.std, *(value for camera in self.cameras for value in camera.std)]
-        if not all(map(math.isfinite, (*means, *stds))) or not all(std > 0 for std in stds):
-            yield ": numbers that are not finite, or a std that is not above 0"
+        """Yield what its fields do not say together."""
         if len(self.mean) not in (3, 6, 9, 12) or len(self.mean) != len(self.std):
-            yield ": mean and std are not three numbers per group"
-        for index, step in enumerate(self.steps):
-            yield from (f".steps[{index}]: {step.kind}: {problem}" for problem in step.problems())
-        if {"bytes", "floats"} <= {step.takes for step in self.steps}:
-            yield ": expected steps that are all of uint8 or all of floats"
-        end = next((step.fixed for step in reversed(self.steps) if not step.keeps_size), None)
+            yield f"mean, std: expected three numbers per group, of 1 to 4, got {len(self.mean)}, {len(self.std)}"
+        taken, end = set(), None
+        for step in self.steps:
+            taken.add(step.takes)
+            end = end if step.keeps_size else step.fixed
+        if {"bytes", "floats"} <= taken:
+            yield "steps: expected all of uint8 or all of floats, got both"
         if end not in (None, (self.height, self.width)):
-            yield ": the steps end in another size"
+            yield f"steps: expected an end of {self.height}x{self.width}, got {end[0]}x{end[1]}"
 
     def __str__(self) -> str:
         steps = [f"{step}{' (other sizes)' if step.other_sizes else ''}" for step in self.steps]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from sinew.core import MAX_SAID, MAX_SIZE
-from sinew.steps.prompt.base import MAX_TEXT, HeldTokens, PromptStep
+from sinew.core.fields import MAX_TEXT, Side, characters, within
+from sinew.steps.prompt.base import HeldTokens, PromptStep
 from sinew.steps.prompt.instruction import Instruction
 
 MOST = 4  # times that an instruction, or a state, may stand in a prompt
@@ -24,23 +25,18 @@ class TextRecipe:
     """
 
     subtask: tuple[PromptStep, ...] = ()
-    action: str = ""
+    action: Annotated[str, characters(0, MAX_TEXT)] = ""
     question: tuple[PromptStep, ...] = ()
-    most: int = 48
+    most: Annotated[int, within(1, MAX_SAID)] = 48
 
-    def problems(self, vocab_size: int) -> Iterator[str]:
-        """Yield what is wrong with a recipe from a file, each with its field."""
-        if not 1 <= self.most <= MAX_SAID:
-            yield f".most: expected 1 to {MAX_SAID}, got {self.most}"
-        if len(self.action) > MAX_TEXT:
-            yield f".action: expected at most {MAX_TEXT} characters"
-        for name in ("subtask", "question"):
+    def problems(self) -> Iterator[str]:
+        """Yield what its prompts lack for their purpose."""
+        for name, what in (("subtask", "instruction"), ("question", "question")):
             steps: tuple[PromptStep, ...] = getattr(self, name)
-            yield from _problems(steps, vocab_size, f".{name}")
             if steps and not any(step.slot == "{prompt}" for step in steps):
-                yield f".{name}: expected a place for the {'question' if name == 'question' else 'instruction'}"
+                yield f"{name}: expected a place for the {what}, got {template(steps)!r}"
             if any(step.holds is not None for step in steps):
-                yield f".{name}: expected no tokens of views"
+                yield f"{name}: expected no tokens of views, got a step that holds them"
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class PromptRecipe:
              the bundle keeps none, or nobody knows.
     """
 
-    max_tokens: int
+    max_tokens: Side
     vocab_size: int  # rows of the model's token table; ids beyond it are refused
     pad_token_id: int
     steps: tuple[PromptStep, ...] = (Instruction(),)
@@ -90,20 +86,38 @@ class PromptRecipe:
         return tuple(HeldTokens(what, token, count) for (what, token), count in found.items())
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with a recipe from a file, each with its field."""
-        if not 1 <= self.max_tokens <= MAX_SIZE:
-            yield ": max_tokens out of range"
-        if not 0 <= self.pad_token_id < self.vocab_size:
-            yield ": pad_token_id is not in the vocabulary"
-        if not -1 <= self.eos_token_id < self.vocab_size:
-            yield ": eos_token_id is not in the vocabulary"
-        yield from _problems(self.steps, self.vocab_size, "")
+        """Yield what its steps and its vocabulary do not have together."""
+        last = self.vocab_size - 1
+        for name, token, least in (
+            ("pad_token_id", self.pad_token_id, 0),
+            ("eos_token_id", self.eos_token_id, -1),
+        ):
+            if not least <= token <= last:
+                yield f"{name}: expected {least} to {last}, got {token}"
+        prompts = {"steps": self.steps}
         if self.text is not None:
-            yield from (f".text{problem}" for problem in self.text.problems(self.vocab_size))
-        if len({(step.advantages, step.usual_advantage) for step in self.steps if step.advantages}) > 1:
-            yield ": expected the same advantages in each of its steps"
-        if any(held.times > MAX_SIZE for held in self.held):
-            yield f": expected at most {MAX_SIZE} tokens of all views"
+            prompts |= {"text.subtask": self.text.subtask, "text.question": self.text.question}
+        for where, steps in prompts.items():
+            slots, choices, times = [], set(), 0
+            for index, step in enumerate(steps):
+                slot, tokens, holds = step.slot, step.names, step.holds
+                choice = step.advantages, step.usual_advantage
+                slots.append(slot)
+                choices |= {choice} if choice[0] else set()
+                times += 0 if holds is None else holds.times
+                for token in tokens:
+                    if not 0 <= token <= last:
+                        place = f"{where}[{index}]: {step.kind}"
+                        yield f"{place}: expected tokens of the vocabulary, 0 to {last}, got {token}"
+            if (length := len("".join(slots))) > MAX_TEXT:
+                yield f"{where}: expected texts of at most {MAX_TEXT} characters, got {length}"
+            for slot in ("{prompt}", "{state}"):
+                if (count := slots.count(slot)) > MOST:
+                    yield f"{where}: expected {slot} at most {MOST} times, got {count}"
+            if len(choices) > 1:
+                yield f"{where}: expected the same advantages in each step, got {len(choices)} lists"
+            if times > MAX_SIZE:
+                yield f"{where}: expected at most {MAX_SIZE} tokens of all views, got {times}"
 
     def __str__(self) -> str:
         """Return the changes that the template does not show."""
@@ -113,18 +127,3 @@ class PromptRecipe:
 def template(steps: tuple[PromptStep, ...]) -> str:
     """Return the text that steps write, with its places in braces."""
     return "".join(step.slot for step in steps)
-
-
-def _problems(steps: tuple[PromptStep, ...], vocab_size: int, where: str) -> Iterator[str]:
-    """Yield what is wrong with the steps of one prompt."""
-    for index, step in enumerate(steps):
-        place = f"{where}{'' if where else '.steps'}[{index}]: {step.kind}: "
-        yield from (place + problem for problem in step.problems())
-        for token in step.names:
-            if not 0 <= token < vocab_size:
-                yield f"{place}expected tokens of the vocabulary, 0 to {vocab_size - 1}, got {token}"
-    if len(template(steps)) > MAX_TEXT:
-        yield f"{where}: expected texts of at most {MAX_TEXT} characters"
-    for slot in ("{prompt}", "{state}"):
-        if sum(step.slot == slot for step in steps) > MOST:
-            yield f"{where}: expected {slot} at most {MOST} times"

@@ -1,27 +1,22 @@
-"""What must hold of a manifest before anything is built from it: a number read from a file is a suggestion."""
+"""What the records of a manifest must say together, before anything is built from it (`core/fields.py` has each)."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sinew.bundle.seen import seen_problems
-from sinew.core import MAX_HISTORY, MAX_HISTORY_STEPS, MAX_SIZE, MotionSpec
+from sinew.core import MAX_HISTORY_STEPS, MotionSpec
+from sinew.core.fields import MAX_NAME
 
 if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest, Normalization, Processing
     from sinew.core import PolicySpec
 
-MAX_SOLVER_STEPS = 100
-MAX_HZ = 10_000.0
-MAX_NAME = 256  # characters
-MAX_TEXT = 1 << 14  # characters of a template or a default prompt
 # Of all views that the model reads, or of all frames that cameras are said to give, times 4
 MAX_PIXELS = 1 << 25
 MAX_NOISE = 1 << 22
-WORDS = "printable, without quotes, backticks and backslashes"
 MAX_UNITS = 1e9  # of a state or an action, in whatever unit: encoders and micrometres stay below
 # What each mode of normalisation needs, by its name in ``stats``.
 STATISTICS: dict[str, tuple[str, ...]] = {
@@ -35,24 +30,16 @@ PAIRS = {mode: STATISTICS[mode] for mode in ("min_max", "quantiles", "quantile10
 
 
 def problems(manifest: Manifest) -> Iterator[str]:
-    """Yield what is wrong with a manifest, each with the record and the field."""
-    rules = {**_spec_rules(manifest), **_processing_rules(manifest)}
-    yield from (problem for problem, fine in rules.items() if not fine)
-    yield from (f"processing.prompt{problem}" for problem in manifest.processing.prompt.problems())
-    yield from (f"processing.image{problem}" for problem in manifest.processing.image.problems())
-    yield from (problem for problem, fine in _pixel_rules(manifest).items() if not fine)
-    for name in ("state_steps", "action_steps"):
-        for index, step in enumerate(getattr(manifest.processing, name)):
-            yield from (f"processing.{name}[{index}]: {step.kind}: {each}" for each in step.problems())
+    """Yield what the records of a manifest, each right in itself, do not say together."""
+    rules = {**_spec_rules(manifest), **_processing_rules(manifest), **_pixel_rules(manifest)}
+    for problem, fine in rules.items():
+        if not fine:
+            yield problem
     for where, recipe, _ in normalizations(manifest.processing):
-        yield from (f"{where}: {problem}" for problem in statistics_problems(recipe))
+        for problem in statistics_problems(recipe):
+            yield f"{where}.{problem}"
     if manifest.seen is not None:
         yield from seen_problems(manifest.seen, manifest.spec)
-    found = manifest.quantization
-    if found is not None:
-        numbers = (found.error, found.error_max, *found.scales.values())
-        if not all(map(math.isfinite, numbers)) or not all(scale > 0 for scale in found.scales.values()):
-            yield "quantization: expected finite errors and positive scales"
 
 
 def normalizations(processing: Processing) -> Iterator[tuple[str, Normalization, str]]:
@@ -69,27 +56,20 @@ def normalizations(processing: Processing) -> Iterator[tuple[str, Normalization,
 
 
 def statistics_problems(recipe: Normalization) -> Iterator[str]:
-    """Yield what is wrong with the statistics that a normalisation reads: finite, std >= 0, low <= high."""
-    if not (math.isfinite(recipe.eps) and recipe.eps >= 0):
-        yield f"eps: expected a number of at least 0, got {recipe.eps}"
+    """Yield what is wrong with the statistics that a normalisation reads: std >= 0, low <= high."""
     dims = max(map(len, recipe.stats.values()), default=0) // max(recipe.rows, 1)
-    if not (math.isfinite(recipe.snap_at) and all(0 <= dim < dims for dim in recipe.snap)):
-        yield f"snap: expected dimensions below {dims} and a finite threshold"
-    if not 0 <= recipe.rows <= MAX_SIZE:
-        yield f"rows: expected 0 to {MAX_SIZE}, got {recipe.rows}"
-    for name, values in recipe.stats.items():
-        if bad := [i for i, value in enumerate(values) if not math.isfinite(value)]:
-            yield f"{name}[{bad[0]}]: expected a finite number, got {values[bad[0]]}"
+    if not all(0 <= dim < dims for dim in recipe.snap):
+        yield f"snap: expected dimensions below {dims}, got {', '.join(map(str, recipe.snap))}"
     if recipe.mode == "mean_std":
         for i, value in enumerate(recipe.stats.get("std", ())):
             if value < 0:
-                yield f"std[{i}]: expected at least 0, got {value}"
+                yield f"stats.std[{i}]: expected at least 0, got {value}"
     # Upstream's statistics of each step of relative actions are taken as they are; `range_notes` tells of them.
     if (pair := PAIRS.get(recipe.mode)) and not recipe.rows:
         low, high = (recipe.stats.get(name, ()) for name in pair)
         for i, (a, b) in enumerate(zip(low, high, strict=False)):
             if a > b:
-                yield f"{pair[0]}[{i}]: expected at most {pair[1]}[{i}] = {b}, got {a}"
+                yield f"stats.{pair[0]}[{i}]: expected at most {pair[1]}[{i}] = {b}, got {a}"
 
 
 def range_notes(processing: Processing) -> list[str]:
@@ -153,61 +133,41 @@ def _moves(spec: PolicySpec) -> bool:
 
 
 def _spec_rules(manifest: Manifest) -> dict[str, bool]:
-    spec, names = manifest.spec, [camera.name for camera in manifest.spec.cameras]
-    texts = (manifest.name, spec.name, spec.architecture, spec.embodiment)
-    vectors = (spec.state, spec.action)
+    spec, processing = manifest.spec, manifest.processing
+    names, solver = [camera.name for camera in spec.cameras], spec.solver
     return {
-        "spec.cameras: expected 1 to 16 different names": 1 <= len(names) <= 16
-        and len(set(names)) == len(names),
-        f"spec.cameras: expected names of 1 to {MAX_NAME} characters, {WORDS}": all(map(_is_word, names)),
-        f"spec.keys, and parts of vectors: expected names of at most {MAX_NAME} characters, {WORDS}": all(
-            not text or _is_word(text) for text in _words_of(manifest)
-        ),
-        f"spec.cameras: height and width: expected 1 to {MAX_SIZE} pixels": all(
-            1 <= side <= MAX_SIZE for camera in spec.cameras for side in (camera.height, camera.width)
-        ),
-        "spec: chunk_size, noise_dim or noise_rows out of range": 1 <= spec.chunk_size <= MAX_SIZE
-        and (spec.noise_rows == 0 or spec.chunk_size <= spec.noise_rows <= MAX_SIZE)
-        and 0 <= spec.noise_dim <= MAX_SIZE
-        and math.prod(spec.noise_shape) <= MAX_NOISE,
+        f"name: expected at most {MAX_NAME} printable characters": len(manifest.name) <= MAX_NAME
+        and manifest.name.isprintable(),
+        "spec.cameras: expected 1 to 16 different names": len(set(names)) == len(names),
+        "spec: chunk_size or noise_rows out of range": spec.noise_rows == 0
+        or spec.chunk_size <= spec.noise_rows,
+        f"spec: expected at most {MAX_NOISE} numbers of noise": math.prod(spec.noise_shape) <= MAX_NOISE,
         "processing.first_row: expected a row of the solution with a whole chunk behind it": 0
-        <= manifest.processing.first_row
+        <= processing.first_row
         <= spec.noise_shape[0] - spec.chunk_size,
-        f"spec.history: expected 1 to {MAX_HISTORY}": 1 <= spec.history <= MAX_HISTORY,
-        f"spec.history_stride: expected 1 or more, {MAX_HISTORY_STEPS} control steps in all": spec.history_stride
-        >= 1
-        and (spec.history - 1) * spec.history_stride <= MAX_HISTORY_STEPS,
+        f"spec.history_stride: expected 1 or more, {MAX_HISTORY_STEPS} control steps in all": (
+            spec.history - 1
+        )
+        * spec.history_stride
+        <= MAX_HISTORY_STEPS,
         "spec.history: expected 1 unless processing.all_cameras is true": spec.history == 1
-        or (manifest.processing.all_cameras and not manifest.processing.empty_cameras),
-        f"spec.solver_steps: expected 1 to {MAX_SOLVER_STEPS}": 1 <= spec.solver_steps <= MAX_SOLVER_STEPS,
-        "spec: solver_steps does not fit spec.solver": spec.solver.fixed_steps in (None, spec.solver_steps)
-        and (
-            spec.solver.levels is None or spec.solver_steps in spec.solver.levels.possible(spec.solver_steps)
-        ),
-        "spec.solver: expected finite numbers": all(
-            map(math.isfinite, (spec.solver.start, spec.solver.end, *itertools.chain(*spec.solver.table)))
-        ),
+        or (processing.all_cameras and not processing.empty_cameras),
+        "spec: solver_steps does not fit spec.solver": solver.fixed_steps in (None, spec.solver_steps)
+        and (solver.levels is None or spec.solver_steps in solver.levels.possible(spec.solver_steps)),
         "spec.noise_dim: expected 0 where the solver starts from zeros, else the padded action dim": spec.noise_dim
-        == (0 if spec.solver.noise == "zeros" else manifest.processing.padded_action_dim),
+        == (0 if solver.noise == "zeros" else processing.padded_action_dim),
         "spec.committed_rows: expected fewer than chunk_size, and solver euler": spec.committed_rows == 0
-        or (0 < spec.committed_rows < spec.chunk_size and spec.solver.kind == "euler"),
+        or (0 < spec.committed_rows < spec.chunk_size and solver.kind == "euler"),
         "spec.motion: expected absolute for as many actions as the state has numbers, without columns; else different"
         " columns of the action, as many of the state, a scale above 0 and a range that 0 is in": _moves(
             spec
         ),
         "spec.n_action_steps: expected at most chunk_size": 0 <= spec.n_action_steps <= spec.chunk_size,
-        f"spec.control_hz: expected actions per second, above 0 and at most {MAX_HZ:g}": spec.control_hz
-        is None
-        or 0 < spec.control_hz <= MAX_HZ,
-        f"spec.max_prompt_tokens: expected 1 to {MAX_SIZE}": 1 <= spec.max_prompt_tokens <= MAX_SIZE,
-        f"spec: expected printable names of at most {MAX_NAME} characters": all(
-            len(text) <= MAX_NAME and text.isprintable()
-            for text in (*texts, *itertools.chain(*((*v.names, *v.units) for v in vectors)))
-        ),
         "spec: expected one name and one unit for each value of a vector, or none": all(
-            len(given) in (0, vector.dim) for vector in vectors for given in (vector.names, vector.units)
+            len(given) in (0, vector.dim)
+            for vector in (spec.state, spec.action)
+            for given in (vector.names, vector.units)
         ),
-        f"spec.default_prompt: expected at most {MAX_TEXT} characters": len(spec.default_prompt) <= MAX_TEXT,
         "spec.keys: an image key names a camera that is not there": all(
             camera in names for keys in spec.keys for camera in keys.images.values()
         ),
@@ -228,31 +188,18 @@ def _pixel_rules(manifest: Manifest) -> dict[str, bool]:
     }
 
 
-def _is_word(text: str) -> bool:
-    """Return whether a name may stand in the programs and pages that are written of a bundle, between quotes."""
-    return 1 <= len(text) <= MAX_NAME and text.isprintable() and not any(mark in text for mark in '"\\`')
-
-
-def _words_of(manifest: Manifest) -> Iterator[str]:
-    for keys in manifest.spec.keys:
-        yield from (keys.wire, keys.prompt, *keys.images, *keys.state, *keys.unread)
-    for part in (*manifest.processing.state_parts, *manifest.processing.action_parts):
-        yield part.name
-
-
 def _processing_rules(manifest: Manifest) -> dict[str, bool]:
     spec, processing = manifest.spec, manifest.processing
     return {
         "spec.state does not fit processing.padded_state_dim": 0
         <= spec.history * spec.state.dim
-        <= processing.padded_state_dim
-        <= MAX_SIZE,
-        "processing.padded_state_dim: expected as much for each of spec.history": spec.history < 1
-        or processing.padded_state_dim % spec.history == 0,
+        <= processing.padded_state_dim,
+        "processing.padded_state_dim: expected as much for each of spec.history": processing.padded_state_dim
+        % spec.history
+        == 0,
         "spec.action does not fit processing.padded_action_dim": 1
         <= spec.action.dim
-        <= processing.padded_action_dim
-        <= MAX_SIZE,
+        <= processing.padded_action_dim,
         "processing: a step's dims are outside its vector": all(
             0 <= d < vector.dim
             for steps, vector in (
@@ -267,8 +214,7 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
             step.reads for step in processing.state_steps
         ),
         "processing: the parts of a vector do not add up to it": all(
-            not parts
-            or (all(part.dim > 0 for part in parts) and sum(part.dim for part in parts) == vector.dim)
+            not parts or sum(part.dim for part in parts) == vector.dim
             for parts, vector in (
                 (processing.state_parts, spec.state),
                 (processing.action_parts, spec.action),
@@ -279,8 +225,7 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
             for part in (*processing.state_parts, *processing.action_parts)
             if part.rotation
         ),
-        "processing.empty_cameras: expected 0 to 16": 0 <= processing.empty_cameras <= 16,
         "processing.optional_cameras: expected fewer than there are": 0
         <= processing.optional_cameras
-        < max(len(spec.cameras), 1),
+        < len(spec.cameras),
     }

@@ -7,10 +7,9 @@ the ggml world already uses for it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from sinew.bundle.adapter import AdapterBase
 from sinew.bundle.hashes import KEY_HEADER, KEY_TENSORS
@@ -19,7 +18,18 @@ from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.bundle.rules import problems
 from sinew.bundle.seen import Seen
 from sinew.core import BundleError, PolicySpec
-from sinew.steps.base import READING, read_step
+from sinew.core.fields import (
+    Finite,
+    MaybeWord,
+    NotBelowZero,
+    Positive,
+    Side,
+    Width,
+    from_builtins,
+    parsed,
+    to_json,
+    within,
+)
 from sinew.steps.vector.base import VectorStep
 
 # Of a policy, as recipes name them; head: all that is not the others'
@@ -31,12 +41,7 @@ ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
 KEY_ARCHITECTURE = "general.architecture"
 KEY_NAME = "general.name"
 KEY_VERSION = "sinew.format_version"
-KEY_QUANTIZATION = "sinew.quantization"  # may be absent, and so may
-KEY_SEEN = "sinew.seen"
-KEY_BASE = "sinew.base"
 KEY_TOKENIZER = "tokenizer.huggingface.json"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,13 +63,13 @@ class Normalization:
     """
 
     mode: Literal["mean_std", "min_max", "quantiles", "quantile10", "identity"]
-    stats: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    eps: float = 1e-8
+    stats: dict[str, tuple[Finite, ...]] = field(default_factory=dict)
+    eps: NotBelowZero = 1e-8
     convention: Literal["lerobot", "openpi", "gr00t"] = "lerobot"
     clip: bool = False
-    rows: int = 0
+    rows: Width = 0
     snap: tuple[int, ...] = ()
-    snap_at: float = 0.5
+    snap_at: Finite = 0.5
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,8 @@ class VectorPart:
     two columns of a matrix, six numbers, in place of a rotation vector's three.
     """
 
-    name: str
-    dim: int
+    name: MaybeWord
+    dim: Side
     normalization: Normalization
     sin_cos: bool = False
     rotation: bool = False
@@ -90,9 +95,11 @@ class Processing:
     prompt: PromptRecipe
     state: Normalization
     action: Normalization
-    padded_state_dim: int  # the model reads states padded with zeros to this width
-    padded_action_dim: int  # and produces actions of this width
-    empty_cameras: int = 0  # masked, empty images that followed the views in training
+    padded_state_dim: Width  # the model reads states padded with zeros to this width
+    padded_action_dim: Side  # and produces actions of this width
+    empty_cameras: Annotated[int, within(0, 16)] = (
+        0  # masked, empty images that followed the views in training
+    )
     optional_cameras: int = 0  # cameras that may stay away besides, for clients that mask views
     pad_missing_cameras: bool = False  # cameras that are not there were masked, empty images too (pi0)
     all_cameras: bool = False  # an observation without one of them is refused
@@ -159,12 +166,12 @@ class Quantization:
 
     recipe: dict[str, Literal["int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32"]]
     bits: Literal[7, 8]
-    error: float
-    error_max: float
+    error: Finite
+    error_max: Finite
     observations: int
     source: str
     engine: str
-    scales: dict[str, float] = field(default_factory=dict)
+    scales: dict[str, Positive] = field(default_factory=dict)
     weight_error: dict[str, float] = field(default_factory=dict)
     success: Success | None = None
     validated: Validated | None = None
@@ -197,18 +204,13 @@ class Manifest:
 
     def to_metadata(self) -> dict[str, str | int]:
         """GGUF key-value pairs (``general.architecture`` and alignment belong to the writer)."""
+        parts = {part: getattr(self, part) for part in (*_PARTS, *_OPTIONAL)}
         record: dict[str, str | int] = {
             KEY_NAME: self.name,
             KEY_VERSION: READS[-1],
-            **{f"sinew.{part}": to_json(getattr(self, part)) for part in _PARTS},
+            **{f"sinew.{part}": to_json(value) for part, value in parts.items() if value is not None},
         }
-        if self.quantization is not None:
-            record[KEY_QUANTIZATION] = to_json(self.quantization)
-        if self.seen is not None:
-            record[KEY_SEEN] = to_json(self.seen)
-        if self.base is not None:
-            return {**record, KEY_BASE: to_json(self.base)}
-        return {**record, KEY_TOKENIZER: self.tokenizer}
+        return record if self.base is not None else {**record, KEY_TOKENIZER: self.tokenizer}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Manifest:
@@ -224,45 +226,47 @@ class Manifest:
             raise BundleError(
                 f"bundle format {version} is not supported (this version reads {READS[0]} to {READS[-1]})"
             )
-        known = {f"sinew.{part}" for part in _PARTS} | {KEY_VERSION, KEY_QUANTIZATION, KEY_TOKENIZER}
-        known |= {KEY_SEEN, KEY_BASE, KEY_HEADER, KEY_TENSORS}
+        known = {f"sinew.{part}" for part in (*_PARTS, *_OPTIONAL)}
+        known |= {KEY_VERSION, KEY_TOKENIZER, KEY_HEADER, KEY_TENSORS}
         if unknown := [key for key in metadata if key not in known and not key.startswith("general.")]:
             raise BundleError(f"unknown key {unknown[0]!r} (damaged, or written by a newer version?)")
         decoded = {}
-        for part, kind in _PARTS.items():
-            raw = parsed(_text(metadata, f"sinew.{part}"), f"sinew.{part}")
+        for part, kind in (_PARTS | _OPTIONAL).items():
+            key = f"sinew.{part}"
+            if part in _OPTIONAL and key not in metadata:
+                continue
+            raw = parsed(_text(metadata, key), key)
             if version != READS[-1]:
                 from sinew.bundle.upgrade import upgraded
 
                 raw = upgraded(part, raw, version)
-            decoded[part] = from_builtins(raw, kind, f"sinew.{part}")
-        for key, kind in ((KEY_QUANTIZATION, Quantization), (KEY_SEEN, Seen), (KEY_BASE, AdapterBase)):
-            if key in metadata:
-                decoded[key.removeprefix("sinew.")] = from_json(_text(metadata, key), kind, key)
+            decoded[part] = from_builtins(raw, kind, key)
         manifest = cls(
             architecture=_text(metadata, KEY_ARCHITECTURE),
             name=_text(metadata, KEY_NAME),
-            tokenizer="" if decoded.get("base") else _text(metadata, KEY_TOKENIZER),
+            tokenizer="" if "base" in decoded else _text(metadata, KEY_TOKENIZER),
             **decoded,
         )
-        manifest.check_values()
+        manifest.check_agreement()
         return manifest
 
     def check(self) -> None:
-        """Raise :class:`BundleError` for a value of another kind than its field, as a converter may have taken one from
-        a checkpoint, or what :meth:`check_values` finds."""
+        """Raise :class:`BundleError` for a value that its field does not hold, as a converter may have taken one from a
+        checkpoint, or what :meth:`check_agreement` finds."""
         import msgspec
 
-        for part, kind in _PARTS.items():
-            from_builtins(msgspec.to_builtins(getattr(self, part)), kind, f"sinew.{part}")
-        self.check_values()
+        for part, kind in (_PARTS | _OPTIONAL).items():
+            if (value := getattr(self, part)) is not None:
+                from_builtins(msgspec.to_builtins(value), kind, f"sinew.{part}")
+        self.check_agreement()
 
-    def check_values(self) -> None:
-        """Raise :class:`BundleError` for a value that is not believable, or does not agree with another."""
+    def check_agreement(self) -> None:
+        """Raise :class:`BundleError` where the records, each right in itself, do not say the same."""
         for problem in problems(self):
             raise BundleError(f"sinew.{problem}")
 
 
+# The records of a manifest, and those that it may have besides
 _PARTS: dict[str, Any] = {
     "config": dict[str, Any],
     "spec": PolicySpec,
@@ -270,59 +274,7 @@ _PARTS: dict[str, Any] = {
     "provenance": Provenance,
     "precision": dict[str, str],
 }
-
-
-def to_json(record: Any) -> str:
-    import msgspec  # here: the records themselves need nothing, and a model in memory has them too
-
-    return msgspec.json.encode(record).decode()
-
-
-def from_json(text: str, kind: type[T], where: str) -> T:
-    """Decode JSON text into ``kind`` (a dataclass or container), strictly."""
-    return from_builtins(parsed(text, where), kind, where)
-
-
-def parsed(text: str, where: str) -> Any:
-    """Return what JSON text says. Raises :class:`BundleError`."""
-    try:
-        raw = json.loads(text)
-        # Escapes can spell half a character, which nothing can print
-        json.dumps(raw, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{where} is not JSON: {error}") from None
-    return raw
-
-
-def from_builtins(raw: Any, kind: type[T], where: str) -> T:
-    """Typed record from plain containers: wrong types and unknown fields are errors that name the field."""
-    import msgspec
-
-    try:
-        with READING:
-            record = msgspec.convert(raw, kind, strict=True, dec_hook=read_step)
-    # Msgspec's are ValueErrors, so are those of half a character
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{where}: {error}") from None
-    unknown = _unknown_field(raw, msgspec.to_builtins(record))
-    if unknown:
-        raise BundleError(f"{where}: unknown field {unknown!r} (written by a newer version?)")
-    return record
-
-
-def _unknown_field(raw: Any, known: Any, path: str = "") -> str | None:
-    """msgspec ignores unknown keys of dataclasses; a misspelt hyper-parameter must not be ignored."""
-    if isinstance(raw, dict) and isinstance(known, dict):
-        for key, value in raw.items():
-            if key not in known:
-                return f"{path}{key}"
-            if found := _unknown_field(value, known[key], f"{path}{key}."):
-                return found
-    elif isinstance(raw, list | tuple) and isinstance(known, list | tuple):  # fields of tuples stay tuples
-        for left, right in zip(raw, known, strict=False):
-            if found := _unknown_field(left, right, path):
-                return found
-    return None
+_OPTIONAL: dict[str, Any] = {"quantization": Quantization, "seen": Seen, "base": AdapterBase}
 
 
 def _text(metadata: Mapping[str, Any], key: str) -> str:

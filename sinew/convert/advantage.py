@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinew.convert.options import ConvertOptions, Setting
 from sinew.core import ConvertError
+from sinew.core.fields import problems
 from sinew.steps.prompt.advantage import Advantage
 
 if TYPE_CHECKING:  # with torch
@@ -58,7 +59,7 @@ def with_advantage(conversion: Conversion, options: ConvertOptions) -> Conversio
         given.get("usual_advantage", ""),
         given.get("advantage_place", "instruction"),
     )
-    if problem := next(step.problems(), None):
+    if problem := next(problems(step), None):
         raise ConvertError(f"--set advantage: {problem}")
     steps = (*prompt.steps, step) if step.place == "text" else (step, *prompt.steps)
     return replace(conversion, processing=replace(conversion.processing, prompt=replace(prompt, steps=steps)))

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_type_hints
 
-from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError, ConvertError, MotionSpec, VectorSpec
+from sinew.core.fields import from_builtins
 
 COMMON = ("compat", "control_hz", "motion", "settings", "vectors")  # options of every family
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from sinew.bundle import Bundle
-from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError, SinewError, dtype_word, machine
+from sinew.core.fields import from_builtins
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.kernels.library import extension, take_kept_resize
 from sinew.engine.stores import Placement, Storage

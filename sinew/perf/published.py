@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from sinew_client.given import read_text
 
-from sinew.bundle.schema import from_builtins
 from sinew.core import SinewError
+from sinew.core.fields import from_builtins
 from sinew.core.registry import PUBLISHED, presets
 from sinew.models import model_class
 

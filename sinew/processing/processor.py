@@ -10,9 +10,9 @@ from typing import TypedDict
 
 import numpy as np
 
-from sinew.bundle.rules import MAX_SOLVER_STEPS
 from sinew.bundle.schema import Manifest, Processing
 from sinew.core import MAX_SAID, BundleError, Moment, Observation, ObservationError, SinewError, did_you_mean
+from sinew.core.fields import MAX_SOLVER_STEPS
 from sinew.core.hints import option
 from sinew.processing.arrays import numbers
 from sinew.processing.conditioning import advantage_of, scale_of

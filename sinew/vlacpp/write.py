@@ -22,12 +22,13 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from sinew.bundle import Bundle
-from sinew.bundle.schema import Manifest, from_builtins
+from sinew.bundle.schema import Manifest
 from sinew.bundle.writer import FileSlice, Progress, TensorSource, finish_header
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions
 from sinew.convert.tensors import computed, constant, rounded
 from sinew.core import ConvertError, scratch
+from sinew.core.fields import from_builtins
 from sinew.vlacpp import write_bitvla, write_evo1, write_prismatic
 from sinew.vlacpp.read import read
 from sinew.vlacpp.read_lerobot import (

@@ -10,7 +10,7 @@ import pytest
 
 from sinew.bundle import Bundle
 from sinew.bundle.rename import rename_cameras
-from sinew.bundle.schema import KEY_SEEN, Manifest
+from sinew.bundle.schema import Manifest
 from sinew.bundle.seen import Seen, SeenCamera, SeenState, renamed
 from sinew.bundle.writer import rewrite
 from sinew.convert.sources import embedded
@@ -19,6 +19,7 @@ from sinew.policy import load
 from sinew.processing.thumbnails import Gathering, opponent, thumbnail, unpacked
 from tests.hostile.mutate import dumps, mutate_record
 
+KEY_SEEN = "sinew.seen"
 PEN = embedded()["pen"]
 
 
@@ -65,7 +66,7 @@ def test_what_cannot_be_is_refused_by_its_field(manifest: Manifest, seen: Seen, 
 
     cases = {
         "sinew.seen.cameras: expected names of spec.cameras": replace(seen, cameras={"side": camera}),
-        "sinew.seen.cameras.now: mean, std: expected numbers from 0 to 255": with_camera(
+        r"sinew.seen.cameras.now.mean\[1\]: expected a number from 0 to 255, got 256": with_camera(
             mean=(0.0, 256.0, 0.0)
         ),
         "sinew.seen.cameras.now.thumbnail: expected base64 of 192 bytes, got 1 bytes": with_camera(
@@ -77,14 +78,18 @@ def test_what_cannot_be_is_refused_by_its_field(manifest: Manifest, seen: Seen, 
         "sinew.seen.cameras.now.spread: expected base64 of 192 bytes, got not base64": with_camera(
             spread="ä"
         ),
-        "sinew.seen.cameras.now: expected thumbnail and spread": with_camera(spread=""),
+        "sinew.seen.cameras.now.spread: expected both thumbnail and spread": with_camera(spread=""),
         "sinew.seen.cameras.now.farthest": with_camera(farthest=-1.0),
         "sinew.seen.cameras.now.still": with_camera(still=seen.frames + 1),
         "sinew.seen.frames": replace(seen, frames=0),
         "sinew.seen.source": replace(seen, source="a\nb"),
         "sinew.seen.state: expected 1 numbers each": replace(seen, state=replace(state, mean=(0.0, 0.0))),
-        "sinew.seen.state: expected finite": replace(seen, state=replace(state, mean=(float("inf"),))),
-        "sinew.seen.state: expected std of at least 0": replace(seen, state=replace(state, std=(-1.0,))),
+        r"sinew.seen.state.mean\[0\]: expected a finite": replace(
+            seen, state=replace(state, mean=(float("inf"),))
+        ),
+        r"sinew.seen.state.std\[0\]: expected a finite number of at least 0": replace(
+            seen, state=replace(state, std=(-1.0,))
+        ),
     }
     for message, changed in cases.items():
         with pytest.raises(BundleError, match=message):

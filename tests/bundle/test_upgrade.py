@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from sinew.bundle import Bundle
-from sinew.bundle.schema import KEY_VERSION, Manifest, Processing, from_builtins, to_json
+from sinew.bundle.schema import KEY_VERSION, Manifest, Processing
 from sinew.bundle.upgrade import upgraded
 from sinew.cli import main
 from sinew.convert import convert
 from sinew.convert.sources import ASSETS
 from sinew.core import BundleError, ConvertError
+from sinew.core.fields import from_builtins, to_json
 from sinew.models.solvers import FLOW
 from sinew.policy import Policy, load
 from sinew.steps.image.letterbox import Letterbox

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sinew.bundle.schema import from_json, to_json
 from sinew.core import BundleError, SinewError
+from sinew.core.fields import from_json, problems, to_json
 from sinew.steps import registry
 from sinew.steps.action_tokens.base import ActionTokens
 from sinew.steps.action_tokens.bins import BinTokens, bin_centres
@@ -61,10 +61,10 @@ ROWS = {
         fast(1, 0, 0, 1),
         "FAST below token 80, at most 6",
         {
-            "no scale": ({"scale": 0.0}, "scale: expected a number above 0, got 0"),
+            "no scale": ({"scale": 0.0}, "scale: expected a finite number above 0, got 0"),
             "rows": ({"rows": 0}, "rows: expected 1 to 8192, got 0"),
             "least": ({"least": float("-inf")}, "least: expected a finite number, got -inf"),
-            "scale": ({"scale": float("inf")}, "scale: expected a number above 0, got inf"),
+            "scale": ({"scale": float("inf")}, "scale: expected a finite number above 0, got inf"),
             "long": (
                 {"tokenizer": " " * (LONGEST + 1)},
                 "tokenizer: expected at most 8388608 characters, got 8388609",
@@ -117,9 +117,9 @@ def test_it_says_what_it_is(row: Row) -> None:
 
 
 def test_rules_refuse_by_name(row: Row) -> None:
-    assert not list(row.words.problems())
+    assert not list(problems(row.words))
     for changes, said in row.refused.values():
-        assert said in list(replace(row.words, **changes).problems())
+        assert said in list(problems(replace(row.words, **changes)))
 
 
 def test_it_travels(row: Row) -> None:

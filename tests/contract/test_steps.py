@@ -16,15 +16,15 @@ import pytest
 
 from sinew.bundle import Bundle
 from sinew.bundle.image_recipe import ImageRecipe
-from sinew.bundle.schema import Manifest, Normalization, from_json, to_json
+from sinew.bundle.schema import Manifest, Normalization
 from sinew.bundle.writer import rewrite
 from sinew.cli import main
 from sinew.core import BundleError, ObservationError, VectorSpec
+from sinew.core.fields import Tagged, from_json, problems, to_json
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables as Tables
 from sinew.processing import Processor
 from sinew.processing.prompt import Prompter
 from sinew.steps import registry
-from sinew.steps.base import Step
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.centre_crop import CentreCrop
 from sinew.steps.image.crop import Crop
@@ -204,7 +204,7 @@ IMAGES = {
         "pil_bicubic to 24x24 and 10x10",
         {
             "none": ({"sides": ()}, "sides: expected one or more, got none"),
-            "no side": ({"sides": (24, 0)}, "sides: expected 1 to 8192, got 0"),
+            "no side": ({"sides": (24, 0)}, "sides[1]: expected 1 to 8192, got 0"),
         },
     ),
 }
@@ -462,9 +462,9 @@ PROMPTS = {
             "twice": ({"words": (*WORDS, WORDS[0])}, "words: expected different names"),
             "a name": (
                 {"words": (("a\nb", "x"),)},
-                "words: expected printable names of 1 to 64 characters, got 'a\\nb'",
+                "words[0][0]: expected 1 to 64 printable characters, got 'a\\nb'",
             ),
-            "no words": ({"words": (("good", ""),)}, "words: good: expected 1 to 64 characters, got 0"),
+            "no words": ({"words": (("good", ""),)}, "words[0][1]: expected 1 to 64 characters, got 0"),
             "usual": ({"usual": "best"}, "usual: expected one of good, bad, or none, got 'best'"),
         },
     ),
@@ -475,7 +475,7 @@ PROMPTS = {
         refused={
             "no value": ({"values": ()}, "values: expected one or more, got none"),
             "no text": ({"text": ""}, "text: expected 1 to 16384 characters, got 0"),
-            "no number": ({"dim": -1}, "dim: expected a number of the state, got -1"),
+            "no number": ({"dim": -1}, "dim: expected 0 to 8192, got -1"),
         },
     ),
     "only_for what is there": Said(
@@ -555,7 +555,7 @@ def test_a_prompt_without_what_it_holds_is_refused() -> None:
 
 CASES: dict[str, Any] = {**IMAGES, **VECTORS, **{f"prompt {name}": case for name, case in PROMPTS.items()}}
 REGISTRIES = {"image": registry.IMAGE, "vector": registry.VECTOR, "prompt": registry.PROMPT}
-BASES: dict[str, type[Step]] = {"image": ImageStep, "vector": VectorStep, "prompt": PromptStep}
+BASES: dict[str, type[Tagged]] = {"image": ImageStep, "vector": VectorStep, "prompt": PromptStep}
 
 
 @pytest.fixture(params=CASES)
@@ -565,7 +565,7 @@ def case(request: pytest.FixtureRequest) -> Any:
 
 def with_step(manifest: Manifest, case: Any, **changes: Any) -> Manifest:
     """The manifest of a bundle whose processing is the step, its fields changed."""
-    step: Step = replace(case.step, **changes)
+    step: Tagged = replace(case.step, **changes)
     spec, processing = manifest.spec, manifest.processing
     if isinstance(step, ImageStep):
         image = ImageRecipe(*case.size, (step,))
@@ -594,10 +594,10 @@ def test_a_step_says_what_it_does(case: Any) -> None:
 
 
 def test_rules_refuse_by_name(case: Any) -> None:
-    assert not list(case.step.problems())
+    assert not list(problems(case.step))
     for changes, said in case.refused.values():
         if "vocabulary" not in said:  # which the recipe knows
-            assert next(replace(case.step, **changes).problems()) == said
+            assert next(problems(replace(case.step, **changes))) == said
     manifest = Bundle(BUNDLE).manifest
     for changes, said in case.refused.values():
         with pytest.raises(BundleError, match=f"{case.step.kind}: {re.escape(said)}"):
@@ -715,20 +715,19 @@ def test_a_new_step_of_a_prompt_or_a_vector_is_its_file_and_a_line(
 NEW = """
 from dataclasses import dataclass, field
 from typing import Literal
-from sinew.steps.base import within
+from typing import Annotated
+from sinew.core.fields import within
 from sinew.steps.prompt.base import PromptStep
 from sinew.steps.vector.base import VectorStep
 
 class Numbered:
-    def problems(self):
-        yield from within("marks", self.marks, 1, 9)
     def __str__(self):
         return f"something new, {self.marks} times"
 """
 SHOUT = """
 @dataclass(frozen=True)
 class New(Numbered, PromptStep):
-    marks: int = 1
+    marks: Annotated[int, within(1, 9)] = 1
     kind: Literal["new"] = field(default="new", kw_only=True, repr=False)
     def forward(self, said):
         return said._replace(instruction=said.instruction.upper() + "!" * self.marks)
@@ -737,7 +736,7 @@ NEGATE = """
 @dataclass(frozen=True)
 class New(Numbered, VectorStep):
     dims: tuple[int, ...]
-    marks: int = 1
+    marks: Annotated[int, within(1, 9)] = 1
     kind: Literal["new"] = field(default="new", kw_only=True, repr=False)
     def forward(self, part, reference):
         return -self.marks * part
@@ -747,16 +746,15 @@ class New(Numbered, VectorStep):
 MIRROR = """
 from dataclasses import dataclass, field
 from typing import Literal
-from sinew.steps.base import within
+from typing import Annotated
+from sinew.core.fields import within
 from sinew.steps.image.base import ImageStep
 
 @dataclass(frozen=True)
 class Mirror(ImageStep):
-    times: int = 1
+    times: Annotated[int, within(1, 9)] = 1
     kind: Literal["mirror"] = field(default="mirror", kw_only=True, repr=False)
     keeps_size = True
-    def problems(self):
-        yield from within("times", self.times, 1, 9)
     def forward(self, frame):
         return frame[:, ::-1] if self.times % 2 else frame
     def __str__(self):

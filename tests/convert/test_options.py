@@ -154,7 +154,7 @@ def test_a_prompt_gets_a_place_for_advantages(golden, tmp_path):
             {"advantage": "a", "usual_advantage": "b"},
             "--set advantage: usual: expected one of a, or none, got 'b'",
         ),
-        ({"advantage": "a" * 65}, "--set advantage: words: expected printable names of 1 to 64 characters"),
+        ({"advantage": "a" * 65}, r"--set advantage: words\[0\]\[0\]: expected 1 to 64 printable characters"),
         (
             {"advantage": "a", "advantage_words": "{advantage}" * 65},
             "--set advantage: words: a: expected 1 to 64",

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.core import SinewError
+from sinew.core.fields import Side
 from sinew.layers.attention import attend, block_mask
 from sinew.layers.decoder import Decoder, DecoderConfig
 from sinew.layers.linear import Embedding, Linear
@@ -196,10 +197,10 @@ class Block(nn.Module):
 class Counted(ActionTokens):
     """A token is a number; what a sentence lacks is zero."""
 
-    most: int
+    most: Side
     end: int
-    rows: int
-    dims: int
+    rows: Side
+    dims: Side
     kind: Literal["counted"] = field(default="counted", kw_only=True)
 
     def chunk(self, said: np.ndarray) -> np.ndarray:

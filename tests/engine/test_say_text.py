@@ -23,6 +23,7 @@ from sinew.cli import main
 from sinew.convert import convert
 from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import BundleError, CancelledError, ConvertError, ObservationError, SinewError
+from sinew.core.fields import problems
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.engine import Watch
 from sinew.families.pi.model import PI05, PI05Config
@@ -497,8 +498,7 @@ def test_the_prompts_of_pi05_are_the_fields(policy: Policy) -> None:
     ],
 )
 def test_a_strange_recipe_is_refused(text: TextRecipe, why: str) -> None:
-    problems = PromptRecipe(8, 100, 0, text=text).problems()
-    assert any(why in problem for problem in problems)
+    assert any(why in problem for problem in problems(PromptRecipe(8, 100, 0, text=text)))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.tensors import read_array
 from sinew.core import ConvertError, PolicySpec
+from sinew.core.fields import problems
 
 STATE, ACTION, ENVIRONMENT = "observation.state", "action", "observation.environment_state"
 LEGACY_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
@@ -102,7 +103,7 @@ def seen_in(file: Path, spec: PolicySpec) -> Seen | None:
         )
     except (AttributeError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
         raise ConvertError(f"{file}: not a table of statistics ({error})") from None
-    if problem := next(seen_problems(found, spec), None):
+    for problem in (*problems(found, "seen"), *seen_problems(found, spec)):
         raise ConvertError(f"{file}: {problem.removeprefix('seen.')}")
     return found if cameras or whole else None
 

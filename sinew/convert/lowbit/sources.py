@@ -14,10 +14,10 @@ from torch import nn
 
 from sinew.bundle import Bundle, TensorSource
 from sinew.bundle.quant import FORMATS, SCALE, WEIGHT, Format, quantize
-from sinew.bundle.schema import from_builtins
 from sinew.bundle.writer import FileSlice
 from sinew.convert.lowbit.gptq import WIDEST, gptq, portions, second_moments
 from sinew.core import BundleError, SinewError
+from sinew.core.fields import from_builtins
 from sinew.layers.linear import width_of
 from sinew.layers.stores.lowbit import dequantize
 from sinew.models import build_on_meta, model_class

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sinew.core.fields import problems
 from sinew.layers.attention import key_mask
 from sinew.layers.decoder import Decoder, DecoderConfig
 from sinew.layers.linear import Linear, rounded
@@ -45,7 +46,7 @@ class PI0FastConfig:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        for problem in self.action_tokens.problems():
+        for problem in problems(self.action_tokens):
             raise ValueError(problem)
         for name in ("start_token", "end_token", "zero_token"):
             if not 0 <= getattr(self, name) < self.vocab_size:

@@ -27,8 +27,8 @@ from typing import Literal
 
 import numpy as np
 
-from sinew.bundle.schema import from_json
 from sinew.core import SinewError, machine
+from sinew.core.fields import from_json
 from sinew.perf.machine.measure import Speeds, StageTime
 from sinew.perf.operators import Component, Operator
 

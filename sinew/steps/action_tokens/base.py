@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 
-from sinew.core import MAX_SIZE, SinewError
+from sinew.core import SinewError
+from sinew.core.fields import Side, Tagged
 from sinew.steps import registry
-from sinew.steps.base import Step, within
 
 State = TypeVar("State")
 
 
-class ActionTokens(Step):
+class ActionTokens(Tagged):
     """The sentences of a head that says a chunk as tokens.
 
     most: the tokens of the longest sentence. end: the token that ends one, -1 where all of them have ``most``.
@@ -22,14 +22,10 @@ class ActionTokens(Step):
     """
 
     registry = registry.ACTION_TOKENS
-    most: int
+    most: Side
     end: int
-    rows: int
-    dims: int
-
-    def problems(self) -> Iterator[str]:
-        for name in ("most", "rows", "dims"):
-            yield from within(name, getattr(self, name), 1, MAX_SIZE)
+    rows: Side
+    dims: Side
 
     def chunk(self, said: np.ndarray) -> np.ndarray:
         """said: int64 [n], without the token that ends it -> float32 [rows, dims] in model units.

@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from sinew.core import MAX_SIZE
+from sinew.core.fields import Side, within
 from sinew.steps.action_tokens.base import ActionTokens
 
 Array = TypeVar("Array")  # of whole numbers: a tensor or an array
@@ -18,15 +20,15 @@ class BinTokens(ActionTokens):
     """Tokens from ``below - 1`` downwards are the bins of [-1, 1] from the lowest upwards: the intervals between
     ``points`` points. A sentence has one token for each number of the chunk, step by step."""
 
-    rows: int
-    dims: int
+    rows: Side
+    dims: Side
     points: int
     below: int
     kind: Literal["bins"] = field(default="bins", kw_only=True, repr=False)
     end = -1
 
     def problems(self) -> Iterator[str]:
-        yield from super().problems()
+        yield from within(1, MAX_SIZE).problems("most", self.most)
         if not 1 < self.points <= self.below:
             yield f"points: expected 2 to {self.below}, got {self.points}"
 

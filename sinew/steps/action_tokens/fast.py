@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
 from sinew.core import BundleError, SinewError
+from sinew.core.fields import Finite, Positive, Side, characters
 from sinew.steps.action_tokens.base import ActionTokens
 from sinew.steps.tokenizer import decode, open_tokenizer
 
@@ -31,27 +32,19 @@ class FastTokens(ActionTokens):
     nothing, and an id below its first makes a chunk of zeros, which the statistics turn into their mean.
     """
 
-    most: int
+    most: Side
     end: int
-    rows: int
-    dims: int
+    rows: Side
+    dims: Side
     zero: int
-    tokenizer: str = field(repr=False)
-    least: float
-    scale: float
+    tokenizer: Annotated[str, characters(0, LONGEST)] = field(repr=False)
+    least: Finite
+    scale: Positive
     begins: tuple[int, ...] = ()
     leaves_out: tuple[int, ...] = ()
     kind: Literal["fast"] = field(default="fast", kw_only=True, repr=False)
 
     def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if not 0 < self.scale < float("inf"):
-            yield f"scale: expected a number above 0, got {self.scale:g}"
-        if not abs(self.least) < float("inf"):
-            yield f"least: expected a finite number, got {self.least:g}"
-        if len(self.tokenizer) > LONGEST:
-            yield f"tokenizer: expected at most {LONGEST} characters, got {len(self.tokenizer)}"
-            return
         try:
             self.opened()
         except BundleError as error:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from sinew.core import MAX_SIZE
+from sinew.core.fields import Side, Tagged
 from sinew.steps import registry
-from sinew.steps.base import Step, within
 
 
-class ImageStep(Step):
+class ImageStep(Tagged):
     """One change of a whole frame, as the library that prepared the training images rounds it.
 
     other_sizes: a field of steps that may be only for frames that do not have the recipe's size as they come.
+    keeps_size: after it every frame has the size that it had.
     """
 
     registry = registry.IMAGE
     other_sizes: bool = False
+    keeps_size: ClassVar[bool] = False
 
     @property
     def takes(self) -> Literal["bytes", "floats", "either"]:
@@ -36,11 +36,6 @@ class ImageStep(Step):
     def fixed(self) -> tuple[int, int] | None:
         """Return the height and width that every frame gets; None where they follow from the frame's."""
         return None
-
-    @property
-    def keeps_size(self) -> bool:
-        """Return True for a step after which every frame has the size that it had."""
-        return False
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width of a frame of this size after the step."""
@@ -68,12 +63,8 @@ class ImageStep(Step):
 class SizedStep(ImageStep):
     """A step after which every frame is ``height`` x ``width``."""
 
-    height: int
-    width: int
-
-    def problems(self) -> Iterator[str]:
-        for name, side in (("height", self.height), ("width", self.width)):
-            yield from within(name, side, 1, MAX_SIZE)
+    height: Side
+    width: Side
 
     @property
     def fixed(self) -> tuple[int, int]:

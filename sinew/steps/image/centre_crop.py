@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
+from sinew.core.fields import share
 from sinew.steps.image.base import SizedStep
 from sinew.steps.image.tensorflow import centre_crop
 
@@ -16,13 +16,8 @@ from sinew.steps.image.tensorflow import centre_crop
 class CentreCrop(SizedStep):
     """The middle part of this ``area``, resized to ``height`` x ``width``."""
 
-    area: float = 1.0
+    area: Annotated[float, share("the frame")] = 1.0
     kind: Literal["centre_crop"] = field(default="centre_crop", kw_only=True, repr=False)
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if not 0 < self.area <= 1:
-            yield f"area: expected a part of the frame, above 0 and at most 1, got {self.area:g}"
 
     def forward(self, frame: np.ndarray) -> np.ndarray:
         return centre_crop(frame, self.area, self.height, self.width)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from sinew.core import MAX_SIZE
-from sinew.steps.base import within
+from sinew.core.fields import share, within
 from sinew.steps.image.base import ImageStep
 
 
@@ -22,7 +22,7 @@ class Crop(ImageStep):
 
     height: int = 0
     width: int = 0
-    fraction: float = 0.0
+    fraction: Annotated[float, share("both sides", none=True)] = 0.0
     rounded: bool = False
     floats: bool = False
     kind: Literal["crop"] = field(default="crop", kw_only=True, repr=False)
@@ -30,9 +30,7 @@ class Crop(ImageStep):
     def problems(self) -> Iterator[str]:
         if self.fraction == 0:
             for name, side in (("height", self.height), ("width", self.width)):
-                yield from within(name, side, 1, MAX_SIZE)
-        elif not 0 < self.fraction <= 1:
-            yield f"fraction: expected a part of both sides, above 0 and at most 1, got {self.fraction:g}"
+                yield from within(1, MAX_SIZE).problems(name, side)
 
     @property
     def takes(self) -> Literal["bytes", "floats"]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from sinew.core import MAX_SIZE
-from sinew.steps.base import within
+from sinew.core.fields import Side, within
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.methods import Method, resize, takes
 
@@ -19,16 +19,14 @@ from sinew.steps.image.methods import Method, resize, takes
 class Grid(ImageStep):
     """Both sides become multiples of ``unit``, with ``min_pixels`` to ``max_pixels`` in all, by ``method``."""
 
-    unit: int
+    unit: Side
     min_pixels: int
-    max_pixels: int
+    max_pixels: Annotated[int, within(1, MAX_SIZE**2)]
     method: Method = "lanczos3"
     kind: Literal["grid"] = field(default="grid", kw_only=True, repr=False)
 
     def problems(self) -> Iterator[str]:
-        yield from within("unit", self.unit, 1, MAX_SIZE)
-        yield from within("max_pixels", self.max_pixels, 1, MAX_SIZE**2)
-        yield from within("min_pixels", self.min_pixels, 1, max(self.max_pixels, 1))
+        yield from within(1, self.max_pixels).problems("min_pixels", self.min_pixels)
 
     @property
     def takes(self) -> Literal["bytes", "floats"]:

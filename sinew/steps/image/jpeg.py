@@ -10,14 +10,13 @@ Source of the arithmetic: libjpeg (IJG) jccolor, jcsample, jfdctint, jcdctmgr, j
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
-from sinew.steps.base import within
+from sinew.core.fields import within
 from sinew.steps.image.base import ImageStep
 
 SCALE_BITS = 16  # fixed point of the colour transforms
@@ -45,13 +44,10 @@ CHROMA[:4, :4] = [[17, 18, 24, 47], [18, 21, 26, 66], [24, 26, 56, 99], [47, 66,
 class Jpeg(ImageStep):
     """Written as JPEG of this ``quality`` and read again."""
 
-    quality: int = 95
+    quality: Annotated[int, within(1, 100)] = 95
     other_sizes: bool = False
     kind: Literal["jpeg"] = field(default="jpeg", kw_only=True, repr=False)
     keeps_size = True
-
-    def problems(self) -> Iterator[str]:
-        yield from within("quality", self.quality, 1, 100)
 
     def forward(self, frame: np.ndarray) -> np.ndarray:
         return jpeg_round_trip(frame, self.quality)

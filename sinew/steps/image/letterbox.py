@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
+from sinew.core.fields import Finite
 from sinew.steps.image.base import SizedStep
 from sinew.steps.image.bilinear import resize_bilinear, to_planes
 
@@ -26,18 +25,10 @@ class Letterbox(SizedStep):
 
     interpolation: Literal["bilinear", "pil_bilinear"] = "bilinear"
     pad: Literal["top_left", "center"] = "top_left"
-    pad_value: float | tuple[float, float, float] = 0.0
+    pad_value: Finite | tuple[Finite, Finite, Finite] = 0.0
     kind: Literal["letterbox"] = field(default="letterbox", kw_only=True, repr=False)
+    takes = "either"
     on_host = ""
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if not all(map(math.isfinite, self.colour)):
-            yield f"pad_value: expected a finite number, got {self.pad_value}"
-
-    @property
-    def takes(self) -> Literal["either"]:
-        return "either"
 
     @property
     def centred(self) -> bool:

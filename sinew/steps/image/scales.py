@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from sinew.core import MAX_SIZE
-from sinew.steps.base import within
+from sinew.core.fields import SOME, Side, within
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.methods import Method, resize, takes
 
@@ -18,16 +18,12 @@ from sinew.steps.image.methods import Method, resize, takes
 class Scales(ImageStep):
     """To a square of each of ``sides`` by ``method``, one below another, black beside those that are narrower."""
 
-    sides: tuple[int, ...]
+    sides: Annotated[tuple[Side, ...], SOME]
     method: Method = "pil_bicubic"
     kind: Literal["scales"] = field(default="scales", kw_only=True, repr=False)
 
     def problems(self) -> Iterator[str]:
-        if not self.sides:
-            yield "sides: expected one or more, got none"
-        for side in self.sides:
-            yield from within("sides", side, 1, MAX_SIZE)
-        yield from within("sides", sum(self.sides), 0, MAX_SIZE)
+        yield from within(1, MAX_SIZE).problems("sides", sum(self.sides))
 
     @property
     def takes(self) -> Literal["bytes", "floats"]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from sinew.core import MAX_SIZE
-from sinew.steps.base import within
+from sinew.core.fields import Side
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.methods import Method, resize, takes
 
@@ -18,12 +16,9 @@ from sinew.steps.image.methods import Method, resize, takes
 class ShortSide(ImageStep):
     """The shorter side becomes ``edge`` and the other keeps the aspect ratio, by ``method``."""
 
-    edge: int
+    edge: Side
     method: Method = "lanczos3"
     kind: Literal["short_side"] = field(default="short_side", kw_only=True, repr=False)
-
-    def problems(self) -> Iterator[str]:
-        yield from within("edge", self.edge, 1, MAX_SIZE)
 
     @property
     def takes(self) -> Literal["bytes", "floats"]:

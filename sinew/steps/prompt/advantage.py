@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from sinew.steps.prompt.base import MAX_TEXT, PromptStep, Sentence
+from sinew.core.fields import MAX_TEXT, characters, count, printable
+from sinew.steps.prompt.base import PromptStep, Sentence
 
 MOST = 256  # advantages of a policy; a value function's bins are 201
 MAX_NAME = 64  # characters
@@ -23,23 +24,22 @@ class Advantage(PromptStep):
     in the text, where the step stands.
     """
 
-    words: tuple[tuple[str, str], ...]
+    words: Annotated[
+        tuple[
+            tuple[Annotated[str, printable(1, MAX_NAME)], Annotated[str, characters(1, MAX_TEXT // MOST)]],
+            ...,
+        ],
+        count(1, MOST, "advantages"),
+    ]
     usual: str = ""
     place: Literal["instruction", "text"] = "instruction"
     kind: Literal["advantage"] = field(default="advantage", kw_only=True, repr=False)
 
     def problems(self) -> Iterator[str]:
-        if not 1 <= len(self.words) <= MOST:
-            yield f"words: expected 1 to {MOST} advantages, got {len(self.words)}"
         if len(set(self.advantages)) != len(self.words):
             yield "words: expected different names"
-        for name, text in self.words:
-            if not (1 <= len(name) <= MAX_NAME and name.isprintable()):
-                yield f"words: expected printable names of 1 to {MAX_NAME} characters, got {name[:MAX_NAME]!r}"
-            elif not 1 <= len(text) <= MAX_TEXT // MOST:
-                yield f"words: {name}: expected 1 to {MAX_TEXT // MOST} characters, got {len(text)}"
         if self.usual and self.usual not in self.advantages:
-            known = ", ".join(name[:MAX_NAME] for name in self.advantages[:SHOWN])
+            known = ", ".join(self.advantages[:SHOWN])
             yield f"usual: expected one of {known}, or none, got {self.usual[:MAX_NAME]!r}"
 
     @property

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
+from sinew.core.fields import MAX_TEXT, Tagged, characters
 from sinew.steps import registry
-from sinew.steps.base import Step
 
-MAX_TEXT = 1 << 14  # characters that a step may write
+Written = Annotated[str, characters(1, MAX_TEXT)]  # of a step
 
 
 class Sentence(NamedTuple):
@@ -34,7 +34,7 @@ class HeldTokens(NamedTuple):
     times: int
 
 
-class PromptStep(Step):
+class PromptStep(Tagged):
     """A change of the instruction, a part of the text that is tokenised, or a change of its tokens."""
 
     registry = registry.PROMPT

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from sinew.core import MAX_SIZE
-from sinew.steps.base import within
+from sinew.core.fields import Side, characters
 from sinew.steps.prompt.base import HeldTokens, PromptStep, Sentence
 
 
@@ -15,16 +13,11 @@ from sinew.steps.prompt.base import HeldTokens, PromptStep, Sentence
 class Image(PromptStep):
     """``text`` once for each of ``count`` tokens, whose id is ``token``: the model puts the view's features there."""
 
-    text: str
-    count: int
+    text: Annotated[str, characters(0, 64)]
+    count: Side
     token: int
     kind: Literal["image"] = field(default="image", kw_only=True, repr=False)
     slot = "{image}"
-
-    def problems(self) -> Iterator[str]:
-        yield from within("count", self.count, 1, MAX_SIZE)
-        if len(self.text) > 64:
-            yield f"text: expected at most 64 characters, got {len(self.text)}"
 
     @property
     def names(self) -> tuple[int, ...]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sinew.core import MAX_SIZE
-from sinew.steps.base import within
+from sinew.core.fields import Side
 from sinew.steps.prompt.base import HeldTokens, PromptStep
 
 
@@ -16,11 +14,8 @@ class Marker(PromptStep):
     """``count`` tokens of the id ``token``, which the text writes; no instruction may add one."""
 
     token: int
-    count: int
+    count: Side
     kind: Literal["marker"] = field(default="marker", kw_only=True, repr=False)
-
-    def problems(self) -> Iterator[str]:
-        yield from within("count", self.count, 1, MAX_SIZE)
 
     @property
     def names(self) -> tuple[int, ...]:

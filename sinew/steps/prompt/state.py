@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from sinew.core import MAX_SIZE
-from sinew.steps.base import within
+from sinew.core.fields import Side, Width
 from sinew.steps.prompt.base import PromptStep, Sentence
 
 
@@ -19,14 +17,10 @@ class State(PromptStep):
     equal bins of [-1, 1].
     """
 
-    values: int
-    bins: int = 256
+    values: Width
+    bins: Side = 256
     kind: Literal["state"] = field(default="state", kw_only=True, repr=False)
     slot = "{state}"
-
-    def problems(self) -> Iterator[str]:
-        yield from within("values", self.values, 0, MAX_SIZE)
-        yield from within("bins", self.bins, 1, MAX_SIZE)
 
     def forward(self, said: Sentence) -> Sentence:
         return said.saying(" ".join(map(str, self.numbers(said.state))))

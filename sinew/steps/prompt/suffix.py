@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sinew.steps.prompt.base import MAX_TEXT, PromptStep, Sentence
+from sinew.steps.prompt.base import PromptStep, Sentence, Written
 
 
 @dataclass(frozen=True)
 class Suffix(PromptStep):
     """``text``, unless the text ends in it already."""
 
-    text: str
+    text: Written
     kind: Literal["suffix"] = field(default="suffix", kw_only=True, repr=False)
-
-    def problems(self) -> Iterator[str]:
-        if not 0 < len(self.text) <= MAX_TEXT:
-            yield f"text: expected 1 to {MAX_TEXT} characters, got {len(self.text)}"
 
     @property
     def slot(self) -> str:

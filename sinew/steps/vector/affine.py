@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from sinew.steps.vector.base import VectorStep, finite, spans
+from sinew.core.fields import Finite
+from sinew.steps.vector.base import VectorStep, spans
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,9 @@ class Affine(VectorStep):
     """x * scale + offset."""
 
     dims: tuple[int, ...]
-    scale: float = 1.0
-    offset: float = 0.0
+    scale: Finite = 1.0
+    offset: Finite = 0.0
     kind: Literal["affine"] = field(default="affine", kw_only=True, repr=False)
-
-    def problems(self) -> Iterator[str]:
-        yield from finite(scale=self.scale, offset=self.offset)
 
     @property
     def no_inverse(self) -> str:

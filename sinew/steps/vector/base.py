@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
+from sinew.core.fields import Tagged
 from sinew.steps import registry
-from sinew.steps.base import Step
 
 
-class VectorStep(Step):
+class VectorStep(Tagged):
     """One change of units or frame between a robot's vector and the one that was normalised in training.
 
-    dims: of the vector, those that the step changes; the others stay as they are.
+    dims: of the vector, those that the step changes; the others stay as they are. monotone: each dimension alone moves
+    the ends of a range to the ends of another.
     """
 
     registry = registry.VECTOR
     dims: tuple[int, ...]
+    monotone: ClassVar[bool] = True
 
     @property
     def reads(self) -> tuple[int, ...]:
         """Return the dimensions of the (stepped) state that the step reads."""
         return ()
-
-    @property
-    def monotone(self) -> bool:
-        """Return True where each dimension alone moves the ends of a range to the ends of another."""
-        return True
 
     @property
     def choices(self) -> tuple[float, ...]:
@@ -77,15 +74,6 @@ def turn_back(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> 
         dims = list(step.dims)
         x[..., dims] = step.inverse(x[..., dims], step.of(state))
     return x
-
-
-def finite(**numbers: float) -> Iterator[str]:
-    """Yield a problem for each number that is not finite."""
-    yield from (
-        f"{name}: expected a finite number, got {value}"
-        for name, value in numbers.items()
-        if not math.isfinite(value)
-    )
 
 
 def spans(dims: Sequence[int]) -> str:

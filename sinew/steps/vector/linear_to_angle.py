@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
-from sinew.steps.vector.base import VectorStep, finite, spans
+from sinew.core.fields import FINITE, Finite, positive
+from sinew.steps.vector.base import VectorStep, spans
 
 
 @dataclass(frozen=True)
@@ -16,15 +16,10 @@ class LinearToAngle(VectorStep):
     """arcsin((horn^2 + x^2 - arm^2) / (2 horn x)), clipped; lengths in metres."""
 
     dims: tuple[int, ...]
-    arm: float
-    horn: float
+    arm: Finite
+    horn: Annotated[float, FINITE, positive("a length")]
     kind: Literal["linear_to_angle"] = field(default="linear_to_angle", kw_only=True, repr=False)
     no_inverse = "two openings have one angle"
-
-    def problems(self) -> Iterator[str]:
-        yield from finite(arm=self.arm, horn=self.horn)
-        if not self.horn > 0:
-            yield f"horn: expected a length above 0, got {self.horn:g}"
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         with np.errstate(divide="ignore"):  # an opening of zero is beyond the clip

@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 
 from sinew.core import ObservationError
-from sinew.steps.vector.base import VectorStep, finite, spans
+from sinew.core.fields import Finite
+from sinew.steps.vector.base import VectorStep, spans
 
 
 @dataclass(frozen=True)
@@ -17,14 +18,12 @@ class OneOf(VectorStep):
     """x as it is, which has to be one of ``values``; ``words`` say what each of them means."""
 
     dims: tuple[int, ...]
-    values: tuple[float, ...]
+    values: tuple[Finite, ...]
     words: tuple[str, ...] = ()
     kind: Literal["one_of"] = field(default="one_of", kw_only=True, repr=False)
     monotone = False  # nothing lies between two choices
 
     def problems(self) -> Iterator[str]:
-        for value in self.values:
-            yield from finite(values=value)
         if len(set(self.values)) < max(1, len(self.values)):
             yield "values: expected one or more, all different"
         if self.words and len(self.words) != len(self.values):

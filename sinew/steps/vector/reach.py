@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
-from sinew.steps.vector.base import VectorStep, finite, spans
+from sinew.core.fields import FINITE, positive
+from sinew.steps.vector.base import VectorStep, spans
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,9 @@ class Reach(VectorStep):
     """x * min(1, radius / |x|): a place further off than ``radius`` is moved straight towards the origin."""
 
     dims: tuple[int, ...]
-    radius: float
+    radius: Annotated[float, FINITE, positive("a distance")]
     kind: Literal["reach"] = field(default="reach", kw_only=True, repr=False)
     monotone = False  # of one number the others decide
-
-    def problems(self) -> Iterator[str]:
-        yield from finite(radius=self.radius)
-        if not self.radius > 0:
-            yield f"radius: expected a distance above 0, got {self.radius:g}"
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         far = np.sqrt((part * part).sum(axis=-1, keepdims=True))

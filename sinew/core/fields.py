@@ -1,0 +1,290 @@
+"""What the fields of a record may hold, as a part of their types, and records from a stranger's file: in this one place
+they are decoded, strictly, and every value is held against its field.
+
+A number that is read from a file is a suggestion. What fields must hold together is a method ``problems`` of their
+record, which is asked once each of them is right.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from importlib import import_module
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from sinew_client.given import named, shown
+from sinew_client.solver import Solver
+from sinew_client.types import MAX_HISTORY, MAX_HISTORY_STEPS, CameraSpec, KeyMap, PolicySpec, VectorSpec
+
+from sinew.core import MAX_SIZE, BundleError
+
+T = TypeVar("T")
+K = TypeVar("K", bound="Tagged")
+MAX_SOLVER_STEPS = 100
+MAX_HZ = 10_000.0
+MAX_NAME = 256  # characters
+MAX_TEXT = 1 << 14  # characters of a part of a prompt, of a template or of a default prompt
+# Held while msgspec reads a dataclass: 0.22 ends the process (SIGSEGV) where two threads meet a class first together.
+_READING = threading.RLock()
+
+
+# ----------------------------------------------------------------------------- conditions, and types that have them
+
+
+@dataclass(frozen=True)
+class Must:
+    """A condition of a field's value, in its type: ``Annotated[int, within(1, 100)]``.
+
+    expected: in words. fits: whether a value is so. said: how a message shows one that is not.
+    """
+
+    expected: str
+    fits: Callable[[Any], bool]
+    said: Callable[[Any], str] = lambda value: f"{value:g}" if isinstance(value, float) else shown(value)
+
+    def problems(self, name: str, value: Any) -> Iterator[str]:
+        """Yield "name: expected X, got Y" unless the value fits."""
+        if not self.fits(value):
+            yield f"{name}: expected {self.expected}, got {self.said(value)}"
+
+
+def within(low: float, high: float) -> Must:
+    """Require ``low <= value <= high``."""
+    return Must(f"{low:g} to {high:g}", lambda value: low <= value <= high)
+
+
+def positive(what: str = "a finite number") -> Must:
+    """Require a finite number above zero. what: the quantity, in words."""
+    return Must(f"{what} above 0", lambda value: 0 < value < math.inf)
+
+
+def share(what: str, none: bool = False) -> Must:
+    """Require a part of the whole. none: 0 says that there is none."""
+    expected = f"a part of {what}, above 0 and at most 1"
+    return Must(expected, lambda value: 0 < value <= 1 or (none and value == 0))
+
+
+def count(low: int, high: int, what: str) -> Must:
+    """Require ``low`` to ``high`` members of a list. what: they are, in words."""
+    expected = f"{low} to {high} {what}" if low else f"at most {high} {what}"
+    return Must(expected, lambda value: low <= len(value) <= high, lambda value: str(len(value)))
+
+
+def characters(low: int, high: int) -> Must:
+    """Require a text of ``low`` to ``high`` characters."""
+    return count(low, high, "characters")
+
+
+def printable(low: int, high: int) -> Must:
+    """Require a text of ``low`` to ``high`` characters that can be printed."""
+    expected = f"{low} to {high} printable characters" if low else f"at most {high} printable characters"
+    return Must(expected, lambda value: low <= len(value) <= high and value.isprintable())
+
+
+def word(low: int = 1) -> Must:
+    """Require a name that may stand in the programs and pages that are written of a bundle, between quotes."""
+    expected = f"{low} to {MAX_NAME} characters, printable, without quotes, backticks and backslashes"
+    fits = printable(low, MAX_NAME).fits
+    return Must(expected, lambda value: fits(value) and not any(mark in value for mark in '"\\`'))
+
+
+FINITE = Must("a finite number", math.isfinite)
+SOME = Must("one or more", bool, lambda _: "none")
+
+Side = Annotated[int, within(1, MAX_SIZE)]  # of a picture, in pixels; and whatever else is counted from 1
+Width = Annotated[int, within(0, MAX_SIZE)]  # the same, from 0
+Finite = Annotated[float, FINITE]
+NotBelowZero = Annotated[float, Must("a finite number of at least 0", lambda value: 0 <= value < math.inf)]
+Positive = Annotated[float, positive()]
+Label = Annotated[str, printable(0, MAX_NAME)]
+Word = Annotated[str, word()]
+MaybeWord = Annotated[str, word(0)]
+
+# The robot's package has these types, for Pythons that know no Annotated.
+SPECIFICATION: dict[type, dict[str, Any]] = {
+    CameraSpec: {"name": Word, "height": Side, "width": Side},
+    VectorSpec: {"names": tuple[Label, ...], "units": tuple[Label, ...]},
+    KeyMap: {
+        "wire": MaybeWord,
+        "images": dict[MaybeWord, str],
+        "state": tuple[MaybeWord, ...],
+        "prompt": MaybeWord,
+        "unread": tuple[MaybeWord, ...],
+    },
+    Solver: {"start": Finite, "end": Finite, "table": tuple[tuple[Finite, ...], ...]},
+    PolicySpec: {
+        "architecture": Label,
+        "name": Label,
+        "cameras": Annotated[tuple[CameraSpec, ...], count(1, 16, "cameras")],
+        "embodiment": Label,
+        "chunk_size": Side,
+        "noise_dim": Width,
+        "noise_rows": Width,
+        "solver_steps": Annotated[int, within(1, MAX_SOLVER_STEPS)],
+        "max_prompt_tokens": Side,
+        "control_hz": Annotated[
+            float,
+            Must(f"actions per second, above 0 and at most {MAX_HZ:g}", lambda value: 0 < value <= MAX_HZ),
+        ],
+        "default_prompt": Annotated[str, characters(0, MAX_TEXT)],
+        "history": Annotated[int, within(1, MAX_HISTORY)],
+        "history_stride": Annotated[
+            int, Must(f"1 or more, {MAX_HISTORY_STEPS} control steps in all", lambda value: value >= 1)
+        ],
+    },
+}
+
+
+# ----------------------------------------------------------------------------- a record against its fields
+
+
+def problems(record: Any, path: str = "") -> Iterator[str]:
+    """Yield what is wrong with a record and those in it, each as "path: expected X, got Y"."""
+    place = path and (f"{path}: {record.kind}: " if isinstance(record, Tagged) else f"{path}.")
+    right = True
+    for name, hint in _held(type(record)):
+        for problem in _value_problems(getattr(record, name), hint, place + name):
+            right = False
+            yield problem
+    if right and hasattr(record, "problems"):
+        yield from (place + problem for problem in record.problems())
+
+
+@cache
+def _held(kind: type) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of a class that may be wrong although their types are right, and these types."""
+    hints = get_type_hints(kind, include_extras=True) | SPECIFICATION.get(kind, {})
+    return tuple(
+        (field.name, hints[field.name]) for field in fields(kind) if _may_be_wrong(hints[field.name])
+    )
+
+
+def _may_be_wrong(hint: Any) -> bool:
+    if get_origin(hint) is Annotated or is_dataclass(hint):
+        return True
+    return (isinstance(hint, type) and issubclass(hint, Tagged)) or any(map(_may_be_wrong, get_args(hint)))
+
+
+def _value_problems(value: Any, hint: Any, path: str) -> Iterator[str]:
+    if value is None:
+        return
+    if get_origin(hint) in (Union, UnionType):
+        many = isinstance(value, tuple)
+        hint = next(each for each in get_args(hint) if (get_origin(each) is tuple) == many)
+    if get_origin(hint) is Annotated:
+        hint, *musts = get_args(hint)
+        for must in musts:
+            if not must.fits(value):
+                yield from must.problems(path, value)
+                return
+    inner = get_args(hint)
+    if is_dataclass(value):
+        yield from problems(value, path)
+    elif isinstance(value, tuple) and any(map(_may_be_wrong, inner)):
+        for index, each in enumerate(value):
+            yield from _value_problems(each, inner[0 if ... in inner else index], f"{path}[{index}]")
+    elif isinstance(value, dict) and any(map(_may_be_wrong, inner)):
+        for key, each in value.items():
+            yield from _value_problems(key, inner[0], f"{path}: a key")
+            yield from _value_problems(each, inner[1], f"{path}.{named(key)}")
+
+
+# ----------------------------------------------------------------------------- from a file
+
+
+class Tagged:
+    """A record of a list whose records have several classes: a frozen dataclass with a field ``kind``, its tag.
+
+    registry: where the class of each tag is, as "module:class" (``sinew/steps/registry.py``).
+    """
+
+    kind: str
+    registry: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def registered(cls: type[K], kind: object) -> type[K]:
+        """Return the class of a tag. Raises ValueError for one that is not registered."""
+        place = cls.registry.get(kind) if isinstance(kind, str) else None
+        if place is None:
+            raise ValueError(f"kind: expected one of {', '.join(cls.registry)}, got {kind!r}")
+        module, name = place.split(":")
+        return cast("type[K]", getattr(import_module(module), name))
+
+    @classmethod
+    def read(cls: type[K], record: object) -> K:
+        """Return the record of plain containers. Raises ValueError that names its tag and the field."""
+        import msgspec  # here: a model in memory has steps too, and needs numpy alone
+
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a step, an object with its kind, got {type(record).__name__}")
+        found = cls.registered(record.get("kind"))
+        try:
+            with _READING:
+                return msgspec.convert(record, found, strict=True)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{record['kind']}: {error}") from None
+
+
+def to_json(record: Any) -> str:
+    import msgspec  # here: the records themselves need nothing, and a model in memory has them too
+
+    return msgspec.json.encode(record).decode()
+
+
+def from_json(text: str, kind: type[T], where: str) -> T:
+    """Decode JSON text into ``kind`` (a dataclass or container), strictly."""
+    return from_builtins(parsed(text, where), kind, where)
+
+
+def parsed(text: str, where: str) -> Any:
+    """Return what JSON text says. Raises :class:`BundleError`."""
+    try:
+        raw = json.loads(text)
+        # Escapes can spell half a character, which nothing can print
+        json.dumps(raw, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{where} is not JSON: {error}") from None
+    return raw
+
+
+def from_builtins(raw: Any, kind: type[T], where: str) -> T:
+    """Return the record of plain containers. Raises :class:`BundleError` that names the field: for a wrong type, for a
+    field that ``kind`` does not have, and for a value that its field does not hold."""
+    import msgspec
+
+    def tagged(kind: type, record: Any) -> Any:  # which msgspec asks of every type that it does not know
+        if issubclass(kind, Tagged):
+            return kind.read(record)
+        raise NotImplementedError(f"a field of {kind}")
+
+    try:
+        with _READING:
+            record = msgspec.convert(raw, kind, strict=True, dec_hook=tagged)
+    # Msgspec's are ValueErrors, so are those of half a character
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{where}: {error}") from None
+    if unknown := _unknown_field(raw, msgspec.to_builtins(record)):
+        raise BundleError(f"{where}: unknown field {unknown!r} (written by a newer version?)")
+    for problem in _value_problems(record, kind, where):
+        raise BundleError(problem)
+    return record
+
+
+def _unknown_field(raw: Any, known: Any, path: str = "") -> str | None:
+    """msgspec ignores unknown keys of dataclasses; a misspelt hyper-parameter must not be ignored."""
+    if isinstance(raw, dict) and isinstance(known, dict):
+        for key, value in raw.items():
+            if key not in known:
+                return f"{path}{key}"
+            if found := _unknown_field(value, known[key], f"{path}{key}."):
+                return found
+    elif isinstance(raw, list | tuple) and isinstance(known, list | tuple):  # fields of tuples stay tuples
+        for left, right in zip(raw, known, strict=False):
+            if found := _unknown_field(left, right, path):
+                return found
+    return None
