@@ -127,9 +127,11 @@ class Policy(OpenPolicy):
     ):
         self.bundle = bundle
         self.adapters = open_adapters(bundle, adapters or {})
-        self.spec = rename_cameras(bundle.manifest.spec, rename or {})
-        own = bundle.manifest
-        self.manifest = replace(own, spec=self.spec, seen=renamed(own.seen, own.spec, self.spec))
+        self.manifest = own = bundle.manifest
+        if rename:
+            spec = rename_cameras(own.spec, rename)
+            self.manifest = replace(own, spec=spec, seen=renamed(own.seen, own.spec, spec))
+        self.spec = self.manifest.spec
         self.choice = choose(
             bundle,
             engine,
@@ -148,12 +150,13 @@ class Policy(OpenPolicy):
             "allow_empty_prompt": allow_empty_prompt,
         }
         self.processor = Processor(self.manifest, **allowed)
-        self.processors = {"": self.processor} | {
-            name: Processor(fitted(each, self.manifest), beside=self.processor, adapter=name, **allowed)
-            for name, each in self.adapters.items()
-        }
-        self._engine: Engine | None = BACKENDS[self.engine_name].open(bundle, self.choice.options)
-        self.facts = self.engine.facts
+        self.processors = {"": self.processor}
+        for name, each in self.adapters.items():
+            adapted = fitted(each, self.manifest)
+            self.processors[name] = Processor(adapted, beside=self.processor, adapter=name, **allowed)
+        opened = BACKENDS[self.engine_name].open(bundle, self.choice.options)
+        self._engine: Engine | None = opened
+        self.facts = opened.facts
         if reuse and not self.facts.reuses:
             raise SinewError(
                 f"reuse: expected engine eager, plan, cpu or onnx on a CPU, got {self.engine_name} on {self.device}"

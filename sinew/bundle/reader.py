@@ -33,15 +33,12 @@ class Bundle:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.file = GGUFFile(self.path)
+        self.infos: dict[str, TensorInfo] = self.file.tensors
         try:
             self.hashes = read_hashes(self.file)
             self.manifest = Manifest.from_metadata(self.file.metadata)
         except BundleError as error:
             raise BundleError(f"{self.path}: {error}") from None
-
-    @property
-    def infos(self) -> dict[str, TensorInfo]:
-        return self.file.tensors
 
     def verify(self) -> list[str]:
         """Return the names of tensors whose bytes are not those that were written; reads the whole file.

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sinew.bundle.seen import seen_problems
 from sinew.core import MAX_HISTORY_STEPS, MotionSpec
 from sinew.core.fields import MAX_NAME
 
 if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest, Normalization, Processing
+    from sinew.bundle.seen import Seen
     from sinew.core import PolicySpec
 
 # Of all views that the model reads, or of all frames that cameras are said to give, times 4
@@ -35,11 +35,23 @@ def problems(manifest: Manifest) -> Iterator[str]:
     for problem, fine in rules.items():
         if not fine:
             yield problem
-    for where, recipe, _ in normalizations(manifest.processing):
+    for where, recipe, what in normalizations(manifest.processing):
+        if what == "state" and recipe.rows:
+            yield f"{where}.rows: expected 0, as only chunks have statistics of each row, got {recipe.rows}"
         for problem in statistics_problems(recipe):
             yield f"{where}.{problem}"
     if manifest.seen is not None:
         yield from seen_problems(manifest.seen, manifest.spec)
+
+
+def seen_problems(seen: Seen, spec: PolicySpec) -> Iterator[str]:
+    """Yield what a record says of cameras and a state that are not those of the policy."""
+    known = ", ".join(camera.name for camera in spec.cameras)
+    if set(seen.cameras) - {camera.name for camera in spec.cameras}:
+        yield f"seen.cameras: expected names of spec.cameras ({known}), got another one"
+    rows = () if seen.state is None else (seen.state.mean, seen.state.std, seen.state.low, seen.state.high)
+    if any(len(row) != spec.state.dim for row in rows):
+        yield f"seen.state: expected {spec.state.dim} numbers each, got {', '.join(str(len(row)) for row in rows)}"
 
 
 def normalizations(processing: Processing) -> Iterator[tuple[str, Normalization, str]]:

@@ -15,7 +15,19 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from sinew_client.given import named, shown
 from sinew_client.solver import Solver
@@ -29,6 +41,7 @@ MAX_SOLVER_STEPS = 100
 MAX_HZ = 10_000.0
 MAX_NAME = 256  # characters
 MAX_TEXT = 1 << 14  # characters of a part of a prompt, of a template or of a default prompt
+_MANY = (dict, list, tuple)
 # Held while msgspec reads a dataclass: 0.22 ends the process (SIGSEGV) where two threads meet a class first together.
 _READING = threading.RLock()
 
@@ -147,51 +160,76 @@ def problems(record: Any, path: str = "") -> Iterator[str]:
     """Yield what is wrong with a record and those in it, each as "path: expected X, got Y"."""
     place = path and (f"{path}: {record.kind}: " if isinstance(record, Tagged) else f"{path}.")
     right = True
-    for name, hint in _held(type(record)):
-        for problem in _value_problems(getattr(record, name), hint, place + name):
+    for name, shape in _held(type(record)):
+        for problem in _value_problems(getattr(record, name), shape, place + name):
             right = False
             yield problem
     if right and hasattr(record, "problems"):
         yield from (place + problem for problem in record.problems())
 
 
+class _Shape(NamedTuple):
+    """A type taken apart: the conditions of its values and the shapes of their members, None for those that have no
+    condition; ``every``: all are of the first. alone: in place of it for a value that is no list."""
+
+    musts: tuple[Must, ...] = ()
+    parts: tuple[Any, ...] = ()
+    every: bool = False
+    alone: Any = None
+
+
 @cache
-def _held(kind: type) -> tuple[tuple[str, Any], ...]:
-    """Return the fields of a class that may be wrong although their types are right, and these types."""
+def _shape(hint: Any) -> _Shape | None:
+    """Return the shape of a type; None where every value of the type is right."""
+    if get_origin(hint) is Annotated:
+        inner, *conditions = get_args(hint)
+        return (_shape(inner) or _Shape())._replace(musts=tuple(conditions))
+    if get_origin(hint) in (Union, UnionType):
+        kinds = {get_origin(each) is tuple: _shape(each) for each in get_args(hint) if each is not type(None)}
+        many = kinds.get(True)
+        return kinds.get(False) if many is None else many._replace(alone=kinds.get(False))
+    if get_origin(hint) is not Literal:
+        parts = tuple(_shape(each) for each in get_args(hint) if each is not ...)
+        if any(part is not None for part in parts):
+            return _Shape(parts=parts, every=... in get_args(hint))
+    record = isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, Tagged))
+    return _Shape() if record else None
+
+
+@cache
+def _held(kind: type) -> tuple[tuple[str, _Shape], ...]:
+    """Return the fields of a class that may be wrong although their types are right."""
     hints = get_type_hints(kind, include_extras=True) | SPECIFICATION.get(kind, {})
-    return tuple(
-        (field.name, hints[field.name]) for field in fields(kind) if _may_be_wrong(hints[field.name])
-    )
+    shapes = ((field.name, _shape(hints[field.name])) for field in fields(kind))
+    return tuple((name, shape) for name, shape in shapes if shape is not None)
 
 
-def _may_be_wrong(hint: Any) -> bool:
-    if get_origin(hint) is Annotated or is_dataclass(hint):
-        return True
-    return (isinstance(hint, type) and issubclass(hint, Tagged)) or any(map(_may_be_wrong, get_args(hint)))
-
-
-def _value_problems(value: Any, hint: Any, path: str) -> Iterator[str]:
+def _value_problems(value: Any, shape: _Shape, path: str) -> Iterator[str]:
     if value is None:
         return
-    if get_origin(hint) in (Union, UnionType):
-        many = isinstance(value, tuple)
-        hint = next(each for each in get_args(hint) if (get_origin(each) is tuple) == many)
-    if get_origin(hint) is Annotated:
-        hint, *musts = get_args(hint)
-        for must in musts:
-            if not must.fits(value):
-                yield from must.problems(path, value)
-                return
-    inner = get_args(hint)
-    if is_dataclass(value):
-        yield from problems(value, path)
-    elif isinstance(value, tuple) and any(map(_may_be_wrong, inner)):
+    if shape.alone is not None and not isinstance(value, tuple):
+        shape = shape.alone
+    for must in shape.musts:
+        if not must.fits(value):
+            yield from must.problems(path, value)
+            return
+    parts = shape.parts
+    if isinstance(value, tuple) and parts:
+        first = parts[0]
+        if shape.every and len(first.musts) == 1 and not first.parts and all(map(first.musts[0].fits, value)):
+            return  # numbers, of which there may be thousands
         for index, each in enumerate(value):
-            yield from _value_problems(each, inner[0 if ... in inner else index], f"{path}[{index}]")
-    elif isinstance(value, dict) and any(map(_may_be_wrong, inner)):
+            if (part := parts[0 if shape.every else index]) is not None:
+                yield from _value_problems(each, part, f"{path}[{index}]")
+    elif isinstance(value, dict) and parts:
+        of_key, of_value = parts
         for key, each in value.items():
-            yield from _value_problems(key, inner[0], f"{path}: a key")
-            yield from _value_problems(each, inner[1], f"{path}.{named(key)}")
+            if of_key is not None:
+                yield from _value_problems(key, of_key, f"{path}: a key")
+            if of_value is not None:
+                yield from _value_problems(each, of_value, f"{path}.{named(key)}")
+    elif is_dataclass(value):
+        yield from problems(value, path)
 
 
 # ----------------------------------------------------------------------------- from a file
@@ -270,8 +308,9 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
         raise BundleError(f"{where}: {error}") from None
     if unknown := _unknown_field(raw, msgspec.to_builtins(record)):
         raise BundleError(f"{where}: unknown field {unknown!r} (written by a newer version?)")
-    for problem in _value_problems(record, kind, where):
-        raise BundleError(problem)
+    if (shape := _shape(kind)) is not None:
+        for problem in _value_problems(record, shape, where):
+            raise BundleError(problem)
     return record
 
 
@@ -281,10 +320,12 @@ def _unknown_field(raw: Any, known: Any, path: str = "") -> str | None:
         for key, value in raw.items():
             if key not in known:
                 return f"{path}{key}"
-            if found := _unknown_field(value, known[key], f"{path}{key}."):
+            if isinstance(value, dict | list) and (
+                found := _unknown_field(value, known[key], f"{path}{key}.")
+            ):
                 return found
     elif isinstance(raw, list | tuple) and isinstance(known, list | tuple):  # fields of tuples stay tuples
         for left, right in zip(raw, known, strict=False):
-            if found := _unknown_field(left, right, path):
+            if isinstance(left, _MANY) and (found := _unknown_field(left, right, path)):
                 return found
     return None

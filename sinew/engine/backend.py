@@ -15,10 +15,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from sinew.core import RTC, SinewError
+from sinew.core import PROMPT_TABLE, RTC, SinewError, machine
 from sinew.core.extras import install
 from sinew.core.hints import option
-from sinew.core.machine import half_units
 from sinew.engine import proofs
 
 if TYPE_CHECKING:
@@ -26,6 +25,10 @@ if TYPE_CHECKING:
     from sinew.engine.engine import Engine
 
 AUTO = "auto"  # in place of a name: the first that fits
+ASKED = "asked for"  # the reason of what the user named
+GIB = 1 << 30
+ROOM = GIB  # for activations and the program itself
+HALVES = {"BF16": "bf16", "F16": "fp16"}  # GGUF's names of types
 LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})  # precisions that weights are stored in
 # Of speed, where they run (docs/engines.md); the last one runs everywhere.
 ORDER = ("cuda", "cpu", "onnx", "plan", "eager")
@@ -38,7 +41,7 @@ class EngineOptions:
 
     ``dtype``: fp32, bf16, fp16 or native. ``recipe``: True to follow the bundle's.
     ``graphs``: the folder of an export; None for a bundle with weights. ``storage``: the half precision in which
-    weights stay while products are float32 (:func:`sinew.engine.choose.half_storage`), else empty.
+    weights stay while products are float32 (:meth:`Backend.half_storage`), else empty.
     ``adapters``: of the bundle, by the names that requests give.
     """
 
@@ -99,6 +102,23 @@ class Backend:
             return f"provider {', '.join(options.providers)}: expected engine onnx, got {self.name}"
         return ""
 
+    def refused(self, bundle: Bundle, options: EngineOptions, ignore_recipe: bool = False) -> str:
+        """Return why this engine must not run the bundle, whoever asks for it; "" if it may."""
+        if options.adapters and not self.adapts:
+            others = " or ".join(name for name, each in BACKENDS.items() if each.adapts)
+            named = ", ".join(options.adapters)
+            return f"engine {self.name} computes no adapters ({named}); engine {others} does"
+        if problem := self.why_not(bundle, options):
+            return problem
+        if ignore_recipe or not (lacking := self.not_computed(bundle)):
+            return ""
+        able = followers(bundle)
+        who = f"engine {' or '.join(able)} does" if able else "no engine here does"
+        return (
+            f"{bundle.path}: its recipe has {lacking}, which engine {self.name} does not compute; {who}"
+            f" ({option('ignore_recipe')} runs it unquantised and says so in every report)"
+        )
+
     def not_computed(self, bundle: Bundle) -> str:
         """Return the parts of the bundle's recipe that this engine does not compute.
 
@@ -142,10 +162,58 @@ class Backend:
     def dtype(self, kind: str) -> tuple[str, str]:
         """Return the precision of weights that nobody has chosen, on a kind of device, and why."""
         if kind == "cpu":
-            unit = half_units("bf16")
+            unit = machine.half_units("bf16")
             why = f"may be faster here ({unit}): time it" if unit else "has slow linear layers on this CPU"
             return "fp32", f"the reference precision; {option('dtype', 'bf16')} {why}"
         return "native", "as stored in the bundle"
+
+    def with_precision(
+        self, bundle: Bundle, options: EngineOptions, word: str | None
+    ) -> tuple[EngineOptions, str]:
+        """Return the options with the precision of the weights on their device, and why it is that. word: the one that
+        was asked for (fp32, bf16, fp16, native)."""
+        dtype, reason = self.dtype(options.kind) if word is None else (word, ASKED)
+        storage, why = self.half_storage(bundle, dtype, options.kind)
+        return replace(options, dtype=dtype, storage=storage), f"{reason}; {why}" if storage else reason
+
+    def half_storage(self, bundle: Bundle, dtype: str, kind: str) -> tuple[str, str]:
+        """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and why.
+
+        Two empty strings where nothing is upcast: on GPUs, on a CPU that multiplies the weights' own precision, and
+        where fp32 was chosen and a copy of all weights fits the memory that is available now (engine cpu makes none
+        anyhow).
+        """
+        if kind != "cpu" or not self.stores_half or not bundle.infos:
+            return "", ""
+        kinds, nbytes = set(), 0
+        for name, info in bundle.infos.items():
+            if info.type.name in HALVES and not name.endswith(
+                f"{PROMPT_TABLE}.weight"
+            ):  # which is never copied
+                kinds.add(HALVES[info.type.name])
+                nbytes += info.nbytes
+        words = sorted(kinds) if dtype in ("fp32", "native") else [dtype]
+        stored = "+".join(words)
+        if not words:
+            return "", ""
+        if dtype == "fp32" and self.copies_none:
+            reason = f"engine {self.name} copies no weights"
+        elif dtype == "fp32":
+            copies, available = 2 * nbytes, machine.memory()[1]
+            if copies + ROOM <= available:
+                return "", ""
+            reason = (
+                f"{copies / GIB:.1f} GiB of fp32 copies do not fit the {available / GIB:.1f} GiB available"
+            )
+        else:
+            words = [word for word in words if not machine.half_units(word)]
+            if not words:
+                return "", ""
+            reason = f"this CPU has no {' or '.join(words)} products"
+        return (
+            stored,
+            f"{reason}: weights stay {stored} and become fp32 block by block as they are multiplied",
+        )
 
     def slow_start(self, bundle: Bundle, prepared: bool = False) -> str:
         """Return why a user who did not ask for this engine would be kept waiting or lose something, "" if not.

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import PROMPT_TABLE, SinewError, dtype_word, machine, upcast_text
-from sinew.core.hints import option
+from sinew.core import SinewError, dtype_word, machine, upcast_text
 from sinew.engine import prepared as findings
-from sinew.engine.backend import AUTO, BACKENDS, Backend, EngineOptions, followers, installed, recipe
-
-ASKED = "asked for"
-GIB = 1 << 30
-WORDS = {"BF16": "bf16", "F16": "fp16"}  # GGUF's names of types
-ROOM = GIB  # for activations and the program itself
+from sinew.engine.backend import ASKED, AUTO, BACKENDS, Backend, EngineOptions, installed, recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +66,21 @@ def choose(
             f"{bundle.path}: an adapter of {bundle.manifest.base.name!r} alone; `sinew serve BASE --adapter"
             f" NAME={bundle.path}` serves it, and sinew.load(base, adapters=...)"
         )
+    graphs = exported_graphs(bundle)
     if engine not in (None, AUTO, *BACKENDS):
         raise SinewError(f"engine: expected one of {', '.join((AUTO, *BACKENDS))}, got {engine!r}")
     named = None if engine in (None, AUTO) else engine
     word = None if dtype is None else dtype_word(dtype)
-    graphs = exported_graphs(bundle)
     if named is None and (graphs is not None or providers):
         named = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
     asked = None if named is None else BACKENDS[named]
     where, device_reason = choose_device(device, asked)
-    options = EngineOptions(where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe)
-    options = replace(options, adapters=adapters)
-
-    def with_precision(backend: Backend) -> tuple[EngineOptions, str]:
-        chosen, storage, why = choose_precision(bundle, word, where, backend)
-        return replace(options, dtype=chosen, storage=storage), why
-
+    options = EngineOptions(
+        where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe, adapters=adapters
+    )
     if asked is not None:
-        options, dtype_reason = with_precision(asked)
-        if problem := _refused(asked, bundle, options, ignore_recipe):
+        options, dtype_reason = asked.with_precision(bundle, options, word)
+        if problem := asked.refused(bundle, options, ignore_recipe):
             raise SinewError(problem)
         if stream is not None and (problem := asked.unstreamed(bundle, options, stream)):
             raise SinewError(f"stream: {problem}")
@@ -103,9 +93,9 @@ def choose(
     for name, backend in BACKENDS.items():
         if adapters and not backend.adapts:
             continue
-        options, dtype_reason = with_precision(backend)
+        options, dtype_reason = backend.with_precision(bundle, options, word)
         problem = (
-            _refused(backend, bundle, options, ignore_recipe)
+            backend.refused(bundle, options, ignore_recipe)
             or backend.unproved(bundle, options)
             or backend.slow_start(bundle, prepared)
             or ("" if stream is None else backend.unstreamed(bundle, options, stream))
@@ -157,9 +147,8 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
         if name == choice.engine or not backend.follows.issuperset(kinds):
             continue
         word = None if choice.dtype_reason.partition(";")[0] != ASKED else choice.options.dtype
-        dtype, storage, why = choose_precision(bundle, word, choice.options.device, backend)
-        options = replace(choice.options, dtype=dtype, storage=storage)
-        if _refused(backend, bundle, options, False) or not backend.preparable(bundle, choice.options.kind):
+        options, why = backend.with_precision(bundle, choice.options, word)
+        if backend.refused(bundle, options) or not backend.preparable(bundle, choice.options.kind):
             continue
         made = _choice(backend, bundle, "prepared", choice.device_reason, why, options, False)
         if made.recipe == choice.recipe:  # else what computes now widens what this one would round
@@ -185,39 +174,10 @@ def choose_device(device: str | None, backend: Backend | None = None) -> tuple[s
     return "cpu", f"torch {torch.__version__} ({built}) finds no CUDA device"
 
 
-def choose_precision(
-    bundle: Bundle, dtype: str | None, device: str, backend: Backend
-) -> tuple[str, str, str]:
-    """Return the precision of the weights (fp32, bf16, fp16, native), the half precision in which they are stored while
-    products are float32 ("" if they are not), and why."""
-    own = backend.dtype(device.partition(":")[0])
-    chosen, reason = own if dtype is None else (dtype_word(dtype), ASKED)
-    storage, why = half_storage(bundle, chosen, device, backend)
-    return chosen, storage, f"{reason}; {why}" if storage else reason
-
-
 def exported_graphs(bundle: Bundle) -> Path | None:
     """Return the folder of graphs that this bundle is the head of; None for a bundle with weights."""
     folder = bundle.path.parent
     return folder if not bundle.infos and (folder / "graphs.json").is_file() else None
-
-
-def _refused(backend: Backend, bundle: Bundle, options: EngineOptions, ignore_recipe: bool) -> str:
-    """Why an engine must not run this bundle, whoever asks for it."""
-    if options.adapters and not backend.adapts:
-        others = " or ".join(name for name, each in BACKENDS.items() if each.adapts)
-        named = ", ".join(options.adapters)
-        return f"engine {backend.name} computes no adapters ({named}); engine {others} does"
-    if problem := backend.why_not(bundle, options):
-        return problem
-    if ignore_recipe or not (lacking := backend.not_computed(bundle)):
-        return ""
-    able = followers(bundle)
-    who = f"engine {' or '.join(able)} does" if able else "no engine here does"
-    return (
-        f"{bundle.path}: its recipe has {lacking}, which engine {backend.name} does not compute; {who}"
-        f" ({option('ignore_recipe')} runs it unquantised and says so in every report)"
-    )
 
 
 def _choice(
@@ -250,37 +210,3 @@ def _worth_saying(passed_over: Sequence[tuple[str, str]]) -> list[str]:
     """Leave out what is for a device or for weights that are not here."""
     found = [problem for name, problem in passed_over if "references" not in problem or "valid" in problem]
     return [problem for problem in found if "is for weights" not in problem]
-
-
-def half_storage(bundle: Bundle, dtype: str, device: str, backend: Backend) -> tuple[str, str]:
-    """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and why.
-
-    Two empty strings where nothing is upcast: on GPUs, on a CPU that multiplies the weights' own precision, and where
-    fp32 was chosen and a copy of all weights fits the memory that is available now (engine cpu makes none anyhow).
-    """
-    stored = {
-        name: info
-        for name, info in bundle.infos.items()
-        if info.type.name in WORDS and not name.endswith(f"{PROMPT_TABLE}.weight")  # which is never copied
-    }
-    words = (
-        sorted({WORDS[info.type.name] for info in stored.values()})
-        if dtype in ("fp32", "native")
-        else [dtype]
-    )
-    if device.partition(":")[0] != "cpu" or not backend.stores_half or not bundle.infos or not words:
-        return "", ""
-    kind = "+".join(words)
-    if dtype == "fp32" and backend.copies_none:
-        reason = f"engine {backend.name} copies no weights"
-    elif dtype == "fp32":
-        copies, available = 2 * sum(info.nbytes for info in stored.values()), machine.memory()[1]
-        if copies + ROOM <= available:
-            return "", ""
-        reason = f"{copies / GIB:.1f} GiB of fp32 copies do not fit the {available / GIB:.1f} GiB available"
-    else:
-        words = [word for word in words if not machine.half_units(word)]
-        if not words:
-            return "", ""
-        reason = f"this CPU has no {' or '.join(words)} products"
-    return kind, f"{reason}: weights stay {kind} and become fp32 block by block as they are multiplied"

@@ -1,34 +1,37 @@
-"""Load a bundle's tensors into a model, and open the engines that run it under PyTorch."""
+"""A bundle's model on a device: opened, made, and each weight placed as an engine wants it, in this order."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from sinew.bundle import Bundle
-from sinew.core import BundleError, SinewError, dtype_word, machine
+from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
+from sinew.bundle.schema import COMPONENTS
+from sinew.core import DTYPES, PROMPT_TABLE, BundleError, SinewError, dtype_word, machine
 from sinew.core.fields import from_builtins
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.kernels.library import extension, take_kept_resize
-from sinew.engine.stores import Placement, Storage
-from sinew.layers.linear import hold
-from sinew.layers.stores.codes import Codes
+from sinew.layers.linear import Embedding, Linear, hold, width_of
+from sinew.layers.stores import half
+from sinew.layers.stores.codes import Codes, codes, codes_of
+from sinew.layers.stores.half import HALF
+from sinew.layers.stores.plain import PLAIN
+from sinew.layers.stores.rows import Rows
+from sinew.layers.stores.store import Store, Tensors
 from sinew.models import build_on_meta, mismatch, model_class
 from sinew.models.base import Model
 
 log = logging.getLogger(__name__)
-
-
-def say_widened(bundle: Bundle, model: Model, engine: str) -> None:
-    """Warn of low-bit weights that became wide ones; those that the architecture wants so (ternary) did not."""
-    layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
-    widened = {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}
-    if widened:
-        kinds = ", ".join(sorted(widened))
-        log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
+BLOCK = 1 << 20  # bytes that are checked at once
 
 
 def open_device(options: EngineOptions, available: bool = True) -> torch.device:
@@ -79,11 +82,27 @@ def require_device(device: torch.device) -> None:
         raise SinewError(f"device {device}: this torch {torch.__version__} cannot use it: {reason}") from None
 
 
+@dataclass(frozen=True)
+class Storage:
+    """What an engine leaves as the bundle stores it; all else becomes floats of one precision on its device.
+
+    lowbit: weights in few bits, which needs float32 around them; else they are widened.
+    half: matrices in half precision, where the chosen precision or the bundle's is that, under arithmetic in float32;
+        "fp32" then means the numbers of float32 without its copies.
+    tables: token tables, in the host's memory; rows are converted as they are read, with the same bits. Graphs that
+        are recorded on a device need theirs there.
+    """
+
+    lowbit: bool = False
+    half: bool = False
+    tables: bool = False
+
+
 def load_model(
     bundle: Bundle,
     device: torch.device,
     dtype: str,
-    storage: Storage = Storage(),  # noqa: B008 - frozen
+    storage: Storage = Storage(),
 ) -> Model:
     """Return the bundle's architecture with its weights in precision ``dtype``, but for what stays as ``storage`` says;
     parameters are views of the memory map where they can be."""
@@ -147,3 +166,158 @@ def check_agreement(bundle: Bundle, model: Model) -> None:
             f"{bundle.path}: spec.committed_rows: expected 0 for {spec.architecture}, whose head takes one time for all"
             " rows"
         )
+
+
+def say_widened(bundle: Bundle, model: Model, engine: str) -> None:
+    """Warn of low-bit weights that became wide ones; those that the architecture wants so (ternary) did not."""
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
+    widened = {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}
+    if widened:
+        kinds = ", ".join(sorted(widened))
+        log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tensors of ``bundle`` go in ``model``, which has no memory yet. word: the chosen precision, as
+    :func:`sinew.core.dtype_word` gives it."""
+
+    bundle: Bundle
+    model: Model
+    device: torch.device
+    word: str
+    storage: Storage
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the bundle's tensors as they lie in its file."""
+        return self.bundle.tensors("meta" if self.device.type == "meta" else "cpu")
+
+    def stores(self) -> dict[str, Store]:
+        """Return the store of each linear layer and table of the bundle. Raises :class:`BundleError` for low-bit
+        weights that do not fit theirs."""
+        coded = {name: stored_codes(self.bundle, self.model, name) for name in self.bundle.lowbit}
+        return {
+            name: self._store(name, layer, coded.get(name))
+            for name, layer in self.model.named_modules()
+            if isinstance(layer, Linear | Embedding) and name + WEIGHT in self.bundle.infos
+        }
+
+    def _store(self, name: str, layer: Linear | Embedding, coded: Codes | None) -> Store:
+        """coded: how the bundle stores the layer's weight in few bits; None if in floats."""
+        if width_of(layer) is None or codes_of(
+            layer
+        ):  # a class of its own; BitNet's arithmetic, whatever the engine
+            return layer.store
+        own = torch.float32 if coded else self.tensors[name + WEIGHT].dtype
+        computed = self._computed(name, own)
+        if self._is_table(name):
+            moved = self.device.type not in ("cpu", "meta")
+            return Rows(coded or PLAIN, computed, self.device) if coded or moved or computed != own else PLAIN
+        if coded and self.storage.lowbit:
+            return coded if isinstance(layer, Linear) else Rows(coded, computed, self.device)
+        return HALF if isinstance(layer, Linear) and self._lying(name, own) != computed else PLAIN
+
+    def shapes(self, stores: Mapping[str, Store]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the bundle's tensors as the model should have them, low-bit weights as they are held."""
+        found = {name: tuple(info.shape) for name, info in self.bundle.infos.items()}
+        for module in self.bundle.lowbit:
+            rows, row_bytes = self.bundle.tensor(module + WEIGHT).shape
+            found[module + WEIGHT] = rows, row_bytes
+            if not stores[module].coded:
+                found[module + WEIGHT] = rows, stored_codes(self.bundle, self.model, module).width
+                found.pop(module + SCALE, None)
+        return found
+
+    def state(self, stores: Mapping[str, Store]) -> dict[str, Tensor]:
+        """Return the tensors of the model, views of the file where nothing changes. Raises :class:`BundleError` for
+        codes that stand for no weight."""
+        state = {}
+        for name in self.model.state_dict():
+            tensor, (module, _, part) = self.tensors[name], name.rpartition(".")
+            store, format_name = stores.get(module, PLAIN), self.bundle.lowbit.get(module)
+            if format_name and part == "weight":
+                if self.device.type != "meta":
+                    check_codes(tensor, format_name, f"{self.bundle.path}: {name}")
+                if not store.coded:
+                    stored = stored_codes(self.bundle, self.model, module)
+                    tensor = stored.widened(Tensors(tensor, self.tensors.get(module + SCALE)))
+            if self._is_table(module):
+                state[name] = tensor
+            elif store.coded and part in ("weight", "scale"):
+                state[name] = tensor.to(self.device)
+            else:
+                as_it_lies = store == HALF and part == "weight"
+                dtype = (self._lying if as_it_lies else self._computed)(name, tensor.dtype)
+                state[name] = tensor.to(device=self.device, dtype=dtype)
+        return state
+
+    def _lying(self, name: str, own: torch.dtype) -> torch.dtype:
+        """Return the dtype that the chosen precision gives a tensor whose own is ``own``."""
+        if self.word == "native" or (self.storage.half and self.word == "fp32"):
+            return own
+        if name.partition(".")[0] in self.model.float32_modules:
+            return torch.float32
+        return getattr(torch, DTYPES[self.word])
+
+    def _computed(self, name: str, own: torch.dtype) -> torch.dtype:
+        """Return the dtype that the tensor is computed in."""
+        lying = self._lying(name, own)
+        return torch.float32 if self.storage.half and lying in half.DTYPES else lying
+
+    def _is_table(self, module: str) -> bool:
+        """Return True for a language model's table of tokens that stays as it is stored. Other tables are added whole,
+        or are positions."""
+        return (
+            self.storage.tables
+            and module.rpartition(".")[2] == PROMPT_TABLE
+            and type(self.model.get_submodule(module)) is Embedding
+        )
+
+
+def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
+    """Return how the bundle stores the weight of ``module`` in few bits. Raises :class:`BundleError` where it does not
+    fit the layer of that name."""
+    name, where = bundle.lowbit[module], f"{bundle.path}: {module + WEIGHT}"
+    rows, row_bytes = bundle.tensor(module + WEIGHT).shape
+    try:
+        k = width_of(model.get_submodule(module))
+    except AttributeError:
+        k = None
+    if k is None:
+        raise BundleError(f"{where} is stored as {name}: expected a linear layer or a table there")
+    try:
+        wanted = FORMATS[name].row_bytes(k)
+    except ValueError as error:
+        raise BundleError(f"{where}: {error}") from None
+    if row_bytes != wanted:
+        raise BundleError(f"{where}: expected rows of {k} weights in {name}, got {row_bytes} bytes")
+    scale = bundle.infos.get(module + SCALE)
+    if scale is not None and tuple(scale.shape) not in ((1,), (rows,)):
+        got = list(scale.shape)
+        raise BundleError(f"{bundle.path}: {module + SCALE}: expected 1 or {rows} scales, got {got}")
+    return codes(name, k, 0 if scale is None else scale.shape[0])
+
+
+def stored_recipe(bundle: Bundle, model: Model) -> dict[str, str]:
+    """Return the formats that each component's low-bit weights are stored in, most first."""
+    found: dict[str, Counter[str]] = {}
+    for module, name in bundle.lowbit.items():
+        found.setdefault(model.component_of(module), Counter())[name] += bundle.infos[module + WEIGHT].nbytes
+    return {
+        component: "+".join(name for name, _ in found[component].most_common())
+        for component in COMPONENTS
+        if component in found
+    }
+
+
+def check_codes(weight: Tensor, name: str, where: str) -> None:
+    """Raise :class:`BundleError` for codes that stand for no weight: the sums of kernels are proved for the others.
+
+    A byte of four ternary codes has a 3 where both bits of a pair are set. Copies are bounded by a block of bytes.
+    """
+    if name != "ternary":
+        return
+    for block in weight.view(-1).split(BLOCK):
+        if bool((block & (block >> 1) & 0b01010101).any()):
+            raise BundleError(f"{where}: expected ternary codes 0, 1 and 2, got 3")

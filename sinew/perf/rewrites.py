@@ -10,15 +10,13 @@ import numpy as np
 import torch
 
 from sinew.bundle import Bundle
-from sinew.core import upcast_text
-from sinew.engine.backend import BACKENDS
-from sinew.engine.choose import choose_precision
+from sinew.core import dtype_word, upcast_text
+from sinew.engine.backend import BACKENDS, EngineOptions
 from sinew.engine.clone import on_meta
 from sinew.engine.example import Shapes
-from sinew.engine.loading import load_model
+from sinew.engine.loading import Storage, load_model
 from sinew.engine.plan.engine import ON_CPU
 from sinew.engine.plan.plan import REWRITES, Plan
-from sinew.engine.stores import Storage
 from sinew.models.base import Model
 from sinew.perf.trace import trace
 from sinew.processing import Processor
@@ -70,7 +68,9 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
     """
     manifest = bundle.manifest
     spec, image = manifest.spec, manifest.processing.image
-    chosen, storage, reason = choose_precision(bundle, dtype, "cpu", BACKENDS["plan"])
+    word = None if dtype is None else dtype_word(dtype)
+    options, reason = BACKENDS["plan"].with_precision(bundle, EngineOptions("cpu"), word)
+    chosen, storage = options.dtype, options.storage
     model = load_model(bundle, torch.device("meta"), chosen, Storage(half=bool(storage)))
     prompt = Processor(manifest).prompter.encode(PROMPT, np.zeros(spec.state.dim, np.float32))
     shapes = Shapes(spec.views, image.height, image.width, len(prompt), spec.solver_steps)

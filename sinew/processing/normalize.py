@@ -17,7 +17,8 @@ class Normalizer:
     """``normalize`` and ``unnormalize`` for vectors [..., dim], in the precision of the recipe's convention."""
 
     def __init__(self, recipe: Normalization, dim: int, what: str):
-        self.mode, self.dim, self.clip, self.rows = recipe.mode, dim, recipe.clip, recipe.rows
+        self.mode, self.clip, self.rows = recipe.mode, recipe.clip, recipe.rows
+        self.dim = self.width = dim  # how many numbers of the model's vector they fill
         self.snap, self.snap_at = list(recipe.snap), recipe.snap_at
         self.openpi, self.gr00t = (recipe.convention == name for name in ("openpi", "gr00t"))
         self.dtype: Any = np.float64 if self.openpi or self.gr00t else np.float32
@@ -35,11 +36,6 @@ class Normalizer:
             if not np.isfinite(values).all():
                 raise BundleError(f"statistics of {what}: {name} has values that are not finite")
             self.stats.append(values)
-
-    @property
-    def width(self) -> int:
-        """Return how many numbers of the model's vector they fill."""
-        return self.dim
 
     @property
     def is_affine(self) -> bool:

@@ -144,8 +144,6 @@ class Processor:
         recipe, spec = self.recipe, self.spec
         self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
         self.action_normalizer = normalizer(recipe.action, recipe.action_parts, spec.action.dim, "action")
-        if any(each.rows for each in (recipe.state, *(part.normalization for part in recipe.state_parts))):
-            raise BundleError("statistics of state: expected no rows, which only chunks have")
         for width, padded in (
             (spec.history * self.state_normalizer.width, recipe.padded_state_dim),
             (self.action_normalizer.width, recipe.padded_action_dim),

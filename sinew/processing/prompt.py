@@ -32,7 +32,7 @@ class Prompter:
         self.recipe, self.held, self.may_be_empty = recipe, recipe.held, may_be_empty
         self.tokenizer = opened or open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
-        self.behind = self._behind("" if recipe.text is None else recipe.text.action)
+        self.behind = () if recipe.text is None else self._behind(recipe.text.action)
 
     def text(self, prompt: str, state: np.ndarray, steps: Steps | None = None, advantage: str = "") -> str:
         """Return the exact string that is tokenised. ``state``: [D], normalised. steps: if not the recipe's own.

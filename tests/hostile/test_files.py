@@ -36,7 +36,6 @@ from sinew.engine.onnx.graphs import NEWEST, GraphSet
 from sinew.engine.onnx.providers import open_session
 from sinew.eval.evidence import card as cards
 from sinew.policy import load
-from sinew.processing import Processor
 from sinew.records.recorder import read_record
 from sinew.serve.deploy import ServingLimits, deploy
 from sinew.steps.action_tokens.base import ActionTokens
@@ -340,8 +339,8 @@ def test_fields_of_a_manifest_are_bounded(smolvla_bundle, tmp_path):
         with pytest.raises(BundleError, match=message):
             Bundle(out)
     rows = replace(m.processing, state=replace(m.processing.state, rows=1))
-    with pytest.raises(BundleError, match="statistics of state: expected no rows"):
-        Processor(replace(m, processing=rows))
+    with pytest.raises(BundleError, match=r"processing.state.rows: expected 0, as only chunks"):
+        replace(m, processing=rows).check()
     config = {**m.config, "prefix_length": 1 << 20}
     write_bundle(out, lambda: replace(m, config=config), sources(bundle))
     with pytest.raises(BundleError, match="prefix_length is 1048576, expected 0 to 8192"):

@@ -12,10 +12,9 @@ from sinew.bundle import Bundle
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.compile import compile_floats
 from sinew.engine.cpu.kernels.library import extension
-from sinew.engine.loading import load_model, open_device
+from sinew.engine.loading import Storage, load_model, open_device, stored_recipe
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.engine.plan.plan import Plan
-from sinew.engine.stores import Storage, stored_recipe
 from sinew.layers.linear import Linear
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Codes, Panels, codes_of

@@ -38,9 +38,9 @@ class EagerEngine(Engine):
         self._threads = 0
         self.facts = Facts(
             device=str(device),
+            weights_nbytes=sum(p.nbytes for p in model.parameters()),
             precision=precision_of(model),
             recipe=recipe or {},
-            weights_nbytes=sum(p.nbytes for p in model.parameters()),
             guides=RTC,  # autograd goes through the head, and a head that can takes a time per row
             shares_views=True,
             reuses=device.type == "cpu",

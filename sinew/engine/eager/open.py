@@ -6,8 +6,7 @@ from sinew.bundle import Bundle
 from sinew.engine.adapters import with_adapter
 from sinew.engine.backend import EngineOptions
 from sinew.engine.eager.engine import EagerEngine
-from sinew.engine.loading import load_model, open_device, say_widened
-from sinew.engine.stores import Storage
+from sinew.engine.loading import Storage, load_model, open_device, say_widened
 
 
 def open_eager(bundle: Bundle, options: EngineOptions) -> EagerEngine:

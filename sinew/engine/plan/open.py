@@ -5,10 +5,9 @@ from __future__ import annotations
 from sinew.bundle import Bundle
 from sinew.engine.adapters import with_adapter
 from sinew.engine.backend import EngineOptions
-from sinew.engine.loading import load_model, open_device, say_widened
+from sinew.engine.loading import Storage, load_model, open_device, say_widened
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.engine.plan.plan import Plan
-from sinew.engine.stores import Storage
 
 
 def open_planned(bundle: Bundle, options: EngineOptions) -> PlannedEngine:

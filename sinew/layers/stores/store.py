@@ -14,7 +14,7 @@ only ``layer.store``. There is one class per way of storing, in ``stores/``:
 | ``rows.Rows`` | that of what it wraps | that of what it wraps, perhaps on another device | of the rows it gives |
 | ``low_rank.LowRank`` | that of what it wraps | the same, and ``lora_a``, ``lora_b`` | the same, and float32 |
 
-Which store a weight gets is decided in one place, ``sinew/engine/stores.py``; an architecture whose arithmetic is that
+Which store a weight gets is decided in one place, ``sinew/engine/loading.py``; an architecture whose arithmetic is that
 of a store (BitNet) names it when it makes the layer.
 """
 
