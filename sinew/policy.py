@@ -457,7 +457,7 @@ class Policy(OpenPolicy):
                     if first.words.behind is None
                     else engine.solve(context, noise, first.steps, guidance, watch)
                 )
-            timing, computed = watch.timing(len(members)), time.perf_counter()
+            computed = time.perf_counter()
             found = [self._finished(chunk, member) for chunk, member in zip(chunks, members, strict=True)]
             end = time.perf_counter()
             self.check_files()
@@ -466,8 +466,8 @@ class Policy(OpenPolicy):
             if isinstance(actions, SinewError)
             else ActionChunk(
                 actions,
-                replace(
-                    timing,
+                watch.timing(
+                    len(members),
                     postprocess_ms=1e3 * (end - computed),
                     preprocess_ms=member.milliseconds,
                     total_ms=1e3 * (end - start) + member.milliseconds,

@@ -125,10 +125,11 @@ class Service:
         if (seen := request.observation) is not None and request.deployment is not None:
             if seen.previous is not None and isinstance(outcome, ActionChunk):
                 self.uses.add(kind_of(seen, request.deployment.spec))
+        on_done(outcome)
+        if seen is not None and request.deployment is not None:
             for record in self._records.values():
                 about = request.deployment.metadata.get("server", {})
                 record.put(request.wire, request.session, seen, outcome, about)
-        on_done(outcome)
         self._tell(request, outcome, seconds)
 
     def submit_all(self, requests: Sequence[Request], on_done: Callable[[list[Outcome]], None]) -> None:
@@ -138,8 +139,14 @@ class Service:
         their error in their place, and the others are answered.
         """
         count = len(requests)
+        if count == 1:
+            try:
+                self.submit(requests[0], lambda outcome: on_done([outcome]))
+            except SinewError as error:
+                on_done([bare(error)])
+            return
         found: dict[int, Outcome] = {}
-        lock, together = threading.Lock(), Together(count) if count > 1 else None
+        lock, together = threading.Lock(), Together(count)
 
         def settle(index: int, outcome: Outcome) -> None:
             with lock:
@@ -150,13 +157,11 @@ class Service:
 
         for index, request in enumerate(requests):
             request.together = together
-            if together is not None:
-                request.episode = None  # they do not replace each other
+            request.episode = None  # they do not replace each other
             try:
                 self.submit(request, partial(settle, index))
             except SinewError as error:
-                if together is not None:
-                    release(together.arrived(None))
+                release(together.arrived(None))
                 settle(index, bare(error))
 
     async def infer_all(self, requests: Sequence[Request]) -> list[Outcome]:

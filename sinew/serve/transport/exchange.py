@@ -108,8 +108,8 @@ class Exchange:
             header = codec.peek(content)
             if header.error is not None:
                 raise header.error
-            codec.authorize(header)
             if self._service.wants_key:
+                codec.authorize(header)
                 asker.prove()
             reply = codec.control(header, asker.address)
             if reply is not None:

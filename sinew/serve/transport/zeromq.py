@@ -116,7 +116,7 @@ class ZeroMQWire:
             if (now := time.monotonic()) - swept > SWEEP_S:
                 swept = now
                 self._ledger.sweep(now)
-            if self._streams is not None:
+            if self._streams:
                 self._streams.end_silent()
         end = time.monotonic() + LINGER_S
         while any(isinstance(each, Peer) and each.unsent for each in self._ledger.open):
@@ -127,9 +127,11 @@ class ZeroMQWire:
     def _patience(self) -> float | None:
         """Seconds until there is something to do although nobody sends."""
         times = [self._paused[0][0] - time.monotonic()] if self._paused else []
-        if any(each.since is not None for each in self._ledger.open):
-            times.append(SWEEP_S)
-        if self._streams is not None and (left := self._streams.patience()) is not None:
+        for each in self._ledger.open:
+            if each.since is not None:
+                times.append(SWEEP_S)
+                break
+        if self._streams and (left := self._streams.patience()) is not None:
             times.append(left)
         return max(0.0, min(times)) if times else None
 
@@ -226,6 +228,8 @@ class ZeroMQWire:
                     return
                 if not peer.closed:
                     self._exchange.take(peer, message, ledger.whole(peer))
+                    if framing.between:  # a thread may wait for this one to sleep, so that it can begin
+                        return
         except zmtp.ZmtpError as error:
             self.close(peer, str(error))
 
@@ -361,7 +365,8 @@ class Peer(Account):
 
     def prove(self) -> None:
         self.refusals = 0
-        self._wire.prove(self)
+        if not self.proven:
+            self._wire.prove(self)
 
     def refuse(self, error: SinewError) -> None:
         """See Asker."""

@@ -81,7 +81,7 @@ class Kind(IntEnum):
     REPORT = 6
 
 
-_KINDS = frozenset(Kind)
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class NativeCodec:
         except RequestError as refusal:
             kind, error = Kind.INFER, refusal
         return NativeHeader(
-            Kind(kind),
+            _KINDS[kind],
             request_id,
             session,
             native,
@@ -453,8 +453,10 @@ def _moments(
     for name in names:
         if len(name) > MAX_NAME:
             raise ObservationError("camera_names", f"names of at most {MAX_NAME} characters", f"{len(name)}")
+    if len(set(names)) == count:  # one moment, as nearly always
+        return [Moment({name: _frame(name, each, budget) for name, each in zip(names, images, strict=True)}, state)]
     times = Counter(names)
-    moments = max(times.values(), default=1)
+    moments = max(times.values())
     if moments > spec.history or len(set(times.values())) > 1:
         expected = "once" if spec.history == 1 else f"once for each moment, of which there are {spec.history}"
         raise ObservationError("camera_names", f"each camera {expected}", ", ".join(names))
