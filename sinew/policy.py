@@ -189,6 +189,11 @@ class Policy(OpenPolicy):
         cells = (f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())
         return f"<table>{''.join(cells)}</table>"
 
+    @property
+    def keeps_frames(self) -> bool:
+        """Return False: frames are not looked at any more once the actions are there."""
+        return False
+
     def describe(self) -> dict[str, Any]:
         """Return what runs the policy and why, ready for JSON: for metadata, reports and ``sinew doctor``."""
         return {

@@ -122,13 +122,15 @@ class Service:
         """Hand an outcome over: within limits, counted, recorded."""
         outcome = _safe(request, outcome)
         seconds = self._account(request, outcome)
-        if (seen := request.observation) is not None and request.deployment is not None:
+        seen, deployment = request.observation, request.deployment
+        if deployment is None or seen is None:
+            on_done(outcome)
+        else:
             if seen.previous is not None and isinstance(outcome, ActionChunk):
-                self.uses.add(kind_of(seen, request.deployment.spec))
-        on_done(outcome)
-        if seen is not None and request.deployment is not None:
+                self.uses.add(kind_of(seen, deployment.spec))
+            on_done(outcome)
             for record in self._records.values():
-                about = request.deployment.metadata.get("server", {})
+                about = deployment.metadata.get("server", {})
                 record.put(request.wire, request.session, seen, outcome, about)
         self._tell(request, outcome, seconds)
 
@@ -283,6 +285,10 @@ class Service:
         sent it: it must not block."""
         self._listeners += (listener,)
 
+    def keeps_frames(self, deployment: Deployment) -> bool:
+        """Return True if somebody may look at a request's frames after it is answered."""
+        return bool(self._records or self._listeners) or deployment.scheduler.policy.keeps_frames
+
     def stopping(self) -> None:
         """From now on ``health`` says so."""
         self._stopping = True
@@ -332,6 +338,11 @@ def _safe(request: Request, outcome: Outcome) -> Outcome:
     deployment, seen = request.deployment, request.observation
     if deployment is None or seen is None or not isinstance(outcome, ActionChunk) or outcome.context:
         return outcome
+    if request.borrowed is not None:
+        try:
+            request.borrowed()
+        except SinewError as error:
+            return bare(error)
     if request.warnings:
         outcome = replace(outcome, warnings=(*outcome.warnings, *request.warnings))
     safety = deployment.safety_of(seen)

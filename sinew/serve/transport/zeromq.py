@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sinew_client import zmtp
+from sinew_client import shared, zmtp
 from sinew_client.link import set_options
 
 from sinew.core import PolicySpec, SinewError
@@ -179,6 +179,8 @@ class ZeroMQWire:
             peer = Peer(
                 self, made, "ipc" if self._path else address[0], zmtp.Framing(self._limit), time.monotonic()
             )
+            if self._path and shared.AVAILABLE:
+                peer.shares = self._limit
             if not self._ledger.admit(peer, time.monotonic()):
                 peer.end()
                 continue
@@ -193,7 +195,7 @@ class ZeroMQWire:
         for _ in range(READS):
             room = framing.room()
             try:
-                count = peer.socket.recv_into(room)
+                count = peer.receive(room)
             except BlockingIOError:
                 break
             except OSError:
@@ -311,6 +313,7 @@ class Peer(Account):
     """One connection. ``reply`` and ``send`` may be called from any thread, the rest on the loop.
 
     unsent: bytes that the socket did not take yet. freed: what answered requests held. broken: sending failed.
+    shares: bytes of memory that it may share; 0: none.
     """
 
     __slots__ = (
@@ -325,6 +328,8 @@ class Peer(Account):
         "paused",
         "refusals",
         "requests",
+        "shared",
+        "shares",
         "socket",
         "unsent",
         "watched",
@@ -338,12 +343,22 @@ class Peer(Account):
         self.requests: set[Series] = set()
         self.freed: deque[int] = deque()
         self.closed = self.broken = self.paused = False
+        self.shared: shared.ReceivedFrames | None = None
+        self.shares = 0
         self.refusals = 0
         self.watched = 0
         self.unsent = 0
         self._wire = wire
         self._lock = threading.Lock()  # around the socket's end that is written to
         self._out: deque[memoryview] = deque()
+
+    def receive(self, room: memoryview) -> int:
+        """Receive what is there. Raises OSError."""
+        if not self.shares:
+            return self.socket.recv_into(room)
+        count, found = shared.receive(self.socket, room, self.shares)
+        self.shared = found or self.shared
+        return count
 
     def reply(self, frames: Sequence[zmtp.Frame], series: Series | None) -> None:
         """See Asker."""
