@@ -83,7 +83,7 @@ def ask(
         "server": metadata["server"],
         "policy": {key: metadata["policy"][key] for key in ("architecture", "name", "chunk_size")},
         "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
-        "encoding": "raw" if jpeg_quality is None else f"jpeg quality {jpeg_quality}",
+        "encoding": f"raw, {server.frames}" if jpeg_quality is None else f"jpeg quality {jpeg_quality}",
         "solver_steps": solver_steps or metadata["policy"]["solver_steps"],
         "requests": requests,
         "latency_ms": latencies(chunks),

@@ -405,7 +405,7 @@ class Peer(Account):
     def end(self) -> None:
         """Close the socket."""
         with self._lock:
-            self.closed = True
+            self.closed, self.shared = True, None
             self._out.clear()
             self.unsent = 0
             self.socket.close()
