@@ -23,7 +23,7 @@ from tests.serve.puppet import GOOD, GREETING, WAIT_S, Puppet, desk, frame
 
 pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memory files are Linux's")
 RNG = np.random.default_rng(0)
-FRAMES = [RNG.integers(0, 256, (120, 160, 3), dtype=np.uint8), RNG.random((90, 90, 3), np.float32)]
+FRAMES = [RNG.integers(0, 256, (300, 300, 3), dtype=np.uint8), RNG.random((160, 160, 3), np.float32)]
 DESCRIPTORS = Path("/proc/self/fd")
 READY = frame(b"\x05READY\x0bSocket-Type\0\0\0\x03REQ", 4)
 
@@ -99,7 +99,7 @@ def test_what_is_better_sent(tmp_path: Path) -> None:
             assert client.frames == "shared memory"
     limit = FRAMES[0].nbytes * 3 // 4
     with served(tmp_path / "t", Puppet(), limit) as address, Client(address, timeout=WAIT_S) as client:
-        with pytest.raises(ServerError, match="request: expected at most 43200 bytes"):
+        with pytest.raises(ServerError, match="request: expected at most 202500 bytes"):
             client.infer(large)
         assert (
             client.frames == f"in the message: expected 64 to {64 + limit} bytes, got {64 + FRAMES[0].nbytes}"
@@ -190,6 +190,6 @@ def test_bench_says_how_frames_travel(tmp_path: Path, capsys: pytest.CaptureFixt
     with served(
         tmp_path / "s", Puppet(), about={"dtype": "fp32", "device": "cpu", "hardware": "x", "threads": 1}
     ) as at:
-        for size, expected in (("120x160", "raw, shared memory"), ("48x64", "raw, in the message")):
+        for size, expected in (("300x300", "raw, shared memory"), ("48x64", "raw, in the message")):
             assert main(["bench", at, "--runs", "2", "--warmup", "0", "--image-size", size]) == 0
             assert f"1 frames {size.replace('x', ' x ')} ({expected})" in capsys.readouterr().out

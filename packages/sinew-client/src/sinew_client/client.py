@@ -40,8 +40,8 @@ class Client(BaseClient):
     limits: (lowest, highest) of each action, numbers or [D] in world units; an answer outside raises
         :class:`UnsafeChunk`. Numbers that are not finite always do.
     max_rows: of an answer; one with more raises :class:`UnsafeChunk`. A policy states its own as ``chunk_size``.
-    shared_memory: large raw frames of :meth:`infer` reach a server at ``ipc://`` in memory that both share, where both
-        can; ``frames`` says whether. False: they are sent.
+    shared_memory: raw frames of 256 KiB and more reach a server at ``ipc://`` in memory that both share, where both can
+        (:meth:`infer`; ``frames`` says whether). False: they are sent.
     jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow); None sends raw pixels.
     api_key: where the server wants one; that of SINEW_API_KEY in the environment if absent, "" for none. It travels
         unencrypted.
@@ -213,13 +213,10 @@ class Client(BaseClient):
         return answer
 
     def _placed(self, parts: Sequence, link: Link, end: float) -> Sequence:
-        """Return the parts of a request, with its large frames in memory that is shared with the server if they can
-        be. Raises OSError and ConnectionLost."""
-        if (
-            not self.shared_memory
-            or len(self._addresses.host_and_port) > 1
-            or not (size := shared.size_of(parts))
-        ):
+        """Return the parts of a request, with its raw frames in memory that is shared with the server, where they are
+        large and both can. Raises OSError and ConnectionLost."""
+        unix, size = len(self._addresses.host_and_port) == 1, shared.size_of(parts)
+        if not (self.shared_memory and unix) or size < shared.LEAST:
             return parts
         if link.frames is None or (link.frames.state == shared.SHARED and link.frames.size < size):
             request_id = next(self._ids)
