@@ -192,6 +192,11 @@ class Policy(OpenPolicy):
         cells = (f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())
         return f"<table>{''.join(cells)}</table>"
 
+    @property
+    def keeps_frames(self) -> bool:
+        """Return False: frames are not looked at any more once the actions are there."""
+        return False
+
     def describe(self) -> dict[str, Any]:
         """Return what runs the policy and why, ready for JSON: for metadata, reports and ``sinew doctor``."""
         return {
@@ -460,7 +465,7 @@ class Policy(OpenPolicy):
                     if first.words.behind is None
                     else engine.solve(context, noise, first.steps, guidance, watch)
                 )
-            timing, computed = watch.timing(len(members)), time.perf_counter()
+            computed = time.perf_counter()
             found = [self._finished(chunk, member) for chunk, member in zip(chunks, members, strict=True)]
             end = time.perf_counter()
             self.check_files()
@@ -469,8 +474,8 @@ class Policy(OpenPolicy):
             if isinstance(actions, SinewError)
             else ActionChunk(
                 actions,
-                replace(
-                    timing,
+                watch.timing(
+                    len(members),
                     postprocess_ms=1e3 * (end - computed),
                     preprocess_ms=member.milliseconds,
                     total_ms=1e3 * (end - start) + member.milliseconds,

@@ -72,7 +72,7 @@ def ask(
         start = time.perf_counter()
         runs = track(range(requests), "requests", console=terminal.console(stderr=True), transient=True)
         chunks = [server.infer({**observation, "seed": run}) for run in runs]
-        seconds = time.perf_counter() - start
+        seconds, travel = time.perf_counter() - start, server.frames
     result = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -83,7 +83,7 @@ def ask(
         "server": metadata["server"],
         "policy": {key: metadata["policy"][key] for key in ("architecture", "name", "chunk_size")},
         "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
-        "encoding": "raw" if jpeg_quality is None else f"jpeg quality {jpeg_quality}",
+        "encoding": f"raw, {travel}" if jpeg_quality is None else f"jpeg quality {jpeg_quality}",
         "solver_steps": solver_steps or metadata["policy"]["solver_steps"],
         "requests": requests,
         "latency_ms": latencies(chunks),

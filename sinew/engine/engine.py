@@ -88,8 +88,9 @@ class Watch:
         if self._cancel is not None and self._cancel.is_set():
             raise CancelledError("the inference was cancelled")
 
-    def timing(self, batch: int = 1) -> Timing:
-        """Return the milliseconds of the stages; an engine that ran them as one has all of them in ``step_ms``."""
+    def timing(self, batch: int = 1, **around: float) -> Timing:
+        """Return the milliseconds of the stages; an engine that ran them as one has all of them in ``step_ms``. around:
+        those of what was no engine's, by their names in :class:`sinew.core.Timing`."""
         laps = self._laps
         return Timing(
             vision_ms=sum(laps.get("vision", ())),
@@ -99,6 +100,7 @@ class Watch:
             text_ms=sum(laps.get("text", ())),
             reused_views=self.reused_views,
             reused_prefix=self.reused_prefix,
+            **around,
         )
 
 

@@ -32,7 +32,7 @@ class Admission:
         if request.together in self._members:
             return []
         client = request.connection
-        mine = len(_places(self._waiting.get(client, ())))
+        mine = len(_places(self._waiting[client])) if client in self._waiting else 0
         if client is not None and mine >= self.per_client:
             raise BusyError(f"{mine} requests of this client wait, and no client may have more")
         if self.count < self.size:

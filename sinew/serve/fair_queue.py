@@ -109,7 +109,7 @@ class FairQueue(Generic[T]):
             self._signals.put(None)
 
     def _take(self) -> T:
-        owner = min(self._lines, key=self._last)
+        owner = next(iter(self._lines)) if len(self._lines) == 1 else min(self._lines, key=self._last)
         line = self._lines[owner]
         item = line.popleft()
         if not line:

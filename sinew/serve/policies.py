@@ -37,6 +37,7 @@ class Deployment:
     manifest: of the bundle, for those who show what the policy sees and how its robot should look; None: unknown here.
     state: the counters of a policy that has some of its own.
     adapters: name -> limits of what is computed with it, whose statistics are its own.
+    pixels: how many one request may decode to.
     """
 
     scheduler: Scheduler
@@ -50,15 +51,14 @@ class Deployment:
     manifest: Manifest | None = None
     state: Callable[[], dict[str, int]] | None = None
     adapters: Mapping[str, Safety | None] = field(default_factory=dict)
+    pixels: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pixels", self.max_pixels or pixel_limit(self.spec))
 
     def safety_of(self, observation: Observation) -> Safety | None:
         """Return the limits of an observation's states and actions. An adapter that is not known is refused later."""
         return self.adapters.get(observation.adapter, self.safety)
-
-    @property
-    def pixels(self) -> int:
-        """Return how many pixels one request may decode to."""
-        return self.max_pixels or pixel_limit(self.spec)
 
 
 class Policies:

@@ -93,7 +93,7 @@ class Request:
     ``session`` is one of. home: the scheduler that it was given to, at ``accepted`` by that clock; on_done: takes the
     outcome, once. begun: when decoding or inference began; None while it waits. prepared: what the policy made of the
     observation. kind: what those that may be computed with it have in common. gathered: ``together`` knows of it.
-    size: bytes of its decoded frames, while it is not answered.
+    size: bytes of its decoded frames, while it is not answered. borrowed: raises once frames are others than were read.
     """
 
     wire: str
@@ -121,6 +121,7 @@ class Request:
     kind: Hashable | None = field(default=None, init=False)
     gathered: bool = field(default=False, init=False)
     size: int = field(default=0, init=False)
+    borrowed: Check | None = field(default=None, init=False)
     cancel: threading.Event = field(default_factory=threading.Event, init=False)
     waiting: bool = field(default=True, init=False)
     answered: bool = field(default=False, init=False)
@@ -136,7 +137,9 @@ class Request:
         """Return the observation, within the limits of what answers it. check: raises once nobody waits for it."""
         deployment = self.deployment
         limit = MIN_BUDGET if deployment is None else deployment.pixels
-        found = self.observation = self.decode(PixelBudget(limit, check))
+        budget = PixelBudget(limit, check)
+        found = self.observation = self.decode(budget)
+        self.borrowed = budget.borrowed
         safety = None if deployment is None else deployment.safety_of(found)
         if safety is not None:
             self.warnings += safety.check(found)

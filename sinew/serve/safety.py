@@ -104,10 +104,10 @@ class Safety:
             if state is None:
                 return chunk
             low, high = self._allowed(chunk.actions.shape, state)
-        outside = np.argwhere((chunk.actions < low) | (chunk.actions > high))
-        if not outside.size:
+        outside = (chunk.actions < low) | (chunk.actions > high)
+        if not outside.any():
             return chunk
-        row, column = outside[0]
+        row, column = np.argwhere(outside)[0]
         text = (
             f"action {row}, dimension {column}: the policy's statistics allow {low[row, column]:g} to"
             f" {high[row, column]:g}, and it produced {chunk.actions[row, column]:g}"

@@ -323,7 +323,7 @@ class Scheduler:
     def _begin(self, request: Request, requests: list[Request]) -> bool:
         """Take a request from the waiting ones to the running ones, and to ``requests``; False if it waits no more."""
         with self._lock:
-            wanted = self._leave(request)  # or superseded, cancelled, failed by stop()
+            wanted = self._admission.leave(request)  # or superseded, cancelled, failed by stop()
             if wanted:
                 requests.append(request)
                 self._running.append(request)
@@ -346,6 +346,7 @@ class Scheduler:
             beside = [] if self.device_lock is None else self.device_lock.beside(self)
             for request in self.batcher.members(first, self._ready.order(), now, beside)[1:]:
                 if self._begin(request, requests):
+                    self._ready.remove(request.connection, request)
                     self._ready.took(request.connection)
         return self._computer.compute(requests)
 
@@ -392,8 +393,9 @@ class Scheduler:
     def _finish(self, request: Request, outcome: Outcome) -> None:
         with self._lock:
             answered, request.answered = request.answered, True
+            if self._ahead >= AHEAD:
+                self._room.notify_all()
             self._ahead, request.size = self._ahead - request.size, 0
-            self._room.notify_all()
             gathered, request.gathered = request.gathered, True
         if request.together is not None and not gathered:
             release(request.together.arrived(None))

@@ -19,6 +19,11 @@ class ServedPolicy(Protocol):
         """Return why it computes one observation at a time; "" where it computes several."""
         return "this policy computes one observation at a time"
 
+    @property
+    def keeps_frames(self) -> bool:
+        """Return False if it looks at the frames of an observation no more once it has answered."""
+        return True
+
     def warm_up(self) -> object:
         """Compute once, on the thread that will go on to."""
 

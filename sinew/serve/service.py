@@ -122,13 +122,16 @@ class Service:
         """Hand an outcome over: within limits, counted, recorded."""
         outcome = _safe(request, outcome)
         seconds = self._account(request, outcome)
-        if (seen := request.observation) is not None and request.deployment is not None:
+        seen, deployment = request.observation, request.deployment
+        if deployment is None or seen is None:
+            on_done(outcome)
+        else:
             if seen.previous is not None and isinstance(outcome, ActionChunk):
-                self.uses.add(kind_of(seen, request.deployment.spec))
+                self.uses.add(kind_of(seen, deployment.spec))
+            on_done(outcome)
             for record in self._records.values():
-                about = request.deployment.metadata.get("server", {})
+                about = deployment.metadata.get("server", {})
                 record.put(request.wire, request.session, seen, outcome, about)
-        on_done(outcome)
         self._tell(request, outcome, seconds)
 
     def submit_all(self, requests: Sequence[Request], on_done: Callable[[list[Outcome]], None]) -> None:
@@ -138,8 +141,14 @@ class Service:
         their error in their place, and the others are answered.
         """
         count = len(requests)
+        if count == 1:
+            try:
+                self.submit(requests[0], lambda outcome: on_done([outcome]))
+            except SinewError as error:
+                on_done([bare(error)])
+            return
         found: dict[int, Outcome] = {}
-        lock, together = threading.Lock(), Together(count) if count > 1 else None
+        lock, together = threading.Lock(), Together(count)
 
         def settle(index: int, outcome: Outcome) -> None:
             with lock:
@@ -150,13 +159,11 @@ class Service:
 
         for index, request in enumerate(requests):
             request.together = together
-            if together is not None:
-                request.episode = None  # they do not replace each other
+            request.episode = None  # they do not replace each other
             try:
                 self.submit(request, partial(settle, index))
             except SinewError as error:
-                if together is not None:
-                    release(together.arrived(None))
+                release(together.arrived(None))
                 settle(index, bare(error))
 
     async def infer_all(self, requests: Sequence[Request]) -> list[Outcome]:
@@ -278,6 +285,10 @@ class Service:
         sent it: it must not block."""
         self._listeners += (listener,)
 
+    def keeps_frames(self, deployment: Deployment) -> bool:
+        """Return True if somebody may look at a request's frames after it is answered."""
+        return bool(self._records or self._listeners) or deployment.scheduler.policy.keeps_frames
+
     def stopping(self) -> None:
         """From now on ``health`` says so."""
         self._stopping = True
@@ -327,6 +338,11 @@ def _safe(request: Request, outcome: Outcome) -> Outcome:
     deployment, seen = request.deployment, request.observation
     if deployment is None or seen is None or not isinstance(outcome, ActionChunk) or outcome.context:
         return outcome
+    if request.borrowed is not None:
+        try:
+            request.borrowed()
+        except SinewError as error:
+            return bare(error)
     if request.warnings:
         outcome = replace(outcome, warnings=(*outcome.warnings, *request.warnings))
     safety = deployment.safety_of(seen)

@@ -10,8 +10,10 @@ import base64
 import contextlib
 import io
 import json
+import os
 import pickle
 import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import msgpack
 import numpy as np
 from PIL import Image
 from prometheus_client import generate_latest
-from sinew_client import protocol, zmtp
+from sinew_client import protocol, shared, zmtp
 from sinew_client.robot_report import RobotReport
 
 from sinew.core import ActionChunk, Observation, SinewError
@@ -98,6 +100,24 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
             return json.dumps(robots.rows(), allow_nan=False), generate_latest(robots)
         return native.decode(data)
 
+    large = np.zeros((96, 64, 3), np.uint8)
+    parts = protocol.infer_parts({"images": {"front": large}, "state": np.zeros(2), "prompt": "go"}, 1)
+    ours, received = shared.SharedFrames(shared.size_of(parts)), list[shared.ReceivedFrames]()
+
+    def offered(beside: list[Any]) -> str:
+        received.append(shared.ReceivedFrames(os.dup(*struct.unpack("i", beside[0][2])), 1 << 20))
+        return received[0].state
+
+    ours.offer(offered)
+
+    def read_shared(data: bytes) -> object:
+        header = native.peek(memoryview(data))
+        if header.error is not None:
+            raise header.error
+        return [
+            decode(PixelBudget()).images for decode in native.decoders(header, memoryview(data), *received)
+        ]
+
     def read_groot(data: bytes) -> object:
         header = groot.peek(memoryview(data))
         if header.error is not None:
@@ -158,6 +178,7 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
         "evo1": (json.dumps(evo1_message).encode(), lambda data: evo1.observation(evo1.read(data), SPEC)),
         "zmtp": (GREETING + ready + zmtp.message([b"", request(1)[:300]]), read_zmtp),
         "native": (request(1, session="arm", seed=3, deadline_ms=5), read_native),
+        "native shared": (b"".join(ours.placed(parts)), read_shared),
         "report": (protocol.encode_control("REPORT", 1, "arm", report=REPORT), read_native),
         "openpi": (pack(flat), lambda data: openpi.observation(openpi.read(data), SPEC)),
         "http": (json.dumps(body).encode(), lambda data: http.observation(http.read(data, http.JSON), SPEC)),

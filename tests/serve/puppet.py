@@ -146,6 +146,7 @@ def lone(spec: PolicySpec, state_dim: int, action_dim: int, policy: Any = None, 
         supervisor=SimpleNamespace(thread=lambda _name, _run: threading.current_thread()),  # nothing runs
         policies=Policies(deployment),
         check_session=lambda _name: None,
+        keeps_frames=lambda _deployment: False,
         uses=set(),
     )
 

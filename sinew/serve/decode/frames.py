@@ -37,12 +37,14 @@ def _always() -> None: ...
 class PixelBudget:
     """Counts the pixels of one request, so that many small files cannot decode to gigabytes.
 
-    check: raises an error once nobody waits for the pixels any more; decoders call it now and then.
+    check: raises an error once nobody waits for the pixels any more; decoders call it now and then. borrowed: raises
+    one where frames that were lent (in shared memory) were taken back; None: none were.
     """
 
     def __init__(self, limit: int = MIN_BUDGET, check: Callable[[], None] = _always):
         self._limit = self._left = limit
         self.check = check
+        self.borrowed: Callable[[], None] | None = None
 
     def again(self) -> PixelBudget:
         """The same limit for a second look at the same frames."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from sinew_client.shared import ReceivedFrames
 from sinew_client.zmtp import Frame, Message
 
 from sinew.core import BusyError, Observation, PolicySpec, RequestError, SinewError
@@ -45,11 +46,14 @@ class Codec(Protocol):
     def authorize(self, header: Any) -> None:
         """Raises UnauthorizedError."""
 
-    def control(self, header: Any, client: str = "") -> bytes | None:
-        """The reply to everything that is not an inference; None for an inference. client: the peer."""
+    def control(self, header: Any, asker: Asker | None = None) -> bytes | None:
+        """The reply to everything that is not an inference; None for an inference."""
 
-    def decoders(self, header: Any, payload: memoryview) -> Sequence[Decoder]:
-        """The observations of one request, usually one; each runs on the decode thread."""
+    def decoders(
+        self, header: Any, payload: memoryview, shared: ReceivedFrames | None = None
+    ) -> Sequence[Decoder]:
+        """The observations of one request, usually one; each runs on the decode thread. shared: memory that its frames
+        may lie in."""
 
     def encode(self, header: Any, outcomes: Sequence[Outcome], server_ms: float) -> bytes:
         """The reply to an inference, an outcome per decoder. server_ms: from arrival to now."""
@@ -65,6 +69,7 @@ class Asker(Protocol):
     """A connection as this file sees it. requests: what is not answered."""
 
     address: str
+    shared: ReceivedFrames | None  # memory of this machine
     unsent: int  # bytes of replies that its socket did not take yet
     requests: set[Series]
 
@@ -108,10 +113,10 @@ class Exchange:
             header = codec.peek(content)
             if header.error is not None:
                 raise header.error
-            codec.authorize(header)
             if self._service.wants_key:
+                codec.authorize(header)
                 asker.prove()
-            reply = codec.control(header, asker.address)
+            reply = codec.control(header, asker)
             if reply is not None:
                 asker.reply([*envelope, reply], series)
                 return
@@ -119,7 +124,7 @@ class Exchange:
                 asker.prove()
                 asker.release(series)
                 return
-            decoders = codec.decoders(header, content)
+            decoders = codec.decoders(header, content, asker.shared)
         except SinewError as error:
             self._service.refused(codec.name, asker.address, error)
             asker.refuse(error)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sinew_client import zmtp
+from sinew_client import shared, zmtp
 from sinew_client.link import set_options
 
 from sinew.core import PolicySpec, SinewError
@@ -116,7 +116,7 @@ class ZeroMQWire:
             if (now := time.monotonic()) - swept > SWEEP_S:
                 swept = now
                 self._ledger.sweep(now)
-            if self._streams is not None:
+            if self._streams:
                 self._streams.end_silent()
         end = time.monotonic() + LINGER_S
         while any(isinstance(each, Peer) and each.unsent for each in self._ledger.open):
@@ -127,9 +127,11 @@ class ZeroMQWire:
     def _patience(self) -> float | None:
         """Seconds until there is something to do although nobody sends."""
         times = [self._paused[0][0] - time.monotonic()] if self._paused else []
-        if any(each.since is not None for each in self._ledger.open):
-            times.append(SWEEP_S)
-        if self._streams is not None and (left := self._streams.patience()) is not None:
+        for each in self._ledger.open:
+            if each.since is not None:
+                times.append(SWEEP_S)
+                break
+        if self._streams and (left := self._streams.patience()) is not None:
             times.append(left)
         return max(0.0, min(times)) if times else None
 
@@ -177,6 +179,8 @@ class ZeroMQWire:
             peer = Peer(
                 self, made, "ipc" if self._path else address[0], zmtp.Framing(self._limit), time.monotonic()
             )
+            if self._path and shared.AVAILABLE:
+                peer.shares = self._limit
             if not self._ledger.admit(peer, time.monotonic()):
                 peer.end()
                 continue
@@ -191,7 +195,7 @@ class ZeroMQWire:
         for _ in range(READS):
             room = framing.room()
             try:
-                count = peer.socket.recv_into(room)
+                count = peer.receive(room)
             except BlockingIOError:
                 break
             except OSError:
@@ -226,6 +230,8 @@ class ZeroMQWire:
                     return
                 if not peer.closed:
                     self._exchange.take(peer, message, ledger.whole(peer))
+                    if framing.between:  # a thread may wait for this one to sleep, so that it can begin
+                        return
         except zmtp.ZmtpError as error:
             self.close(peer, str(error))
 
@@ -307,6 +313,7 @@ class Peer(Account):
     """One connection. ``reply`` and ``send`` may be called from any thread, the rest on the loop.
 
     unsent: bytes that the socket did not take yet. freed: what answered requests held. broken: sending failed.
+    shares: bytes of memory that it may share; 0: none.
     """
 
     __slots__ = (
@@ -321,6 +328,8 @@ class Peer(Account):
         "paused",
         "refusals",
         "requests",
+        "shared",
+        "shares",
         "socket",
         "unsent",
         "watched",
@@ -334,12 +343,22 @@ class Peer(Account):
         self.requests: set[Series] = set()
         self.freed: deque[int] = deque()
         self.closed = self.broken = self.paused = False
+        self.shared: shared.ReceivedFrames | None = None
+        self.shares = 0
         self.refusals = 0
         self.watched = 0
         self.unsent = 0
         self._wire = wire
         self._lock = threading.Lock()  # around the socket's end that is written to
         self._out: deque[memoryview] = deque()
+
+    def receive(self, room: memoryview) -> int:
+        """Receive what is there. Raises OSError."""
+        if not self.shares:
+            return self.socket.recv_into(room)
+        count, found = shared.receive(self.socket, room, self.shares)
+        self.shared = found or self.shared
+        return count
 
     def reply(self, frames: Sequence[zmtp.Frame], series: Series | None) -> None:
         """See Asker."""
@@ -361,7 +380,8 @@ class Peer(Account):
 
     def prove(self) -> None:
         self.refusals = 0
-        self._wire.prove(self)
+        if not self.proven:
+            self._wire.prove(self)
 
     def refuse(self, error: SinewError) -> None:
         """See Asker."""
@@ -385,7 +405,7 @@ class Peer(Account):
     def end(self) -> None:
         """Close the socket."""
         with self._lock:
-            self.closed = True
+            self.closed, self.shared = True, None
             self._out.clear()
             self.unsent = 0
             self.socket.close()

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 from sinew_client.schema import Image, PredictRequest, PredictResponse
+from sinew_client.shared import LentFrames, ReceivedFrames
 from sinew_client.types import MOST_TOGETHER
 
 from sinew.core import Moment, Observation, ObservationError, PolicySpec, RequestError, SinewError
@@ -33,6 +34,7 @@ from sinew.serve.policies import MAX_NAME as MAX_POLICY
 from sinew.serve.policies import Deployment, UnknownPolicyError
 from sinew.serve.request import Outcome
 from sinew.serve.service import MAX_SESSION, Service
+from sinew.serve.transport.exchange import Asker
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.streams import Streams
 
@@ -49,7 +51,7 @@ MAX_ERROR_TEXT = 1000
 _FIELD = {field.name: field.number for field in PredictRequest.DESCRIPTOR.fields}
 _IMAGE_DATA = Image.DESCRIPTOR.fields_by_name["data"].number
 _IMAGE_NUMBERS = {
-    Image.DESCRIPTOR.fields_by_name[name].number: name for name in ("encoding", "height", "width")
+    Image.DESCRIPTOR.fields_by_name[name].number: name for name in ("encoding", "height", "width", "offset")
 }
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 _ACTION_CHUNK = PredictResponse.DESCRIPTOR.fields_by_name["action_chunk"].number
@@ -62,9 +64,10 @@ _ROUTING = {  # what ``peek`` reads or refuses
     _FIELD[name]
     for name in (
         *("request_id", "kind", "session", "api_key", "policy", "deadline_ms", "precomputed_img_emb"),
-        "report",
+        *("report", "generation"),
     )
 }
+_RAW = {Image.RGB_U8: "u1", Image.F32_RGB_01: "<f4"}
 _TIMES = ("preprocess_ms", "vision_ms", "prefix_ms", "text_ms", "postprocess_ms", "total_ms", "queue_ms")
 _NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state", "policy")}
 
@@ -81,7 +84,7 @@ class Kind(IntEnum):
     REPORT = 6
 
 
-_KINDS = frozenset(Kind)
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class NativeHeader:
     native: False for vla.cpp's form. policy: the name of the one that is asked. error: why the request is refused; the
     rest is what was found until then. found: the fields of the message, so that they are looked for once. members: the
     requests inside a message of several observations; None in one of one. report: the bytes of a robot's.
+    generation: of frames in shared memory, 0 where none lie there.
     """
 
     kind: Kind = Kind.INFER
@@ -104,6 +108,7 @@ class NativeHeader:
     found: Sequence[Field] | None = field(default=None, repr=False, compare=False)
     members: Sequence[memoryview] | None = field(default=None, repr=False, compare=False)
     report: Payload | None = field(default=None, repr=False, compare=False)
+    generation: int = 0
 
 
 class NativeCodec:
@@ -123,7 +128,7 @@ class NativeCodec:
         """Look a request over without parsing it. Never raises: a refusal is in the header. asked: the policy of one
         that names none."""
         kind, request_id, session, native, error = 0, 0, "", False, None
-        deadline_ms, api_key, policy, report = None, "", asked, None
+        deadline_ms, api_key, policy, report, generation = None, "", asked, None, 0
         images, beside, members, lone = 0, 0, list[memoryview](), ""
         buffer, found = memoryview(payload), list[Field]()
         try:
@@ -162,6 +167,8 @@ class NativeCodec:
                     policy = str(buffer[end - value : end], "utf-8", "replace")
                 elif number == _FIELD["deadline_ms"] and wire_type == FIXED32:
                     (deadline_ms,) = struct.unpack("<f", buffer[end - 4 : end])
+                elif number == _FIELD["generation"] and wire_type == VARINT:
+                    generation = value
                 elif number == _FIELD["report"] and wire_type == BYTES:
                     report = buffer[end - value : end]
                 elif number == _FIELD["precomputed_img_emb"]:
@@ -188,7 +195,7 @@ class NativeCodec:
         except RequestError as refusal:
             kind, error = Kind.INFER, refusal
         return NativeHeader(
-            Kind(kind),
+            _KINDS[kind],
             request_id,
             session,
             native,
@@ -199,6 +206,7 @@ class NativeCodec:
             None if error else found,
             members or None,
             report,
+            generation,
         )
 
     def _most_images(self, policy: str) -> int:
@@ -211,26 +219,29 @@ class NativeCodec:
     def authorize(self, header: NativeHeader) -> None:
         self.service.authorize(header.api_key)
 
-    def control(self, header: NativeHeader, client: str = "") -> bytes | None:
+    def control(self, header: NativeHeader, asker: Asker | None = None) -> bytes | None:
         if header.kind in (Kind.INFER, Kind.STREAM, Kind.STREAM_END):
             return None
         if header.kind == Kind.METADATA:
-            return self.encode_metadata(header, self.service.about(header.policy))
+            frames = {} if asker is None or asker.shared is None else {"frames": asker.shared.state}
+            return self.encode_metadata(header, self.service.about(header.policy) | frames)
         if header.kind == Kind.HEALTH:
             return self.encode_metadata(header, self.service.health())
         if header.kind == Kind.REPORT:
             self.service.check_session(header.session)
             self.service.policies.get(header.policy)
+            client = "" if asker is None else asker.address
             self.service.robots.put(self.name, client, header.session, header.policy, header.report or b"")
         else:
             self.service.reset(header.session, header.policy)
         return self.encode_metadata(header, {})
 
     def decoders(
-        self, header: NativeHeader, payload: Payload
+        self, header: NativeHeader, payload: Payload, shared: ReceivedFrames | None = None
     ) -> Sequence[Callable[[PixelBudget], Observation]]:
         if header.members is None:
-            return [partial(self.decode, payload, policy=header.policy, found=header.found)]
+            frames = None if shared is None else LentFrames(shared, header.generation)
+            return [partial(self.decode, payload, policy=header.policy, found=header.found, shared=frames)]
         return [partial(self._member, each, header.policy) for each in header.members]
 
     def _member(self, payload: memoryview, policy: str, budget: PixelBudget) -> Observation:
@@ -251,9 +262,10 @@ class NativeCodec:
         budget: PixelBudget | None = None,
         policy: str = "",
         found: Sequence[Field] | None = None,
+        shared: LentFrames | None = None,
     ) -> Observation:
         """Return the observation of an INFER request that ``peek`` did not refuse. policy: the name of the one that is
-        asked. found: what ``fields`` found in the request.
+        asked. found: what ``fields`` found in the request. shared: where its frames may lie.
 
         Pixels stay where they are: images are taken out of the message by hand, because Protobuf's parser would copy
         them twice. Raises RequestError where the message is not one, ObservationError where a field is wrong.
@@ -262,9 +274,15 @@ class NativeCodec:
         spec = deployment.spec
         request, pictures = self.parse(payload, found)
         images = [_Picture.of(picture) for picture in pictures]
+        budget = budget or PixelBudget()
+        keeps = shared is not None and self.service.keeps_frames(deployment)
         *earlier, newest = _moments(
-            spec, images, list(request.camera_names), _state(deployment, request), budget or PixelBudget()
+            *(spec, images, list(request.camera_names), _state(deployment, request)),
+            lambda camera, image: _frame(camera, image, budget, shared, keeps),
         )
+        if shared is not None and shared.taken:
+            shared.check()
+            budget.borrowed = None if keeps else shared.check
         tokens = np.fromiter(request.lang_tokens, np.int64, len(request.lang_tokens))
         return Observation(
             images=newest.images,
@@ -392,6 +410,7 @@ class _Picture:
     encoding: int = Image.JPEG
     height: int = 0
     width: int = 0
+    offset: int | None = None
     data: bytes | memoryview = b""
 
     @classmethod
@@ -405,15 +424,31 @@ class _Picture:
         return found
 
 
-def _frame(camera: str, image: _Picture, budget: PixelBudget) -> np.ndarray:
+def _frame(
+    camera: str, image: _Picture, budget: PixelBudget, shared: LentFrames | None, keeps: bool
+) -> np.ndarray:
     name, data = f"images.{camera}", image.data
-    if image.encoding == Image.JPEG:
+    if image.encoding == Image.JPEG and image.offset is None:
         return compressed_frame(name, data, budget)
-    if image.encoding == Image.RGB_U8:
-        return raw_frame(name, data, image.height, image.width, "u1", budget)
-    if image.encoding == Image.F32_RGB_01:
-        return raw_frame(name, data, image.height, image.width, "<f4", budget)
-    raise ObservationError(name, "encoding JPEG, RGB_U8 or F32_RGB_01", f"{image.encoding}")
+    if image.encoding in _RAW:
+        dtype = _RAW[image.encoding]
+        if image.offset is None:
+            return raw_frame(name, data, image.height, image.width, dtype, budget)
+        if shared is None or len(data):
+            got = (
+                "both" if len(data) else f"the place {image.offset} in shared memory, of which there is none"
+            )
+            raise ObservationError(name, "pixels in the message or in shared memory", got)
+        size = image.height * image.width * 3 * np.dtype(dtype).itemsize
+        found = raw_frame(
+            *(name, shared.pixels(name, image.offset, size), image.height, image.width, dtype, budget)
+        )
+        return found.copy() if keeps else found
+    raise ObservationError(
+        name,
+        "encoding JPEG, RGB_U8 or F32_RGB_01, the last two in shared memory",
+        f"{image.encoding}" + ("" if image.offset is None else " there"),
+    )
 
 
 def _vector(values: Collection[float]) -> np.ndarray:
@@ -438,7 +473,11 @@ def _continuation(spec: PolicySpec, request: Any) -> dict[str, Any]:
 
 
 def _moments(
-    spec: PolicySpec, images: list[_Picture], names: list[str], state: np.ndarray, budget: PixelBudget
+    spec: PolicySpec,
+    images: list[_Picture],
+    names: list[str],
+    state: np.ndarray,
+    frame: Callable[[str, _Picture], np.ndarray],
 ) -> list[Moment]:
     """Return what was seen and where the robot stood, oldest first. Without ``camera_names``, images go to cameras in
     the spec's order; names that come again are of the next moment, and ``state`` has the numbers of all of them."""
@@ -453,8 +492,10 @@ def _moments(
     for name in names:
         if len(name) > MAX_NAME:
             raise ObservationError("camera_names", f"names of at most {MAX_NAME} characters", f"{len(name)}")
+    if len(set(names)) == count:  # one moment, as nearly always
+        return [Moment({name: frame(name, each) for name, each in zip(names, images, strict=True)}, state)]
     times = Counter(names)
-    moments = max(times.values(), default=1)
+    moments = max(times.values())
     if moments > spec.history or len(set(times.values())) > 1:
         expected = "once" if spec.history == 1 else f"once for each moment, of which there are {spec.history}"
         raise ObservationError("camera_names", f"each camera {expected}", ", ".join(names))
@@ -462,7 +503,7 @@ def _moments(
         raise ObservationError("raw_state", f"a state for each of {moments} moments", f"{len(state)} numbers")
     found: list[dict[str, np.ndarray]] = [{} for _ in range(moments)]
     for name, image in zip(names, images, strict=True):
-        next(frames for frames in found if name not in frames)[name] = _frame(name, image, budget)
+        next(frames for frames in found if name not in frames)[name] = frame(name, image)
     return [Moment(frames, part) for frames, part in zip(found, np.split(state, moments), strict=True)]
 
 

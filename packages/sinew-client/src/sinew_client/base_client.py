@@ -46,6 +46,7 @@ class BaseClient:
         max_age: float | None = None,
         limits: tuple | None = None,
         max_rows: int = protocol.MAX_ROWS,
+        shared_memory: bool = True,
     ):
         if jpeg_quality is not None:
             protocol.need_pillow()
@@ -59,6 +60,7 @@ class BaseClient:
         self.max_age = max_age
         self.limits = limits
         self.max_rows = max_rows
+        self.shared_memory = shared_memory
         self._warned: set = set()
         self._ids = itertools.count(1)  # 0 is what a server answers when it could not read the id
         self._spec: PolicySpec | None = None  # of the server at the other end of the link
@@ -154,7 +156,7 @@ class BaseClient:
         addresses = self._addresses
         count = len(addresses.all)
         if self.retries or count > 1:
-            parts = [b"".join(parts)]  # what may be sent twice is what the cameras saw now
+            parts = protocol.kept(parts)  # what may be sent twice is what the cameras saw now
         for retry in range(self.retries, -1, -1):
             end = time.monotonic() + limit
             for others in range(count - 1, -1, -1):  # that are still to be asked

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinew_client import protocol
+from sinew_client import protocol, shared
 from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.episode import ActionQueue
@@ -39,6 +40,8 @@ class Client(BaseClient):
     limits: (lowest, highest) of each action, numbers or [D] in world units; an answer outside raises
         :class:`UnsafeChunk`. Numbers that are not finite always do.
     max_rows: of an answer; one with more raises :class:`UnsafeChunk`. A policy states its own as ``chunk_size``.
+    shared_memory: raw frames of 256 KiB and more reach a server at ``ipc://`` in memory that both share, where both can
+        (:meth:`infer`; ``frames`` says whether). False: they are sent.
     jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow); None sends raw pixels.
     api_key: where the server wants one; that of SINEW_API_KEY in the environment if absent, "" for none. It travels
         unencrypted.
@@ -194,10 +197,10 @@ class Client(BaseClient):
             if self._link is not None and not self._link.stands:
                 self._forget()
             if self._link is None:
-                parts = [b"".join(parts)]  # what is sent later, too
+                parts = protocol.kept(parts)  # what is sent later, too
                 self._link = self._connect(connected)
             if self._link is not None:
-                answer = self._link.ask(parts, end)
+                answer = self._link.ask(self._placed(parts, self._link, end), end)
         except ConnectionLost as error:
             return error
         except OSError as error:
@@ -208,6 +211,32 @@ class Client(BaseClient):
             if answer is None:  # also on KeyboardInterrupt: the reply may still come, to a call it is not for
                 self._forget()
         return answer
+
+    def _placed(self, parts: Sequence, link: Link, end: float) -> Sequence:
+        """Return the parts of a request, with its raw frames in memory that is shared with the server, where they are
+        large and both can. Raises OSError and ConnectionLost."""
+        unix, size = len(self._addresses.host_and_port) == 1, shared.size_of(parts)
+        if not (self.shared_memory and unix) or size < shared.LEAST:
+            return parts
+        if link.frames is None or (link.frames.state == shared.SHARED and link.frames.size < size):
+            request_id = next(self._ids)
+            asked = protocol.encode_control("METADATA", request_id, "", self.api_key, self.policy)
+            link.frames = shared.offered(
+                size, lambda beside: self._told(link.ask([asked], end, beside), request_id)
+            )
+        return link.frames.placed(parts) if link.frames.state == shared.SHARED else parts
+
+    def _told(self, answer: bytes | None, request_id: int) -> str:
+        """Return what a server says of the memory that it was offered."""
+        if answer is None:
+            raise socket.timeout("no answer in time")
+        return self._said(protocol.decode_reply(answer, request_id)).get("frames", "")
+
+    @property
+    def frames(self) -> str:
+        """Return how large frames travel on the present connection: "shared memory", or "in the message" and why."""
+        found = None if self._link is None else self._link.frames
+        return shared.SENT if found is None else found.state
 
     def _connect(self, end: float) -> Link | None:
         """Return a connection. None at ``end``, where there is one address, which is tried again until then; else

@@ -12,6 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from sinew_client import zmtp
 from sinew_client.errors import ClientError, ConnectionLost
@@ -99,6 +100,7 @@ class Link:
 
     def __init__(self, place: tuple, end: float, kind: bytes = b"REQ"):
         self._unsent: collections.deque = collections.deque()  # messages, of which the first may have begun
+        self.frames: Any = None  # memory that both ends share (shared.py)
         self._socket = connected(place, end)
         try:
             set_options(self._socket)
@@ -140,13 +142,14 @@ class Link:
             return False
         return True
 
-    def ask(self, parts: Sequence[zmtp.Frame], end: float) -> bytes | None:
-        """Send a request of these parts, one after the other, and return its reply; None at ``end``.
+    def ask(self, parts: Sequence[zmtp.Frame], end: float, beside: Sequence = ()) -> bytes | None:
+        """Send a request of these parts, one after the other, and return its reply; None at ``end``. beside: what
+        ``sendmsg`` of a Unix socket takes with the first of it.
 
         Raises OSError and :class:`ConnectionLost` where the connection breaks.
         """
         opening = zmtp.head(0, more=True) + zmtp.head(sum(map(len, parts)))  # the empty frame of a REQ socket
-        if not self._send([opening, *parts], end):
+        if not self._send([opening, *parts], end, beside):
             return None
         while (message := self._next()) is None:
             self._answer(end)
@@ -223,7 +226,7 @@ class Link:
                 return True
         return False
 
-    def _send(self, parts: Sequence[zmtp.Frame], end: float) -> bool:
+    def _send(self, parts: Sequence[zmtp.Frame], end: float, beside: Sequence = ()) -> bool:
         """Send it all; False if the peer has not taken it until ``end``."""
         left = (
             [memoryview(b"".join(parts))] if len(parts) > MAX_PARTS else [memoryview(each) for each in parts]
@@ -231,11 +234,12 @@ class Link:
         gather = getattr(self._socket, "sendmsg", None)  # not everywhere
         while left:
             try:
-                sent = gather(left) if gather else self._socket.send(left[0])
+                sent = gather(left, beside) if gather else self._socket.send(left[0])
             except BlockingIOError:
                 if not self._wait(selectors.EVENT_WRITE, end):
                     return False
                 continue
+            beside = ()
             while left and sent >= len(left[0]):
                 sent -= len(left.pop(0))
             if sent:

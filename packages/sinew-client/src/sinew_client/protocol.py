@@ -38,6 +38,7 @@ _SCALARS = frozenset(
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
 _OBSERVATIONS = schema.PredictRequest.DESCRIPTOR.fields_by_name["observations"].number
 _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
+_GENERATION = schema.PredictRequest.DESCRIPTOR.fields_by_name["generation"].number << 3
 
 
 def split_address(address: str) -> tuple:
@@ -136,7 +137,12 @@ def infer_all_parts(
         try:
             if observation.get("deadline_ms") is not None:
                 raise InvalidObservation("deadline_ms", "none, of one of several observations", "one")
-            inner = infer_parts(observation, 0, jpeg_quality)
+            inner = [
+                bytes(part)
+                if isinstance(part, FrameHead)
+                else part  # whose lengths are part of what is around them
+                for part in infer_parts(observation, 0, jpeg_quality)
+            ]
         except InvalidObservation as error:
             raise InvalidObservation(
                 f"observations[{index}].{error.field}", error.expected, error.got
@@ -367,7 +373,7 @@ def _encode_frame(name: str, frame, jpeg_quality: int | None) -> tuple:
     """
     if isinstance(frame, (bytes, bytearray, memoryview)):
         data = bytes(frame)
-        return _image_head(schema.Image.JPEG, 0, 0, len(data)), data
+        return image_head(schema.Image.JPEG, 0, 0, len(data)), data
     try:
         pixels = np.asarray(frame)
     except ValueError as error:
@@ -383,30 +389,53 @@ def _encode_frame(name: str, frame, jpeg_quality: int | None) -> tuple:
         buffer = io.BytesIO()
         PIL.Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, "JPEG", quality=jpeg_quality)
         data = buffer.getvalue()
-        return _image_head(schema.Image.JPEG, 0, 0, len(data)), data
+        return image_head(schema.Image.JPEG, 0, 0, len(data)), data
     encoding = schema.Image.RGB_U8
     if pixels.dtype != np.uint8:
         encoding, pixels = schema.Image.F32_RGB_01, pixels.astype("<f4", copy=False)
     data = np.ascontiguousarray(pixels).reshape(-1).view(np.uint8).data
-    return _image_head(encoding, height, width, len(data)), data
+    head = FrameHead(image_head(encoding, height, width, len(data)))
+    head.frame = encoding, height, width
+    return head, data
+
+
+class FrameHead(bytes):
+    """What stands before the raw pixels of a frame. frame: encoding, height, width."""
+
+    frame: tuple
 
 
 @functools.lru_cache(maxsize=64)  # a robot's frames have the same few sizes
-def _image_head(encoding: int, height: int, width: int, length: int) -> bytes:
-    """Return the bytes of a field ``images`` that stand before ``length`` bytes of data."""
-    head = schema.Image(encoding=encoding, height=height, width=width).SerializeToString()
-    head += _prefix(_DATA, length)
+def image_head(encoding: int, height: int, width: int, length: int, offset: int | None = None) -> bytes:
+    """Return the bytes of a field ``images`` that stand before ``length`` bytes of data. offset: where they lie in
+    shared memory in their place."""
+    head = schema.Image(encoding=encoding, height=height, width=width, offset=offset).SerializeToString()
+    if offset is None:
+        head += _prefix(_DATA, length)
     return _prefix(_IMAGES, len(head) + length) + head
 
 
+def kept(parts: Sequence) -> list:
+    """Return the parts of a request with copies of the frames that they are views of."""
+    return [each if isinstance(each, bytes) else bytes(each) for each in parts]
+
+
+def generation(number: int) -> bytes:
+    """Return the field that says of which generation a request's frames in shared memory are."""
+    return _varint(_GENERATION) + _varint(number)
+
+
 def _prefix(number: int, length: int) -> bytes:
-    """What stands before a field of ``length`` bytes on the wire: its tag and the length, as varints."""
+    """What stands before a field of ``length`` bytes on the wire: its tag and the length."""
+    return _varint(number << 3 | 2) + _varint(length)
+
+
+def _varint(value: int) -> bytes:
     encoded = bytearray()
-    for value in (number << 3 | 2, length):
-        while value > 0x7F:
-            encoded.append(value & 0x7F | 0x80)
-            value >>= 7
-        encoded.append(value)
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
     return bytes(encoded)
 
 

@@ -137,7 +137,7 @@ class GrootCodec:
     def authorize(self, header: GrootHeader) -> None:
         self.service.authorize(header.api_token)
 
-    def control(self, header: GrootHeader, _client: str = "") -> bytes | None:
+    def control(self, header: GrootHeader, _asker: object = None) -> bytes | None:
         if header.endpoint == "get_action":
             return None
         if header.endpoint == "get_modality_config":
@@ -148,7 +148,7 @@ class GrootCodec:
         return msgpack.packb({})
 
     def decoders(
-        self, header: GrootHeader, _payload: memoryview
+        self, header: GrootHeader, _payload: memoryview, _shared: object = None
     ) -> Sequence[Callable[[PixelBudget], Observation]]:
         batch = self._batch(header)
         for sentence in self.names.unread(header.observation):

@@ -1,0 +1,192 @@
+"""Camera frames in memory that a client and a server of one machine share, beside a Unix socket: both ends of it.
+
+The client makes a memory file without a name (``memfd_create``), seals its size and sends its descriptor through the
+socket, once. From then on a request says where in the file its pixels lie, and of which generation they are, which the
+file's first bytes say too while they lie there. The server maps the file for reading, where nothing the client does
+can make a read fail: it is of memory, and never shrinks. When both ends are closed nothing is left.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from typing import Any, Callable, Sequence
+
+import numpy as np
+
+from sinew_client import protocol
+from sinew_client.errors import ObservationError, RequestError, ServerError
+
+try:
+    import fcntl
+    import socket
+
+    PASSED = socket.CMSG_SPACE(struct.calcsize("i"))  # bytes beside a message that hold one descriptor
+    _CLOEXEC = socket.MSG_CMSG_CLOEXEC
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    # Not in a C library before glibc 2.27, nor in builds of Python for one
+    AVAILABLE = hasattr(os, "memfd_create") and hasattr(os, "MFD_ALLOW_SEALING")
+except (ImportError, AttributeError):  # not Linux
+    AVAILABLE = False
+
+SHARED, SENT = "shared memory", "in the message"
+HEADER = ALIGN = (
+    64  # bytes before the first frame, of which eight hold the generation; frames begin at multiples
+)
+LEAST = (
+    1 << 18
+)  # bytes of a request's frames: what a socket's buffer holds (208 KiB, usually) is as fast sent
+_GENERATION = struct.Struct("<Q")
+
+
+class SharedFrames:
+    """The client's end: a file of ``size`` bytes of frames. Raises OSError where there is no memory for it.
+
+    state: SHARED once the server has said that it reads the file, SENT and why else.
+    """
+
+    def __init__(self, size: int):
+        self.size, self._generation = size, 0
+        self.state = f"{SENT}: the server knows no shared memory"
+        self._descriptor = os.memfd_create("sinew-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self._descriptor, 0, HEADER + size)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self._descriptor, HEADER + size)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._bytes = np.frombuffer(self._map, np.uint8)
+
+    def offer(self, ask: Callable[[list], str]) -> None:
+        """Give the file to the server. ask: sends a request with what ``sendmsg`` takes beside, and returns what the
+        server says of it."""
+        try:
+            self.state = (
+                ask([(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", self._descriptor))])
+                or self.state
+            )
+        except ServerError as error:
+            self.state = f"{SENT}: the server says: {error}"
+        finally:
+            os.close(self._descriptor)  # the server has one of its own
+
+    def placed(self, parts: Sequence) -> list:
+        """Return the parts of a request with its raw frames here, and in their place where they lie."""
+        self._generation += 1
+        _GENERATION.pack_into(self._map, 0, 0)  # whoever still reads the last ones finds them gone
+        at, found = HEADER, []  # type: ignore[var-annotated]
+        for part in parts:
+            if room(head := found[-1] if found else b"", part):
+                found[-1] = protocol.image_head(*head.frame, 0, at)
+                self._bytes[at : at + len(part)] = np.frombuffer(part, np.uint8)
+                at += room(head, part)
+            else:
+                found.append(part)
+        _GENERATION.pack_into(self._map, 0, self._generation)
+        return [*found, protocol.generation(self._generation)]
+
+
+class Unshared:
+    """Stands where no memory is shared. state: SENT and why."""
+
+    def __init__(self, why: str):
+        self.state = f"{SENT}: {why}"
+
+
+def offered(size: int, ask: Callable[[list], str]) -> SharedFrames | Unshared:
+    """Return memory for so many bytes of frames that was offered to the server (:meth:`SharedFrames.offer`), or what
+    stands in its place. Raises what ``ask`` does of a connection that is lost."""
+    if not AVAILABLE or size >> 32:
+        return Unshared("they are 4 GiB or more" if AVAILABLE else "this Python has no memfd_create")
+    try:
+        found = SharedFrames(size)
+    except OSError as error:
+        return Unshared(f"no memory for them: {error}")
+    found.offer(ask)
+    return found
+
+
+def room(head: Any, part: Any) -> int:
+    """Return how many bytes a part of a request takes here, 0 if it is no frame of raw pixels. head: the part before
+    it."""
+    return -(-len(part) // ALIGN) * ALIGN if isinstance(head, protocol.FrameHead) else 0
+
+
+def size_of(parts: Sequence) -> int:
+    """Return how many bytes of a request's parts can be placed here."""
+    return sum(map(room, parts, parts[1:]))
+
+
+class ReceivedFrames:
+    """The server's end: what a connection shares, mapped for reading. Raises nothing for a descriptor that is of no
+    use; ``state`` says why.
+
+    descriptor: what came, and is closed here. limit: bytes that it may have.
+    """
+
+    def __init__(self, descriptor: int, limit: int):
+        self._bytes = np.empty(0, np.uint8)
+        try:
+            self.state = self._open(descriptor, limit)
+        except (OSError, ValueError) as error:  # not a file of memory, or no address is free
+            self.state = f"{SENT}: expected a sealed file of memory, got one that says {error}"
+        finally:
+            os.close(descriptor)
+
+    def _open(self, descriptor: int, limit: int) -> str:
+        # Of anything else, or of a file that may shrink, a read could end this process
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
+            return f"{SENT}: expected a file of memory that is sealed against shrinking, got another"
+        about = os.fstat(descriptor)
+        if about.st_blksize != mmap.PAGESIZE:
+            return f"{SENT}: expected pages of {mmap.PAGESIZE} bytes, got {about.st_blksize}"
+        if not HEADER <= about.st_size <= HEADER + limit:
+            return f"{SENT}: expected {HEADER} to {HEADER + limit} bytes, got {about.st_size}"
+        made = mmap.mmap(descriptor, about.st_size, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(made, np.uint8)
+        return SHARED
+
+    def pixels(self, at: int, size: int) -> memoryview:
+        """Return so many bytes where they lie. Raises ValueError."""
+        if not (at >= HEADER and at + size <= len(self._bytes)):
+            raise ValueError(f"at {at} of {len(self._bytes)}, of which {HEADER} are no pixels")
+        return self._bytes[at : at + size].data
+
+    def generation(self) -> int:
+        """Return of which generation the frames are that lie here now; 0 while they are written, or where none do."""
+        return int(_GENERATION.unpack_from(self._bytes.data)[0]) if len(self._bytes) else 0
+
+
+class LentFrames:
+    """The frames of one request in the memory that its connection shares. taken: some do lie there."""
+
+    def __init__(self, frames: ReceivedFrames, generation: int):
+        self._frames, self._generation, self.taken = frames, generation, False
+
+    def pixels(self, name: str, at: int, size: int) -> memoryview:
+        """Return the bytes of a frame where they lie. Raises :class:`ObservationError`."""
+        self.taken = True
+        try:
+            return self._frames.pixels(at, size)
+        except ValueError as error:
+            raise ObservationError(name, f"{size} bytes in shared memory", str(error)) from None
+
+    def check(self) -> None:
+        """Raise :class:`RequestError` where other frames lie there now."""
+        if (now := self._frames.generation()) != self._generation:
+            raise RequestError(
+                f"generation: expected frames to stay in shared memory until they are answered, got generation {now} in"
+                f" the place of {self._generation}"
+            )
+
+
+def receive(made: Any, buffer: memoryview, limit: int) -> tuple[int, ReceivedFrames | None]:
+    """Receive from a Unix socket: (bytes, what came beside them). Raises OSError."""
+    count, beside, _, _ = made.recvmsg_into([buffer], PASSED, _CLOEXEC)
+    found = None
+    for _, _, data in beside:
+        for (descriptor,) in struct.iter_unpack("i", data):
+            found = ReceivedFrames(descriptor, limit)  # the last one counts, and all are closed
+    return count, found
