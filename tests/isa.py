@@ -94,7 +94,7 @@ def run(each: Combination, workers: int, more: list[str]) -> tuple[bool, str, li
     """Run the tests; return whether all passed, pytest's last line and the failures."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS, "-k", CHOSEN, *(more or TESTS)]
     if workers > 1:
-        command += ["-n", str(workers), "--dist", "loadfile"]
+        command += ["--workers", str(workers)]
     done = subprocess.run(command, cwd=ROOT, env=each.environment(), capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["nothing"]
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]

@@ -456,7 +456,7 @@ def test_environments_and_planners_of_the_current_folder_are_found(folder: Path)
         "--adapter",
         "my_adapter:Mine",
         "--episodes",
-        "2",
+        "1",
     )
     assert done.returncode == 0, done.stderr
     more = ("--robot", "dry", "--prompt", "go", "--seconds", "3", "--planner", "my_robot:plan")
