@@ -1,8 +1,8 @@
 """``--workers N``: the tests of a run in N processes, forked when all is imported and collected.
 
-Workers of pytest-xdist collect everything each for itself: 27 CPU seconds of four, 65 in a fresh clone. Here the process that
-collects hands files out in their order to whoever is free, and reports what the workers send as its own; a worker that
-dies fails its test, and another goes on behind it. It must have no second thread when it forks.
+Workers of pytest-xdist collect everything each for itself: 27 CPU seconds of four, 65 in a fresh clone. Here the
+process that collects hands files out in their order to whoever is free, and reports what the workers send as its own; a
+worker that dies fails its test, and another goes on behind it. It must have no second thread when it forks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class Workers:
                 rest = next(file for file in self._files if at in file)
                 self._fork(number, tuple(index for index in rest if index > at))
             return
-        if kind == "begun":
+        if self.ended[0]:  # those that are still under way are not told
+            self._under_way.pop(ready, None)
+        elif kind == "begun":
             self._under_way[ready] = content
             hook.pytest_runtest_logstart(nodeid=items[content].nodeid, location=items[content].location)
         elif kind == "ended":
