@@ -69,7 +69,7 @@ test-isa: $(READY) ## what depends on arithmetic, under each instruction set tha
 elsewhere: $(READY) ## the suite in fresh clones: another user, a path with blanks, LANG=C, no home, a busy machine: PLACES="guest"
 	$(BIN)/python -m tests.elsewhere $(PLACES)
 
-test-all: $(READY) ## full-size tests too
+test-all: $(READY) ## slow tests too, full sizes and whole tables; hours
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff and mypy
