@@ -69,13 +69,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_episode_gets_its_own_instruction_and_succeeds(said: Any, tmp_path: Path) -> None:
     journal = tmp_path / "run.jsonl"
     own = ("--handover", "freeze", "--replan", "8", "--timeout", "60", "--record", str(journal))
-    status, report, text = said("run", "blocks", *GYM, "--episodes", "10", "--hz", "200", *own)
+    status, report, text = said("run", "blocks", *GYM, "--episodes", "6", "--hz", "200", *own)
     assert status == 0
-    assert report["episodes"] == 10
-    assert report["successes"] >= 8
-    assert f"{report['successes']} of 10 succeeded" in text
+    assert report["episodes"] == 6
+    assert report["successes"] >= 5
+    assert f"{report['successes']} of 6 succeeded" in text
     env, adapter = make_env("sinew/Blocks-v0")
-    tasks = [adapter.observation(env.reset(seed=5000 + k)[0])["prompt"] for k in range(10)]
+    tasks = [adapter.observation(env.reset(seed=5000 + k)[0])["prompt"] for k in range(6)]
     env.close()
     assert len(set(tasks)) > 2
     asked: list[str] = []  # the instruction of each episode's first request

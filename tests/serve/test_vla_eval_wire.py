@@ -83,6 +83,7 @@ def test_messages_that_the_package_wrote() -> None:
     np.testing.assert_array_equal(vla_eval.observation(talk.read(raw), SPEC).images["front"], PICTURE)
 
 
+@pytest.mark.slow  # its orchestrator speaks below
 @installed
 def test_the_package_still_writes_these_bytes(tmp_path: Path) -> None:
     found = processes.run(
