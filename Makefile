@@ -55,13 +55,12 @@ eval: $(READY) ## 200 episodes of the demo policy, with intervals
 sim-%: $(READY) ## a simulator in an interpreter of its own: sim-aloha sim-pusht sim-metaworld sim-libero
 	$(BIN)/sinew eval --setup $*
 
-# One compute thread per worker: more threads than cores would spin against each other. Files in their order: xdist's
-# own puts those of few, long tests last, and one worker waits.
+# One compute thread per worker: more threads than cores would spin against each other.
 test: $(READY) ## all tests that need no full-size weights
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not kernels" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow and not gpu and not kernels" $(PYTEST_ARGS)
 
 test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_80, sm_89 and sm_90; CPU kernels of other processors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 1600 -m "kernels and not slow and not gpu" \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) --timeout 1600 -m "kernels and not slow and not gpu" \
 		tests/engine/cuda tests/engine/cpu tests/cli $(PYTEST_ARGS)
 
 test-isa: $(READY) ## what depends on arithmetic, under each instruction set that is here: ISA="lowest native" for some
@@ -70,7 +69,7 @@ test-isa: $(READY) ## what depends on arithmetic, under each instruction set tha
 elsewhere: $(READY) ## the suite in fresh clones: another user, a path with blanks, LANG=C, no home, a busy machine: PLACES="guest"
 	$(BIN)/python -m tests.elsewhere $(PLACES)
 
-test-all: $(READY) ## full-size tests too
+test-all: $(READY) ## slow tests too, full sizes and whole tables; hours
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff and mypy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import gc
@@ -25,6 +24,7 @@ from tests import processes
 from tests.adapters import Adapters, make_adapters
 from tests.cases import cases, golden_cases
 from tests.proofs import Recorder
+from tests.workers import Workers
 
 # Triton compiles or interprets from its first import on, and torch imports it where it is installed.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -36,11 +36,6 @@ os.environ["SINEW_SERVE_PREPARE"] = "0"
 os.environ.pop(
     "COLUMNS", None
 )  # of the terminal that the suite runs in: texts are compared at their own width
-
-# Collecting makes half a million objects and hardly any garbage, which every full collection would look through.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    gc.disable()  # until the tests begin
-    atexit.register(os._exit, 0)  # behind what others registered since: to free all of them takes seconds
 
 with contextlib.suppress(ImportError):  # which not every test needs
     import hypothesis
@@ -207,31 +202,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0,
         help="seed of a random order: of files, and of the tests in each; 0: as written",
     )
+    parser.addoption(
+        "--workers", type=int, default=0, help="processes that share the files: tests/workers.py"
+    )
     parser.addoption("--proofs", type=Path, help="JSON file for what the passed tests prove: tests/proofs.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--proofs"):
         config.pluginmanager.register(Recorder(path))
-    worker, count = (os.environ.get(f"PYTEST_XDIST_{each}", "") for each in ("WORKER", "WORKER_COUNT"))
-    if worker and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        # Each worker collects everything, from a folder of its own on: in a fresh clone they compile a part each and
-        # find the rest compiled, where all at the same file would all compile it. The order of tests is given below.
-        paths = [path for folder in config.args for path in sorted(Path(folder).iterdir())]
-        paths = [path for path in paths if path.name.startswith("test_") or (path / "__init__.py").exists()]
-        sizes = [
-            sum(each.stat().st_size for each in path.rglob("test_*.py")) or path.stat().st_size
-            for path in paths
-        ]
-        share = int(worker.removeprefix("gw")) * sum(sizes) // int(count)
-        first = next(at for at in range(len(paths)) if sum(sizes[: at + 1]) > share)
-        config.args = [str(path) for path in (*paths[first:], *paths[:first])]
+    if count := config.getoption("--workers"):
+        config.pluginmanager.register(Workers(count), "workers")
+    gc.disable()  # until the tests begin: collecting makes half a million objects and hardly any garbage
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Shuffle by ``--order``; the tests of a file stay together, as what they share is made once.
 
-    Workers of xdist take the folders' files in turn: those of some compute and those of others wait for servers, which
+    Workers take the folders' files in turn: those of some compute and those of others wait for servers, which
     costs least where the workers do both at once.
     """
     files: dict[Path, list[pytest.Item]] = {}
@@ -243,7 +231,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         rng.shuffle(paths)
         for path in paths:
             rng.shuffle(files[path])
-    elif "PYTEST_XDIST_WORKER" in os.environ:
+    elif config.getoption("--workers"):
         folders: dict[Path, list[Path]] = {}
         for path in paths:
             folders.setdefault(path.parent, []).append(path)
@@ -258,13 +246,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     # Two workers would meet at the export, and one of them wait for the other: a third process is about it meanwhile.
     needed = any("exported" in getattr(item, "fixturenames", ()) for item in session.items)
-    if needed and os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
-        home = home_of_export(session.config._tmp_path_factory)  # type: ignore[attr-defined]
+    workers = session.config.pluginmanager.get_plugin("workers")
+    if needed and workers:
+        workers.begins.append(begin_export)
+
+
+def begin_export(config: pytest.Config, number: int) -> None:
+    """Have the first worker begin the export that many tests ask for."""
+    if number == 0:
+        home = home_of_export(config._tmp_path_factory)  # type: ignore[attr-defined]
         program = (
             f"import pathlib; from tests.conftest import export_to; export_to(pathlib.Path({str(home)!r}))"
         )
         command = [sys.executable, "-c", program]
-        session.stash[EXPORT] = processes.Process(
+        config.stash[EXPORT] = processes.Process(
             command, cwd=processes.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 

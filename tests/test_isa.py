@@ -20,6 +20,7 @@ print(json.dumps([torch.backends.cpu.get_cpu_capability(), torch.get_num_threads
 """
 
 
+@pytest.mark.slow  # the lowest is run beside `make test`
 @pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 def test_the_lowest_is_the_lowest_and_native_is_what_is_here():
     found = {}

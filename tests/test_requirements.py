@@ -16,6 +16,7 @@ import pytest
 from cyclopts import App
 
 from sinew.cli import build_app, main
+from tests.covering import some
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "log" / "requirements.md"
@@ -152,7 +153,10 @@ def ran() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(each, marks=[pytest.mark.slow] * ("perf fit" in each)) for each in CHEAP]
+    "command",
+    some(
+        CHEAP, "sinew perf paper", "sinew perf machines", "sinew perf sync", "sinew doctor"
+    ),  # others: tests/perf
 )
 def test_what_costs_little_runs(command: str, ran: dict[str, dict[str, Any]], capsys: Any) -> None:
     assert any(command in row.commands for row in rows()), "the page does not name it any more"

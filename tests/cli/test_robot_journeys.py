@@ -32,6 +32,7 @@ from sinew.policy import Policy
 from sinew.serve.request import SupersededError
 from sinew.stream import Session
 from tests import processes
+from tests.covering import some
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
@@ -68,13 +69,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_episode_gets_its_own_instruction_and_succeeds(said: Any, tmp_path: Path) -> None:
     journal = tmp_path / "run.jsonl"
     own = ("--handover", "freeze", "--replan", "8", "--timeout", "60", "--record", str(journal))
-    status, report, text = said("run", "blocks", *GYM, "--episodes", "10", "--hz", "200", *own)
+    status, report, text = said("run", "blocks", *GYM, "--episodes", "6", "--hz", "200", *own)
     assert status == 0
-    assert report["episodes"] == 10
-    assert report["successes"] >= 8
-    assert f"{report['successes']} of 10 succeeded" in text
+    assert report["episodes"] == 6
+    assert report["successes"] >= 5
+    assert f"{report['successes']} of 6 succeeded" in text
     env, adapter = make_env("sinew/Blocks-v0")
-    tasks = [adapter.observation(env.reset(seed=5000 + k)[0])["prompt"] for k in range(10)]
+    tasks = [adapter.observation(env.reset(seed=5000 + k)[0])["prompt"] for k in range(6)]
     env.close()
     assert len(set(tasks)) > 2
     asked: list[str] = []  # the instruction of each episode's first request
@@ -160,7 +161,8 @@ FORTY = ("--robot", f"{__name__}:Forty", "--prompt", "put the red block into the
 
 
 @pytest.mark.parametrize(
-    "guidance_of", [[], *(["--rtc", kind] for kind in ("guided", "no-jacobian", "ramp"))]
+    "guidance_of",
+    some([[], *(["--rtc", kind] for kind in ("guided", "no-jacobian", "ramp"))], []),  # guided: below
 )
 def test_windows_continue_under_every_guidance(said: Any, guidance_of: list[str]) -> None:
     status, report, _ = said("run", "blocks", "--stream", *FORTY, "--seconds", "60", *guidance_of)
@@ -178,7 +180,7 @@ def test_windows_continue_under_guidance_over_a_socket(said: Any, tmp_path: Path
     assert report["windows"] > 1
 
 
-@pytest.mark.parametrize("kind", ["guided", "no-jacobian", "ramp"])
+@pytest.mark.parametrize("kind", some(["guided", "no-jacobian", "ramp"], "ramp"))
 def test_streams_are_evaluated_with_guidance(said: Any, kind: str) -> None:
     more = ("--env", "sinew/Pen-v0", "--episodes", "1", "--workers", "1")
     status, report, _ = said("eval", "pen", "--stream", f"16.5:10.8:{kind}", *more)
@@ -454,7 +456,7 @@ def test_environments_and_planners_of_the_current_folder_are_found(folder: Path)
         "--adapter",
         "my_adapter:Mine",
         "--episodes",
-        "2",
+        "1",
     )
     assert done.returncode == 0, done.stderr
     more = ("--robot", "dry", "--prompt", "go", "--seconds", "3", "--planner", "my_robot:plan")

@@ -31,6 +31,7 @@ from sinew.policy import Policy
 from sinew.processing import Processor
 from tests.adapters import Adapters, Make
 from tests.closeness import Rounding, assert_close, rounding
+from tests.covering import pairs, some
 from tests.golden import Golden
 from tests.models.stages import observation as golden_observation
 
@@ -63,8 +64,10 @@ def merged(adapters: Make, golden: Path) -> Callable[[str], dict[str, Rounding]]
     return cache(lambda case: {name: of(file, case) for name, file in adapters(case).merged.items()})
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    pairs(CASES, ENGINES, ("smolvla-2cam", "eager"), ("pi0-2cam", "plan"), ("pi05-2cam", "plan")),
+)
 def test_each_request_is_answered_as_by_its_merged_bundle(
     case: str, engine: str, adapters: Make, merged: Callable[[str], dict[str, Rounding]], golden: Path
 ) -> None:
@@ -129,7 +132,7 @@ def held(*models: torch.nn.Module) -> dict[int, int]:
     return {each.data_ptr(): each.nbytes for each in tensors}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, "pi05-2cam"))
 def test_weights_are_in_memory_once(case: str, adapters: Make) -> None:
     found = adapters(case)
     policy = opened(found, engine="eager")
@@ -147,7 +150,7 @@ def test_weights_are_in_memory_once(case: str, adapters: Make) -> None:
     assert not changed
 
 
-@pytest.mark.parametrize("case", [*CASES, "smolvla-bf16-vlm"])
+@pytest.mark.parametrize("case", some([*CASES, "smolvla-bf16-vlm"], "pi05-2cam", "smolvla-bf16-vlm"))
 def test_rewritten_weights_are_in_memory_once(case: str, adapters: Make) -> None:
     """Also those that a rewrite makes, as joined queries, keys and values in another precision than the file's. An
     adapter of layers that the base's plan has multiplied out keeps those layers."""

@@ -23,6 +23,7 @@ from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import STAGES, GraphSet
 from sinew.eval.adapters import make_env
 from tests.closeness import assert_close, rounding
+from tests.covering import some
 from tests.engines import eager_rounding, run_one
 from train.graphs import POLICIES, write
 
@@ -112,7 +113,9 @@ def test_every_embedded_policy_has_graphs_and_nothing_else_is_there() -> None:
     assert sum(path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()) < 0.6e6
 
 
-@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", some(POLICIES, ASSETS / "blocks.gguf", ASSETS / "egg.gguf"), ids=lambda path: path.stem
+)
 def test_the_same_chunks_as_eager(path: Path) -> None:
     eager, onnx_policy = (load(path, "cpu", engine=engine, threads=1) for engine in ("eager", "onnx"))
     assert onnx_policy.engine.directory == shipped_folder(path)

@@ -25,6 +25,7 @@ from sinew.policy import Policy, load
 from sinew.steps.prompt.advantage import Advantage
 from tests.cases import cases
 from tests.closeness import Rounding, assert_close, rounding
+from tests.covering import pairs, some
 from tests.golden import Golden
 
 ASSETS = Path(__file__).parents[2] / "sinew" / "assets"
@@ -32,6 +33,7 @@ STEPS = 5
 CASES = ("pi05-2cam", "pi0-2cam", "smolvla-2cam")
 LOWBIT = 0.01  # a sum in another order may move a rounded activation to the next of 127 steps
 SCALES = (0.5, 3.0)
+ENGINES = ("eager", "plan")
 RTC = ("no-jacobian", "guided", "ramp")
 FLOWS = ("evo1", "groot-n15", "groot-n17", "vla-jepa")  # whose time runs the other way
 OTHERS = ("openvla-oft", "pi0fast-2cam", "xvla-ee6d")
@@ -109,7 +111,9 @@ def answer(policy: Policy, asked: dict[str, Any], derivatives: bool = False) -> 
     return rounding(lambda: policy.infer(asked).actions, derivatives=derivatives)
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("case", "scale"), pairs(CASES, SCALES, ("pi05-2cam", 0.5), ("smolvla-2cam", 3.0)), indirect=["case"]
+)
 def test_guidance_is_two_runs_and_the_formula(case: tuple[Path, dict[str, Any]], scale: float) -> None:
     path, observation = case
     policy = opened(path)
@@ -136,7 +140,7 @@ def drawn(policy: Policy) -> dict[str, Any]:
     return {**found, "noise": drawn, "seed": None}
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", some(FLOWS, "evo1", "groot-n17"))
 def test_every_policy_that_integrates_a_velocity_is_guided(
     name: str, conditioned: Callable[[str], Path]
 ) -> None:
@@ -167,7 +171,11 @@ def test_others_read_an_advantage_and_refuse_a_scale(name: str, conditioned: Cal
         policy.check({**observation, "advantage": "good", "guidance_scale": 2.0})
 
 
-@pytest.mark.parametrize("engine", ["eager", "plan"])
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    pairs(CASES, ENGINES, ("pi0-2cam", "eager"), ("smolvla-2cam", "plan")),
+    indirect=["case"],
+)
 def test_one_and_zero_are_the_plain_chunks_to_the_bit(case: tuple[Path, dict[str, Any]], engine: str) -> None:
     """As they need one prompt: nothing is computed twice."""
     path, observation = case
@@ -204,7 +212,9 @@ class Counted:
         monkeypatch.setattr(model, name, counted)
 
 
-@pytest.mark.parametrize("engine", ["eager", "plan"])
+@pytest.mark.parametrize(
+    ("case", "engine"), pairs(CASES, ENGINES, ("pi05-2cam", "eager"), ("pi0-2cam", "plan")), indirect=["case"]
+)
 def test_frames_are_encoded_once_and_it_costs_less_than_two(
     case: tuple[Path, dict[str, Any]], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +243,11 @@ def test_frames_are_encoded_once_and_it_costs_less_than_two(
     assert whole[2.0] < 2 * whole[1.0]
 
 
-@pytest.mark.parametrize("engine", ["eager", "plan"])
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    pairs(CASES, ENGINES, ("smolvla-2cam", "eager"), ("pi05-2cam", "plan")),
+    indirect=["case"],
+)
 def test_two_scales_share_an_inference(case: tuple[Path, dict[str, Any]], engine: str) -> None:
     path, observation = case
     policy = opened(path, engine)
@@ -264,7 +278,9 @@ def test_two_scales_share_an_inference(case: tuple[Path, dict[str, Any]], engine
         assert_close(rounding(lambda member=member: policy.run(member).actions), chunk.actions)
 
 
-@pytest.mark.parametrize("kind", RTC)
+@pytest.mark.parametrize(
+    ("case", "kind"), pairs(CASES, RTC, *zip(CASES, RTC, strict=True)), indirect=["case"]
+)
 def test_a_chunk_is_continued_by_the_guided_policy(case: tuple[Path, dict[str, Any]], kind: str) -> None:
     """Real-time chunking steers the velocity that the two prompts give together, its Jacobian included."""
     path, observation = case

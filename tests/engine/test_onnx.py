@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 
@@ -205,6 +204,8 @@ def test_nodes_compute_every_output(case):
         assert {output.name for output in graph.output} <= {
             name for node in graph.node for name in node.output
         }
+    import onnxruntime  # whose import starts a thread
+
     levels = onnxruntime.GraphOptimizationLevel
     assert session_options(1, providers=[OPENVINO]).graph_optimization_level == levels.ORT_DISABLE_ALL
     assert session_options(1).graph_optimization_level == levels.ORT_ENABLE_ALL

@@ -12,6 +12,7 @@ from sinew.engine.plan.stages import stages
 from sinew.models.solvers import solve
 from sinew.policy import load
 from tests.closeness import assert_close
+from tests.covering import pairs
 from tests.engines import eager_rounding
 from tests.golden import Golden
 
@@ -31,7 +32,11 @@ def case(request, golden, smolvla_bundle, pi_bundle):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rewrites", [None, ()])
+@pytest.mark.parametrize(
+    ("case", "rewrites"),
+    pairs(CASES, (None, ()), ("smolvla-2cam", None), ("pi05-2cam", None), ("pi0-2cam", ())),
+    indirect=["case"],
+)
 def test_stages_are_the_model(case, rewrites):
     policy, g, inputs, tensors = case
     model = policy.engine.model

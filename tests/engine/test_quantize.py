@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
@@ -78,6 +77,8 @@ def one_product(x: np.ndarray, weights: np.ndarray, precision: str, bits: int = 
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     recipe = {} if precision == "fp32" else {"language": precision}
     assert quantize.quantize_products(model, recipe, bits) == bool(recipe)
+    import onnxruntime  # whose import starts a thread
+
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x})[0]
 

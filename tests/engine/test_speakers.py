@@ -25,6 +25,7 @@ from sinew.models.base import Model
 from sinew.perf.trace import trace
 from sinew.processing import ModelInputs, stack
 from sinew.steps.action_tokens.base import ActionTokens
+from tests.covering import some
 from tests.engine.cuda.cuda_cases import Frozen
 from tests.engine.stand_ins import LANGUAGE, SIDE, make
 from tests.engine.test_contract import CPU, VIEWS, observation, processing
@@ -68,8 +69,8 @@ def graphs(speaks, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request, speaks, graphs) -> Engine:
+@pytest.fixture(scope="module", params=some(ENGINES, *ENGINES[:4]))
+def engine(request, speaks) -> Engine:
     if request.param == "eager":
         return EagerEngine(speaks, CPU)
     if request.param == "plan":
@@ -77,7 +78,7 @@ def engine(request, speaks, graphs) -> Engine:
     if request.param == "onnx":
         from sinew.engine.onnx.engine import OnnxEngine
 
-        return OnnxEngine(graphs, threads=1, solver=speaks.solver)
+        return OnnxEngine(request.getfixturevalue("graphs"), threads=1, solver=speaks.solver)
     recorder = Frozen() if request.param == "cuda graphs" else None
     plan = Plan.of(speaks, rewrites=ON_CUDA)
     return CudaEngine(plan, CPU, processing=processing(speaks), recorder=recorder)
@@ -145,6 +146,7 @@ def test_a_sentence_that_is_refused_harms_no_other(said):
     np.testing.assert_array_equal(found[1], run(engine, other.batched())[0])
 
 
+@pytest.mark.slow  # as all that reads its graphs
 def test_an_export_is_one_token(graphs, speaks):
     path = graphs / "step.onnx"
     assert list(operators(path, path.read_bytes())).count("ArgMax") == 1
@@ -153,6 +155,7 @@ def test_an_export_is_one_token(graphs, speaks):
     assert len(record.said) == 2 + 2 * speaks.config.language.num_layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
@@ -169,6 +172,7 @@ def test_records_that_do_not_fit_are_refused(graphs, tmp_path, field, value, why
         GraphSet.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_sentences_that_no_record_may_ask_for(graphs, tmp_path):
     text = (graphs / "graphs.json").read_text()
     (tmp_path / "graphs.json").write_text(text.replace('"most": 12', '"most": 100000'))

@@ -26,6 +26,7 @@ from sinew.layers.rope import Rotation
 from sinew.layers.vit import ViTAttention
 from sinew.policy import load
 from tests.closeness import assert_close
+from tests.covering import pairs
 from tests.engines import eager_rounding, run_one
 from tests.golden import Golden
 
@@ -94,7 +95,11 @@ UNKNOWN = {
 }
 
 
-@pytest.fixture(params=["smolvla-2cam", "pi0-2cam", "pi05-2cam"])
+CASES = ("smolvla-2cam", "pi0-2cam", "pi05-2cam")
+CELLS = pairs(CASES, UNKNOWN, *zip(CASES, UNKNOWN, strict=True))
+
+
+@pytest.fixture(params=CASES)
 def case(request, golden, smolvla_bundle, pi_bundle):
     name = request.param
     policy = load(
@@ -114,7 +119,7 @@ def assert_said(outcomes: tuple[RewriteOutcome, ...], kind: type) -> None:
     assert any(kind.__name__ in outcome.reason for outcome in outcomes), outcomes
 
 
-@pytest.mark.parametrize("kind", UNKNOWN)
+@pytest.mark.parametrize(("case", "kind"), CELLS, indirect=["case"])
 def test_every_rewrite_leaves_an_unknown_block_alone(case, kind):
     policy, inputs, noise = case
     model = policy.engine.model
@@ -135,7 +140,7 @@ def test_every_rewrite_leaves_an_unknown_block_alone(case, kind):
 @pytest.mark.parametrize(
     "options", [{}, {"kernels": False}, {"fp8": ("vision",)}], ids=["kernels", "torch", "fp8"]
 )
-@pytest.mark.parametrize("kind", UNKNOWN)
+@pytest.mark.parametrize(("case", "kind"), CELLS, indirect=["case"])
 def test_the_cuda_engine_leaves_an_unknown_block_alone(case, kind, options):
     policy, inputs, noise = case
     model = policy.engine.model

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 from sinew.bundle import Bundle
@@ -33,6 +32,8 @@ def folder(exported: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFa
 
 
 def shapes(path: Path) -> dict[str, list[int]]:
+    import onnxruntime  # whose import starts a thread
+
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return {node.name: node.shape for node in (*session.get_inputs(), *session.get_outputs())}
 

@@ -34,6 +34,7 @@ from sinew.eval.sources import chunk_seed  # noqa: E402
 from sinew.eval.suites.mapping import Mapping  # noqa: E402
 from sinew.eval.variants import variants  # noqa: E402
 from tests import processes  # noqa: E402
+from tests.covering import some  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -681,7 +682,11 @@ def test_gate_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "--env: the gate's is" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("bundle", "count"), [(BLOCKS, 8), (PEN, 5), (ACT, 8)], ids=["blocks", "pen", "act"])
+@pytest.mark.parametrize(
+    ("bundle", "count"),
+    some([(BLOCKS, 8), (PEN, 5), (ACT, 8)], (BLOCKS, 8)),  # pen: test_gate_exit_codes
+    ids=["blocks", "pen", "act"],
+)
 def test_embedded_policies_pass_their_gates(
     capsys: pytest.CaptureFixture[str], bundle: Path, count: int
 ) -> None:
@@ -699,6 +704,7 @@ def test_embedded_policy_passes_the_whole_gate(capsys: pytest.CaptureFixture[str
     assert code == 0, report["gate"]
 
 
+@pytest.mark.slow  # tests/sim/test_sim.py plays them by hand
 @needs_blocks
 def test_instruction_decides() -> None:
     """The same scenes with another instruction end in another bin: a policy that ignored it would fail these."""

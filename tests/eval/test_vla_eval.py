@@ -81,12 +81,17 @@ def test_a_benchmark_is_played_as_the_task_that_it_wraps(interpreter: Path, tmp_
     ("env", "options", "told"),
     [
         (OWN, {}, "expected its control rate, which vla-eval does not say"),
-        ("vla-eval/calvin", {}, "vla-eval/calvin: expected its control rate"),
         (OWN, {"control_hz": 20, "params": {"gravity": 1}}, "params: .*gravity"),
-        (OWN, {"control_hz": 20, "render": "paper"}, "render: .*does not support render: paper"),
-        ("vla-eval/tests.serve.vla_eval_blocks:Bricks", {"control_hz": 20}, "has no 'Bricks'"),
-        ("vla-eval/nowhere:Blocks", {"control_hz": 20}, "no module 'nowhere'"),
-        ("vla-eval/libero", {}, "libero|EGL|robosuite|torch"),  # no simulator here
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)  # an interpreter each
+            for case in (
+                ("vla-eval/calvin", {}, "vla-eval/calvin: expected its control rate"),
+                (OWN, {"control_hz": 20, "render": "paper"}, "render: .*does not support render: paper"),
+                ("vla-eval/tests.serve.vla_eval_blocks:Bricks", {"control_hz": 20}, "has no 'Bricks'"),
+                ("vla-eval/nowhere:Blocks", {"control_hz": 20}, "no module 'nowhere'"),
+                ("vla-eval/libero", {}, "libero|EGL|robosuite|torch"),  # no simulator here
+            )
+        ),
     ],
 )
 def test_a_benchmark_that_cannot_be_made_says_why(

@@ -75,7 +75,7 @@ def test_every_input_is_a_policy_or_an_error(golden, smolvla_bundle, pi_bundle, 
         run = case.case
     else:
         run = files.makers(golden, tmp_path)[kind]()
-    for number in range(20):
+    for number in range(8):
         with contextlib.suppress(SinewError):
             run(random.Random(f"{kind} {number}"))
 
@@ -558,6 +558,7 @@ def test_records_of_the_cache(tmp_path, change, said):
         CacheEntry(tmp_path).damage()
 
 
+@pytest.mark.slow  # an interpreter that imports all of it
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_long_form_starts_as_it_is_typed() -> None:
     """`make fuzz` imports a package that nothing installs."""

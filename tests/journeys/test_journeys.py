@@ -144,4 +144,4 @@ def test_a_server_and_its_robots(tmp_path: Path) -> None:
         drove(walk.run(f"sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm {asked}"))
         streamed(walk.run(f"sinew run tcp://127.0.0.1:5555 --stream --robot dry {asked}"))
     streamed(walk.run(f"sinew run policy.gguf --stream --robot dry {asked}"))
-    evaluated(walk.run("sinew eval blocks --episodes 5"), 0.8)
+    evaluated(walk.run("sinew eval blocks --episodes 5 --workers 1"), 0.8)

@@ -27,6 +27,7 @@ from sinew.core import ClientError, Moment, Observation, ObservationError, Polic
 from sinew.policy import Policy, load
 from sinew.records.recorder import read_records
 from tests.convert.test_groot import observation as groot_observation
+from tests.covering import some
 from tests.golden import Golden
 from tests.models.stages import memory_observation
 from tests.models.stages import observation as case_observation
@@ -128,6 +129,7 @@ def test_diffusion_answers_alike_on_every_wire(golden, tmp_path):
         assert (client.spec.history, client.spec.noises()) == (2, (10, 16, 9))
 
 
+@pytest.mark.slow  # the wires are the same; three families of other forms are above and below
 @pytest.mark.proves(wire=("native", "openpi", "http"), family="xvla")
 def test_xvla_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
     given = replace(case_observation("xvla-auto", Golden(golden / "xvla-auto")), noise=None)
@@ -139,6 +141,7 @@ def test_xvla_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
             np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0, err_msg=wire)
 
 
+@pytest.mark.slow
 @pytest.mark.proves(wire=("native", "openpi", "http"), family="pi05")
 def test_memory_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
     """Of one moment, as an episode begins, of two and of three."""
@@ -232,7 +235,7 @@ def drive(loop: Loop, chunks: int) -> None:
         loop.run(loop.steps + 1)
 
 
-WITH_HISTORY = pytest.mark.parametrize("case", ["diffusion-ddim", "pi05-mem"])
+WITH_HISTORY = pytest.mark.parametrize("case", some(["diffusion-ddim", "pi05-mem"], "pi05-mem"))
 
 
 @WITH_HISTORY
@@ -355,6 +358,7 @@ def test_oft_answers_alike_on_every_wire_and_its_own_client(golden, openvla_bund
         assert json.loads(error.value.read())["error"]["field"] == "images"
 
 
+@pytest.mark.slow
 @pytest.mark.proves(wire="act", family="openvla")
 def test_openvla_answers_its_own_client_and_ofts(golden, openvla_bundle, tmp_path):
     g, bundle = Golden(golden / "openvla-ar"), openvla_bundle("openvla-ar")

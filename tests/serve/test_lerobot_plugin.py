@@ -384,8 +384,9 @@ def same[T: Base](value: T) -> T:
     assert "[T" not in lowered(source).replace("Generic[T]", "")
 
 
+@pytest.mark.slow  # `make lerobot` plays it, too
 @older_are_slow
-@pytest.mark.parametrize("form", ["address", pytest.param("bundle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["address", "bundle"])
 def test_lerobots_evaluation_plays_our_task(release: str, form: str, plugin: Path, tmp_path: Path) -> None:
     """The README's lines by LeRobot's evaluation: four episodes, at least three of them successes; `make lerobot` plays
     the ten that they say."""

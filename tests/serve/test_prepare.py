@@ -35,6 +35,7 @@ from sinew.engine.onnx.engine import OnnxEngine
 from sinew.records.recorder import read_records
 from sinew.serve.prepare import Preparation, Preparer, preparation
 from tests import processes
+from tests.covering import some
 from tests.engine.test_choose import needs_kernels, stored_in_int8
 from tests.golden import Golden, assert_parity
 from tests.proofs import NAMES
@@ -258,6 +259,7 @@ def test_a_server_changes_to_the_faster_engine_between_two_chunks(act: Path, tmp
         assert "prepare" not in client.health()
 
 
+@pytest.mark.slow  # an export; what ends one is below, and tests/engine/test_onnx.py has one's chunks
 def test_a_bundle_is_exported_beside_its_server(golden_bundle: Path, tmp_path: Path, golden: Path) -> None:
     case = Golden(golden / CASE)
     with preparing(tmp_path, golden_bundle) as server, Client(server.address, timeout=START_S) as client:
@@ -298,9 +300,7 @@ def test_a_bundle_is_exported_beside_its_server(golden_bundle: Path, tmp_path: P
 # ----------------------------------------------------------------------------- what ends on the way
 
 
-@pytest.mark.parametrize(
-    "victim", ["child", pytest.param("server asked", marks=pytest.mark.slow), "server killed"]
-)
+@pytest.mark.parametrize("victim", some(["child", "server asked", "server killed"], "child"))
 def test_nothing_is_left_of_an_export_that_ends(victim: str, golden_bundle: Path, tmp_path: Path) -> None:
     home, observation = golden_bundle.parent, grey(golden_bundle)
     with preparing(tmp_path, golden_bundle) as server, Client(server.address, timeout=START_S) as client:
@@ -342,6 +342,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow  # an export
 def test_a_disk_that_is_full(golden_bundle: Path, tmp_path: Path) -> None:
     with (
         preparing(tmp_path, golden_bundle, program=FULL) as server,
