@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -65,6 +66,23 @@ def test_every_step_runs_once_for_a_request(policy, observation, monkeypatch):
         "unnormalize": 1,
         "encode": 1,
     }
+
+
+def test_a_cameras_frames_are_read_where_they_lie(policy, observation):
+    """Frames of 1080 x 1920 that may not be written to, as a driver lends them: preparing allocates what the policy
+    reads and tables of the resize, less than a tenth of one frame."""
+    frames = {name: np.full((1080, 1920, 3), 90, np.uint8) for name in observation.images}
+    for frame in frames.values():
+        frame.flags.writeable = False
+    given = {"images": frames, "state": observation.state, "prompt": observation.prompt}
+    policy.prepare(Observation.from_mapping(given))  # makes the tables
+    tracemalloc.start()
+    try:
+        read = policy.prepare(Observation.from_mapping(given)).inputs.pixels
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 3 * read.nbytes + frames[next(iter(frames))].nbytes / 10
 
 
 def test_the_halves_are_the_whole(policy, observation):

@@ -18,7 +18,7 @@ from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
 from sinew.engine.reuse import Reuse
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
-from sinew.models.base import Model, Said, Speaker
+from sinew.models.base import Model, Said, Speaker, Spoken
 from sinew.models.solvers import Guidance, solve
 from sinew.processing import ModelInputs
 
@@ -48,6 +48,10 @@ class EagerEngine(Engine):
             head_reads_state=model.head_reads_state,
             chooses_tokens=model.chooses_tokens,
             has_lm_head=model.has_lm_head,
+            checks_drafts=device.type == "cpu"
+            and isinstance(model, Speaker)
+            and model.checks_drafts
+            and set(precision_of(model).values()) == {"fp32"},
         )
 
     @property
@@ -142,19 +146,41 @@ class EagerEngine(Engine):
     def say(self, context: Context, watch: Watch | None = None) -> np.ndarray:
         """Return the tokens of a speaker, int64 [B, n] (:meth:`ActionTokens.speak`)."""
         watch, model = watch or Watch(), self.model
+        first, most = model.first(context), model.action_tokens.most
+        # A trace is of what is computed token by token, and sentences of a batch are not alike.
+        drafts = self.drafts if watch.trace is None and len(first.token) == 1 else None
+        said: list[int] = []
+        passes = 0
 
-        def after_token(token: np.ndarray) -> None:
+        def more(state: tuple[Spoken, list[int]]) -> tuple[Spoken, list[int]]:
+            spoken, _ = state
+            guess = drafts.guess(said, most - len(said) - 1) if drafts is not None else []
+            if guess:
+                found = model.check(spoken, context, torch.tensor([guess]))
+                count = int(found.before - spoken.before)
+                watch.drafted += len(guess)
+                if count:
+                    return found, guess[: count - 1]
+            return model.next(spoken, context), []
+
+        def tokens(state: tuple[Spoken, list[int]]) -> np.ndarray:
+            nonlocal passes
+            passes += 1
+            newest = state[0].token.cpu().numpy()[:, None]
+            said.extend(new := [*state[1], int(newest[0, 0])])
+            return np.array([new]) if state[1] else newest
+
+        def after_pass(new: np.ndarray) -> None:
             if watch.trace is not None:
-                watch.trace.head.append(token[:1].copy())
+                watch.trace.head.append(new[0].copy())
             self._lap(watch, "step")
 
         with self._rows(watch):
-            return model.action_tokens.speak(
-                model.first(context),
-                lambda spoken: model.next(spoken, context),
-                lambda spoken: spoken.token.cpu().numpy(),
-                after_token,
-            )
+            found = model.action_tokens.speak((first, []), more, tokens, after_pass)
+        if drafts is not None:
+            watch.accepted += found.shape[1] - passes
+            drafts.keep(found[0].tolist())
+        return found
 
     @torch.inference_mode()
     def say_text(

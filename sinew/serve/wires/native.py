@@ -354,6 +354,7 @@ class NativeCodec:
         reply.timing.step_ms.extend(timing.step_ms)
         reply.timing.server_ms, reply.timing.batch = server_ms, timing.batch
         reply.timing.reused_views, reply.timing.reused_prefix = timing.reused_views, timing.reused_prefix
+        reply.timing.drafted, reply.timing.accepted = timing.drafted, timing.accepted
 
         actions = np.asarray(chunk.actions, np.float32)  # [H, dim]
         horizon, dim = actions.shape

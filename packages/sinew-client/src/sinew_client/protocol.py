@@ -336,6 +336,8 @@ def decode_timing(reply) -> Timing:
         text_ms=found.text_ms,
         reused_views=found.reused_views,
         reused_prefix=found.reused_prefix,
+        drafted=found.drafted,
+        accepted=found.accepted,
     )
 
 
