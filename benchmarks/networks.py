@@ -54,6 +54,7 @@ CONDITIONS = (
     Condition("1 % loss", *both(loss=0.01)),
     Condition("10 % loss", *both(loss=0.1)),
     Condition("WAN and 1 % loss", *both(delay=0.05, jitter=0.005, loss=0.01)),
+    Condition("WAN and 10 % loss", *both(delay=0.05, jitter=0.005, loss=0.1)),
     Condition("1 Mbit/s up, 20 down, 30 ms", Way(0.015, rate=1e6), Way(0.015, rate=20e6)),
     Condition("roaming every 5 s", *both(delay=0.01), roams=5.0),
 )

@@ -1,8 +1,11 @@
-// ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 [--seed N] [--key KEY, else SINEW_API_KEY] [--times N] [--bytes FILE]
+// ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 [--seed N] [--key KEY, else SINEW_API_KEY] [--times N] [--rate HZ]
+//     [--bytes FILE]
 //
 // Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its code. FILE is a PPM
-// (P6) picture, whose pixels are sent as they are, or a JPEG or PNG file. --bytes writes the first request instead.
+// (P6) picture, whose pixels are sent as they are, or a JPEG or PNG file. --rate streams: so many samples a second, until N windows
+// have come, each a line: its step, and its nodes. --bytes writes the first request instead.
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -27,6 +30,26 @@ static sinew::Image picture(const std::string& camera, const std::string& path, 
   return sinew::Image::rgb(camera, data + used + 1, height, width);
 }
 
+// Print so many windows of a stream.
+static void stream(sinew::Stream& robot, sinew::Observation& seen, double rate, int times) {
+  robot.open();
+  auto begun = std::chrono::steady_clock::now();
+  auto now = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count(); };
+  for (int sample = 1; times > 0; ++sample) {
+    seen.time = now();
+    robot.send(seen);
+    while (times > 0) {
+      auto window = robot.next(sample / rate - now());
+      if (!window) break;
+      std::printf("%lld:", static_cast<long long>(window->step));
+      for (float action : window->actions) std::printf(" %.9g", double(action));
+      std::printf("\n");
+      seen.delay = 1 + unsigned((now() - window->sample_time) * rate);  // as late as this one came
+      --times;
+    }
+  }
+}
+
 int main(int count, char** given) try {
   if (count < 3) throw sinew::Error("usage", "expected ADDRESS PROMPT --image CAMERA=FILE ... --state NUMBER,NUMBER");
   sinew::Observation seen;
@@ -35,6 +58,7 @@ int main(int count, char** given) try {
   std::list<std::string> files;  // what the frames point into
   std::string bytes;
   int times = 1;
+  double rate = 0;
   seen.prompt = given[2];
   for (int index = 3; index < count; index += 2) {
     std::string option = given[index], value = index + 1 < count ? given[index + 1] : "";
@@ -52,11 +76,18 @@ int main(int count, char** given) try {
       options.api_key = value;
     } else if (option == "--times") {
       times = std::stoi(value);
+    } else if (option == "--rate") {
+      rate = std::stod(value);
     } else if (option == "--bytes") {
       bytes = value;
     } else {
       throw sinew::Error("usage", "unknown option " + option);
     }
+  }
+  if (rate > 0) {
+    sinew::Stream robot(given[1], rate, options);
+    stream(robot, seen, rate, times);
+    return 0;
   }
   sinew::Client client(given[1], options);
   if (!bytes.empty()) {

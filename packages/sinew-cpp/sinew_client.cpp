@@ -31,6 +31,9 @@ enum Number { images = 1, lang_tokens = 2, state = 3, noise = 4, request_id = 5,
 namespace timing {
 enum Number { preprocess_ms = 1, vision_ms = 2, prefix_ms = 3, step_ms = 4, postprocess_ms = 5, total_ms = 6, queue_ms = 7, server_ms = 8, batch = 9, text_ms = 60, reused_views = 61, reused_prefix = 62, drafted = 63, accepted = 64 };
 }
+namespace window {
+enum Number { step = 1, sample_time = 2, frame_time = 3, prefix_age_ms = 4, sensor_age_ms = 5, head_ms = 6, run = 7, label = 8, text = 9, said = 10 };
+}
 namespace predictresponse {
 enum Number { request_id = 1, action_chunk = 2, chunk_size = 3, action_dim = 4, latency_ms_total = 5, latency_ms_inference = 6, error = 7, latency_ms_prefill = 8, latency_ms_denoise = 9, latency_ms_vision = 10, actions = 100, horizon = 101, dim = 102, timing = 103, seed = 104, session = 105, time = 106, error_code = 107, metadata = 108, warnings = 109, window = 110, text = 60, context = 111, adapter = 112, answers = 113 };
 }
@@ -41,6 +44,14 @@ constexpr std::size_t MAX_COMMAND = 1024;                 // bytes
 constexpr std::size_t MAX_WARNINGS = 1024;                // of a reply: an empty one has 3 bytes there and 32 here
 constexpr std::size_t GREETING = 64;                      // bytes; https://rfc.zeromq.org/spec/23
 constexpr std::uint32_t MAX_DIM = 1024;
+#ifdef MSG_NOSIGNAL
+constexpr int SEND_FLAGS = MSG_NOSIGNAL;
+#else
+constexpr int SEND_FLAGS = 0;
+#endif
+constexpr std::size_t MAX_UNSENT = 4;  // messages of a stream; further ones would be old when they leave
+constexpr int MAX_TURNS = 64;          // looks at what has come, of 64 KiB each, before windows are read
+constexpr double LINGER_S = 0.05;      // that the end of a stream may take to leave
 constexpr int MORE = 1, LONG = 2, COMMAND = 4;  // flags of a frame
 
 double now() {
@@ -176,11 +187,31 @@ Timing timing_of(const Field& message) {
   return made;
 }
 
+Window window_of(const Field& message) {
+  Window made;
+  Reader reader(message.data, message.size);
+  for (Field field; reader.next(field);) switch (field.number) {
+      case window::step: made.step = std::int64_t(field.value); break;
+      case window::sample_time: made.sample_time = field.real64(); break;
+      case window::frame_time: made.frame_time = field.real64(); break;
+      case window::prefix_age_ms: made.prefix_age_ms = field.real32(); break;
+      case window::sensor_age_ms: made.sensor_age_ms = field.real32(); break;
+      case window::head_ms: made.head_ms = field.real32(); break;
+      case window::run: made.run = field.value; break;
+      case window::label: made.label = field.text(); break;
+      case window::text: made.text = field.text(); break;
+      case window::said: made.said = field.text(); break;
+    }
+  return made;
+}
+
 // What a reply says.
 struct Reply {
   std::uint64_t request_id = 0;
   std::string error, error_code, metadata;
   Chunk chunk;
+  Window window;
+  bool windowed = false;
 
   explicit Reply(const std::string& bytes) {
     Reader reader(bytes.data(), bytes.size());
@@ -203,6 +234,7 @@ struct Reply {
           break;
         case predictresponse::text: chunk.text = field.text(); break;
         case predictresponse::adapter: chunk.adapter = field.text(); break;
+        case predictresponse::window: window = window_of(field), windowed = true; break;
       }
   }
 
@@ -229,10 +261,17 @@ std::string head(std::size_t size, int flags) {
 
 // ---------------------------------------------------------------------------- messages
 
-std::string encode_infer(const Observation& seen, std::uint64_t request_id, const std::string& api_key,
-                         const std::string& policy) {
+namespace {
+
+struct Pace {  // what a sample of a stream has beside an observation
+  double rate;
+  std::optional<double> frame_time;
+  std::string interpolation;
+};
+
+std::string encode(const Observation& seen, std::uint64_t request_id, const std::string& api_key, const std::string& policy,
+                   const Pace* pace) {
   using namespace predictrequest;
-  need(!seen.images.empty(), "images", "a frame of each camera", "none");
   std::size_t pixels = 0;
   Writer out;
   if (!seen.tokens.empty()) {
@@ -247,6 +286,7 @@ std::string encode_infer(const Observation& seen, std::uint64_t request_id, cons
   out.integer(text_only, seen.text_only);
   if (seen.advantage) out.text(advantage, *seen.advantage, true);
   if (seen.guidance_scale) out.real(guidance_scale, *seen.guidance_scale);
+  if (pace) out.integer(kind, STREAM);
   out.text(prompt, seen.prompt);
   for (const Image& frame : seen.images) {
     need(frame.data && frame.size, "images." + frame.camera, "pixels or a file", "no bytes");
@@ -263,11 +303,16 @@ std::string encode_infer(const Observation& seen, std::uint64_t request_id, cons
   if (seen.deadline_ms) out.real(deadline_ms, *seen.deadline_ms);
   out.text(Number::api_key, api_key);
   out.floats(previous, seen.previous);
-  if (seen.delay) out.integer(delay, *seen.delay, true);
+  if (seen.delay || pace) out.integer(delay, seen.delay.value_or(1), true);
   if (seen.horizon) out.integer(horizon, *seen.horizon, true);
   out.text(rtc, seen.rtc);
   out.text(schedule, seen.schedule);
   if (seen.beta) out.real(beta, *seen.beta);
+  if (pace) {
+    out.real(rate, float(pace->rate));
+    if (!seen.images.empty()) out.real(frame_time, pace->frame_time.value_or(*seen.time));
+    out.text(interpolation, pace->interpolation);
+  }
   out.text(Number::policy, policy);
   out.integer(text_tokens, seen.text_tokens);
   out.text(adapter, seen.adapter);
@@ -285,36 +330,70 @@ std::string encode_infer(const Observation& seen, std::uint64_t request_id, cons
   return std::move(out.bytes);
 }
 
+// Throw for rows that are none, or that must not be executed.
+void check_rows(const std::vector<float>& actions, std::uint32_t rows, std::uint32_t dim, bool none, const Options& options) {
+  if (actions.size() != std::size_t(rows) * dim || !dim || (!none && !rows))
+    throw Error("bad_reply", "the reply holds " + std::to_string(actions.size()) + " numbers for " + std::to_string(rows) +
+                                 " actions of " + std::to_string(dim) + " dimensions");
+  if (rows > options.max_rows || dim > MAX_DIM)
+    throw Error("unsafe_chunk", "the reply: expected at most " + std::to_string(options.max_rows) + " rows, got " +
+                                    std::to_string(rows) + " of " + std::to_string(dim) + " numbers");
+  for (std::size_t index = 0; index < actions.size(); ++index) {
+    float action = actions[index];
+    std::size_t column = index % dim;
+    if (!std::isfinite(action)) throw Error("unsafe_chunk", "the reply holds actions that are not finite");
+    for (const auto* limit : {&options.low, &options.high}) {
+      if (limit->empty()) continue;
+      if (limit->size() != dim)
+        throw Error("unsafe_chunk",
+                    "limits: expected " + std::to_string(dim) + " numbers, got " + std::to_string(limit->size()));
+      if (!(limit == &options.low ? action >= (*limit)[column] : action <= (*limit)[column]))  // nor where it is NaN
+        throw Error("unsafe_chunk", "action " + std::to_string(index / dim) + ", dimension " + std::to_string(column) +
+                                        ": outside the limits");
+    }
+  }
+}
+
+}  // namespace
+
+std::string encode_infer(const Observation& seen, std::uint64_t request_id, const std::string& api_key,
+                         const std::string& policy) {
+  need(!seen.images.empty(), "images", "a frame of each camera", "none");
+  return encode(seen, request_id, api_key, policy, nullptr);
+}
+
+std::string encode_sample(const Observation& sample, double rate, std::optional<double> frame_time, std::uint64_t request_id,
+                          const std::string& api_key, const std::string& policy, const std::string& interpolation) {
+  need(sample.time.has_value(), "time", "seconds of the robot's clock", "none");
+  Pace pace{rate, frame_time, interpolation};
+  return encode(sample, request_id, api_key, policy, &pace);
+}
+
+Window decode_window(const std::string& bytes, const Options& options) {
+  Reply reply(bytes);
+  reply.check(reply.request_id);
+  if (!reply.windowed) throw Error("bad_reply", "the message: expected a window of a stream, got something else");
+  Window& window = reply.window;
+  window.actions = std::move(reply.chunk.actions), window.rows = reply.chunk.rows, window.dim = reply.chunk.dim;
+  window.request_id = reply.request_id;
+  check_rows(window.actions, window.rows, window.dim, true, options);
+  if (!std::isfinite(window.sample_time) || !std::isfinite(window.frame_time))
+    throw Error("unsafe_chunk", "the window holds times that are not finite");
+  return std::move(window);
+}
+
 Chunk decode_reply(const std::string& bytes, std::uint64_t request_id, const Options& options, bool words) {
   Reply reply(bytes);
   reply.check(request_id);
   Chunk& chunk = reply.chunk;
-  if (chunk.actions.size() != std::size_t(chunk.rows) * chunk.dim || !chunk.dim || (!words && !chunk.rows))
-    throw Error("bad_reply", "the reply holds " + std::to_string(chunk.actions.size()) + " numbers for " +
-                                 std::to_string(chunk.rows) + " actions of " + std::to_string(chunk.dim) + " dimensions");
-  if (chunk.rows > options.max_rows || chunk.dim > MAX_DIM)
-    throw Error("unsafe_chunk", "the reply: expected at most " + std::to_string(options.max_rows) + " rows, got " +
-                                    std::to_string(chunk.rows) + " of " + std::to_string(chunk.dim) + " numbers");
-  for (std::size_t index = 0; index < chunk.actions.size(); ++index) {
-    float action = chunk.actions[index];
-    std::size_t column = index % chunk.dim;
-    if (!std::isfinite(action)) throw Error("unsafe_chunk", "the reply holds actions that are not finite");
-    for (const auto* limit : {&options.low, &options.high}) {
-      if (limit->empty()) continue;
-      if (limit->size() != chunk.dim)
-        throw Error("unsafe_chunk", "limits: expected " + std::to_string(chunk.dim) + " numbers, got " +
-                                        std::to_string(limit->size()));
-      if (!(limit == &options.low ? action >= (*limit)[column] : action <= (*limit)[column]))  // nor where it is NaN
-        throw Error("unsafe_chunk", "action " + std::to_string(index / chunk.dim) + ", dimension " +
-                                        std::to_string(column) + ": outside the limits");
-    }
-  }
+  check_rows(chunk.actions, chunk.rows, chunk.dim, words, options);
   return std::move(chunk);
 }
 
 // ---------------------------------------------------------------------------- the client
 
-Client::Client(const std::string& address, Options options) : options_(std::move(options)) {
+Socket::Socket(const std::string& address, Options options, std::string kind)
+    : options_(std::move(options)), kind_(std::move(kind)) {
   std::string rest = address.rfind("tcp://", 0) == 0 ? address.substr(6) : address;
   std::size_t slash = rest.find('/');
   if (slash != std::string::npos) policy_ = rest.substr(slash + 1), rest.resize(slash);
@@ -327,13 +406,15 @@ Client::Client(const std::string& address, Options options) : options_(std::move
     throw Error("bad_address", "address: expected tcp://HOST:PORT, got " + address);
 }
 
-Client::~Client() { close(); }
+Socket::~Socket() { close(); }
 
-void Client::close() {
+void Socket::close() {
   if (socket_ >= 0) ::close(socket_);
   socket_ = -1;
   buffer_.clear();
 }
+
+Client::Client(const std::string& address, Options options) : Socket(address, std::move(options), "REQ") {}
 
 // Return what a function reads of a reply. After one that makes no sense the next may not be that of its request either.
 template <class Read>
@@ -415,7 +496,7 @@ void wait(int socket, short events, double end) {
 
 }  // namespace
 
-void Client::connect(double end) {
+void Socket::connect(double end) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
   if (int wrong = getaddrinfo(host_.c_str(), port_.c_str(), &hints, &found))
@@ -459,19 +540,15 @@ void Client::connect(double end) {
   if (buffer_[0] != '\xff' || buffer_[10] < 3 || buffer_.compare(12, 5, std::string("NULL\0", 5)))
     throw Error("connection_lost", "no ZeroMQ server of ZMTP 3 without encryption is at " + host_ + ":" + port_);
   buffer_.erase(0, GREETING);
-  std::string ready = std::string("\5READY\13Socket-Type\0\0\0\3REQ", 25) + std::string("\10Identity\0\0\0\0", 13);
+  std::string ready = std::string("\5READY\13Socket-Type\0\0\0", 21) + char(kind_.size()) + kind_ +
+                      std::string("\10Identity\0\0\0\0", 13);
   send(head(ready.size(), COMMAND) + ready, end);
   message(end, true);
 }
 
-void Client::send(const std::string& bytes, double end) {
-#ifdef MSG_NOSIGNAL
-  constexpr int flags = MSG_NOSIGNAL;
-#else
-  constexpr int flags = 0;
-#endif
+void Socket::send(const std::string& bytes, double end) {
   for (std::size_t at = 0; at < bytes.size();) {
-    ssize_t sent = ::send(socket_, bytes.data() + at, bytes.size() - at, flags);
+    ssize_t sent = ::send(socket_, bytes.data() + at, bytes.size() - at, SEND_FLAGS);
     if (sent >= 0)
       at += std::size_t(sent);
     else if (errno == EAGAIN || errno == EWOULDBLOCK)
@@ -481,54 +558,167 @@ void Client::send(const std::string& bytes, double end) {
   }
 }
 
-void Client::receive(std::size_t count, double end) {
+bool Socket::arrived() {
   char part[1 << 16];
+  ssize_t got = recv(socket_, part, sizeof part, 0);
+  if (got > 0)
+    buffer_.append(part, std::size_t(got));
+  else if (got == 0)
+    throw Error("connection_lost", "the server has closed the connection");
+  else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
+    throw Error("connection_lost", std::strerror(errno));
+  return got > 0;
+}
+
+// Have at least so many bytes in buffer_.
+void Socket::receive(std::size_t count, double end) {
   while (buffer_.size() < count) {
     if (now() >= end) late();  // also of a server that never stops talking
-    ssize_t got = recv(socket_, part, sizeof part, 0);
-    if (got > 0)
-      buffer_.append(part, std::size_t(got));
-    else if (got == 0)
-      throw Error("connection_lost", "the server has closed the connection");
-    else if (errno == EAGAIN || errno == EWOULDBLOCK)
-      wait(socket_, POLLIN, end);
-    else if (errno != EINTR)
-      throw Error("connection_lost", std::strerror(errno));
+    if (!arrived()) wait(socket_, POLLIN, end);
   }
 }
 
+bool Socket::take(int& flags, std::string& body) {
+  if (buffer_.size() < 2) return false;
+  flags = std::uint8_t(buffer_[0]);
+  std::size_t start = 2, size = std::uint8_t(buffer_[1]);
+  if (flags & LONG) {
+    if (buffer_.size() < 9) return false;
+    start = 9, size = 0;
+    for (int index = 1; index < 9; ++index) size = size << 8 | std::uint8_t(buffer_[std::size_t(index)]);
+  }
+  std::size_t most = flags & COMMAND ? MAX_COMMAND : MAX_REPLY;
+  if (size > most)
+    throw Error("bad_reply", "the reply: expected at most " + std::to_string(most) + " bytes, got " + std::to_string(size));
+  if (buffer_.size() < start + size) return false;
+  body = buffer_.substr(start, size);
+  buffer_.erase(0, start + size);
+  return true;
+}
+
+std::string Socket::heard(const std::string& command) {
+  if (command.compare(0, 6, "\5ERROR") == 0)
+    throw Error("connection_lost", "the server refuses the connection: " + command.substr(6));
+  if (command.compare(0, 5, "\4PING")) return "";
+  std::string pong = "\4PONG" + command.substr(std::min<std::size_t>(7, command.size()), 16);
+  return head(pong.size(), COMMAND) + pong;
+}
+
 // Return the frame behind a message's empty one; of the handshake, nothing, once the server is READY.
-std::string Client::message(double end, bool handshake) {
+std::string Socket::message(double end, bool handshake) {
   for (int frames = 0;;) {
-    receive(2, end);
-    int flags = std::uint8_t(buffer_[0]);
-    std::size_t start = 2, size = std::uint8_t(buffer_[1]);
-    if (flags & LONG) {
-      receive(start = 9, end);
-      size = 0;
-      for (int index = 1; index < 9; ++index) size = size << 8 | std::uint8_t(buffer_[std::size_t(index)]);
-    }
-    std::size_t most = flags & COMMAND ? MAX_COMMAND : MAX_REPLY;
-    if (size > most)
-      throw Error("bad_reply", "the reply: expected at most " + std::to_string(most) + " bytes, got " + std::to_string(size));
-    receive(start + size, end);
-    std::string body = buffer_.substr(start, size);
-    buffer_.erase(0, start + size);
+    int flags = 0;
+    std::string body;
+    if (now() >= end) late();
+    while (!take(flags, body)) receive(buffer_.size() + 1, end);
     if (flags & COMMAND) {
       if (body.compare(0, 6, "\5READY") == 0 && handshake) return "";
-      if (body.compare(0, 5, "\4PING") == 0) {
-        std::string pong = "\4PONG" + body.substr(std::min<std::size_t>(7, body.size()), 16);
-        send(head(pong.size(), COMMAND) + pong, end);
-      } else if (body.compare(0, 6, "\5ERROR") == 0) {
-        throw Error("connection_lost", "the server refuses the connection: " + body.substr(6));
-      }
+      send(heard(body), end);
       continue;
     }
     bool last = !(flags & MORE);
-    if (handshake || frames > 1 || last != (frames == 1) || (!last && size))
+    if (handshake || frames > 1 || last != (frames == 1) || (!last && !body.empty()))
       throw Error("bad_reply", "the reply: expected an empty frame and one more");
     if (last) return body;
     ++frames;
+  }
+}
+
+// ---------------------------------------------------------------------------- streams
+
+Stream::Stream(const std::string& address, double rate, Options options, std::string interpolation)
+    : Socket(address, std::move(options), "DEALER"), rate_(rate), interpolation_(std::move(interpolation)) {}
+
+Stream::~Stream() {
+  try {
+    end();
+    double until = now() + LINGER_S;
+    while (socket_ >= 0 && !unsent_.empty() && ready(socket_, POLLOUT, until)) flush();
+  } catch (const std::exception&) {  // the connection has ended, and the stream with it
+  }
+}
+
+void Stream::open() {
+  if (socket_ >= 0) return;
+  unsent_.clear();
+  try {
+    connect(now() + options_.timeout_s);
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+bool Stream::send(const Observation& sample, std::optional<double> frame_time) {
+  std::string request =
+      encode_sample(sample, rate_, frame_time, last_id_ + 1, options_.api_key, policy_, interpolation_);
+  open();
+  flush();
+  if (unsent_.size() >= MAX_UNSENT) return false;  // it would be old when it leaves
+  ++last_id_;
+  session_ = sample.session;
+  put(request);
+  return true;
+}
+
+std::optional<Window> Stream::next(double wait_s) {
+  double until = now() + wait_s;
+  if (socket_ < 0) return {};
+  std::string body;
+  try {
+    do {
+      flush();
+      for (int turn = 0; turn < MAX_TURNS && arrived(); ++turn) {
+      }
+      for (int flags = 0; take(flags, body);) {
+        if (flags & COMMAND) {
+          if (std::string answer = heard(body); !answer.empty()) unsent_.push_back(answer);
+          continue;
+        }
+        if (flags & MORE) throw Error("bad_reply", "the message: expected one frame, got more");
+        Window window = decode_window(body, options_);
+        if (window.request_id > ended_) return window;
+      }
+      flush();
+    } while (ready(socket_, short(unsent_.empty() ? POLLIN : POLLIN | POLLOUT), until));
+    return {};
+  } catch (const Error& error) {
+    if (error.code == "connection_lost" || error.code == "bad_reply") close();
+    throw;
+  }
+}
+
+void Stream::end() {
+  if (socket_ < 0 || ended_ == last_id_) return;
+  Writer out;
+  out.integer(predictrequest::kind, predictrequest::STREAM_END);
+  out.text(predictrequest::session, session_);
+  out.text(predictrequest::api_key, options_.api_key);
+  ended_ = last_id_;
+  put(out.bytes);
+}
+
+void Stream::put(const std::string& request) {
+  unsent_.push_back(head(request.size(), 0) + request);
+  flush();
+}
+
+// Send what the server takes now.
+void Stream::flush() {
+  while (!unsent_.empty()) {
+    std::string& first = unsent_.front();
+    ssize_t sent = ::send(socket_, first.data(), first.size(), SEND_FLAGS);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    if (sent < 0) {
+      std::string why = std::strerror(errno);
+      close();
+      throw Error("connection_lost", why);
+    }
+    if (std::size_t(sent) == first.size())
+      unsent_.pop_front();
+    else
+      first.erase(0, std::size_t(sent));
   }
 }
 

@@ -2,11 +2,12 @@
 // Asks a Sinew server for actions: C++17, POSIX sockets, no other library.
 //
 // The native wire: Protobuf messages (packages/sinew-client/src/sinew_client/sinew.proto) over ZMTP 3.
-// One request, one reply, a time limit on each.
+// One request, one reply, a time limit on each; or a stream, which waits for nothing (docs/stream.md).
 
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -88,6 +89,18 @@ struct Chunk {
   double round_trip_ms = 0;
 };
 
+// Nodes step, step + 1 ... of a trajectory; node k belongs to k / rate seconds of the robot's clock, on which sample_time
+// and frame_time are those of the newest sample and frame in it. No rows: the answer comes later than they would reach.
+struct Window {
+  std::int64_t step = 0;
+  std::vector<float> actions;  // [rows, dim], row by row, world units
+  std::uint32_t rows = 0, dim = 0;
+  double sample_time = 0, frame_time = 0;
+  float prefix_age_ms = 0, sensor_age_ms = 0, head_ms = 0;  // of the server's clock
+  std::uint64_t run = 0, request_id = 0;                    // request_id: of the message with that sample
+  std::string label, text, said;
+};
+
 struct Options {
   double timeout_s = 10;  // of each call, connecting included
   std::string api_key;    // travels unencrypted
@@ -95,15 +108,36 @@ struct Options {
   std::vector<float> low, high;  // limits of each action; an answer outside is refused. Empty: none
 };
 
+// One connection, as a socket of ZMTP.
+class Socket {
+ public:
+  Socket(const Socket&) = delete;
+  Socket& operator=(const Socket&) = delete;
+  void close();
+
+ protected:
+  Socket(const std::string& address, Options options, std::string kind);
+  ~Socket();
+  void connect(double end);
+  void send(const std::string& bytes, double end);
+  bool arrived();  // appends what has come to buffer_
+  void receive(std::size_t count, double end);
+  bool take(int& flags, std::string& body);      // the next whole frame of buffer_
+  std::string heard(const std::string& command);  // what it is answered with
+  std::string message(double end, bool handshake);
+
+  Options options_;
+  std::string host_, port_, policy_, kind_, buffer_;
+  std::uint64_t last_id_ = 0;
+  int socket_ = -1;
+};
+
 // Talks to one server. Not thread-safe. The first call connects; a connection that breaks or misses its reply is thrown
 // away and the next call opens another, so that a late reply answers nothing else.
-class Client {
+class Client : public Socket {
  public:
   // address: [tcp://]HOST:PORT[/POLICY]. Throws Error bad_address.
   explicit Client(const std::string& address, Options options = {});
-  ~Client();
-  Client(const Client&) = delete;
-  Client& operator=(const Client&) = delete;
 
   // Return the actions for one observation. timeout_s: for this call only, where above 0. Throws Error.
   Chunk infer(const Observation& observation, double timeout_s = 0);
@@ -113,27 +147,51 @@ class Client {
   std::string health(double timeout_s = 0);
   // Say that a new episode begins in a session.
   void reset(const std::string& session = "", double timeout_s = 0);
-  void close();
 
  private:
   std::string ask(const std::string& request, double end);
   template <class Read>
   auto kept(Read read) -> decltype(read());
   std::string control(int kind, const std::string& session, double timeout_s);
-  void connect(double end);
-  void send(const std::string& bytes, double end);
-  void receive(std::size_t count, double end);  // appends to buffer_ until it has so many bytes
-  std::string message(double end, bool handshake);
+};
 
-  Options options_;
-  std::string host_, port_, policy_, buffer_;
-  std::uint64_t last_id_ = 0;
-  int socket_ = -1;
+// Streams to one server: samples and frames go out, windows come in. Not thread-safe. After an Error connection_lost or
+// bad_reply the next send opens another connection and begins anew; after the server's own the stream stands.
+class Stream : public Socket {
+ public:
+  // rate: nodes per second. interpolation: "", linear or hold. Throws Error bad_address.
+  Stream(const std::string& address, double rate, Options options = {}, std::string interpolation = "");
+  ~Stream();
+
+  // Connect, where no connection stands, within the time limit. send does it too.
+  void open();
+  // Send a sample with the frames that are new, or none; false, and nothing is sent, where four messages have not left.
+  // Waits for nothing once the connection stands. sample: of it images, state, prompt, session, seed, solver_steps, rtc,
+  // text_tokens; time, in seconds of the robot's clock; delay, nodes from its own to the first that the answer can still
+  // reach (1 if absent). frame_time: when the frames were exposed, time if absent.
+  bool send(const Observation& sample, std::optional<double> frame_time = {});
+  // Return the next window of this stream, none where none has come after so many seconds. Throws Error, also the server's.
+  std::optional<Window> next(double wait_s = 0);
+  // End it: no window of what was sent before is returned, and the next sample begins another that knows nothing of this.
+  void end();
+
+ private:
+  void put(const std::string& request);
+  void flush();
+
+  double rate_;
+  std::string interpolation_, session_;
+  std::deque<std::string> unsent_;
+  std::uint64_t ended_ = 0;  // the last message of the stream before
 };
 
 // Between bytes and what they mean; no sockets.
 std::string encode_infer(const Observation& observation, std::uint64_t request_id, const std::string& api_key = "",
                          const std::string& policy = "");
+std::string encode_sample(const Observation& sample, double rate, std::optional<double> frame_time, std::uint64_t request_id,
+                          const std::string& api_key = "", const std::string& policy = "",
+                          const std::string& interpolation = "");
+Window decode_window(const std::string& message, const Options& options = {});
 // words: none but words were asked for, so that there need be no actions.
 Chunk decode_reply(const std::string& reply, std::uint64_t request_id, const Options& options = {}, bool words = false);
 

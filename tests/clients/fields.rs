@@ -1,10 +1,11 @@
-//! As fields.cpp does: `fields request FILE`, `fields reply FILE`, `fields reset ADDRESS TIMES`. Beside it
+//! As fields.cpp does: `fields request FILE`, `fields reply FILE`, `fields reset ADDRESS TIMES`, and of streams `sample`,
+//! `window`, `stream` and `full`. Beside it
 //! `fields several FILE` writes a request of two observations and `fields report FILE` a robot's report, both as well
 //! to a server with `fields live ADDRESS KEY`.
 
 use std::time::Duration;
 
-use sinew_client::{messages, Client, Error, Image, Observation, Options, Report};
+use sinew_client::{messages, Client, Error, Image, Observation, Options, Report, Stream, Window};
 
 const PIXELS: [u8; 12] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 255];
 const FLOATS: [f32; 6] = [0.0, 0.25, 0.5, 1.0, 0.1, 0.9];
@@ -88,6 +89,56 @@ fn reply(bytes: &[u8]) -> Result<String, Error> {
     ))
 }
 
+fn nodes(found: &Window) -> String {
+    let numbers: Vec<String> = found.actions.iter().map(f32::to_string).collect();
+    format!("{} {} {} {}", found.step, found.rows, found.dim, numbers.join(" "))
+}
+
+fn window(bytes: &[u8]) -> Result<String, Error> {
+    let found = messages::decode_window(bytes, 0, &Options::default())?.unwrap_or_default();
+    Ok(format!(
+        "{} | {:.17} {:.17} {} {} {} {} {} {} {} {}",
+        nodes(&found), found.sample_time, found.frame_time, found.prefix_age_ms, found.sensor_age_ms, found.head_ms,
+        found.run, found.request_id, found.label, found.text, found.said,
+    ))
+}
+
+fn stream(address: &str, key: &str) -> Result<(), Error> {
+    let options = Options { api_key: key.into(), timeout: Duration::from_secs(60), ..Options::default() };
+    let mut robot = Stream::new(address, 100.0, options, "")?;
+    let pixels = vec![7; 16 * 16 * 3];
+    let mut seen = Observation {
+        images: vec![Image::rgb("front", &pixels, 16, 16)],
+        state: vec![0.5, 0.25], prompt: "go".into(), session: "arm".into(), seed: Some(7), time: Some(0.0),
+        ..Observation::default()
+    };
+    for turn in 0..3 {
+        seen.state.truncate(if turn == 2 { 1 } else { 2 });
+        let found = robot.send(&seen, None).and_then(|_| robot.next_window(Duration::from_secs(60)));
+        told(found.map(|found| found.unwrap_or_default()).map(|found| format!("{} of {}", nodes(&found), found.request_id)));
+        if turn < 2 {
+            robot.end()?;
+        }
+    }
+    seen.time = None;
+    told(robot.send(&seen, None).map(|_| String::new()));
+    Ok(())
+}
+
+fn full(address: &str) -> Result<(), Error> {
+    let mut robot = Stream::new(address, 100.0, Options::default(), "")?;
+    let pixels = vec![0; 1024 * 1024 * 3];
+    let images = vec![Image::rgb("front", &pixels, 1024, 1024)];
+    let seen = Observation { images, time: Some(0.0), ..Observation::default() };
+    let mut sent = 0;
+    for _ in 0..30 {
+        sent += usize::from(robot.send(&seen, None)?);
+    }
+    let none = robot.next_window(Duration::ZERO)?.is_none();
+    println!("{}", if (4..30).contains(&sent) && none { "dropped" } else { "sent" });
+    Ok(())
+}
+
 fn told(found: Result<String, Error>) {
     println!("{}", found.unwrap_or_else(|error| error.to_string()));
 }
@@ -144,11 +195,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let kind = messages::Control::Report(&said);
             std::fs::write(&rest[0], messages::encode_control(kind, 7, "arm", "key", "policy"))?;
         }
-        "reply" => {
-            let whole = std::fs::read(&rest[0])?;
-            told(reply(&whole));
-            (0..whole.len()).for_each(|size| told(reply(&whole[..size]))); // cut off anywhere
+        "sample" => {
+            let pace = messages::Pace { rate: 30.0, frame_time: Some(12.25), interpolation: "hold".into() };
+            std::fs::write(&rest[0], messages::encode_sample(&everything(), &pace, 1 << 40, "key", "policy")?)?;
         }
+        "reply" | "window" => {
+            let whole = std::fs::read(&rest[0])?;
+            let read = if verb == "reply" { reply } else { window };
+            told(read(&whole));
+            (0..whole.len()).for_each(|size| told(read(&whole[..size]))); // cut off anywhere
+        }
+        "stream" => stream(&rest[0], &rest[1])?,
+        "full" => full(&rest[0])?,
         "live" => live(&rest[0], &rest[1])?,
         _ => {
             let mut robot = Client::connect(&rest[0])?;

@@ -20,15 +20,18 @@ import numpy as np
 import pytest
 from sinew_client import Client, protocol, schema, zmtp
 from sinew_client.robot_report import RobotReport
+from sinew_client.streams import StreamLink
 
+from sinew.policy import load
 from sinew.serve.decode.array import pack, unpack
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, openpi, parse
 from tests.serve import browser
-from tests.serve.puppet import GREETING, desk, frame
+from tests.serve.puppet import GREETING, desk, frame, until
 from tests.serve.test_link import READY, peer
 from tests.serve.test_replay import FRAMES, WITHOUT_TORCH, chunk_of, record
 from tests.serve.test_server import free_port, serving
+from tests.serve.test_streams import serving as streaming
 
 ROOT = Path(__file__).parents[2]
 PACKAGES, HERE = ROOT / "packages", Path(__file__).parent
@@ -261,10 +264,9 @@ def test_the_schema_in_other_languages_is_the_schema() -> None:
     # Every field that the Python client sends, so that a new one is not forgotten.
     sent = set(schema.PredictRequest.DESCRIPTOR.fields_by_name) - {
         *("state", "precomputed_img_emb", "precomputed_img_emb_n_views", "attention_mask"),  # vla.cpp's form
-        *("rate", "frame_time", "interpolation"),  # of streams
     }
     source = generate.CPP.read_text()
-    encoder = source[source.index("std::string encode_infer") : source.index("Chunk decode_reply")]
+    encoder = source[source.index("std::string encode(") : source.index("Chunk decode_reply")]
     control = source[source.index("std::string Client::control") :]
     # C++ has no messages of several, which evaluations ask for, and no reports, which are of the Python client's loop.
     assert {name for name in sent if name not in encoder + control} == {"observations", "report"}
@@ -312,6 +314,105 @@ def test_their_bytes_are_those_of_python(fields: Path, tmp_path: Path) -> None:
     reply.actions[4] = float("nan")
     (tmp_path / "reply").write_bytes(reply.SerializeToString())
     assert "not finite [unsafe_chunk]" in run(fields, "reply", tmp_path / "reply").splitlines()[0]
+
+
+def test_their_streams_bytes_are_those_of_python(fields: Path, tmp_path: Path) -> None:
+    run(fields, "sample", tmp_path / "sample")
+    sample = schema.PredictRequest.FromString(RECORDED)
+    del sample.images[:]
+    sample.kind, sample.rate, sample.frame_time, sample.interpolation = 4, 30.0, 12.25, "hold"
+    written, images = (tmp_path / "sample").read_bytes(), EVERYTHING["images"]
+    assert written == b"".join(protocol.with_frames(sample, images.items()))  # type: ignore[attr-defined]
+    # As it was recorded: the request, and the four fields of a stream in their places.
+    kind, rate = RECORDED.index(b"\xaa\x06\x0bgr"), RECORDED.index(b"\xba\x07\x06policy")
+    pace = bytes.fromhex("a5070000f041a907000000000080 2840b20704") + b"hold"
+    assert written == RECORDED[:kind] + b"\xa0\x06\x04" + RECORDED[kind:rate] + pace + RECORDED[rate:]
+
+    message = schema.PredictResponse(request_id=9, horizon=2, dim=2, actions=[0.5, -1, 0.25, 3e8])
+    window = message.window
+    window.step, window.run, window.label, window.text, window.said = (
+        -3,
+        1 << 40,
+        "whole chunks",
+        "pi",
+        "pick",
+    )
+    window.sample_time, window.frame_time = 12.5, 12.25
+    window.prefix_age_ms, window.sensor_age_ms, window.head_ms = 1.5, 0.25, 8
+    (tmp_path / "window").write_bytes(message.SerializeToString())
+    whole, *cut = run(fields, "window", tmp_path / "window").splitlines()
+    numbers, rest = whole.split(" | ")
+    assert [float(each) for each in numbers.split()] == [-3, 2, 2, 0.5, -1, 0.25, 3e8]
+    times, words = rest.split(" ", 2)[:2], rest.split(" ", 2)[2]
+    assert [float(each) for each in times] == [12.5, 12.25]
+    assert words == f"1.5 0.25 8 {1 << 40} 9 whole chunks pi pick"
+    assert len(cut) == message.ByteSize()
+    assert all("bad_reply" in line for line in cut), cut
+    for change, said in (
+        ({"error": "all places are taken", "error_code": "busy"}, "all places are taken [busy]"),
+        ({"dim": 3}, "the reply holds 4 numbers for 2 actions of 3 dimensions [bad_reply]"),
+        ({"actions": [0, 0, 0, np.inf]}, "not finite [unsafe_chunk]"),
+        ({"window": {"sample_time": np.nan}}, "the window holds times that are not finite [unsafe_chunk]"),
+    ):
+        wrong = schema.PredictResponse.FromString(message.SerializeToString())
+        for name in change:
+            wrong.ClearField(name)
+        wrong.MergeFrom(schema.PredictResponse(**change))
+        (tmp_path / "window").write_bytes(wrong.SerializeToString())
+        assert said in run(fields, "window", tmp_path / "window").splitlines()[0]
+
+
+def test_their_streams_are_those_of_python(
+    fields: Path, programs: Programs, rolling_bundle: Path, tmp_path: Path
+) -> None:
+    """The first window of a stream whose noise is drawn from a seed is the same in every language, also of a second
+    stream on the connection of the first; what a server refuses, and one that reads nothing, keep nobody waiting."""
+    front = np.full((16, 16, 3), 7, np.uint8)
+    policy = load(rolling_bundle, engine="eager", threads=1)
+    with streaming(policy, api_key=KEY) as server:
+        link = StreamLink(server.native, 100.0, "arm", KEY, {"seed": 7})
+        assert link.wait_connected(WAIT_S)
+        assert link.send([0.5, 0.25], 0.0, images={"front": front}, prompt="go")
+        assert link.wait_window(WAIT_S)
+        (window,) = link.windows()[:1]
+        link.close()
+        first, second, wrong, untimed = run(fields, "stream", server.native, KEY).splitlines()
+        refused = run(fields, "stream", server.native, "another").splitlines()
+        (tmp_path / "front").write_bytes(b"P6\n16 16\n255\n" + front.tobytes())
+        ask = programs.built(CPP / "ask.cpp" if fields.name.endswith("cpp") else RUST / "examples" / "ask.rs")
+        line = ("go", "--image", f"front={tmp_path / 'front'}", "--state", "0,0", "--key", KEY, "--rate")
+        windows = [line.split() for line in run(ask, server.native, *line, 100, "--times", 5).splitlines()]
+        other = run(ask, server.native, *line, 50, status=1)
+        until(lambda: not len(server.streams), "the end of every stream")
+    for said, number in ((first, 1), (second, 2)):
+        numbers, of = said.split(" of ")
+        assert numbers.split()[:3] == [str(each) for each in (window.step, *window.rows.shape)]
+        np.testing.assert_array_equal(np.array(numbers.split()[3:], np.float32), window.rows.ravel())
+        assert int(of) == number
+    assert wrong == "state: expected shape [2], got shape [1] [bad_observation]"
+    assert untimed == "time: expected seconds of the robot's clock, got none [bad_observation]"
+    assert [line.rpartition("[")[2] for line in refused] == [*["unauthorized]"] * 3, "bad_observation]"]
+    assert len(windows) == 5
+    assert all(int(step[:-1]) > 0 and len(nodes) <= 6 for step, *nodes in windows)
+    assert (
+        other
+        == "error: rate: expected 100 nodes per second, at which this head was trained, got 50 [bad_observation]\n"
+    )
+
+    def reads_nothing(made: socket.socket) -> None:
+        made.sendall(GREETING + READY)
+        over.wait(WAIT_S)
+
+    def goes_away(made: socket.socket) -> None:
+        made.sendall(GREETING + READY)
+        made.recv(1 << 16)
+
+    over = threading.Event()
+    with peer(reads_nothing) as address:
+        assert run(fields, "full", address) == "dropped\n"
+        over.set()
+    with peer(goes_away) as address:
+        assert "[connection_lost]" in run(ask, address, *line, 100, status=1)
 
 
 def said_first(made: socket.socket, more: bytes = b"") -> None:

@@ -26,6 +26,16 @@ def test_a_fast_network_gets_every_pixel() -> None:
     assert frames.text == "raw: 50 ms on the network, up to 50 are left alone"
 
 
+def test_raw_frames_stay_raw_and_a_slow_network_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    frames = Frames()
+    assert after(frames, 10.0) is None
+    assert frames.text == "raw: 10 ms on the network, up to 50 are left alone"
+    assert after(frames, 180.0, 100) is None
+    said = "raw: 180 ms on the network; auto tries JPEG there, which changes actions a little"
+    assert frames.text == said
+    assert caplog.messages == [f"frames: {said}"]
+
+
 def test_one_slow_answer_changes_nothing() -> None:
     frames = Frames("auto")
     after(frames, 10.0)

@@ -1,16 +1,18 @@
 //! ask ADDRESS PROMPT --image CAMERA=FILE ... --state 0.1,0.2 \[--seed N\] \[--key KEY, else SINEW_API_KEY\]
-//! \[--times N\] \[--bytes FILE\]
+//! \[--times N\] \[--rate HZ\] \[--bytes FILE\]
 //!
 //! Asks a server once, or N times, prints the action rows, and ends with 0; 1 on an error, which it prints with its
-//! code. FILE is a PPM (P6) picture, whose pixels are sent as they are, or a JPEG or PNG file. --bytes writes the first
+//! code. FILE is a PPM (P6) picture, whose pixels are sent as they are, or a JPEG or PNG file. --rate streams: so
+//! many samples a second, until N windows have come, each a line: its step, and its nodes. --bytes writes the first
 //! request instead.
 
 use std::error::Error;
 use std::io::Write;
 use std::process::ExitCode;
 use std::str::FromStr;
+use std::time::{Duration, Instant};
 
-use sinew_client::{messages, Client, Image, Observation, Options};
+use sinew_client::{messages, Client, Image, Observation, Options, Stream};
 
 fn main() -> ExitCode {
     match ask(&std::env::args().skip(1).collect::<Vec<_>>()) {
@@ -27,6 +29,7 @@ fn ask(given: &[String]) -> Result<(), Box<dyn Error>> {
         return Err("expected ADDRESS PROMPT --image CAMERA=FILE ... --state NUMBER,NUMBER [usage]".into());
     };
     let (mut options, mut files, mut times, mut bytes) = (Options::default(), Vec::new(), 1, None);
+    let mut rate = 0.0;
     options.api_key = std::env::var("SINEW_API_KEY").unwrap_or_default();
     let mut seen = Observation { prompt: prompt.clone(), ..Observation::default() };
     for pair in rest.chunks(2) {
@@ -39,6 +42,7 @@ fn ask(given: &[String]) -> Result<(), Box<dyn Error>> {
             "--state" => seen.state = value.split(',').map(|each| number(option, each)).collect::<Result<_, _>>()?,
             "--seed" => seen.seed = Some(number(option, value)?),
             "--times" => times = number(option, value)?,
+            "--rate" => rate = number(option, value)?,
             "--key" => options.api_key = value.into(),
             "--bytes" => bytes = Some(value),
             _ => return Err(format!("unknown option {option} [usage]").into()),
@@ -57,6 +61,9 @@ fn ask(given: &[String]) -> Result<(), Box<dyn Error>> {
         std::fs::write(path, messages::encode_infer(&seen, 1, &options.api_key, "")?)?;
         return Ok(());
     }
+    if rate > 0.0 {
+        return stream(Stream::new(address, rate, options, "")?, seen, f64::from(rate), times);
+    }
     let mut robot = Client::with_options(address, options)?;
     let mut out = std::io::stdout().lock(); // println! would panic where a pipe has ended
     for _ in 0..times {
@@ -65,6 +72,28 @@ fn ask(given: &[String]) -> Result<(), Box<dyn Error>> {
             writeln!(out, "{}", row.iter().map(f32::to_string).collect::<Vec<_>>().join(" "))?;
         }
         chunk.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    }
+    Ok(())
+}
+
+/// Print so many windows.
+fn stream(mut robot: Stream, mut seen: Observation<'_>, rate: f64, times: u32) -> Result<(), Box<dyn Error>> {
+    robot.open()?;
+    let (begun, mut out, mut windows) = (Instant::now(), std::io::stdout().lock(), 0);
+    for sample in 1.. {
+        seen.time = Some(begun.elapsed().as_secs_f64());
+        robot.send(&seen, None)?;
+        let due = begun + Duration::from_secs_f64(f64::from(sample) / rate);
+        while let Some(window) = robot.next_window(due.saturating_duration_since(Instant::now()))? {
+            let nodes: Vec<_> = window.actions.iter().map(f32::to_string).collect();
+            writeln!(out, "{}: {}", window.step, nodes.join(" "))?;
+            windows += 1;
+            if windows == times {
+                return Ok(());
+            }
+            let late = begun.elapsed().as_secs_f64() - window.sample_time;
+            seen.delay = Some(1 + (late * rate) as u32); // as late as this one came
+        }
     }
     Ok(())
 }

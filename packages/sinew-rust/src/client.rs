@@ -8,7 +8,7 @@ use crate::zmtp::UnixPlace;
 use crate::zmtp::{Connection, Place};
 use crate::{Chunk, Error, Observation, Options, Report, Result};
 
-const LONGEST: Duration = Duration::from_secs(365 * 86400); // of a time limit, so that every moment can be told
+pub(crate) const LONGEST: Duration = Duration::from_secs(365 * 86400); // of a time limit, so that every moment can be told
 
 /// Talks to one server. The first call connects; a connection that breaks or misses its reply is thrown away and the
 /// next call opens another, so that a late reply answers nothing else.
@@ -34,9 +34,7 @@ impl Client {
     /// # Errors
     /// [`Error::BadAddress`].
     pub fn with_options(address: &str, options: Options) -> Result<Self> {
-        let (place, policy) = split(address).ok_or_else(|| {
-            Error::BadAddress(format!("address: expected tcp://HOST:PORT or ipc:///PATH, got {address}"))
-        })?;
+        let (place, policy) = split(address)?;
         Ok(Self { options, place, policy, last_id: 0, connection: None })
     }
 
@@ -131,7 +129,7 @@ impl Client {
         let end = begun + self.options.timeout.min(LONGEST);
         let mut connection = match self.connection.take().and_then(Connection::if_idle) {
             Some(kept) => kept,
-            None => Connection::open(&self.place, end)?,
+            None => Connection::open(&self.place, end, "REQ")?,
         };
         let reply = connection.ask(request, end)?;
         self.connection = Some(connection);
@@ -147,7 +145,12 @@ impl Client {
     }
 }
 
-fn split(address: &str) -> Option<(Place, String)> {
+pub(crate) fn split(address: &str) -> Result<(Place, String)> {
+    place_of(address)
+        .ok_or_else(|| Error::BadAddress(format!("address: expected tcp://HOST:PORT or ipc:///PATH, got {address}")))
+}
+
+fn place_of(address: &str) -> Option<(Place, String)> {
     #[cfg(unix)]
     if let Some(path) = address.strip_prefix("ipc://") {
         let (path, policy) = path.split_once('#').unwrap_or((path, ""));

@@ -1,5 +1,5 @@
 //! Asks a Sinew server for a robot's actions, over its native wire: Protobuf messages over ZMTP 3 on plain sockets. No
-//! dependency and no `unsafe`; one request, one reply, a time limit on each.
+//! dependency and no `unsafe`; one request, one reply, a time limit on each; or a stream, which waits for nothing.
 //!
 //! ```no_run
 //! use sinew_client::{Client, Image, Observation};
@@ -31,9 +31,11 @@ mod protobuf;
 #[allow(dead_code)] // it has every field of a message, and a client does not send all
 #[rustfmt::skip]
 mod schema;
+mod stream;
 mod types;
 mod zmtp;
 
 pub use client::Client;
 pub use error::{Error, Result};
-pub use types::{Chunk, Image, Observation, Options, Pixels, Report, Timing};
+pub use stream::Stream;
+pub use types::{Chunk, Image, Observation, Options, Pixels, Report, Timing, Window};

@@ -3,9 +3,9 @@
 use std::borrow::Cow;
 
 use crate::protobuf::{Field, Reader, Writer};
-use crate::schema::{count, image, image_encoding, report as run, timing};
+use crate::schema::{count, image, image_encoding, report as run, timing, window as node};
 use crate::schema::{predict_request as asked, predict_request_kind as kind, predict_response as told};
-use crate::{Chunk, Error, Image, Observation, Options, Pixels, Report, Result, Timing};
+use crate::{Chunk, Error, Image, Observation, Options, Pixels, Report, Result, Timing, Window};
 
 const MAX_DIM: usize = 1024;
 const MAX_WARNINGS: usize = 1024; // of a reply: an empty one has 3 bytes there and 24 here
@@ -31,6 +31,53 @@ pub fn encode_infer(seen: &Observation<'_>, request_id: u64, api_key: &str, poli
     if seen.images.is_empty() {
         return refuse("images", "a frame of each camera", "none");
     }
+    encode(seen, request_id, api_key, policy, None)
+}
+
+/// What a sample of a stream has beside an observation.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Pace {
+    /// Nodes per second.
+    pub rate: f32,
+    /// When the frames were exposed, seconds of the robot's clock; the sample's `time` if absent.
+    pub frame_time: Option<f64>,
+    /// "", `linear` or `hold`.
+    pub interpolation: String,
+}
+
+/// Return the bytes of a stream's sample, with frames or without.
+///
+/// # Errors
+/// [`Error::BadObservation`] naming the field.
+pub fn encode_sample(
+    sample: &Observation<'_>,
+    pace: &Pace,
+    request_id: u64,
+    api_key: &str,
+    policy: &str,
+) -> Result<Vec<u8>> {
+    if sample.time.is_none() {
+        return refuse("time", "seconds of the robot's clock", "none");
+    }
+    encode(sample, request_id, api_key, policy, Some(pace))
+}
+
+/// Return the bytes that end a session's stream.
+pub fn encode_end(session: &str, api_key: &str) -> Vec<u8> {
+    let mut out = Writer::default();
+    out.integer(asked::KIND, kind::STREAM_END);
+    out.text(asked::SESSION, session);
+    out.text(asked::API_KEY, api_key);
+    out.bytes
+}
+
+fn encode(
+    seen: &Observation<'_>,
+    request_id: u64,
+    api_key: &str,
+    policy: &str,
+    pace: Option<&Pace>,
+) -> Result<Vec<u8>> {
     let pixels: usize = seen.images.iter().map(|each| size_of(each) + 64).sum();
     let mut out = Writer::default();
     if !seen.tokens.is_empty() {
@@ -47,6 +94,7 @@ pub fn encode_infer(seen: &Observation<'_>, request_id: u64, api_key: &str, poli
         out.blob(asked::ADVANTAGE, advantage.as_bytes());
     }
     out.double(asked::GUIDANCE_SCALE, seen.guidance_scale);
+    out.integer(asked::KIND, pace.map_or(kind::INFER, |_| kind::STREAM));
     out.text(asked::PROMPT, &seen.prompt);
     for frame in &seen.images {
         check_frame(frame)?;
@@ -60,11 +108,16 @@ pub fn encode_infer(seen: &Observation<'_>, request_id: u64, api_key: &str, poli
     out.float(asked::DEADLINE_MS, seen.deadline_ms);
     out.text(asked::API_KEY, api_key);
     out.floats(asked::PREVIOUS, &seen.previous);
-    out.present(asked::DELAY, seen.delay.map(u64::from));
+    out.present(asked::DELAY, seen.delay.or(pace.map(|_| 1)).map(u64::from));
     out.present(asked::HORIZON, seen.horizon.map(u64::from));
     out.text(asked::RTC, &seen.rtc);
     out.text(asked::SCHEDULE, &seen.schedule);
     out.float(asked::BETA, seen.beta);
+    if let Some(pace) = pace {
+        out.float(asked::RATE, Some(pace.rate));
+        out.double(asked::FRAME_TIME, pace.frame_time.or(seen.time).filter(|_| !seen.images.is_empty()));
+        out.text(asked::INTERPOLATION, &pace.interpolation);
+    }
     out.text(asked::POLICY, policy);
     out.integer(asked::TEXT_TOKENS, seen.text_tokens);
     out.text(asked::ADAPTER, &seen.adapter);
@@ -237,6 +290,7 @@ struct Reply<'a> {
     error_code: String,
     metadata: String,
     chunk: Chunk,
+    window: Option<Window>,
     answers: Vec<&'a [u8]>,
 }
 
@@ -265,6 +319,7 @@ impl<'a> Reply<'a> {
                 told::WARNINGS => chunk.warnings.push(field.text()?),
                 told::TEXT => chunk.text = field.text()?,
                 told::ADAPTER => chunk.adapter = field.text()?,
+                told::WINDOW => found.window = Some(read_window(&field)?),
                 told::ANSWERS if found.answers.len() == MOST_TOGETHER => {
                     return wrong(format!("answers: expected at most {MOST_TOGETHER}, got more"));
                 }
@@ -312,6 +367,49 @@ fn read_timing(message: &Field<'_>, into: &mut Timing) -> Result<()> {
     Ok(())
 }
 
+fn read_window(message: &Field<'_>) -> Result<Window> {
+    let mut made = Window::default();
+    for field in Reader::new(message.bytes()?) {
+        let field = field?;
+        match field.number {
+            node::STEP => made.step = field.integer()? as i64,
+            node::SAMPLE_TIME => made.sample_time = field.double()?,
+            node::FRAME_TIME => made.frame_time = field.double()?,
+            node::PREFIX_AGE_MS => made.prefix_age_ms = field.float()?,
+            node::SENSOR_AGE_MS => made.sensor_age_ms = field.float()?,
+            node::HEAD_MS => made.head_ms = field.float()?,
+            node::RUN => made.run = field.integer()?,
+            node::LABEL => made.label = field.text()?,
+            node::TEXT => made.text = field.text()?,
+            node::SAID => made.said = field.text()?,
+            _ => {}
+        }
+    }
+    Ok(made)
+}
+
+/// Return the window of a stream's message, `None` for one up to the number `ended`, of the stream before.
+///
+/// # Errors
+/// [`Error::Server`], [`Error::BadReply`], and [`Error::UnsafeChunk`] for what must not be executed.
+pub fn decode_window(bytes: &[u8], ended: u64, options: &Options) -> Result<Option<Window>> {
+    let reply = Reply::read(bytes)?;
+    let Some(mut window) = reply.window else {
+        return wrong("the message: expected a window of a stream, got something else");
+    };
+    if reply.request_id <= ended {
+        return Ok(None);
+    }
+    let Chunk { actions, rows, dim, .. } = reply.chunk;
+    check_rows(&actions, rows, dim, true, options)?;
+    if !window.sample_time.is_finite() || !window.frame_time.is_finite() {
+        return unsafe_chunk("the window holds times that are not finite");
+    }
+    window.request_id = reply.request_id;
+    (window.actions, window.rows, window.dim) = (actions, rows, dim);
+    Ok(Some(window))
+}
+
 /// Return the chunk of a reply to the request `request_id`, which asked with `seen`.
 ///
 /// # Errors
@@ -347,20 +445,29 @@ pub fn decode_control(bytes: &[u8], request_id: u64) -> Result<String> {
 }
 
 fn accepted(chunk: Chunk, seen: &Observation<'_>, options: &Options) -> Result<Chunk> {
-    let Chunk { actions, rows, dim, .. } = &chunk;
     let words = seen.text_only || !seen.question.is_empty();
-    if rows.checked_mul(*dim) != Some(actions.len()) || *dim == 0 || (!words && *rows == 0) {
+    check_rows(&chunk.actions, chunk.rows, chunk.dim, words, options)?;
+    if chunk.adapter != seen.adapter {
+        // servers of before there were any ignore the field
+        return unsafe_chunk(format!("adapter: expected an answer of '{}', got '{}'", seen.adapter, chunk.adapter));
+    }
+    Ok(chunk)
+}
+
+/// Refuse rows that are none, or that must not be executed.
+fn check_rows(actions: &[f32], rows: usize, dim: usize, none: bool, options: &Options) -> Result<()> {
+    if rows.checked_mul(dim) != Some(actions.len()) || dim == 0 || (!none && rows == 0) {
         let numbers = actions.len();
         return wrong(format!("the reply holds {numbers} numbers for {rows} actions of {dim} dimensions"));
     }
-    if *rows > options.max_rows || *dim > MAX_DIM {
+    if rows > options.max_rows || dim > MAX_DIM {
         let most = options.max_rows;
         return unsafe_chunk(format!(
             "the reply: expected at most {most} rows of {MAX_DIM} numbers, got {rows} of {dim}"
         ));
     }
     for limit in [&options.low, &options.high].into_iter().flatten() {
-        if limit.len() != *dim {
+        if limit.len() != dim {
             return unsafe_chunk(format!("limits: expected {dim} numbers, got {}", limit.len()));
         }
     }
@@ -375,9 +482,5 @@ fn accepted(chunk: Chunk, seen: &Observation<'_>, options: &Options) -> Result<C
             return unsafe_chunk(format!("action {row}, dimension {column}: expected {low} to {high}, got {action}"));
         }
     }
-    if chunk.adapter != seen.adapter {
-        // servers of before there were any ignore the field
-        return unsafe_chunk(format!("adapter: expected an answer of '{}', got '{}'", seen.adapter, chunk.adapter));
-    }
-    Ok(chunk)
+    Ok(())
 }

@@ -157,6 +157,29 @@ impl<'a> IntoIterator for &'a Chunk {
     }
 }
 
+/// Nodes `step`, `step + 1` ... of a stream's trajectory; node k belongs to k / rate seconds of the robot's clock. No
+/// rows: the answer comes later than they would reach. `sinew.proto` says what each field is.
+#[derive(Debug, Clone, Default, PartialEq)]
+#[allow(missing_docs)]
+pub struct Window {
+    pub step: i64,
+    /// \[rows, dim\], row by row, world units.
+    pub actions: Vec<f32>,
+    pub rows: usize,
+    pub dim: usize,
+    pub sample_time: f64,
+    pub frame_time: f64,
+    pub prefix_age_ms: f32,
+    pub sensor_age_ms: f32,
+    pub head_ms: f32,
+    pub run: u64,
+    /// Of the message with the newest sample.
+    pub request_id: u64,
+    pub label: String,
+    pub text: String,
+    pub said: String,
+}
+
 /// How a client asks, and what it takes for an answer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {

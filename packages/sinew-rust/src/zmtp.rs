@@ -1,5 +1,6 @@
-//! A REQ socket of ZMTP 3 without encryption (<https://rfc.zeromq.org/spec/23>), over TCP or a Unix socket.
+//! A REQ or DEALER socket of ZMTP 3 without encryption (<https://rfc.zeromq.org/spec/23>), over TCP or a Unix socket.
 
+use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 #[cfg(unix)]
@@ -18,6 +19,8 @@ const GREETING: usize = 64; // bytes
 const MORE: u8 = 1; // flags of a frame
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
+const MAX_TURNS: usize = 64; // looks at what has come, of 64 KiB each, before messages are read
+const NAP: Duration = Duration::from_millis(2); // between two attempts to send what the server did not take
 const PAUSE: Duration = Duration::from_millis(100); // between two attempts to connect
 
 /// Where a server listens.
@@ -94,18 +97,19 @@ stream!(UnixStream);
 /// One connection. After an error it is of no use.
 pub(crate) struct Connection {
     stream: Box<dyn Stream>,
-    buffer: Vec<u8>, // what came and was not read
+    buffer: Vec<u8>,           // what came and was not read
+    unsent: VecDeque<Vec<u8>>, // of a DEALER
 }
 
 impl Connection {
-    /// Connect and shake hands until `end`. A server that is not there yet may come.
-    pub(crate) fn open(place: &Place, end: Instant) -> Result<Self> {
+    /// Connect and shake hands until `end`, as a socket of this kind. A server that is not there yet may come.
+    pub(crate) fn open(place: &Place, end: Instant, kind: &str) -> Result<Self> {
         let stream: Box<dyn Stream> = match place {
             Place::Tcp { host, port } => Box::new(tcp(host, *port, end)?),
             #[cfg(unix)]
             Place::Unix(place) => Box::new(until(end, &place.path, 1, |_, time| place.connect(time))?),
         };
-        let mut made = Self { stream, buffer: Vec::new() };
+        let mut made = Self { stream, buffer: Vec::new(), unsent: VecDeque::new() };
         let mut greeting = [0; GREETING];
         greeting[0] = 0xff;
         greeting[9..12].copy_from_slice(&[0x7f, 3, 1]);
@@ -117,8 +121,9 @@ impl Connection {
             return Err(Error::ConnectionLost(text.into()));
         }
         made.buffer.drain(..GREETING);
-        let ready = b"\x05READY\x0bSocket-Type\0\0\0\x03REQ\x08Identity\0\0\0\0";
-        made.send(&[&head(ready.len(), COMMAND), &ready[..]].concat(), end)?;
+        let kind = [&[kind.len() as u8], kind.as_bytes()].concat();
+        let ready = [b"\x05READY\x0bSocket-Type\0\0\0", &kind[..], b"\x08Identity\0\0\0\0"].concat();
+        made.send(&[head(ready.len(), COMMAND), ready].concat(), end)?;
         while !made.command(end)?.starts_with(b"\x05READY") {}
         Ok(made)
     }
@@ -171,35 +176,105 @@ impl Connection {
         if flags & COMMAND == 0 {
             return Err(not_two());
         }
-        if body.starts_with(b"\x04PING") {
-            let context = body.get(7..).unwrap_or_default();
-            let pong = [b"\x04PONG", &context[..context.len().min(16)]].concat();
-            self.send(&[head(pong.len(), COMMAND), pong].concat(), end)?;
-        } else if let Some(reason) = body.strip_prefix(b"\x05ERROR") {
-            let reason = String::from_utf8_lossy(reason);
-            return Err(Error::ConnectionLost(format!("the server refuses the connection: {reason}")));
+        if let Some(answer) = heard(&body)? {
+            self.send(&answer, end)?;
         }
         Ok(body)
     }
 
     fn raw(&mut self, end: Instant) -> Result<(u8, Vec<u8>)> {
-        self.receive(2, end)?;
+        left(end)?; // also of a server that never stops talking
+        loop {
+            match self.whole()? {
+                Some(found) => return Ok(found),
+                None => self.receive(self.buffer.len() + 1, end)?,
+            }
+        }
+    }
+
+    /// Return the next frame where it has come whole.
+    fn whole(&mut self) -> Result<Option<(u8, Vec<u8>)>> {
+        let have = self.buffer.len();
+        if have < 2 || (self.buffer[0] & LONG != 0 && have < 9) {
+            return Ok(None);
+        }
         let flags = self.buffer[0];
-        let (start, size) = if flags & LONG == 0 {
-            (2, u64::from(self.buffer[1]))
-        } else {
-            self.receive(9, end)?;
-            (9, self.buffer[1..9].iter().fold(0, |size, &byte| size << 8 | u64::from(byte)))
+        let (start, size) = match flags & LONG {
+            0 => (2, u64::from(self.buffer[1])),
+            _ => (9, self.buffer[1..9].iter().fold(0, |size, &byte| size << 8 | u64::from(byte))),
         };
         let most = if flags & COMMAND == 0 { MAX_REPLY } else { MAX_COMMAND };
         if size > most {
             return Err(Error::BadReply(format!("the reply: expected at most {most} bytes, got {size}")));
         }
         let whole = start + size as usize; // at most 2^28 and 9
-        self.receive(whole, end)?;
+        if have < whole {
+            return Ok(None);
+        }
         let body = self.buffer[start..whole].to_vec();
         self.buffer.drain(..whole);
-        Ok((flags, body))
+        Ok(Some((flags, body)))
+    }
+
+    /// Messages that were put and have not left whole.
+    pub(crate) fn unsent(&self) -> usize {
+        self.unsent.len()
+    }
+
+    /// Send a message of one frame, or as much of it as the server takes now; later calls send the rest.
+    pub(crate) fn put(&mut self, message: &[u8]) -> Result<()> {
+        self.unsent.push_back([&head(message.len(), 0), message].concat());
+        self.flush()
+    }
+
+    /// Send what is unsent, as far as the server takes it now.
+    pub(crate) fn flush(&mut self) -> Result<()> {
+        self.stream.set_nonblocking(true).map_err(lost)?;
+        while let Some(first) = self.unsent.front_mut() {
+            match self.stream.write(first) {
+                Ok(sent) => drop(first.drain(..sent)),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) => may_go_on(error)?,
+            }
+            if first.is_empty() {
+                self.unsent.pop_front();
+            }
+        }
+        Ok(())
+    }
+
+    /// Return the next message of one frame, `None` where none has come until `end`.
+    pub(crate) fn get(&mut self, end: Instant) -> Result<Option<Vec<u8>>> {
+        let mut part = [0; 1 << 16];
+        loop {
+            self.flush()?;
+            let mut turns = 0;
+            while turns < MAX_TURNS && self.take(&mut part)? {
+                turns += 1;
+            }
+            while let Some((flags, body)) = self.whole()? {
+                match flags & (COMMAND | MORE) {
+                    0 => return Ok(Some(body)),
+                    COMMAND => self.unsent.extend(heard(&body)?),
+                    _ => return Err(Error::BadReply("the message: expected one frame, got more".into())),
+                }
+            }
+            let Ok(time) = left(end) else { return Ok(None) };
+            self.stream.set_nonblocking(false).map_err(lost)?;
+            let time = if self.unsent.is_empty() { time } else { time.min(NAP) };
+            self.stream.wait_at_most(time).map_err(lost)?;
+            self.take(&mut part)?;
+        }
+    }
+
+    /// Append what has come, or comes first, to the buffer; false where that is nothing.
+    fn take(&mut self, part: &mut [u8]) -> Result<bool> {
+        match self.stream.read(part) {
+            Ok(0) => return Err(Error::ConnectionLost("the server has closed the connection".into())),
+            Ok(got) => self.buffer.extend_from_slice(&part[..got]),
+            Err(error) => return may_go_on(error).map(|()| false),
+        }
+        Ok(true)
     }
 
     /// Have at least `count` bytes in the buffer.
@@ -207,11 +282,7 @@ impl Connection {
         let mut part = [0; 1 << 16];
         while self.buffer.len() < count {
             self.stream.wait_at_most(left(end)?).map_err(lost)?; // also of a server that never stops talking
-            match self.stream.read(&mut part) {
-                Ok(0) => return Err(Error::ConnectionLost("the server has closed the connection".into())),
-                Ok(got) => self.buffer.extend_from_slice(&part[..got]),
-                Err(error) => may_go_on(error)?,
-            }
+            self.take(&mut part)?;
         }
         left(end).map(|_| ())
     }
@@ -234,6 +305,19 @@ fn head(size: usize, flags: u8) -> Vec<u8> {
         Ok(size) => vec![flags, size],
         Err(_) => [&[flags | LONG][..], &(size as u64).to_be_bytes()].concat(),
     }
+}
+
+/// Return what a command is answered with: a ping, and nothing else.
+fn heard(command: &[u8]) -> Result<Option<Vec<u8>>> {
+    if let Some(reason) = command.strip_prefix(b"\x05ERROR") {
+        let reason = String::from_utf8_lossy(reason);
+        return Err(Error::ConnectionLost(format!("the server refuses the connection: {reason}")));
+    }
+    Ok(command.strip_prefix(b"\x04PING").map(|rest| {
+        let context = rest.get(2..).unwrap_or_default();
+        let pong = [b"\x04PONG", &context[..context.len().min(16)]].concat();
+        [head(pong.len(), COMMAND), pong].concat()
+    }))
 }
 
 fn not_two() -> Error {
