@@ -108,7 +108,7 @@ def convert(name: str, out: Path, bundle: Path) -> dict[str, Any]:
 
     folder = out / (FAMILIES[name].folder if name in FAMILIES else "checkpoint")
     start = time.perf_counter()
-    sinew.convert.convert(folder, bundle, **given(name, out))
+    sinew.convert(folder, bundle, **given(name, out))
     return {"without_imports_s": round(time.perf_counter() - start, 1), "bytes": bundle.stat().st_size}
 
 

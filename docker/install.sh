@@ -41,15 +41,15 @@ install=("${pip[@]}" install ${constraints:+-c "$constraints"})
 more=${EXTRAS:+,$EXTRAS}
 case $role in
     client) "${pip[@]}" install "$client" ;; # its ranges are wide for old robots: no constraints
-    onnx) "${install[@]}" "$client" "$server[onnx$more]" ;;
+    onnx) "${install[@]}" "$client" "${server}[onnx$more]" ;;
     cpu | cuda)
         # First and alone: the rest could pull another build of it.
         "${install[@]}" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
-        "${install[@]}" "$client" "$server[torch,onnx$more]"
+        "${install[@]}" "$client" "${server}[torch,onnx$more]"
         ;;
     jetson)
         # The system's torch must stay, so torch is named nowhere here.
-        "${pip[@]}" install "$client" "$server[onnx$more]"
+        "${pip[@]}" install "$client" "${server}[onnx$more]"
         ;;
 esac
 [ -n "${WHEELS:-}" ] || rm -rf "$wheels"

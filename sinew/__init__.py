@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinew_client.policy import connect
 
-    from sinew import convert
+    from sinew.convert import convert
     from sinew.eval.learning.exploration import Exploration
     from sinew.eval.learning.rollouts import RolloutPolicy, RolloutSample
     from sinew.eval.quantize.quantization import Quantized, quantize
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sinew.eval.runner import Episode
     from sinew.policy import Policy, load
     from sinew.serve.recorded import RecordedPolicy, record
-    from sinew.serve.wires.server import Server
+    from sinew.serve.wires.server import Server, serve
 
 # How OpenMP threads wait. Those that spin while they wait for one another take the time that other programs need to
 # finish (docs/log has the measurement), so they sleep at once, unless the user has said otherwise. Here, because the
@@ -40,11 +40,12 @@ _LATER = {
     "RolloutSample": "sinew.eval.learning.rollouts",
     "Server": "sinew.serve.wires.server",
     "connect": "sinew_client.policy",
-    "convert": "",  # a package, whose function has its name
+    "convert": "",  # a package, which is called as its function of this name
     "evaluate": "sinew.eval.report.evaluation",
     "load": "sinew.policy",
     "quantize": "sinew.eval.quantize.quantization",
     "record": "sinew.serve.recorded",
+    "serve": "",  # as convert
 }
 __all__ = [
     "Episode",
@@ -63,6 +64,7 @@ __all__ = [
     "load",
     "quantize",
     "record",
+    "serve",
 ]
 
 

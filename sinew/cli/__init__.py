@@ -42,7 +42,7 @@ def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
         error_formatter=usage.shown,
-        config=settings.sources(config, VERBS),
+        config=(*settings.sources(config, VERBS), usage.whole),
     )
     program = Group("Program", sort_key=len(SECTIONS))
     app.command(

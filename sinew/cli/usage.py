@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from cyclopts import (
     CoercionError,
     CycloptsError,
     MissingArgumentError,
+    RepeatArgumentError,
     UnknownOptionError,
     UnusedCliTokensError,
 )
@@ -17,7 +19,18 @@ from rich.text import Text
 
 from sinew.core import did_you_mean
 
-KINDS = {int: "a whole number", float: "a number"}
+if TYPE_CHECKING:
+    from cyclopts.argument import Argument, ArgumentCollection
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def whole(_app: object, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse a fraction where a whole number is meant: the parser would round 10.7 to 11."""
+    for argument in arguments:
+        for token in argument.tokens:
+            if "." in token.value and _kind(argument.hint) == KINDS[int]:
+                raise CoercionError(token=token, target_type=int, argument=argument)
 
 
 def shown(error: CycloptsError) -> Text:
@@ -36,13 +49,15 @@ def said(error: CycloptsError) -> str:
         return f"unknown flag {flag}:{hint}"
     if type(error) is UnusedCliTokensError:
         return f"expected no further words, got {' '.join(error.unused_tokens or ())}"
+    if isinstance(error, RepeatArgumentError):
+        return f"{error.token.keyword}: expected once, got it again"
     if (argument := error.argument) is None:
         return str(error)
     name = getattr(error, "keyword", None) or getattr(given, "keyword", None) or argument.name
     if given is not None and given.source not in ("", "cli", "env"):  # a file of settings
         name = f"{given.source}: {name}"
     if type(error) is MissingArgumentError:
-        return f"{name}: expected {_kind(argument.hint)}, got none; `{verb} --help`"
+        return f"{name}: expected {_meant(error, argument)}, got none; `{verb} --help`"
     if isinstance(error, CoercionError) and error.msg is None and given is not None:
         kind = _kind(error.target_type)
         close = did_you_mean(given.value, kind.removeprefix("one of ").split(", "))
@@ -53,6 +68,13 @@ def said(error: CycloptsError) -> str:
         token = argument.tokens[0]
         return f"{token.keyword or name}: expected a number {bound[1]}, got {token.value}"
     return str(error)
+
+
+def _meant(error: MissingArgumentError, argument: Argument) -> str:
+    """Return what a value is: by its type, else as the docstring of its verb begins to say it."""
+    kind, word = _kind(argument.hint), argument.field_info.name
+    found = re.search(rf"^ +{word}: ([^;:.]+)", inspect.getdoc(error.target) or "", re.MULTILINE)
+    return kind if kind != "a value" or not found else " ".join(found[1].split())
 
 
 def _kind(hint: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -20,10 +21,13 @@ from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError, SinewError, registry
+from sinew.core.called import CalledPackage
 
 if TYPE_CHECKING:  # with torch, which telling a checkpoint from a bundle does not need
     from sinew.convert.conversion import Conversion
 
+_CALLED = "sinew.convert:convert"  # `sinew.convert(...)`
+sys.modules[__name__].__class__ = CalledPackage
 # What readers meet in files whose values have other types than upstream writes. Each reader names the fields that it
 # knows to go wrong; this is for the rest.
 MALFORMED = (

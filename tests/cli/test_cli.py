@@ -190,6 +190,26 @@ def test_bad_option_is_a_usage_error(here) -> None:
     assert "--runs" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("infer blocks", "--image: expected CAMERA=FILE, once per camera, got none; `sinew infer --help`"),
+        ("convert a", "OUT: expected the bundle to write, got none; `sinew convert --help`"),
+        ("eval blocks --episodes 10.7", "--episodes: expected a whole number, got '10.7'"),
+        ("serve blocks --max-batch 2.5", "--max-batch: expected a whole number, got '2.5'"),
+        ("serve blocks --reuse=maybe", "--reuse: expected true or false, got 'maybe'"),
+        ("infer blocks --image a --seed 1 --seed 2", "--seed: expected once, got it again"),
+    ],
+)
+def test_a_word_that_is_none_says_what_was_expected(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    out, errors = capsys.readouterr()
+    assert not out
+    assert errors.endswith(f"error: {said}\n")
+
+
 # ----------------------------------------------------------------------------- errors
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import operator
+import pickle
 import subprocess
 import sys
 import typing
@@ -25,10 +25,10 @@ SEEN = {"images": FRAMES, "state": STATE, "prompt": "go", "session": "arm"}
 
 def test_names_are_there_and_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sinew, "convert", raising=False)  # which others have imported
-    names = ("load", "connect", "convert.convert", "evaluate", "quantize", "record")
-    assert {name.partition(".")[0] for name in names} <= set(dir(sinew)) == set(sinew.__all__)
+    names = ("load", "connect", "convert", "evaluate", "quantize", "record", "serve")
+    assert set(names) <= set(dir(sinew)) == set(sinew.__all__)
     for name in names:
-        function = operator.attrgetter(name)(sinew)
+        function = getattr(sinew, name)
         assert function.__doc__
         signature = inspect.signature(function)
         assert signature.return_annotation is not inspect.Signature.empty
@@ -39,6 +39,49 @@ def test_names_are_there_and_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AttributeError, match="no attribute 'quantise'") as caught:
         _ = sinew.quantise
     assert caught.value.obj is sinew  # so that Python asks: did you mean 'quantize'?
+
+
+def test_a_package_is_called_and_stays_one(tmp_path: Path) -> None:
+    import sinew.serve.wires
+    from sinew.convert import convert
+    from sinew.serve.wires.server import serve
+
+    assert sinew.serve.wires.server.serve is serve  # type: ignore[attr-defined] # checkers know the function
+    assert sinew.convert.convert is convert  # type: ignore[attr-defined]
+    assert inspect.signature(sinew.serve) == inspect.signature(serve)
+    assert pickle.loads(pickle.dumps(sinew.serve)) is sys.modules["sinew.serve"]
+    with pytest.raises(SinewError, match="gone: no such file or directory"):
+        sinew.convert(tmp_path / "gone", tmp_path / "out.gguf")
+
+
+PROGRAM = """
+import numpy as np
+import sinew
+from sinew.serve.launch import ServingLimits
+
+with sinew.load("blocks") as policy:
+    with sinew.serve(policy, ["native:0"], limits=ServingLimits(queue=4)) as server:
+        with sinew.connect(server.addresses["native"]) as robot, sinew.record(robot, "records") as kept:
+            rows: np.ndarray = kept.infer(policy.dummy_observation()).actions
+made: sinew.Quantized = sinew.quantize("blocks", sinew.convert("checkpoint", "out.gguf"))
+found: sinew.Evaluation = sinew.evaluate("blocks", episodes=2)
+"""
+
+
+@pytest.mark.slow
+def test_a_strict_program_has_types(tmp_path: Path) -> None:
+    """Wheels have what this tree has: py.typed, and the names that ``__getattr__`` finds later."""
+    for name, text, status in (("right", PROGRAM, 0), ("wrong", "import sinew\nsinew.serve(3).wait()\n", 1)):
+        program = tmp_path / f"{name}.py"
+        program.write_text(text)
+        done = subprocess.run(
+            [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", program],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout
+    assert 'Argument 1 to "serve" has incompatible type "int"' in done.stdout
 
 
 class NextFrame:

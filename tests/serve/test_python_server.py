@@ -56,6 +56,19 @@ def test_an_open_policy_is_served_and_stays_the_callers() -> None:
             pass
 
 
+def test_a_path_is_opened_and_closed_with_the_server() -> None:
+    with sinew.serve(PEN, ["native:0"], engine="eager", threads=1) as server:
+        with Client(server.addresses["native"]) as client:
+            assert client.spec.name == "pen"
+        opened = server._scheduler.policy
+    with pytest.raises(SinewError, match="closed"):
+        opened.infer(opened.dummy_observation())
+    with pytest.raises(SinewError, match="engine: expected with a path alone, got an open policy"):
+        sinew.serve(Own(), engine="eager")
+    with pytest.raises(SinewError, match="gone"):
+        sinew.serve("gone.gguf", ["native:0"])
+
+
 def test_a_class_of_ones_own_is_served_on_every_wire() -> None:
     own = Own()
     with sinew.Server(own, ["native:0", "openpi:0"], api_key="secret") as server:

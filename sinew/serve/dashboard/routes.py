@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from sinew.serve.dashboard.documents import rendered
 from sinew.serve.dashboard.feed import Feed
 from sinew.serve.dashboard.news import Broadcast, News, Pictures, encoded
 from sinew.serve.dashboard.openapi import describe
@@ -55,6 +56,7 @@ class Dashboard:
         if at_root:
             router.add_get("/", self.page)
         router.add_get("/dashboard/{file}", self.page)
+        router.add_get("/docs/{page}", self._document)
         for path, handler in (
             ("/v1/events", self._events),
             ("/v1/frames", self._pictures),
@@ -79,6 +81,13 @@ class Dashboard:
             return web.Response(status=404, text="not found\n")
         body, kind = found
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+
+    async def _document(self, request: web.Request) -> web.Response:
+        """Answer with a page of the documents, which need no key either."""
+        page = await asyncio.to_thread(rendered, request.match_info["page"])
+        if page is None:
+            return web.Response(status=404, text="no such page here; docs/ of the source has all\n")
+        return web.Response(text=page, content_type="text/html", headers=HEADERS)
 
     def _same_site(self, handler: Handler) -> Handler:
         """Refuse what a browser says that another site's page asked for: images and the like carry no Origin."""

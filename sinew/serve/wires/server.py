@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from sinew_client.policy import Policy
 from sinew import __version__
 from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.policy import Policy as Computed
+from sinew.policy import load
 from sinew.serve.deploy import PolicyHost, deploy
 from sinew.serve.launch import ServingLimits
 from sinew.serve.policies import Deployment
@@ -64,7 +67,8 @@ class Server:
     """Answers robots' clients on threads of this process, from its making to :meth:`close`; a context manager.
 
     policy: of :func:`sinew.load`, or an object with ``spec``, ``infer`` and ``reset``
-    (:class:`sinew_client.policy.Policy`); it stays the caller's, who may go on to ask it and closes it. wires: as
+    (:class:`sinew_client.policy.Policy`); it stays the caller's, who may go on to ask it and closes it. A name or path
+    of what :func:`sinew.load` takes, with its options, is opened here and closed at the end. wires: as
     ``--wire`` of ``sinew serve`` names them, "native", "openpi:9000"; native and openpi if there are none; port 0 picks
     a free one. host: an address of this machine; anything but loopback is open to every machine that can reach it.
     api_key: that clients must send. limits: of what clients may make it hold and do.
@@ -74,20 +78,25 @@ class Server:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | str | Path,
         wires: Sequence[str] = (),
         *,
         host: str = "127.0.0.1",
         api_key: str = "",
         limits: ServingLimits = ServingLimits(),  # noqa: B008 - it is frozen
+        **options: Any,
     ):
+        if options and not isinstance(policy, str | Path):
+            raise SinewError(f"{next(iter(options))}: expected with a path alone, got an open policy")
         listen = Listen(host)
         shown = listen.is_loopback or bool(api_key)  # elsewhere anybody would see the robot's cameras
         if not shown:
             logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
         self._wires = open_wires(parse(wires), Listen(host, dashboard=shown))
-        self._ended = threading.Event()
+        self._ended, self._opened = threading.Event(), ExitStack()
         try:
+            if isinstance(policy, str | Path):
+                policy = self._opened.enter_context(load(policy, **options))
             deployment = self._deployed(policy, limits)
         except BaseException:
             self._stop_wires()
@@ -133,9 +142,25 @@ class Server:
     def _stop_wires(self) -> None:
         for wire in self._wires:
             wire.stop()
+        self._opened.close()
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         self.close()
+
+
+def serve(
+    policy: Policy | str | Path,
+    wires: Sequence[str] = (),
+    *,
+    host: str = "127.0.0.1",
+    api_key: str = "",
+    limits: ServingLimits = ServingLimits(),  # noqa: B008 - it is frozen
+    **options: Any,
+) -> Server:
+    """Answer robots' clients from this process, as ``sinew serve`` does from one of its own, until the returned
+    :class:`Server`, which explains the arguments, is closed: ``with sinew.serve("blocks") as server: server.wait()``.
+    """
+    return Server(policy, wires, host=host, api_key=api_key, limits=limits, **options)

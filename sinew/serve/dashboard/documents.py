@@ -1,0 +1,75 @@
+"""The documents that a person at the dashboard needs, from this installation: no public address, nothing to build."""
+
+from __future__ import annotations
+
+import html
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import sinew
+
+# Page of docs/ -> how the menu calls it. pyproject.toml has the wheel carry the same ones.
+PAGES = {
+    "dashboard": "This dashboard",
+    "troubleshooting": "Troubleshooting",
+    "commands": "Every verb",
+    "wires": "Serving",
+    "control": "The robot's loop",
+    "wiring": "Is it wired right?",
+    "deployment": "Deployment",
+    "glossary": "Glossary",
+}
+LINK = re.compile(r'<a href="(?!https?:)([^"#]*)(#[^"]*)?">')
+PICTURE = re.compile(r'<img src="[^"]*" alt="([^"]*)"[^>]*>')
+HEAD = re.compile(r"<h([1-6])>(.*?)</h\1>")
+
+
+def folders() -> Iterator[Path]:
+    """Yield where pages may lie: beside the package in a clone, else where wheels put documents."""
+    yield Path(sinew.__file__).parents[1] / "docs"
+    yield Path(sysconfig.get_path("data")) / "share" / "doc" / "sinew"
+
+
+def rendered(page: str) -> str | None:
+    """Return a page of HTML; None where there is no such page, or this installation has no documents."""
+    found = (folder / f"{page}.md" for folder in folders() if page in PAGES)
+    file = next((each for each in found if each.is_file()), None)
+    if file is None:
+        return None
+    from markdown_it import MarkdownIt  # which rich brings
+
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(file.read_text("utf-8"))
+    body = PICTURE.sub(r"<em>\1</em>", LINK.sub(_link, HEAD.sub(_head, body)))
+    body = body.replace("<table>", '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>')
+    body = body.replace("</table>", "</table></div>").replace("<pre>", '<pre tabindex="0">')
+    menu = " ".join(
+        f'<a href="/docs/{name}"{" aria-current=page" * (name == page)}>{html.escape(title)}</a>'
+        for name, title in PAGES.items()
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(PAGES[page])} - Sinew</title><link rel="stylesheet" href="/dashboard/page.css">
+<link rel="icon" href="data:,"></head>
+<body><a class="skip" href="#main">Skip to the content</a>
+<header><nav aria-label="Documents"><a href="/">back to the dashboard</a> {menu}</nav></header>
+<main id="main" class="document">{body}</main></body></html>
+"""
+
+
+def _head(found: re.Match[str]) -> str:
+    level, text = found.groups()
+    plain = re.sub(r"[^\w -]", "", html.unescape(re.sub(r"<[^>]*>", "", text)).lower())
+    return f'<h{level} id="{plain.strip().replace(" ", "-")}">{text}</h{level}>'
+
+
+def _link(found: re.Match[str]) -> str:
+    """Point at another of these pages; what this installation does not carry is no link."""
+    path, anchor = found[1], found[2] or ""
+    if not path:
+        return found[0]
+    name = path.removesuffix(".md")
+    return (
+        f'<a href="/docs/{name}{anchor}">' if name in PAGES else f'<a title="{path}{anchor} of the source">'
+    )
