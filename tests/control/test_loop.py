@@ -18,6 +18,7 @@ from sinew_client.control import (
     Command,
     Journal,
     Loop,
+    NoCommand,
     NoObservation,
     Outcome,
     Pace,
@@ -31,6 +32,7 @@ from sinew_client.control import (
 from sinew_client.control.journal import JournalError, is_journal
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import UNPLACED
+from sinew_client.errors import SinewError
 from sinew_client.history import History
 
 
@@ -127,7 +129,10 @@ def test_ticks_do_not_drift() -> None:
     assert (pace.late, pace.skipped) == (1, 0)
     clock.time += 1.0
     assert pace.next() == 60  # the number tells the time, whole periods are gone
-    assert pace.skipped == 9
+    assert (pace.late, pace.skipped) == (2, 9)
+    clock.time = pace.due(61) + 0.045  # less than half a period
+    assert pace.next() == 61
+    assert (pace.late, pace.skipped) == (2, 9)
 
 
 @pytest.mark.parametrize("hz", [10.0, 20.0, 30.0, 50.0, 240.0])
@@ -406,6 +411,53 @@ def test_points_between_begin_where_the_robot_stands() -> None:
     loop.run(3)
     sent = [row for _, row in arm.sent if row is not None]
     np.testing.assert_allclose(sent, 0.0125 * np.arange(1, 1 + len(sent)), atol=1e-6)
+    loop.pause()
+    loop.run(4)
+    arm.position, count = np.float32([-2]), len(arm.sent)  # somebody moved it
+    loop.resume()
+    loop.run(7)
+    sent = [row for _, row in arm.sent[count:] if row is not None]
+    np.testing.assert_allclose(sent, -2 + 0.0125 * np.arange(1, 10), atol=1e-6)
+
+
+def test_a_command_that_the_robot_does_not_take_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    loop, arm = loop_of(replan="full")
+    act = arm.act
+
+    def refuse(row: np.ndarray) -> None:
+        if row[0] in (1, 101):
+            raise NoCommand("it is too far")
+        act(row)
+
+    arm.act = refuse  # type: ignore[method-assign]
+    report = loop.run(12)
+    assert [row for _, row in arm.sent] == [
+        None,
+        None,
+        0,
+        None,
+        None,
+        None,
+        100,
+        None,
+        None,
+        None,
+        200,
+        201,
+        None,
+    ]
+    assert report.held == {"no chunk yet": 2, "it is too far": 6}
+    assert [m for m in caplog.messages if "too far" in m] == ["step 3: holds: it is too far"]
+
+
+def test_where_there_is_no_leader_nobody_takes_over() -> None:
+    loop, arm = loop_of()
+    loop.take_over()
+    loop.run(5)
+    loop.hand_back()
+    loop.run(6)
+    assert [row for _, row in arm.sent] == [None, None, 0, 1, 2, None, 3, None]
+    assert loop.driver == "policy"
 
 
 def test_after_skipped_periods_a_robot_starts_from_rest() -> None:
@@ -558,6 +610,43 @@ def test_failures_wait_longer_each_time_and_reconnect() -> None:
     assert until(requester, now) == Outcome(2.5)
     assert requester.ready(now)
     assert requester.failures == 4
+
+
+def test_a_clock_that_was_set_back_takes_the_deadline_along() -> None:
+    """Before a request or while it is under way, by hours or by less than a second."""
+    hang = threading.Event()
+    requester = Requester(lambda: lambda *_: hang.wait(60), 0.5)
+    assert requester.poll(100.0) is None
+    requester.ask({}, 10.0)
+    assert requester.poll(10.25) is None
+    assert requester.poll(9.75) is None  # a quarter of a second has passed, of which it knows
+    assert requester.poll(10.0) is None
+    late = requester.poll(10.25)
+    assert late is not None
+    assert late.reason == "no answer within 0.5 s"
+    hang.set()
+
+
+def test_a_policy_in_this_process_fails_in_its_own_words() -> None:
+    """With the kind of its error where it has no text, or else its name."""
+
+    class WornError(SinewError):
+        code = "worn_out"
+
+    class FullError(SinewError):
+        code = "busy"
+
+    raised = [SinewError("the head is cold"), WornError(""), FullError("")]
+
+    def call(*_: Any) -> None:
+        raise raised.pop(0)
+
+    requester, found = Requester(lambda: call, 1.0), []
+    for now in (0.0, 10.0, 20.0):
+        requester.ask({}, now)
+        outcome = until(requester, now)
+        found.append((outcome.reason, outcome.kind))
+    assert found == [("the head is cold", "internal"), ("worn_out", "worn_out"), ("FullError", "")]
 
 
 class Panic(BaseException):
