@@ -135,6 +135,10 @@ def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
         (replace(FORM, rows=0), "rows: expected a whole number"),
         (replace(FORM, cameras=[]), "cameras: expected a list"),
         (replace(FORM, hz=float("nan")), "hz: expected a number above 0"),
+        (
+            replace(FORM, cameras=[Eye("front", 3, 10, [2, 1])]),
+            r"camera\.front\.0\.weight: expected a kernel within the frame, got 4",
+        ),
     ):
         write(tmp_path / "a", form, good)
         with pytest.raises(AdapterError, match=message):

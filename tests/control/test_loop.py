@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from sinew_client.control import (
     repeat,
 )
 from sinew_client.control.journal import JournalError, is_journal
+from sinew_client.control.report import MAX_SOURCES, SourceAges, percentiles
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import UNPLACED
 from sinew_client.errors import SinewError
@@ -549,6 +551,74 @@ def test_a_robot_may_end_the_run_and_holds_whatever_ends_it() -> None:
     assert arm.sent[-1][1] is None
 
 
+# ----------------------------------------------------------------------------- report
+
+
+def test_percentiles_are_those_of_the_numbers() -> None:
+    assert percentiles(float(number) for number in range(1001)) == {
+        "p50": 500.0, "p95": 950.0, "p99": 990.0, "max": 1000.0,
+    }  # fmt: skip
+    assert percentiles([0.12345]) == dict.fromkeys(("p50", "p95", "p99", "max"), 0.123)
+    assert percentiles([]) == {}
+
+
+def test_ages_of_sources_and_how_far_frames_were_apart() -> None:
+    ages = SourceAges()
+    ages.add({"front": 0.25, "wrist": 0.5, "state": 0.0}, ["front", "wrist", "side"])
+    ages.add({"front": 0.25, "wrist": np.nan}, ["front"])
+    found = {name: (row["p50"], row["max"]) for name, row in ages.to_dict().items()}
+    assert found == {"front": (250, 250), "wrist": (500, 500), "state": (0, 0), "skew": (250, 250)}
+    for number in range(2 * MAX_SOURCES):
+        ages.add({f"camera {number}": 0.1, "front": 1.25}, [])
+    assert len(ages.to_dict()) == MAX_SOURCES
+    assert ages.to_dict()["front"]["p50"] == 1250.0
+
+
+def test_a_report_counts_and_times_a_run() -> None:
+    """Two holds, then rows; half a period late at one tick, three periods skipped."""
+    given = {"motion": {"kind": "absolute"}, "limits": {"high": 3.5}, "replan": "full"}
+    loop, arm = loop_of(**given, answer=lambda number: chunk(0) if number == 0 else Outcome(reason="lost"))
+    assert loop.report().to_dict()["rate_hz"] == 0.0
+    loop.run(4)
+    arm.clock.time = loop.pace.due(7) + 0.03
+    report = loop.run(6)
+    assert (report.hz, report.seconds, report.rate_hz) == (20.0, 0.45, pytest.approx(6 / 0.45, abs=1e-3))
+    assert (report.steps, report.executed, report.late, report.skipped) == (6, 4, 1, 3)
+    assert (report.jitter_ms["p50"], report.jitter_ms["max"]) == (0.0, 30.0)
+    assert (report.age_ms["p50"], report.age_ms["max"]) == (250.0, 400.0)
+    assert (report.request_ms, report.chunks, report.clipped_commands) == (100.0, 1, 2)
+    assert report.to_dict()["held"] == {"no chunk yet": 2}
+    ages = {name: [0.1] for name in ("front", "skew")}
+    shown = replace(
+        report,
+        longest_gap_ms=21.0,
+        held={"paused": 1, **report.held},
+        clipped={"0.range": 2, "0.velocity": 3},
+        failed_requests=3,
+        faults={"total": 2},
+        filter={"filter": "median:3", "delay_ms": 50.0, "missing": 4},
+        sources={name: percentiles(each) for name, each in ages.items()},
+    )
+    assert shown.rows() == [
+        ("control rate", "13.33 Hz of 20 over 0.5 s"),
+        ("late ticks", "1 of 6, 3 periods skipped"),
+        ("tick lateness", "p50 0  p95 22.5  p99 28.5  max 30 ms"),
+        ("longest gap", "21 ms between two commands or holds, no watchdog"),
+        ("chunk age", "p50 250  p95 392  p99 398  max 400 ms"),
+        ("chunks", "1, 2.22 Hz; 3 requests failed, 2 errors"),
+        ("next chunk due", "100 ms after it is asked for, in whole control steps"),
+        ("held", "3 of 6 steps"),
+        ("", "2 x no chunk yet"),
+        ("", "1 x paused"),
+        ("clipped", "2 commands"),
+        ("", "3 x 0.velocity"),
+        ("", "2 x 0.range"),
+        ("age of front", "p50 0.1  p95 0.1  p99 0.1  max 0.1 ms"),
+        ("frames apart", "p50 0.1  p95 0.1  p99 0.1  max 0.1 ms"),
+        ("filter", "median:3: 50 ms behind, made up for by later rows but in 4 steps"),
+    ]
+
+
 # ----------------------------------------------------------------------------- requester
 
 
@@ -769,6 +839,17 @@ def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
     head["settings"]["handover"] = "naive"
     path.write_text("\n".join([json.dumps(head), *lines[1:]]))
     assert repeat(path).differences
+
+
+def test_a_run_that_is_on_the_disk_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run.jsonl"
+    Journal(path, Settings(20.0), 1).close()
+    kept = path.read_bytes()
+    with pytest.raises(JournalError, match="expected the name of a new file, got one that is there already$"):
+        Journal(path, Settings(20.0), 1)
+    assert path.read_bytes() == kept
+    with pytest.raises(JournalError, match=f"{tmp_path}: Is a directory|got one that is there already$"):
+        Journal(tmp_path, Settings(20.0), 1)
 
 
 @given(
