@@ -361,10 +361,12 @@ class Fast:
         self._path.write_text(self._plain)  # for processes that tests start
         session.config.pluginmanager.register(notes := Notes(self._notes))
         live: dict[str, dict[int, list[FunctionType]]] = {}
+        gc.unfreeze()  # as tests/conftest.py has frozen what was imported, which nobody finds then
         for each in gc.get_objects():
             if type(each) is FunctionType and each.__code__.co_filename == str(self._path):
                 of = live.setdefault(each.__code__.co_qualname, {})
                 of.setdefault(each.__code__.co_firstlineno, []).append(each)
+        gc.freeze()
         began = time.monotonic()
         if (child := os.fork()) == 0:
             os.setsid()
