@@ -300,7 +300,10 @@ def test_refined_rows_are_executed_up_to_the_greatest_age(file: Path) -> None:
     edge = controlled(adapter)
     controller = edge.controller
     chunk = np.random.default_rng(5).normal(size=(4, 2)).astype(np.float32)
-    rows = []
+    rows, told = [], {}
+    controller.listeners.append(
+        lambda event, values: told.update({values["step"]: values["state"]}) if event == "refined" else None
+    )
     for step in range(16):
         if step == 0:
             edge.asked(seen(0))
@@ -308,9 +311,12 @@ def test_refined_rows_are_executed_up_to_the_greatest_age(file: Path) -> None:
         if step == 2:
             edge.arrived(chunk)
             controller.arrived(step, chunk)
-        if controller.refines(step):
-            edge.refine(step, seen(step))
+        assert controller.refines(step) == (2 <= step < 13)
+        edge.refine(step, seen(step))
         rows.append(controller.command(step).row)
+    assert {step: list(state) for step, state in told.items()} == {
+        step: list(seen(step)["state"]) for step in range(2, 13)
+    }
     then = (adapter.see(seen(0)["images"]), seen(0)["state"])
     for step in range(2, 13):
         now = (adapter.see(seen(step)["images"]), seen(step)["state"])
