@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import contextlib
 import copy
+import gc
 import importlib
+import inspect
 import json
 import os
 import random
@@ -26,23 +29,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from types import CodeType, FunctionType
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 GOAL = 0.95
 PATIENCE = 4.0  # a mutant may take so many times as long as no mutant
 PATIENCE_S = 20.0  # and so much longer
+FEW = 3  # tests of a module that may fail without a mutant, and are left out by name
+UNKNOWN = 77  # the exit status where a mutant cannot be run so
+ELSEWHERE = "a process"  # where a test may enter what nobody sees
 PRELOAD = (
     "torch",
     "numpy",
@@ -229,34 +232,196 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-class Entries:
-    """A plugin of pytest that notes which tests enter which functions of a module, and how long tests take.
+def named(code: CodeType) -> dict[tuple[str, int], CodeType]:
+    """Return the functions in a piece of code, those within them too, by their name and which one of that name it is:
+    a property has two."""
+    found: dict[tuple[str, int], CodeType] = {}
 
-    What runs in processes of their own is not seen, so it decides the order of tests and none is left out.
-    """
+    def visit(code: CodeType) -> None:
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                if inner.co_flags & inspect.CO_OPTIMIZED:  # a function; the body of a class is not
+                    name = inner.co_qualname
+                    found[name, sum(other == name for other, _ in found)] = inner
+                visit(inner)
 
-    def __init__(self, module: Path, out: Path):
-        self._module, self._out, self._test = str(module), out, ""
-        self._entered: dict[str, set[str]] = {}
+    visit(code)
+    return found
+
+
+def patches(before: CodeType, after: CodeType) -> dict[tuple[str, int], CodeType] | None:
+    """Return the functions of a module that a mutant changes; None where it changes what importing the module does."""
+
+    def imported(code: CodeType) -> Iterator[object]:
+        yield code.co_code, code.co_names
+        for each in code.co_consts:
+            if not isinstance(each, CodeType):
+                yield repr(each)
+            elif not each.co_flags & inspect.CO_OPTIMIZED:
+                yield from imported(each)
+
+    here, there = named(before), named(after)
+    if list(imported(before)) != list(imported(after)) or here.keys() != there.keys():
+        return None
+    return {name: code for name, code in there.items() if code != here[name]}
+
+
+def noting(source: str) -> str:
+    """Return a module whose functions note that they are entered."""
+    tree = ast.parse(source)
+
+    def visit(node: ast.AST, where: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = where
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                inner = f"{where}.{child.name}" if where else child.name
+            visit(child, inner)
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                at = 1 if ast.get_docstring(child) is not None else 0
+                child.body.insert(at, ast.parse(f"__import__('builtins').entered_({inner!r})").body[0])
+
+    visit(tree, "")
+    return ast.unparse(tree)
+
+
+class Notes:
+    """A plugin of pytest that notes which tests enter which functions of a module, or start a process that may, and
+    how long tests take. What a fixture of several tests enters counts for each of them."""
+
+    def __init__(self, out: Path):
+        self._out, self._at = out, [""]
+        self._entered: dict[str, set[str]] = {}  # where -> tests, fixtures
         self._took: dict[str, float] = {}
+        self._fixtures: dict[str, Sequence[str]] = {}
+        self._failed: dict[str, None] = {}
+        builtins.entered_ = self._note  # type: ignore[attr-defined]
+        sys.addaudithook(self._started)
+
+    def _note(self, where: str) -> None:
+        self._entered.setdefault(where, set()).update(self._at)
+
+    def _started(self, event: str, _given: object) -> None:
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"):
+            self._note(ELSEWHERE)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._test, self._began = nodeid, time.monotonic()
-        threading.settrace(self._enter)
-        sys.settrace(self._enter)
+        self._at, self._began = [nodeid], time.monotonic()
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._took[nodeid] = time.monotonic() - self._began
 
-    def pytest_sessionfinish(self) -> None:
-        sys.settrace(None)
-        found = {name: sorted(tests, key=self._took.__getitem__) for name, tests in self._entered.items()}
-        self._out.write_text(json.dumps(found))
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed[report.nodeid] = None
 
-    def _enter(self, frame: FrameType, _event: str, _given: object) -> None:
-        if frame.f_code.co_filename == self._module:
-            where = frame.f_code.co_qualname.replace(".<locals>", "")
-            self._entered.setdefault(where, set()).add(self._test)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._fixtures[item.nodeid] = getattr(item, "fixturenames", ())
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef) -> Iterator[None]:
+        self._at.append(fixturedef.argname)
+        yield
+        self._at.remove(fixturedef.argname)
+
+    def pytest_sessionfinish(self) -> None:
+        found = {}
+        for where, marks in self._entered.items():
+            tests = [
+                test
+                for test, fixtures in self._fixtures.items()
+                if test not in self._failed and (test in marks or any(name in marks for name in fixtures))
+            ]
+            found[where] = sorted(tests, key=lambda test: self._took.get(test, 0.0))
+        self._out.write_text(json.dumps([found, sum(self._took.values()), list(self._failed)]))
+
+
+class Fast:
+    """A plugin of pytest that collects tests once, and forks for each mutant of a function: its code is exchanged in
+    the modules that are imported already, and the tests run that enter it.
+
+    verdicts: what was found, by name; a mutant that is not in it has to be run with an import of its own.
+    """
+
+    def __init__(self, module: str, plain: str, chosen: Sequence[Mutant], folder: Path):
+        self._module, self._plain, self._chosen = module, plain, chosen
+        self._path, self._notes, self.out = (
+            folder / module,
+            folder / ".entries.json",
+            folder / ".verdicts.json",
+        )
+        builtins.entered_ = lambda where: None  # type: ignore[attr-defined]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed:
+            return None
+        importlib.import_module(
+            self._module.removeprefix("packages/sinew-client/src/").removesuffix(".py").replace("/", ".")
+        )
+        self._path.write_text(self._plain)  # for processes that tests start
+        session.config.pluginmanager.register(notes := Notes(self._notes))
+        live: dict[str, dict[int, list[FunctionType]]] = {}
+        gc.unfreeze()  # as tests/conftest.py has frozen what was imported, which nobody finds then
+        for each in gc.get_objects():
+            if type(each) is FunctionType and each.__code__.co_filename == str(self._path):
+                of = live.setdefault(each.__code__.co_qualname, {})
+                of.setdefault(each.__code__.co_firstlineno, []).append(each)
+        gc.freeze()
+        began = time.monotonic()
+        if (child := os.fork()) == 0:
+            os.setsid()
+            session.config.option.maxfail = 0
+            return None
+        awaited(child, 1e6)
+        if not self._notes.is_file():
+            os._exit(1)
+        session.config.pluginmanager.unregister(notes)
+        limit = PATIENCE * (time.monotonic() - began) + PATIENCE_S
+        builtins.entered_ = lambda where: None  # type: ignore[attr-defined]
+        entered = json.loads(self._notes.read_text())[0]
+        verdicts: dict[str, str] = {}
+        before = compile(self._plain, str(self._path), "exec")
+        for mutant in self._chosen:
+            changed = patches(before, compile(mutant.source, str(self._path), "exec"))
+            if not changed:
+                continue
+            where = mutant.name.partition(":")[0]
+            tests = {*entered.get(where, ()), *entered.get(ELSEWHERE, ())}
+            if not tests:
+                continue
+            self._path.write_text(mutant.source)
+            if (child := os.fork()) == 0:
+                os.setsid()
+                if not exchanged(live, changed):
+                    os._exit(UNKNOWN)
+                Ahead(entered.get(where, ())).pytest_collection_modifyitems(session.items)
+                session.items[:] = [item for item in session.items if item.nodeid in tests]
+                return None
+            verdict = awaited(child, limit)
+            if verdict != "unknown":
+                verdicts[mutant.name] = verdict
+            self._path.write_text(self._plain)
+        self.out.write_text(json.dumps(verdicts))
+        os._exit(0)
+
+
+def exchanged(
+    live: Mapping[str, Mapping[int, Sequence[FunctionType]]], changed: Mapping[tuple[str, int], CodeType]
+) -> bool:
+    """Give functions other code; False where one that is changed does not live by itself, nor in one that does."""
+    done: set[str] = set()
+    for (name, number), code in changed.items():
+        places = live.get(name, {})
+        if number >= len(places):
+            continue
+        for function in places[sorted(places)[number]]:
+            if function.__code__.co_freevars != code.co_freevars:
+                return False
+            function.__code__ = code
+        done.add(name)
+    return all(
+        name in done or any(name.startswith(f"{outer}.<locals>.") for outer in done) for name, _ in changed
+    )
 
 
 class Ahead:
@@ -275,6 +440,23 @@ class Ahead:
                 self._place.get(item.nodeid, last),
             )
         )
+
+
+def awaited(child: int, limit: float) -> str:
+    """Wait for a process that leads its group; "passed", "failed", "unknown" or "time". The group ends with it."""
+    began, verdict = time.monotonic(), "time"
+    while time.monotonic() - began < limit:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            verdict = {0: "passed", UNKNOWN: "unknown"}.get(code, "failed")
+            break
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if verdict == "time":
+        os.waitpid(child, 0)
+    return verdict
 
 
 def run(
@@ -296,24 +478,12 @@ def run(
                 each for each in sys.modules if each.split(".")[0] in ("sinew", "sinew_client", "tests")
             ]:
                 del sys.modules[name]
-            import pytest
-
             code = 3
             with contextlib.suppress(BaseException):
                 code = int(pytest.main([*OPTIONS, *options, *files], [plugin]))
             sys.stdout.flush()
             os._exit(code)
-        verdict = "time"
-        while time.monotonic() - began < limit:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                verdict = "passed" if os.waitstatus_to_exitcode(status) == 0 else "failed"
-                break
-            time.sleep(0.02)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        if verdict == "time":
-            os.waitpid(child, 0)
+        verdict = awaited(child, limit)
         said.seek(0)
         return verdict, time.monotonic() - began, said.read()
 
@@ -338,10 +508,17 @@ class Tally:
 
 
 def examine(
-    home: Path, module: str, entry: dict, sample: int, seed: int, options: Sequence[str], again: set[str]
+    home: Path,
+    module: str,
+    entry: dict,
+    sample: int,
+    seed: int,
+    options: Sequence[str],
+    again: set[str],
+    quick: bool,
 ) -> Tally:
-    """Run a sample of the mutants of one module, or those of ``again``. Raises SystemExit where its tests fail without
-    any."""
+    """Run a sample of the mutants of one module, or those of ``again``. quick: of what survives the tests that enter it
+    the others are not asked. Raises SystemExit where its tests fail without any."""
     path = home / module
     original = path.read_text()
     found = mutants(original)
@@ -351,22 +528,31 @@ def examine(
     chosen = [mutant for mutant in found if not again or mutant.name in again]
     if 0 < sample < len(chosen):
         chosen = sorted(random.Random(f"{seed} {module}").sample(chosen, sample), key=lambda each: each.line)
-    path.write_text(ast.unparse(ast.parse(original)))  # what unparsing changes is no mutation
-    entries = home / ".entries.json"
-    verdict, took, said = run(home, entry["tests"], options, 1e6, Entries(path, entries))
+    plain = ast.unparse(ast.parse(original))  # what unparsing changes is no mutation
+    path.write_text(noting(plain))
+    wanted = [mutant for mutant in chosen if mutant.name not in known]
+    fast = Fast(module, plain, wanted, home)
+    for left in (home / ".entries.json", fast.out):
+        left.unlink(missing_ok=True)
+    verdict, took, said = run(home, entry["tests"], options, 1e6, fast)
     if verdict != "passed":
         raise SystemExit(f"{module}: its tests fail without a mutant\n{said[-3000:]}")
-    entered = json.loads(entries.read_text())
-    tally = Tally(module, len(found), len(chosen), 0, 0, 0, [])
+    verdicts = json.loads(fast.out.read_text())
+    entered, took, failed = json.loads((home / ".entries.json").read_text())
+    if len(failed) > FEW:
+        raise SystemExit(f"{module}: its tests fail without a mutant\n{said[-3000:]}")
+    for test in failed:  # as those do that wait for clocks, on a busy machine
+        print(f"  left out, as it fails without a mutant: {test}", flush=True)
+        options = [*options, "--deselect", test]
+    tally = Tally(module, len(found), len(chosen), 0, 0, len(chosen) - len(wanted), [])
     limit = PATIENCE * took + PATIENCE_S
     try:
-        for mutant in chosen:
-            if mutant.name in known:
-                tally.equivalent += 1
-                continue
-            path.write_text(mutant.source)
-            first = Ahead(entered.get(mutant.name.partition(":")[0], ()))
-            verdict, _, _ = run(home, entry["tests"], options, limit, first)
+        for mutant in wanted:
+            verdict = verdicts.get(mutant.name, "unknown")
+            if verdict == "unknown" or (verdict == "passed" and not quick):
+                path.write_text(mutant.source)
+                first = Ahead(entered.get(mutant.name.partition(":")[0], ()))
+                verdict, _, _ = run(home, entry["tests"], options, limit, first)
             if verdict == "passed":
                 tally.survivors.append(mutant.name)
                 print(f"  survived {module}:{mutant.line} {mutant.name}", flush=True)
@@ -383,6 +569,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", help="parts of their paths; all of the table if absent")
     parser.add_argument("--sample", type=int, default=20, help="mutants per module, 0: all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="ask only the tests that enter a function")
     parser.add_argument("--again", type=Path, help="a file of --json: only what survived there")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument(
@@ -420,7 +607,14 @@ def main() -> int:
         home = copied(Path(folder))
         for name in names:
             tally = examine(
-                home, name, table[name], given.sample, given.seed, options, again.get(name, set())
+                home,
+                name,
+                table[name],
+                given.sample,
+                given.seed,
+                options,
+                again.get(name, set()),
+                given.quick,
             )
             tallies.append(tally)
             print(

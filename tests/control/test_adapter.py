@@ -135,6 +135,10 @@ def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
         (replace(FORM, rows=0), "rows: expected a whole number"),
         (replace(FORM, cameras=[]), "cameras: expected a list"),
         (replace(FORM, hz=float("nan")), "hz: expected a number above 0"),
+        (
+            replace(FORM, cameras=[Eye("front", 3, 10, [2, 1])]),
+            r"camera\.front\.0\.weight: expected a kernel within the frame, got 4",
+        ),
     ):
         write(tmp_path / "a", form, good)
         with pytest.raises(AdapterError, match=message):
@@ -200,6 +204,88 @@ def test_headers_of_other_kinds_are_refused() -> None:
             Adapter.parse(packed(header))
 
 
+def test_a_form_is_refused_by_its_field() -> None:
+    form = FORM.to_dict()
+
+    def camera(**changes: Any) -> dict[str, Any]:
+        return {"cameras": [{**form["cameras"][0], **changes}]}
+
+    bounds: list[dict[str, Any]] = [
+        {"chunk": 4096, "blocks": 1, "hz": 1e5},
+        {"hz": 1},
+        camera(height=2048, width=1, strides=[16, 1]),
+    ]
+    for changes in bounds:
+        found = Form.parse({**form, **changes}).to_dict()
+        assert {name: found[name] for name in changes} == changes
+    sides, numbers = "cameras: expected name, height, width and strides", "expected a whole number from 1 to"
+    refused: list[tuple[Any, str]] = [
+        ({"rows": 4097}, f"rows: {numbers} 4096, got 4097"),
+        ({"blocks": 0}, f"blocks: {numbers} 4096, got 0"),
+        ({"state": True}, f"state: {numbers} 4096, got True"),
+        ({"hz": True}, "hz: expected a number above 0, got True"),
+        ({"hz": 0}, "hz: expected a number above 0, got 0"),
+        ({"hz": 100_001}, "hz: expected a number above 0, got 100001"),
+        ({"hz": "x" * 57}, f"hz: expected a number above 0, got 'x{'x' * 56}'"),
+        ({"hz": "x" * 58}, f"hz: expected a number above 0, got 'x{'x' * 55}..."),
+        ({"policy": 1}, "expected a text as policy and an object as motion"),
+        ({"motion": []}, "expected a text as policy and an object as motion"),
+        ({"more": 1}, "more: expected no such field"),
+        ({"schema": "other"}, "expected an object with schema sinew.adapter/1, got "),
+        ({"cameras": []}, "cameras: expected a list of them, got []"),
+        ({"cameras": {}}, "cameras: expected a list of them, got {}"),
+        ({"cameras": [1]}, f"{sides}, got 1"),
+        (camera(more=1), f"{sides}, got "),
+        (camera(name=1), "cameras: expected a name and a list of strides, got "),
+        (camera(strides=[]), "cameras: expected a name and a list of strides, got "),
+        (camera(strides=1), "cameras: expected a name and a list of strides, got "),
+        (camera(height=2049), f"height: {numbers} 2048, got 2049"),
+        (camera(width=0), f"width: {numbers} 2048, got 0"),
+        (camera(strides=[2, 17]), f"strides: {numbers} 16, got 17"),
+    ]
+    for changes, message in refused:
+        with pytest.raises(AdapterError) as error:
+            Form.parse({**form, **changes})
+        assert str(error.value).startswith(f"{KEY}: {message}")
+    del form["rows"]
+    with pytest.raises(AdapterError, match="rows: expected, and not there$"):
+        Form.parse(form)
+
+
+def test_bytes_that_are_no_safetensors_are_refused_by_what_they_are(file: Path) -> None:
+    whole = file.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    assert length % 8 == 0  # as readers that map the file want it
+    header = json.loads(whole[8:length])
+
+    def with_entry(**changes: Any) -> bytes:
+        text = json.dumps({**header, "input.bias": {**header["input.bias"], **changes}}).encode()
+        return len(text).to_bytes(8, "little") + text + whole[length:]
+
+    Adapter.parse(with_entry())
+    begin, end = header["input.bias"]["data_offsets"]
+    assert (end - begin, header["input.bias"]["dtype"]) == (12, "F16")
+    beyond = len(whole) - length
+    tensor = "input.bias: expected F16 or F32 with its shape and its bytes: "
+    for data, message in (
+        (whole[:7], "expected a safetensors file, got 7 bytes and a header of "),
+        (
+            whole[: length - 1],
+            f"expected a safetensors file, got {length - 1} bytes and a header of {length - 8}",
+        ),
+        (b"\2" + bytes(7) + b"[]", "expected a safetensors file with an object as header, got []"),
+        (b"\2" + bytes(7) + b"[x", "expected a safetensors file, its header is not JSON"),
+        (with_entry(data_offsets=[beyond - 11, beyond + 1]), f"{tensor}ValueError('bytes {beyond - 11} to"),
+        (with_entry(data_offsets=[-12, 0]), f"{tensor}ValueError('bytes -12 to 0"),
+        (with_entry(data_offsets=[end, begin]), f"{tensor}ValueError('bytes {end} to {begin}"),
+        (with_entry(shape=[-1]), f"{tensor}ValueError('bytes"),
+        (with_entry(dtype="I8"), f"{tensor}KeyError('I8')"),
+    ):
+        with pytest.raises(AdapterError) as error:
+            Adapter.parse(data)
+        assert str(error.value).startswith(message)
+
+
 # ----------------------------------------------------------------------------- beside a controller
 
 
@@ -214,7 +300,10 @@ def test_refined_rows_are_executed_up_to_the_greatest_age(file: Path) -> None:
     edge = controlled(adapter)
     controller = edge.controller
     chunk = np.random.default_rng(5).normal(size=(4, 2)).astype(np.float32)
-    rows = []
+    rows, told = [], {}
+    controller.listeners.append(
+        lambda event, values: told.update({values["step"]: values["state"]}) if event == "refined" else None
+    )
     for step in range(16):
         if step == 0:
             edge.asked(seen(0))
@@ -222,9 +311,12 @@ def test_refined_rows_are_executed_up_to_the_greatest_age(file: Path) -> None:
         if step == 2:
             edge.arrived(chunk)
             controller.arrived(step, chunk)
-        if controller.refines(step):
-            edge.refine(step, seen(step))
+        assert controller.refines(step) == (2 <= step < 13)
+        edge.refine(step, seen(step))
         rows.append(controller.command(step).row)
+    assert {step: list(state) for step, state in told.items()} == {
+        step: list(seen(step)["state"]) for step in range(2, 13)
+    }
     then = (adapter.see(seen(0)["images"]), seen(0)["state"])
     for step in range(2, 13):
         now = (adapter.see(seen(step)["images"]), seen(step)["state"])

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sinew_client.control import (
     Command,
     Journal,
     Loop,
+    NoCommand,
     NoObservation,
     Outcome,
     Pace,
@@ -29,8 +31,10 @@ from sinew_client.control import (
     repeat,
 )
 from sinew_client.control.journal import JournalError, is_journal
+from sinew_client.control.report import MAX_SOURCES, SourceAges, percentiles
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import UNPLACED
+from sinew_client.errors import SinewError
 from sinew_client.history import History
 
 
@@ -127,7 +131,10 @@ def test_ticks_do_not_drift() -> None:
     assert (pace.late, pace.skipped) == (1, 0)
     clock.time += 1.0
     assert pace.next() == 60  # the number tells the time, whole periods are gone
-    assert pace.skipped == 9
+    assert (pace.late, pace.skipped) == (2, 9)
+    clock.time = pace.due(61) + 0.045  # less than half a period
+    assert pace.next() == 61
+    assert (pace.late, pace.skipped) == (2, 9)
 
 
 @pytest.mark.parametrize("hz", [10.0, 20.0, 30.0, 50.0, 240.0])
@@ -406,6 +413,53 @@ def test_points_between_begin_where_the_robot_stands() -> None:
     loop.run(3)
     sent = [row for _, row in arm.sent if row is not None]
     np.testing.assert_allclose(sent, 0.0125 * np.arange(1, 1 + len(sent)), atol=1e-6)
+    loop.pause()
+    loop.run(4)
+    arm.position, count = np.float32([-2]), len(arm.sent)  # somebody moved it
+    loop.resume()
+    loop.run(7)
+    sent = [row for _, row in arm.sent[count:] if row is not None]
+    np.testing.assert_allclose(sent, -2 + 0.0125 * np.arange(1, 10), atol=1e-6)
+
+
+def test_a_command_that_the_robot_does_not_take_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    loop, arm = loop_of(replan="full")
+    act = arm.act
+
+    def refuse(row: np.ndarray) -> None:
+        if row[0] in (1, 101):
+            raise NoCommand("it is too far")
+        act(row)
+
+    arm.act = refuse  # type: ignore[method-assign]
+    report = loop.run(12)
+    assert [row for _, row in arm.sent] == [
+        None,
+        None,
+        0,
+        None,
+        None,
+        None,
+        100,
+        None,
+        None,
+        None,
+        200,
+        201,
+        None,
+    ]
+    assert report.held == {"no chunk yet": 2, "it is too far": 6}
+    assert [m for m in caplog.messages if "too far" in m] == ["step 3: holds: it is too far"]
+
+
+def test_where_there_is_no_leader_nobody_takes_over() -> None:
+    loop, arm = loop_of()
+    loop.take_over()
+    loop.run(5)
+    loop.hand_back()
+    loop.run(6)
+    assert [row for _, row in arm.sent] == [None, None, 0, 1, 2, None, 3, None]
+    assert loop.driver == "policy"
 
 
 def test_after_skipped_periods_a_robot_starts_from_rest() -> None:
@@ -497,6 +551,74 @@ def test_a_robot_may_end_the_run_and_holds_whatever_ends_it() -> None:
     assert arm.sent[-1][1] is None
 
 
+# ----------------------------------------------------------------------------- report
+
+
+def test_percentiles_are_those_of_the_numbers() -> None:
+    assert percentiles(float(number) for number in range(1001)) == {
+        "p50": 500.0, "p95": 950.0, "p99": 990.0, "max": 1000.0,
+    }  # fmt: skip
+    assert percentiles([0.12345]) == dict.fromkeys(("p50", "p95", "p99", "max"), 0.123)
+    assert percentiles([]) == {}
+
+
+def test_ages_of_sources_and_how_far_frames_were_apart() -> None:
+    ages = SourceAges()
+    ages.add({"front": 0.25, "wrist": 0.5, "state": 0.0}, ["front", "wrist", "side"])
+    ages.add({"front": 0.25, "wrist": np.nan}, ["front"])
+    found = {name: (row["p50"], row["max"]) for name, row in ages.to_dict().items()}
+    assert found == {"front": (250, 250), "wrist": (500, 500), "state": (0, 0), "skew": (250, 250)}
+    for number in range(2 * MAX_SOURCES):
+        ages.add({f"camera {number}": 0.1, "front": 1.25}, [])
+    assert len(ages.to_dict()) == MAX_SOURCES
+    assert ages.to_dict()["front"]["p50"] == 1250.0
+
+
+def test_a_report_counts_and_times_a_run() -> None:
+    """Two holds, then rows; half a period late at one tick, three periods skipped."""
+    given = {"motion": {"kind": "absolute"}, "limits": {"high": 3.5}, "replan": "full"}
+    loop, arm = loop_of(**given, answer=lambda number: chunk(0) if number == 0 else Outcome(reason="lost"))
+    assert loop.report().to_dict()["rate_hz"] == 0.0
+    loop.run(4)
+    arm.clock.time = loop.pace.due(7) + 0.03
+    report = loop.run(6)
+    assert (report.hz, report.seconds, report.rate_hz) == (20.0, 0.45, pytest.approx(6 / 0.45, abs=1e-3))
+    assert (report.steps, report.executed, report.late, report.skipped) == (6, 4, 1, 3)
+    assert (report.jitter_ms["p50"], report.jitter_ms["max"]) == (0.0, 30.0)
+    assert (report.age_ms["p50"], report.age_ms["max"]) == (250.0, 400.0)
+    assert (report.request_ms, report.chunks, report.clipped_commands) == (100.0, 1, 2)
+    assert report.to_dict()["held"] == {"no chunk yet": 2}
+    ages = {name: [0.1] for name in ("front", "skew")}
+    shown = replace(
+        report,
+        longest_gap_ms=21.0,
+        held={"paused": 1, **report.held},
+        clipped={"0.range": 2, "0.velocity": 3},
+        failed_requests=3,
+        faults={"total": 2},
+        filter={"filter": "median:3", "delay_ms": 50.0, "missing": 4},
+        sources={name: percentiles(each) for name, each in ages.items()},
+    )
+    assert shown.rows() == [
+        ("control rate", "13.33 Hz of 20 over 0.5 s"),
+        ("late ticks", "1 of 6, 3 periods skipped"),
+        ("tick lateness", "p50 0  p95 22.5  p99 28.5  max 30 ms"),
+        ("longest gap", "21 ms between two commands or holds, no watchdog"),
+        ("chunk age", "p50 250  p95 392  p99 398  max 400 ms"),
+        ("chunks", "1, 2.22 Hz; 3 requests failed, 2 errors"),
+        ("next chunk due", "100 ms after it is asked for, in whole control steps"),
+        ("held", "3 of 6 steps"),
+        ("", "2 x no chunk yet"),
+        ("", "1 x paused"),
+        ("clipped", "2 commands"),
+        ("", "3 x 0.velocity"),
+        ("", "2 x 0.range"),
+        ("age of front", "p50 0.1  p95 0.1  p99 0.1  max 0.1 ms"),
+        ("frames apart", "p50 0.1  p95 0.1  p99 0.1  max 0.1 ms"),
+        ("filter", "median:3: 50 ms behind, made up for by later rows but in 4 steps"),
+    ]
+
+
 # ----------------------------------------------------------------------------- requester
 
 
@@ -558,6 +680,43 @@ def test_failures_wait_longer_each_time_and_reconnect() -> None:
     assert until(requester, now) == Outcome(2.5)
     assert requester.ready(now)
     assert requester.failures == 4
+
+
+def test_a_clock_that_was_set_back_takes_the_deadline_along() -> None:
+    """Before a request or while it is under way, by hours or by less than a second."""
+    hang = threading.Event()
+    requester = Requester(lambda: lambda *_: hang.wait(60), 0.5)
+    assert requester.poll(100.0) is None
+    requester.ask({}, 10.0)
+    assert requester.poll(10.25) is None
+    assert requester.poll(9.75) is None  # a quarter of a second has passed, of which it knows
+    assert requester.poll(10.0) is None
+    late = requester.poll(10.25)
+    assert late is not None
+    assert late.reason == "no answer within 0.5 s"
+    hang.set()
+
+
+def test_a_policy_in_this_process_fails_in_its_own_words() -> None:
+    """With the kind of its error where it has no text, or else its name."""
+
+    class WornError(SinewError):
+        code = "worn_out"
+
+    class FullError(SinewError):
+        code = "busy"
+
+    raised = [SinewError("the head is cold"), WornError(""), FullError("")]
+
+    def call(*_: Any) -> None:
+        raise raised.pop(0)
+
+    requester, found = Requester(lambda: call, 1.0), []
+    for now in (0.0, 10.0, 20.0):
+        requester.ask({}, now)
+        outcome = until(requester, now)
+        found.append((outcome.reason, outcome.kind))
+    assert found == [("the head is cold", "internal"), ("worn_out", "worn_out"), ("FullError", "")]
 
 
 class Panic(BaseException):
@@ -680,6 +839,17 @@ def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
     head["settings"]["handover"] = "naive"
     path.write_text("\n".join([json.dumps(head), *lines[1:]]))
     assert repeat(path).differences
+
+
+def test_a_run_that_is_on_the_disk_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run.jsonl"
+    Journal(path, Settings(20.0), 1).close()
+    kept = path.read_bytes()
+    with pytest.raises(JournalError, match="expected the name of a new file, got one that is there already$"):
+        Journal(path, Settings(20.0), 1)
+    assert path.read_bytes() == kept
+    with pytest.raises(JournalError, match=f"{tmp_path}: Is a directory|got one that is there already$"):
+        Journal(tmp_path, Settings(20.0), 1)
 
 
 @given(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,3 +82,34 @@ def test_a_new_call_begins_where_the_last_was_answered(hung: str, answering: tup
 def test_one_address_is_waited_for_until_the_end(hung: str) -> None:
     with Client(hung, timeout=0.3, connect_timeout=0.05) as client, pytest.raises(RequestTimeout):
         client.infer(OBSERVATION)
+
+
+def test_what_a_call_notes_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds on the network, all of them where nothing came, and who answered."""
+    took: list[float] = []
+    closed: list[bool] = []
+    answers: Any = iter([(30.0, 10.0), (5.0, 10.0), RequestTimeout("late")])
+
+    def infer(observation: Any, timeout: float) -> Any:
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        timing = SimpleNamespace(server_ms=found[1])
+        return SimpleNamespace(actions=timeout, round_trip_ms=found[0], timing=timing)
+
+    client = SimpleNamespace(infer=infer, place=1, close=lambda: closed.append(True))
+    monkeypatch.setattr(Servers, "client", lambda _: client)
+    frames: Any = SimpleNamespace(quality=90, took=took.append)
+    servers = Servers(["tcp://a:1", "tcp://b:1"], frames=frames)
+    assert servers.present == "tcp://a:1"
+    call = servers()
+    assert call(OBSERVATION, 2.0) == 2.0
+    assert (servers.present, client.jpeg_quality) == ("tcp://b:1", 90)
+    call(OBSERVATION, 2.0)
+    with pytest.raises(RequestTimeout, match="late"):
+        call(OBSERVATION, 0.25)
+    assert took == [20.0, 0.0, 250.0]
+    servers.present = "tcp://a:1"
+    call.close()
+    assert (servers.addresses, servers.present) == (["tcp://b:1", "tcp://a:1"], "tcp://b:1")
+    assert closed == [True]

@@ -60,7 +60,7 @@ class Link:
         self.ready: list[StreamWindow] = []
         self.sent: list[tuple[float, int, bool]] = []
         self.frames: list[float] = []  # when those were exposed that were sent
-        self.restarts = self.errors = 0
+        self.restarts = self.errors = self.closed = 0
         self.error, self.faults = "", Faults()
 
     def send(
@@ -84,7 +84,8 @@ class Link:
     def restart(self) -> None:
         self.restarts += 1
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed += 1
 
 
 def paced(rate: float, clock: list[float]) -> Pace:
@@ -563,6 +564,9 @@ def test_a_report_counts_what_was_sent_and_what_came() -> None:
     assert [round(10 * time) for time, _, frame in link.sent if frame] == [0, 6, 7, 10]
     assert (report.watchdog, report.errors, report.label) == (False, 0, "")
     assert report.to_dict()["measured"] == report.measured
+    assert link.closed == 0
+    loop.close()
+    assert link.closed == 1
     assert loop.robot.concurrent_hold is False  # type: ignore[attr-defined]
     assert Watching(Robot(), 1.0).concurrent_hold
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import tracemalloc
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from sinew.bundle.prompt_recipe import PromptRecipe
-from sinew.core import Observation, ObservationError, SinewError
+from sinew.core import Moment, Observation, ObservationError, SinewError
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs, processor, stack
 from sinew.processing.conditioning import advantage_of, scale_of
@@ -94,6 +95,9 @@ def test_the_halves_are_the_whole(policy, observation):
     assert first.timing.preprocess_ms == prepared.milliseconds > 0
     assert first.timing.total_ms > prepared.milliseconds
     assert (first.session, first.time) == (observation.session, observation.time)
+    np.testing.assert_array_equal(
+        policy.processor.prepare(observation).inputs.pixels, prepared.inputs.pixels
+    )  # unless it is told to leave frames as they are
 
 
 @pytest.mark.parametrize(
@@ -163,6 +167,25 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
         assert message in str(error.value)
     with pytest.raises(ObservationError, match=f"an advantage beside it, as {shown}, got none"):
         scale_of(asked(guidance_scale=0.0), known, "")
+
+
+def test_moments_before_are_counted_and_looked_at():
+    """Of a policy that reads three: two before the newest at most."""
+    moment, seen = Moment({}, np.zeros(1, np.float32)), []
+    reads = SimpleNamespace(spec=SimpleNamespace(history=3), _check_images=lambda _, name: seen.append(name))
+    Processor._check_earlier(reads, asked(earlier=[moment, moment]))
+    assert seen == ["earlier[0].", "earlier[1]."]
+    for earlier, message in (
+        ([moment] * 3, "earlier: expected at most 2, as this policy reads 3, got 3 moments"),
+        ("before", "earlier: expected a list of moments, got str"),
+        ((moment, {}), "earlier[1]: expected a Moment, got dict"),
+    ):
+        with pytest.raises(ObservationError) as error:
+            Processor._check_earlier(reads, asked(earlier=earlier))
+        assert str(error.value) == message
+    reads.spec.history = 1
+    with pytest.raises(ObservationError, match="^earlier: expected none for this policy, got 1 moments$"):
+        Processor._check_earlier(reads, asked(earlier=(moment,)))
 
 
 def test_preparing_waits_for_nobody(policy, observation):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinew.bundle.schema import ImageRecipe
-from sinew.processing.image import prepare_frame
+from sinew.core import ObservationError
+from sinew.processing.image import check_frame, larger, prepare_frame
 from sinew.steps.image.bilinear import resize_bilinear, taps
 from sinew.steps.image.letterbox import Letterbox
 
@@ -77,3 +80,62 @@ def test_neither_frame_nor_tables_are_changed():
     assert np.array_equal(first, prepare_frame(frame, recipe))
     same_size = boxed(40, 50)
     assert np.array_equal(prepare_frame(frame, same_size), plain(frame, same_size))
+
+
+NO_STEPS = "this policy resizes nothing: set the camera so, or resize as its training data was made"
+
+
+def test_frames_that_a_recipe_cannot_take_are_refused_by_name():
+    bare, good = ImageRecipe(4, 6), np.zeros((4, 6, 3), np.uint8)
+    check_frame(good, "front", bare)
+    check_frame(np.ones((4, 6, 3), np.float32), "front", bare)
+    low, high, none = (np.full((4, 6, 3), 0.5, np.float32) for _ in range(3))
+    low[1, 2, 0], high[1, 2, 0], none[1, 2, 0] = -0.01, 1.01, np.nan
+    for frame, message in (
+        ([[0]], "a numpy array [height, width, 3], got list"),
+        (good.astype(np.int32), "uint8 (or float32 in [0, 1]), got dtype int32"),
+        (good[0], "an RGB image [height, width, 3], got shape [6, 3]"),
+        (good[..., :2], "an RGB image [height, width, 3], got shape [4, 6, 2]"),
+        (
+            good.transpose(2, 0, 1),
+            "an RGB image [height, width, 3], got shape [3, 4, 6] (channels first? transpose it to channels last)",
+        ),
+        (good[:0], "sides of 1 to 8192 pixels, got 0 x 6"),
+        (np.zeros((1, 8193, 3), np.uint8), "sides of 1 to 8192 pixels, got 1 x 8193"),
+        (
+            good[:3],
+            f"exactly 4 x 6, got 3 x 6 ({NO_STEPS})",
+        ),
+        (low, "finite float pixels in [0, 1], got values from -0.009999999776482582 to 0.5"),
+        (high, "finite float pixels in [0, 1], got values from 0.5 to 1.0099999904632568"),
+        (none, "finite float pixels in [0, 1], got values from nan to nan"),
+    ):
+        with pytest.raises(ObservationError) as error:
+            check_frame(frame, "images.front", bare)
+        assert str(error.value) == f"images.front: expected {message}"
+
+
+def test_two_normalisations_of_a_picture_are_groups_of_channels():
+    frame = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
+    mean, std = (0.5, 0.25, 0.75), (0.5, 0.2, 0.125)
+    found = prepare_frame(frame, ImageRecipe(4, 6, (), MEAN + mean, STD + std))
+    wanted = [prepare_frame(frame, ImageRecipe(4, 6, (), *each)) for each in ((MEAN, STD), (mean, std))]
+    np.testing.assert_array_equal(found, np.concatenate(wanted))
+
+
+def test_larger_frames_are_said_to_be_so_with_what_they_cost(monkeypatch):
+    recipe = boxed(4, 6)
+    assert larger(np.zeros((8, 11, 3), np.uint8), recipe, (0, 0)) == ""  # less than four times the pixels
+    frame = np.zeros((8, 12, 3), np.uint8)
+    said = "frames of 8x12, of which the policy reads 4x6: such frames would do, with 0 instead of 0 kB each"
+    assert larger(frame, recipe, (8, 12), here=False) == f"{said} (training data had 8x12, too)"
+    for steps, costs in (
+        ([0.003, 0.002, 0.004, 0.001, 0.002, 0.003], " and 1.0 instead of 2.0 ms to prepare here"),
+        ([0.02, 0.0001, 0.0002, 0.0003], " and 0.1 instead of 20.0 ms to prepare here"),  # of a slow one, one
+        ([0.00009] * 3, ""),
+    ):
+        moments = (moment for start, step in enumerate(steps) for moment in (start, start + step))
+        clock = SimpleNamespace(perf_counter=lambda moments=moments: next(moments))
+        monkeypatch.setattr("sinew.processing.image.time", clock)
+        assert larger(frame, recipe, (4, 6)) == said + costs
+        assert list(moments) == []

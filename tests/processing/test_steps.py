@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.prompt_recipe import TextRecipe
 from sinew.bundle.schema import PromptRecipe
-from sinew.core import ObservationError
+from sinew.core import BundleError, ObservationError
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
-from sinew.processing.prompt import Prompter
+from sinew.processing.prompt import MAX_CHARACTERS, Prompter
 from sinew.steps.image.centre_crop import CentreCrop
 from sinew.steps.image.jpeg import Jpeg, jpeg_round_trip
 from sinew.steps.image.resample import resize_antialias, resize_area
 from sinew.steps.image.resize import Resize
 from sinew.steps.image.tensorflow import centre_crop, resize_lanczos3, to_uint8
-from sinew.steps.prompt.base import PromptStep
+from sinew.steps.prompt.base import HeldTokens, PromptStep
 from sinew.steps.prompt.drop import Drop
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.last import Last
@@ -106,3 +107,78 @@ def test_prompt_fields():
     assert ids("up down", said, Last(1)) == [0, 1]
     assert ids("up", *sentence("go <image> {prompt}")) == [4, 3, 0]
     assert ids("up", *sentence("go <image> {prompt}"), Drop((3,))) == [4, 0]
+
+
+def test_prompts_that_cannot_be_are_refused_by_name():
+    words = TextRecipe(sentence("go {prompt}"), "down", sentence("? {prompt}"))
+    asked = Prompter(TOKENIZER, PromptRecipe(3, 5, 2, text=words))
+    state = np.zeros(1)
+    for encode, said, tokens in (
+        (asked.encode, "up up down", [0, 0, 1]),
+        (asked.encode_subtask, "up", [4, 0]),
+        (asked.encode_question, "up", [2, 0]),
+    ):
+        assert encode(said, state).tolist() == tokens
+        assert encode(said, state).dtype == np.int64
+    assert (asked.behind, asked.words([0, 4])) == ((1,), "up go")
+    silent = Prompter(TOKENIZER, PromptRecipe(3, 5, 2))
+    assert silent.behind == ()
+    told = Prompter(TOKENIZER, PromptRecipe(3, 5, 2, sentence("go {prompt}"), text=words), may_be_empty=True)
+    assert told.encode(" ", state).tolist() == [4]
+    for encode, said, message in (
+        (asked.encode, 1, "prompt: expected a string, got int"),
+        (
+            asked.encode,
+            " ",
+            "prompt: expected an instruction, as 'pick up the red cube' (this policy has none",
+        ),
+        (
+            asked.encode_subtask,
+            "",
+            "prompt: expected an instruction, of which a subtask is said, got an empty string",
+        ),
+        (
+            told.encode_question,
+            "",
+            "question: expected a question, as 'what is in the gripper?', got an empty str",
+        ),
+        (asked.encode, "up up up up", "prompt: expected 1 to 3 tokens, got 4"),
+        (asked.encode, "\ud800", "prompt: expected text that UTF-8 can carry, got lone surrogates"),
+        (
+            asked.encode,
+            "x" * (MAX_CHARACTERS + 1),
+            f"prompt: expected at most {MAX_CHARACTERS} characters, got 65537",
+        ),
+        (silent.encode_subtask, "up", "subtask: expected nothing, as this bundle has no prompt for it"),
+        (silent.encode_question, "up", "question: expected nothing, as this bundle has no prompt for it"),
+    ):
+        with pytest.raises(ObservationError) as error:
+            encode(said, state)
+        assert str(error.value).startswith(message)
+    assert asked.encode("x" * MAX_CHARACTERS, state).tolist() == [2]
+    with pytest.raises(BundleError, match=r"prompt.text.action: text.action: expected 1 to 3 tokens, got 4$"):
+        Prompter(TOKENIZER, PromptRecipe(3, 5, 2, text=replace(words, action="up up up up")))
+
+
+def test_tokens_of_a_client_are_checked_and_padded():
+    prompter = Prompter(TOKENIZER, PromptRecipe(3, 5, 2, padding="max_length"))
+    assert prompter.check_tokens([4, 0, 4]).tolist() == [4, 0, 4]
+    for tokens, message in (
+        ([[1]], "tokens: expected a vector of integers, got int64 [1, 1]"),
+        ([1.0], "tokens: expected a vector of integers, got float64 [1]"),
+        ([], "tokens: expected "),
+        ([1] * 4, "tokens: expected 1 to 3 tokens, got 4"),
+        ([0, -1], "tokens: expected token ids in [0, 5), got -1 to 0"),
+        ([5, 4], "tokens: expected token ids in [0, 5), got 4 to 5"),
+    ):
+        with pytest.raises(ObservationError) as error:
+            prompter.check_tokens(tokens)
+        assert str(error.value).startswith(message)
+    held = (HeldTokens("views", 3, 2),)
+    assert prompter.check_tokens([3, 0, 3], held=held).tolist() == [3, 0, 3]
+    with pytest.raises(ObservationError, match=r"^tokens: expected 2 views \(3\), got 1$"):
+        prompter.check_tokens([3, 0], held=held)
+    padded, mask = prompter.pad(np.array([4, 0]))
+    assert (padded.tolist(), mask.tolist()) == ([4, 0, 2], [True, True, False])
+    padded, mask = Prompter(TOKENIZER, PromptRecipe(3, 5, 2)).pad(np.array([4, 0]))
+    assert (padded.tolist(), mask.tolist()) == ([4, 0], [True, True])

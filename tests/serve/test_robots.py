@@ -18,7 +18,7 @@ from sinew_client import Client, ServerError, schema
 from sinew_client.control import Loop, Reporter, Servers, Settings
 from sinew_client.control.robots import Dry
 from sinew_client.errors import RequestError
-from sinew_client.robot_report import MAX_BYTES, MAX_COUNTS, MAX_TEXT, RobotReport
+from sinew_client.robot_report import MAX_BYTES, MAX_COUNTS, MAX_POINTS, MAX_TEXT, RobotReport
 
 from sinew.cli import main
 from sinew.core import VectorSpec
@@ -106,6 +106,8 @@ def test_what_is_no_arm_is_not_reported() -> None:
             robot = SimpleNamespace(arm_points=given)
             assert Reporter(loop, Servers("tcp://a:1"), robot=robot).look().arm == ()
         loop.close()
+    robot = SimpleNamespace(arm_points=lambda: np.full((MAX_POINTS, 3), -9.5))
+    assert Reporter(loop, Servers("tcp://a:1"), robot=robot).look().arm == (-9.5,) * 3 * MAX_POINTS
 
 
 def test_a_server_that_was_away_is_told_why_its_robot_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +172,38 @@ def test_what_a_report_says_of_a_run() -> None:
     loop.run(loop.steps + 1)
     assert (reporter.look().state, reporter.look().reason) == ("paused", "paused")
     assert reporter.look(ended=True).state == "ended"
+    loop.close()
+
+
+def test_rates_and_ages_are_those_of_the_last_ten_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of this machine; totals are of the whole run."""
+    now = [10.0]
+    monkeypatch.setattr("sinew_client.control.reporter.time", SimpleNamespace(monotonic=lambda: now[0]))
+    loop = looped(lambda: lambda *_: np.zeros((4, 2), np.float32), hz=20.0)
+    controller = loop.controller
+    loop.steps, controller.ages[2] = 100, 50
+    reporter = Reporter(
+        loop, Servers("tcp://a:1"), robot=SimpleNamespace(finished=np.int64(7), successes=True)
+    )
+    assert reporter.look().rate_hz == 0.0  # of no time
+    now[0], loop.steps = 12.0, 140
+    controller.ages.update({2: 10, 4: 30})
+    found = reporter.look()
+    assert (found.rate_hz, found.rows_hz, found.age_p50_ms, found.age_p95_ms) == (20.0, 20.0, 200.0, 200.0)
+    assert (found.steps, found.hz, found.state, found.episodes, found.successes) == (140, 20.0, "moves", 7, 1)
+    now[0], loop.steps = 13.0, 144
+    controller.ages[8] += 40
+    found = reporter.look()
+    assert (found.rate_hz, found.rows_hz) == (14.667, 26.667)
+    assert (found.age_p50_ms, found.age_p95_ms) == (300.0, 400.0)
+    for _ in range(10):
+        found = reporter.look()
+        now[0] += 1.0
+    assert (found.rate_hz, found.rows_hz, found.age_p50_ms) == (0.0, 0.0, None)
+    controller.ages[8] -= 1  # a robot did not take a row
+    controller.handed.steps = -1
+    found = reporter.look()
+    assert (found.rows_hz, found.steps_by_hand, found.takeovers) == (0.0, 0, 0)
     loop.close()
 
 

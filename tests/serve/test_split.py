@@ -39,11 +39,20 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
         contexts.add(at.service, ("fp32", "int8"), host)
         observation = observations(policy, 1)[0]
         wanted = policy.infer(observation).actions
-        sizes = {}
+        sizes, made = {}, []
         for form in ("fp32", "int8"):
             with Client(f"{at.native}/context.{form}", timeout=WAIT_S) as client:
                 robot = SplitPolicy(policy, client)
-                found = robot.infer(observation)
+                prepare = policy.processor.prepare
+                with monkeypatch.context() as patched:
+                    patched.setattr(
+                        policy.processor,
+                        "prepare",
+                        lambda given, pixels, of=prepare: made.append(pixels) or of(given, pixels),
+                    )
+                    found = robot.infer(observation)
+                assert made == [False, True]  # it reads no picture here, but the server does
+                made.clear()
                 assert found.actions.shape == wanted.shape
                 off = np.abs(found.actions - wanted).max() / np.abs(wanted).max()
                 assert off <= (1e-6 if form == "fp32" else 0.1)
@@ -54,9 +63,21 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                 with pytest.raises(ServerError, match="state: expected") as refused:
                     client.context({"images": observation.images, "state": [1.0], "prompt": "go"})
                 assert refused.value.code == "bad_observation"
+                moments = iter((1.0, 1.5, 1.75))  # asked, with the context, done
+                clock = SimpleNamespace(perf_counter=lambda moments=moments: next(moments))
+                with monkeypatch.context() as patched:
+                    patched.setattr("sinew.stream.split.time", clock)
+                    times = robot.infer(observation).timing
+                assert (robot.last.round_trip_ms, robot.last.head_ms) == (500.0, 250.0)
+                assert (times.prefix_ms, times.step_ms) == (500.0, (250.0,))
+                assert times.total_ms == 750.0 + times.preprocess_ms
                 far = np.full_like(observation.state, 1e6)  # outside of the statistics
                 with pytest.raises(ServerError, match="state"):
                     client.context({"images": observation.images, "state": far, "prompt": "go"})
+                robot.close()
+                for closed in (robot.infer, client.context):
+                    with pytest.raises(ClientError, match="closed"):
+                        closed(observation)
         assert sizes["int8"] < 0.5 * sizes["fp32"]
         with Client(at.native, timeout=WAIT_S) as client:
             with pytest.raises(SinewError, match=r"expected a server's policy context.FORM"):

@@ -448,3 +448,14 @@ def test_an_attack_does_not_fill_the_log(caplog):
         for _ in range(12):
             stranger.recv()
         assert sum("a request failed" in record.message for record in caplog.records) <= BURST
+
+
+def test_a_policy_that_does_not_warm_up_leaves_nothing_behind():
+    """Neither threads nor a say in the server's health."""
+    puppet, supervisor = Puppet(), Supervisor()
+    puppet.sick = MemoryError("no room")
+    scheduler = Scheduler(puppet, supervisor=supervisor)
+    with pytest.raises(MemoryError, match="no room"):
+        scheduler.start()
+    assert scheduler.join(WAIT_S)
+    assert supervisor._checks == []

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from sinew.steps.vector.add_state import AddState
 from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.loops import READ, RUN, Loops
 from sinew.stream.session import StateSample
-from sinew.stream.windows import Chunks, Rolling
+from sinew.stream.windows import Chunks, Rolling, Window
 
 FRAME = np.zeros((16, 16, 3), np.uint8)
 
@@ -278,6 +279,12 @@ def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
     ):
         with pytest.raises(ObservationError, match=f"^{field}: expected"):
             session(rolls, **settings)  # type: ignore[arg-type]
+    for rate in (0.05, 2001.0):
+        with pytest.raises(
+            ObservationError, match=f"^rate: expected nodes per second from 0.1 to 2000, got {rate}"
+        ):
+            StreamSettings(rate)
+    assert (StreamSettings(0.1).rate, StreamSettings(2000.0).rate) == (0.1, 2000.0)
     stream = session(rolls)
     for bad, field in (
         (StateSample(np.zeros(3), 0.0), "state"),
@@ -304,6 +311,31 @@ def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
     assert not stream.read()  # not again and again
 
 
+def test_an_engine_that_cannot_guide_so_is_refused_by_name(
+    whole: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hz = float(whole.spec.control_hz or 0)
+    assert "guided" in whole.facts.guides
+    assert "guided" in Session(whole, StreamSettings(hz, "guided")).label
+    monkeypatch.setattr(whole, "facts", replace(whole.facts, guides=("ramp",)))
+    with pytest.raises(
+        ObservationError, match="^rtc: expected one of ramp, none on engine eager, got guided"
+    ):
+        Session(whole, StreamSettings(hz, "guided"))
+
+
+def test_a_window_says_how_old_it_is(rolls: Policy) -> None:
+    """By this machine's clock: a prefix that was swapped in at 2 s, a sample of 1 s, a run from 5 to 5.5 s."""
+    clock = iter([2.0, 5.0, 5.5])
+    stream = Session(rolls, StreamSettings(100.0, seed=1), "go", clock=lambda: next(clock))
+    stream.push_frame({"front": FRAME}, 0.0)
+    stream.push_sample(StateSample(np.zeros(2, np.float32), 0.0, 1, arrived=1.0, tag=7))
+    assert stream.read()
+    window = stream.run()
+    assert window is not None
+    assert (window.prefix_age, window.sensor_age, window.head_s, window.tag) == (3.5, 4.5, 0.5, 7)
+
+
 def test_a_delay_beyond_the_largest_is_taken_as_that(rolls: Policy) -> None:
     stream = session(rolls)
     stream.push_sample(sample(0.0, delay=100_000))
@@ -324,6 +356,22 @@ def test_a_link_in_this_process_begins_anew(rolls: Policy) -> None:
         assert "frame_time: expected" in link.error
     finally:
         link.close()
+
+
+def test_a_link_in_this_process_wakes_the_loops_and_hands_over_what_they_made(rolls: Policy) -> None:
+    woken: list[bool] = []
+    ignored = {"add": lambda *_: None, "remove": lambda *_: None, "stop": lambda: None}
+    link = LocalLink(session(rolls), SimpleNamespace(wake=lambda: woken.append(True), **ignored))  # type: ignore[arg-type]
+    assert link.send([0.0, 0.0], 1.0) is True
+    assert link.send([0.0], 1.0) is False
+    assert (len(woken), link.errors, link.faults.counts) == (1, 1, {"bad_observation": 1})
+    rows = np.ones((2, 1), np.float32)
+    link.window(Window(3, rows, 1.0, 0.5, prefix_age=0.25, sensor_age=0.5, head_s=0.125, run=4))
+    (found,) = link.windows()
+    assert found.rows is rows
+    assert (found.step, found.sample_time, found.frame_time, found.run) == (3, 1.0, 0.5, 4)
+    assert (found.prefix_age_ms, found.sensor_age_ms, found.head_ms) == (250.0, 500.0, 125.0)
+    assert link.windows() == []
 
 
 def test_an_answer_that_is_too_late_still_tells_how_late(
@@ -463,6 +511,51 @@ def test_a_cheap_run_does_not_wait_for_a_dear_one() -> None:
     loops._work(RUN)
     assert ran[-1] == ("other", 99)
     assert loops._busy == ([], [])
+
+
+def test_a_stream_that_fails_is_told_and_what_nobody_foresaw_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: list[str] = []
+    listener = SimpleNamespace(failed=lambda error: told.append(str(error)))
+    robot, loops = Busy(1e6, 1.0), loops_by_hand()[0]
+    loops.add(robot, listener, "robot")  # type: ignore[arg-type]
+    for error in (SinewError("no head"), ZeroDivisionError("0"), ZeroDivisionError("0"), KeyError("a")):
+        robot.run = lambda _pause, error=error: (_ for _ in ()).throw(error)  # type: ignore[method-assign]
+        assert loops._next(RUN) is None
+        loops._work(RUN)
+    internal = "internal error ({}); the log has the details"
+    assert told == [
+        "no head",
+        *(internal.format(f"{name}Error") for name in ("ZeroDivision",) * 2 + ("Key",)),
+    ]
+    assert caplog.messages == ["a stream failed"] * 2
+
+
+def test_who_has_left_is_forgotten_and_loops_end_in_time() -> None:
+    joined: list[float] = []
+    thread = SimpleNamespace(join=joined.append)
+    loops = Loops(start=lambda _name, _run: thread)  # type: ignore[arg-type, return-value]
+    first, second = Busy(1e6, 1.0), Busy(1e6, 1.0)
+    for busy, owner in ((first, "one"), (second, "one"), (Busy(1e6, 1.0), "two")):
+        loops.add(busy, Nobody(), owner)  # type: ignore[arg-type]
+    assert turns_of(loops, 3) == {"one", "two"}
+    loops.remove(first)  # type: ignore[arg-type]
+    assert turns_of(loops, 0) == {"one", "two"}
+    loops.remove(second)  # type: ignore[arg-type]
+    loops.remove(second)  # type: ignore[arg-type]
+    assert turns_of(loops, 0) == {"two"}
+    loops.stop(5.0)
+    assert len(joined) == 2
+    assert all(0 <= wait <= 5.0 for wait in joined)
+
+
+def turns_of(loops: Loops, count: int) -> set[Any]:
+    """Take turns of the fast loop; return whose use of it is known."""
+    for _ in range(count):
+        assert loops._next(RUN) is None
+        loops._work(RUN)
+    return set(loops._spent[RUN])
 
 
 def test_no_stream_is_computed_more_often_than_it_said() -> None:

@@ -48,7 +48,7 @@ class Pace:
         while wait > 0:  # a sleep may end early
             self._sleep(min(wait, self.period))
             wait = self._wait()
-        behind = -wait
+        behind = 0.0 - wait  # of a tick in time 0, which is never shown as -0
         if behind >= self.period:
             missed = int(behind / self.period)
             self.skipped += missed
