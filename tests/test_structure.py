@@ -176,8 +176,8 @@ def test_the_core_stays_as_small_as_it_is() -> None:
     assert STRUCTURE.lines(STRUCTURE.core) <= MOST_CORE_LINES
 
 
-# Classes of one name: a facade and its protocol, a step of a bundle and one of a solver, one suite's simulator each.
-SHARED_NAMES = {"Policy", "Step", "Simulator"}
+# Classes of one name: a facade and its protocol, one suite's simulator each.
+SHARED_NAMES = {"Policy", "Simulator"}
 
 
 def test_a_class_has_a_name_of_its_own() -> None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sinew_client.given import shown
+
 from sinew.core import MAX_HISTORY_STEPS, MotionSpec
 from sinew.core.fields import MAX_NAME
 
@@ -31,17 +33,102 @@ PAIRS = {mode: STATISTICS[mode] for mode in ("min_max", "quantiles", "quantile10
 
 def problems(manifest: Manifest) -> Iterator[str]:
     """Yield what the records of a manifest, each right in itself, do not say together."""
-    rules = {**_spec_rules(manifest), **_processing_rules(manifest), **_pixel_rules(manifest)}
-    for problem, fine in rules.items():
-        if not fine:
-            yield problem
-    for where, recipe, what in normalizations(manifest.processing):
+    spec, processing = manifest.spec, manifest.processing
+    if len(manifest.name) > MAX_NAME or not manifest.name.isprintable():
+        yield f"name: expected at most {MAX_NAME} printable characters, got {shown(manifest.name)}"
+    yield from _spec_problems(spec, processing)
+    yield from _processing_problems(spec, processing)
+    for where, recipe, what in normalizations(processing):
         if what == "state" and recipe.rows:
             yield f"{where}.rows: expected 0, as only chunks have statistics of each row, got {recipe.rows}"
         for problem in statistics_problems(recipe):
             yield f"{where}.{problem}"
     if manifest.seen is not None:
-        yield from seen_problems(manifest.seen, manifest.spec)
+        yield from seen_problems(manifest.seen, spec)
+
+
+def _spec_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
+    names, solver, steps = [camera.name for camera in spec.cameras], spec.solver, spec.solver_steps
+    rows, span = spec.noise_shape[0], (spec.history - 1) * spec.history_stride
+    noise_dim = 0 if solver.noise == "zeros" else processing.padded_action_dim
+    if len(set(names)) != len(names):
+        yield f"spec.cameras: expected 1 to 16 different names, got {', '.join(names)}"
+    if rows < spec.chunk_size:
+        yield f"spec.noise_rows: expected 0, or at least the {spec.chunk_size} rows of a chunk, got {rows}"
+    if (numbers := math.prod(spec.noise_shape)) > MAX_NOISE:
+        yield f"spec.noise_dim: expected at most {MAX_NOISE} numbers of noise in all, got {numbers}"
+    if not 0 <= processing.first_row <= rows - spec.chunk_size:
+        yield (
+            "processing.first_row: expected a row of the solution with a whole chunk behind it, got"
+            f" {processing.first_row} of {rows}"
+        )
+    if span > MAX_HISTORY_STEPS:
+        yield f"spec.history_stride: expected 1 or more, {MAX_HISTORY_STEPS} control steps in all, got {span}"
+    if spec.history > 1 and (processing.empty_cameras or not processing.all_cameras):
+        yield f"spec.history: expected 1 unless processing.all_cameras is true, got {spec.history}"
+    levels = solver.levels
+    if solver.fixed_steps not in (None, steps) or (
+        levels is not None and steps not in levels.possible(steps)
+    ):
+        yield f"spec: solver_steps does not fit spec.solver, got {steps}"
+    if spec.noise_dim != noise_dim:
+        yield (
+            "spec.noise_dim: expected 0 where the solver starts from zeros, else the padded action dim, here"
+            f" {noise_dim}, got {spec.noise_dim}"
+        )
+    if spec.committed_rows and not (0 < spec.committed_rows < spec.chunk_size and solver.kind == "euler"):
+        got = f"{spec.committed_rows} of {spec.chunk_size}, solver {solver.kind}"
+        yield f"spec.committed_rows: expected fewer than chunk_size, and solver euler, got {got}"
+    if not _moves(spec):
+        yield (
+            "spec.motion: expected absolute for as many actions as the state has numbers, without columns; else"
+            " different columns of the action, as many of the state, a scale above 0 and a range that 0 is in, got"
+            f" {shown(spec.motion)}"
+        )
+    if not 0 <= spec.n_action_steps <= spec.chunk_size:
+        yield f"spec.n_action_steps: expected at most chunk_size {spec.chunk_size}, got {spec.n_action_steps}"
+    for name, vector in (("state", spec.state), ("action", spec.action)):
+        for given in (vector.names, vector.units):
+            if len(given) not in (0, vector.dim):
+                got = f"{len(given)} for {vector.dim}"
+                yield f"spec.{name}: expected one name and one unit for each value of a vector, or none, got {got}"
+    for keys in spec.keys:
+        for camera in keys.images.values():
+            if camera not in names:
+                yield f"spec.keys: an image key names a camera that is not there, got {shown(camera)}"
+
+
+def _processing_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
+    state, action, image = spec.state.dim, spec.action.dim, processing.image
+    if not 0 <= spec.history * state <= processing.padded_state_dim:
+        yield f"spec.state does not fit processing.padded_state_dim {processing.padded_state_dim}, got {state}"
+    if processing.padded_state_dim % spec.history:
+        yield f"processing.padded_state_dim: expected as much for each of spec.history {spec.history}"
+    if not 1 <= action <= processing.padded_action_dim:
+        yield f"spec.action does not fit processing.padded_action_dim {processing.padded_action_dim}, got {action}"
+    for name, steps, parts, dim in (
+        ("state", processing.state_steps, processing.state_parts, state),
+        ("action", processing.action_steps, processing.action_parts, action),
+    ):
+        for step in steps:
+            if step.reads and name == "state":
+                yield f"processing.state_steps: expected steps that read no state, got {step.kind}"
+            if not all(0 <= d < dim for d in step.dims) or not all(0 <= d < state for d in step.reads):
+                yield f"processing: a step's dims are outside its vector, got those of {step.kind} in {name}_steps"
+        if parts and (total := sum(part.dim for part in parts)) != dim:
+            yield f"processing: the parts of a vector do not add up to it: {name}_parts: expected {dim}, got {total}"
+        for part in parts:
+            if part.rotation and (part.dim != 3 or part.sin_cos):
+                yield f"processing: a rotation has 3 numbers, and no sines of them, got {part.dim} of {part.name}"
+    if not 0 <= processing.optional_cameras < len(spec.cameras):
+        yield f"processing.optional_cameras: expected fewer than there are, got {processing.optional_cameras}"
+    if len(image.cameras) not in (0, len(spec.cameras)):
+        yield f"processing.image.cameras: expected one for each camera, or none, got {len(image.cameras)}"
+    # Sizes that are believable one by one and not together
+    if (read := (spec.views + processing.empty_cameras) * image.height * image.width) > MAX_PIXELS:
+        yield f"processing.image: expected at most {MAX_PIXELS} pixels of all views, got {read}"
+    if (frames := sum(camera.height * camera.width for camera in spec.cameras)) > 4 * MAX_PIXELS:
+        yield f"spec.cameras: expected at most {4 * MAX_PIXELS} pixels of all frames, got {frames}"
 
 
 def seen_problems(seen: Seen, spec: PolicySpec) -> Iterator[str]:
@@ -142,102 +229,3 @@ def _moves(spec: PolicySpec) -> bool:
         and all(len(set(taken)) == len(taken) and all(0 <= i < dim for i in taken) for taken, dim in columns)
         and (plain if motion.kind == "relative" else 0 < motion.scale < math.inf and low < 0 < high)
     )
-
-
-def _spec_rules(manifest: Manifest) -> dict[str, bool]:
-    spec, processing = manifest.spec, manifest.processing
-    names, solver = [camera.name for camera in spec.cameras], spec.solver
-    return {
-        f"name: expected at most {MAX_NAME} printable characters": len(manifest.name) <= MAX_NAME
-        and manifest.name.isprintable(),
-        "spec.cameras: expected 1 to 16 different names": len(set(names)) == len(names),
-        "spec: chunk_size or noise_rows out of range": spec.noise_rows == 0
-        or spec.chunk_size <= spec.noise_rows,
-        f"spec: expected at most {MAX_NOISE} numbers of noise": math.prod(spec.noise_shape) <= MAX_NOISE,
-        "processing.first_row: expected a row of the solution with a whole chunk behind it": 0
-        <= processing.first_row
-        <= spec.noise_shape[0] - spec.chunk_size,
-        f"spec.history_stride: expected 1 or more, {MAX_HISTORY_STEPS} control steps in all": (
-            spec.history - 1
-        )
-        * spec.history_stride
-        <= MAX_HISTORY_STEPS,
-        "spec.history: expected 1 unless processing.all_cameras is true": spec.history == 1
-        or (processing.all_cameras and not processing.empty_cameras),
-        "spec: solver_steps does not fit spec.solver": solver.fixed_steps in (None, spec.solver_steps)
-        and (solver.levels is None or spec.solver_steps in solver.levels.possible(spec.solver_steps)),
-        "spec.noise_dim: expected 0 where the solver starts from zeros, else the padded action dim": spec.noise_dim
-        == (0 if solver.noise == "zeros" else processing.padded_action_dim),
-        "spec.committed_rows: expected fewer than chunk_size, and solver euler": spec.committed_rows == 0
-        or (0 < spec.committed_rows < spec.chunk_size and solver.kind == "euler"),
-        "spec.motion: expected absolute for as many actions as the state has numbers, without columns; else different"
-        " columns of the action, as many of the state, a scale above 0 and a range that 0 is in": _moves(
-            spec
-        ),
-        "spec.n_action_steps: expected at most chunk_size": 0 <= spec.n_action_steps <= spec.chunk_size,
-        "spec: expected one name and one unit for each value of a vector, or none": all(
-            len(given) in (0, vector.dim)
-            for vector in (spec.state, spec.action)
-            for given in (vector.names, vector.units)
-        ),
-        "spec.keys: an image key names a camera that is not there": all(
-            camera in names for keys in spec.keys for camera in keys.images.values()
-        ),
-    }
-
-
-def _pixel_rules(manifest: Manifest) -> dict[str, bool]:
-    """Rules of sizes that are believable one by one and not together."""
-    spec, image = manifest.spec, manifest.processing.image
-    views = spec.views + manifest.processing.empty_cameras
-    frames = sum(camera.height * camera.width for camera in spec.cameras)
-    read = views * image.height * image.width
-    return {
-        "processing.image.cameras: expected one for each camera, or none": len(image.cameras)
-        in (0, len(spec.cameras)),
-        f"processing.image: expected at most {MAX_PIXELS} pixels of all views": read <= MAX_PIXELS,
-        f"spec.cameras: expected at most {4 * MAX_PIXELS} pixels of all frames": frames <= 4 * MAX_PIXELS,
-    }
-
-
-def _processing_rules(manifest: Manifest) -> dict[str, bool]:
-    spec, processing = manifest.spec, manifest.processing
-    return {
-        "spec.state does not fit processing.padded_state_dim": 0
-        <= spec.history * spec.state.dim
-        <= processing.padded_state_dim,
-        "processing.padded_state_dim: expected as much for each of spec.history": processing.padded_state_dim
-        % spec.history
-        == 0,
-        "spec.action does not fit processing.padded_action_dim": 1
-        <= spec.action.dim
-        <= processing.padded_action_dim,
-        "processing: a step's dims are outside its vector": all(
-            0 <= d < vector.dim
-            for steps, vector in (
-                (processing.state_steps, spec.state),
-                (processing.action_steps, spec.action),
-            )
-            for step in steps
-            for d in step.dims
-        )
-        and all(0 <= d < spec.state.dim for step in processing.action_steps for d in step.reads),
-        "processing.state_steps: expected steps that read no state": not any(
-            step.reads for step in processing.state_steps
-        ),
-        "processing: the parts of a vector do not add up to it": all(
-            not parts or sum(part.dim for part in parts) == vector.dim
-            for parts, vector in (
-                (processing.state_parts, spec.state),
-                (processing.action_parts, spec.action),
-            )
-        ),
-        "processing: a rotation has 3 numbers, and no sines of them": all(
-            part.dim == 3 and not part.sin_cos
-            for part in (*processing.state_parts, *processing.action_parts)
-            if part.rotation
-        ),
-        "processing.optional_cameras: expected fewer than there are": 0
-        <= processing.optional_cameras
-        < len(spec.cameras),
-    }

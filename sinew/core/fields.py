@@ -11,23 +11,11 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sinew_client.given import named, shown
 from sinew_client.solver import Solver
@@ -160,7 +148,7 @@ def problems(record: Any, path: str = "") -> Iterator[str]:
     """Yield what is wrong with a record and those in it, each as "path: expected X, got Y"."""
     place = path and (f"{path}: {record.kind}: " if isinstance(record, Tagged) else f"{path}.")
     right = True
-    for name, shape in _held(type(record)):
+    for name, shape in _held(record.__class__):
         for problem in _value_problems(getattr(record, name), shape, place + name):
             right = False
             yield problem
@@ -168,7 +156,8 @@ def problems(record: Any, path: str = "") -> Iterator[str]:
         yield from (place + problem for problem in record.problems())
 
 
-class _Shape(NamedTuple):
+@dataclass(frozen=True)
+class _Shape:
     """A type taken apart: the conditions of its values and the shapes of their members, None for those that have no
     condition; ``every``: all are of the first. alone: in place of it for a value that is no list."""
 
@@ -183,15 +172,14 @@ def _shape(hint: Any) -> _Shape | None:
     """Return the shape of a type; None where every value of the type is right."""
     if get_origin(hint) is Annotated:
         inner, *conditions = get_args(hint)
-        return (_shape(inner) or _Shape())._replace(musts=tuple(conditions))
+        return replace(_shape(inner) or _Shape(), musts=tuple(conditions))
     if get_origin(hint) in (Union, UnionType):
         kinds = {get_origin(each) is tuple: _shape(each) for each in get_args(hint) if each is not type(None)}
         many = kinds.get(True)
-        return kinds.get(False) if many is None else many._replace(alone=kinds.get(False))
-    if get_origin(hint) is not Literal:
-        parts = tuple(_shape(each) for each in get_args(hint) if each is not ...)
-        if any(part is not None for part in parts):
-            return _Shape(parts=parts, every=... in get_args(hint))
+        return kinds.get(False) if many is None else replace(many, alone=kinds.get(False))
+    parts = tuple(_shape(each) for each in get_args(hint) if each is not ...)
+    if any(part is not None for part in parts):
+        return _Shape(parts=parts, every=... in get_args(hint))
     record = isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, Tagged))
     return _Shape() if record else None
 
@@ -251,7 +239,8 @@ class Tagged:
         if place is None:
             raise ValueError(f"kind: expected one of {', '.join(cls.registry)}, got {kind!r}")
         module, name = place.split(":")
-        return cast("type[K]", getattr(import_module(module), name))
+        found: type[K] = getattr(import_module(module), name)
+        return found
 
     @classmethod
     def read(cls: type[K], record: object) -> K:
@@ -308,7 +297,8 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
         raise BundleError(f"{where}: {error}") from None
     if unknown := _unknown_field(raw, msgspec.to_builtins(record)):
         raise BundleError(f"{where}: unknown field {unknown!r} (written by a newer version?)")
-    if (shape := _shape(kind)) is not None:
+    form: Any = kind
+    if (shape := _shape(form)) is not None:
         for problem in _value_problems(record, shape, where):
             raise BundleError(problem)
     return record

@@ -102,7 +102,7 @@ class Backend:
             return f"provider {', '.join(options.providers)}: expected engine onnx, got {self.name}"
         return ""
 
-    def refused(self, bundle: Bundle, options: EngineOptions, ignore_recipe: bool = False) -> str:
+    def refused(self, bundle: Bundle, options: EngineOptions) -> str:
         """Return why this engine must not run the bundle, whoever asks for it; "" if it may."""
         if options.adapters and not self.adapts:
             others = " or ".join(name for name, each in BACKENDS.items() if each.adapts)
@@ -110,7 +110,7 @@ class Backend:
             return f"engine {self.name} computes no adapters ({named}); engine {others} does"
         if problem := self.why_not(bundle, options):
             return problem
-        if ignore_recipe or not (lacking := self.not_computed(bundle)):
+        if not options.recipe or not (lacking := self.not_computed(bundle)):
             return ""
         able = followers(bundle)
         who = f"engine {' or '.join(able)} does" if able else "no engine here does"

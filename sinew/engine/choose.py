@@ -80,14 +80,14 @@ def choose(
     )
     if asked is not None:
         options, dtype_reason = asked.with_precision(bundle, options, word)
-        if problem := asked.refused(bundle, options, ignore_recipe):
+        if problem := asked.refused(bundle, options):
             raise SinewError(problem)
         if stream is not None and (problem := asked.unstreamed(bundle, options, stream)):
             raise SinewError(f"stream: {problem}")
         reason = ASKED
         if engine in (None, AUTO):
             reason = "the folder holds graphs and no weights" if graphs else "providers are ONNX Runtime's"
-        return _choice(asked, bundle, reason, device_reason, dtype_reason, options, ignore_recipe)
+        return _choice(asked, bundle, options, reason, device_reason, dtype_reason)
 
     passed_over: list[tuple[str, str]] = []
     for name, backend in BACKENDS.items():
@@ -95,12 +95,12 @@ def choose(
             continue
         options, dtype_reason = backend.with_precision(bundle, options, word)
         problem = (
-            backend.refused(bundle, options, ignore_recipe)
+            backend.refused(bundle, options)
             or backend.unproved(bundle, options)
             or backend.slow_start(bundle, prepared)
             or ("" if stream is None else backend.unstreamed(bundle, options, stream))
         )
-        follows = bool(recipe(bundle)) and not ignore_recipe
+        follows = bool(recipe(bundle)) and options.recipe
         if not problem and follows:
             wins, found = backend.rival(bundle, options)
             if wins:
@@ -125,7 +125,7 @@ def choose(
                 reason += f", of those that compute adapters ({', '.join(adapters)})"
             if _worth_saying(passed_over):
                 reason += f"; {'; '.join(_worth_saying(passed_over))}"
-            return _choice(backend, bundle, reason, device_reason, dtype_reason, options, ignore_recipe)
+            return _choice(backend, bundle, options, reason, device_reason, dtype_reason)
         passed_over.append((name, problem))
     raise SinewError(f"{bundle.path}: no engine can run this bundle on {where}: {_each_once(passed_over)}")
 
@@ -150,7 +150,7 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
         options, why = backend.with_precision(bundle, choice.options, word)
         if backend.refused(bundle, options) or not backend.preparable(bundle, choice.options.kind):
             continue
-        made = _choice(backend, bundle, "prepared", choice.device_reason, why, options, False)
+        made = _choice(backend, bundle, options, "prepared", choice.device_reason, why)
         if made.recipe == choice.recipe:  # else what computes now widens what this one would round
             found.append(made)
     return found
@@ -183,13 +183,12 @@ def exported_graphs(bundle: Bundle) -> Path | None:
 def _choice(
     backend: Backend,
     bundle: Bundle,
+    options: EngineOptions,
     reason: str,
     device_reason: str,
     dtype_reason: str,
-    options: EngineOptions,
-    ignore_recipe: bool,
 ) -> EngineChoice:
-    ignored = backend.not_computed(bundle) if ignore_recipe else ""
+    ignored = "" if options.recipe else backend.not_computed(bundle)
     in_force = {} if ignored else {p: kind for p, kind in recipe(bundle).items() if kind in backend.follows}
     return EngineChoice(backend.name, reason, device_reason, dtype_reason, options, ignored, in_force)
 

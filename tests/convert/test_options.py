@@ -157,7 +157,7 @@ def test_a_prompt_gets_a_place_for_advantages(golden, tmp_path):
         ({"advantage": "a" * 65}, r"--set advantage: words\[0\]\[0\]: expected 1 to 64 printable characters"),
         (
             {"advantage": "a", "advantage_words": "{advantage}" * 65},
-            "--set advantage: words: a: expected 1 to 64",
+            r"--set advantage: words\[0\]\[1\]: expected 1 to 64 characters, got 65",
         ),
         (
             {"advantage": "a", "advantage_place": "end"},

@@ -11,12 +11,11 @@ import numpy as np
 
 from sinew.core import MAX_SIZE
 from sinew.core.fields import Side, within
-from sinew.steps.image.base import ImageStep
-from sinew.steps.image.methods import Method, resize, takes
+from sinew.steps.image.methods import Method, MethodStep, resize
 
 
 @dataclass(frozen=True)
-class Grid(ImageStep):
+class Grid(MethodStep):
     """Both sides become multiples of ``unit``, with ``min_pixels`` to ``max_pixels`` in all, by ``method``."""
 
     unit: Side
@@ -27,10 +26,6 @@ class Grid(ImageStep):
 
     def problems(self) -> Iterator[str]:
         yield from within(1, self.max_pixels).problems("min_pixels", self.min_pixels)
-
-    @property
-    def takes(self) -> Literal["bytes", "floats"]:
-        return takes(self.method)
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Return the sides that Qwen's ``smart_resize`` chooses."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from sinew.steps.image.base import ImageStep
 from sinew.steps.image.resample import (
     resize_antialias,
     resize_area,
@@ -31,9 +32,14 @@ Method = Literal[
 ]
 
 
-def takes(method: Method) -> Literal["bytes", "floats"]:
-    """Return the frames that a method resizes."""
-    return "floats" if method.endswith("_float") else "bytes"
+class MethodStep(ImageStep):
+    """A step that resizes by a method."""
+
+    method: Method
+
+    @property
+    def takes(self) -> Literal["bytes", "floats"]:
+        return "floats" if self.method.endswith("_float") else "bytes"
 
 
 def resize(frame: np.ndarray, height: int, width: int, method: Method) -> np.ndarray:

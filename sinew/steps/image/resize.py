@@ -8,20 +8,16 @@ from typing import Literal
 import numpy as np
 
 from sinew.steps.image.base import SizedStep
-from sinew.steps.image.methods import Method, resize, takes
+from sinew.steps.image.methods import Method, MethodStep, resize
 
 
 @dataclass(frozen=True)
-class Resize(SizedStep):
+class Resize(MethodStep, SizedStep):
     """To ``height`` x ``width`` by ``method``."""
 
     method: Method = "lanczos3"
     other_sizes: bool = False
     kind: Literal["resize"] = field(default="resize", kw_only=True, repr=False)
-
-    @property
-    def takes(self) -> Literal["bytes", "floats"]:
-        return takes(self.method)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         return self.fixed

@@ -10,12 +10,11 @@ import numpy as np
 
 from sinew.core import MAX_SIZE
 from sinew.core.fields import SOME, Side, within
-from sinew.steps.image.base import ImageStep
-from sinew.steps.image.methods import Method, resize, takes
+from sinew.steps.image.methods import Method, MethodStep, resize
 
 
 @dataclass(frozen=True)
-class Scales(ImageStep):
+class Scales(MethodStep):
     """To a square of each of ``sides`` by ``method``, one below another, black beside those that are narrower."""
 
     sides: Annotated[tuple[Side, ...], SOME]
@@ -24,10 +23,6 @@ class Scales(ImageStep):
 
     def problems(self) -> Iterator[str]:
         yield from within(1, MAX_SIZE).problems("sides", sum(self.sides))
-
-    @property
-    def takes(self) -> Literal["bytes", "floats"]:
-        return takes(self.method)
 
     @property
     def fixed(self) -> tuple[int, int]:

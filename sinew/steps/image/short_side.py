@@ -8,21 +8,16 @@ from typing import Literal
 import numpy as np
 
 from sinew.core.fields import Side
-from sinew.steps.image.base import ImageStep
-from sinew.steps.image.methods import Method, resize, takes
+from sinew.steps.image.methods import Method, MethodStep, resize
 
 
 @dataclass(frozen=True)
-class ShortSide(ImageStep):
+class ShortSide(MethodStep):
     """The shorter side becomes ``edge`` and the other keeps the aspect ratio, by ``method``."""
 
     edge: Side
     method: Method = "lanczos3"
     kind: Literal["short_side"] = field(default="short_side", kw_only=True, repr=False)
-
-    @property
-    def takes(self) -> Literal["bytes", "floats"]:
-        return takes(self.method)
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         scale = self.edge / min(height, width)
