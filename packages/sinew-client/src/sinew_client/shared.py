@@ -148,10 +148,11 @@ class ReceivedFrames:
         self._bytes = np.frombuffer(made, np.uint8)
         return SHARED
 
-    def pixels(self, at: int, size: int) -> memoryview:
-        """Return so many bytes where they lie. Raises ValueError."""
+    def pixels(self, name: str, at: int, size: int) -> memoryview:
+        """Return the bytes of a frame where they lie. Raises :class:`ObservationError`."""
         if not (at >= HEADER and at + size <= len(self._bytes)):
-            raise ValueError(f"at {at} of {len(self._bytes)}, of which {HEADER} are no pixels")
+            place = f"{size} bytes from {HEADER} to {len(self._bytes)} in shared memory"
+            raise ObservationError(name, place, f"them at {at}")
         return self._bytes[at : at + size].data
 
     def generation(self) -> int:
@@ -166,12 +167,9 @@ class LentFrames:
         self._frames, self._generation, self.taken = frames, generation, False
 
     def pixels(self, name: str, at: int, size: int) -> memoryview:
-        """Return the bytes of a frame where they lie. Raises :class:`ObservationError`."""
+        """Return the bytes of a frame (:meth:`ReceivedFrames.pixels`)."""
         self.taken = True
-        try:
-            return self._frames.pixels(at, size)
-        except ValueError as error:
-            raise ObservationError(name, f"{size} bytes in shared memory", str(error)) from None
+        return self._frames.pixels(name, at, size)
 
     def check(self) -> None:
         """Raise :class:`RequestError` where other frames lie there now."""
