@@ -449,7 +449,8 @@ class Policy(OpenPolicy):
                 raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
             if None in (keys := {self.batch_key(member) for member in members}) or len(keys) > 1:
                 raise SinewError("a batch: expected observations of one batch_key")
-        noise = np.stack([member.noise for member in members])  # [B, H, A]
+        noises = [member.noise for member in members]
+        noise = np.stack(noises) if len(noises) > 1 else noises[0][None].copy()  # [B, H, A]
         if first.continuation is not None:
             from sinew.engine.guidance import guide
 

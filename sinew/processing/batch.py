@@ -89,4 +89,6 @@ def stack_prompts(members: Sequence[Prepared], prompt: PromptRecipe) -> ModelInp
         if (tokens := member.unconditional) is not None
     ]
     whole = stack(rows, prompt)
+    if len(rows) == len(members):
+        return whole
     return replace(whole, pixels=whole.pixels[: len(members)])

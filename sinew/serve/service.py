@@ -123,15 +123,13 @@ class Service:
         outcome = _safe(request, outcome)
         seconds = self._account(request, outcome)
         seen, deployment = request.observation, request.deployment
-        if deployment is None or seen is None:
-            on_done(outcome)
-        else:
+        if deployment is not None and seen is not None:
             if seen.previous is not None and isinstance(outcome, ActionChunk):
                 self.uses.add(kind_of(seen, deployment.spec))
-            on_done(outcome)
             for record in self._records.values():
                 about = deployment.metadata.get("server", {})
                 record.put(request.wire, request.session, seen, outcome, about)
+        on_done(outcome)
         self._tell(request, outcome, seconds)
 
     def submit_all(self, requests: Sequence[Request], on_done: Callable[[list[Outcome]], None]) -> None:

@@ -91,13 +91,15 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
     native.bind(lone(SPEC, 2, 2))
     groot.bind(lone(SPEC, 2, 2))
 
-    def read_native(data: bytes) -> object:
+    def read_native(data: bytes, frames: shared.ReceivedFrames | None = None) -> object:
         header = native.peek(memoryview(data))
         if header.error is not None:
             raise header.error
         if header.report is not None:
             robots.put("native", "peer", header.session, "", header.report)
             return json.dumps(robots.rows(), allow_nan=False), generate_latest(robots)
+        if frames is not None:
+            return [decode(PixelBudget()) for decode in native.decoders(header, memoryview(data), frames)]
         return native.decode(data)
 
     large = np.zeros((96, 64, 3), np.uint8)
@@ -109,14 +111,6 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
         return received[0].state
 
     ours.offer(offered)
-
-    def read_shared(data: bytes) -> object:
-        header = native.peek(memoryview(data))
-        if header.error is not None:
-            raise header.error
-        return [
-            decode(PixelBudget()).images for decode in native.decoders(header, memoryview(data), *received)
-        ]
 
     def read_groot(data: bytes) -> object:
         header = groot.peek(memoryview(data))
@@ -178,7 +172,7 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
         "evo1": (json.dumps(evo1_message).encode(), lambda data: evo1.observation(evo1.read(data), SPEC)),
         "zmtp": (GREETING + ready + zmtp.message([b"", request(1)[:300]]), read_zmtp),
         "native": (request(1, session="arm", seed=3, deadline_ms=5), read_native),
-        "native shared": (b"".join(ours.placed(parts)), read_shared),
+        "native shared": (b"".join(ours.placed(parts)), lambda data: read_native(data, *received)),
         "report": (protocol.encode_control("REPORT", 1, "arm", report=REPORT), read_native),
         "openpi": (pack(flat), lambda data: openpi.observation(openpi.read(data), SPEC)),
         "http": (json.dumps(body).encode(), lambda data: http.observation(http.read(data, http.JSON), SPEC)),

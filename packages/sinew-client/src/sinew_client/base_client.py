@@ -46,7 +46,6 @@ class BaseClient:
         max_age: float | None = None,
         limits: tuple | None = None,
         max_rows: int = protocol.MAX_ROWS,
-        shared_memory: bool = True,
     ):
         if jpeg_quality is not None:
             protocol.need_pillow()
@@ -60,7 +59,6 @@ class BaseClient:
         self.max_age = max_age
         self.limits = limits
         self.max_rows = max_rows
-        self.shared_memory = shared_memory
         self._warned: set = set()
         self._ids = itertools.count(1)  # 0 is what a server answers when it could not read the id
         self._spec: PolicySpec | None = None  # of the server at the other end of the link

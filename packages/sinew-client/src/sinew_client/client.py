@@ -56,6 +56,16 @@ class Client(BaseClient):
     child's first call opens a connection of its own.
     """
 
+    def __init__(
+        self,
+        address: str | Sequence[str] = "tcp://127.0.0.1:5555",
+        *,
+        shared_memory: bool = True,
+        **settings: Any,
+    ):
+        self.shared_memory = shared_memory
+        super().__init__(address, **settings)
+
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()

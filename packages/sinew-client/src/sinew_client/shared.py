@@ -1,9 +1,9 @@
 """Camera frames in memory that a client and a server of one machine share, beside a Unix socket: both ends of it.
 
 The client makes a memory file without a name (``memfd_create``), seals its size and sends its descriptor through the
-socket, once. From then on a request says where in the file its pixels lie, and of which generation they are, which the
-file's first bytes say too while they lie there. The server maps the file for reading, where nothing the client does
-can make a read fail: it is of memory, and never shrinks. When both ends are closed nothing is left.
+socket, once. Requests then say where in it their pixels lie and of which generation they are, as the file's first
+bytes do. Nothing that the client does makes a read of the server fail: the file is of memory, and never shrinks. When
+both ends are closed nothing is left.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from types import SimpleNamespace
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -88,22 +89,16 @@ class SharedFrames:
         return [*found, protocol.generation(self._generation)]
 
 
-class Unshared:
-    """Stands where no memory is shared. state: SENT and why."""
-
-    def __init__(self, why: str):
-        self.state = f"{SENT}: {why}"
-
-
-def offered(size: int, ask: Callable[[list], str]) -> SharedFrames | Unshared:
+def offered(size: int, ask: Callable[[list], str]) -> Any:
     """Return memory for so many bytes of frames that was offered to the server (:meth:`SharedFrames.offer`), or what
-    stands in its place. Raises what ``ask`` does of a connection that is lost."""
+    says in its place why there is none (``state``). Raises what ``ask`` does of a connection that is lost."""
     if not AVAILABLE or size >> 32:
-        return Unshared("they are 4 GiB or more" if AVAILABLE else "this Python has no memfd_create")
+        why = "they are 4 GiB or more" if AVAILABLE else "this Python has no memfd_create"
+        return SimpleNamespace(state=f"{SENT}: {why}")
     try:
         found = SharedFrames(size)
     except OSError as error:
-        return Unshared(f"no memory for them: {error}")
+        return SimpleNamespace(state=f"{SENT}: no memory for them: {error}")
     found.offer(ask)
     return found
 
@@ -148,10 +143,11 @@ class ReceivedFrames:
         self._bytes = np.frombuffer(made, np.uint8)
         return SHARED
 
-    def pixels(self, at: int, size: int) -> memoryview:
-        """Return so many bytes where they lie. Raises ValueError."""
+    def pixels(self, name: str, at: int, size: int) -> memoryview:
+        """Return the bytes of a frame where they lie. Raises :class:`ObservationError`."""
         if not (at >= HEADER and at + size <= len(self._bytes)):
-            raise ValueError(f"at {at} of {len(self._bytes)}, of which {HEADER} are no pixels")
+            place = f"{size} bytes from {HEADER} to {len(self._bytes)} in shared memory"
+            raise ObservationError(name, place, f"them at {at}")
         return self._bytes[at : at + size].data
 
     def generation(self) -> int:
@@ -166,12 +162,9 @@ class LentFrames:
         self._frames, self._generation, self.taken = frames, generation, False
 
     def pixels(self, name: str, at: int, size: int) -> memoryview:
-        """Return the bytes of a frame where they lie. Raises :class:`ObservationError`."""
+        """Return the bytes of a frame (:meth:`ReceivedFrames.pixels`)."""
         self.taken = True
-        try:
-            return self._frames.pixels(at, size)
-        except ValueError as error:
-            raise ObservationError(name, f"{size} bytes in shared memory", str(error)) from None
+        return self._frames.pixels(name, at, size)
 
     def check(self) -> None:
         """Raise :class:`RequestError` where other frames lie there now."""
