@@ -74,6 +74,7 @@ PRELOAD = (
     "sinew.serve.wires.native",
     "sinew.serve.wires.openpi",
 )
+os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # of a run, for what its processes start
 STARTING = ("sinew.eval.server", "sinew.eval.farm.shards")  # the modules that start processes of Sinew
 PYTHON_IGNORES = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ") if hasattr(signal, name)]
 
@@ -227,7 +228,7 @@ class Nursery:
     def __init__(self, interpreter: str, imports: Sequence[str], env: Mapping[str, str] | None = None):
         self.interpreter, self._lock = interpreter, threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX)
-        run = os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        run = os.environ["PYTEST_XDIST_TESTRUNUID"]
         found = (env or os.environ).get("PYTHONPATH")  # other releases of the same packages
         name = hashlib.sha256(repr((run, interpreter, imports, found)).encode()).hexdigest()[:16]
         place = Path(tempfile.gettempdir()) / f"sinew-nursery-{name}"
