@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -159,12 +157,8 @@ def export_to(home: Path) -> None:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers and shards that evaluation starts begin with torch imported (tests/processes.py)."""
 
-    def start(command: list[str], *, text: bool = True, **options: Any) -> processes.Process:
-        return processes.Process(command, **options)
-
-    names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired, "Popen": start}
-    for module in ("server", "farm.shards"):
-        monkeypatch.setattr(f"sinew.eval.{module}.subprocess", SimpleNamespace(**names))
+    for module in processes.STARTING:
+        monkeypatch.setattr(f"{module}.subprocess", processes.FORKED)
 
 
 @pytest.fixture(scope="session")

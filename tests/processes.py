@@ -61,8 +61,10 @@ PRELOAD = (
     "sinew.engine.eager.open",
     "sinew.engine.plan.open",
     "sinew.eval.campaign",
+    "sinew.eval.farm.shards",
     "sinew.eval.fitting",
     "sinew.eval.robot",
+    "sinew.eval.server",
     "sinew.eval.variants",
     "sinew.families.smolvla.model",
     "sinew.policy",
@@ -72,6 +74,8 @@ PRELOAD = (
     "sinew.serve.wires.native",
     "sinew.serve.wires.openpi",
 )
+os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # of a run, for what its processes start
+STARTING = ("sinew.eval.server", "sinew.eval.farm.shards")  # the modules that start processes of Sinew
 PYTHON_IGNORES = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ") if hasattr(signal, name)]
 
 
@@ -82,7 +86,8 @@ class Process:
     ``subprocess.DEVNULL``. Leaving it as a context manager waits for its end, as with ``subprocess.Popen``.
 
     Its signals do what they do in a new interpreter in front of a terminal, whatever the worker and its parents ignore
-    (SIGINT in the background of a script, SIGHUP under nohup), but for those that are to be ``ignored``.
+    (SIGINT in the background of a script, SIGHUP under nohup), but for those that are to be ``ignored``. ``forking``:
+    servers and shards that it starts are forked as well, three CPU seconds less each, and are not its children then.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class Process:
         cwd: str | os.PathLike[str] | None = None,
         start_new_session: bool = False,
         ignored: Sequence[signal.Signals] = (),
+        forking: bool = False,
         nursery: Nursery | None = None,
     ):
         nursery = nursery or own_nursery()
@@ -126,6 +132,7 @@ class Process:
             "cwd": str(Path.cwd()) if cwd is None else os.fspath(cwd),
             "session": start_new_session,
             "ignored": list(map(int, ignored)),
+            "forking": forking,
         }
         try:
             self._fate = nursery.fork(request, theirs)
@@ -206,13 +213,22 @@ def run(
     return done
 
 
+def popen(command: Sequence[object], *, text: bool = True, **options: Any) -> Process:
+    """Start what a module of Sinew would start by ``subprocess.Popen``."""
+    return Process(command, **options)
+
+
+# What such a module knows of subprocess, with that in its place.
+FORKED = types.SimpleNamespace(PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired, Popen=popen)
+
+
 class Nursery:
     """A process that others are forked from, one for all workers of a run; ends with the last that has used it."""
 
     def __init__(self, interpreter: str, imports: Sequence[str], env: Mapping[str, str] | None = None):
         self.interpreter, self._lock = interpreter, threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX)
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+        run = os.environ["PYTEST_XDIST_TESTRUNUID"]
         found = (env or os.environ).get("PYTHONPATH")  # other releases of the same packages
         name = hashlib.sha256(repr((run, interpreter, imports, found)).encode()).hexdigest()[:16]
         place = Path(tempfile.gettempdir()) / f"sinew-nursery-{name}"
@@ -303,6 +319,9 @@ def _keep(request: dict[str, Any], descriptors: array.array) -> list[str] | None
     if request["session"]:
         os.setsid()
     _answer_signals(request["ignored"])
+    if request["forking"]:
+        for name in STARTING:
+            importlib.import_module(name).subprocess = FORKED  # type: ignore[attr-defined]
     return request["words"]
 
 

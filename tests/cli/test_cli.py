@@ -40,7 +40,7 @@ def sinew(*arguments: object, script: bool = False, **environment: str) -> subpr
     if script:
         command = [SCRIPT, *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    return processes.run([sys.executable, "-m", "sinew", *arguments], env=environment)
+    return processes.run([sys.executable, "-m", "sinew", *arguments], env=environment, forking=True)
 
 
 @pytest.fixture

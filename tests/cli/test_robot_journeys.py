@@ -356,7 +356,7 @@ def sinew(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     paths = [str(ROOT), str(ROOT / "packages" / "sinew-client" / "src")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-P", "-m", "sinew", *words]
-    return processes.run(command, cwd=folder, env=environment, timeout=300)
+    return processes.run(command, cwd=folder, env=environment, timeout=300, forking=True)
 
 
 @pytest.fixture(scope="module")
@@ -459,7 +459,18 @@ def test_environments_and_planners_of_the_current_folder_are_found(folder: Path)
         "1",
     )
     assert done.returncode == 0, done.stderr
-    more = ("--robot", "dry", "--prompt", "go", "--seconds", "3", "--planner", "my_robot:plan")
+    more = (
+        "--robot",
+        "dry",
+        "--prompt",
+        "go",
+        "--seconds",
+        "3",
+        "--stale",
+        "30",
+        "--planner",
+        "my_robot:plan",
+    )
     done = sinew(folder, "run", "blocks", "--stream", *more, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["planner"]["failed"] == 0

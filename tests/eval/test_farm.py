@@ -179,7 +179,7 @@ def test_a_terminal_shows_how_fast_and_how_long(tmp_path: Path) -> None:
 
     ours, theirs = pty.openpty()
     words = command(tmp_path, "--shards", 1, seeds=FEW)
-    with processes.Process(words, stdout=subprocess.DEVNULL, stderr=theirs) as run:
+    with processes.Process(words, stdout=subprocess.DEVNULL, stderr=theirs, forking=True) as run:
         os.close(theirs)
         shown = b""
         try:
@@ -395,7 +395,9 @@ def _kill_heads_and_hosts(
     rng = random.Random(2)
 
     def begin(words: list[Any], folder: Path) -> processes.Process:
-        return processes.Process(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        return processes.Process(
+            words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, forking=True
+        )
 
     run, helper = begin(head, there), begin(join, here)
     for turn in range(kills):

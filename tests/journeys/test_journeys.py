@@ -140,7 +140,7 @@ def test_a_server_and_its_robots(tmp_path: Path) -> None:
     walk.copy(ASSETS / "blocks.gguf", "policy.gguf")
     my_robot(walk, ("front", "wrist"), 4)
     with walk.serving("sinew serve policy.gguf"):
-        asked = "--prompt 'put the red block into the left bin' --seconds 3"
+        asked = "--prompt 'put the red block into the left bin' --seconds 3 --stale 30"
         drove(walk.run(f"sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm {asked}"))
         streamed(walk.run(f"sinew run tcp://127.0.0.1:5555 --stream --robot dry {asked}"))
     streamed(walk.run(f"sinew run policy.gguf --stream --robot dry {asked}"))

@@ -254,6 +254,7 @@ class Walk:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                forking=True,
             )
         return subprocess.Popen(
             ["bash", "-c", line],
