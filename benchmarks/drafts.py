@@ -104,17 +104,23 @@ def as_fast(episodes: list[list[np.ndarray]]) -> list[list[list[int]]]:
     return [[[*tokenizer.encode(text).ids, end] for text in chunks] for chunks in texts]
 
 
-def passes(episodes: list[list[list[int]]], most: int) -> list[int]:
-    """Return how many tokens each pass behind a sentence's first token reads, as the engine does it."""
+def passes(episodes: list[list[list[int]]], most: int, cost: dict[int, float] | None = None) -> list[int]:
+    """Return how many tokens each pass behind a sentence's first token reads, as the engine does it; without ``cost``,
+    by which ``Drafts`` decides whether to guess, it always does."""
     widths, drafts, longest = [], Drafts(max(most, 1)), max(len(said) for e in episodes for said in e)
     for sentence in (sentence for sentences in episodes for sentence in sentences):
         at = 1
         while at < len(sentence):
-            guess = drafts.guess(sentence[:at], longest - at - 1) if most else []
+            ask = most and (cost is None or drafts.pays())
+            guess = drafts.guess(sentence[:at], longest - at - 1) if ask else []
             pairs = zip(guess, sentence[at:], strict=False)
             right = next((i for i, (guessed, token) in enumerate(pairs) if guessed != token), len(guess))
             widths.append(1 + len(guess))
             at += right + 1
+            if cost is not None:
+                drafts.note(
+                    bool(guess), float(np.interp(widths[-1], list(cost), list(cost.values()))), right + 1
+                )
         drafts.keep(sentence)
     return widths
 
@@ -185,13 +191,14 @@ def main() -> None:
         count = sum(map(len, sentences))
         tokens = sum(len(said) for chunks in sentences for said in chunks)
         for most in map(int, arguments.most.split(",")):
-            widths = passes(sentences, most)
-            seconds = 1e-3 * np.interp(widths, list(cost), list(cost.values())).sum() / count
-            rows[f"{name}, {most}"] = row = {
-                "tokens": round(tokens / count, 1),
-                "passes": round(len(widths) / count, 2),
-                "cpu_s": round(float(seconds), 3),
-            }
+            rows[f"{name}, {most}"] = row = {"tokens": round(tokens / count, 1)}
+            for how, given in (("always", None), ("measured", cost)):
+                widths = passes(sentences, most, given)
+                seconds = 1e-3 * np.interp(widths, list(cost), list(cost.values())).sum() / count
+                row |= {
+                    f"{how}_passes": round(len(widths) / count, 2),
+                    f"{how}_cpu_s": round(float(seconds), 2),
+                }
             print(f"{name:10} at most {most:2} guessed: {row}", flush=True)
     print(json.dumps({"hardware": machine.cpu_model(), "load_average": os.getloadavg()[0], "rows": rows}))
 

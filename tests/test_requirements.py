@@ -21,7 +21,13 @@ from tests.covering import some
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "log" / "requirements.md"
 OPEN = ("partial", "absent")
-WHY_OPEN = ("needs a GPU: ", "needs a board: ", "needs published weights: ", "needs a faster core: ", "research: ")
+WHY_OPEN = (
+    "needs a GPU: ",
+    "needs a board: ",
+    "needs published weights: ",
+    "needs a faster core: ",
+    "research: ",
+)
 STATES = ("works", *OPEN, "needs a GPU", "needs a board", "not to build")
 DOCUMENTS = (36, 23, 52, 74, 44)  # rows of each, in the page's order
 # Commands of the table that cost little, and what they exit with: each is run.

@@ -30,7 +30,7 @@ class SpokenTokens(NamedTuple):
 
 
 # Of the largest score of a row: a lead beyond which float32 passes of one and of several tokens choose the same. Their
-# scores differ by rounding, at most 3e-6 over the fixtures; a test holds that a hundredth of the lead is not reached.
+# scores differ by rounding; a test holds that over the fixtures they do by less than a hundredth of it.
 CLOSE = 1e-3
 
 

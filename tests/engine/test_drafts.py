@@ -54,8 +54,13 @@ def say(policy: Policy, context: object, drafts: Drafts | None) -> tuple[list[in
     return policy.engine.say(context, watch)[0].tolist(), watch  # type: ignore[attr-defined]
 
 
+class Always(Drafts):
+    def pays(self) -> bool:
+        return True
+
+
 def knows(*sentences: list[int]) -> Drafts:
-    drafts = Drafts(DRAFT)
+    drafts = Always(DRAFT)
     for sentence in sentences:
         drafts.keep(sentence)
     return drafts
@@ -152,6 +157,21 @@ def test_guesses_follow_what_was_said() -> None:
     drafts.keep([9, 7, 7])
     assert drafts.guess([9], 9) == [7, 7]
     assert drafts.guess([5, 6, 8, 5, 6], 9) == [8, 5, 6]  # of this sentence itself
+
+
+def test_the_way_that_takes_less_goes_on_and_the_other_is_tried_again() -> None:
+    for quick in (True, False):
+        drafts, tried = Drafts(3), []
+        for _ in range(64):
+            tried.append(drafts.pays())
+            drafts.note(tried[-1], (1.0 if tried[-1] == quick else 2.0) * 3, 3)
+        assert tried[:2] == [True, False]
+        assert tried.count(not quick) == 1 + 64 // 16
+        before = tried.count(True)
+        for _ in range(64):  # now it is the other
+            tried.append(drafts.pays())
+            drafts.note(tried[-1], 2.0 if tried[-1] == quick else 1.0, 1)
+        assert (tried.count(True) - before < 32) == quick
 
 
 @pytest.mark.slow

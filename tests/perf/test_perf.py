@@ -544,6 +544,35 @@ def test_perf_run_shows_shares_and_intensities(capsys, tmp_path):
     assert any(f"{head['share']:.1%}" in line and f"{head['intensity']:.1f}" in line for line in shown)
 
 
+def test_two_devices_share_every_layer_and_exchange_its_sums(capsys):
+    """pi0 by hand: behind two products of each layer, bfloat16 rows of a tower, of the prefix and of ten steps."""
+    code, alone = run(capsys, "run", "pi0", "--hardware", "h100")
+    assert code == 0
+    options = ("--hardware", "h100", "--parallel", "2", "--link", "450", "--link-us", "2")
+    code, shared = run(capsys, "run", "pi0", *options)
+    assert code == 0
+    *parts, links = shared["machines"][0]["components"]
+    rows = 27 * 768 * 1152 + 17 * 816 * 2048 + 17 * 1024 + 180 * 50 * 1024  # each for two products
+    sent, turns = 2 * 2 * rows, 2 * 2 * (27 + 17 + 17 + 180)
+    assert links["ms"] == pytest.approx(1e3 * sent / 450e9 + 2e-3 * turns, rel=1e-6)
+    for part, whole in zip(parts, alone["machines"][0]["components"], strict=True):
+        assert 0.5 <= part["ms"] / whole["ms"] < 0.6
+    assert shared["machines"][0]["ms"] == pytest.approx(sum(part["ms"] for part in (*parts, links)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--parallel", "2"], "--link: expected a rate beside --parallel 2 or more, got None and 2"),
+        (["--link", "450"], "--link: expected a rate beside --parallel 2 or more, got 450.0 and 1"),
+        (["--parallel", "7", "--link", "450"], "--parallel: expected a divisor of 3456"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(flags, why, capsys):
+    assert main(["perf", "run", "pi0", "--hardware", "h100", *flags]) == 1
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_models_sizes_from_a_file(capsys, tmp_path):
     """The paper's larger models, by name and from a file of any widths; their rates are near its printed ones."""
     rates = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,9 +12,9 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from sinew.cli import terminal
-from sinew.cli.options import NotNegative
+from sinew.cli.options import Count, NotNegative
 from sinew.cli.perf.options import Asked, dtypes
-from sinew.core import progress
+from sinew.core import SinewError, progress
 from sinew.perf.request import AS_THE_POLICY
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ def run(
     engine: Literal["eager", "plan"] = "plan",
     operators: Annotated[bool, Parameter(negative="")] = False,
     sync_us: NotNegative = 0.0,
+    parallel: Count = 1,
+    link: NotNegative | None = None,
+    link_us: NotNegative = 0.0,
     data: Path | None = None,
     table: Path | None = None,
     plot: Path | None = None,
@@ -49,25 +52,37 @@ def run(
         engine: eager, or with the rewrites of the plan.
         operators: also every product with how often it runs, its shape and its bound.
         sync_us: microseconds between two products, as `sinew perf sync` measures them: added for each.
+        parallel: so many equal devices that share every layer (tensor parallelism); --operators shows them uncut.
+        link: gigabytes a second from each of them to the next, of --parallel; a data sheet's figure for both ways
+            together is twice that.
+        link_us: microseconds that each exchange of theirs takes, whatever its size.
         data: a file with more machines, as sinew/perf/data/hardware.toml.
         table: write the table as CSV, or as LaTeX (.tex).
         plot: write the roofline with each component as a point.
     """
     from sinew.perf.hardware import load_machines
 
+    if (parallel > 1) != bool(link):
+        raise SinewError(f"--link: expected a rate beside --parallel 2 or more, got {link} and {parallel}")
     machines = load_machines(hardware or ("thor", "rtx4090", "h200"), data)  # before torch
     from sinew.perf import plots
 
     if plot is not None:
         plots.check()
     from sinew.perf.memory import memory_report, missing
+    from sinew.perf.parallel import timings as timings_on
     from sinew.perf.program import PublishedProgram
     from sinew.perf.roofline import components_record, products, timing
 
     with progress.task(f"tracing {source}"):
         program = PublishedProgram.load(source, request, dtypes=dtypes(dtype), engine=engine)
         parts = program.components(traffic)
-    timings = {machine.name: [timing(part, machine) for part in parts] for machine in machines}
+    timings = {
+        machine.name: timings_on(parts, machine, parallel, 1e9 * link, link_us / 1e6)
+        if link
+        else [timing(part, machine) for part in parts]
+        for machine in machines
+    }
     launches = sum(part.launches for part in parts)
     records = [components_record(machine, timings[machine.name], launches, sync_us) for machine in machines]
     console = terminal.console()
@@ -82,7 +97,10 @@ def run(
         f"weights, tables included: {gib:.2f} GiB; every operator at its best, nothing else counted",
     )
     for machine, record in zip(machines, records, strict=True):
-        excess = missing(program, machine)
+        shared = replace(
+            machine, memory_gib=parallel * machine.memory_gib, system_gib=parallel * machine.system_gib
+        )
+        excess = missing(program, shared)
         record["fits"] = not excess
         if excess:
             why = f"`sinew perf fit {source} --hardware {machine.name}` says what takes it"

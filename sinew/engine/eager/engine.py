@@ -153,15 +153,19 @@ class EagerEngine(Engine):
         passes = 0
 
         def more(state: tuple[Spoken, list[int]]) -> tuple[Spoken, list[int]]:
-            spoken, _ = state
-            guess = drafts.guess(said, most - len(said) - 1) if drafts is not None else []
+            if drafts is None:
+                return model.next(state[0], context), []
+            begun = time.perf_counter()
+            guess = drafts.guess(said, most - len(said) - 1) if drafts.pays() else []
+            found, count = state[0], 0
             if guess:
-                found = model.check(spoken, context, torch.tensor([guess]))
-                count = int(found.before - spoken.before)
                 watch.drafted += len(guess)
-                if count:
-                    return found, guess[: count - 1]
-            return model.next(spoken, context), []
+                found = model.check(state[0], context, torch.tensor([guess]))
+                count = int(found.before - state[0].before)
+            if not count:
+                found = model.next(state[0], context)
+            drafts.note(bool(guess), time.perf_counter() - begun, max(count, 1))
+            return found, guess[: max(count - 1, 0)]
 
         def tokens(state: tuple[Spoken, list[int]]) -> np.ndarray:
             nonlocal passes
