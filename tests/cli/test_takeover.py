@@ -149,7 +149,7 @@ def test_a_policy_learns_from_corrections(tmp_path: Path, capsys: pytest.Capture
     corrections = pytest.importorskip("train.corrections")
     env, frames, fixes, out = f"train.corrections:{corrections.ENV}", *(tmp_path / name for name in "abc")
     run = ("run", "act", "--robot", f"gym:{env}", "--episodes", "2", "--handover", "freeze", "--replan", "8",
-           "--takeover", "expert", "--takeover-options", '{"after": 20}', "--frames", str(frames), "--timeout", "60")  # fmt: skip
+           "--takeover", "expert", "--takeover-options", '{"after": 20}', "--frames", str(frames))  # fmt: skip
     assert main([*run, "--json"]) == 0
     assert last_json(capsys)["handed"]["to_human"] == 2
     assert (
