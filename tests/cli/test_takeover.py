@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,51 @@ def test_an_expert_corrects_and_lerobot_reads_what_it_did(
             assert record.by in whose
             assert frame["intervention"] == (record.by == "human")
             assert frame["task"] == record.observation.prompt
+
+
+@pytest.mark.slow
+def test_a_policy_learns_from_corrections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lines of train/corrections.py, with so little of everything that nothing is learned."""
+    corrections = pytest.importorskip("train.corrections")
+    env, frames, fixes, out = f"train.corrections:{corrections.ENV}", *(tmp_path / name for name in "abc")
+    run = ("run", "act", "--robot", f"gym:{env}", "--episodes", "2", "--handover", "freeze", "--replan", "8",
+           "--takeover", "expert", "--takeover-options", '{"after": 20}', "--frames", str(frames))  # fmt: skip
+    assert main([*run, "--json"]) == 0
+    assert last_json(capsys)["handed"]["to_human"] == 2
+    assert (
+        main(
+            [
+                "recording",
+                "dataset",
+                str(frames),
+                str(fixes),
+                "--corrections",
+                "--hz",
+                "20",
+                "--bundle",
+                "act",
+            ]
+        )
+        == 0
+    )
+    found = corrections.Corrections(fixes)
+    chunk, known = found.chunks(np.array([0, len(found.action) - 1]))
+    np.testing.assert_array_equal(chunk[0][known[0]], found.action[: known[0].sum()])
+    assert (known[0].sum() > 1, known[1].sum()) == (True, 1)
+    line = [
+        sys.executable,
+        "-m",
+        "train.corrections",
+        fixes,
+        "--cpu-seconds",
+        "1",
+        "--demos",
+        "2",
+        "--out",
+        out,
+    ]
+    subprocess.run(line, check=True, cwd=ROOT)
+    assert main(["eval", str(out / "act.gguf"), "--env", env, "--replan", "8", "--episodes", "1"]) == 0
 
 
 def test_a_class_takes_over_within_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

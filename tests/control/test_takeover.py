@@ -173,6 +173,7 @@ def test_hand_overs_have_no_jump(rounds: int) -> None:
         assert handed["number"] in NAMES
     assert to_human + to_policy >= 7.7 * rounds
     assert 0.0 < largest <= most.max()
+    print(f"{to_human} and {to_policy} hand-overs, largest step {largest:.4f} of {most.max():.4f}")
 
 
 def test_a_leader_that_is_elsewhere_is_not_followed() -> None:
