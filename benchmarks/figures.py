@@ -194,7 +194,7 @@ def film(path: Path) -> None:
     )
     durations = [round(2e3 / adapter.control_hz)] * len(others) + [2000]
     first.save(
-        path, save_all=True, append_images=others, duration=durations, loop=0, quality=40, method=6, minimize_size=True
+        path, save_all=True, append_images=others, duration=durations, loop=0, quality=25, method=6, minimize_size=True
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "docs" / "notebooks").glob("*.ipynb"))
-DPI, COLOURS = 50, 24
+DPI, COLOURS = 50, 64
 
 
 def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,9 +74,9 @@ def _picture(figure: Any) -> str:
 
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, dpi=DPI, bbox_inches="tight")
-    Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(
-        small, "PNG", optimize=True
-    )
+    Image.open(drawn).convert("RGB").quantize(
+        COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+    ).save(small, "PNG", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 
 

@@ -116,8 +116,9 @@ def test_a_step_is_its_file() -> None:
 
 
 def test_storage_exchanges_no_class() -> None:
-    """How a weight lies is its layer's store; the methods of a layer are a rewrite's to change."""
-    assert STRUCTURE.exchanged_classes() == {"engine/plan/rewrite.py"}
+    """How a weight lies is its layer's store; the methods of a layer are a rewrite's to change. And a package is called
+    as a function only where its class is another."""
+    assert STRUCTURE.exchanged_classes() == {"core/called.py", "engine/plan/rewrite.py"}
 
 
 # Who names the server beside itself and the verbs: its own choice of batches.

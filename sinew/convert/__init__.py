@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -20,14 +19,12 @@ from sinew.convert.options import COMPAT, ConvertOptions, parse_motion, parse_ve
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
-from sinew.core import ConvertError, SinewError, registry
-from sinew.core.called import CalledPackage
+from sinew.core import ConvertError, SinewError, called, registry
 
 if TYPE_CHECKING:  # with torch, which telling a checkpoint from a bundle does not need
     from sinew.convert.conversion import Conversion
 
-_CALLED = "sinew.convert:convert"  # `sinew.convert(...)`
-sys.modules[__name__].__class__ = CalledPackage
+called.call(__name__, "sinew.convert:convert")  # sinew.convert(...)
 # What readers meet in files whose values have other types than upstream writes. Each reader names the fields that it
 # knows to go wrong; this is for the rest.
 MALFORMED = (

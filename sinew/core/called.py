@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 
+def call(package: str, function: str) -> None:
+    """Have a package that is being imported called as ``function``, MODULE:NAME, which a first call imports."""
+    module = sys.modules[package]
+    module.__dict__["_called"] = function
+    module.__class__ = CalledPackage
+
+
 class CalledPackage(ModuleType):
-    """A package whose call is that of a function, which ``_CALLED`` names as MODULE:NAME and a first call imports."""
+    """A package whose call is that of a function."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Call the function."""
@@ -25,5 +33,5 @@ class CalledPackage(ModuleType):
         return import_module, (self.__name__,)
 
     def _function(self) -> Any:
-        module, _, name = self.__dict__["_CALLED"].partition(":")
+        module, _, name = self.__dict__["_called"].partition(":")
         return getattr(import_module(module), name)

@@ -3,9 +3,6 @@
 ``sinew.serve(policy)``, of the package itself, is :func:`sinew.serve.wires.server.serve`.
 """
 
-import sys
+from sinew.core import called
 
-from sinew.core.called import CalledPackage
-
-_CALLED = "sinew.serve.wires.server:serve"
-sys.modules[__name__].__class__ = CalledPackage
+called.call(__name__, "sinew.serve.wires.server:serve")

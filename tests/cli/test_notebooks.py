@@ -33,7 +33,7 @@ def test_cells_are_python_and_were_run_in_order(path: Path) -> None:
 
 
 def plain(outputs: list[dict[str, Any]]) -> list[Any]:
-    """Return what is the same on every machine: text but for clocks, and what a result or a picture is, not its bytes."""
+    """Return what is the same on every machine: text but for clocks, kinds of results and pictures."""
     return [
         CLOCK.sub("ms", "".join(each["text"])) if each["output_type"] == "stream" else sorted(each["data"])
         for each in outputs
