@@ -121,6 +121,7 @@ def loop_of(
 def test_ticks_do_not_drift() -> None:
     clock = Clock()
     pace = Pace(0.1, clock.now, clock.sleep)
+    assert pace.since(7.0) == 0.0  # there is no first tick yet
     for expected in range(50):
         assert pace.next() == expected
         clock.time += 0.07 if expected % 3 else 0.0
@@ -140,7 +141,7 @@ def test_ticks_do_not_drift() -> None:
 @pytest.mark.parametrize("hz", [10.0, 20.0, 30.0, 50.0, 240.0])
 def test_simulated_time_is_that_of_its_ticks(hz: float) -> None:
     pace = SimulatedPace(hz)
-    assert pace.now() == 0.0
+    assert (pace.now(), pace.period) == (0.0, 1 / hz)
     for number in range(300):
         assert pace.next() == number
         assert pace.now() == pace.since(pace.now()) == pace.due(number) == number / hz

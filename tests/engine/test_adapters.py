@@ -20,9 +20,9 @@ from sinew.bundle.adapter import fitted, open_adapter
 from sinew.bundle.schema import Manifest
 from sinew.bundle.writer import rewrite
 from sinew.core import ActionChunk, BundleError, CameraSpec, Observation, ObservationError, SinewError
-from sinew.engine.adapters import with_adapter
+from sinew.engine.adapters import _check_factors, with_adapter
 from sinew.engine.plan.packing import pack
-from sinew.layers.linear import Linear, hold
+from sinew.layers.linear import Embedding, Linear, hold
 from sinew.layers.stores.codes import codes
 from sinew.layers.stores.half import HALF
 from sinew.layers.stores.low_rank import LowRank
@@ -430,3 +430,17 @@ def test_processing_that_does_not_fit(policy: Policy) -> None:
         Processor(fitted(arm, replace(manifest, spec=narrow)))
     assert Processor(fitted(arm, manifest)).recipe == arm.manifest.processing
     assert isinstance(policy.engine.model.action_out_proj, Linear)
+
+
+def test_factors_belong_to_linear_layers_alone() -> None:
+    """Not to a table, nor to what may compute otherwise."""
+
+    class Own(Linear):
+        pass
+
+    found = {"lora_a": torch.zeros(1, 3), "lora_b": torch.zeros(2, 1)}
+    _check_factors("a", Linear(3, 2), found)
+    for layer in (Embedding(2, 3), Own(3, 2), None):
+        kind = "nothing" if layer is None else type(layer).__name__
+        with pytest.raises(BundleError, match=f"^a: expected a linear layer there, got {kind}$"):
+            _check_factors("a", layer, found)

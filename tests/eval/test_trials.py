@@ -23,6 +23,7 @@ import pytest
 pytest.importorskip("gymnasium", reason="trials need the sim extra")
 pytest.importorskip("mujoco", reason="the pen needs the sim extra")
 
+from sinew_client.control import Command
 from sinew_client.control.robots import Dry
 
 from sinew.bundle import Bundle
@@ -35,6 +36,7 @@ from sinew.eval.report import stats
 from sinew.eval.robot import SimulatedRobot
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
+from sinew.eval.trials.desk import PAUSED, TrialTally
 from sinew.eval.trials.sitting import Sitting
 from tests import processes
 
@@ -577,3 +579,21 @@ def test_so_many_pairs_show_the_difference_about_four_times_of_five() -> None:
         assert 0.75 < power < most
     assert stats.pairs_needed(5, 5, 0) == 6  # five that all say the same show nothing: p = 0.0625
     assert stats.pairs_needed(20, 3, 3) is None
+
+
+def test_what_happens_while_a_trial_is_paused_is_not_counted() -> None:
+    """Nor before it begins: steps, holds and answers are those of the trial."""
+    tally = TrialTally()
+
+    def steps(*reasons: str) -> int:
+        for reason in reasons:
+            row = None if reason else np.zeros(1)
+            tally.hear("command", {"command": Command(0, row, reason=reason)})
+        return tally.steps
+
+    assert steps("", "late") == 0
+    tally.counts = True
+    assert steps("", PAUSED, "late", PAUSED, "") == 3
+    tally.hear("ask", {"step": 5})
+    tally.hear("arrived", {"step": 7})
+    assert (steps("late", PAUSED), tally.held, tally.delays) == (4, 1, [2])

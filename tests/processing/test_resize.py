@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ObservationError
 from sinew.processing.image import check_frame, larger, prepare_frame
-from sinew.steps.image.bilinear import resize_bilinear, taps
+from sinew.steps.image.bilinear import MOST_KEPT, _scratch, resize_bilinear, taps
 from sinew.steps.image.letterbox import Letterbox
 
 MEAN, STD, BARS = (0.48, 0.45, 0.4), (0.23, 0.22, 0.21), 0.3
@@ -139,3 +139,12 @@ def test_larger_frames_are_said_to_be_so_with_what_they_cost(monkeypatch):
         monkeypatch.setattr("sinew.processing.image.time", clock)
         assert larger(frame, recipe, (4, 6)) == said + costs
         assert list(moments) == []
+
+
+def test_buffers_are_kept_up_to_a_size():
+    name, (small, large) = "of a test", (_scratch("of a test", (2, count), np.float32) for count in (3, 4))
+    assert not np.shares_memory(small, large)
+    assert np.shares_memory(large, _scratch(name, (1, 5), np.uint8))
+    most = _scratch(name, (MOST_KEPT,), np.uint8)
+    assert np.shares_memory(most, _scratch(name, (3,), np.float32))
+    assert not np.shares_memory(most, _scratch(name, (MOST_KEPT + 1,), np.uint8))
