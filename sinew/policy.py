@@ -172,8 +172,8 @@ class Policy(OpenPolicy):
             raise SinewError(
                 f"draft: expected a head that says tokens, on engine eager or plan in fp32 on a CPU, got {got}"
             )
-        for each in (self.engine, *self.engine.adapters.values()) if draft else ():
-            each.drafts = Drafts(draft)
+        for computing in (opened, *opened.adapters.values()) if draft else ():
+            computing.drafts = Drafts(draft)
         # Of each camera the shape that was looked at last, () once it was said that it is larger than what is read
         self._looked_at: dict[str, tuple[int, ...]] = {}
         self.threads_reason = "one per core" if threads is None else ASKED
