@@ -213,7 +213,7 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
             ["new"],
             "error: KIND: expected one of family, engine, wire, robot, task, got none; `sinew new --help`",
         ),
-        (["convert", "a"], "error: OUT: expected a value, got none; `sinew convert --help`"),
+        (["convert", "a"], "error: OUT: expected the bundle to write, got none; `sinew convert --help`"),
         (["convert", "a", "b", "--vlm"], "error: --vlm: expected a value, got none; `sinew convert --help`"),
     ],
     ids=lambda value: (
