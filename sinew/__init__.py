@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from sinew.eval.runner import Episode
     from sinew.policy import Policy, load
     from sinew.serve.recorded import RecordedPolicy, record
-    from sinew.serve.wires.server import Server, serve
+    from sinew.serve.wires.server import Server
+    from sinew.serve.wires.server import Server as serve  # noqa: N813 - the package is called as it
 
 # How OpenMP threads wait. Those that spin while they wait for one another take the time that other programs need to
 # finish (docs/log has the measurement), so they sleep at once, unless the user has said otherwise. Here, because the

@@ -27,7 +27,6 @@ from sinew.convert.sources import resolve
 from sinew.core import RTC, ActionChunk, BundleError, Moment, Observation, ObservationError, SinewError, hints
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
-from sinew.engine.drafts import Drafts
 from sinew.engine.engine import Engine, Watch
 from sinew.processing import (
     Allowed,
@@ -104,8 +103,6 @@ class Policy(OpenPolicy):
     reuse: keep what observations repeat to the byte, image tokens and the context of the prefix, for the next ones;
     answers are the same bits, and ``timing`` says what was not computed (:mod:`sinew.engine.reuse`). It begins with
     ``warm_up``, or with the first inference, which takes two more passes of the vision tower to try it.
-    draft: of a head that says tokens, guess at most so many of those to come from its last sentences, and check them in
-    one pass; the same tokens, and ``timing`` says how many were right (:mod:`sinew.engine.drafts`). 0: none.
     stream: take an engine that runs a stream (``sinew.stream``) whose whole chunks are continued so: "none", "guided",
     "no-jacobian" or "ramp". None: there is none.
     """
@@ -126,7 +123,6 @@ class Policy(OpenPolicy):
         adapters: Mapping[str, str | Path] | None = None,
         prepared: bool = False,
         reuse: bool = False,
-        draft: int = 0,
         stream: str | None = None,
     ):
         self.bundle = bundle
@@ -167,13 +163,6 @@ class Policy(OpenPolicy):
             )
         self.reuse_reason = "not tried yet" if reuse else "off"
         self._reuse_open = reuse
-        if draft and not self.facts.checks_drafts:
-            got = f"{self.spec.architecture} on {self.engine_name} in {self.precision_text} on {self.device}"
-            raise SinewError(
-                f"draft: expected a head that says tokens, on engine eager or plan in fp32 on a CPU, got {got}"
-            )
-        for computing in (opened, *opened.adapters.values()) if draft else ():
-            computing.drafts = Drafts(draft)
         # Of each camera the shape that was looked at last, () once it was said that it is larger than what is read
         self._looked_at: dict[str, tuple[int, ...]] = {}
         self.threads_reason = "one per core" if threads is None else ASKED
@@ -229,7 +218,6 @@ class Policy(OpenPolicy):
             "unbatched": self.unbatched,
             "unstreamed": self.facts.unshared,
             "reuse": self.reuse_reason,
-            "draft": self.engine.drafts.most if self.engine.drafts else 0,
             "lm_head": self.manifest.config.get("lm_head", ""),
             "says": list(self.says),
             "adapters": {name: {"policy": each.manifest.name} for name, each in self.adapters.items()},

@@ -29,7 +29,7 @@ enum Kind { INFER = 0, METADATA = 1, HEALTH = 2, RESET = 3, STREAM = 4, STREAM_E
 enum Number { images = 1, lang_tokens = 2, state = 3, noise = 4, request_id = 5, precomputed_img_emb = 6, precomputed_img_emb_n_views = 7, attention_mask = 8, advantage = 70, guidance_scale = 71, kind = 100, prompt = 101, camera_names = 102, raw_state = 103, session = 104, seed = 105, solver_steps = 106, time = 107, deadline_ms = 108, api_key = 109, previous = 110, delay = 111, horizon = 112, rtc = 113, schedule = 114, beta = 115, rate = 116, frame_time = 117, interpolation = 118, policy = 119, text_tokens = 120, subtask = 60, question = 61, text_only = 62, adapter = 121, observations = 122, report = 123, generation = 124 };
 }
 namespace timing {
-enum Number { preprocess_ms = 1, vision_ms = 2, prefix_ms = 3, step_ms = 4, postprocess_ms = 5, total_ms = 6, queue_ms = 7, server_ms = 8, batch = 9, text_ms = 60, reused_views = 61, reused_prefix = 62, drafted = 63, accepted = 64 };
+enum Number { preprocess_ms = 1, vision_ms = 2, prefix_ms = 3, step_ms = 4, postprocess_ms = 5, total_ms = 6, queue_ms = 7, server_ms = 8, batch = 9, text_ms = 60, reused_views = 61, reused_prefix = 62 };
 }
 namespace window {
 enum Number { step = 1, sample_time = 2, frame_time = 3, prefix_age_ms = 4, sensor_age_ms = 5, head_ms = 6, run = 7, label = 8, text = 9, said = 10 };

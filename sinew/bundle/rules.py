@@ -1,4 +1,7 @@
-"""What the records of a manifest must say together, before anything is built from it (`core/fields.py` has each)."""
+"""Hold what the records of a manifest say against one another, before anything is built from it.
+
+Each for itself: `core/fields.py`.
+"""
 
 from __future__ import annotations
 

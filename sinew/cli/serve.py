@@ -102,7 +102,6 @@ def serve(
     dashboard: Literal["auto", "on", "off"] = "auto",
     prepare: bool = True,
     reuse: Flag = False,
-    draft: CountIfAny = None,
     bounds: Bounds = Bounds(),
 ) -> int:
     """Serve a bundle to robot clients over one or more wires, until SIGINT or SIGTERM.
@@ -131,8 +130,6 @@ def serve(
             with what starts at once.
         reuse: keep image tokens and prefixes of observations that repeat to the byte; the same actions, in less time
             while cameras and states stand still (docs/engines.md).
-        draft: of a policy that says its actions as tokens: guess at most so many from its last sentences and check them
-            in one pass; the same tokens in fewer passes where sentences are alike (docs/engines.md).
     """
     set_up_logs(on.verbose)
     with access_logging(on.access_log):
@@ -147,9 +144,7 @@ def serve(
             from sinew.records.viewers.rerun_log import target_of
 
             viewer = target_of(rerun)
-        options = (
-            runs.keywords() | cameras.keywords() | {"prepared": prepare, "reuse": reuse, "draft": draft or 0}
-        )
+        options = runs.keywords() | cameras.keywords() | {"prepared": prepare, "reuse": reuse}
         adapters, more = hints.pairs("--adapter", "NAME=FILE", adapter), named_policies(policy)
         if replay is not None:
             for flag, given in (
@@ -157,7 +152,6 @@ def serve(
                 ("--policy", more),
                 ("--context", context),
                 ("--reuse", reuse),
-                ("--draft", draft),
             ):
                 if given:
                     raise SinewError(f"{flag}: a recording is replayed alone")

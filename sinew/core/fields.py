@@ -1,5 +1,5 @@
-"""What the fields of a record may hold, as a part of their types, and records from a stranger's file: in this one place
-they are decoded, strictly, and every value is held against its field.
+"""State what the fields of a record may hold as a part of their types, and decode records from a stranger's file: in
+this one place, strictly, every value is held against its field.
 
 A number that is read from a file is a suggestion. What fields must hold together is a method ``problems`` of their
 record, which is asked once each of them is right.

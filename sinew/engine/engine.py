@@ -25,7 +25,6 @@ from sinew.models.solvers import Guidance
 from sinew.processing import ModelInputs
 
 if TYPE_CHECKING:
-    from sinew.engine.drafts import Drafts
     from sinew.engine.reuse import Reuse
 
 Context = Any  # what read leaves for solve, in the engine's own arrays
@@ -53,8 +52,7 @@ class Watch:
     cancel: ends the run with :class:`CancelledError` when it is set. between: called between two stages; what it raises
     ends the run. trace: gets what the stages of a single
     observation computed. apart: asks an engine that runs all stages as one for each of them. reused_views,
-    reused_prefix: set by an engine that did not compute them (:class:`sinew.core.Timing`); drafted, accepted: by one
-    that checked guesses.
+    reused_prefix: set by an engine that did not compute them (:class:`sinew.core.Timing`).
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Watch:
     ):
         self.trace, self.apart = trace, apart or trace is not None
         self.reused_views, self.reused_prefix = 0, False
-        self.drafted = self.accepted = 0
         self._cancel, self._between = cancel, between
         self._laps: dict[str, list[float]] = {}
         self._begun = time.perf_counter()
@@ -103,8 +100,6 @@ class Watch:
             text_ms=sum(laps.get("text", ())),
             reused_views=self.reused_views,
             reused_prefix=self.reused_prefix,
-            drafted=self.drafted,
-            accepted=self.accepted,
             **around,
         )
 
@@ -123,7 +118,7 @@ class Facts:
     unshared: why its two verbs may not run at the same time on two threads, "" if they may.
     takes_frames: it resizes raw frames on the device. world_units: it returns actions un-normalised.
     one_graph: it runs all stages as one unless a watch asks for them apart.
-    reuses: it can keep what observations repeat (:meth:`Engine.start_reuse`). checks_drafts: its ``drafts`` are used.
+    reuses: it can keep what observations repeat (:meth:`Engine.start_reuse`).
     rolling: rows of a chunk are denoised at times of their own (:meth:`Engine.evaluate`). head_reads_state:
         :meth:`Engine.renew` gives a context a newer state. chooses_tokens: a rounded context may give other actions.
         has_lm_head: :meth:`Engine.read_text` and :meth:`Engine.say_text` say something.
@@ -145,7 +140,6 @@ class Facts:
     world_units: bool = False
     one_graph: bool = False
     reuses: bool = False
-    checks_drafts: bool = False
     rolling: bool = False
     head_reads_state: bool = False
     chooses_tokens: bool = False
@@ -178,7 +172,6 @@ class Engine(ABC):
         else.
     adapters: by name the engines that compute with an adapter over the same weights; contexts are their own.
     reuse: what it keeps of earlier observations; None: nothing, every read computes all.
-    drafts: what guesses the tokens that a head will say; None: it says them one by one.
     """
 
     facts: Facts
@@ -187,7 +180,6 @@ class Engine(ABC):
     device: Any = None
     adapters: Mapping[str, Engine] = MappingProxyType({})
     reuse: Reuse | None = None
-    drafts: Drafts | None = None
 
     @property
     @abstractmethod

@@ -84,7 +84,7 @@ def require_device(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Storage:
-    """What an engine leaves as the bundle stores it; all else becomes floats of one precision on its device.
+    """Say what an engine leaves as the bundle stores it; all else becomes floats of one precision on its device.
 
     lowbit: weights in few bits, which needs float32 around them; else they are widened.
     half: matrices in half precision, where the chosen precision or the bundle's is that, under arithmetic in float32;

@@ -14,7 +14,6 @@ A :class:`Speaker` has no solver: it says tokens in turn, which are data too
 
     spoken = model.first(context)            # once per observation: the first token
     spoken = model.next(spoken, context)      # once per token, until one ends the sentence
-    spoken = model.check(spoken, context, draft)   # in the place of next: a guess at several tokens, in one pass
 
 A model whose bundle keeps its language head (``has_lm_head``) says text as well, of which the same prefix is read:
 
@@ -279,9 +278,7 @@ class Regression(Model):
         """Return the actions, float32 [B, H, A], in model units."""
 
 
-# A named tuple of tensors and of tuples of them: ``token``, int64 [B], is the newest, ``before``, int64 [1], how many
-# were said before it.
-Spoken = Any
+Spoken = Any  # a named tuple of tensors and of tuples of them, whose ``token``, int64 [B], is the newest
 
 
 class Speaker(Model):
@@ -290,14 +287,12 @@ class Speaker(Model):
 
     choose: takes the token that is said from the scores [B, 1, vocabulary], int64 [B]; the likeliest unless somebody
         draws (:mod:`sinew.eval.learning.exploration`).
-    checks_drafts: it has :meth:`check`.
 
     Spoken is what the tokens so far left: the newest token, keys and values in room for the longest sentence, so
     that its shapes stay. It is never written to: each token makes a new one. A batch speaks in step.
     """
 
     solver = SINGLE
-    checks_drafts: ClassVar[bool] = False
     choose: Callable[[Tensor], Tensor] = staticmethod(lambda scores: scores.argmax(dim=-1)[:, 0])
 
     @property
@@ -312,15 +307,6 @@ class Speaker(Model):
     @abstractmethod
     def next(self, spoken: Spoken, context: Context) -> Spoken:
         """Return the same with one token more, of the same shapes."""
-
-    def check(self, spoken: Spoken, context: Context, draft: Tensor) -> Spoken:
-        """Return the same with as many tokens more, 0 to n + 1, as one pass over ``draft`` shows :meth:`next` to say.
-
-        draft: int64 [B, n], a guess at the tokens behind the newest, no more than the sentence has room for. Those of
-        it that are right are said, and the one behind them. A token whose score leads by so little that the sums of a
-        pass of another width might have chosen another is not, nor are those behind it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} checks no drafts")
 
     @property
     def chooses_tokens(self) -> bool:

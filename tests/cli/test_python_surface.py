@@ -44,11 +44,11 @@ def test_names_are_there_and_typed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_package_is_called_and_stays_one(tmp_path: Path) -> None:
     import sinew.serve.wires
     from sinew.convert import convert
-    from sinew.serve.wires.server import serve
+    from sinew.serve.wires.server import Server
 
-    assert sinew.serve.wires.server.serve is serve  # type: ignore[attr-defined] # checkers know the function
+    assert sinew.serve.wires.server.Server is Server  # type: ignore[attr-defined] # checkers know the function
     assert sinew.convert.convert is convert  # type: ignore[attr-defined]
-    assert inspect.signature(sinew.serve) == inspect.signature(serve)
+    assert inspect.signature(sinew.serve) == inspect.signature(Server)
     assert pickle.loads(pickle.dumps(sinew.serve)) is sys.modules["sinew.serve"]
     with pytest.raises(SinewError, match="gone: no such file or directory"):
         sinew.convert(tmp_path / "gone", tmp_path / "out.gguf")
@@ -81,7 +81,7 @@ def test_a_strict_program_has_types(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == status, done.stdout
-    assert 'Argument 1 to "serve" has incompatible type "int"' in done.stdout
+    assert 'Argument 1 to "Server" has incompatible type "int"' in done.stdout
 
 
 class NextFrame:

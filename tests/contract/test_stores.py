@@ -233,4 +233,7 @@ def test_layers_of_one_format_share_the_rounding_of_their_input() -> None:
 def test_no_class_is_exchanged_for_storage() -> None:
     package = Path(__file__).resolve().parents[2] / "sinew"
     exchanging = {path for path in package.rglob("*.py") if "__class__ =" in path.read_text()}
-    assert {path.relative_to(package).as_posix() for path in exchanging} <= {"engine/plan/rewrite.py", "core/called.py"}
+    assert {path.relative_to(package).as_posix() for path in exchanging} <= {
+        "engine/plan/rewrite.py",
+        "core/called.py",
+    }

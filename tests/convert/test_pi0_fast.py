@@ -85,7 +85,11 @@ def test_the_tokenizer_of_actions_lies_elsewhere(run, home, tmp_path):
         ("config.json", {"n_action_steps": 9}, "n_action_steps: expected a whole number from 1 to 8, got 9"),
         ("config.json", {"validate_action_token_prefix": "no"}, "expected true or false, got 'no'"),
         ("config.json", {"fast_skip_tokens": 900}, "zero_token is -41, expected 1 to"),
-        ("fast_tokenizer/processor_config.json", {"scale": 0}, "scale: expected a finite number above 0, got 0"),
+        (
+            "fast_tokenizer/processor_config.json",
+            {"scale": 0},
+            "scale: expected a finite number above 0, got 0",
+        ),
         ("fast_tokenizer/processor_config.json", {"min_token": 1.5}, "scale and min_token, got 10 and 1.5"),
         (
             "fast_tokenizer/tokenizer_config.json",

@@ -359,8 +359,6 @@ fn read_timing(message: &Field<'_>, into: &mut Timing) -> Result<()> {
             timing::TEXT_MS => into.text_ms = field.float()?,
             timing::REUSED_VIEWS => into.reused_views = field.small()?,
             timing::REUSED_PREFIX => into.reused_prefix = field.integer()? != 0,
-            timing::DRAFTED => into.drafted = field.small()?,
-            timing::ACCEPTED => into.accepted = field.small()?,
             _ => {}
         }
     }

@@ -109,9 +109,6 @@ pub struct Timing {
     pub batch: u32,
     pub reused_views: u32,
     pub reused_prefix: bool,
-    /// Tokens of the head that were guessed, and of these the ones that were right.
-    pub drafted: u32,
-    pub accepted: u32,
 }
 
 /// What a robot is to do next.

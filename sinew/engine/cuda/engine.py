@@ -197,14 +197,14 @@ class CudaEngine(Engine):
             program.recorded("next").replay()
             return spoken  # the same memory
 
-        def after_pass(token: np.ndarray) -> None:
+        def after_token(token: np.ndarray) -> None:
             if watch.trace is not None:
-                watch.trace.head.append(token[0])
+                watch.trace.head.append(token)
             watch.lap("step")
 
         words = self.model.action_tokens
         chunks: np.ndarray = words.chunks(
-            words.speak(first, more, lambda spoken: as_array(spoken.token)[:, None], after_pass)
+            words.speak(first, more, lambda spoken: as_array(spoken.token), after_token)
         )
         if watch.trace is not None:
             watch.trace.head.append(chunks[0])

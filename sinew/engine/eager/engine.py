@@ -18,7 +18,7 @@ from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
 from sinew.engine.reuse import Reuse
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
-from sinew.models.base import Model, Said, Speaker, Spoken
+from sinew.models.base import Model, Said, Speaker
 from sinew.models.solvers import Guidance, solve
 from sinew.processing import ModelInputs
 
@@ -48,10 +48,6 @@ class EagerEngine(Engine):
             head_reads_state=model.head_reads_state,
             chooses_tokens=model.chooses_tokens,
             has_lm_head=model.has_lm_head,
-            checks_drafts=device.type == "cpu"
-            and isinstance(model, Speaker)
-            and model.checks_drafts
-            and set(precision_of(model).values()) == {"fp32"},
         )
 
     @property
@@ -146,45 +142,19 @@ class EagerEngine(Engine):
     def say(self, context: Context, watch: Watch | None = None) -> np.ndarray:
         """Return the tokens of a speaker, int64 [B, n] (:meth:`ActionTokens.speak`)."""
         watch, model = watch or Watch(), self.model
-        first, most = model.first(context), model.action_tokens.most
-        # A trace is of what is computed token by token, and sentences of a batch are not alike.
-        drafts = self.drafts if watch.trace is None and len(first.token) == 1 else None
-        said: list[int] = []
-        passes = 0
 
-        def more(state: tuple[Spoken, list[int]]) -> tuple[Spoken, list[int]]:
-            if drafts is None:
-                return model.next(state[0], context), []
-            begun = time.perf_counter()
-            guess = drafts.guess(said, most - len(said) - 1) if drafts.pays() else []
-            found, count = state[0], 0
-            if guess:
-                watch.drafted += len(guess)
-                found = model.check(state[0], context, torch.tensor([guess]))
-                count = int(found.before - state[0].before)
-            if not count:
-                found = model.next(state[0], context)
-            drafts.note(bool(guess), time.perf_counter() - begun, max(count, 1))
-            return found, guess[: max(count - 1, 0)]
-
-        def tokens(state: tuple[Spoken, list[int]]) -> np.ndarray:
-            nonlocal passes
-            passes += 1
-            newest = state[0].token.cpu().numpy()[:, None]
-            said.extend(new := [*state[1], int(newest[0, 0])])
-            return np.array([new]) if state[1] else newest
-
-        def after_pass(new: np.ndarray) -> None:
+        def after_token(token: np.ndarray) -> None:
             if watch.trace is not None:
-                watch.trace.head.append(new[0].copy())
+                watch.trace.head.append(token[:1].copy())
             self._lap(watch, "step")
 
         with self._rows(watch):
-            found = model.action_tokens.speak((first, []), more, tokens, after_pass)
-        if drafts is not None:
-            watch.accepted += found.shape[1] - passes
-            drafts.keep(found[0].tolist())
-        return found
+            return model.action_tokens.speak(
+                model.first(context),
+                lambda spoken: model.next(spoken, context),
+                lambda spoken: spoken.token.cpu().numpy(),
+                after_token,
+            )
 
     @torch.inference_mode()
     def say_text(

@@ -269,13 +269,13 @@ class OnnxEngine(Engine):
             session.run_with_iobinding(binding)
             return dict(zip(self.graphs.said, binding.get_outputs(), strict=True))
 
-        def after_pass(token: np.ndarray) -> None:
+        def after_token(token: np.ndarray) -> None:
             if watch.trace is not None:
-                watch.trace.head.append(token[0].copy())
+                watch.trace.head.append(token[:1].copy())
             watch.lap("step")
 
         first = {name: values[name] for name in self.graphs.said}
-        said = words.speak(first, more, lambda spoken: spoken[NEWEST].numpy()[:, None].copy(), after_pass)
+        said = words.speak(first, more, lambda spoken: spoken[NEWEST].numpy().copy(), after_token)
         chunks = words.chunks(said)
         if watch.trace is not None:
             watch.trace.head.append(chunks[0])

@@ -81,10 +81,6 @@ class RolloutPolicy(Policy):
     ):
         if batch < 1:
             raise SinewError(f"batch: expected 1 or more, got {batch}")
-        if options.get("draft"):
-            raise SinewError(
-                f"draft: expected none, as guesses are of tokens not drawn, got {options['draft']}"
-            )
         bundle = open_bundle(path)
         self._stored = manifest = bundle.manifest
         solver = exploring(manifest.spec.solver, exploration)

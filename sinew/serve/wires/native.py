@@ -276,10 +276,9 @@ class NativeCodec:
         images = [_Picture.of(picture) for picture in pictures]
         budget = budget or PixelBudget()
         keeps = shared is not None and self.service.keeps_frames(deployment)
-        *earlier, newest = _moments(
-            *(spec, images, list(request.camera_names), _state(deployment, request)),
-            lambda camera, image: _frame(camera, image, budget, shared, keeps),
-        )
+        names, state = list(request.camera_names), _state(deployment, request)
+        frame = partial(_frame, budget=budget, shared=shared, keeps=keeps)
+        *earlier, newest = _moments(spec, images, names, state, frame)
         if shared is not None and shared.taken:
             shared.check()
             budget.borrowed = None if keeps else shared.check
@@ -354,7 +353,6 @@ class NativeCodec:
         reply.timing.step_ms.extend(timing.step_ms)
         reply.timing.server_ms, reply.timing.batch = server_ms, timing.batch
         reply.timing.reused_views, reply.timing.reused_prefix = timing.reused_views, timing.reused_prefix
-        reply.timing.drafted, reply.timing.accepted = timing.drafted, timing.accepted
 
         actions = np.asarray(chunk.actions, np.float32)  # [H, dim]
         horizon, dim = actions.shape
@@ -436,14 +434,12 @@ def _frame(
         if image.offset is None:
             return raw_frame(name, data, image.height, image.width, dtype, budget)
         if shared is None or len(data):
-            got = (
-                "both" if len(data) else f"the place {image.offset} in shared memory, of which there is none"
-            )
+            nowhere = f"the place {image.offset} in shared memory, of which there is none"
+            got = "both" if len(data) else nowhere
             raise ObservationError(name, "pixels in the message or in shared memory", got)
         size = image.height * image.width * 3 * np.dtype(dtype).itemsize
-        found = raw_frame(
-            *(name, shared.pixels(name, image.offset, size), image.height, image.width, dtype, budget)
-        )
+        pixels = shared.pixels(name, image.offset, size)
+        found = raw_frame(name, pixels, image.height, image.width, dtype, budget)
         return found.copy() if keeps else found
     raise ObservationError(
         name,

@@ -102,8 +102,6 @@ def _answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> 
     reply: dict[str, Any] = {"actions": chunk.actions, "policy_timing": policy, "server_timing": server}
     if timing.reused_views:
         policy |= {"reused_views": timing.reused_views, "reused_prefix": int(timing.reused_prefix)}
-    if timing.drafted:
-        policy |= {"drafted": timing.drafted, "accepted": timing.accepted}
     if timing.text_ms:
         policy["text_ms"], reply["text"] = timing.text_ms, chunk.text
     if chunk.seed is not None:

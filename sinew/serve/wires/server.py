@@ -149,18 +149,3 @@ class Server:
 
     def __exit__(self, *exc_info: Any) -> None:
         self.close()
-
-
-def serve(
-    policy: Policy | str | Path,
-    wires: Sequence[str] = (),
-    *,
-    host: str = "127.0.0.1",
-    api_key: str = "",
-    limits: ServingLimits = ServingLimits(),  # noqa: B008 - it is frozen
-    **options: Any,
-) -> Server:
-    """Answer robots' clients from this process, as ``sinew serve`` does from one of its own, until the returned
-    :class:`Server`, which explains the arguments, is closed: ``with sinew.serve("blocks") as server: server.wait()``.
-    """
-    return Server(policy, wires, host=host, api_key=api_key, limits=limits, **options)

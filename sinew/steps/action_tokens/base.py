@@ -54,19 +54,21 @@ class ActionTokens(Tagged):
         self,
         state: State,
         more: Callable[[State], State],
-        tokens: Callable[[State], np.ndarray],
-        after_pass: Callable[[np.ndarray], None],
+        token: Callable[[State], np.ndarray],
+        after_token: Callable[[np.ndarray], None],
     ) -> np.ndarray:
         """Return what is said, int64 [B, n]: n tokens until each of the B sentences has ended, at most ``most``.
 
-        state: in which the first token is said. more: says more tokens of all of them, as many of each. tokens: what
-        the last pass said, int64 [B, m]. after_pass runs after each, with that: timing, cancellation. Behind the end
-        of a sentence that others of its batch outlast stand tokens that mean nothing.
+        state: in which the first token is said. more: says one more token for all of them. token: the newest, int64
+        [B]. after_token runs after each, with it: timing, cancellation. Behind the end of a sentence that others of
+        its batch outlast stand tokens that mean nothing.
         """
-        said = tokens(state)
-        after_pass(said)
-        while not (ended := (said == self.end).any(axis=1).all()) and said.shape[1] < self.most:
+        said = [token(state)]
+        ended = said[0] == self.end
+        after_token(said[0])
+        while len(said) < self.most and not ended.all():
             state = more(state)
-            said = np.concatenate([said, new := tokens(state)], axis=1)
-            after_pass(new)
-        return said[:, : (said == self.end).argmax(axis=1).max() + 1] if ended else said
+            said.append(token(state))
+            ended = ended | (said[-1] == self.end)
+            after_token(said[-1])
+        return np.stack(said, axis=1)

@@ -137,12 +137,9 @@ def infer_all_parts(
         try:
             if observation.get("deadline_ms") is not None:
                 raise InvalidObservation("deadline_ms", "none, of one of several observations", "one")
-            inner = [
-                bytes(part)
-                if isinstance(part, FrameHead)
-                else part  # whose lengths are part of what is around them
-                for part in infer_parts(observation, 0, jpeg_quality)
-            ]
+            parts = infer_parts(observation, 0, jpeg_quality)
+            # Frames of several observations are sent: the lengths of what is around them count theirs
+            inner = [bytes(part) if isinstance(part, FrameHead) else part for part in parts]
         except InvalidObservation as error:
             raise InvalidObservation(
                 f"observations[{index}].{error.field}", error.expected, error.got
@@ -336,8 +333,6 @@ def decode_timing(reply) -> Timing:
         text_ms=found.text_ms,
         reused_views=found.reused_views,
         reused_prefix=found.reused_prefix,
-        drafted=found.drafted,
-        accepted=found.accepted,
     )
 
 
@@ -402,7 +397,7 @@ def _encode_frame(name: str, frame, jpeg_quality: int | None) -> tuple:
 
 
 class FrameHead(bytes):
-    """What stands before the raw pixels of a frame. frame: encoding, height, width."""
+    """Hold what stands before the raw pixels of a frame. frame: encoding, height, width."""
 
     frame: tuple
 
@@ -428,7 +423,7 @@ def generation(number: int) -> bytes:
 
 
 def _prefix(number: int, length: int) -> bytes:
-    """What stands before a field of ``length`` bytes on the wire: its tag and the length."""
+    """Return what stands before a field of ``length`` bytes on the wire: its tag and the length."""
     return _varint(number << 3 | 2) + _varint(length)
 
 

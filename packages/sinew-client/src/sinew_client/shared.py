@@ -32,12 +32,10 @@ except (ImportError, AttributeError):  # not Linux
     AVAILABLE = False
 
 SHARED, SENT = "shared memory", "in the message"
-HEADER = ALIGN = (
-    64  # bytes before the first frame, of which eight hold the generation; frames begin at multiples
-)
-LEAST = (
-    1 << 18
-)  # bytes of a request's frames: what a socket's buffer holds (208 KiB, usually) is as fast sent
+# Bytes before the first frame, of which eight hold the generation; frames begin at multiples
+HEADER = ALIGN = 64
+# Bytes of a request's frames below which they are sent: what a socket's buffer holds (208 KiB, usually) is as fast sent
+LEAST = 1 << 18
 _GENERATION = struct.Struct("<Q")
 
 

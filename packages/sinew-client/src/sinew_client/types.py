@@ -288,7 +288,6 @@ class Timing:
     ``text_ms``: of the words that were said before the actions, or in their place.
     ``reused_views``, ``reused_prefix``: views whose image tokens, and whether what the prefix leaves for the head, were
     kept from an earlier observation of the same bytes and not computed (docs/engines.md).
-    ``drafted``, ``accepted``: tokens that were guessed, and of these the ones that were right, each a pass less.
     ``batch``: how many requests were computed at once; the engine's times are those of all of them.
     """
 
@@ -304,8 +303,6 @@ class Timing:
     text_ms: float = 0.0
     reused_views: int = 0
     reused_prefix: bool = False
-    drafted: int = 0
-    accepted: int = 0
 
     @property
     def head_ms(self) -> float:
