@@ -40,6 +40,8 @@ class Workers:
         threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
         assert threads == 1, f"expected one thread before workers are forked, got {threads}"
         self._session, self._files = session, _files(session.items)
+        if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
+            reporter.showfspath = False  # of files that take turns it would show each time which it is
         self._queue = os.pipe()
         os.write(self._queue[1], b"".join(index.to_bytes(2, "big") for index in range(len(self._files))))
         os.close(self._queue[1])

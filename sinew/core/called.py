@@ -25,8 +25,10 @@ class CalledPackage(ModuleType):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Return the function's, for ``help`` and completion."""
-        return inspect.signature(self._function())
+        """Return the function's, for ``help`` and completion; a class returns what it makes."""
+        function = self._function()
+        found = inspect.signature(function)
+        return found.replace(return_annotation=function) if isinstance(function, type) else found
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle it by its name, as other modules are where a function is sent to another process."""

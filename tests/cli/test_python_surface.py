@@ -48,7 +48,7 @@ def test_a_package_is_called_and_stays_one(tmp_path: Path) -> None:
 
     assert sinew.serve.wires.server.Server is Server  # type: ignore[attr-defined] # checkers know the function
     assert sinew.convert.convert is convert  # type: ignore[attr-defined]
-    assert inspect.signature(sinew.serve) == inspect.signature(Server)
+    assert inspect.signature(sinew.serve) == inspect.signature(Server).replace(return_annotation=Server)
     assert pickle.loads(pickle.dumps(sinew.serve)) is sys.modules["sinew.serve"]
     with pytest.raises(SinewError, match="gone: no such file or directory"):
         sinew.convert(tmp_path / "gone", tmp_path / "out.gguf")

@@ -137,9 +137,9 @@ def infer_all_parts(
         try:
             if observation.get("deadline_ms") is not None:
                 raise InvalidObservation("deadline_ms", "none, of one of several observations", "one")
-            parts = infer_parts(observation, 0, jpeg_quality)
+            single = infer_parts(observation, 0, jpeg_quality)
             # Frames of several observations are sent: the lengths of what is around them count theirs
-            inner = [bytes(part) if isinstance(part, FrameHead) else part for part in parts]
+            inner = [bytes(part) if isinstance(part, FrameHead) else part for part in single]
         except InvalidObservation as error:
             raise InvalidObservation(
                 f"observations[{index}].{error.field}", error.expected, error.got
