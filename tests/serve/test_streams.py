@@ -179,6 +179,7 @@ def test_a_stream_that_is_begun_anew_knows_nothing_of_the_old_one(policy: Policy
         until(lambda: link.send([0, 0], 0.1, prompt="go"))
         until(lambda: [*server.streams._robots.values()] not in ([], [old]), "another session")
         (new,) = server.streams._robots.values()
+        until(lambda: new.session.samples, "its first sample")  # it is known before its sample is taken
         assert (new.session.frames, new.session.samples) == (0, 1)
         link.close()
 
