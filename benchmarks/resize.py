@@ -61,11 +61,16 @@ def contestants(frame: np.ndarray, recipe: ImageRecipe) -> dict[str, Callable[[]
     }
 
 
-CASES: tuple[tuple[int, str], ...] = ((224, "bilinear"), (512, "bilinear"), (224, "pil_bilinear"))
+CASES: tuple[tuple[int, int, str], ...] = (
+    (240, 224, "bilinear"),
+    (480, 224, "bilinear"),
+    (480, 512, "bilinear"),
+    (480, 224, "pil_bilinear"),
+)
 
 
-def ways(side: int, method: str) -> dict[str, Callable[[], object]]:
-    frame = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
+def ways(height: int, side: int, method: str) -> dict[str, Callable[[], object]]:
+    frame = np.random.default_rng(0).integers(0, 256, (height, height * 4 // 3, 3), np.uint8)
     box = Letterbox(side, side, method, "center" if method == "pil_bilinear" else "top_left")
     return contestants(frame, ImageRecipe(side, side, (box,)))
 
@@ -94,15 +99,15 @@ def main(rounds: int = 100, case: int | None = None, name: str = "") -> None:
     if case is not None:
         print(*medians([ways(*CASES[case])[name]], rounds))
         return
-    for number, (side, method) in enumerate(CASES):
-        runs = ways(side, method)
+    for number, (height, side, method) in enumerate(CASES):
+        runs = ways(height, side, method)
         times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(rounds + 3):
             for name, run in runs.items():
                 start = time.perf_counter()
                 run()
                 times[name].append(1e3 * (time.perf_counter() - start))
-        print(f"480 x 640 -> {side} x {side}, {method}")
+        print(f"{height} x {height * 4 // 3} -> {side} x {side}, {method}")
         ours = np.array(times["sinew"][3:])
         for name, all_of in times.items():
             theirs = np.array(all_of[3:])

@@ -111,24 +111,34 @@ def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.n
 
 class Mixing(NamedTuple):
     """What a resize mixes, as compiled kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines int32
-    [2, height], columns int32 [2, width] in bytes, column_weights float32 [width, 8]."""
+    [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2, values, 4], column_weights
+    float32 [2, values]; and where they lie, which takes longer to ask for than a small frame to resize."""
 
-    lines: np.ndarray
-    row_weights: np.ndarray
-    columns: np.ndarray
-    column_weights: np.ndarray
-    whole: int
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    addresses: tuple[int, ...]
+    values: int
+    reach: int
 
 
 @lru_cache(maxsize=64)
 def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
     """Return what a resize from ``size`` to ``target``, height and width of both, mixes."""
-    lines, columns = (taps(*each) for each in zip(size, target, strict=True))
-    weight = columns[2]
-    of_pixel = np.stack([*[1 - weight] * 3, *[weight] * 3, *[np.zeros_like(weight)] * 2], axis=1)
-    whole = np.count_nonzero(3 * columns[0] + 8 <= 3 * size[1])
-    left_right, both = np.int32(3) * np.stack(columns[:2]), np.stack(lines[:2])
-    return Mixing(both.astype(np.int32), lines[2], left_right.astype(np.int32), of_pixel, int(whole))
+    (*lines, row_weights), (*columns, weight) = (taps(*each) for each in zip(size, target, strict=True))
+    line, wide = 3 * size[1], 3 * target[1]
+    pixel, colour = np.divmod(np.minimum(np.arange(-(-wide // 8) * 8), wide - 1), 3)
+    wanted = 3 * np.stack(columns)[:, pixel] + colour  # the bytes of a line that each value reads
+    starts = np.minimum(wanted[0].reshape(-1, 4)[:, [0, 3]] // 3 * 3, max(line - 8, 0))
+    reach = 8 if line >= 8 else 0
+    if line >= 16 and (wanted[1, 3::4] - starts[:, 0]).max() < 16:
+        reach, starts = 16, np.minimum(starts[:, :1], line - 16) + np.array([0, 8])
+    first, second = np.repeat(starts, 4, axis=0).T
+    picks = np.full((*wanted.shape, 4), 128, np.uint8)
+    behind = wanted - first >= 8
+    picks[..., :3] = (wanted - np.where(behind, second - 8, first))[..., None]
+    both, starts = np.stack(lines).astype(np.int32), np.ascontiguousarray(starts, np.int32)
+    weights = np.stack([1 - weight[pixel], weight[pixel]]) * np.float32(2**-24)
+    arrays = both, row_weights, starts, picks, weights
+    return Mixing(arrays, tuple(array.ctypes.data for array in arrays), len(pixel), reach)
 
 
 Compiled = Callable[

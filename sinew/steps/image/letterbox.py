@@ -71,8 +71,10 @@ class Letterbox(SizedStep):
         picture = out
         if inner != self.fixed:
             top, left = self.corner(inner)
-            out[:] = np.asarray(self.colour, np.float32)[:, None, None]
-            picture = out[:, top : top + inner[0], left : left + inner[1]]
+            bottom, right = top + inner[0], left + inner[1]
+            for bar in (out[:, :top], out[:, bottom:], out[..., :left], out[..., right:]):
+                bar[:] = np.asarray(self.colour, np.float32)[:, None, None]
+            picture = out[:, top:bottom, left:right]
         if inner == (height, width):
             picture[:] = to_planes(frame)
         else:

@@ -17,7 +17,8 @@ extern "C" int lowbit_takes_panels(int index);
 extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
                                const int64_t* layers, int count, int threads);
 extern "C" int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const float* row_weights,
-                             const int32_t* columns, const float* column_weights, const int64_t* sizes, float* out);
+                             const int32_t* starts, const uint8_t* picks, const float* column_weights,
+                             const int64_t* sizes, float* out);
 extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const float* own_k,
                              const float* own_v, const uint8_t* mask, float* out, const int64_t* sizes, float scale,
                              int threads);
@@ -362,20 +363,36 @@ static bool check_resize(int kernels) {
   std::vector<uint8_t> frame((from[0] - 1) * row_bytes + 3 * from[1]);  // exactly
   for (uint8_t& byte : frame) byte = uint8_t(below(256));
   std::vector<int32_t> taps[2];
-  std::vector<float> weights[2], of_pixel(8 * to[1]), out(3 * plane, -1.0f);
+  std::vector<float> weights[2], out(3 * plane, -1.0f);
   for (int axis = 0; axis < 2; ++axis)
     for (int i = 0; i < 2 * to[axis]; ++i) {
       const int at = i % to[axis] * from[axis] / to[axis] + i / to[axis];
       taps[axis].push_back((at < from[axis] ? at : from[axis] - 1) * (axis ? 3 : 1));
       weights[axis].push_back(below(1 << 24) / float(1 << 24));
     }
-  int64_t whole = 0;
-  for (int x = 0; x < to[1]; ++x) {
-    for (int c = 0; c < 3; ++c) of_pixel[8 * x + c] = 1.0f - weights[1][x], of_pixel[8 * x + 3 + c] = weights[1][x];
-    whole += taps[1][x] + 8 <= 3 * from[1];
+  // As sinew/steps/image/bilinear.py lays them out, with every reach that the line has.
+  const int wide = 3 * to[1], values = (wide + 7) / 8 * 8, line = 3 * from[1];
+  std::vector<int32_t> starts(values / 2);
+  std::vector<uint8_t> picks(8 * values, 128);
+  std::vector<float> of_value(2 * values);
+  const auto byte = [&](int side, int i) { return taps[1][side * to[1] + std::min(i, wide - 1) / 3] + std::min(i, wide - 1) % 3; };
+  int64_t reach = line < 16 ? 0 : 16;
+  for (int i = 0; i < values; i += 4)
+    if (byte(1, i + 3) - byte(0, i) / 3 * 3 > 15) reach = 0;
+  if (reach == 0 && line >= 8) reach = 8;
+  for (int i = 0; i < 2 * values; ++i) {
+    const int side = i / values, at = i % values, four = at / 4 * 2;
+    const int begin[2] = {byte(0, at / 4 * 4) / 3 * 3, byte(0, at / 4 * 4 + 3) / 3 * 3};
+    starts[four] = std::max(std::min(begin[0], line - (reach == 16 ? 16 : 8)), 0);
+    starts[four + 1] = reach == 16 ? starts[four] + 8 : std::max(std::min(begin[1], line - 8), 0);
+    const int behind = byte(side, at) - starts[four] >= 8;
+    for (int k = 0; k < 3; ++k) picks[4 * i + k] = uint8_t(byte(side, at) - starts[four + behind] + 8 * behind);
+    const float weight = weights[1][std::min(at, wide - 1) / 3];
+    of_value[i] = (side ? weight : 1.0f - weight) / (1 << 24);
   }
-  const int64_t sizes[6] = {row_bytes, to[0], to[1], whole, to[1], plane};
-  if (lowbit_resize(kernels, frame.data(), taps[0].data(), weights[0].data(), taps[1].data(), of_pixel.data(), sizes, out.data()))
+  const int64_t sizes[7] = {row_bytes, to[0], to[1], values, reach, to[1], plane};
+  if (lowbit_resize(kernels, frame.data(), taps[0].data(), weights[0].data(), starts.data(), picks.data(), of_value.data(),
+                    sizes, out.data()))
     return false;
   for (int64_t i = 0; i < 3 * plane; ++i) {
     const int c = int(i / plane), y = int(i % plane / to[1]), x = int(i % to[1]);

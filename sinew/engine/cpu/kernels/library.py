@@ -134,7 +134,7 @@ def load(path: str) -> Any:
         *(pointer, ctypes.c_int, ctypes.c_int),  # layers, how many, threads
     ]
     library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
-    library.lowbit_resize.argtypes = [ctypes.c_int, *[pointer] * 7]
+    library.lowbit_resize.argtypes = [ctypes.c_int, *[pointer] * 8]
     library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 8, ctypes.c_float, ctypes.c_int]
     library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
     library.lowbit_silu_times.argtypes = [ctypes.c_int, pointer, pointer, integer, ctypes.c_int]
@@ -210,15 +210,9 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
 def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: bilinear.Mixing, out: np.ndarray) -> None:
     """As :data:`sinew.steps.image.bilinear.Compiled`."""
     strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
-    sizes = (ctypes.c_int64 * 6)(frame.strides[0], *out.shape[1:], mixing.whole, *strides)
+    sizes = (ctypes.c_int64 * 7)(frame.strides[0], *out.shape[1:], mixing.values, mixing.reach, *strides)
     status = library.lowbit_resize(
-        *(kernels, frame.ctypes.data, mixing.lines.ctypes.data, mixing.row_weights.ctypes.data),
-        *(
-            mixing.columns.ctypes.data,
-            mixing.column_weights.ctypes.data,
-            ctypes.addressof(sizes),
-            out.ctypes.data,
-        ),
+        kernels, frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
     )
     if status:
         raise RuntimeError(f"resize: {STATUS.get(status, status)}")

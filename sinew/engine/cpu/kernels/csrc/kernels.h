@@ -37,17 +37,20 @@ struct Tile {
 };
 
 // A frame of bytes, its lines `row_bytes` apart, and its float32 planes [3][height][width] in [0, 1]. Row y mixes lines
-// first[y] and second[y], weighed with row_weights[y]; column x the pixels at bytes left[x] and right[x] of a line, by the
-// first three and the next three of column_weights [width][8], whose last two are 0. `whole`: how many columns, from the
-// first on, have both within 8 bytes of the line.
+// first[y] and second[y], weighed with row_weights[y]. Within a line a value is one colour of one pixel; there are `values`, of
+// which 3 * width are wanted, and each mixes a left and a right neighbour with column_weights [2][values], which are divided
+// by 2^24. Four values read two pieces of 8 bytes at their two `starts` [values / 4][2]: picks [2][values][4] says which byte of
+// the 16, three times, then 128, which is no byte. `reach`: 16 where all pairs of pieces are 16 bytes in a row, else 8; 0
+// where lines have not 8.
 struct Picture {
   const uint8_t* frame;
   int64_t row_bytes;
   const int32_t *first, *second;
   const float* row_weights;
-  const int32_t *left, *right;
+  const int32_t* starts;
+  const uint8_t* picks;
   const float* column_weights;
-  int64_t height, width, whole;
+  int64_t height, width, values, reach;
   float* out;
   int64_t row, plane;
 };
@@ -69,7 +72,7 @@ struct Kernels {
   // Result of a tile [rows][CHANNELS] -> rows of y that are `stride` apart, their first `there` channels. See finish().
   void (*finish)(const float* out, int rows, int there, const float* inverses, const float* bias, float* y,
                  int64_t stride);
-  // See Picture; memory: three lines of 3 * width + 8.
+  // See Picture; memory: three lines of `values`.
   void (*resize)(const Picture&, float* memory);
   // What a row of activations contributes alone where EIGHT_BITS makes two products of one (x86_avx2.cpp), else null.
   int32_t (*pairs)(const int8_t* x, int64_t k);
