@@ -869,7 +869,7 @@ def test_480_hz_on_a_4090_need_both_loops_at_once(capsys):
 
 def test_what_does_not_fit_is_placed_nowhere(capsys):
     """Where `perf fit` refuses a machine, so do the verbs that would compute its times."""
-    fit = run(capsys, "fit", "pi0", "--dtype", "bf16", "--engine", "plan", "--no-search")
+    fit = run(capsys, "fit", "pi0", "--dtype", "bf16", "--no-search")
     assert fit[0] == 1
     code, result = run(capsys, "stream", "pi0", "--hardware", "orin-nano,h200", "--hz", 1)
     nano, large = result["machines"]
