@@ -16,10 +16,11 @@ import zmq
 from sinew_client import Client, ClientError, ConnectionLost, RequestTimeout, UnsafeChunk, schema
 from sinew_client.control import Servers
 from sinew_client.faults import kind_of
+from sinew_client.streams import StreamLink
 from sinew_client.types import CameraSpec, MotionSpec, VectorSpec
 
 from sinew.serve.transport.listen import Listen
-from tests.serve.puppet import GOOD, WAIT_S, Puppet, desk
+from tests.serve.puppet import GOOD, WAIT_S, Puppet, desk, until
 from tests.serve.test_server import free_port
 
 OBSERVATION = {"images": {}, "state": np.zeros(1, np.float32), "prompt": "x"}
@@ -190,3 +191,25 @@ def test_rows_of_another_policy_than_the_robot_was_fitted_to_are_not_executed(
     with desk(policy=other(**NAMED), listen=Listen(port=ports[1])):  # the right one is back
         assert asked().shape == (3, 2)
         opened.close()
+
+
+def test_a_stream_sends_nothing_to_another_policy_than_the_robot_was_fitted_to() -> None:
+    """It says why, and takes the next address, where the right one is."""
+    swapped = {**NAMED, "action": VectorSpec(2, ("b", "a"), ("rad", "rad"))}
+    with desk(policy=other(**NAMED)) as right, desk(policy=other(**swapped)) as wrong:
+        with Client(right.native, timeout=WAIT_S) as client:
+            policy = client.metadata()["policy"]
+        alone = StreamLink(wrong.native, 20.0, policy=policy)
+        until(lambda: alone.errors, "the refusal")
+        assert (
+            "another policy than the robot was fitted to: action.names: expected a, b, got b, a"
+            in alone.error
+        )
+        assert not alone.send([0.0, 0.0], 0.0)
+        assert alone.faults.counts["UnsafeChunk"] == alone.errors
+        alone.close()
+        both = StreamLink([wrong.native, right.native], 20.0, policy=policy)
+        assert both.wait_connected(WAIT_S)
+        assert both.address == right.native
+        assert both.send([0.0, 0.0], 0.0)
+        both.close()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
+from sinew_client.errors import UnsafeChunk
 from sinew_client.types import PolicySpec, VectorSpec
+
+if TYPE_CHECKING:
+    from sinew_client.client import Client
 
 TAKEN = (
     "cameras",
@@ -51,6 +55,23 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any], who: str = ""
         for key in before
         if key in after and not _same(before[key], after[key])
     }
+
+
+class Fitted:
+    """What a robot was fitted to. policy: what was said of it (``metadata()["policy"]``); None: anything."""
+
+    def __init__(self, policy: Mapping[str, Any] | None):
+        self._form = None if policy is None else form(PolicySpec.from_dict(policy), TAKEN)
+
+    def check(self, server: Client) -> None:
+        """Raise :class:`UnsafeChunk` where another policy answers, with other cameras, joints, units, rate or motion.
+        Asks the server, once a connection."""
+        if self._form is None:
+            return
+        if others := differing(self._form, form(server.spec, TAKEN)):
+            raise UnsafeChunk(
+                f"{server.address} has another policy than the robot was fitted to: {'; '.join(others.values())}"
+            )
 
 
 def _same(a: Any, b: Any) -> bool:

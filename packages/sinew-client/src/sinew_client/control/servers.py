@@ -9,11 +9,10 @@ import numpy as np
 
 from sinew_client.client import Client
 from sinew_client.control.frames import Frames
-from sinew_client.errors import RequestTimeout, UnsafeChunk
-from sinew_client.form import TAKEN, differing, form
+from sinew_client.errors import RequestTimeout
+from sinew_client.form import Fitted
 from sinew_client.policy import Policy
 from sinew_client.protocol import MAX_ROWS
-from sinew_client.types import PolicySpec
 
 
 class Servers:
@@ -22,8 +21,7 @@ class Servers:
 
     addresses: as :class:`Client` takes them. without: fields of an observation that stay here, such as a ``time`` of
     another clock than the server's. max_rows: of an answer, as of :class:`Client`. frames: how they travel.
-    policy: what was said of the policy that the robot was fitted to (``metadata()["policy"]``). Rows of one with other
-    cameras, joints, units, rate or motion are not handed over, whichever server begins to answer. None: of any.
+    policy: as of :class:`Fitted`; rows of another are not handed over, whichever server begins to answer.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class Servers:
         self.addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         self._key, self._without, self._max_rows = api_key, tuple(without), max_rows
         self.frames = frames or Frames()
-        self._form = None if policy is None else form(PolicySpec.from_dict(policy), TAKEN)
+        self.fitted = Fitted(policy)
         self.present = self.addresses[0]  # that answered last, or will be asked first
 
     def __call__(self) -> Call:
@@ -51,16 +49,6 @@ class Servers:
         """Begin with this address from now on, and try the ones before it last."""
         self.addresses = self.addresses[place:] + self.addresses[:place]
         self.present = self.addresses[0]
-
-    def check(self, client: Client) -> None:
-        """Raise :class:`UnsafeChunk` where another policy answers than the robot was fitted to; once a connection this
-        asks the server."""
-        if self._form is None:
-            return
-        if others := differing(self._form, form(client.spec, TAKEN)):
-            raise UnsafeChunk(
-                f"{client.address} has another policy than the robot was fitted to: {'; '.join(others.values())}"
-            )
 
     def sent(self, observation: Mapping[str, Any]) -> dict:
         return {name: value for name, value in observation.items() if name not in self._without}
@@ -96,7 +84,7 @@ class Call(PolicyCall):
         except RequestTimeout:
             frames.took(1e3 * limit)
             raise
-        self._servers.check(self.policy)
+        self._servers.fitted.check(self.policy)
         self._servers.present = self._places[self.policy.place]
         frames.took(max(0.0, chunk.round_trip_ms - chunk.timing.server_ms))
         return chunk.actions
