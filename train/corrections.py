@@ -9,7 +9,11 @@ learning on what the expert did. The loop, in a clone::
         --takeover-options '{"after": 60}' --frames frames/
     sinew recording dataset frames/ fixes/ --corrections --hz 20 --bundle act
     python -m train.corrections fixes/
-    sinew eval runs/corrected/act.gguf --compare act --env $E --replan 8 --episodes 100 --seed 20000
+    python -m train.corrections fixes/ --old-share 1 --out runs/control
+    sinew eval runs/corrected/act.gguf --compare runs/control/act.gguf --compare act --env $E --replan 8 \\
+        --episodes 100 --seed 20000
+
+The control goes on for as many steps on the demonstrations of before, and sees no correction.
 """
 
 from __future__ import annotations
@@ -37,7 +41,6 @@ from train.loop import Recipe, train
 from train.rollout import normalised, to_pixels
 
 ENV, BUMP = "sinew/BlocksBumped-v0", 8  # pixels of 96
-OLD_SHARE = 0.5  # of a batch, of demonstrations from before the bump
 
 
 class Bumped(BlocksEnv):
@@ -84,7 +87,7 @@ class CorrectedTask(ActTask):
     """Corrections beside demonstrations of before, from the weights of a bundle on. No data set says where blocks are,
     so auxiliary outputs weigh nothing."""
 
-    def __init__(self, policy: Policy, corrections: Corrections, folders: list[Path]):
+    def __init__(self, policy: Policy, corrections: Corrections, folders: list[Path], old_share: float):
         vectors = policy.bundle.manifest.processing
         own = {"observation.state": vectors.state_parts[0].normalization, "action": vectors.action}
         stats: Statistics = {
@@ -92,7 +95,7 @@ class CorrectedTask(ActTask):
             for key, value in own.items()
         }
         super().__init__(folders, stats)
-        self.policy, self.corrections = policy, corrections
+        self.policy, self.corrections, self.old_share = policy, corrections, old_share
 
     def model(self, folder: Path, seed: int) -> ACT:
         model = super().model(folder, seed)
@@ -102,8 +105,10 @@ class CorrectedTask(ActTask):
         return model
 
     def batch(self, rng: np.random.Generator, rows: int, second_rows: int) -> ActBatch:
-        old, found = super().batch(rng, round(OLD_SHARE * rows), second_rows), self.corrections
+        old, found = super().batch(rng, round(self.old_share * rows), second_rows), self.corrections
         frames = rng.integers(len(found.action), size=rows - len(old.state))
+        if not len(frames):
+            return old
         chunk, known = found.chunks(frames)
 
         def both(before: Tensor, now: Tensor) -> Tensor:
@@ -121,7 +126,10 @@ class CorrectedTask(ActTask):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("dataset", type=Path, help="a LeRobot data set of corrections")
-    parser.add_argument("--cpu-seconds", type=float, default=70)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument(
+        "--old-share", type=float, default=0.5, help="of a batch, of demonstrations of before"
+    )
     parser.add_argument("--demos", type=int, default=200, help="demonstrations of before")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--start", default="act", help="the bundle to go on from")
@@ -133,9 +141,10 @@ def main() -> None:
     if not (demos / "frames.npz").exists():
         record_shard(demos, 0, args.demos, SIDE)
     (args.out / ".meet").unlink(missing_ok=True)
-    task = CorrectedTask(load(args.start, engine="eager"), Corrections(args.dataset), [demos])
+    task = CorrectedTask(load(args.start, engine="eager"), Corrections(args.dataset), [demos], args.old_share)
     recipe = Recipe(
-        args.cpu_seconds,
+        0.0,
+        args.steps,
         rows=64,
         second_rows=0,
         learning_rate=args.learning_rate,

@@ -35,9 +35,11 @@ VALIDATION_SEED = 900_000  # neither training nor the reported evaluation uses t
 @dataclass(frozen=True)
 class Recipe:
     """``rows``: pictures per process and step. ``draws``: noise draws per picture. The learning rate warms up,
-    stays, and from ``decay_from`` (a share of the budget) falls linearly to zero."""
+    stays, and from ``decay_from`` (a share of the budget) falls linearly to zero. ``steps``: where they are not 0, the
+    budget in place of the CPU-seconds, as of runs that are compared."""
 
     cpu_seconds: float
+    steps: int = 0
     rows: int = 32
     second_rows: int = 16
     draws: int = 3
@@ -111,10 +113,10 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
     noise = torch.Generator().manual_seed(recipe.seed * 1000 + rank)
     history: list[dict[str, float]] = []
     began, step, spent, evaluated, shown = time.process_time(), 0, 0.0, 0, 0.0
+    progress = 0.0  # of the budget
     sums: dict[str, float] = {}
 
-    while spent < recipe.cpu_seconds:
-        progress = spent / recipe.cpu_seconds
+    while progress < 1.0:
         loss, parts = objective(task.batch(rng, recipe.rows, recipe.second_rows), noise)
         loss.backward()
         spent = _average_gradients(objective, time.process_time() - began, recipe.ranks)
@@ -127,16 +129,17 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
+        progress = step / recipe.steps if recipe.steps else spent / recipe.cpu_seconds
         decay = min(recipe.ema, (1 + step) / (10 + step))
         with torch.no_grad():
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
         for key, value in parts.items():
             sums[key] = sums.get(key, 0.0) + float(value)
-        if step % 50 == 0 or spent >= recipe.cpu_seconds:
+        if step % 50 == 0 or progress >= 1.0:
             taken = step - (step - 1) // 50 * 50
             history.append({"step": step, "cpu_seconds": spent, **{k: v / taken for k, v in sums.items()}})
             sums = {}
-        if spent * recipe.evaluations >= (evaluated + 1) * recipe.cpu_seconds:
+        if progress * recipe.evaluations >= evaluated + 1:
             evaluated += 1
             history.append(
                 {"step": step, "cpu_seconds": spent, "success": _success(task, average, recipe, rank)}

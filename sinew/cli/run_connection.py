@@ -45,9 +45,10 @@ def open_connection(
                 f"--split: expected the bundle here, whose head runs here, got the server {target}"
             )
         served = ask_server(target, runs, key)
-        most = max(MAX_ROWS, min(int(served["policy"].get("chunk_size") or 0), LARGEST_CHUNK))  # of an answer
-        opener = Servers(target.split(","), key, max_rows=most, frames=travelling)
-        return served["policy"], served["server"], opener
+        policy = served["policy"]
+        most = max(MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK))  # of an answer
+        opener = Servers(target.split(","), key, max_rows=most, frames=travelling, policy=policy)
+        return policy, served["server"], opener
     if frames != "raw":
         raise SinewError(f"--frames-as: expected a server, whose frames travel, got the policy here {target}")
     local, policy = load_here(target, runs)

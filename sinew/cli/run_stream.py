@@ -142,7 +142,8 @@ def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any]
                     f"--text-tokens: expected 0, or a bundle that keeps its language head at {target} (sinew convert"
                     " --set lm_head=true)"
                 )
-            return StreamLink(addresses, rate, session, api_key=key, options=options, max_rows=most)
+            given = {"api_key": key, "options": options, "max_rows": most, "policy": served["policy"]}
+            return StreamLink(addresses, rate, session, **given)
 
         return served["policy"], remote
     from sinew.stream import LocalLink, Session, StreamSettings

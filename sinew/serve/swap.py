@@ -12,10 +12,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sinew.core import BusyError, PolicySpec, RequestError, VectorSpec
+from sinew_client.form import differing, form
+
+from sinew.core import BusyError, PolicySpec, RequestError
 from sinew.serve.policies import DEFAULT, Deployment, check_name
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
@@ -76,7 +78,7 @@ class Swapper:
         """Give a name's requests to ``source``, and return when what stood there before has answered its last and its
         streams have ended, which begin anew with their next samples.
 
-        accept: what may be another than that of the policy whose place it takes (:func:`form`); robots are told.
+        accept: what may be another than that of the policy whose place it takes (sinew_client.form); robots are told.
         need: what it takes, where that is known; the same policy stands there now. check: raises RequestError for what
         was opened and shall not stand.
         Raises BusyError during another change, RequestError for a name that cannot be one, for a policy beyond the
@@ -176,35 +178,12 @@ def _only(lock: threading.Lock) -> Iterator[None]:
         lock.release()
 
 
-def form(spec: PolicySpec) -> dict[str, Any]:
-    """Return what robots of a policy take for granted, by name; what the policy does not state is left out."""
-    found: dict[str, Any] = {
-        "cameras": tuple(each.name for each in spec.cameras),
-        "state.dim": spec.state.dim,
-        "action.dim": spec.action.dim,
-        "chunk_size": spec.chunk_size,
-        "noise": spec.noise_shape,
-        **_vector("state", spec.state),
-        **_vector("action", spec.action),
-        "control_hz": spec.control_hz,
-        "embodiment": spec.embodiment,
-        "motion": None if spec.motion is None else tuple(asdict(spec.motion).items()),
-    }
-    for keys in spec.keys:
-        found[f"keys.{keys.wire}"] = (tuple(sorted(keys.images.items())), keys.state, keys.prompt)
-    return {name: value for name, value in found.items() if value not in (None, "", ())}
-
-
 FORM = (
     "cameras", "state.dim", "state.names", "state.units", "action.dim", "action.names", "action.units", "chunk_size",
     "noise", "control_hz", "embodiment", "motion", "keys",
 )  # fmt: skip
-"""What :func:`form` compares. ``accept`` takes these names, and names and units of both vectors at once."""
+"""What a form has (sinew_client.form). ``accept`` takes these names, and names and units of both vectors at once."""
 _BOTH = {"names": ("state.names", "action.names"), "units": ("state.units", "action.units")}
-
-
-def _vector(name: str, spec: VectorSpec) -> dict[str, Any]:
-    return {f"{name}.names": tuple(spec.names), f"{name}.units": tuple(spec.units)}
 
 
 class Forms:
@@ -224,12 +203,8 @@ class Forms:
                 f"accept: expected some of {', '.join((*FORM, *_BOTH))}, got {unknown[0][:80]!r}"
             )
         accepted = {full for each in accept for full in _BOTH.get(each, (each,))}
-        before, after = self._stated.setdefault(name, form(old)), form(new)
-        differences = {
-            key: f"{key}: expected {_text(before[key])}, as the policy that stands, got {_text(after[key])}"
-            for key in before
-            if key in after and not _same(before[key], after[key])
-        }
+        before = self._stated.setdefault(name, form(old))
+        differences = differing(before, form(new), ", as the policy that stands")
         if refused := [
             text
             for key, text in differences.items()
@@ -246,27 +221,6 @@ class Forms:
     def forget(self, name: str) -> None:
         """Note that nothing stands there any more."""
         self._stated.pop(name, None)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Compare two stated values; a text that is empty in either says nothing."""
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a == b or (isinstance(a, str) and isinstance(b, str) and not (a and b))
-
-
-def _text(value: Any) -> str:
-    """Return a value as a refusal shows it."""
-    if isinstance(value, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in value):
-        value = dict(value)
-    text = (
-        ", ".join(map(str, value))
-        if isinstance(value, tuple)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
-    return text if len(text) <= 200 else text[:200] + " ..."
 
 
 def _mib(size: int) -> str:

@@ -305,13 +305,16 @@ OFFSETS = {"kind": "offsets", "action": [0, 1], "state": [0, 1], "scale": 0.05, 
 def test_the_workspace_is_never_left(
     chunks: list, start: tuple[float, float], acceleration: float | None, offsets: bool
 ) -> None:
-    """Of offsets, the pose that they lead to; a robot that stands outside only comes nearer."""
-    box = {"workspace_low": [-0.2, -0.1], "workspace_high": [0.2, 0.3], "acceleration": acceleration}
+    """Of offsets, the pose that they lead to; a robot that stands outside only comes nearer. What would leave it is not
+    remembered as sent: the next command is no longer than a velocity allows from where the robot stands."""
+    box = {"workspace_low": [-0.2, -0.1], "workspace_high": [0.2, 0.3], "acceleration": [acceleration, 400.0]}
+    box["velocity"] = None if offsets else 2.0
     robot = Gantry(0.05 if offsets else None, list(start))
     driven(
         robot, chunks, 40, motion=OFFSETS if offsets else {"kind": "absolute"}, limits={**box, "still": None}
     )
     path = np.array(robot.path, np.float64)
+    assert offsets or np.abs(np.diff(path, axis=0)).max() <= 2.0 * PERIOD
     low, high = np.array([-0.2, -0.1]), np.array([0.2, 0.3])
     beyond = np.maximum(np.maximum(low - path, path - high), 0.0)
     assert (np.diff(beyond, axis=0) <= 1e-6).all()  # never further out

@@ -95,6 +95,7 @@ def test_every_order_comes_out_right(order: list[int], states: list[int], rename
     [
         (["pan", "lift", "jaw"], {}, "the policy's state has the joints pan, lift, grip, the robot pan, lift, jaw;"),
         (["pan", "lift", "jaw"], {"grip": "claw"}, "--rename-joint jaw=grip"),
+        (["jaw", "b", "a"], {}, "say which is which, for each of pan, lift, grip: --rename-joint NEW=JOINT, NEW"),
         (["pan", "lift", "jaw"], {"grip": "jaw", "wrist": "pan"}, "--rename-joint: expected joints of the policy, pan"),
         (["pan", "lift", "jaw"], {"grip": "pan", "pan": "pan"}, "say which is which"),
         (["pan", "lift"], {}, "joints: expected 3 names of its state, got 2"),

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sinew_client.control import Journal, Loop, NoCommand, NoObservation, Settings, repeat
 from sinew_client.control.end_effector import EndEffector, KinematicsOptions, parse_parts, parts_of
 from sinew_client.control.kinematics import Chain, KinematicsError, read_chain
@@ -28,6 +30,7 @@ from sinew_client.rotations import (
 from sinew.cli import main
 from sinew.cli.run_robot import RobotFlags
 from tests.cli.test_run import BLOCKS, last_json
+from tests.control.test_envelope import driven
 
 mujoco = pytest.importorskip("mujoco")
 from benchmarks.kinematics import ARMS, ROBOTS, compiled, drawn, measured, places  # noqa: E402
@@ -237,6 +240,58 @@ def test_every_command_is_at_its_pose_or_is_refused_by_name(arm: str, degrees: b
     assert "out of reach" in refused
     assert any("would have to move faster than" in reason for reason in refused)
     assert len(bench.sent) > 10
+
+
+KINDS = ("walk", "walk", "hurry", "beyond", "folded", "nan")
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    chunks=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 6)), min_size=1, max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_whatever_poses_a_server_says_the_joints_keep_their_limits(
+    chunks: list[tuple[str, int]], seed: int
+) -> None:
+    """Each control step has a command at its pose, within ranges, velocities and away from singular poses, or a hold:
+    of a server that walks, hurries, points beyond the arm, at its singular wrist, or at no number."""
+    robot, bench = arm_of()
+    chain, model, rng = robot.chain, compiled(UR5E), RNG(seed)
+    joints, said = chain.ready(), []
+    for kind, count in chunks:
+        rows = []
+        for _ in range(count):
+            joints = np.clip(joints + rng.uniform(-0.05, 0.05, 6), chain.low, chain.high)
+            goal = {"hurry": joints + rng.uniform(-2, 2, 6), "folded": joints * [1, 1, 1, 1, 0, 1]}.get(
+                kind, joints
+            )
+            tip = chain.forward(goal)
+            row = [*tip.place * (3.0 if kind == "beyond" else 1.0), *to_vector(tip.turn), 0.25]
+            rows.append([np.nan] * 7 if kind == "nan" else row)
+        said.append(rows)
+
+    class Watched(Bench):
+        position = np.zeros(7)  # as many numbers as a pose
+
+        def __init__(self) -> None:
+            self.observe, self.hold = robot.observe, robot.hold  # type: ignore[method-assign]
+
+        def act(self, row: np.ndarray) -> None:
+            before = bench.angles()
+            robot.act(row)
+            now = bench.angles()
+            ((there,), (turned,)) = places(model, chain.tip, now[None])
+            assert np.linalg.norm(there - row[:3]) < 1.1e-3
+            assert np.linalg.norm(to_vector(turned @ from_vector(row[3:6].astype(float)).T)) < 1.1e-2
+            assert np.all((now >= chain.low - 1e-6) & (now <= chain.high + 1e-6))
+            assert np.all(np.abs(now - before) * 20.0 <= chain.velocity + 1e-3)
+            least = [chain.singularity(each, True).least for each in (now, before)]
+            assert least[0] >= min(0.01, least[1]) - 1e-6
+
+    driven(Watched(), said, 30, motion={"kind": "absolute"})  # type: ignore[arg-type]
+    assert len(bench.sent) + bench.held == 30 + 1  # a command or a hold in each step, and a hold at the end
+    if {kind for kind, _ in chunks} == {"walk"}:
+        assert len(bench.sent) > 10
 
 
 def test_a_singular_pose_is_refused_and_left() -> None:

@@ -259,6 +259,33 @@ TIMES = {  # of a frame, from the clock: those that may be acted on
     True: [None, 0.0, 0.05, -0.1, -0.2],
     False: [0.2, 1.7e9, -0.3, -3600.0, np.nan, np.inf, -np.inf],
 }
+BOX = 1.0  # of a workspace, each way
+SOURCES: list[dict[str, Any]] = [  # what holds for two cameras and the state
+    {},
+    {"skew": 0.08},
+    {"stale_of": {"wrist": 0.12, "state": 0.1}},
+    {"skew": 0.08, "stale_of": {"front": 0.18}},
+]
+AGES: dict[
+    str, list[float | None]
+] = {  # of each, in seconds; None: the robot does not say it. Twice what is fresh
+    "front": [0.0, 0.05, 0.0, 0.05, 0.2, 0.3, np.nan, None],
+    "wrist": [0.0, 0.05, 0.0, 0.05, 0.15, 0.3, -0.3, None],
+    "state": [0.0, 0.05, 0.0, 0.05, 0.15, 0.3, np.inf, None],
+}
+
+
+def not_to_be_acted_on(ages: Mapping[str, float | None], bounds: Mapping[str, Any]) -> bool:
+    """Say it of what two cameras and the state show, as docs/control.md has it."""
+    said = {name: age for name, age in ages.items() if age is not None}
+    of, skew = bounds.get("stale_of", {}), bounds.get("skew")
+    frames = [said[name] for name in ("front", "wrist") if name in said]
+    return (
+        any(name not in said for name in (*of, *(("front", "wrist") if skew else ())))
+        or any(not -0.1 <= age <= of.get(name, STALE) for name, age in said.items())
+        or max(frames, default=0.0) > STALE
+        or bool(skew and len(frames) == 2 and abs(frames[0] - frames[1]) > skew)
+    )
 
 
 class Hostile(RuleBasedStateMachine):
@@ -281,15 +308,28 @@ class Hostile(RuleBasedStateMachine):
         speed=st.sampled_from([1.0, 1.0, 0.5]),
         max_age=st.sampled_from([0.2, 0.5]),
         start=st.tuples(st.floats(-3, 3), st.floats(-3, 3)),
+        box=st.sampled_from([(None, None), (BOX, None), (BOX, BOX)]),
+        jump=st.sampled_from([None, None, 0.4]),
+        sources=st.sampled_from(SOURCES),
     )
     def begin(
-        self, handover, replan, motion, velocity, acceleration, jerk, smooth, speed, max_age, start
-    ) -> None:
+        self, handover, replan, motion, velocity, acceleration, jerk, smooth, speed, max_age, start, box, jump, sources
+    ) -> None:  # fmt: skip
         limits = {"low": -2, "high": 2, "velocity": velocity, "acceleration": acceleration, "jerk": jerk}
+        self.box, self.jump, self.sources = (
+            np.float64([np.inf if end is None else end for end in box]),
+            jump,
+            sources,
+        )
+        low = [None if end is None else -end for end in box]
+        limits |= {"jump": jump, "workspace_low": low, "workspace_high": list(box)}
         self.limits = Limits.parse(limits, DIM)
         self.time, self.true, self.lost = 1000.0, 0.0, 0.0  # lost: seconds in which the process did not run
         self.position, self.moved, self.changed = np.float32(start), np.zeros(DIM), np.zeros(DIM)
         self.frame, self.state = 0.0, "good"
+        self.ages: dict[str, float | None] | None = dict.fromkeys(
+            AGES, 0.0
+        )  # None: the robot says one time of all
         self.last_true: float | None = None  # of the last command or hold
         self.last_step = -1
         self.seen_bad = False
@@ -300,7 +340,7 @@ class Hostile(RuleBasedStateMachine):
         self.waiting: SimpleQueue = SimpleQueue()  # of calls: what each is to answer goes there
         self.pending: SimpleQueue | None = None  # of the newest call
         self.hanging: list[SimpleQueue] = []  # of calls that were given up
-        options = {"max_age": max_age, "deadline": DEADLINE, "stale": STALE, "filter": smooth}
+        options = {"max_age": max_age, "deadline": DEADLINE, "stale": STALE, "filter": smooth, **sources}
         options["speed"] = 1.0 if handover.startswith("rtc") else speed
         chosen = Settings(
             1 / PERIOD, handover, replan, motion=motion, limits=limits, chunk_size=40, **options
@@ -317,18 +357,26 @@ class Hostile(RuleBasedStateMachine):
             self.seen_bad = True
             raise NoObservation("dark")
         state = np.full(DIM, np.nan) if self.state == "nan" else self.position.copy()
-        self.seen_bad = self.state == "nan" or self.frame in TIMES[False] or np.isnan(self.frame or 0.0)
+        seen: dict[str, Any] = {"images": dict.fromkeys(("front", "wrist")), "state": state}
+        if self.ages is not None:
+            said = {name: age for name, age in self.ages.items() if age is not None}
+            self.seen_bad = self.state == "nan" or not_to_be_acted_on(self.ages, self.sources)
+            self.newest = self.known - max([0.0, *(age for name, age in said.items() if name != "state")])
+            return {**seen, "times": {name: self.time - age for name, age in said.items()}}
+        alone = not_to_be_acted_on(dict.fromkeys(AGES), self.sources)  # of no source of its own
+        self.seen_bad = (
+            self.state == "nan" or self.frame in TIMES[False] or np.isnan(self.frame or 0.0) or alone
+        )
         self.newest = self.known + min(self.frame or 0.0, 0.0)
-        return {
-            "images": {},
-            "state": state,
-            **({} if self.frame is None else {"time": self.time + self.frame}),
-        }
+        return {**seen, **({} if self.frame is None else {"time": self.time + self.frame})}
 
     def act(self, row: np.ndarray) -> None:
         assert self.expected is not None
         self.noted()
         kept(self.limits, self.position, self.moved, row, self.changed)
+        if self.jump is not None:
+            assert (np.abs(row.astype(np.float64) - self.position) <= self.jump).all()
+        assert (np.abs(row) <= np.maximum(self.box, np.abs(self.position)) + 1e-6).all()  # never further out
         moved = row.astype(np.float64) - self.position
         self.moved, self.changed = moved, moved - self.moved
         self.position = row
@@ -466,7 +514,11 @@ class Hostile(RuleBasedStateMachine):
         state=st.sampled_from(["good", "good", "nan", "blind"]),
     )
     def look(self, frame: float | None, state: str) -> None:
-        self.frame, self.state = frame, state
+        self.frame, self.state, self.ages = frame, state, None
+
+    @rule(ages=st.fixed_dictionaries({name: st.sampled_from(ages) for name, ages in AGES.items()}))
+    def look_from_each(self, ages: dict[str, float | None]) -> None:
+        self.ages, self.state = ages, "good"
 
     @rule(back=st.sampled_from([0.01, 0.2, 5.0, 900.0]))
     def set_back(self, back: float) -> None:
@@ -497,7 +549,7 @@ class Hostile(RuleBasedStateMachine):
     @rule()
     def all_is_well(self) -> None:
         """Whatever happened before: it asks again, and moves."""
-        self.frame, self.state = 0.0, "good"
+        self.frame, self.state, self.ages = 0.0, "good", dict.fromkeys(AGES, 0.0)
         self.come_back()
         acted = self.acted
         for _ in range(int((2 * DEADLINE + LONGEST_WAIT + 2.0) / PERIOD)):
@@ -505,7 +557,9 @@ class Hostile(RuleBasedStateMachine):
             if self.acted > acted:
                 return
             self.come_back()
-            self.good_answer([(0.1, 0.2)], 30)
+            near = self.position + np.clip(np.float32([0.1, 0.2]) - self.position, -0.3, 0.3)
+            relative = self.loop.settings.motion["kind"] == "relative"  # type: ignore[index]
+            self.good_answer([tuple(near - self.position * relative)], 30)  # type: ignore[list-item]
             if self.acted > acted:
                 return
         raise AssertionError(self.loop.report())

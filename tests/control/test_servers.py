@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
-from sinew_client import Client, RequestTimeout, schema
+from sinew_client import Client, ClientError, ConnectionLost, RequestTimeout, UnsafeChunk, schema
 from sinew_client.control import Servers
+from sinew_client.faults import kind_of
+from sinew_client.streams import StreamLink
+from sinew_client.types import CameraSpec, MotionSpec, VectorSpec
+
+from sinew.serve.transport.listen import Listen
+from tests.serve.puppet import GOOD, WAIT_S, Puppet, desk, until
+from tests.serve.test_server import free_port
 
 OBSERVATION = {"images": {}, "state": np.zeros(1, np.float32), "prompt": "x"}
 
@@ -113,3 +122,94 @@ def test_what_a_call_notes_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> No
     call.close()
     assert (servers.addresses, servers.present) == (["tcp://b:1", "tcp://a:1"], "tcp://b:1")
     assert closed == [True]
+
+
+def other(**changes: Any) -> Any:
+    """Return a puppet whose policy differs, as its metadata says it."""
+    puppet = Puppet()
+    puppet.spec = replace(puppet.spec, **changes)
+    return puppet
+
+
+NAMED = {
+    "action": VectorSpec(2, ("a", "b"), ("rad", "rad")),
+    "motion": MotionSpec("absolute"),
+    "control_hz": 20.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"action": VectorSpec(2, ("b", "a"), ("rad", "rad"))}, "action.names: expected a, b, got b, a"),
+        ({"action": VectorSpec(2, ("a", "b"), ("deg", "deg"))}, "action.units: expected rad, rad, got deg, deg"),
+        ({"state": VectorSpec(2, ("b", "a"))}, "state.names: expected a, b, got b, a"),
+        ({"motion": MotionSpec("offsets", (0, 1), (0, 1))}, "motion: expected {'kind': 'absolute'"),
+        ({"control_hz": 10.0}, "control_hz: expected 20, got 10"),
+        ({"cameras": (CameraSpec("wrist", 48, 64),)}, "cameras: expected front, got wrist"),
+        ({"chunk_size": 2, "name": "a newer one", "action": VectorSpec(2)}, ""),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("way", ["began anew", "the next address"])
+def test_rows_of_another_policy_than_the_robot_was_fitted_to_are_not_executed(
+    changes: dict[str, Any], said: str, way: str
+) -> None:
+    """A server that comes back with another bundle, or another of the list; what is the same, or unstated, goes on."""
+    seen = {**GOOD, "state": np.float32([0.5, 0.5])}
+    ports = [free_port()] * 2 if way == "began anew" else [free_port(), free_port()]
+    opened: Any = None
+
+    def asked() -> np.ndarray:
+        """Ask over the connection that stands, or a new one where it has broken, as a requester does."""
+        nonlocal opened
+        while True:
+            opened = opened or servers()
+            try:
+                return opened(seen, WAIT_S)
+            except ClientError as error:
+                opened.close()
+                opened = None
+                if not isinstance(error, ConnectionLost):
+                    raise
+
+    with desk(policy=other(**NAMED), listen=Listen(port=ports[0])) as first:
+        with Client(first.native, timeout=WAIT_S) as client:
+            servers = Servers(
+                [f"tcp://127.0.0.1:{port}" for port in dict.fromkeys(ports)],
+                policy=client.metadata()["policy"],
+            )
+        assert asked().shape == (3, 2)
+    with desk(policy=other(**{**NAMED, **changes}), listen=Listen(port=ports[1])):
+        if not said:
+            assert asked().shape == (3, 2)
+        for _ in range(2 * bool(said)):
+            with pytest.raises(UnsafeChunk, match=re.escape(said)) as caught:
+                asked()
+            assert (
+                kind_of(caught.value) == "UnsafeChunk"
+            )  # a mistake of somebody's, and no loss of a connection
+    with desk(policy=other(**NAMED), listen=Listen(port=ports[1])):  # the right one is back
+        assert asked().shape == (3, 2)
+        opened.close()
+
+
+def test_a_stream_sends_nothing_to_another_policy_than_the_robot_was_fitted_to() -> None:
+    """It says why, and takes the next address, where the right one is."""
+    swapped = {**NAMED, "action": VectorSpec(2, ("b", "a"), ("rad", "rad"))}
+    with desk(policy=other(**NAMED)) as right, desk(policy=other(**swapped)) as wrong:
+        with Client(right.native, timeout=WAIT_S) as client:
+            policy = client.metadata()["policy"]
+        alone = StreamLink(wrong.native, 20.0, policy=policy)
+        until(lambda: alone.errors, "the refusal")
+        assert (
+            "another policy than the robot was fitted to: action.names: expected a, b, got b, a"
+            in alone.error
+        )
+        assert not alone.send([0.0, 0.0], 0.0)
+        assert alone.faults.counts["UnsafeChunk"] == alone.errors
+        alone.close()
+        both = StreamLink([wrong.native, right.native], 20.0, policy=policy)
+        assert both.wait_connected(WAIT_S)
+        assert both.address == right.native
+        assert both.send([0.0, 0.0], 0.0)
+        both.close()

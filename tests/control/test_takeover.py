@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sinew_client.control import (
     Command,
     Journal,
     LeaderError,
     Limits,
     Loop,
+    NoObservation,
     Onlooker,
     Outcome,
     Settings,
@@ -25,6 +28,8 @@ from sinew_client.control import (
 )
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
 from sinew_client.control.takeover import ALIGNS, SILENT, HandedOver, agreement_rows
+
+from tests.control.test_promises import BAD
 
 HZ, DIM = 20.0, 3
 LIMITS = {"low": -2, "high": 2, "velocity": [1.0, 0.5, 4.0], "names": ["a", "b", "c"]}
@@ -526,3 +531,48 @@ def test_a_policy_that_explains_nothing_is_said_to() -> None:
     assert agreement_rows(ShadowAgreement().to_dict()) == [
         ("agreement", "0 steps, 0 without a row of the policy")
     ]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    answers=st.lists(st.sampled_from([*sorted(BAD), "good", "silent"]), min_size=1, max_size=12),
+    blind=st.lists(st.integers(0, 39), max_size=6),
+)
+def test_a_shadow_drives_nothing_whatever_a_server_answers(answers: list[str], blind: list[int]) -> None:
+    """Each step's command is the person's; what answered is compared, and nothing of it is sent. The server here is
+    asked anew in every step, so none of the steps waits for a chunk."""
+
+    class Lying(Policy):
+        def poll(self, now: float) -> Outcome | None:
+            if super().poll(now) is None:
+                return None
+            kind = answers[self.asked % len(answers)]
+            if kind in ("good", "silent"):
+                return Outcome(np.full((8, DIM), 1.9, np.float32)) if kind == "good" else None
+            found = BAD[kind]()
+            return Outcome(reason=repr(found)) if isinstance(found, BaseException) else Outcome(found)
+
+    class Blind(Robot):
+        def observe(self) -> dict[str, Any]:
+            if len(self.sent) in blind:
+                raise NoObservation("dark")
+            return super().observe()
+
+    robot, hand = Blind([0.0, 0.2, 0.0]), Hand([0.0, 0.2, 0.0])
+    free = {"names": list(NAMES)}
+    loop = loop_of(
+        robot, Lying(np.random.default_rng(0)), hand, shadow=True, replan="1", limits=free, align=1.0
+    )
+    led = []
+    for step in range(40):
+        hand.at = np.float32([0.1 * np.sin(step), 0.2, 0.1 * np.cos(step)])
+        led.append(hand.at)
+        until(loop, step + 1)
+    assert len(robot.sent) == 40
+    for sent, wanted in zip(robot.sent, led, strict=True):
+        assert sent is None or (sent == wanted).all()
+    assert sum(sent is None for sent in robot.sent) <= len(set(blind)) + 1  # at most while it aligned unseen
+    report = loop.report().agreement
+    assert report["steps"] + report["missing"] == sum(sent is not None for sent in robot.sent)
+    if set(answers) == {"good"} and not blind:
+        assert report["missing"] == 0  # a server that is there leaves no step without a row

@@ -214,7 +214,9 @@ def test_after_a_watchdogs_hold_a_robot_starts_from_rest() -> None:
     with Running(loop, arm):
         until(lambda: len(rows) > 5 and rows[-1] - rows[-2] > 2 * push)
         arm.blocks = "act"
-        until(lambda: arm.watched() >= 1)
+        assert arm.blocked.wait(WAIT_S)
+        before = arm.watched()  # a busy machine may have been held for already
+        until(lambda: arm.watched() > before)
         count = len(rows)
         arm.wake.set()
         until(lambda: len(rows) > count + 1)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from sinew_ros.bridge import Bridge
 from sinew_ros.contract import parse
-from sinew_ros.lifecycle import ASKED, FINALIZED, STATES, TRANSITIONS, Managed
+from sinew_ros.lifecycle import ACTIVE, ASKED, FINALIZED, INACTIVE, STATES, TRANSITIONS, Managed
 
 from tests.ros.test_bridge import Robot, contract, domain, sending  # noqa: F401 - a fixture
 from tests.serve.puppet import desk, until
@@ -54,7 +54,7 @@ class Manager:
 def test_numbers_and_bytes_are_those_of_the_definitions() -> None:
     typesys = pytest.importorskip("rosbags.typesys", reason="the extra `ros` is not installed")
     from sinew_ros import dds_types
-    from sinew_ros.bag import build
+    from sinew_ros.bag import build, types
     from sinew_ros.lifecycle import _description
 
     store = typesys.get_typestore(typesys.Stores.ROS2_HUMBLE)
@@ -85,6 +85,16 @@ def test_numbers_and_bytes_are_those_of_the_definitions() -> None:
     kind = "lifecycle_msgs/msg/TransitionEvent"
     wanted = store.serialize_cdr(build(store, kind, event), kind)
     assert bytes(dds_types.build(dds_types.TYPES[kind], event).serialize())[4:] == bytes(wanted)[4:]
+    about = {
+        "id": "a",
+        "instance_id": "b",
+        "active": True,
+        "heartbeat_timeout": 4.0,
+        "heartbeat_period": 0.25,
+    }
+    status, kind = {"header": {"stamp": {"sec": 1, "nanosec": 2}, "frame_id": ""}, **about}, "bond/msg/Status"
+    wanted = types().serialize_cdr(build(types(), kind, status), kind)
+    assert bytes(dds_types.build(dds_types.TYPES[kind], status).serialize())[4:] == bytes(wanted)[4:]
     # The services, as rmw_cyclonedds sends them: the caller, the number of its call, then the half's own.
     for name, half, text, fields in (
         ("ChangeState", 0, "lifecycle_msgs/Transition transition", {"transition": event["transition"]}),
@@ -164,6 +174,60 @@ def test_a_manager_sets_its_states(domain: int, caplog: pytest.LogCaptureFixture
     assert told[-2:] == [(6, "shuttingdown"), (50, "finalized")]
 
 
+@pytest.mark.parametrize("by", ["silence", "a word"])
+def test_a_node_whose_manager_is_gone_holds(domain: int, by: str) -> None:  # noqa: F811
+    """The manager's half of a bond by hand, as bond_core has it: its heartbeats say how long it may be silent."""
+    from sinew_ros.dds import Dds
+
+    with desk() as server, contextlib.ExitStack() as stack:
+        robot, serving = Robot(domain), Dds(domain)
+        stack.callback(robot.transport.close)
+        stack.callback(serving.close)
+        node = Managed(
+            serving, serving, lambda topics: Bridge(parse(contract(server.native)), topics, managed=True)
+        )
+        stack.callback(node.wait)
+        stack.callback(node.stop)
+        manager = Manager(robot.transport)
+        heard: list[Any] = []
+        say = robot.transport.publisher("/bond", "bond/msg/Status")
+        robot.transport.subscribe("/bond", "bond/msg/Status", "command", heard.append)
+
+        def heartbeat(
+            instance: str, active: bool = True, patience: float = WAIT_S, name: str = "sinew_policy"
+        ) -> None:
+            about = {"header": {"stamp": {"sec": 0, "nanosec": 0}, "frame_id": ""}, "id": name}
+            say({**about, "instance_id": instance, "active": active, "heartbeat_timeout": patience})
+
+        def lives() -> Any:
+            return [
+                each for each in heard if each.id == "sinew_policy" and each.instance_id not in ("m1", "m2")
+            ]
+
+        assert manager.change(1)
+        with sending(robot):
+            for instance, before in (("m1", ""), ("m2", "m1")):
+                heard.clear()
+                assert manager.change(3)
+                until(lambda: len(lives()) > 2, "heartbeats")  # before a manager answers, and without one
+                assert all(each.active for each in lives())
+                assert len({each.instance_id for each in lives()}) == 1
+                heartbeat(instance)
+                until(lambda: node._bond is not None and node._bond._sister == instance, "a bond")  # noqa: B023
+                heartbeat(before or "m0", active=False)  # the last words of a bond before,
+                heartbeat(instance, active=False, name="another_node")  # and those of another's
+                heartbeat("m9", patience=0.0)
+                count = len(lives())
+                until(lambda: len(lives()) > count + 3, "more heartbeats")  # noqa: B023
+                assert node.state == ACTIVE
+                heartbeat(instance, active=by == "silence", patience=0.1)
+                until(lambda: node.state == INACTIVE, "the node to deactivate itself")
+                assert node.bridge is not None
+                assert node.bridge.loop.paused
+                until(lambda: not lives()[-1].active, "its own last word")
+        assert manager.change(label="shutdown")
+
+
 @pytest.mark.slow
 def test_the_program_is_a_managed_node(domain: int, tmp_path: Path) -> None:  # noqa: F811
     from sinew_ros.dds import Dds
@@ -229,6 +293,7 @@ def test_a_loop_that_fails_while_it_is_told_to_hold_is_named() -> None:
     )
     serving = SimpleNamespace(
         publisher=lambda *_: lambda _: None,
+        subscribe=lambda *_: None,
         serve=lambda name, _, answer: served.update({name: answer}),
         now=None,
     )

@@ -101,10 +101,14 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
     transport = served = opened(given.transport, ros)
     recorded, driver, goals = None, None, Goals() if given.action else None
 
+    ended = threading.Event()
+
     def end() -> None:
-        if driver is None:
+        ended.set()
+        if driver is not None:
+            driver.stop()
+        elif not given.lifecycle:
             raise ClientError("ended by a signal before the robot was driven")
-        driver.stop()
 
     with handled(
         (signal.SIGINT, signal.SIGTERM), lambda *_: end()
@@ -124,6 +128,8 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
                     lambda topics: Bridge(contract(given), topics, managed=True, goals=goals),
                     goals,
                 )
+                if ended.is_set():  # its services answer before it is known here
+                    driver.stop()
                 if goals is not None:
                     served.act(ACTION, ACTION_KIND, goals)
                 driver.wait()

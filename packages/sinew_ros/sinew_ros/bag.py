@@ -26,6 +26,8 @@ DEFINITIONS = {  # that rosbags does not bring
     "control_msgs/msg/GripperCommand": "float64 position\nfloat64 max_effort",
     "control_msgs/action/GripperCommand_Goal": "control_msgs/GripperCommand command",
     "franka_msgs/action/Move_Goal": "float64 width\nfloat64 speed",
+    "bond/msg/Status": "std_msgs/Header header\nstring id\nstring instance_id\nbool active\n"
+    "float32 heartbeat_timeout\nfloat32 heartbeat_period",
 }
 WAITING = 256  # messages that a disk may be behind
 Take = Callable[[Any], None]

@@ -95,6 +95,7 @@ class Bridge:
             key,
             without=("time",),  # of another clock: only the loop reads it
             max_rows=max(MAX_ROWS, settings.chunk_size),
+            policy=policy,
         )
         self._reporter = partial(Reporter, where=servers, api_key=key, name="ROS 2")
         self.loop = Loop(

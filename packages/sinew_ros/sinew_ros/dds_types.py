@@ -2,7 +2,7 @@
 """The message types that the bridge uses, as DDS structures: what rmw_cyclonedds and rmw_fastrtps put on the wire.
 
 Definitions: common_interfaces and rcl_interfaces of ROS 2 (the same from Humble to Kilted), lifecycle_msgs,
-control_msgs, franka_msgs and interbotix_xs_msgs. tests/ros compares their bytes with those of the package rosbags.
+bond, control_msgs, franka_msgs and interbotix_xs_msgs. tests/ros compares their bytes with those of rosbags.
 """
 
 from dataclasses import dataclass, field
@@ -156,6 +156,16 @@ class GetActionChunkResponse(IdlStruct, typename="sinew_msgs.srv.dds_.GetActionC
     error: str = ""
     trajectory: JointTrajectory = field(default_factory=JointTrajectory)
     server_ms: float64 = 0.0
+
+
+@dataclass
+class BondStatus(IdlStruct, typename="bond.msg.dds_.Status_"):
+    header: Header = field(default_factory=Header)
+    id: str = ""
+    instance_id: str = ""
+    active: bool = False
+    heartbeat_timeout: float32 = 0.0
+    heartbeat_period: float32 = 0.0
 
 
 @dataclass
@@ -345,6 +355,7 @@ TYPES = {
     "interbotix_xs_msgs/msg/JointGroupCommand": JointGroupCommand,
     "interbotix_xs_msgs/msg/JointSingleCommand": JointSingleCommand,
     "diagnostic_msgs/msg/DiagnosticArray": DiagnosticArray,
+    "bond/msg/Status": BondStatus,
     "lifecycle_msgs/msg/TransitionEvent": TransitionEvent,
     "action_msgs/msg/GoalStatusArray": GoalStatusArray,
     f"{RUN}_FeedbackMessage": RunPolicyFeedbackMessage,

@@ -10,11 +10,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from sinew_client import ClientError
 
-from sinew_ros.bridge import Bridge, held
+from sinew_ros.bond import Bond
+from sinew_ros.bridge import NODE, Bridge, held
 from sinew_ros.goals import Goals
 
 logger = logging.getLogger(__name__)
@@ -100,7 +102,8 @@ class Managed:
 
     serving: the transport of the services. topics: what the bridge speaks over. make: returns a bridge, which begins
     paused; a ClientError of it is a configuration that failed, and the node stays unconfigured. goals: those of an
-    action, which drive in place of ``activate`` while the node is active, and are refused while it is not.
+    action, which drive in place of ``activate`` while the node is active, and are refused while it is not. An active
+    node keeps a bond with a manager that has one, and deactivates itself where that breaks: the robot holds.
     """
 
     def __init__(self, serving: Any, topics: Any, make: Callable[[Any], Bridge], goals: Goals | None = None):
@@ -112,6 +115,11 @@ class Managed:
         self.state = UNCONFIGURED
         self.bridge: Bridge | None = None
         self._tell = serving.publisher("~/transition_event", EVENT)
+        self._bond: Bond | None = None
+        try:
+            self._bond = Bond(serving, NODE, self._alone)
+        except ImportError as error:
+            logger.info("no bond with a manager, as Nav2's: expected the package bond of ROS, got %s", error)
         for name, kind, answer in (
             ("change_state", "ChangeState", lambda request: {"success": self._change(request.transition)}),
             ("get_state", "GetState", lambda _: {"current_state": _state(self.state)}),
@@ -120,6 +128,12 @@ class Managed:
             ("get_transition_graph", "GetAvailableTransitions", lambda _: _described(TRANSITIONS)),
         ):  # fmt: skip
             serving.serve(f"~/{name}", SERVICE + kind, answer)
+
+    def _alone(self, why: str) -> None:
+        """Deactivate where the manager is gone; it may come back, and activate again."""
+        if self.state == ACTIVE:
+            logger.error("the manager's bond is broken: it %s; the node deactivates itself", why)
+            self._change(SimpleNamespace(id=4, label=""))
 
     def available(self) -> list[int]:
         """Return the numbers of the transitions that may be asked now."""
@@ -204,6 +218,8 @@ class Managed:
             self.bridge.enable(True)
         else:
             self._goals.open(self.bridge)
+        if self._bond is not None:
+            self._bond.begin()
 
     def _deactivate(self) -> None:
         assert self.bridge is not None
@@ -211,6 +227,8 @@ class Managed:
         held(self.bridge, lambda: self._error is not None)
 
     def _shut(self) -> None:
+        if self._bond is not None:
+            self._bond.end()
         if self._goals is not None:
             self._goals.shut(f"the node is {STATES[self.state]}")
 

@@ -15,8 +15,10 @@ from google.protobuf.message import DecodeError
 
 from sinew_client import protocol, schema
 from sinew_client.addresses import LEAVING, Addresses, pauses
+from sinew_client.client import Client
 from sinew_client.errors import ClientError, ConnectionLost, ServerError, UnsafeChunk
 from sinew_client.faults import Faults, kind_of
+from sinew_client.form import Fitted
 from sinew_client.link import Link
 
 UNSENT = (
@@ -64,7 +66,7 @@ class StreamLink:
     ``solver_steps``, ``seed``; for checkpoints whose head has one time for all rows. ``text_tokens``: of each text that
     the policy is to say beside its windows, where it keeps a language head.
 
-    max_rows: nodes of a window at most.
+    max_rows: nodes of a window at most. policy: as of :class:`~sinew_client.form.Fitted`; another gets no sample.
 
     There is no handshake of streams. While nobody listens at the address messages are dropped, and the first one that
     gets through begins the stream, also after the server was restarted. ``sent``, ``dropped``, ``errors`` count;
@@ -82,8 +84,9 @@ class StreamLink:
         *,
         connect_timeout: float = 1.0,
         timeout: float = 10.0,
+        policy: Mapping[str, Any] | None = None,
     ):
-        self.max_rows = max_rows
+        self.max_rows, self._fitted = max_rows, Fitted(policy)
         self._addresses = Addresses(address)
         self.rate, self.session = rate, session
         self.connect_timeout, self.timeout = connect_timeout, timeout
@@ -278,8 +281,17 @@ class StreamLink:
                     if self._addresses.place == 0:  # all of them have been tried
                         self._changed.wait_for(lambda: self._closed, next(waits))
                 continue
-            waits = pauses()
-            self._serve(link)
+            try:
+                with Client(self.present, api_key=self._api_key, timeout=patience) as client:
+                    self._fitted.check(client)
+            except ClientError as error:
+                with self._changed:
+                    self._note(error)
+                    self._addresses.move(place, str(error))
+                    self._changed.wait_for(lambda: self._closed, next(waits))
+            else:
+                waits = pauses()
+                self._serve(link)
             link.close()
 
     def _serve(self, link: Link) -> None:

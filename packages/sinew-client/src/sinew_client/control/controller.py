@@ -12,7 +12,7 @@ import numpy as np
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.motion import Motion
 from sinew_client.control.player import ChunkRequest, Player
-from sinew_client.control.safety import OUTSIDE, Guard, RowsError, checked_rows
+from sinew_client.control.safety import Guard, RowsError, checked_rows
 from sinew_client.control.smoothing import Smoothing
 from sinew_client.control.takeover import ALIGNING, ALIGNS, HUMAN, POLICY, SILENT, HandedOver
 from sinew_client.control.trajectory import Trajectory
@@ -318,23 +318,34 @@ class BaseController:
         met = tuple(f"{limits.name(int(at))}.workspace" for at in np.flatnonzero(inside != target))
         if met and limits.when == "hold":
             return Command(step, None, "beyond {}".format(", ".join(met)), met)
-        sent = self.motion.command(inside, state) if row is None or met else row
-        found = self._guarded(step, sent, age, chunk, index)
-        if found.row is not None:
-            # The limits of a command may carry it on where it should turn: a stop comes first.
-            reached, here = self.motion.reached(found.row, state), self.motion.pose(state, limits.dim)
+        said = self.motion.command(target, state) if row is None else row
+        sent = self.motion.command(inside, state) if met else said
+
+        def stays(row: np.ndarray) -> bool:
+            """The limits of a command may carry it on where it should turn: a stop comes first."""
+            reached, here = self.motion.reached(row, state), self.motion.pose(state, limits.dim)
             ends = np.fmin(low, here), np.fmax(high, here)  # one that stands outside is led back
             slack = 4.0 * np.spacing(np.maximum(np.abs(reached), np.abs(inside)))
-            if np.any((reached < ends[0] - slack) | (reached > ends[1] + slack)):
-                return Command(step, None, OUTSIDE, (*found.clipped, *met))
+            return not np.any((reached < ends[0] - slack) | (reached > ends[1] + slack))
+
+        found = self._guarded(step, sent, age, chunk, index, said, stays)
         return replace(found, clipped=(*found.clipped, *met)) if met else found
 
-    def _guarded(self, step: int, row: np.ndarray, age: int, chunk: int, index: int) -> Command:
+    def _guarded(
+        self,
+        step: int,
+        row: np.ndarray,
+        age: int,
+        chunk: int,
+        index: int,
+        said: np.ndarray | None = None,
+        inside: Callable[[np.ndarray], bool] = lambda _: True,
+    ) -> Command:
         """Return the command of a row behind the guard, or the hold that the guard wants."""
         seam, self._chunk = self._chunk not in (-1, chunk), chunk
         if self.guard is None:
             return Command(step, row, "", (), age, chunk, index, seam)
-        verdict = self.guard.check(row)
+        verdict = self.guard.check(row, said, inside)
         if verdict.row is None:
             return Command(step, None, verdict.reason, verdict.clipped)
         return Command(step, verdict.row, "", verdict.clipped, age, chunk, index, seam)

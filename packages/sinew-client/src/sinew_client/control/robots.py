@@ -212,12 +212,13 @@ def match_joints(
     lost = [name for name, other in zip(wanted, found) if not other]
     spare = [name for name in had if name not in found]
     if lost or spare or len(set(found)) < len(found):
-        example = " ".join(
-            f"--rename-joint {other}={name}" for name, other in zip(lost or wanted, spare or had)
-        )
+        # Of several no pair is shown: by their order it would be a guess, and to copy it would swap joints.
+        example = f"for each of {', '.join(lost or wanted)}: --rename-joint NEW=JOINT, NEW the robot's"
+        if len(lost) == len(spare) == 1:
+            example = f"such as --rename-joint {spare[0]}={lost[0]}"
         raise RobotError(
             f"robot: the policy's {what} has the joints {', '.join(wanted)}, the robot {', '.join(had) or 'none'}; say"
-            f" which is which, such as {example}"
+            f" which is which, {example}"
         )
     return found
 

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -302,8 +302,15 @@ class Guard:
         if self.limits is not None:
             self._smooth.rest(self._last[self._jerky])
 
-    def check(self, row: np.ndarray) -> Verdict:
-        """Return what may be sent in place of ``row`` float [D], and remember it as sent."""
+    def check(
+        self,
+        row: np.ndarray,
+        said: np.ndarray | None = None,
+        inside: Callable[[np.ndarray], bool] = lambda _: True,
+    ) -> Verdict:
+        """Return what may be sent in place of ``row`` float [D], and remember it as sent. said: the row as it came,
+        where a workspace has changed it; neither that nor what would be sent may be a jump. inside: says whether a
+        command stays in the workspace; what does not is not sent, and nothing is remembered of it."""
         with np.errstate(over="ignore"):
             row = np.asarray(row, np.float32)
         wanted = row.astype(np.float64)
@@ -318,13 +325,16 @@ class Guard:
         if not self.known:
             return Verdict(None, UNPLACED)
         last = np.where(np.isnan(self._last), wanted, self._last)  # where only a range is limited
-        jumps = np.abs(wanted - last) > self.limits.jump
+        allowed, clipped = self._allowed(wanted, last, self.limits)
+        jumps = np.abs((wanted if said is None else said) - last) > self.limits.jump
+        jumps |= np.abs(allowed - last) > self.limits.jump  # into a range that the robot stands out of
         if jumps.any():
             names = _named([("jump", jumps)], self.limits)
             return Verdict(None, "too far from the command before: {}".format(", ".join(names)), names)
-        allowed, clipped = self._allowed(wanted, last, self.limits)
         if clipped and self.limits.when == "hold":
             return Verdict(None, "beyond {}".format(", ".join(clipped)), clipped)
+        if not inside(allowed if clipped else row):
+            return Verdict(None, OUTSIDE, clipped)
         self.before = self._last.astype(np.float32)
         self._last = allowed.astype(np.float64)
         self._step = self._last - last

@@ -10,6 +10,7 @@ import numpy as np
 from sinew_client.client import Client
 from sinew_client.control.frames import Frames
 from sinew_client.errors import RequestTimeout
+from sinew_client.form import Fitted
 from sinew_client.policy import Policy
 from sinew_client.protocol import MAX_ROWS
 
@@ -20,6 +21,7 @@ class Servers:
 
     addresses: as :class:`Client` takes them. without: fields of an observation that stay here, such as a ``time`` of
     another clock than the server's. max_rows: of an answer, as of :class:`Client`. frames: how they travel.
+    policy: as of :class:`Fitted`; rows of another are not handed over, whichever server begins to answer.
     """
 
     def __init__(
@@ -29,10 +31,12 @@ class Servers:
         without: Sequence[str] = (),
         max_rows: int = MAX_ROWS,
         frames: Frames | None = None,
+        policy: Mapping[str, Any] | None = None,
     ):
         self.addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         self._key, self._without, self._max_rows = api_key, tuple(without), max_rows
         self.frames = frames or Frames()
+        self.fitted = Fitted(policy)
         self.present = self.addresses[0]  # that answered last, or will be asked first
 
     def __call__(self) -> Call:
@@ -80,6 +84,7 @@ class Call(PolicyCall):
         except RequestTimeout:
             frames.took(1e3 * limit)
             raise
+        self._servers.fitted.check(self.policy)
         self._servers.present = self._places[self.policy.place]
         frames.took(max(0.0, chunk.round_trip_ms - chunk.timing.server_ms))
         return chunk.actions

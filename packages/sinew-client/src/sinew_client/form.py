@@ -1,0 +1,95 @@
+"""What robots of a policy take for granted, and how another policy's differs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
+
+from sinew_client.errors import UnsafeChunk
+from sinew_client.types import PolicySpec, VectorSpec
+
+if TYPE_CHECKING:
+    from sinew_client.client import Client
+
+TAKEN = (
+    "cameras",
+    "state",
+    "action",
+    "control_hz",
+    "embodiment",
+    "motion",
+)  # what a running loop was fitted to
+
+
+def form(spec: PolicySpec, parts: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what robots of a policy take for granted, by name; what the policy does not state is left out.
+
+    parts: the names to return, or what stands before their dot; all if absent.
+    """
+    found: dict[str, Any] = {
+        "cameras": tuple(each.name for each in spec.cameras),
+        "state.dim": spec.state.dim,
+        "action.dim": spec.action.dim,
+        "chunk_size": spec.chunk_size,
+        "noise": spec.noise_shape,
+        **_vector("state", spec.state),
+        **_vector("action", spec.action),
+        "control_hz": spec.control_hz,
+        "embodiment": spec.embodiment,
+        "motion": None if spec.motion is None else tuple(asdict(spec.motion).items()),
+    }
+    for keys in spec.keys:
+        found[f"keys.{keys.wire}"] = (tuple(sorted(keys.images.items())), keys.state, keys.prompt)
+    wanted = {name: value for name, value in found.items() if not parts or name.partition(".")[0] in parts}
+    return {name: value for name, value in wanted.items() if value not in (None, "", ())}
+
+
+def _vector(name: str, spec: VectorSpec) -> dict[str, Any]:
+    return {f"{name}.names": tuple(spec.names), f"{name}.units": tuple(spec.units)}
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any], who: str = "") -> dict[str, str]:
+    """Return a sentence for each name of :func:`form` that both state, differently. who: said behind what was."""
+    return {
+        key: f"{key}: expected {_text(before[key])}{who}, got {_text(after[key])}"
+        for key in before
+        if key in after and not _same(before[key], after[key])
+    }
+
+
+class Fitted:
+    """What a robot was fitted to. policy: what was said of it (``metadata()["policy"]``); None: anything."""
+
+    def __init__(self, policy: Mapping[str, Any] | None):
+        self._form = None if policy is None else form(PolicySpec.from_dict(policy), TAKEN)
+
+    def check(self, server: Client) -> None:
+        """Raise :class:`UnsafeChunk` where another policy answers, with other cameras, joints, units, rate or motion.
+        Asks the server, once a connection."""
+        if self._form is None:
+            return
+        if others := differing(self._form, form(server.spec, TAKEN)):
+            raise UnsafeChunk(
+                f"{server.address} has another policy than the robot was fitted to: {'; '.join(others.values())}"
+            )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Compare two stated values; a text that is empty in either says nothing."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b or (isinstance(a, str) and isinstance(b, str) and not (a and b))
+
+
+def _text(value: Any) -> str:
+    """Return a value as a refusal shows it."""
+    if isinstance(value, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in value):
+        value = dict(value)
+    text = (
+        ", ".join(map(str, value))
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+    return text if len(text) <= 200 else text[:200] + " ..."

@@ -1,0 +1,79 @@
+"""A bond with the manager of a managed node, as Nav2's lifecycle manager keeps one with each node that it activates:
+both say on ``/bond`` that they live, and each knows when the other does not.
+
+Messages and times are those of bond_core (bond/msg/Status, Constants).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from sinew_ros.bridge import COMMAND
+from sinew_ros.messages import time_of
+
+logger = logging.getLogger(__name__)
+
+TOPIC, KIND = "/bond", "bond/msg/Status"
+PERIOD_S, TIMEOUT_S = 0.25, 4.0  # a manager waits two seconds for the first heartbeat
+
+
+class Bond:
+    """A node's half. name: the node's, by which its manager calls the bond. broken: called, from a thread of its own,
+    once a manager that had answered is silent for longer than it said it would be, or says that it ends.
+
+    Where no manager answers, as none but Nav2's does, nothing follows from that.
+    """
+
+    def __init__(self, transport: Any, name: str, broken: Callable[[str], None]):
+        self._name, self._broken = name, broken
+        self._own, self._sister = "", ""  # instances
+        self._heard, self._patience, self._left = 0.0, TIMEOUT_S, False
+        self._over = threading.Event()
+        self._say = transport.publisher(TOPIC, KIND)
+        transport.subscribe(TOPIC, KIND, COMMAND, self._take)
+
+    def begin(self) -> None:
+        """Say that the node lives, from now on."""
+        self._own, self._sister, self._left = str(uuid.uuid4()), "", False
+        self._over = threading.Event()
+        threading.Thread(target=self._run, args=(self._over,), daemon=True).start()
+
+    def end(self) -> None:
+        """Say that it is not active any more; nothing is waited for."""
+        if self._own and not self._over.is_set():
+            self._over.set()
+            self._tell(False)
+
+    def _tell(self, active: bool) -> None:
+        stamp = time_of(time.monotonic())
+        about = {"id": self._name, "instance_id": self._own, "active": active}
+        times = {"heartbeat_timeout": TIMEOUT_S, "heartbeat_period": PERIOD_S}
+        self._say({"header": {"stamp": stamp, "frame_id": ""}, **about, **times})
+
+    def _take(self, message: Any) -> None:
+        if message.id != self._name or message.instance_id == self._own:
+            return
+        if message.active and not self._sister:
+            self._sister = message.instance_id
+            logger.info("the manager keeps a bond")
+        if message.instance_id != self._sister:  # of a bond before
+            return
+        self._heard, self._patience = time.monotonic(), message.heartbeat_timeout
+        self._left = not message.active
+
+    def _run(self, over: threading.Event) -> None:
+        while not over.is_set():
+            try:
+                self._tell(True)
+            except Exception:
+                logger.exception("the bond cannot be kept up")
+            silent = time.monotonic() - self._heard
+            if self._sister and (self._left or silent > self._patience):
+                self._broken("ended" if self._left else f"said nothing for {silent:.1f} s")
+                return
+            over.wait(PERIOD_S)
