@@ -67,6 +67,7 @@ def test_windows_have_the_widest_limits_of_all_rows(policy):
         safety._fixed = safety._allowed((rows, dim))
     found = safety.of_windows()
     lowest, highest = found._allowed((1, dim), safety._state(observation))
+    assert (lowest.tolist(), highest.tolist()) == ([[-2.0] * dim], [[2.0] * dim])
     for count in (1, rows - 3, rows, 2 * rows - 1):
         inside = np.repeat(highest, count, axis=0).astype(np.float32)
         found.enforce(ActionChunk(inside), observation)
