@@ -295,7 +295,7 @@ def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
         arrays = {name: _array(values.get(name)) for name in ("row", "wanted")}
         return Command(**{**values, **arrays, "clipped": tuple(values["clipped"])})
     if kind == "ask":
-        controller.ask(event["step"], event["frame"], _array(event["state"]))
+        controller.ask(event["step"], event["frame"], _array(event["state"]), event.get("time", 0.0))
     elif kind == "arrived":
         controller.arrived(event["step"], np.array(event["actions"], np.float32))
     elif kind == "window":
