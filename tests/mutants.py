@@ -41,8 +41,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 GOAL = 0.95
-PATIENCE = 4.0  # a mutant may take so many times as long as no mutant
-PATIENCE_S = 20.0  # and so much longer
+PATIENCE = 4.0  # a test, and all that are asked, may take so many times as long as without a mutant
+PATIENCE_S = 20.0  # and so much longer: of the clock for all, of CPU time for a test
+QUICK_S = 10.0  # CPU seconds, without a mutant, of the tests that --quick asks
 FEW = 3  # tests of a module that may fail without a mutant, and are left out by name
 UNKNOWN = 77  # the exit status where a mutant cannot be run so
 ELSEWHERE = "a process"  # where a test may enter what nobody sees
@@ -293,7 +294,8 @@ class Notes:
     def __init__(self, out: Path):
         self._out, self._at = out, [""]
         self._entered: dict[str, set[str]] = {}  # where -> tests, fixtures
-        self._took: dict[str, float] = {}
+        self._took: dict[str, float] = {}  # CPU seconds
+        self._wall = 0.0  # seconds of all
         self._fixtures: dict[str, Sequence[str]] = {}
         self._failed: dict[str, None] = {}
         builtins.entered_ = self._note  # type: ignore[attr-defined]
@@ -307,10 +309,11 @@ class Notes:
             self._note(ELSEWHERE)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._at, self._began = [nodeid], time.monotonic()
+        self._at, self._began = [nodeid], (time.process_time(), time.monotonic())
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._took[nodeid] = time.monotonic() - self._began
+        self._took[nodeid] = time.process_time() - self._began[0]
+        self._wall += time.monotonic() - self._began[1]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -338,7 +341,7 @@ class Notes:
                 if test not in self._failed and (test in marks or any(name in marks for name in fixtures))
             ]
             found[where] = sorted(tests, key=lambda test: self._took.get(test, 0.0))
-        self._out.write_text(json.dumps([found, sum(self._took.values()), list(self._failed)]))
+        self._out.write_text(json.dumps([found, self._took, self._wall, list(self._failed)]))
 
 
 class Fast:
@@ -349,8 +352,10 @@ class Fast:
     that is not in it has to be run with an import of its own.
     """
 
-    def __init__(self, plain: Mapping[str, str], chosen: Mapping[str, Sequence[Mutant]], folder: Path):
-        self._plain, self._chosen, self._folder = plain, chosen, folder
+    def __init__(
+        self, plain: Mapping[str, str], chosen: Mapping[str, Sequence[Mutant]], folder: Path, quick: bool
+    ):
+        self._plain, self._chosen, self._folder, self._quick = plain, chosen, folder, quick
         self._notes, self.out = folder / ".entries.json", folder / ".verdicts.json"
         builtins.entered_ = lambda where: None  # type: ignore[attr-defined]
 
@@ -372,7 +377,6 @@ class Fast:
                 of = live[each.__code__.co_filename].setdefault(each.__code__.co_qualname, {})
                 of.setdefault(each.__code__.co_firstlineno, []).append(each)
         gc.freeze()
-        began = time.monotonic()
         if (child := os.fork()) == 0:
             os.setsid()
             session.config.option.maxfail = 0
@@ -381,15 +385,15 @@ class Fast:
         if not self._notes.is_file():
             os._exit(1)
         session.config.pluginmanager.unregister(notes)
-        limit = PATIENCE * (time.monotonic() - began) + PATIENCE_S
         builtins.entered_ = lambda where: None  # type: ignore[attr-defined]
-        entered = json.loads(self._notes.read_text())[0]
+        entered, took, wall, _ = json.loads(self._notes.read_text())
+        session.config.pluginmanager.register(Patience(took))
         verdicts: dict[str, dict[str, str]] = {module: {} for module in paths}
         for module, mutant in [(name, each) for name, some in self._chosen.items() for each in some]:
             path = paths[module]
             before = compile(self._plain[module], str(path), "exec")
             changed = patches(before, compile(mutant.source, str(path), "exec"))
-            first = entered.get(place(module, mutant), ())
+            first = asked(entered, place(module, mutant), took, self._quick)
             tests = {*first, *entered.get(ELSEWHERE, ())}
             if not changed or not tests:
                 continue
@@ -401,10 +405,11 @@ class Fast:
                 Ahead(first).pytest_collection_modifyitems(session.items)
                 session.items[:] = [item for item in session.items if item.nodeid in tests]
                 return None
-            verdict = awaited(child, limit)
+            verdict = awaited(child, PATIENCE * wall + PATIENCE_S)
             if verdict != "unknown":
                 verdicts[module][mutant.name] = verdict
             path.write_text(self._plain[module])
+            self.out.write_text(json.dumps(verdicts))
         self.out.write_text(json.dumps(verdicts))
         os._exit(0)
 
@@ -413,6 +418,32 @@ def place(module: str, mutant: Mutant) -> str:
     """Return what has to be entered for a mutant to be met: its function, or any of its module."""
     where = mutant.name.partition(":")[0]
     return module if where == "module" else f"{module}:{where}"
+
+
+def asked(
+    entered: Mapping[str, Sequence[str]], where: str, took: Mapping[str, float], quick: bool
+) -> Sequence[str]:
+    """Return the tests that enter something, the fastest first. quick: those that together take QUICK_S, and one."""
+    tests, left = entered.get(where, ()), QUICK_S
+    for count, test in enumerate(tests):
+        if quick and left <= 0:
+            return tests[:count]
+        left -= took[test]
+    return tests
+
+
+class Patience:
+    """A plugin of pytest that ends this process, by SIGPROF, where a test takes too much CPU time: a loop without end
+    is found on a busy machine, and what waits for its turn is not taken for one."""
+
+    def __init__(self, took: Mapping[str, float]):
+        self._took = took
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        signal.setitimer(signal.ITIMER_PROF, PATIENCE * self._took.get(nodeid, 0.0) + PATIENCE_S)
+
+    def pytest_runtest_logfinish(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def exchanged(
@@ -456,23 +487,23 @@ class Ahead:
 
 def awaited(child: int, limit: float) -> str:
     """Wait for a process that leads its group; "passed", "failed", "unknown" or "time". The group ends with it."""
-    began, verdict = time.monotonic(), "time"
+    began, verdict, done = time.monotonic(), "time", 0
     while time.monotonic() - began < limit:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
-            verdict = {0: "passed", UNKNOWN: "unknown"}.get(code, "failed")
+            verdict = {0: "passed", UNKNOWN: "unknown", -signal.SIGPROF: "time"}.get(code, "failed")
             break
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    if verdict == "time":
+    if verdict == "time" and not done:
         os.waitpid(child, 0)
     return verdict
 
 
 def run(
-    home: Path, files: Sequence[str], options: Sequence[str], limit: float, plugin: object
+    home: Path, files: Sequence[str], options: Sequence[str], limit: float, *plugins: object
 ) -> tuple[str, float, str]:
     """Run test files in a fork of this process; returns "passed", "failed" or "time", seconds, and what was said."""
     began = time.monotonic()
@@ -492,7 +523,7 @@ def run(
                 del sys.modules[name]
             code = 3
             with contextlib.suppress(BaseException):
-                code = int(pytest.main([*OPTIONS, *options, *files], [plugin]))
+                code = int(pytest.main([*OPTIONS, *options, *files], [*plugins]))
             sys.stdout.flush()
             os._exit(code)
         verdict = awaited(child, limit)
@@ -546,33 +577,34 @@ def examine(
         chosen[module] = wanted
         plain[module] = ast.unparse(ast.parse(originals[module]))  # what unparsing changes is no mutation
         (home / module).write_text(noting(module, plain[module]))
-    asked = {
+    tried = {
         module: [each for each in some if each.name not in table[module].get("equivalent", {})]
         for module, some in chosen.items()
     }
-    fast = Fast(plain, asked, home)
+    fast = Fast(plain, tried, home, quick)
     for left in (home / ".entries.json", fast.out):
         left.unlink(missing_ok=True)
     verdict, _, said = run(home, files, options, 1e6, fast)
     if verdict != "passed":
         raise SystemExit(f"{', '.join(table)}: tests fail without a mutant\n{said[-3000:]}")
-    entered, took, failed = json.loads((home / ".entries.json").read_text())
+    entered, took, wall, failed = json.loads((home / ".entries.json").read_text())
     if len(failed) > FEW:
         raise SystemExit(f"{', '.join(table)}: tests fail without a mutant\n{said[-3000:]}")
     for test in failed:  # as those do that wait for clocks, on a busy machine
         print(f"  left out, as it fails without a mutant: {test}", flush=True)
         options = [*options, "--deselect", test]
-    limit = PATIENCE * took + PATIENCE_S
     verdicts = json.loads(fast.out.read_text())
-    for module, wanted in asked.items():
+    for module, wanted in tried.items():
         path, equivalent = home / module, len(chosen[module]) - len(wanted)
         tally = Tally(module, len(found[module]), len(chosen[module]), 0, 0, equivalent, [])
         for mutant in wanted:
             verdict = verdicts[module].get(mutant.name, "unknown")
             if verdict == "unknown" or (verdict == "passed" and not quick):
                 path.write_text(mutant.source)
-                first = Ahead(entered.get(place(module, mutant), ()), alone=quick)
-                verdict, _, _ = run(home, files if quick else table[module]["tests"], options, limit, first)
+                first = Ahead(asked(entered, place(module, mutant), took, quick), alone=quick)
+                limit = PATIENCE * wall + PATIENCE_S
+                where = files if quick else table[module]["tests"]
+                verdict, _, _ = run(home, where, options, limit, first, Patience(took))
                 path.write_text(plain[module])
             if verdict == "passed":
                 tally.survivors.append(mutant.name)
