@@ -189,7 +189,7 @@ class Side(Bus):
         self._log.append(f"{self._name} closes")
 
 
-def test_two_of_lerobots_arms_are_one_robot_or_none() -> None:
+def test_two_of_lerobots_arms_are_one_robot_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     left, right = Side(log, "left"), Side(log, "right")
     names = [f"{side}_{joint}" for side in ("right", "left") for joint in ("pan", "lift", "grip")]
@@ -206,6 +206,10 @@ def test_two_of_lerobots_arms_are_one_robot_or_none() -> None:
     assert log == ["left closes", "right closes", "left opens", "right opens", "left closes"]
     for kind, options in (("a+b", {"left": {}}), ("a+b+c", {"left": {}, "right": {}})):
         with pytest.raises(RobotError, match="expected two types and their options left and right, got"):
+            open_lerobot(kind, options, POLICY)
+    monkeypatch.setitem(sys.modules, "lerobot.robots", None)
+    for kind, options in (("a", {}), ("a+b", {"left": {}, "right": {}})):
+        with pytest.raises(RobotError, match="needs the package lerobot in this environment"):
             open_lerobot(kind, options, POLICY)
     with pytest.raises(RobotError, match="use_degrees: expected the same of both arms, got True and False"):
         Pair(left, Side(log, "right", degrees=False))
