@@ -192,13 +192,13 @@ def test_each_number_has_steps_of_its_own_and_no_unit() -> None:
 
 
 def test_a_jerk_is_named_where_no_other_limit_is() -> None:
-    for given, name in (
+    for bounds, name in (
         ({"high": 1.0}, "0.range"),
         ({"velocity": 1.0}, "0.velocity"),
         ({"acceleration": 50.0}, "0.acceleration"),
         ({"jerk": 100.0}, "0.jerk"),
     ):
-        guard = Guard(Limits.parse({"jerk": 1000.0, **given}, 2), 0.1)
+        guard = Guard(Limits.parse({"jerk": 1000.0, **bounds}, 2), 0.1)
         guard.start(np.zeros(2))
         assert guard.check(np.float32([5, 0])).clipped == (name,)
 
