@@ -41,8 +41,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 GOAL = 0.95
-PATIENCE = 4.0  # a mutant may take so many times as long as no mutant
-PATIENCE_S = 20.0  # and so much longer
+PATIENCE = 4.0  # a test, and all that are asked, may take so many times as long as without a mutant
+PATIENCE_S = 20.0  # and so much longer: of the clock for all, of CPU time for a test
+QUICK_S = 10.0  # CPU seconds, without a mutant, of the tests that --quick asks
 FEW = 3  # tests of a module that may fail without a mutant, and are left out by name
 UNKNOWN = 77  # the exit status where a mutant cannot be run so
 ELSEWHERE = "a process"  # where a test may enter what nobody sees
@@ -266,8 +267,8 @@ def patches(before: CodeType, after: CodeType) -> dict[tuple[str, int], CodeType
     return {name: code for name, code in there.items() if code != here[name]}
 
 
-def noting(source: str) -> str:
-    """Return a module whose functions note that they are entered."""
+def noting(module: str, source: str) -> str:
+    """Return a module whose functions note that they are entered, as "module:function"."""
     tree = ast.parse(source)
 
     def visit(node: ast.AST, where: str) -> None:
@@ -278,20 +279,23 @@ def noting(source: str) -> str:
             visit(child, inner)
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 at = 1 if ast.get_docstring(child) is not None else 0
-                child.body.insert(at, ast.parse(f"__import__('builtins').entered_({inner!r})").body[0])
+                child.body.insert(
+                    at, ast.parse(f"__import__('builtins').entered_({f'{module}:{inner}'!r})").body[0]
+                )
 
     visit(tree, "")
     return ast.unparse(tree)
 
 
 class Notes:
-    """A plugin of pytest that notes which tests enter which functions of a module, or start a process that may, and
+    """A plugin of pytest that notes which tests enter which functions of some modules, or start a process that may, and
     how long tests take. What a fixture of several tests enters counts for each of them."""
 
     def __init__(self, out: Path):
         self._out, self._at = out, [""]
         self._entered: dict[str, set[str]] = {}  # where -> tests, fixtures
-        self._took: dict[str, float] = {}
+        self._took: dict[str, float] = {}  # CPU seconds
+        self._wall = 0.0  # seconds of all
         self._fixtures: dict[str, Sequence[str]] = {}
         self._failed: dict[str, None] = {}
         builtins.entered_ = self._note  # type: ignore[attr-defined]
@@ -305,10 +309,11 @@ class Notes:
             self._note(ELSEWHERE)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._at, self._began = [nodeid], time.monotonic()
+        self._at, self._began = [nodeid], (time.process_time(), time.monotonic())
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._took[nodeid] = time.monotonic() - self._began
+        self._took[nodeid] = time.process_time() - self._began[0]
+        self._wall += time.monotonic() - self._began[1]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -325,6 +330,10 @@ class Notes:
 
     def pytest_sessionfinish(self) -> None:
         found = {}
+        for where in [*self._entered]:  # of a module what any of its functions is
+            module, both, _ = where.partition(":")
+            if both:
+                self._entered.setdefault(module, set()).update(self._entered[where])
         for where, marks in self._entered.items():
             tests = [
                 test
@@ -332,42 +341,42 @@ class Notes:
                 if test not in self._failed and (test in marks or any(name in marks for name in fixtures))
             ]
             found[where] = sorted(tests, key=lambda test: self._took.get(test, 0.0))
-        self._out.write_text(json.dumps([found, sum(self._took.values()), list(self._failed)]))
+        self._out.write_text(json.dumps([found, self._took, self._wall, list(self._failed)]))
 
 
 class Fast:
     """A plugin of pytest that collects tests once, and forks for each mutant of a function: its code is exchanged in
     the modules that are imported already, and the tests run that enter it.
 
-    verdicts: what was found, by name; a mutant that is not in it has to be run with an import of its own.
+    plain, chosen: of each module its source and its mutants. verdicts: what was found, by module and name; a mutant
+    that is not in it has to be run with an import of its own.
     """
 
-    def __init__(self, module: str, plain: str, chosen: Sequence[Mutant], folder: Path):
-        self._module, self._plain, self._chosen = module, plain, chosen
-        self._path, self._notes, self.out = (
-            folder / module,
-            folder / ".entries.json",
-            folder / ".verdicts.json",
-        )
+    def __init__(
+        self, plain: Mapping[str, str], chosen: Mapping[str, Sequence[Mutant]], folder: Path, quick: bool
+    ):
+        self._plain, self._chosen, self._folder, self._quick = plain, chosen, folder, quick
+        self._notes, self.out = folder / ".entries.json", folder / ".verdicts.json"
         builtins.entered_ = lambda where: None  # type: ignore[attr-defined]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed:
             return None
-        importlib.import_module(
-            self._module.removeprefix("packages/sinew-client/src/").removesuffix(".py").replace("/", ".")
-        )
-        self._path.write_text(self._plain)  # for processes that tests start
+        paths = {module: self._folder / module for module in self._plain}
+        for module, path in paths.items():
+            importlib.import_module(
+                module.removeprefix("packages/sinew-client/src/").removesuffix(".py").replace("/", ".")
+            )
+            path.write_text(self._plain[module])  # for processes that tests start
         session.config.pluginmanager.register(notes := Notes(self._notes))
-        live: dict[str, dict[int, list[FunctionType]]] = {}
+        live: dict[str, dict[str, dict[int, list[FunctionType]]]] = {str(path): {} for path in paths.values()}
         gc.unfreeze()  # as tests/conftest.py has frozen what was imported, which nobody finds then
         for each in gc.get_objects():
-            if type(each) is FunctionType and each.__code__.co_filename == str(self._path):
-                of = live.setdefault(each.__code__.co_qualname, {})
+            if type(each) is FunctionType and each.__code__.co_filename in live:
+                of = live[each.__code__.co_filename].setdefault(each.__code__.co_qualname, {})
                 of.setdefault(each.__code__.co_firstlineno, []).append(each)
         gc.freeze()
-        began = time.monotonic()
         if (child := os.fork()) == 0:
             os.setsid()
             session.config.option.maxfail = 0
@@ -376,33 +385,65 @@ class Fast:
         if not self._notes.is_file():
             os._exit(1)
         session.config.pluginmanager.unregister(notes)
-        limit = PATIENCE * (time.monotonic() - began) + PATIENCE_S
         builtins.entered_ = lambda where: None  # type: ignore[attr-defined]
-        entered = json.loads(self._notes.read_text())[0]
-        verdicts: dict[str, str] = {}
-        before = compile(self._plain, str(self._path), "exec")
-        for mutant in self._chosen:
-            changed = patches(before, compile(mutant.source, str(self._path), "exec"))
-            if not changed:
+        entered, took, wall, _ = json.loads(self._notes.read_text())
+        session.config.pluginmanager.register(Patience(took))
+        verdicts: dict[str, dict[str, str]] = {module: {} for module in paths}
+        for module, mutant in [(name, each) for name, some in self._chosen.items() for each in some]:
+            path = paths[module]
+            before = compile(self._plain[module], str(path), "exec")
+            changed = patches(before, compile(mutant.source, str(path), "exec"))
+            first = asked(entered, place(module, mutant), took, self._quick)
+            tests = {*first, *entered.get(ELSEWHERE, ())}
+            if not changed or not tests:
                 continue
-            where = mutant.name.partition(":")[0]
-            tests = {*entered.get(where, ()), *entered.get(ELSEWHERE, ())}
-            if not tests:
-                continue
-            self._path.write_text(mutant.source)
+            path.write_text(mutant.source)
             if (child := os.fork()) == 0:
                 os.setsid()
-                if not exchanged(live, changed):
+                if not exchanged(live[str(path)], changed):
                     os._exit(UNKNOWN)
-                Ahead(entered.get(where, ())).pytest_collection_modifyitems(session.items)
+                Ahead(first).pytest_collection_modifyitems(session.items)
                 session.items[:] = [item for item in session.items if item.nodeid in tests]
                 return None
-            verdict = awaited(child, limit)
+            verdict = awaited(child, PATIENCE * wall + PATIENCE_S)
             if verdict != "unknown":
-                verdicts[mutant.name] = verdict
-            self._path.write_text(self._plain)
+                verdicts[module][mutant.name] = verdict
+            path.write_text(self._plain[module])
+            self.out.write_text(json.dumps(verdicts))
         self.out.write_text(json.dumps(verdicts))
         os._exit(0)
+
+
+def place(module: str, mutant: Mutant) -> str:
+    """Return what has to be entered for a mutant to be met: its function, or any of its module."""
+    where = mutant.name.partition(":")[0]
+    return module if where == "module" else f"{module}:{where}"
+
+
+def asked(
+    entered: Mapping[str, Sequence[str]], where: str, took: Mapping[str, float], quick: bool
+) -> Sequence[str]:
+    """Return the tests that enter something, the fastest first. quick: those that together take QUICK_S, and one."""
+    tests, left = entered.get(where, ()), QUICK_S
+    for count, test in enumerate(tests):
+        if quick and left <= 0:
+            return tests[:count]
+        left -= took[test]
+    return tests
+
+
+class Patience:
+    """A plugin of pytest that ends this process, by SIGPROF, where a test takes too much CPU time: a loop without end
+    is found on a busy machine, and what waits for its turn is not taken for one."""
+
+    def __init__(self, took: Mapping[str, float]):
+        self._took = took
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        signal.setitimer(signal.ITIMER_PROF, PATIENCE * self._took.get(nodeid, 0.0) + PATIENCE_S)
+
+    def pytest_runtest_logfinish(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def exchanged(
@@ -425,14 +466,16 @@ def exchanged(
 
 
 class Ahead:
-    """A plugin of pytest that runs some tests before the others, those of a file beside one another."""
+    """A plugin of pytest that runs some tests before the others, or alone, those of a file beside one another."""
 
-    def __init__(self, tests: Sequence[str]):
-        self._place = {nodeid: place for place, nodeid in enumerate(tests)}
+    def __init__(self, tests: Sequence[str], alone: bool = False):
+        self._place, self._alone = {nodeid: place for place, nodeid in enumerate(tests)}, alone
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         files = list(dict.fromkeys(item.path for item in items))
         last = len(self._place)
+        if self._alone and self._place:
+            items[:] = [item for item in items if item.nodeid in self._place]
         items.sort(
             key=lambda item: (
                 item.nodeid not in self._place,
@@ -444,23 +487,23 @@ class Ahead:
 
 def awaited(child: int, limit: float) -> str:
     """Wait for a process that leads its group; "passed", "failed", "unknown" or "time". The group ends with it."""
-    began, verdict = time.monotonic(), "time"
+    began, verdict, done = time.monotonic(), "time", 0
     while time.monotonic() - began < limit:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
-            verdict = {0: "passed", UNKNOWN: "unknown"}.get(code, "failed")
+            verdict = {0: "passed", UNKNOWN: "unknown", -signal.SIGPROF: "time"}.get(code, "failed")
             break
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    if verdict == "time":
+    if verdict == "time" and not done:
         os.waitpid(child, 0)
     return verdict
 
 
 def run(
-    home: Path, files: Sequence[str], options: Sequence[str], limit: float, plugin: object
+    home: Path, files: Sequence[str], options: Sequence[str], limit: float, *plugins: object
 ) -> tuple[str, float, str]:
     """Run test files in a fork of this process; returns "passed", "failed" or "time", seconds, and what was said."""
     began = time.monotonic()
@@ -480,7 +523,7 @@ def run(
                 del sys.modules[name]
             code = 3
             with contextlib.suppress(BaseException):
-                code = int(pytest.main([*OPTIONS, *options, *files], [plugin]))
+                code = int(pytest.main([*OPTIONS, *options, *files], [*plugins]))
             sys.stdout.flush()
             os._exit(code)
         verdict = awaited(child, limit)
@@ -509,59 +552,68 @@ class Tally:
 
 def examine(
     home: Path,
-    module: str,
-    entry: dict,
+    table: Mapping[str, dict],
     sample: int,
     seed: int,
     options: Sequence[str],
-    again: set[str],
+    again: Mapping[str, set[str]],
     quick: bool,
-) -> Tally:
-    """Run a sample of the mutants of one module, or those of ``again``. quick: of what survives the tests that enter it
-    the others are not asked. Raises SystemExit where its tests fail without any."""
-    path = home / module
-    original = path.read_text()
-    found = mutants(original)
-    known = entry.get("equivalent", {})
-    if unknown := known.keys() - {mutant.name for mutant in found}:
-        raise SystemExit(f"{TABLE.name}, {module}: no such mutants: {sorted(unknown)}")
-    chosen = [mutant for mutant in found if not again or mutant.name in again]
-    if 0 < sample < len(chosen):
-        chosen = sorted(random.Random(f"{seed} {module}").sample(chosen, sample), key=lambda each: each.line)
-    plain = ast.unparse(ast.parse(original))  # what unparsing changes is no mutation
-    path.write_text(noting(plain))
-    wanted = [mutant for mutant in chosen if mutant.name not in known]
-    fast = Fast(module, plain, wanted, home)
+) -> Iterator[Tally]:
+    """Run a sample of the mutants of some modules, or those of ``again``, by the tests of all of them. quick: ask only
+    the tests that enter what a mutant changes. Raises SystemExit where tests fail without any."""
+    files = list(dict.fromkeys(test for entry in table.values() for test in entry["tests"]))
+    originals = {module: (home / module).read_text() for module in table}
+    found = {module: mutants(original) for module, original in originals.items()}
+    plain, chosen = {}, {}
+    for module, entry in table.items():
+        known = entry.get("equivalent", {})
+        if unknown := known.keys() - {mutant.name for mutant in found[module]}:
+            raise SystemExit(f"{TABLE.name}, {module}: no such mutants: {sorted(unknown)}")
+        wanted = [mutant for mutant in found[module] if not again or mutant.name in again[module]]
+        if 0 < sample < len(wanted):
+            wanted = sorted(
+                random.Random(f"{seed} {module}").sample(wanted, sample), key=lambda each: each.line
+            )
+        chosen[module] = wanted
+        plain[module] = ast.unparse(ast.parse(originals[module]))  # what unparsing changes is no mutation
+        (home / module).write_text(noting(module, plain[module]))
+    tried = {
+        module: [each for each in some if each.name not in table[module].get("equivalent", {})]
+        for module, some in chosen.items()
+    }
+    fast = Fast(plain, tried, home, quick)
     for left in (home / ".entries.json", fast.out):
         left.unlink(missing_ok=True)
-    verdict, took, said = run(home, entry["tests"], options, 1e6, fast)
+    verdict, _, said = run(home, files, options, 1e6, fast)
     if verdict != "passed":
-        raise SystemExit(f"{module}: its tests fail without a mutant\n{said[-3000:]}")
-    verdicts = json.loads(fast.out.read_text())
-    entered, took, failed = json.loads((home / ".entries.json").read_text())
+        raise SystemExit(f"{', '.join(table)}: tests fail without a mutant\n{said[-3000:]}")
+    entered, took, wall, failed = json.loads((home / ".entries.json").read_text())
     if len(failed) > FEW:
-        raise SystemExit(f"{module}: its tests fail without a mutant\n{said[-3000:]}")
+        raise SystemExit(f"{', '.join(table)}: tests fail without a mutant\n{said[-3000:]}")
     for test in failed:  # as those do that wait for clocks, on a busy machine
         print(f"  left out, as it fails without a mutant: {test}", flush=True)
         options = [*options, "--deselect", test]
-    tally = Tally(module, len(found), len(chosen), 0, 0, len(chosen) - len(wanted), [])
-    limit = PATIENCE * took + PATIENCE_S
-    try:
+    verdicts = json.loads(fast.out.read_text())
+    for module, wanted in tried.items():
+        path, equivalent = home / module, len(chosen[module]) - len(wanted)
+        tally = Tally(module, len(found[module]), len(chosen[module]), 0, 0, equivalent, [])
         for mutant in wanted:
-            verdict = verdicts.get(mutant.name, "unknown")
+            verdict = verdicts[module].get(mutant.name, "unknown")
             if verdict == "unknown" or (verdict == "passed" and not quick):
                 path.write_text(mutant.source)
-                first = Ahead(entered.get(mutant.name.partition(":")[0], ()))
-                verdict, _, _ = run(home, entry["tests"], options, limit, first)
+                first = Ahead(asked(entered, place(module, mutant), took, quick), alone=quick)
+                limit = PATIENCE * wall + PATIENCE_S
+                where = files if quick else table[module]["tests"]
+                verdict, _, _ = run(home, where, options, limit, first, Patience(took))
+                path.write_text(plain[module])
             if verdict == "passed":
                 tally.survivors.append(mutant.name)
                 print(f"  survived {module}:{mutant.line} {mutant.name}", flush=True)
             else:
                 tally.killed += 1
                 tally.late += verdict == "time"
-    finally:
-        path.write_text(original)
-    return tally
+        path.write_text(originals[module])
+        yield tally
 
 
 def main() -> int:
@@ -570,6 +622,9 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=20, help="mutants per module, 0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="ask only the tests that enter a function")
+    parser.add_argument(
+        "--together", action="store_true", help="collect and try the tests of all these modules once"
+    )
     parser.add_argument("--again", type=Path, help="a file of --json: only what survived there")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument(
@@ -605,20 +660,14 @@ def main() -> int:
     tallies = []
     with tempfile.TemporaryDirectory(prefix="sinew-mutants-") as folder:
         home = copied(Path(folder))
-        for name in names:
-            tally = examine(
-                home,
-                name,
-                table[name],
-                given.sample,
-                given.seed,
-                options,
-                again.get(name, set()),
-                given.quick,
-            )
+        groups = [names] if given.together else [[name] for name in names]
+        more = given.sample, given.seed, options, again, given.quick
+        for tally in (
+            each for group in groups for each in examine(home, {n: table[n] for n in group}, *more)
+        ):
             tallies.append(tally)
             print(
-                f"{name}: {tally.run} of {tally.of} mutants, {tally.killed} killed ({tally.late} by time),"
+                f"{tally.module}: {tally.run} of {tally.of} mutants, {tally.killed} killed ({tally.late} by time),"
                 f" {len(tally.survivors)} survived, "
                 f"{tally.equivalent} equivalent: {tally.share:.0%}",
                 flush=True,

@@ -336,10 +336,8 @@ class Scheduler:
             self._raise_if_abandoned(first)
             if first.prepared is None:
                 self._decode(first)
+                self._raise_if_abandoned(first)
             now = time.perf_counter()
-            if first.deadline is not None and now > first.deadline:
-                late = 1e3 * (now - first.deadline)
-                raise DeadlineError(f"the deadline passed {late:.1f} ms before the request's turn came")
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return [self._presentable(error)]
         if self.batcher is not None and first.kind is not None:

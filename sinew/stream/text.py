@@ -29,7 +29,7 @@ class Speech:
     dropped, since it goes on behind another prompt.
     """
 
-    def __init__(self, limit: int, words: Callable[[list[int]], str], end: int = -1):
+    def __init__(self, limit: int, words: Callable[[list[int]], str], end: int):
         self.limit, self._words, self._end = limit, words, end
         self.tokens: list[int] = []
         self.text = SILENT

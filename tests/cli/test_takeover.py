@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_client.control import LeaderError
-from sinew_client.control.leaders import LeRobotLeader
+from sinew_client.control.leaders import LeRobotLeader, open_leader
 from sinew_client.control.smoothing import parse_filter
 
 from sinew.cli import main
@@ -246,7 +246,6 @@ def test_what_the_rows_go_through_is_reported(capsys: pytest.CaptureFixture[str]
         (("--takeover", "pedal"), "--takeover: expected lerobot:TYPE, expert or module:Class, got 'pedal'"),
         (("--takeover", "expert"), "--takeover expert: expected a simulated robot"),
         (("--takeover", "no.such:Arm"), "--takeover no.such:Arm: no module 'no'"),
-        (("--takeover", "builtins:list"), "expected a method read; it is missing"),
         (("--takeover", "lerobot:so101_leader"), "--takeover lerobot"),
         (("--takeover-options", "{}"), "--takeover-options: expected --takeover beside it"),
         (("--takeover", "expert", "--takeover-key", "q"), "--takeover-key: expected one character"),
@@ -317,9 +316,23 @@ def test_a_teleoperator_is_brought_to_the_robot_and_set_free() -> None:
     assert not hasattr(LeRobotLeader(Teleoperator(feedback=False), ["a.pos", "b.pos"]), "align")
 
 
-def test_a_teleoperator_of_another_robot_is_refused() -> None:
-    with pytest.raises(LeaderError, match="expected a leader with the joints a.pos, c.pos, got b.pos, a.pos"):
-        LeRobotLeader(Teleoperator(), ["a.pos", "c.pos"])
+@pytest.mark.parametrize("names", [["a.pos", "c.pos"], ["a.pos", "b.pos", "c.pos"], ["a.pos"]])
+def test_a_teleoperator_of_another_robot_is_refused(names: list[str]) -> None:
+    """Of other joints, of fewer and of more."""
+    wanted = f"expected a leader with the joints {', '.join(names)}, got b.pos, a.pos"
+    with pytest.raises(LeaderError, match=wanted):
+        LeRobotLeader(Teleoperator(), names)
+
+
+def test_what_is_no_leader_is_refused_by_name() -> None:
+    for named, options, message in (
+        ("sys:path", {}, "--takeover sys:path: expected a class, got list"),
+        ("builtins:int", {"soon": 1}, "--takeover builtins:int: TypeError: "),
+        ("builtins:list", {}, "--takeover builtins:list: expected a method read; it is missing"),
+    ):
+        with pytest.raises(LeaderError) as error:
+            open_leader(named, options)
+        assert str(error.value).startswith(message)
 
 
 @newest_release

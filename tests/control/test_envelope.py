@@ -191,6 +191,18 @@ def test_each_number_has_steps_of_its_own_and_no_unit() -> None:
         state = np.array([state[0] + step, step, step - state[1]])
 
 
+def test_a_jerk_is_named_where_no_other_limit_is() -> None:
+    for bounds, name in (
+        ({"high": 1.0}, "0.range"),
+        ({"velocity": 1.0}, "0.velocity"),
+        ({"acceleration": 50.0}, "0.acceleration"),
+        ({"jerk": 100.0}, "0.jerk"),
+    ):
+        guard = Guard(Limits.parse({"jerk": 1000.0, **bounds}, 2), 0.1)
+        guard.start(np.zeros(2))
+        assert guard.check(np.float32([5, 0])).clipped == (name,)
+
+
 def test_velocity_holds_to_the_bit_where_float32_is_coarser_behind_than_ahead() -> None:
     """From 0.2 to 0.004 there are many numbers between two roundings of the place that was left."""
     limits = Limits.parse({"velocity": 4.0, "jerk": 1e6}, 1)
@@ -467,6 +479,7 @@ def test_a_slower_chunk_is_the_same_path(
     every = round(1 / speed)
     if speed == 1 / every:
         np.testing.assert_array_equal(found[every - 1 :: every], given_rows)
+        np.testing.assert_array_equal(found[:, 1], np.repeat(given_rows[:, 1], every))
 
 
 def test_a_robot_at_half_speed_takes_twice_the_steps() -> None:

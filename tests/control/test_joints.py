@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from sinew_client.control import Limits, LimitsError
 from sinew_client.control.robots import (
+    Dry,
     LeRobotArm,
     Pair,
     RobotError,
+    joint_names,
     joints_of,
     lerobot_choice,
     match_joints,
@@ -72,6 +74,23 @@ def test_a_robot_in_another_order_is_matched_by_name() -> None:
     assert found.joints == ["pan", "lift", "grip"]
     same = Arm(["pan", "lift", "grip"])
     assert ordered(same, POLICY, {}) is same
+    assert (
+        ordered(robot, {"state": {"dim": 3}, "action": {"dim": 3}}, {}) is robot
+    )  # of a policy without names
+    assert joint_names(robot, "action") == ["grip", "pan", "lift"]
+    assert joint_names(Arm({"state": ["a"], "action": ["b"]}), "action") == ["b"]
+    assert joint_names(Arm(None), "state") == []
+
+
+def test_a_robot_without_hardware_has_names_where_the_policy_names_all_and_counts() -> None:
+    dry = Dry(POLICY)
+    assert dry.joints["action"] == ["pan", "lift", "grip"]
+    for part in ("state", "action"):
+        assert not hasattr(Dry({**POLICY, part: {"dim": 3}}), "joints")
+    dry.act(np.float32([1, 2, 3, 4]))
+    dry.hold()
+    np.testing.assert_array_equal(dry.observe()["state"], [1, 2, 3])
+    assert (dry.commands, dry.holds) == (1, 1)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -142,6 +161,8 @@ def test_lerobots_joints_are_taken_by_name() -> None:
     assert bus.sent == [{"pan.pos": 10.0, "lift.pos": 20.0, "grip.pos": 30.0}]
     arm.hold()
     assert bus.sent[1] == bus.sent[0]
+    LeRobotArm(still := Bus(), POLICY).hold()  # before the first command: where it stands
+    assert still.sent == [{"pan.pos": 1.0, "lift.pos": 2.0, "grip.pos": 3.0}]
     assert arm.motion == {"kind": "absolute"}
     other = {**POLICY, "action": {"dim": 3, "names": ["a", "b", "c"]}}
     with pytest.raises(RobotError, match="the policy's action has the joints a, b, c, the robot"):
@@ -169,7 +190,7 @@ class Side(Bus):
         self._log.append(f"{self._name} closes")
 
 
-def test_two_of_lerobots_arms_are_one_robot_or_none() -> None:
+def test_two_of_lerobots_arms_are_one_robot_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     left, right = Side(log, "left"), Side(log, "right")
     names = [f"{side}_{joint}" for side in ("right", "left") for joint in ("pan", "lift", "grip")]
@@ -186,6 +207,10 @@ def test_two_of_lerobots_arms_are_one_robot_or_none() -> None:
     assert log == ["left closes", "right closes", "left opens", "right opens", "left closes"]
     for kind, options in (("a+b", {"left": {}}), ("a+b+c", {"left": {}, "right": {}})):
         with pytest.raises(RobotError, match="expected two types and their options left and right, got"):
+            open_lerobot(kind, options, POLICY)
+    monkeypatch.setitem(sys.modules, "lerobot.robots", None)
+    for kind, options in (("a", {}), ("a+b", {"left": {}, "right": {}})):
+        with pytest.raises(RobotError, match="needs the package lerobot in this environment"):
             open_lerobot(kind, options, POLICY)
     with pytest.raises(RobotError, match="use_degrees: expected the same of both arms, got True and False"):
         Pair(left, Side(log, "right", degrees=False))

@@ -34,6 +34,7 @@ from sinew_client.control.journal import JournalError, is_journal
 from sinew_client.control.report import MAX_SOURCES, SourceAges, percentiles
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import UNPLACED
+from sinew_client.control.smoothing import parse_filter
 from sinew_client.errors import SinewError
 from sinew_client.history import History
 
@@ -620,6 +621,21 @@ def test_a_report_counts_and_times_a_run() -> None:
     ]
 
 
+def test_a_report_of_points_between_is_of_control_steps() -> None:
+    """Their rate and ages, whatever is sent between them; a filter's delay in milliseconds."""
+    given = {"hz": 30.0, "substeps": 4, "motion": {"kind": "absolute"}, "filter": "lowpass:3"}
+    loop, _ = loop_of(delay=0.0, replan="full", **given)
+    report = loop.run(7)
+    assert report.hz == pytest.approx(30.0)
+    assert (report.seconds, report.rate_hz) == (
+        0.208,
+        33.6,
+    )  # 25 of its ticks have begun, the seventh step's first too
+    lag = parse_filter("lowpass:3", 30.0).lag
+    assert report.filter["delay_ms"] == round(1e3 * lag / 30, 3)
+    assert report.age_ms["max"] == pytest.approx(1e3 * 6 / 30, abs=1e-3)
+
+
 # ----------------------------------------------------------------------------- requester
 
 
@@ -836,6 +852,23 @@ def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
     assert (found.commands, found.held, found.differences) == (60, 60 - report.executed, [])
 
     lines = path.read_text().splitlines()
+    asked = next(number for number, line in enumerate(lines) if '"ask"' in line)
+    begun, ask = lines[:asked], json.loads(lines[asked])
+    arrived = {"event": "arrived", "step": 1, "actions": [[0.0]]}
+    for event, why in (
+        ({**ask, "step": 1 << 53}, ""),
+        (
+            {**ask, "step": 1 + (1 << 53)},
+            f"step: expected a whole number up to {1 << 53}, got {1 + (1 << 53)}",
+        ),
+        ({**arrived, "actions": [[0.0]] * 8193}, "actions: expected at most 8192 rows, got 8193"),
+    ):
+        path.write_text("\n".join([*begun, json.dumps(event)]))
+        if why:
+            with pytest.raises(JournalError, match=f": line {asked + 1}: {why}$"):
+                repeat(path)
+        else:
+            assert repeat(path).commands >= 0
     head = json.loads(lines[0])
     head["settings"]["handover"] = "naive"
     path.write_text("\n".join([json.dumps(head), *lines[1:]]))

@@ -100,6 +100,17 @@ TrajectoryModel.TestCase.settings = settings(max_examples=60, stateful_step_coun
 TestTrajectoryModel = TrajectoryModel.TestCase
 
 
+def test_what_was_sent_is_forgotten_whatever_steps_are_left_out() -> None:
+    """A run of days needs no more memory than one of seconds."""
+    trajectory, kept = Trajectory(history=3), []
+    steps = (0, 1, 2, 3, 5, 9)
+    for step in steps:
+        trajectory.take(step)
+        trajectory.commanded(step, np.float32([step]))
+        kept.append([at for at in steps if len(trajectory.rows_from(at))])
+    assert kept == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [3, 5], [9]]
+
+
 def test_a_reader_beside_a_writer() -> None:
     """Every node that is read is whole and of the newest window that was complete before, and nothing is read twice."""
     trajectory, steps, width = Trajectory(), 3000, 16

@@ -116,6 +116,9 @@ def test_frozen_rows_begin_as_what_they_continue(kind: str) -> None:
         Continuation(kind, -target, np.roll(strength, -1, axis=0), 2, 5.0),
     ]
     before = noise.copy()
+    for odd in (noise[0], noise[:1], noise[:, :-1], noise[..., :-1]):
+        with pytest.raises(ValueError, match=rf"^noise: expected \[2, {H}, {A}\], one \[H, A\] for each"):
+            guide(wanted, Solver(), odd, np.asarray)
     guidance, begun = guide(wanted, Solver(), noise, np.asarray)
     assert np.array_equal(noise, before)
     assert np.array_equal(begun[0], np.concatenate([target[:3], noise[0, 3:]]))

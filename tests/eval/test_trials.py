@@ -160,6 +160,7 @@ def test_each_trial_is_a_line_with_what_a_paper_asks(sitting: Path) -> None:
         assert (sitting / "journals" / f"{each['trial']}.jsonl").stat().st_size > 0
     plan = json.loads((sitting / "out" / "sitting.json").read_text())
     assert {each["key"] for each in found} == set(plan["policies"])
+    assert plan["format"] == 1  # sittings of before go on
     assert json.loads((sitting / "out" / "report.json").read_text())["plan"]["kept"] is True
 
 

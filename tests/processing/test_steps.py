@@ -155,6 +155,10 @@ def test_prompts_that_cannot_be_are_refused_by_name():
         with pytest.raises(ObservationError) as error:
             encode(said, state)
         assert str(error.value).startswith(message)
+    for encode, hint in ((asked.encode, " asks without)"), (asked.encode_subtask, "got an empty string")):
+        with pytest.raises(ObservationError) as error:
+            encode("", state)
+        assert str(error.value).endswith(hint)  # no other text may be empty
     assert asked.encode("x" * MAX_CHARACTERS, state).tolist() == [2]
     with pytest.raises(BundleError, match=r"prompt.text.action: text.action: expected 1 to 3 tokens, got 4$"):
         Prompter(TOKENIZER, PromptRecipe(3, 5, 2, text=replace(words, action="up up up up")))

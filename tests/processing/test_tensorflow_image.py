@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.steps.image.jpeg import jpeg_round_trip
+from sinew.steps.image.jpeg import CHROMA, LUMA, _quantiser, jpeg_round_trip
 from sinew.steps.image.tensorflow import (
     centre_crop,
     crop_and_resize,
@@ -77,7 +77,7 @@ def test_a_crop_whose_last_row_is_rounded_past_the_frame():
     assert (centre_crop(frame.transpose(1, 0, 2), 1.0, 20, 384) == cropped.transpose(1, 0, 2)).all()
 
 
-@pytest.mark.parametrize("quality", [1, 50, 100])
+@pytest.mark.parametrize("quality", [1, 50, 75, 100])
 def test_quality_of_jpeg(quality):
     """A lower quality strays further; Pillow's own encoder and decoder stay close at each."""
     from io import BytesIO
@@ -88,5 +88,8 @@ def test_quality_of_jpeg(quality):
     frame = np.stack([4 * x, 5 * y, 2 * (x + y)], axis=-1).astype(np.uint8)
     file = BytesIO()
     Image.fromarray(frame).save(file, "jpeg", quality=quality)
-    pillow = np.asarray(Image.open(file)).astype(int)
+    read = Image.open(file)
+    tables = [_quantiser(table.tobytes(), quality).ravel().tolist() for table in (LUMA, CHROMA)]
+    assert tables == [read.quantization[0], read.quantization[1]]  # as libjpeg writes them
+    pillow = np.asarray(read).astype(int)
     assert np.abs(jpeg_round_trip(frame, quality).astype(int) - pillow).mean() < 1.5

@@ -52,6 +52,8 @@ def test_how_far_an_action_moves_when_the_output_moves_by_one():
     assert sizes(ends, 2, AddState((1,))) == [2.0, 1.0]
     assert sizes(ends, 2, Threshold((1,))) == [2.0, None]
     assert sizes(Normalization("mean_std", {"mean": (5.0,), "std": (0.5,)}), 1) == [0.5]
+    still = Normalization("min_max", {"min": (2.0, -1.0), "max": (2.0, 1.0)})
+    assert sizes(still, 2) == [None, 1.0]  # one that never moved in training
     assert sizes(Normalization("identity"), 2) == [1.0, 1.0]
     each = {"min": (0.0, 0.0, 10.0, 10.0), "max": (1.0, 2.0, 11.0, 18.0)}
     assert sizes(Normalization("min_max", each, convention="gr00t", rows=2), 2) == [

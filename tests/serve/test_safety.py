@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from sinew.core import ActionChunk, ObservationError
 from sinew.policy import Policy, load
 from sinew.processing.limits import ranges
 from sinew.serve.safety import Safety, UnsafeActionError
+from sinew.steps.vector.add_state import AddState
 from sinew.steps.vector.threshold import Threshold
 from tests.serve.puppet import GOOD, WAIT_S, desk
 
@@ -25,6 +27,13 @@ PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     return load(PEN)
+
+
+def processor_of(policy: Policy, **changes: Any) -> Any:
+    """Return what a processor's limits follow from, with some of it changed."""
+    made = policy.processor
+    names = ("spec", "recipe", "state_normalizer", "action_normalizer")
+    return SimpleNamespace(**{**{name: getattr(made, name) for name in names}, **changes})
 
 
 def test_the_policys_own_actions_pass(policy):
@@ -58,6 +67,7 @@ def test_windows_have_the_widest_limits_of_all_rows(policy):
         safety._fixed = safety._allowed((rows, dim))
     found = safety.of_windows()
     lowest, highest = found._allowed((1, dim), safety._state(observation))
+    assert (lowest.tolist(), highest.tolist()) == ([[-2.0] * dim], [[2.0] * dim])
     for count in (1, rows - 3, rows, 2 * rows - 1):
         inside = np.repeat(highest, count, axis=0).astype(np.float32)
         found.enforce(ActionChunk(inside), observation)
@@ -82,11 +92,16 @@ def test_states_that_cannot_be_meant_are_refused(policy, value):
 
 
 def test_a_strange_state_is_answered_with_a_warning(policy):
-    safety = Safety(policy.processor)
-    centre, half = ranges(policy.processor.state_normalizer)
+    """By the number's name, or its place where it has none, and both ends of what was trained on."""
+    made, plain = policy.processor, policy.dummy_observation()
+    centre, half = ranges(made.state_normalizer)
     state = (centre + 5 * half).astype(np.float32)
-    (warning,) = safety.check(replace(policy.dummy_observation(), state=state))
-    assert "far outside of the training data" in warning
+    nameless = replace(policy.spec, state=replace(policy.spec.state, names=()))
+    for spec, name in ((policy.spec, policy.spec.state.names[0]), (nameless, "0")):
+        safety = Safety(processor_of(policy, spec=spec))
+        low, high = (float((centre + sign * half)[0]) for sign in (-1, 1))
+        said = f"state.{name}: far outside of the training data, which have {low:g} to {high:g}"
+        assert safety.check(replace(plain, state=state)) == (said,)
 
 
 def test_margins_are_half_widths_from_the_centre(policy):
@@ -121,18 +136,29 @@ def test_margins_are_half_widths_from_the_centre(policy):
 
 def test_what_goes_to_one_of_two_values_may_have_both(policy):
     """A gripper's side: how far the model's number is from all training data decides nothing of it."""
-    made, sides = policy.processor, Threshold((0,))
-    recipe = replace(made.recipe, action_steps=(sides,))
-    safety = Safety(
-        SimpleNamespace(
-            spec=policy.spec,
-            recipe=recipe,
-            state_normalizer=made.state_normalizer,
-            action_normalizer=made.action_normalizer,
-        )
-    )
-    found = safety.limits()
+    sides = Threshold((0,))
+    recipe = replace(policy.processor.recipe, action_steps=(sides,))
+    found = Safety(processor_of(policy, recipe=recipe)).limits()
     assert (found["low"][0], found["high"][0]) == (sides.above, sides.below) == (-1.0, 1.0)
+
+
+def test_limits_of_relative_actions_move_with_the_state(policy):
+    """And state no numbers for a robot's guard; without a state that is one there is nothing to begin from."""
+    recipe = replace(policy.processor.recipe, action_steps=(AddState((0,)),))
+    safety, plain = Safety(processor_of(policy, recipe=recipe)), policy.dummy_observation()
+    assert safety.limits() is None
+    centre, half = ranges(policy.processor.action_normalizer)
+    state = plain.state + np.float32(0.25)
+    highest = np.tile(centre + 10 * half, (policy.spec.chunk_size, 1))
+    highest[:, 0] += state[0]
+    for apart, fits in ((-1e-3, True), (1e-3, False)):
+        chunk = ActionChunk((highest + apart).astype(np.float32))
+        if fits:
+            assert safety.enforce(chunk, replace(plain, state=state)) is chunk
+        else:
+            with pytest.raises(UnsafeActionError):
+                safety.enforce(chunk, replace(plain, state=state))
+        assert safety.enforce(chunk, replace(plain, state=np.zeros(99))) is chunk
 
 
 def test_noise_and_states_at_their_limits(policy):

@@ -324,6 +324,28 @@ def test_five_robots_beside_a_flood_lose_nothing():
         rude.result(WAIT_S)
 
 
+def test_what_decoding_takes_is_not_waited(monkeypatch: pytest.MonkeyPatch):
+    """By a clock that decoding alone moves."""
+    now, outcomes = [100.0], []
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+    for module in ("scheduler", "compute"):
+        monkeypatch.setattr(f"sinew.serve.{module}.time", clock)
+
+    def read(_check: object) -> Observation:
+        now[0] += 5.0
+        return Observation(images={}, state=np.zeros(2), prompt="go")
+
+    scheduler = Scheduler(Puppet())
+    scheduler.start()
+    try:
+        enqueue(scheduler, read, outcomes.append)
+        until(lambda: outcomes)
+        assert outcomes[0].timing.queue_ms == 0.0
+    finally:
+        scheduler.stop()
+        assert scheduler.join(WAIT_S)
+
+
 def test_a_full_queue_has_a_place_for_who_has_none():
     policy = Puppet()
     scheduler = Scheduler(policy, queue_size=4)
@@ -355,6 +377,7 @@ def test_a_full_queue_has_a_place_for_who_has_none():
         policy.release.set()
         until(lambda: len(outcomes) == 7)
         assert sum(isinstance(outcome, ActionChunk) for outcome in outcomes.values()) == 5
+        assert scheduler.stats()["busy"] == 4  # two were refused, two had to go
     finally:
         scheduler.stop()
         assert scheduler.join(WAIT_S)

@@ -356,6 +356,7 @@ def test_a_link_in_this_process_begins_anew(rolls: Policy) -> None:
         assert "frame_time: expected" in link.error
     finally:
         link.close()
+    assert len(link._loops) == 0
 
 
 def test_a_link_in_this_process_wakes_the_loops_and_hands_over_what_they_made(rolls: Policy) -> None:
@@ -363,8 +364,14 @@ def test_a_link_in_this_process_wakes_the_loops_and_hands_over_what_they_made(ro
     ignored = {"add": lambda *_: None, "remove": lambda *_: None, "stop": lambda: None}
     link = LocalLink(session(rolls), SimpleNamespace(wake=lambda: woken.append(True), **ignored))  # type: ignore[arg-type]
     assert link.send([0.0, 0.0], 1.0) is True
+    assert link.session._sample.delay == 1  # rows from the next node on
     assert link.send([0.0], 1.0) is False
     assert (len(woken), link.errors, link.faults.counts) == (1, 1, {"bad_observation": 1})
+    said = []
+    for prompt in ("", "stop", "go on", "go on", ""):
+        link.send([0.0, 0.0], 1.0, prompt=prompt)
+        said.append(link.session.prompt)
+    assert said == ["go", "stop", "go on", "go on", "go on"]
     rows = np.ones((2, 1), np.float32)
     link.window(Window(3, rows, 1.0, 0.5, prefix_age=0.25, sensor_age=0.5, head_s=0.125, run=4))
     (found,) = link.windows()

@@ -241,7 +241,7 @@ def slowed(rows: np.ndarray, start: np.ndarray, speed: float, posed: np.ndarray)
 
     rows: float32 [H, D], row k due k + 1 steps after ``start`` [D], where the robot was; NaN: not known, then the first
     row. posed: numbers that are places, which are interpolated; of the others, such as a gripper's command, each row
-    stands until the next is reached.
+    stands for as long as the way leads to it.
     """
     size = int(np.floor(len(rows) / speed + 1e-9))
     at = np.round((np.arange(size) + 1.0) * speed - 1.0, 9)

@@ -267,7 +267,6 @@ class Guard:
             )  # fmt: skip
             self._smooth = JerkLimit(bounds.take(self._jerky))
         self._last = np.zeros(0)  # float64 [D], numbers of float32; NaN where it is not known
-        self._step = np.zeros(0)  # what the last command moved by
         self.before: np.ndarray | None = None  # float32 [D], what the last command moved from; NaN: not known
         self.start(None)
 
@@ -298,7 +297,7 @@ class Guard:
 
     def skipped(self) -> None:
         """Note that the robot has been sent nothing for a while: its last command still stands."""
-        self._step = np.zeros(len(self._last))
+        self._step = np.zeros(len(self._last))  # what the last command moved by
         if self.limits is not None:
             self._smooth.rest(self._last[self._jerky])
 

@@ -101,7 +101,10 @@ class Trajectory:
     def commanded(self, step: int, row: np.ndarray) -> None:
         """Note what was really sent in ``step``: the row after the limits, or what held the robot."""
         self._commanded[step] = row
-        self._commanded.pop(step - self._history, None)
+        while (
+            oldest := next(iter(self._commanded))
+        ) <= step - self._history:  # after steps that were left out, more
+            del self._commanded[oldest]
 
     def left(self, step: int) -> int:
         """Return how many rows follow without a gap, that of ``step`` included."""
