@@ -252,7 +252,7 @@ class Processor:
         self, observation: Observation, normalized: np.ndarray, tokens: np.ndarray, padded: bool, pixels: bool
     ) -> ModelInputs:
         names = [name for name in self._cameras if name in observation.images]
-        moments = *observation.earlier, observation
+        moments: list[Moment | Observation] = [*observation.earlier, observation]
         # The oldest stands for those before it
         spare = 0 if self._masked else self.spec.history - len(moments)
         raw = tuple([moment.images[name] for moment in moments for name in names])

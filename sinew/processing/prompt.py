@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,14 @@ class Prompter:
             "question": () if text is None else text.question,
         }
         self._reads_state = {k: any(each.reads_state for each in s) for k, s in self._steps.items()}
-        self._text = lru_cache(maxsize=REMEMBERED)(self.text)
+        self._text = lru_cache(maxsize=REMEMBERED)(partial(self.text, state=np.zeros(0)))
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
         self.behind = () if recipe.text is None else self._behind(recipe.text.action)
 
-    def text(self, prompt: str, state: np.ndarray | None, kind: str = "prompt", advantage: str = "") -> str:
-        """Return the exact string that is tokenised. ``state``: [D], normalised; None where no step reads it. kind:
+    def text(self, prompt: str, state: np.ndarray, kind: str = "prompt", advantage: str = "") -> str:
+        """Return the exact string that is tokenised. ``state``: [D], normalised. kind:
         "prompt", "subtask" or "question". ``advantage``: "" for none."""
-        said = Sentence(prompt, "", np.zeros(0) if state is None else state, advantage)
+        said = Sentence(prompt, "", state, advantage)
         for step in self._steps[kind]:
             said = step.forward(said)
         return said.text
@@ -87,8 +87,12 @@ class Prompter:
         if len(text) > MAX_CHARACTERS:
             raise ObservationError(name, f"at most {MAX_CHARACTERS} characters", str(len(text)))
         try:
-            read = state if self._reads_state[kind] else None
-            written = (self._text if read is None else self.text)(text, read, kind, advantage)
+            read = self._reads_state[kind]
+            written = (
+                self.text(text, state, kind, advantage)
+                if read
+                else self._text(text, kind=kind, advantage=advantage)
+            )
             return self._ids(written, kind).copy()
         except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
             raise ObservationError(name, "text that UTF-8 can carry", "lone surrogates") from None

@@ -59,9 +59,9 @@ def test_every_step_runs_once_for_a_request(policy, observation, monkeypatch):
         count(owner, name)
     policy.processor._fitting.clear()
     policy.infer(observation)
-    views = len(observation.images)
+    views, shapes = len(observation.images), len({each.shape for each in observation.images.values()})
     assert calls == {
-        "check_frame": views,
+        "check_frame": shapes,
         "prepare_frame": views,
         "state": 1,
         "_noise": 1,
@@ -70,7 +70,7 @@ def test_every_step_runs_once_for_a_request(policy, observation, monkeypatch):
         "encode": 1,
     }
     policy.infer(observation)  # whose frames have the shape of those that were looked at
-    assert (calls["check_frame"], calls["prepare_frame"]) == (views, 2 * views)
+    assert (calls["check_frame"], calls["prepare_frame"]) == (shapes, 2 * views)
     other = {name: np.zeros((*frame.shape[:2], 4), np.uint8) for name, frame in observation.images.items()}
     with pytest.raises(ObservationError, match="expected an RGB image"):
         policy.infer(replace(observation, images=other))

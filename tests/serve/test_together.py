@@ -235,7 +235,7 @@ def test_eval_asks_a_server_in_messages(
     assert '"batch": 2' in capsys.readouterr().out
     after = served.service.health()
     assert after["batches"] - before["batches"] < after["served"] - before["served"]
-    monkeypatch.setitem(served.service.metadata["server"], "max_batch", 1)
+    monkeypatch.setitem(served.service.about()["server"], "max_batch", 1)
     assert main(typed) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "batch 2: this server computes one observation at a time; `sinew serve --max-batch auto`" in said
