@@ -171,7 +171,8 @@ class Processor:
         state, normalized, tokens, scale = self._checked(observation)
         unconditional = None
         if scale != 1.0:
-            unconditional = self._unconditional(observation, normalized)
+            prompt = observation.prompt or self.spec.default_prompt
+            unconditional = self.prompter.encode(prompt, normalized[-1])
             if scale == 0.0:  # that prompt is enough, and gives what it gives alone, to the bit
                 tokens, unconditional = unconditional, None
         noise, seed = self.noise(observation)
@@ -274,11 +275,8 @@ class Processor:
             frames += [empty_frame(self.recipe.image)] * (missing + self.recipe.empty_cameras)
             tokens, token_mask = self.prompter.pad(tokens)
         image = self.recipe.image
-        stacked = (
-            np.stack(frames)
-            if frames
-            else np.empty((0, image.channels, image.height, image.width), np.float32)
-        )
+        shape = 0, image.channels, image.height, image.width
+        stacked = np.stack(frames) if frames else np.empty(shape, np.float32)
         seen = np.arange(len(raw) or len(frames)) < present
         return ModelInputs(stacked, seen, tokens, token_mask, self._padded(normalized), raw)
 
@@ -444,10 +442,6 @@ class Processor:
             raise ObservationError("noise", "none, because this policy starts from zeros", "noise")
         return _vector(observation.noise, "noise", self.spec.noises(observation.solver_steps))
 
-    def _unconditional(self, observation: Observation, normalized: np.ndarray) -> np.ndarray:
-        """Return the prompt without an advantage. normalized: the states that were sent, the newest last."""
-        return self.prompter.encode(observation.prompt or self.spec.default_prompt, normalized[-1])
-
     def _tokens(self, observation: Observation, state: np.ndarray, advantage: str) -> np.ndarray:
         if not isinstance(observation.prompt, str):
             raise ObservationError("prompt", "text", type(observation.prompt).__name__)
@@ -456,10 +450,11 @@ class Processor:
                 raise ObservationError("tokens", "either a prompt or tokens", "both")
             return self.prompter.check_tokens(observation.tokens)
         if observation.question:
-            return self.prompter.encode_question(observation.question, state)
+            return self.prompter.encode_asked("question", observation.question, state)
+        prompt = observation.prompt or self.spec.default_prompt
         if observation.subtask:
-            return self.prompter.encode_subtask(observation.prompt or self.spec.default_prompt, state)
-        return self.prompter.encode(observation.prompt or self.spec.default_prompt, state, advantage)
+            return self.prompter.encode_asked("subtask", prompt, state)
+        return self.prompter.encode(prompt, state, advantage)
 
 
 def _vector(value: object, name: str, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:

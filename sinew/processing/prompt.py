@@ -17,6 +17,11 @@ from sinew.steps.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
 REMEMBERED = 64  # texts
+FIELDS = {"prompt": "prompt", "subtask": "prompt", "question": "question"}  # what a kind of prompt is made of
+ASKED = {  # what is wanted, and what came where a bundle says no such words
+    "subtask": ("an instruction, of which a subtask is said", "it"),
+    "question": ("a question, as 'what is in the gripper?'", "one"),
+}
 
 
 class Prompter:
@@ -53,32 +58,21 @@ class Prompter:
         wanted = "an instruction, as 'pick up the red cube' (this policy has none of its own)"
         return self._encoded("prompt", prompt, state, wanted, advantage)
 
-    def encode_subtask(self, prompt: object, state: np.ndarray) -> np.ndarray:
-        """The same of the prompt behind which a subtask is said. Raises :class:`ObservationError` where none is."""
-        if not self._steps["subtask"]:
-            raise ObservationError(
-                "subtask",
-                "nothing, as this bundle has no prompt for it (sinew convert --set subtask_prompt=)",
-                "it",
-            )
-        return self._encoded("subtask", prompt, state, "an instruction, of which a subtask is said")
-
-    def encode_question(self, question: object, state: np.ndarray) -> np.ndarray:
-        """The same of a question. Raises :class:`ObservationError` where none is answered."""
-        if not self._steps["question"]:
-            raise ObservationError(
-                "question",
-                "nothing, as this bundle has no prompt for it (sinew convert --set question_prompt=)",
-                "one",
-            )
-        return self._encoded("question", question, state, "a question, as 'what is in the gripper?'")
+    def encode_asked(self, kind: str, text: object, state: np.ndarray) -> np.ndarray:
+        """The same of the prompt behind which words are said: kind "subtask", of an instruction, or "question". Raises
+        :class:`ObservationError` where the bundle has none."""
+        wanted, got = ASKED[kind]
+        if not self._steps[kind]:
+            option = f"sinew convert --set {kind}_prompt="
+            raise ObservationError(kind, f"nothing, as this bundle has no prompt for it ({option})", got)
+        return self._encoded(kind, text, state, wanted)
 
     def _encoded(
         self, kind: str, text: object, state: np.ndarray, wanted: str, advantage: str = ""
     ) -> np.ndarray:
         """kind: as of :meth:`text`. An episode has one instruction: where no step reads the state, neither steps nor
         tokenizer run for it twice."""
-        name = _field(kind)
+        name = FIELDS[kind]
         if not isinstance(text, str):
             raise ObservationError(name, "a string", type(text).__name__)
         if not text.strip() and not (self.may_be_empty and kind == "prompt"):
@@ -112,7 +106,7 @@ class Prompter:
         for step in self._steps[kind]:
             ids = step.tokens(ids)
         held = self.held if kind == "prompt" else ()
-        return self.check_tokens(np.asarray(ids, np.int64), _field(kind), held)
+        return self.check_tokens(np.asarray(ids, np.int64), FIELDS[kind], held)
 
     def words(self, tokens: Sequence[int]) -> str:
         """Return what tokens of the vocabulary spell, special ones left out; "" where the tokenizer fails."""
@@ -146,8 +140,3 @@ class Prompter:
         ids = np.full(length, self.recipe.pad_token_id, np.int64)
         ids[: len(tokens)] = tokens
         return ids, np.arange(length) < len(tokens)
-
-
-def _field(kind: str) -> str:
-    """Return the field of an observation that a kind of prompt is written of."""
-    return "question" if kind == "question" else "prompt"

@@ -124,7 +124,7 @@ class Scheduler:
         with self._lock:
             if self._stopping or self._draining:
                 raise ShuttingDownError
-            older = self._admission.newest(request.episode)
+            older = self._admission.newest.get(request.episode)
             if older is None:
                 displaced = self._make_place(request)
             else:
@@ -336,14 +336,12 @@ class Scheduler:
             self._raise_if_abandoned(first)
             if first.prepared is None:
                 self._decode(first)
-            now = time.perf_counter()
-            if first.deadline is not None and now > first.deadline:
-                late = 1e3 * (now - first.deadline)
-                raise DeadlineError(f"the deadline passed {late:.1f} ms before the request's turn came")
+                self._raise_if_abandoned(first)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return [self._presentable(error)]
         if self.batcher is not None and first.kind is not None:
             beside = [] if self.device_lock is None else self.device_lock.beside(self)
+            now = time.perf_counter()
             for request in self.batcher.members(first, self._ready.order(), now, beside)[1:]:
                 if self._begin(request, requests):
                     self._ready.remove(request.connection, request)
@@ -410,8 +408,8 @@ class Scheduler:
             raise ShuttingDownError
         if request.cancel.is_set():
             raise CancelledError("the request was cancelled")
-        if request.deadline is not None and time.perf_counter() > request.deadline:
-            raise DeadlineError("the deadline passed before the request's turn came")
+        if request.deadline is not None and (late := time.perf_counter() - request.deadline) > 0:
+            raise DeadlineError(f"the deadline passed {1e3 * late:.1f} ms before the request's turn came")
 
     # ------------------------------------------------------------------------- places in the queue
 

@@ -370,13 +370,14 @@ def printable(error: SinewError) -> str:
 
 def _entry(request: Request, outcome: Outcome, seconds: float, missed: bool) -> dict[str, Any]:
     """A line of the access log: who, when, how long; nothing of what was seen, said or done."""
+    seen = request.observation
     entry: dict[str, Any] = {
         "time": round(time.time(), 3),
         "wire": request.wire,
         "client": request.client,
         "session": request.session[:64],
         **({"policy": request.policy[:MAX_SESSION]} if request.policy else {}),
-        **({"adapter": adapter[:MAX_NAME]} if (adapter := _adapter(request)) else {}),
+        **({"adapter": seen.adapter[:MAX_NAME]} if seen is not None and seen.adapter else {}),
         "outcome": outcome.code if isinstance(outcome, SinewError) else "ok",
         "ms": round(1e3 * seconds, 3),
     }
@@ -386,10 +387,6 @@ def _entry(request: Request, outcome: Outcome, seconds: float, missed: bool) -> 
     if missed:
         entry["deadline_missed"] = True
     return entry
-
-
-def _adapter(request: Request) -> str:
-    return "" if request.observation is None else request.observation.adapter
 
 
 def _call_soon(

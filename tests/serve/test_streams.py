@@ -155,7 +155,7 @@ def test_a_connection_that_breaks_ends_its_streams(policy: Policy) -> None:
         link = StreamLink(server.native, RATE)
         until(lambda: link.send([0, 0], 0.0, images={"front": FRAME}, prompt="go"))
         until(lambda: len(server.streams.robots))
-        (peer,) = server.opened["native"]._ledger.open
+        (peer,) = server.opened["native"].ledger.open
         alive = {
             name: peer.socket.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
             for name, _ in KEEPALIVE

@@ -92,11 +92,11 @@ def test_a_full_queue_gives_the_newest_place_of_who_has_most() -> None:
     assert not queue.leave(newest)
     enter(ask("c"))
     assert queue.room(ask("d")) == pair  # the whole message
-    assert queue.newest(first.episode) is first
-    assert queue.newest(None) is None
+    assert queue.newest.get(first.episode) is first
+    assert queue.newest.get(None) is None
     assert [queue.leave(each) for each in (pair[0], first)] == [True, True]
-    assert queue.newest(first.episode) is None
-    assert queue.newest(other.episode) is other
+    assert queue.newest.get(first.episode) is None
+    assert queue.newest.get(other.episode) is other
     assert queue.count == 3
     assert queue.leave(pair[1])
     assert (queue.count, len(list(queue))) == (2, 2)

@@ -106,7 +106,7 @@ class ZeroMQWire:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._ledger = Ledger(
+        self.ledger = Ledger(
             self.name,
             listen.max_connections,
             HELD_REQUESTS * self._limit,
@@ -139,7 +139,7 @@ class ZeroMQWire:
             self._thread.join()
         if self._streams is not None:
             self._streams.stop()
-        for peer in list(self._ledger.open):
+        for peer in list(self.ledger.open):
             self.close(peer, "the server stops")
         self._selector.close()
         if self._path:  # before the socket is closed: then the name may be another server's
@@ -158,11 +158,11 @@ class ZeroMQWire:
             self._step(self._patience())
             if (now := time.monotonic()) - swept > SWEEP_S:
                 swept = now
-                self._ledger.sweep(now)
+                self.ledger.sweep(now)
             if self._streams is not None and self._streams.robots:
                 self._streams.end_silent()
         end = time.monotonic() + LINGER_S
-        while any(each.unsent for each in self._ledger.open):
+        while any(each.unsent for each in self.ledger.open):
             if (left := end - time.monotonic()) <= 0:
                 break
             self._step(left)
@@ -170,7 +170,7 @@ class ZeroMQWire:
     def _patience(self) -> float | None:
         """Seconds until there is something to do although nobody sends."""
         times = [self._paused[0][0] - time.monotonic()] if self._paused else []
-        for each in self._ledger.open:
+        for each in self.ledger.open:
             if each.since is not None:
                 times.append(SWEEP_S)
                 break
@@ -224,7 +224,7 @@ class ZeroMQWire:
             )
             if self._path and shared.AVAILABLE:
                 peer.shares = self._limit
-            if not self._ledger.admit(peer, time.monotonic()):
+            if not self.ledger.admit(peer, time.monotonic()):
                 peer.end()
                 continue
             self._service.metrics.connection(self.name, +1)
@@ -259,7 +259,7 @@ class ZeroMQWire:
 
     def _handle(self, peer: Peer) -> None:
         """Take the messages that are there."""
-        framing, ledger, now = peer.framing, self._ledger, time.monotonic()
+        framing, ledger, now = peer.framing, self.ledger, time.monotonic()
         try:
             while not (peer.closed or peer.paused or peer.unsent > MAX_UNSENT):
                 message = framing.next()
@@ -281,7 +281,7 @@ class ZeroMQWire:
     def _watch(self, peer: Peer) -> None:
         """Wait for what this connection needs now, and free what other threads have answered."""
         while peer.freed:
-            self._ledger.answered(peer, peer.freed.popleft())
+            self.ledger.answered(peer, peer.freed.popleft())
         if peer.broken and not peer.closed:
             self.close(peer, "")
         if peer.closed:
@@ -335,14 +335,14 @@ class ZeroMQWire:
                 peer.freed.append(size)
                 return
             decoders = codec.decoders(header, content, peer.shared)
-        except SinewError as error:
-            service.refused(self.name, peer.address, error)
-            self._refuse(peer)
-            peer.reply([*envelope, codec.encode_error(header, error)], size)
-            return
-        except Exception:  # whatever it is, the other clients are served on
-            logger.exception("a request could not be taken")
-            peer.reply([*envelope, codec.encode_error(header, SinewError("internal error"))], size)
+        except Exception as error:  # whatever it is, the other clients are served on
+            told = error if isinstance(error, SinewError) else SinewError("internal error")
+            if told is error:
+                service.refused(self.name, peer.address, told)
+                self._refuse(peer)
+            else:
+                logger.exception("a request could not be taken")
+            peer.reply([*envelope, codec.encode_error(header, told)], size)
             return
         peer.prove()
         # Observations of one batch do not replace each other.
@@ -385,9 +385,6 @@ class ZeroMQWire:
             peer.refusals += 1
             self._pause(min(REFUSAL_PAUSE_S * 2 ** (peer.refusals - 1), MAX_PAUSE_S), peer)
 
-    def prove(self, peer: Peer) -> None:
-        self._ledger.prove(peer)
-
     def close(self, peer: Peer, reason: str) -> None:
         """End a connection; cancel what its client was waiting for. On the loop."""
         if peer.closed:
@@ -397,7 +394,7 @@ class ZeroMQWire:
         if peer.watched:
             self._selector.unregister(peer.socket)
             peer.watched = 0
-        self._ledger.forget(peer)
+        self.ledger.forget(peer)
         peer.end()
         self._service.metrics.connection(self.name, -1)
         for each in tuple(peer.requests):
@@ -466,7 +463,7 @@ class Peer(Account):
         """A request of this connection was taken: it is not a stranger any more."""
         self.refusals = 0
         if not self.proven:
-            self._wire.prove(self)
+            self._wire.ledger.prove(self)
 
     def send(self, data: bytes) -> None:
         """Send now what the socket takes; the rest waits."""
