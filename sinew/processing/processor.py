@@ -275,7 +275,7 @@ class Processor:
             frames += [empty_frame(self.recipe.image)] * (missing + self.recipe.empty_cameras)
             tokens, token_mask = self.prompter.pad(tokens)
         image = self.recipe.image
-        shape = 0, image.channels, image.height, image.width
+        shape = 0, len(image.mean), image.height, image.width
         stacked = np.stack(frames) if frames else np.empty(shape, np.float32)
         seen = np.arange(len(raw) or len(frames)) < present
         return ModelInputs(stacked, seen, tokens, token_mask, self._padded(normalized), raw)
@@ -326,9 +326,8 @@ class Processor:
         return np.ascontiguousarray(actions, np.float32)
 
     def _continuation(self, observation: Observation, state: np.ndarray) -> Continuation | None:
-        recipe, normalizer = self.recipe, self.action_normalizer
-        width = recipe.padded_action_dim
-        return continuation(observation, self.spec, normalizer, recipe.action_steps, state, width)
+        steps, width = self.recipe.action_steps, self.recipe.padded_action_dim
+        return continuation(observation, self.spec, self.action_normalizer, steps, state, width)
 
     def _check_earlier(self, observation: Observation) -> None:
         most = self.spec.history - 1

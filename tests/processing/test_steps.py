@@ -153,12 +153,12 @@ def test_prompts_that_cannot_be_are_refused_by_name():
         (
             partial(silent.encode_asked, "subtask"),
             "up",
-            "subtask: expected nothing, as this bundle has no prompt for it",
+            "subtask: expected nothing, as this bundle has no prompt",
         ),
         (
             partial(silent.encode_asked, "question"),
             "up",
-            "question: expected nothing, as this bundle has no prompt for it",
+            "question: expected nothing, as this bundle has no prompt",
         ),
     ):
         with pytest.raises(ObservationError) as error:

@@ -310,9 +310,8 @@ class ZeroMQWire:
     def _take(self, peer: Peer, message: zmtp.Message, size: int) -> None:
         """Answer one message, or submit what it asks. size: what it holds of its connection's account."""
         codec, service, arrived = self.codec, self._service, time.perf_counter()
-        envelope, payload = _open(message)
+        header, (envelope, payload) = None, _open(message)
         count = message.count - len(envelope)
-        header = None
         try:
             if message.size > self._limit:
                 raise RequestError(f"request: expected at most {self._limit} bytes, got {message.size}")
@@ -325,8 +324,7 @@ class ZeroMQWire:
             if service.wants_key:
                 codec.authorize(header)
                 peer.prove()
-            reply = codec.control(header, peer)
-            if reply is not None:
+            if (reply := codec.control(header, peer)) is not None:
                 peer.reply([*envelope, reply], size)
                 return
             if codec.streams is not None and header.kind in codec.streams.KINDS:
