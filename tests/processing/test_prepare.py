@@ -76,6 +76,19 @@ def test_every_step_runs_once_for_a_request(policy, observation, monkeypatch):
         policy.infer(replace(observation, images=other))
 
 
+def test_of_frames_that_fit_so_many_shapes_are_remembered(policy, observation):
+    """Shapes come from clients; one that is not remembered is looked at each time."""
+    known = policy.processor._fitting
+    known.clear()
+    try:
+        for width in range(100, 200):
+            frames = {name: np.zeros((90, width, 3), np.uint8) for name in observation.images}
+            policy.check(replace(observation, images=frames))
+        assert known == {(90, width, 3) for width in range(100, 100 + processor.MOST_SHAPES)}
+    finally:
+        known.clear()
+
+
 def test_what_is_remembered_of_an_instruction_is_nobodys_to_change(policy, observation):
     prompter = policy.processor.prompter
     first = prompter.encode(observation.prompt, observation.state)
