@@ -1,6 +1,6 @@
 """Python calls, objects, files and changes of file of one request on the native wire: however busy the machine is.
 
-    python benchmarks/request_cost.py [--against CHECKOUT] [--requests 40] [--load]
+    python benchmarks/request_cost.py [--against CHECKOUT] [--requests 40] [--files] [--load]
 
 ``sinew serve`` runs in a process of its own under a profile function, which counts calls into Sinew's files without
 models and layers, of those the ``__init__`` of a Sinew class, and those that come after a call into another file of the
@@ -98,9 +98,9 @@ def _environment(checkout: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
-def counted(checkout: Path, requests: int) -> dict[str, dict[str, float]]:
+def counted(checkout: Path, requests: int, files: bool = False) -> dict[str, dict[str, float]]:
     """Return ``calls``, ``objects``, ``files`` and ``changes`` of file per request, by room of the server in
-    ``checkout``."""
+    ``checkout``. files: print those of each file."""
     environment = _environment(checkout)
     with tempfile.TemporaryDirectory() as folder:
         snapshot = Path(folder) / "counts.json"
@@ -141,6 +141,10 @@ def counted(checkout: Path, requests: int) -> dict[str, dict[str, float]]:
         for what, last, first in zip(("calls", "objects", "changes"), after, before, strict=True)
     }
     made["files"] = {name: float(count >= 0.5) for name, count in made["calls"].items()}
+    if files:
+        for name, count in sorted(made["calls"].items()):
+            if count >= 0.05:
+                print(f"{name:42} calls {count:5.1f}  changes {made['changes'][name]:5.1f}")
     return {what: _by_room(names) for what, names in made.items()}
 
 
@@ -166,6 +170,7 @@ def main() -> None:
     )
     parser.add_argument("--against", type=Path)
     parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--files", action="store_true", help="print each file's calls and changes")
     parser.add_argument("--load", action="store_true")
     arguments = parser.parse_args()
     checkouts = {"this": ROOT, **({"against": arguments.against.resolve()} if arguments.against else {})}
@@ -173,7 +178,7 @@ def main() -> None:
         loads = {name: loaded(path) for name, path in checkouts.items()}
         print(json.dumps({"schema": "sinew.benchmark.request_cost/1", "load": loads}))
         return
-    found = {name: counted(path, arguments.requests) for name, path in checkouts.items()}
+    found = {name: counted(path, arguments.requests, arguments.files) for name, path in checkouts.items()}
     for name, rows in found.items():
         for what, rooms in rows.items():
             print(name, what, ", ".join(f"{room} {value:g}" for room, value in rooms.items()))

@@ -60,10 +60,9 @@ SERVER = (
 from sinew.policy import Policy
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
-from sinew.serve.transport.exchange import Exchange
-from sinew.serve.transport.zeromq import Peer
+from sinew.serve.transport.zeromq import Peer, ZeroMQWire
 from sinew.serve.wires.native import NativeCodec
-stamp(Exchange, "take", begin="server: whole")
+stamp(ZeroMQWire, "_take", begin="server: whole")
 stamp(Service, "submit", begin="server: looked over", end="server: submitted")
 stamp(Scheduler, "_run", begin="server: begun")
 stamp(Policy, "prepare", begin="server: decoded", end="server: prepared")

@@ -396,9 +396,12 @@ class Policy(OpenPolicy):
     def _taken(self, found: Observation | Mapping[str, Any]) -> Observation:
         """Return an observation in our form. Raises :class:`ObservationError` for what this engine cannot do of it."""
         observation = given.observation(found, self.spec)
-        self._check_guided(observation)
-        self._check_speaks(observation)
-        self._check_scaled(observation)
+        if observation.previous is not None:
+            self._check_guided(observation)
+        if name := observation.asks:
+            self._check_speaks(name)
+        if observation.guidance_scale is not None:
+            self._check_scaled(observation.guidance_scale)
         return observation
 
     def processor_of(self, observation: Observation) -> Processor:
@@ -449,7 +452,8 @@ class Policy(OpenPolicy):
 
             scales = np.array([member.scale for member in members], np.float32)
             guidance = ClassifierFree(scales, self.engine_of(first.adapter).place, guidance)
-        inputs = stack_prompts(members, processor.recipe.prompt)
+        alone = len(members) == 1 and first.unconditional is None
+        inputs = first.inputs.batched() if alone else stack_prompts(members, processor.recipe.prompt)
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
             start, watch = time.perf_counter(), Watch(cancel)
@@ -665,9 +669,10 @@ class Policy(OpenPolicy):
             return ()
         return tuple(name for name in ("subtask", "question") if getattr(recipe, name))
 
-    def _check_speaks(self, observation: Observation) -> None:
-        """Raise :class:`ObservationError` for words that this policy cannot say, with what would make it."""
-        if not (name := observation.asks) or self.says:
+    def _check_speaks(self, name: str) -> None:
+        """Raise :class:`ObservationError` for words that this policy cannot say, with what would make it. name: of the
+        field that asks for them."""
+        if self.says:
             return
         kept = self.manifest.config.get("lm_head", "")
         if kept and not self.facts.has_lm_head:
@@ -704,18 +709,15 @@ class Policy(OpenPolicy):
             return "a prefix that reads prompts of two lengths at once, as in fp32 or int8-rows", "int8"
         return "", ""
 
-    def _check_scaled(self, observation: Observation) -> None:
+    def _check_scaled(self, scale: object) -> None:
         """Refuse a scale that wants two prompts where there is no way to read them."""
-        scale = observation.guidance_scale
-        if scale is None or not isinstance(scale, (int, float, np.number)) or scale in (0, 1):
+        if not isinstance(scale, (int, float, np.number)) or scale in (0, 1):
             return  # what is wrong with it otherwise the processor says
         expected, got = self._unscaled()
         if expected and self.advantages:
             raise ObservationError("guidance_scale", expected, got)
 
     def _check_guided(self, observation: Observation) -> None:
-        if observation.previous is None:
-            return
         expected, got = self._unguided()
         if expected:
             raise ObservationError("previous", expected, got)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from sinew.core.fields import Finite, Positive, Side
 from sinew.steps.image.base import ImageStep
 
@@ -45,15 +43,6 @@ class ImageRecipe:
         if not self.cameras:
             return self
         return replace(self, mean=self.cameras[index].mean, std=self.cameras[index].std, cameras=())
-
-    def forward(self, frame: np.ndarray) -> np.ndarray:
-        """uint8 or float32 [h, w, 3] -> uint8 or float32 [H, W, 3], each step in order."""
-        fits = frame.shape[:2] == (self.height, self.width)
-        for step in self.steps:
-            frame = step.taken(frame)  # before what is left out, too: its frames are bytes like the others
-            if not (fits and step.other_sizes):
-                frame = step.forward(frame)
-        return frame
 
     def size_after(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width of a frame of this size after the steps."""

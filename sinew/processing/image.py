@@ -42,9 +42,20 @@ def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
             raise ObservationError(name, "finite float pixels in [0, 1]", f"values from {low} to {high}")
 
 
+def apply_image_steps(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
+    """uint8 or float32 [h, w, 3] -> uint8 or float32 [recipe.height, recipe.width, 3], each step in order."""
+    fits = frame.shape[:2] == (recipe.height, recipe.width)
+    for step in recipe.steps:
+        if frame.dtype != np.uint8 or step.takes == "floats":
+            frame = step.taken(frame)  # before what is left out, too: its frames are bytes like the others
+        if not (fits and step.other_sizes):
+            frame = step.forward(frame)
+    return frame
+
+
 def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
     """uint8 or float32 [height, width, 3] -> float32 [channels, recipe.height, recipe.width], normalised."""
-    stepped = recipe.forward(frame)
+    stepped = apply_image_steps(frame, recipe)
     return _pixels(stepped, recipe, fresh=not np.may_share_memory(stepped, frame))
 
 
@@ -88,9 +99,9 @@ def _pixels(frame: np.ndarray, recipe: ImageRecipe, fresh: bool) -> np.ndarray:
     else:
         planes = frame.transpose(2, 0, 1)
     mean, std = (np.asarray(given, np.float32)[:, None, None] for given in (recipe.mean, recipe.std))
-    if recipe.channels == 3:
+    if len(mean) == 3:
         return _normalized(planes, mean, std, planes if fresh and planes.flags.c_contiguous else None)
-    groups = range(0, recipe.channels, 3)
+    groups = range(0, len(mean), 3)
     return np.concatenate([_normalized(planes, mean[i : i + 3], std[i : i + 3]) for i in groups])
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import filterfalse
+from operator import attrgetter
 from typing import TypedDict
 
 import numpy as np
@@ -14,7 +16,7 @@ from sinew.bundle.schema import Manifest, Processing
 from sinew.core import MAX_SAID, BundleError, Moment, Observation, ObservationError, SinewError, did_you_mean
 from sinew.core.fields import MAX_SOLVER_STEPS
 from sinew.core.hints import option
-from sinew.processing.arrays import numbers
+from sinew.processing.arrays import KINDS, numbers
 from sinew.processing.conditioning import advantage_of, scale_of
 from sinew.processing.continuation import Continuation, check_continuation, continuation
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
@@ -44,18 +46,15 @@ class ModelInputs:
 
     def batched(self) -> ModelInputs:
         """Return a batch of this one: every array with a leading axis, frames as they are."""
-        return self._each(lambda array: array[None])
+        pixels, mask, tokens = self.pixels[None], self.camera_mask[None], self.tokens[None]
+        return ModelInputs(pixels, mask, tokens, self.token_mask[None], self.state[None], self.frames)
 
     def alone(self) -> ModelInputs:
         """Return the only member of a batch. Raises :class:`SinewError` where there are several."""
         if len(self.tokens) != 1:
             raise SinewError(f"a batch: expected one observation, got {len(self.tokens)}")
-        return self._each(lambda array: array[0])
-
-    def _each(self, change: Callable[[np.ndarray], np.ndarray]) -> ModelInputs:
-        arrays = (self.pixels, self.camera_mask, self.tokens, self.token_mask, self.state)
-        pixels, camera_mask, tokens, token_mask, state = map(change, arrays)
-        return ModelInputs(pixels, camera_mask, tokens, token_mask, state, self.frames)
+        pixels, mask, tokens = self.pixels[0], self.camera_mask[0], self.tokens[0]
+        return ModelInputs(pixels, mask, tokens, self.token_mask[0], self.state[0], self.frames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +98,10 @@ class Prepared:
     scale: float = 1.0
 
 
+MOST_SHAPES = 64  # of frames that are known to fit: they come from clients
+_continued = attrgetter("previous", "delay", "horizon", "rtc", "schedule", "beta")
+
+
 class Allowed(TypedDict, total=False):
     """What observations may lack, by the words of :class:`Processor`."""
 
@@ -108,7 +111,7 @@ class Allowed(TypedDict, total=False):
 
 def turned_state(recipe: Processing, state: np.ndarray) -> np.ndarray:
     """Return a state [D] of the robot in the frame and units of the statistics."""
-    return apply_steps(state, recipe.state_steps)
+    return apply_steps(state, recipe.state_steps) if recipe.state_steps else state
 
 
 def turned_actions(recipe: Processing, actions: np.ndarray, state: np.ndarray | None) -> np.ndarray:
@@ -140,6 +143,9 @@ class Processor:
             self.may_miss = 0
         opened = None if beside is None else beside.prompter.tokenizer
         self.prompter: Prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened, allow_empty_prompt)
+        self._cameras = [camera.name for camera in self.spec.cameras]
+        self._fitting: set[tuple[int, ...]] = set()  # shapes of bytes that ``check_frame`` took
+        self._usual_advantage = self.recipe.prompt.usual_advantage
         self._images = {c.name: self.recipe.image.of_camera(i) for i, c in enumerate(self.spec.cameras)}
         recipe, spec = self.recipe, self.spec
         self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
@@ -165,7 +171,8 @@ class Processor:
         state, normalized, tokens, scale = self._checked(observation)
         unconditional = None
         if scale != 1.0:
-            unconditional = self._unconditional(observation, normalized)
+            prompt = observation.prompt or self.spec.default_prompt
+            unconditional = self.prompter.encode(prompt, normalized[-1])
             if scale == 0.0:  # that prompt is enough, and gives what it gives alone, to the bit
                 tokens, unconditional = unconditional, None
         noise, seed = self.noise(observation)
@@ -175,17 +182,10 @@ class Processor:
             seed=seed,
             steps=observation.solver_steps or self.spec.solver_steps,
             state=state,
-            continuation=continuation(
-                observation,
-                self.spec,
-                self.action_normalizer,
-                self.recipe.action_steps,
-                state,
-                self.recipe.padded_action_dim,
-            ),
+            continuation=None if observation.previous is None else self._continuation(observation, state),
             session=observation.session,
             time=observation.time,
-            missing=tuple(c.name for c in self.spec.cameras if c.name not in observation.images),
+            missing=tuple(filterfalse(observation.images.__contains__, self._cameras)),
             milliseconds=1e3 * (time.perf_counter() - start),
             unsent=self.spec.history - 1 - len(observation.earlier),
             words=self._words(observation),
@@ -204,7 +204,10 @@ class Processor:
         self._check_earlier(observation)
         self._check_images(observation.images)
         self._check_words(observation)
-        state, normalized, tokens = self._states(observation)
+        advantage = self._usual_advantage
+        if observation.advantage is not None:
+            advantage = advantage_of(observation, self.recipe.prompt)
+        state, normalized, tokens = self._states(observation, advantage)
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
         if observation.time is not None:  # it is echoed, and JSON has no word for infinity
             _vector(observation.time, "time", (), np.float64)
@@ -213,9 +216,12 @@ class Processor:
         _integer(steps := observation.solver_steps, "solver_steps", solver.fixed_steps or 1, most)
         if solver.levels and steps is not None and steps not in (near := solver.levels.possible(steps)):
             raise ObservationError("solver_steps", " or ".join(map(str, near)), str(steps))
-        check_continuation(observation, self.spec)
-        recipe = self.recipe.prompt
-        return state, normalized, tokens, scale_of(observation, recipe, advantage_of(observation, recipe))
+        if any(each is not None for each in _continued(observation)):
+            check_continuation(observation, self.spec)
+        scale = 1.0
+        if observation.guidance_scale is not None:
+            scale = scale_of(observation, self.recipe.prompt, advantage)
+        return state, normalized, tokens, scale
 
     def inputs(self, observation: Observation, padded: bool = False, pixels: bool = True) -> ModelInputs:
         """Model inputs of a checked observation. Cameras come in the order of the spec.
@@ -228,39 +234,39 @@ class Processor:
         Without ``pixels`` the frames go in as they came, where all of them are uint8; float32 frames are prepared
         here all the same.
         """
-        _, normalized, tokens = self._states(observation)
+        advantage = advantage_of(observation, self.recipe.prompt)
+        _, normalized, tokens = self._states(observation, advantage)
         return self._assemble(observation, normalized, tokens, padded, pixels)
 
-    def _states(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _states(self, observation: Observation, advantage: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The newest state, those that were sent, normalised, oldest first, [moments, width], and the tokens."""
-        states = [
-            self.state(moment.state, f"{name}state") for name, moment in self._moments(observation).items()
-        ]
-        normalized = [self.state_normalizer.normalize(state) for state in states]
-        tokens = self._tokens(observation, normalized[-1])
-        return states[-1], np.stack(normalized), tokens
-
-    def _moments(self, observation: Observation) -> dict[str, Moment]:
-        """Return the moments that were sent, oldest first, by what messages call them."""
-        earlier = {f"earlier[{index}].": moment for index, moment in enumerate(observation.earlier)}
-        return earlier | {"": Moment(observation.images, observation.state)}
+        normalized = []
+        for index, moment in enumerate(observation.earlier):
+            state = self.state(moment.state, f"earlier[{index}].state")
+            normalized.append(self.state_normalizer.normalize(state))
+        state = self.state(observation.state)
+        normalized.append(self.state_normalizer.normalize(state))
+        tokens = self._tokens(observation, normalized[-1], advantage)
+        return state, np.stack(normalized), tokens
 
     def _assemble(
         self, observation: Observation, normalized: np.ndarray, tokens: np.ndarray, padded: bool, pixels: bool
     ) -> ModelInputs:
-        names = [c.name for c in self.spec.cameras if c.name in observation.images]
-        moments = list(self._moments(observation).values())
+        names = [name for name in self._cameras if name in observation.images]
+        moments: list[Moment | Observation] = [*observation.earlier, observation]
         # The oldest stands for those before it
         spare = 0 if self._masked else self.spec.history - len(moments)
         raw = tuple([moment.images[name] for moment in moments for name in names])
         present = len(names) * (spare + len(moments))
         if pixels or padded or any(frame.dtype != np.uint8 for frame in raw):
             # A picture that moments share, as that of a goal, is prepared once
-            keys = [(id(moment.images[name]), name) for moment in moments for name in names]
-            found = dict(zip(keys, raw, strict=True))
-            made = {key: prepare_frame(frame, self._images[key[1]]) for key, frame in found.items()}
-            frames, raw = [made[key] for key in keys], ()
-            frames = frames[: len(names)] * spare + frames
+            made: dict[tuple[int, str], np.ndarray] = {}
+            frames = []
+            for frame, name in zip(raw, names * len(moments), strict=True):
+                if (key := (id(frame), name)) not in made:
+                    made[key] = prepare_frame(frame, self._images[name])
+                frames.append(made[key])
+            frames, raw = frames[: len(names)] * spare + frames, ()
         else:
             frames, raw = [], raw[: len(names)] * spare + raw
         token_mask = np.ones(len(tokens), bool)
@@ -269,11 +275,8 @@ class Processor:
             frames += [empty_frame(self.recipe.image)] * (missing + self.recipe.empty_cameras)
             tokens, token_mask = self.prompter.pad(tokens)
         image = self.recipe.image
-        stacked = (
-            np.stack(frames)
-            if frames
-            else np.empty((0, image.channels, image.height, image.width), np.float32)
-        )
+        shape = 0, len(image.mean), image.height, image.width
+        stacked = np.stack(frames) if frames else np.empty(shape, np.float32)
         seen = np.arange(len(raw) or len(frames)) < present
         return ModelInputs(stacked, seen, tokens, token_mask, self._padded(normalized), raw)
 
@@ -321,6 +324,10 @@ class Processor:
         if not np.isfinite(actions).all():
             raise SinewError("the model produced actions that are not finite")
         return np.ascontiguousarray(actions, np.float32)
+
+    def _continuation(self, observation: Observation, state: np.ndarray) -> Continuation | None:
+        steps, width = self.recipe.action_steps, self.recipe.padded_action_dim
+        return continuation(observation, self.spec, self.action_normalizer, steps, state, width)
 
     def _check_earlier(self, observation: Observation) -> None:
         most = self.spec.history - 1
@@ -383,7 +390,7 @@ class Processor:
         )
 
     def _check_images(self, images: Mapping[str, np.ndarray], prefix: str = "") -> None:
-        known = [camera.name for camera in self.spec.cameras]
+        known = self._cameras
         if not hasattr(images, "items"):
             raise ObservationError(f"{prefix}images", "a mapping of camera names", type(images).__name__)
         for name, frame in images.items():
@@ -395,7 +402,11 @@ class Processor:
                 raise ObservationError(
                     f"{prefix}images.{name}", f"one of the cameras {known}", f"an unknown camera{hint}"
                 )
-            check_frame(frame, f"{prefix}images.{name}", self.recipe.image)
+            plain = type(frame) is np.ndarray and frame.dtype == np.uint8
+            if not (plain and frame.shape in self._fitting):
+                check_frame(frame, f"{prefix}images.{name}", self.recipe.image)
+                if plain and len(self._fitting) < MOST_SHAPES:
+                    self._fitting.add(frame.shape)
         if not images:
             raise ObservationError(f"{prefix}images", f"at least one of the cameras {known}", "none")
         missing = [name for name in known if name not in images]
@@ -430,35 +441,34 @@ class Processor:
             raise ObservationError("noise", "none, because this policy starts from zeros", "noise")
         return _vector(observation.noise, "noise", self.spec.noises(observation.solver_steps))
 
-    def _unconditional(self, observation: Observation, normalized: np.ndarray) -> np.ndarray:
-        """Return the prompt without an advantage. normalized: the states that were sent, the newest last."""
-        return self.prompter.encode(observation.prompt or self.spec.default_prompt, normalized[-1])
-
-    def _tokens(self, observation: Observation, state: np.ndarray) -> np.ndarray:
+    def _tokens(self, observation: Observation, state: np.ndarray, advantage: str) -> np.ndarray:
         if not isinstance(observation.prompt, str):
             raise ObservationError("prompt", "text", type(observation.prompt).__name__)
-        advantage = advantage_of(observation, self.recipe.prompt)
         if observation.tokens is not None:
             if observation.prompt:
                 raise ObservationError("tokens", "either a prompt or tokens", "both")
             return self.prompter.check_tokens(observation.tokens)
         if observation.question:
-            return self.prompter.encode_question(observation.question, state)
+            return self.prompter.encode_asked("question", observation.question, state)
+        prompt = observation.prompt or self.spec.default_prompt
         if observation.subtask:
-            return self.prompter.encode_subtask(observation.prompt or self.spec.default_prompt, state)
-        return self.prompter.encode(observation.prompt or self.spec.default_prompt, state, advantage)
+            return self.prompter.encode_asked("subtask", prompt, state)
+        return self.prompter.encode(prompt, state, advantage)
 
 
 def _vector(value: object, name: str, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
     """``value`` as finite numbers of exactly ``shape``."""
-    array = numbers(name, value)
+    array = value if type(value) is np.ndarray and value.dtype.kind in KINDS else numbers(name, value)
     if array.shape != shape:
         raise ObservationError(name, f"shape {list(shape)}", f"shape {list(array.shape)}")
-    with np.errstate(over="ignore"):
-        array = array.astype(dtype)
-    bad = np.flatnonzero(~np.isfinite(array))
-    if bad.size:
-        raise ObservationError(name, "finite numbers", f"{array.reshape(-1)[bad[0]]} at index {bad[0]}")
+    if array.dtype == dtype:
+        array = array.copy()
+    else:
+        with np.errstate(over="ignore"):
+            array = array.astype(dtype)
+    if not (finite := np.isfinite(array)).all():
+        bad = np.flatnonzero(~finite)[0]
+        raise ObservationError(name, "finite numbers", f"{array.reshape(-1)[bad]} at index {bad}")
     return array
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,16 @@ from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.core import BundleError, ObservationError
 from sinew.core.hints import option
 from sinew.processing.arrays import numbers
-from sinew.steps.prompt.base import HeldTokens, PromptStep, Sentence
+from sinew.steps.prompt.base import HeldTokens, Sentence
 from sinew.steps.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
-Steps = tuple[PromptStep, ...]
-# Texts; an episode has one instruction, and a request is tokenised when checked and when computed
-REMEMBERED = 64
+REMEMBERED = 64  # texts
+FIELDS = {"prompt": "prompt", "subtask": "prompt", "question": "question"}  # what a kind of prompt is made of
+ASKED = {  # what is wanted, and what came where a bundle says no such words
+    "subtask": ("an instruction, of which a subtask is said", "it"),
+    "question": ("a question, as 'what is in the gripper?'", "one"),
+}
 
 
 class Prompter:
@@ -31,62 +34,64 @@ class Prompter:
     ):
         self.recipe, self.held, self.may_be_empty = recipe, recipe.held, may_be_empty
         self.tokenizer = opened or open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
+        text = recipe.text
+        self._steps = {
+            "prompt": recipe.steps,
+            "subtask": () if text is None else text.subtask,
+            "question": () if text is None else text.question,
+        }
+        self._reads_state = {k: any(each.reads_state for each in s) for k, s in self._steps.items()}
+        self._text = lru_cache(maxsize=REMEMBERED)(partial(self.text, state=np.zeros(0)))
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
         self.behind = () if recipe.text is None else self._behind(recipe.text.action)
 
-    def text(self, prompt: str, state: np.ndarray, steps: Steps | None = None, advantage: str = "") -> str:
-        """Return the exact string that is tokenised. ``state``: [D], normalised. steps: if not the recipe's own.
-        ``advantage``: "" for none."""
+    def text(self, prompt: str, state: np.ndarray, kind: str = "prompt", advantage: str = "") -> str:
+        """Return the exact string that is tokenised. ``state``: [D], normalised. kind:
+        "prompt", "subtask" or "question". ``advantage``: "" for none."""
         said = Sentence(prompt, "", state, advantage)
-        for step in self.recipe.steps if steps is None else steps:
+        for step in self._steps[kind]:
             said = step.forward(said)
         return said.text
 
     def encode(self, prompt: object, state: np.ndarray, advantage: str = "") -> np.ndarray:
         """Token ids of the formatted instruction, int64 [L], 1 <= L <= max_tokens. Never truncates."""
         wanted = "an instruction, as 'pick up the red cube' (this policy has none of its own)"
-        return self._encoded("prompt", prompt, state, self.recipe.steps, wanted, advantage)
+        return self._encoded("prompt", prompt, state, wanted, advantage)
 
-    def encode_subtask(self, prompt: object, state: np.ndarray) -> np.ndarray:
-        """The same of the prompt behind which a subtask is said. Raises :class:`ObservationError` where none is."""
-        steps = () if self.recipe.text is None else self.recipe.text.subtask
-        if not steps:
-            raise ObservationError(
-                "subtask",
-                "nothing, as this bundle has no prompt for it (sinew convert --set subtask_prompt=)",
-                "it",
-            )
-        return self._encoded("prompt", prompt, state, steps, "an instruction, of which a subtask is said")
-
-    def encode_question(self, question: object, state: np.ndarray) -> np.ndarray:
-        """The same of a question. Raises :class:`ObservationError` where none is answered."""
-        steps = () if self.recipe.text is None else self.recipe.text.question
-        if not steps:
-            raise ObservationError(
-                "question",
-                "nothing, as this bundle has no prompt for it (sinew convert --set question_prompt=)",
-                "one",
-            )
-        return self._encoded("question", question, state, steps, "a question, as 'what is in the gripper?'")
+    def encode_asked(self, kind: str, text: object, state: np.ndarray) -> np.ndarray:
+        """The same of the prompt behind which words are said: kind "subtask", of an instruction, or "question". Raises
+        :class:`ObservationError` where the bundle has none."""
+        wanted, got = ASKED[kind]
+        if not self._steps[kind]:
+            option = f"sinew convert --set {kind}_prompt="
+            raise ObservationError(kind, f"nothing, as this bundle has no prompt for it ({option})", got)
+        return self._encoded(kind, text, state, wanted)
 
     def _encoded(
-        self, name: str, text: object, state: np.ndarray, steps: Steps, wanted: str, advantage: str = ""
+        self, kind: str, text: object, state: np.ndarray, wanted: str, advantage: str = ""
     ) -> np.ndarray:
-        """name: of the field, for messages."""
+        """kind: as of :meth:`text`. An episode has one instruction: where no step reads the state, neither steps nor
+        tokenizer run for it twice."""
+        name = FIELDS[kind]
         if not isinstance(text, str):
             raise ObservationError(name, "a string", type(text).__name__)
-        if not text.strip() and not (self.may_be_empty and steps is self.recipe.steps):
-            hint = f" ({option('allow_empty_prompt')} asks without)" if steps is self.recipe.steps else ""
+        if not text.strip() and not (self.may_be_empty and kind == "prompt"):
+            hint = f" ({option('allow_empty_prompt')} asks without)" if kind == "prompt" else ""
             raise ObservationError(name, wanted, f"an empty string{hint}")
         if len(text) > MAX_CHARACTERS:
             raise ObservationError(name, f"at most {MAX_CHARACTERS} characters", str(len(text)))
         try:
-            ids = self._ids(self.text(text, state, steps, advantage), steps)
+            read = self._reads_state[kind]
+            written = (
+                self.text(text, state, kind, advantage)
+                if read
+                else self._text(text, kind=kind, advantage=advantage)
+            )
+            return self._ids(written, kind).copy()
         except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
             raise ObservationError(name, "text that UTF-8 can carry", "lone surrogates") from None
         except ValueError as error:
             raise ObservationError(name, "text that the tokenizer takes", str(error)) from None
-        return self.check_tokens(ids, name, self.held if steps is self.recipe.steps else ())
 
     def _behind(self, words: str) -> tuple[int, ...]:
         """Return the tokens of what a bundle writes behind a subtask. Raises :class:`BundleError`."""
@@ -96,11 +101,12 @@ class Prompter:
         except (ValueError, ObservationError) as error:
             raise BundleError(f"sinew.processing.prompt.text.action: {error}") from None
 
-    def _tokenize(self, text: str, steps: Steps) -> np.ndarray:
+    def _tokenize(self, text: str, kind: str) -> np.ndarray:
         ids = encode(self.tokenizer, text, self.recipe.add_special_tokens)
-        for step in steps:
+        for step in self._steps[kind]:
             ids = step.tokens(ids)
-        return np.asarray(ids, np.int64)
+        held = self.held if kind == "prompt" else ()
+        return self.check_tokens(np.asarray(ids, np.int64), FIELDS[kind], held)
 
     def words(self, tokens: Sequence[int]) -> str:
         """Return what tokens of the vocabulary spell, special ones left out; "" where the tokenizer fails."""

@@ -17,15 +17,11 @@ class Admission:
         self.size, self.per_client = size, per_client
         self.count = 0
         self._waiting: dict[Hashable, list[Request]] = {}  # by client
-        self._newest: dict[Hashable, Request] = {}  # the waiting request of each session that has one
+        self.newest: dict[Hashable | None, Request] = {}  # the waiting request of each session
         self._members: Counter[Together] = Counter()  # that wait, of each message of several
 
     def __iter__(self) -> Iterator[Request]:
         return (request for requests in self._waiting.values() for request in requests)
-
-    def newest(self, session: Hashable | None) -> Request | None:
-        """Return the waiting request of a session, which a newer one replaces."""
-        return None if session is None else self._newest.get(session)
 
     def room(self, request: Request) -> list[Request]:
         """Return the requests that go for a new one, none while there is room. Raises BusyError."""
@@ -45,7 +41,7 @@ class Admission:
     def enter(self, request: Request) -> None:
         """Count a request in."""
         if request.episode is not None:
-            self._newest[request.episode] = request
+            self.newest[request.episode] = request
         self._waiting.setdefault(request.connection, []).append(request)
         if request.together is None:
             self.count += 1
@@ -62,8 +58,8 @@ class Admission:
         requests.remove(request)
         if not requests:
             del self._waiting[request.connection]
-        if self._newest.get(request.episode) is request:
-            del self._newest[request.episode]
+        if self.newest.get(request.episode) is request:
+            del self.newest[request.episode]
         if request.together is not None:
             self._members[request.together] -= 1
             if self._members[request.together]:

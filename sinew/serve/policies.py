@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sinew.bundle.schema import Manifest
-from sinew.core import Observation, PolicySpec, RequestError, SinewError, did_you_mean
+from sinew.core import PolicySpec, RequestError, SinewError, did_you_mean
 from sinew.serve.decode.frames import pixel_limit
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
@@ -55,10 +55,6 @@ class Deployment:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pixels", self.max_pixels or pixel_limit(self.spec))
-
-    def safety_of(self, observation: Observation) -> Safety | None:
-        """Return the limits of an observation's states and actions. An adapter that is not known is refused later."""
-        return self.adapters.get(observation.adapter, self.safety)
 
 
 class Policies:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from sinew.core import ActionChunk, Observation, SinewError
@@ -14,6 +13,7 @@ from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
 
 if TYPE_CHECKING:
     from sinew.serve.policies import Deployment
+    from sinew.serve.safety import Safety
     from sinew.serve.scheduler import Scheduler
 
 
@@ -89,10 +89,11 @@ class Request:
     arrived: ``time.perf_counter()`` when the last byte was there. policy: which one is to answer; "": the first.
     deadline: by that clock; the service finds it. together: the others of its message, if there are any.
 
-    What follows is filled in on the way. deployment: what answers it. observation: once it is decoded. episode: what
-    ``session`` is one of. home: the scheduler that it was given to, at ``accepted`` by that clock; on_done: takes the
-    outcome, once. begun: when decoding or inference began; None while it waits. prepared: what the policy made of the
-    observation. kind: what those that may be computed with it have in common. gathered: ``together`` knows of it.
+    What follows is filled in on the way. deployment: what answers it. observation: once it is decoded. safety: its
+    limits. episode: what ``session`` is one of. home: the scheduler that it was given to, at ``accepted`` by that
+    clock. on_done: takes the outcome, once. begun: when decoding or inference began; None while it waits. prepared:
+    what the policy made of the observation. kind: what those that may be computed with it have in common. gathered:
+    ``together`` knows of it.
     size: bytes of its decoded frames, while it is not answered. borrowed: raises once frames are others than were read.
     """
 
@@ -110,6 +111,7 @@ class Request:
 
     deployment: Deployment | None = field(default=None, init=False)
     observation: Observation | None = field(default=None, init=False)
+    safety: Safety | None = field(default=None, init=False)
     warnings: list[str] = field(default_factory=list, init=False)
     episode: Hashable | None = field(default=None, init=False)
     home: Scheduler | None = field(default=None, init=False)
@@ -133,6 +135,11 @@ class Request:
             owner = self.connection if self.owner is None else self.owner
             self.episode = (self.wire, owner, self.session)
 
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        if self.home is not None:
+            self.home.cancel(self)
+
     def read(self, check: Check) -> Observation:
         """Return the observation, within the limits of what answers it. check: raises once nobody waits for it."""
         deployment = self.deployment
@@ -140,9 +147,10 @@ class Request:
         budget = PixelBudget(limit, check)
         found = self.observation = self.decode(budget)
         self.borrowed = budget.borrowed
-        safety = None if deployment is None else deployment.safety_of(found)
-        if safety is not None:
-            self.warnings += safety.check(found)
+        if deployment is not None:  # an adapter that is not known is refused later
+            self.safety = deployment.adapters.get(found.adapter, deployment.safety)
+        if self.safety is not None:
+            self.warnings += self.safety.check(found)
         return found
 
 
@@ -161,24 +169,3 @@ class WireMessage:
     policy: str = ""
     observations: Sequence[WireMessage] = ()
     reply: bytes | None = None
-
-    def requests(
-        self,
-        wire: str,
-        decode: Callable[[WireMessage, PixelBudget], Observation],
-        client: str,
-        arrived: float,
-        connection: Hashable,
-        policy: str,
-        owner: Hashable | None = None,
-    ) -> list[Request]:
-        """Return a request for each observation. decode: makes it of its message. The rest: as of :class:`Request`."""
-        return [
-            Request(
-                *(wire, partial(decode, each), client, each.session, self.deadline_ms, arrived),
-                connection=connection,
-                owner=owner,
-                policy=policy,
-            )
-            for each in self.observations or (self,)
-        ]

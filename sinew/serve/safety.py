@@ -15,7 +15,7 @@ import numpy as np
 
 from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.processing import Processor
-from sinew.processing.arrays import numbers
+from sinew.processing.arrays import KINDS, numbers
 from sinew.processing.limits import ranges
 from sinew.processing.processor import turned_actions, turned_state
 
@@ -67,7 +67,8 @@ class Safety:
     def check(self, observation: Observation) -> tuple[str, ...]:
         """Return warnings about a state unlike those of the training data. Raises ObservationError for one that cannot
         be meant, or such noise, and for what is too old. What has no form is left to the policy's own check."""
-        self._check_age(observation)
+        if self.max_age is not None:
+            self._check_age(observation, self.max_age)
         noise = None if observation.noise is None else _numbers(observation.noise)
         if noise is not None:
             largest = float(np.abs(noise).max(initial=0))
@@ -94,7 +95,8 @@ class Safety:
     def enforce(self, chunk: ActionChunk, observation: Observation) -> ActionChunk:
         """Return the chunk, its actions within the limits. Raises UnsafeActionError, or ObservationError for one that
         grew too old meanwhile."""
-        self._check_age(observation)
+        if self.max_age is not None:
+            self._check_age(observation, self.max_age)
         if self.mode == "off" or not len(chunk.actions):
             return chunk
         if self._fixed is not None and self._fixed[0].shape == chunk.actions.shape:
@@ -159,16 +161,14 @@ class Safety:
             for name, values in (("low", low), ("high", high))
         }
 
-    def _check_age(self, observation: Observation) -> None:
+    def _check_age(self, observation: Observation, limit: float) -> None:
         """Raise ObservationError for an observation of long ago, or of a clock that goes before this one."""
-        if self.max_age is None:
-            return
         taken = _numbers(observation.time)
         if taken is None or taken.ndim:
             return
         age = time.time() - float(taken)
-        if not -self.max_age <= age <= self.max_age:  # NaN too
-            expected = f"Unix seconds of the last {self.max_age:g} s (--max-age)"
+        if not -limit <= age <= limit:  # NaN too
+            expected = f"Unix seconds of the last {limit:g} s (--max-age)"
             when = f"{age:.3f} s ago" if age >= 0 else f"{-age:.3f} s from now; the clocks disagree"
             raise ObservationError("time", expected, when)
 
@@ -194,6 +194,8 @@ class Safety:
 
 def _numbers(value: object) -> np.ndarray | None:
     """Return ``value`` as float64; None where it is no array of real numbers."""
+    if type(value) is np.ndarray and value.dtype.kind in KINDS:
+        return value.astype(np.float64)
     try:
         return numbers("state", value).astype(np.float64)
     except ObservationError:

@@ -20,14 +20,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from sinew.core import BusyError, CancelledError, SinewError
+from sinew.core import ActionChunk, BusyError, CancelledError, SinewError, Timing
 from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.admission import Admission
-from sinew.serve.batching import Batcher
-from sinew.serve.compute import Computer
+from sinew.serve.batching import Batcher, Everyone
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.fair_queue import FairQueue
 from sinew.serve.request import DeadlineError, Outcome, Request, ShuttingDownError, SupersededError, bare
@@ -38,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 PER_CLIENT = 2  # requests of one client that may wait
 DRAIN_S = 0.01  # between two looks at what is left
+FAILURES = 3  # requests in a row that fail for reasons nobody foresaw: then the policy itself is tried
 DECODERS = 2  # threads: a large picture of one client does not keep the others from being decoded
 AHEAD = 256 << 20  # bytes of frames that are decoded and not answered; beyond, decoding waits for answers
 
@@ -67,9 +67,9 @@ class Scheduler:
             if number is not None and number < 1:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
         self.batcher = None if max_batch == 1 else Batcher(max_batch)
-        costs = None if self.batcher is None else self.batcher.costs
-        self._computer = Computer(policy, self._raise_if_abandoned, self._presentable, costs)
         self.policy = policy
+        self._broken: str | None = None  # why the policy cannot infer even what it is warmed up with
+        self._failures = 0  # unforeseen ones in a row
         self.device_lock, self._workers = device_lock, workers
         self.supervisor = supervisor or Supervisor()
         self._quiet = RateLimitedLog(logger)
@@ -124,7 +124,7 @@ class Scheduler:
         with self._lock:
             if self._stopping or self._draining:
                 raise ShuttingDownError
-            older = self._admission.newest(request.episode)
+            older = self._admission.newest.get(request.episode)
             if older is None:
                 displaced = self._make_place(request)
             else:
@@ -337,24 +337,79 @@ class Scheduler:
             if first.prepared is None:
                 self._decode(first)
                 self._raise_if_abandoned(first)
-            now = time.perf_counter()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return [self._presentable(error)]
         if self.batcher is not None and first.kind is not None:
             beside = [] if self.device_lock is None else self.device_lock.beside(self)
+            now = time.perf_counter()
             for request in self.batcher.members(first, self._ready.order(), now, beside)[1:]:
                 if self._begin(request, requests):
                     self._ready.remove(request.connection, request)
                     self._ready.took(request.connection)
-        return self._computer.compute(requests)
+        return self._compute(requests)
+
+    def _compute(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Return the outcome of each request, with ``timing.queue_ms`` in chunks. Those of a batch are of one kind."""
+        begun = time.perf_counter()
+        outcomes = self._compute_batch(requests) if len(requests) > 1 else [self._compute_one(requests[0])]
+        if self.batcher is not None and all(isinstance(found, ActionChunk) for found in outcomes):
+            self.batcher.costs.learn(requests[0].kind, len(requests), time.perf_counter() - begun)
+        for index, (request, found) in enumerate(zip(requests, outcomes, strict=True)):
+            if isinstance(found, ActionChunk):  # dataclasses.replace looks at each field, which takes longer
+                queue_ms = 1e3 * (begun - request.accepted - request.decode_s)
+                timing = Timing(**(vars(found.timing) | {"queue_ms": queue_ms}))
+                outcomes[index] = ActionChunk(**(vars(found) | {"timing": timing}))
+        return outcomes
+
+    def _compute_batch(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Compute several requests at once. After a failure that nobody foresaw each is computed by itself, so that it
+        is answered to the one that caused it."""
+        found: list[Outcome]
+        try:
+            found = self.policy.run_batch(
+                [request.prepared for request in requests], cancel=Everyone(requests)
+            )
+        except SinewError as error:
+            return [self._presentable(error) for _ in requests]
+        except BaseException:
+            logger.warning("a batch of %d failed and is computed one by one", len(requests), exc_info=True)
+            return [self._compute_one(request) for request in requests]
+        self._failures, self._broken = 0, None
+        left = CancelledError("the request was cancelled")
+        return [
+            self._presentable(left) if request.cancel.is_set() else each
+            for request, each in zip(requests, found, strict=True)
+        ]
+
+    def _compute_one(self, request: Request) -> Outcome:
+        """Compute a request, and count failures that nobody foresaw. A few in a row may be one client's doing, so the
+        policy is then tried on its own observation: what it says of that is the server's health."""
+        try:
+            self._raise_if_abandoned(request)
+            chunk = self.policy.run(request.prepared, cancel=request.cancel)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
+            if not isinstance(error, SinewError):
+                self._failures += 1
+            if self._failures >= FAILURES:
+                self._failures = 0
+                try:
+                    self.policy.warm_up()
+                    self._broken = None
+                except BaseException as still:  # noqa: BLE001 - told by health
+                    self._broken = (
+                        f"the policy fails ({type(still).__name__}); the server's log has the details"
+                    )
+            return self._presentable(error)
+        self._failures, self._broken = 0, None
+        return chunk
 
     def _raise_if_abandoned(self, request: Request) -> None:
         if self._stopping:
             raise ShuttingDownError
         if request.cancel.is_set():
             raise CancelledError("the request was cancelled")
-        if request.deadline is not None and time.perf_counter() > request.deadline:
-            raise DeadlineError("the deadline passed before the request's turn came")
+        if request.deadline is not None and (late := time.perf_counter() - request.deadline) > 0:
+            raise DeadlineError(f"the deadline passed {1e3 * late:.1f} ms before the request's turn came")
 
     # ------------------------------------------------------------------------- places in the queue
 
@@ -419,7 +474,7 @@ class Scheduler:
 
     def _problem(self) -> str | None:
         """A sentence if no request can be answered."""
-        return self.stuck() or self._computer.broken
+        return self.stuck() or self._broken
 
     def stuck(self) -> str | None:
         """A sentence if a request decodes or computes for so long that it may never end."""

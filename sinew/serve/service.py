@@ -173,7 +173,7 @@ class Service:
             return await future
         except asyncio.CancelledError:
             for request in requests:
-                self.cancel(request)
+                request.abandon()
             raise
 
     async def infer(self, request: Request) -> ActionChunk:
@@ -186,14 +186,17 @@ class Service:
         finally:
             del outcome  # an error knows this frame, and this the error: a circle that keeps the request
 
-    async def outcomes(self, message: WireMessage, requests: Sequence[Request]) -> Sequence[Outcome]:
-        """Return what became of the requests of a message; raises the error of one that has a single observation."""
+    async def outcomes(
+        self, message: WireMessage, decode: Callable[[WireMessage, PixelBudget], Observation], **about: Any
+    ) -> Sequence[Outcome]:
+        """Return what became of each observation of a message; raises the error of a single one. decode: makes an
+        observation of its message. about: the fields of each :class:`Request` that no message has."""
+        limit = message.deadline_ms
+        requests = [
+            Request(decode=partial(decode, each), session=each.session, deadline_ms=limit, **about)
+            for each in message.observations or (message,)
+        ]
         return await self.infer_all(requests) if message.observations else [await self.infer(requests[0])]
-
-    def cancel(self, request: Request) -> None:
-        """The client of this request has left."""
-        if request.home is not None:
-            request.home.cancel(request)
 
     def reset(self, session: str = "", policy: str = "") -> None:
         """A new episode begins: a policy that keeps state between requests forgets the session's.
@@ -212,11 +215,6 @@ class Service:
     def spec(self) -> PolicySpec:
         """Return what the first policy reads and writes."""
         return self.policies.get().spec
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Return what the server says about itself and the first policy."""
-        return self.about()
 
     def about(self, policy: str = "") -> dict[str, Any]:
         """Return what the server says about itself and a policy, with the names of all where there are several.
@@ -333,8 +331,8 @@ class Service:
 
 def _safe(request: Request, outcome: Outcome) -> Outcome:
     """Return the outcome as it may be sent to a robot."""
-    deployment, seen = request.deployment, request.observation
-    if deployment is None or seen is None or not isinstance(outcome, ActionChunk) or outcome.context:
+    seen = request.observation
+    if seen is None or not isinstance(outcome, ActionChunk) or outcome.context:
         return outcome
     if request.borrowed is not None:
         try:
@@ -343,9 +341,8 @@ def _safe(request: Request, outcome: Outcome) -> Outcome:
             return bare(error)
     if request.warnings:
         outcome = replace(outcome, warnings=(*outcome.warnings, *request.warnings))
-    safety = deployment.safety_of(seen)
     try:
-        return outcome if safety is None else safety.enforce(outcome, seen)
+        return outcome if request.safety is None else request.safety.enforce(outcome, seen)
     except SinewError as error:
         return bare(error)
 
@@ -373,13 +370,14 @@ def printable(error: SinewError) -> str:
 
 def _entry(request: Request, outcome: Outcome, seconds: float, missed: bool) -> dict[str, Any]:
     """A line of the access log: who, when, how long; nothing of what was seen, said or done."""
+    seen = request.observation
     entry: dict[str, Any] = {
         "time": round(time.time(), 3),
         "wire": request.wire,
         "client": request.client,
         "session": request.session[:64],
         **({"policy": request.policy[:MAX_SESSION]} if request.policy else {}),
-        **({"adapter": adapter[:MAX_NAME]} if (adapter := _adapter(request)) else {}),
+        **({"adapter": seen.adapter[:MAX_NAME]} if seen is not None and seen.adapter else {}),
         "outcome": outcome.code if isinstance(outcome, SinewError) else "ok",
         "ms": round(1e3 * seconds, 3),
     }
@@ -389,10 +387,6 @@ def _entry(request: Request, outcome: Outcome, seconds: float, missed: bool) -> 
     if missed:
         entry["deadline_missed"] = True
     return entry
-
-
-def _adapter(request: Request) -> str:
-    return "" if request.observation is None else request.observation.adapter
 
 
 def _call_soon(

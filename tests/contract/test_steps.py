@@ -23,6 +23,7 @@ from sinew.core import BundleError, ObservationError, VectorSpec
 from sinew.core.fields import Tagged, from_json, problems, to_json
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables as Tables
 from sinew.processing import Processor
+from sinew.processing.image import apply_image_steps
 from sinew.processing.prompt import Prompter
 from sinew.steps import registry
 from sinew.steps.image.base import ImageStep
@@ -221,7 +222,7 @@ def test_a_frame_is_what_it_was(image: Frame) -> None:
     assert made.shape == (*image.size, 3)
     assert np.array_equal(step.forward(step.taken(UNIT)), made)  # floats are the bytes that they came from
     if step.kind == "letterbox" and image.digest is not None:  # its pixels were written down normalised
-        made = ImageRecipe(*image.size, (step,)).forward(FRAME).transpose(2, 0, 1)
+        made = apply_image_steps(FRAME, ImageRecipe(*image.size, (step,))).transpose(2, 0, 1)
         made = (made - np.float32(0.5)) / np.float32(0.5)
     if image.digest is not None:
         assert digest(made) == image.digest
@@ -671,7 +672,7 @@ def test_a_new_step_is_its_file_and_a_line(tmp_path: Path, monkeypatch: pytest.M
     found = Bundle(tmp_path / "mirror.gguf").manifest.processing.image
     assert found == recipe
     assert str(found).startswith("mirrored 3 times, letterbox")
-    assert np.array_equal(found.forward(FRAME), image.forward(FRAME[:, ::-1]))
+    assert np.array_equal(apply_image_steps(FRAME, found), apply_image_steps(FRAME[:, ::-1], image))
     assert "mirrored 3 times: its library" in Tables.why_not(replace(recipe, steps=(step,)))
     wrong = replace(recipe, steps=(ImageStep.read({"kind": "mirror", "times": 10}),))
     with pytest.raises(BundleError, match=r"image.steps\[0\]: mirror: times: expected 1 to 9, got 10"):

@@ -16,6 +16,7 @@ from sinew.convert import convert
 from sinew.convert.read.bpe import bpe_tokenizer
 from sinew.core import ConvertError, Observation, ObservationError
 from sinew.processing import Processor
+from sinew.processing.image import apply_image_steps
 from tests.golden import Golden
 
 TAG = "oxe_droid_relative_eef_relative_joint"
@@ -74,7 +75,7 @@ def test_every_pixel_after_the_geometry(golden, groot_bundle, name):
     recipe, g = Bundle(groot_bundle(name)).manifest.processing.image, Golden(golden / name)
     geometry = replace(recipe, steps=recipe.steps[:-1])
     for camera in g.cameras:
-        found = geometry.forward(g.numpy(f"frame.{camera}"))
+        found = apply_image_steps(g.numpy(f"frame.{camera}"), geometry)
         assert (found == g.numpy(f"image_uint8.{camera}").transpose(1, 2, 0)).all()
 
 
@@ -101,7 +102,7 @@ def test_other_geometries_of_the_files(golden, tmp_path, name, settings, changes
     g = Golden(golden / name)
     geometry = replace(recipe, steps=recipe.steps[:-1])
     for camera in g.cameras:
-        found = geometry.forward(g.numpy(f"frame.{camera}"))
+        found = apply_image_steps(g.numpy(f"frame.{camera}"), geometry)
         assert (found == g.numpy(f"alt.{alternative}.{camera}").transpose(1, 2, 0)).all()
 
 
@@ -109,7 +110,7 @@ def test_the_crop_of_nvidias_n15_configurations(golden, groot_bundle):
     manifest = Bundle(groot_bundle("groot-n15-nvidia")).manifest
     g = Golden(golden / "groot-n15")
     for camera in g.cameras:
-        found = manifest.processing.image.forward(g.numpy(f"frame.{camera}"))
+        found = apply_image_steps(g.numpy(f"frame.{camera}"), manifest.processing.image)
         assert (found == g.numpy(f"alt.nvidia_crop.{camera}").transpose(1, 2, 0)).all()
     assert "['" not in Processor(manifest).prompter.text("pick it up", np.zeros(9))  # LeRobot's own
     assert any("min_max assumed" in note for note in manifest.provenance.notes)

@@ -379,7 +379,7 @@ class StreamMessages:
         try:
             return taker.take(asker, [], header, memoryview(data))
         finally:
-            for robot in list(taker._robots.values()):
+            for robot in list(taker.robots.values()):
                 with contextlib.suppress(SinewError):
                     robot.session.read()
                 with contextlib.suppress(SinewError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,10 +57,11 @@ def test_every_step_runs_once_for_a_request(policy, observation, monkeypatch):
         (Prompter, "encode"),
     ):
         count(owner, name)
+    policy.processor._fitting.clear()
     policy.infer(observation)
-    views = len(observation.images)
+    views, shapes = len(observation.images), len({each.shape for each in observation.images.values()})
     assert calls == {
-        "check_frame": views,
+        "check_frame": shapes,
         "prepare_frame": views,
         "state": 1,
         "_noise": 1,
@@ -67,6 +69,32 @@ def test_every_step_runs_once_for_a_request(policy, observation, monkeypatch):
         "unnormalize": 1,
         "encode": 1,
     }
+    policy.infer(observation)  # whose frames have the shape of those that were looked at
+    assert (calls["check_frame"], calls["prepare_frame"]) == (shapes, 2 * views)
+    other = {name: np.zeros((*frame.shape[:2], 4), np.uint8) for name, frame in observation.images.items()}
+    with pytest.raises(ObservationError, match="expected an RGB image"):
+        policy.infer(replace(observation, images=other))
+
+
+def test_of_frames_that_fit_so_many_shapes_are_remembered(policy, observation):
+    """Shapes come from clients; one that is not remembered is looked at each time."""
+    known = policy.processor._fitting
+    known.clear()
+    try:
+        for width in range(100, 200):
+            frames = {name: np.zeros((90, width, 3), np.uint8) for name in observation.images}
+            policy.check(replace(observation, images=frames))
+        assert known == {(90, width, 3) for width in range(100, 100 + processor.MOST_SHAPES)}
+    finally:
+        known.clear()
+
+
+def test_what_is_remembered_of_an_instruction_is_nobodys_to_change(policy, observation):
+    prompter = policy.processor.prompter
+    first = prompter.encode(observation.prompt, observation.state)
+    wanted = first.tolist()
+    first[:] = 0
+    assert prompter.encode(observation.prompt, observation.state).tolist() == wanted
 
 
 def test_a_cameras_frames_are_read_where_they_lie(policy, observation):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -115,8 +116,8 @@ def test_prompts_that_cannot_be_are_refused_by_name():
     state = np.zeros(1)
     for encode, said, tokens in (
         (asked.encode, "up up down", [0, 0, 1]),
-        (asked.encode_subtask, "up", [4, 0]),
-        (asked.encode_question, "up", [2, 0]),
+        (partial(asked.encode_asked, "subtask"), "up", [4, 0]),
+        (partial(asked.encode_asked, "question"), "up", [2, 0]),
     ):
         assert encode(said, state).tolist() == tokens
         assert encode(said, state).dtype == np.int64
@@ -133,12 +134,12 @@ def test_prompts_that_cannot_be_are_refused_by_name():
             "prompt: expected an instruction, as 'pick up the red cube' (this policy has none",
         ),
         (
-            asked.encode_subtask,
+            partial(asked.encode_asked, "subtask"),
             "",
             "prompt: expected an instruction, of which a subtask is said, got an empty string",
         ),
         (
-            told.encode_question,
+            partial(told.encode_asked, "question"),
             "",
             "question: expected a question, as 'what is in the gripper?', got an empty str",
         ),
@@ -149,8 +150,16 @@ def test_prompts_that_cannot_be_are_refused_by_name():
             "x" * (MAX_CHARACTERS + 1),
             f"prompt: expected at most {MAX_CHARACTERS} characters, got 65537",
         ),
-        (silent.encode_subtask, "up", "subtask: expected nothing, as this bundle has no prompt for it"),
-        (silent.encode_question, "up", "question: expected nothing, as this bundle has no prompt for it"),
+        (
+            partial(silent.encode_asked, "subtask"),
+            "up",
+            "subtask: expected nothing, as this bundle has no prompt",
+        ),
+        (
+            partial(silent.encode_asked, "question"),
+            "up",
+            "question: expected nothing, as this bundle has no prompt",
+        ),
     ):
         with pytest.raises(ObservationError) as error:
             encode(said, state)

@@ -47,7 +47,7 @@ class Seeing(Puppet):
 def served(path: Path, policy: Puppet, limit: int = 1 << 24, about: Any = None) -> Iterator[str]:
     """Yield the address of a Unix socket. No map may be left at the end."""
     with desk(policy=policy) as there:
-        there.service.metadata["server"].update(about or {})
+        there.service.about()["server"].update(about or {})
         (wire,) = open_wires({"native": str(path)}, Listen(max_message_bytes=limit))
         wire.start(there.service)
         try:

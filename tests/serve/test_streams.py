@@ -103,7 +103,7 @@ def test_a_robot_streams_and_goes_on_with_a_restarted_server(policy: Policy) -> 
         assert newest.rows.shape == (6, 1)
         assert newest.frame_time <= newest.sample_time
         assert newest.step > newest.sample_time * RATE
-        assert len(server.streams) == 1
+        assert len(server.streams.robots) == 1
     before = loop.controller.chunks
     for _ in range(12):  # nobody is there: windows run out, the robot holds, and nothing is raised
         loop.tick(loop.pace.next())
@@ -111,9 +111,9 @@ def test_a_robot_streams_and_goes_on_with_a_restarted_server(policy: Policy) -> 
     port = int(address.rpartition(":")[2])
     with serving(policy, Listen(port=port)) as server:
         drive(loop, before + 10)
-        assert len(server.streams) == 1
+        assert len(server.streams.robots) == 1
         link.close()
-        until(lambda: not len(server.streams), "the end of the stream")
+        until(lambda: not len(server.streams.robots), "the end of the stream")
     report = StreamReport.of(loop)
     assert report.windows == loop.controller.chunks
     assert {
@@ -138,12 +138,12 @@ def test_a_planner_changes_the_instruction_in_mid_stream(policy: Policy) -> None
         planner = Planner(plan, 0.01, loop.seen, loop.say)
         planner.once()  # there is nothing to see yet
         drive(loop, 3)
-        (robot,) = server.streams._robots.values()
+        (robot,) = server.streams.robots.values()
         assert robot.session.prompt == "go"
         planner.once()
         until(lambda: loop.tick(loop.pace.next()) or robot.session._seen[1] == "stop", "a prefix of it")
         drive(loop, loop.controller.chunks + 3)
-        assert list(server.streams._robots.values()) == [robot]
+        assert list(server.streams.robots.values()) == [robot]
         planner.once()
         planner.close()
         loop.close()
@@ -154,8 +154,8 @@ def test_a_connection_that_breaks_ends_its_streams(policy: Policy) -> None:
     with serving(policy) as server:
         link = StreamLink(server.native, RATE)
         until(lambda: link.send([0, 0], 0.0, images={"front": FRAME}, prompt="go"))
-        until(lambda: len(server.streams))
-        (peer,) = server.opened["native"]._ledger.open
+        until(lambda: len(server.streams.robots))
+        (peer,) = server.opened["native"].ledger.open
         alive = {
             name: peer.socket.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
             for name, _ in KEEPALIVE
@@ -163,7 +163,7 @@ def test_a_connection_that_breaks_ends_its_streams(policy: Policy) -> None:
         }
         assert link._link is not None
         link._link.shut()
-        until(lambda: not len(server.streams))
+        until(lambda: not len(server.streams.robots))
         link.close()
     # One that lost power or network says nothing: the system finds it.
     assert alive == {name: value for name, value in KEEPALIVE if name in alive}
@@ -173,12 +173,12 @@ def test_a_stream_that_is_begun_anew_knows_nothing_of_the_old_one(policy: Policy
     with serving(policy) as server:
         link = StreamLink(server.native, RATE)
         until(lambda: link.send([0, 0], 0.0, images={"front": FRAME}, prompt="go"))
-        until(lambda: len(server.streams))
-        (old,) = server.streams._robots.values()
+        until(lambda: len(server.streams.robots))
+        (old,) = server.streams.robots.values()
         link.restart()
         until(lambda: link.send([0, 0], 0.1, prompt="go"))
-        until(lambda: [*server.streams._robots.values()] not in ([], [old]), "another session")
-        (new,) = server.streams._robots.values()
+        until(lambda: [*server.streams.robots.values()] not in ([], [old]), "another session")
+        (new,) = server.streams.robots.values()
         until(lambda: new.session.samples, "its first sample")  # it is known before its sample is taken
         assert (new.session.frames, new.session.samples) == (0, 1)
         link.close()
@@ -248,7 +248,7 @@ def test_streams_are_bounded(server: SimpleNamespace, monkeypatch: pytest.Monkey
     asked = [message(session=str(number)) for number in range(streams.PER_CONNECTION + 1)]
     with pytest.raises(ServerError, match="streams of this connection run"):
         decode_window(answer(server.native, *asked))
-    until(lambda: not len(server.streams))
+    until(lambda: not len(server.streams.robots))
     monkeypatch.setattr(streams, "MAX_STREAMS", 0)
     with pytest.raises(ServerError, match="this server takes no more"):
         decode_window(answer(server.native, message()))
@@ -277,15 +277,15 @@ class Asker:
         self.requests: set[Any] = set()
         self.sent: list[bytes] = []
 
-    def reply(self, frames: list[Any], request: Any) -> None:
+    def reply(self, frames: list[Any], size: int = 0) -> None:
         self.sent.append(frames[-1])
 
 
 def test_windows_that_nobody_reads_are_dropped(policy: Policy) -> None:
     with serving(policy) as made:
         taker, asker = made.streams, Asker()
-        assert take(taker, asker, message())
-        (robot,) = taker._robots.values()
+        take(taker, asker, message())
+        (robot,) = taker.robots.values()
         window = streams.Window(1, np.zeros((6, 1), np.float32), 0.0, 0.0)
         robot.window(window)
         asker.unsent = streams.MAX_UNREAD + 1
@@ -295,7 +295,7 @@ def test_windows_that_nobody_reads_are_dropped(policy: Policy) -> None:
         assert decode_window(asker.sent[0]).label
         for each in list(asker.requests):  # as the wire does when a connection ends
             each.abandon()
-        assert (len(taker), asker.requests) == (0, set())
+        assert (len(taker.robots), asker.requests) == (0, set())
 
 
 def test_windows_pass_limits_that_are_per_row(policy: Policy) -> None:
@@ -304,8 +304,8 @@ def test_windows_pass_limits_that_are_per_row(policy: Policy) -> None:
     safety._fixed = safety._allowed((6, 1))
     with serving(policy, safety=safety) as made:
         asker = Asker()
-        assert take(made.streams, asker, message())
-        (robot,) = made.streams._robots.values()
+        take(made.streams, asker, message())
+        (robot,) = made.streams.robots.values()
         state = np.zeros(2, np.float32)
         for count in (4, 6, 11):
             robot.window(
@@ -325,7 +325,7 @@ def test_the_places_of_silent_robots_are_given_away(policy: Policy, monkeypatch:
         lost, quiet, live, late = Asker(), Asker(), Asker(), Asker()
 
         def there() -> set[Asker]:
-            return {robot.asker for robot in taker._robots.values()}
+            return {robot.peer for robot in taker.robots.values()}
 
         take(taker, lost, message())
         now[0] = 1.0
@@ -333,16 +333,16 @@ def test_the_places_of_silent_robots_are_given_away(policy: Policy, monkeypatch:
         with pytest.raises(SinewError, match="this server takes no more"):
             take(taker, live, message())  # both have just been heard
         now[0] = 1.0 + streams.SPARE_S + 0.1
-        assert take(taker, live, message())
+        take(taker, live, message())
         assert there() == {quiet, live}  # the most silent one alone made room
         assert lost.requests == set()
         now[0] += streams.SILENT_S - 1.0
-        assert take(taker, live, message())
+        take(taker, live, message())
         assert taker.end_silent() == 1
         assert there() == {live}
         now[0] += streams.SILENT_S
         assert taker.end_silent() == 1
-        assert take(taker, late, message())
+        take(taker, late, message())
         assert there() == {late}
 
 
@@ -352,13 +352,13 @@ def test_no_client_keeps_the_others_out(policy: Policy, monkeypatch: pytest.Monk
     with serving(policy) as made:
         hogs = [Asker(), Asker()]
         for hog, name in ((hogs[0], "a"), (hogs[0], "b"), (hogs[1], "a"), (hogs[1], "b")):
-            assert take(made.streams, hog, message(session=name))
+            take(made.streams, hog, message(session=name))
 
         def held() -> list[str]:
-            return [f"{robot.asker.address} {robot.name}" for robot in made.streams._robots.values()]
+            return [f"{robot.peer.address} {robot.name}" for robot in made.streams.robots.values()]
 
         other = Asker("10.0.0.2")
-        assert take(made.streams, other, message())  # an address that had none
+        take(made.streams, other, message())  # an address that had none
         assert held() == ["10.0.0.1 a", "10.0.0.1 b", "10.0.0.1 a", "10.0.0.2 "]
         with pytest.raises(ServerError, match="another client had none"):
             decode_window(hogs[1].sent[-1])
@@ -367,11 +367,11 @@ def test_no_client_keeps_the_others_out(policy: Policy, monkeypatch: pytest.Monk
         with pytest.raises(SinewError, match="this server takes no more"):
             take(made.streams, other, message(session="b"))  # it has one
         near = Asker()
-        assert take(made.streams, near, message())  # a connection that had none, of the address that has most
+        take(made.streams, near, message())  # a connection that had none, of the address that has most
         assert held() == ["10.0.0.1 a", "10.0.0.1 a", "10.0.0.2 ", "10.0.0.1 "]
         with pytest.raises(SinewError, match="this server takes no more"):
             take(made.streams, Asker(), message())  # each has one by now
-        assert take(made.streams, Asker("10.0.0.3"), message())
+        take(made.streams, Asker("10.0.0.3"), message())
 
 
 def test_a_clock_that_goes_back_is_refused_and_the_stream_begins_anew(server: SimpleNamespace) -> None:
@@ -381,15 +381,15 @@ def test_a_clock_that_goes_back_is_refused_and_the_stream_begins_anew(server: Si
     ) as refusal:
         decode_window(answer(server.native, message(time=1e8), message(time=1.0)))
     assert refusal.value.code == "bad_observation"
-    until(lambda: not len(server.streams))
+    until(lambda: not len(server.streams.robots))
     taker, asker = server.streams, Asker()
     for time in (2.0, 2.0, 2.5):
-        assert take(taker, asker, message(time=time))
-    (before,) = taker._robots.values()
+        take(taker, asker, message(time=time))
+    (before,) = taker.robots.values()
     with pytest.raises(SinewError, match="time: expected 2.5 s"):
         take(taker, asker, message(time=1.0))
-    assert take(taker, asker, message(time=1.1))
-    (after,) = taker._robots.values()
+    take(taker, asker, message(time=1.1))
+    (after,) = taker.robots.values()
     assert (before.ended, after.ended, after.session.samples) == (True, False, 1)
     after.abandon()
 
@@ -441,7 +441,7 @@ def test_streams_of_a_policy_that_is_unloaded_end(rolling_bundle: Path, policy: 
         drive(loop, 3)
         gone = weakref.ref(server.service.policies.get("b").scheduler.policy)
         swapper.unload("b")
-        assert len(server.streams) == len(server.streams.loops) == 0
+        assert len(server.streams.robots) == len(server.streams.loops) == 0
         until(lambda: gone() is None, "its end")
         refused = "policy: expected one of default"  # after the word that its stream has ended, or before
         until(lambda: loop.tick(loop.pace.next()) or refused in (link.error or ""), "a refusal")
@@ -546,20 +546,20 @@ def test_a_silent_stream_ends_without_a_message_of_anybody(policy: Policy) -> No
     with serving(policy) as server:
         taker, wire, now = server.streams, server.opened["native"], [0.0]
         taker._clock = lambda: now[0]
-        assert taker.patience() is None
+        assert taker.patience() == float("inf")
         assert wire._patience() is None
         link = StreamLink(server.native, RATE)
         until(lambda: link.send([0, 0], 0.0, prompt="go"))
-        until(lambda: len(taker))
+        until(lambda: len(taker.robots))
         now[0] = 4.0
         until(lambda: wire._patience() == streams.SILENT_S - 4.0, "the time that is left")
         now[0] = streams.SILENT_S
         assert taker.patience() == 0.0
         wire.wake(None)  # as the end of that time would
-        until(lambda: not len(taker), "the end of the stream")
+        until(lambda: not len(taker.robots), "the end of the stream")
         until(lambda: not len(taker.loops), "the end of its loop")
         until(lambda: link.send([0, 0], 20.0), "the robot again")
-        until(lambda: len(taker))
+        until(lambda: len(taker.robots))
         link.close()
 
 
@@ -571,9 +571,9 @@ def test_a_server_with_max_age_refuses_streams_by_name(policy: Policy) -> None:
         take(made.streams, Asker(), message())
 
 
-def take(taker: Any, asker: Asker, request: schema.PredictRequest) -> bool:
+def take(taker: Any, asker: Asker, request: schema.PredictRequest) -> None:
     header = SimpleNamespace(kind=request.kind, session=request.session, policy=request.policy)
-    return taker.take(asker, [], header, memoryview(request.SerializeToString()))
+    taker.take(asker, [], header, memoryview(request.SerializeToString()))
 
 
 FIELDS = st.fixed_dictionaries(
@@ -609,8 +609,8 @@ def test_messages_of_any_content_are_taken_or_refused(policy: Policy, given: lis
     for fields in given:
         with contextlib.suppress(SinewError):
             take(taker, asker, message(**fields))
-        assert len(taker) <= streams.PER_CONNECTION
-        for robot in list(taker._robots.values()):
+        assert len(taker.robots) <= streams.PER_CONNECTION
+        for robot in list(taker.robots.values()):
             with contextlib.suppress(SinewError):
                 robot.session.read()
             window = robot.session.run()

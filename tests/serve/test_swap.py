@@ -124,7 +124,7 @@ def test_a_client_that_leaves_the_old_policy(tmp_path):
         changing.start()
         until(lambda: at.service.scheduler is not at.scheduler)
         (job,) = at.scheduler._running
-        at.service.cancel(job)  # the one that holds the old policy back
+        job.abandon()  # the one that holds the old policy back
         changing.join(WAIT_S)
         asking.join(WAIT_S)
         assert not changing.is_alive()

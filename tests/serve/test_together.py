@@ -92,11 +92,11 @@ def test_a_full_queue_gives_the_newest_place_of_who_has_most() -> None:
     assert not queue.leave(newest)
     enter(ask("c"))
     assert queue.room(ask("d")) == pair  # the whole message
-    assert queue.newest(first.episode) is first
-    assert queue.newest(None) is None
+    assert queue.newest.get(first.episode) is first
+    assert queue.newest.get(None) is None
     assert [queue.leave(each) for each in (pair[0], first)] == [True, True]
-    assert queue.newest(first.episode) is None
-    assert queue.newest(other.episode) is other
+    assert queue.newest.get(first.episode) is None
+    assert queue.newest.get(other.episode) is other
     assert queue.count == 3
     assert queue.leave(pair[1])
     assert (queue.count, len(list(queue))) == (2, 2)
@@ -235,7 +235,7 @@ def test_eval_asks_a_server_in_messages(
     assert '"batch": 2' in capsys.readouterr().out
     after = served.service.health()
     assert after["batches"] - before["batches"] < after["served"] - before["served"]
-    monkeypatch.setitem(served.service.metadata["server"], "max_batch", 1)
+    monkeypatch.setitem(served.service.about()["server"], "max_batch", 1)
     assert main(typed) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "batch 2: this server computes one observation at a time; `sinew serve --max-batch auto`" in said

@@ -34,6 +34,7 @@ from sinew.serve.dashboard.follow import ServerSeen
 from sinew.serve.dashboard.news import records
 from sinew.serve.decode import array as arrays
 from sinew.serve.opening import open_policy
+from sinew.serve.request import Request
 from sinew.serve.safety import Safety
 from sinew.serve.wires import http
 from sinew.sim.experts import Expert, expert_spec
@@ -265,8 +266,8 @@ def test_who_leaves_ends_a_text_between_two_tokens(policy: Policy, monkeypatch: 
     monkeypatch.setattr(model, "continue_text", continued)
     body = json.dumps(posted(policy, question=QUESTION, text_tokens=256)).encode()
     with desk(("web",), policy=policy) as found:
-        cancel = found.service.cancel
-        monkeypatch.setattr(found.service, "cancel", lambda request: (cancel(request), gone.set()))
+        abandon = Request.abandon
+        monkeypatch.setattr(Request, "abandon", lambda request: (abandon(request), gone.set()))
         host, port = found.web.rpartition("/")[2].rsplit(":", 1)
         with socket.create_connection((host, int(port)), START_S) as leaver:
             head = f"POST /vqa HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -234,14 +234,14 @@ def test_unfinished_frames_of_many_peers(monkeypatch):
         for peer in peers:
             with contextlib.suppress(ConnectionError):
                 peer.sendall(frame(b"x" * (7 << 20), 0, 8 << 20))
-        books = at.opened["native"]._ledger
+        books = at.opened["native"].ledger
         until(lambda: len(books.open) <= 3, "the greatest to be closed")
         assert books.held <= books.limit_bytes // 4
 
 
 def test_a_slow_request_is_closed():
     with desk() as at:
-        books = at.opened["native"]._ledger
+        books = at.opened["native"].ledger
         books.limit_s = 0.2
         with shake(at.native) as peer, connect(at.native) as silent:
             peer.sendall(frame(b"x" * 100, 0, 5000))
@@ -263,7 +263,7 @@ def test_connections_have_a_limit_and_idle_strangers_make_place():
             assert robot.health()["status"] == "ok"
             for _ in range(30):
                 stack.enter_context(connect(at.native))
-            assert len(at.opened["native"]._ledger.open) <= 8
+            assert len(at.opened["native"].ledger.open) <= 8
             assert robot.health()["status"] == "ok"  # never closed for a stranger
 
 
@@ -294,7 +294,7 @@ def test_a_client_that_reads_nothing_is_not_read_from():
                 sent += greedy.send(ask)
         except TimeoutError:
             pass
-        (peer,) = wire._ledger.open
+        (peer,) = wire.ledger.open
         assert peer.unsent <= (1 << 20) + (1 << 16)
         assert sent < 512 << 20
         with Client(at.native, timeout=WAIT_S) as robot:
@@ -307,7 +307,7 @@ def test_a_sender_of_refused_requests_is_slowed_down():
         wire = at.opened["native"]
         for _ in range(50):
             stranger.sendall(zmtp.message([b"", b"\x08\x01" * 200]))
-        (peer,) = wire._ledger.open
+        (peer,) = wire.ledger.open
         until(lambda: peer.refusals >= 4)
         assert peer.paused or peer.refusals < 50
         with Client(at.native, timeout=WAIT_S, api_key="secret") as robot:
@@ -323,6 +323,6 @@ def test_sockets_of_the_library_that_leave_no_trace():
                     made.connect(at.native)
                     made.send(request(1))
                     assert made.poll(WAIT_S * 1e3)
-        books = at.opened["native"]._ledger
+        books = at.opened["native"].ledger
         until(lambda: not books.open)
         assert (books.held, books.strangers_held) == (0, 0)

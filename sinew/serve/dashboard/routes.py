@@ -129,7 +129,7 @@ class Dashboard:
     def _about(self) -> dict[str, Any]:
         service = self._service
         safety = service.policies.get().safety
-        return service.metadata | {
+        return service.about() | {
             "state_range": None if safety is None else safety.state_range(),
             "deadline_ms": service.deadline_ms,
             "as_seen": self.feed.image is not None,

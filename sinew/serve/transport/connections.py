@@ -24,7 +24,7 @@ class Connections:
     """See :class:`Ledger` for the limits."""
 
     def __init__(self, name: str, limit: int, limit_bytes: int, limit_s: float):
-        self.ledger = Ledger(name, limit, limit_bytes, self._close_account, limit_s)
+        self.ledger = Ledger(name, limit, limit_bytes, self.close, limit_s)
         self._loop = asyncio.get_running_loop()
         self._quiet = RateLimitedLog(logger)
 
@@ -47,10 +47,6 @@ class Connections:
         self.ledger.forget(connection)
         if connection.transport is not None:
             connection.transport.abort()
-
-    def _close_account(self, account: Account, reason: str) -> None:
-        assert isinstance(account, Connection)
-        self.close(account, reason)
 
 
 class Connection(Account, asyncio.Protocol):

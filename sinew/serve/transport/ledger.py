@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from sinew.core.rate_limited_log import RateLimitedLog
 
@@ -43,7 +44,10 @@ class Account:
         return self.arriving + self.waiting
 
 
-class Ledger:
+A = TypeVar("A", bound=Account)  # as a transport has them
+
+
+class Ledger(Generic[A]):
     """limit: connections at once. limit_bytes: received and not yet answered, of all of them together; beyond it the
     connection that holds most is closed, so that the ones with ordinary requests go on. limit_s: for one request to
     arrive.
@@ -52,19 +56,19 @@ class Ledger:
     """
 
     def __init__(
-        self, name: str, limit: int, limit_bytes: int, close: Callable[[Account, str], None], limit_s: float
+        self, name: str, limit: int, limit_bytes: int, close: Callable[[A, str], None], limit_s: float
     ):
         self.name = name
         self.limit = limit
         self.limit_bytes = limit_bytes
         self.limit_s = limit_s
-        self.open: set[Account] = set()
+        self.open: set[A] = set()
         self.held = 0
         self.strangers_held = 0
         self._close = close
         self._quiet = RateLimitedLog(logger)
 
-    def admit(self, account: Account, now: float) -> bool:
+    def admit(self, account: A, now: float) -> bool:
         """Count a new connection in, in place of an idle one if the server is full. False: there is no place."""
         if len(self.open) >= self.limit and not self._make_place(now):
             self._quiet.warning("%s: a connection was refused: %d are open", self.name, len(self.open))
@@ -72,7 +76,7 @@ class Ledger:
         self.open.add(account)
         return True
 
-    def arrived(self, account: Account, size: int, now: float) -> None:
+    def arrived(self, account: A, size: int, now: float) -> None:
         """So many bytes of a request are there. May close connections, also this one."""
         if account.since is None:
             account.since = now
@@ -82,24 +86,24 @@ class Ledger:
         if size > 0:
             self._make_room()
 
-    def whole(self, account: Account) -> int:
+    def whole(self, account: A) -> int:
         """The request that was arriving is there. Returns its bytes, for ``answered``."""
         size, account.arriving, account.since = account.arriving, 0, None
         account.waiting += size
         return size
 
-    def answered(self, account: Account, size: int) -> None:
+    def answered(self, account: A, size: int) -> None:
         account.waiting -= size
         self._count(account, -size)
 
-    def prove(self, account: Account) -> None:
+    def prove(self, account: A) -> None:
         """A request of this connection was taken."""
         if not account.proven:
             if account in self.open:
                 self.strangers_held -= account.held
             account.proven = True
 
-    def forget(self, account: Account) -> None:
+    def forget(self, account: A) -> None:
         if account in self.open:
             self._count(account, -account.held)
             self.open.discard(account)
@@ -113,7 +117,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------- parts
 
-    def _count(self, account: Account, size: int) -> None:
+    def _count(self, account: A, size: int) -> None:
         if account in self.open:
             self.held += size
             if not account.proven:

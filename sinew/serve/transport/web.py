@@ -355,11 +355,15 @@ class WebServer:
             service.reset(message.session, policy)
             return dialect.reset()
         spec = service.policies.get(policy).spec
-        requests = message.requests(
-            *(dialect.name, lambda each, budget: dialect.observation(each, spec, budget), client, arrived),
-            *(connection, policy),
+        outcomes = await service.outcomes(
+            message,
+            lambda each, budget: dialect.observation(each, spec, budget),
+            wire=dialect.name,
+            client=client,
+            arrived=arrived,
+            connection=connection,
+            policy=policy,
         )
-        outcomes = await service.outcomes(message, requests)
         return dialect.answer(message, outcomes, 1e3 * (time.perf_counter() - arrived), previous_ms)
 
     async def _fail(self, socket: web.WebSocketResponse, text: str) -> None:

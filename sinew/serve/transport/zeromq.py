@@ -4,6 +4,9 @@ The loop sleeps in one poll. Requests wake it through their sockets. Replies are
 far as the socket takes them at once; the loop sends the rest. Everything that a peer can make the server keep has a
 bound: connections, bytes (``ledger.py``), frames, replies that it does not read, and work on the loop: whoever sends
 what is refused is not read from for a while, longer each time.
+
+A codec's requests are single frames. It looks them over on the loop, decodes them on the scheduler's threads, and
+writes the replies.
 """
 
 from __future__ import annotations
@@ -16,17 +19,19 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sinew_client import shared, zmtp
 from sinew_client.link import set_options
 
-from sinew.core import PolicySpec, SinewError
+from sinew.core import BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.core.rate_limited_log import RateLimitedLog
+from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.request import Outcome, Request
 from sinew.serve.service import Service
-from sinew.serve.transport.exchange import Codec, Exchange, Series
 from sinew.serve.transport.ledger import HELD_REQUESTS, SWEEP_S, Account, Ledger
 from sinew.serve.transport.listen import Listen
 
@@ -39,6 +44,46 @@ ACCEPTS = 16  # connections taken at once,
 ACCEPT_PAUSE_S = 0.02  # and then none for so long
 REFUSAL_PAUSE_S = 0.02  # after a refused request nothing is read from its connection; doubled for each
 MAX_PAUSE_S = 1.0  # more in a row, up to this
+MAX_ROUTING_ID = 255  # bytes, ZeroMQ's own limit
+MAX_ENVELOPE = 8  # frames: one routing id per proxy on the way, and the empty frame
+
+Envelope = list[zmtp.Frame]
+
+
+class Codec(Protocol):
+    """One protocol of requests and replies, each one frame."""
+
+    name: str
+    # Takes messages that get no reply of their own (wires/streams.py); None where there are none
+    streams: Any
+
+    def bind(self, service: Service) -> None:
+        """The policy is loaded; called once, before the first request."""
+
+    def peek(self, payload: memoryview) -> Any:
+        """Return the header of a request: its ``session``, ``policy`` (the name of the one that is asked),
+        ``deadline_ms``, and ``error``: why it is refused, or None. Never raises, and cheap: it runs on the loop."""
+
+    def authorize(self, header: Any) -> None:
+        """Raises UnauthorizedError."""
+
+    def control(self, header: Any, peer: Peer | None = None) -> bytes | None:
+        """The reply to everything that is not an inference; None for an inference."""
+
+    def decoders(
+        self, header: Any, payload: memoryview, frames: shared.ReceivedFrames | None = None
+    ) -> Sequence[Callable[[PixelBudget], Observation]]:
+        """The observations of one request, usually one; each runs on the decode thread. shared: memory that its frames
+        may lie in."""
+
+    def encode(self, header: Any, outcomes: Sequence[Outcome], server_ms: float) -> bytes:
+        """The reply to an inference, an outcome per decoder. server_ms: from arrival to now."""
+
+    def encode_error(self, header: Any, error: SinewError) -> bytes:
+        """The reply to a request that failed; header is None where the message could not be read."""
+
+    def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
+        """See Wire."""
 
 
 class ZeroMQWire:
@@ -61,11 +106,11 @@ class ZeroMQWire:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._ledger = Ledger(
+        self.ledger = Ledger(
             self.name,
             listen.max_connections,
             HELD_REQUESTS * self._limit,
-            self._close_account,
+            self.close,
             listen.arrival_s,
         )
         self._selector = selectors.DefaultSelector()
@@ -85,7 +130,6 @@ class ZeroMQWire:
         self._service = service
         self.codec.bind(service)
         self._streams = self.codec.streams
-        self._exchange = Exchange(self.codec, service, self._limit)
         self._thread = service.supervisor.thread(f"sinew-{self.name}", self._loop)
 
     def stop(self) -> None:
@@ -95,8 +139,7 @@ class ZeroMQWire:
             self._thread.join()
         if self._streams is not None:
             self._streams.stop()
-        for peer in list(self._ledger.open):
-            assert isinstance(peer, Peer)
+        for peer in list(self.ledger.open):
             self.close(peer, "the server stops")
         self._selector.close()
         if self._path:  # before the socket is closed: then the name may be another server's
@@ -115,11 +158,11 @@ class ZeroMQWire:
             self._step(self._patience())
             if (now := time.monotonic()) - swept > SWEEP_S:
                 swept = now
-                self._ledger.sweep(now)
-            if self._streams:
+                self.ledger.sweep(now)
+            if self._streams is not None and self._streams.robots:
                 self._streams.end_silent()
         end = time.monotonic() + LINGER_S
-        while any(isinstance(each, Peer) and each.unsent for each in self._ledger.open):
+        while any(each.unsent for each in self.ledger.open):
             if (left := end - time.monotonic()) <= 0:
                 break
             self._step(left)
@@ -127,12 +170,12 @@ class ZeroMQWire:
     def _patience(self) -> float | None:
         """Seconds until there is something to do although nobody sends."""
         times = [self._paused[0][0] - time.monotonic()] if self._paused else []
-        for each in self._ledger.open:
+        for each in self.ledger.open:
             if each.since is not None:
                 times.append(SWEEP_S)
                 break
-        if self._streams and (left := self._streams.patience()) is not None:
-            times.append(left)
+        if self._streams is not None and self._streams.robots:
+            times.append(self._streams.patience())
         return max(0.0, min(times)) if times else None
 
     def _step(self, timeout_s: float | None) -> None:
@@ -181,7 +224,7 @@ class ZeroMQWire:
             )
             if self._path and shared.AVAILABLE:
                 peer.shares = self._limit
-            if not self._ledger.admit(peer, time.monotonic()):
+            if not self.ledger.admit(peer, time.monotonic()):
                 peer.end()
                 continue
             self._service.metrics.connection(self.name, +1)
@@ -216,7 +259,7 @@ class ZeroMQWire:
 
     def _handle(self, peer: Peer) -> None:
         """Take the messages that are there."""
-        framing, ledger, now = peer.framing, self._ledger, time.monotonic()
+        framing, ledger, now = peer.framing, self.ledger, time.monotonic()
         try:
             while not (peer.closed or peer.paused or peer.unsent > MAX_UNSENT):
                 message = framing.next()
@@ -229,7 +272,7 @@ class ZeroMQWire:
                         peer.since = None
                     return
                 if not peer.closed:
-                    self._exchange.take(peer, message, ledger.whole(peer))
+                    self._take(peer, message, ledger.whole(peer))
                     if framing.between:  # a thread may wait for this one to sleep, so that it can begin
                         return
         except zmtp.ZmtpError as error:
@@ -238,7 +281,7 @@ class ZeroMQWire:
     def _watch(self, peer: Peer) -> None:
         """Wait for what this connection needs now, and free what other threads have answered."""
         while peer.freed:
-            self._ledger.answered(peer, peer.freed.popleft())
+            self.ledger.answered(peer, peer.freed.popleft())
         if peer.broken and not peer.closed:
             self.close(peer, "")
         if peer.closed:
@@ -262,20 +305,83 @@ class ZeroMQWire:
             self._selector.modify(peer.socket, wanted, peer)
         peer.watched = wanted
 
+    # ------------------------------------------------------------------------- requests
+
+    def _take(self, peer: Peer, message: zmtp.Message, size: int) -> None:
+        """Answer one message, or submit what it asks. size: what it holds of its connection's account."""
+        codec, service, arrived = self.codec, self._service, time.perf_counter()
+        header, (envelope, payload) = None, _open(message)
+        count = message.count - len(envelope)
+        try:
+            if message.size > self._limit:
+                raise RequestError(f"request: expected at most {self._limit} bytes, got {message.size}")
+            if count != 1:
+                raise RequestError(f"expected a single-frame request, got {count} frames")
+            content = memoryview(payload[0])
+            header = codec.peek(content)
+            if header.error is not None:
+                raise header.error
+            if service.wants_key:
+                codec.authorize(header)
+                peer.prove()
+            if (reply := codec.control(header, peer)) is not None:
+                peer.reply([*envelope, reply], size)
+                return
+            if codec.streams is not None and header.kind in codec.streams.KINDS:
+                codec.streams.take(peer, envelope, header, content)
+                peer.prove()
+                peer.freed.append(size)
+                return
+            decoders = codec.decoders(header, content, peer.shared)
+        except Exception as error:  # whatever it is, the other clients are served on
+            told = error if isinstance(error, SinewError) else SinewError("internal error")
+            if told is error:
+                service.refused(self.name, peer.address, told)
+                self._refuse(peer)
+            else:
+                logger.exception("a request could not be taken")
+            peer.reply([*envelope, codec.encode_error(header, told)], size)
+            return
+        peer.prove()
+        # Observations of one batch do not replace each other.
+        session = header.session if len(decoders) == 1 else ""
+        about = session, header.deadline_ms, arrived, peer, None, header.policy
+        requests = [Request(self.name, decode, peer.address, *about) for decode in decoders]
+        peer.requests.update(requests)
+        service.submit_all(requests, partial(self._reply, peer, envelope, header, arrived, size, requests))
+
+    def _reply(
+        self,
+        peer: Peer,
+        envelope: Envelope,
+        header: Any,
+        arrived: float,
+        size: int,
+        requests: Sequence[Request],
+        outcomes: Sequence[Outcome],
+    ) -> None:
+        """Runs on a thread of the scheduler, or on the loop."""
+        peer.requests.difference_update(requests)
+        try:
+            if self.on_loop() and any(isinstance(each, BusyError) for each in outcomes):
+                self._refuse(peer)
+            reply = self.codec.encode(header, outcomes, (time.perf_counter() - arrived) * 1e3)
+        except Exception:  # a client that gets no reply waits for ever
+            logger.exception("a reply could not be written")
+            reply = self.codec.encode_error(header, SinewError("internal error"))
+        peer.reply([*envelope, reply], size)
+
     # ------------------------------------------------------------------------- connections
 
     def _pause(self, seconds: float, peer: Peer | None) -> None:
         heapq.heappush(self._paused, (time.monotonic() + seconds, id(peer), peer))
 
-    def pause(self, peer: Peer) -> None:
+    def _refuse(self, peer: Peer) -> None:
         """Do not read from this connection for a while. On the loop."""
         if not peer.paused and not self._stop:
             peer.paused = True
             peer.refusals += 1
             self._pause(min(REFUSAL_PAUSE_S * 2 ** (peer.refusals - 1), MAX_PAUSE_S), peer)
-
-    def prove(self, peer: Peer) -> None:
-        self._ledger.prove(peer)
 
     def close(self, peer: Peer, reason: str) -> None:
         """End a connection; cancel what its client was waiting for. On the loop."""
@@ -286,15 +392,11 @@ class ZeroMQWire:
         if peer.watched:
             self._selector.unregister(peer.socket)
             peer.watched = 0
-        self._ledger.forget(peer)
+        self.ledger.forget(peer)
         peer.end()
         self._service.metrics.connection(self.name, -1)
-        for series in tuple(peer.requests):
-            series.abandon()
-
-    def _close_account(self, account: Account, reason: str) -> None:
-        assert isinstance(account, Peer)
-        self.close(account, reason)
+        for each in tuple(peer.requests):
+            each.abandon()
 
     def wake(self, peer: Peer | None, at_once: bool = True) -> None:
         """The loop is to look at this connection, at once or when it wakes next. From any thread."""
@@ -316,31 +418,12 @@ class Peer(Account):
     shares: bytes of memory that it may share; 0: none.
     """
 
-    __slots__ = (
-        "_lock",
-        "_out",
-        "_wire",
-        "address",
-        "broken",
-        "closed",
-        "framing",
-        "freed",
-        "paused",
-        "refusals",
-        "requests",
-        "shared",
-        "shares",
-        "socket",
-        "unsent",
-        "watched",
-    )
-
     def __init__(self, wire: ZeroMQWire, made: socket.socket, address: str, framing: Any, now: float):
         super().__init__(now)
         self.socket = made
         self.address = address
         self.framing: zmtp.Framing = framing
-        self.requests: set[Series] = set()
+        self.requests: set[Any] = set()  # what is not answered, and streams; abandoned when it closes
         self.freed: deque[int] = deque()
         self.closed = self.broken = self.paused = False
         self.shared: shared.ReceivedFrames | None = None
@@ -360,10 +443,10 @@ class Peer(Account):
         self.shared = found or self.shared
         return count
 
-    def reply(self, frames: Sequence[zmtp.Frame], series: Series | None) -> None:
-        """See Asker."""
-        if series is not None and series.size:
-            self.freed.append(series.size)
+    def reply(self, frames: Sequence[zmtp.Frame], size: int = 0) -> None:
+        """Send one message, from any thread. size: of what it answers, whose memory is free now."""
+        if size:
+            self.freed.append(size)
         try:
             self.send(zmtp.message(frames))
         except BaseException:  # who gets no reply, or half of one, is told by the end of the connection
@@ -374,19 +457,11 @@ class Peer(Account):
         if not self._wire.on_loop():
             self._wire.wake(self, at_once=bool(self.unsent or self.broken))
 
-    def release(self, series: Series) -> None:
-        """See Asker."""
-        self.freed.append(series.size)
-
     def prove(self) -> None:
+        """A request of this connection was taken: it is not a stranger any more."""
         self.refusals = 0
         if not self.proven:
-            self._wire.prove(self)
-
-    def refuse(self, error: SinewError) -> None:
-        """See Asker."""
-        if self._wire.on_loop():
-            self._wire.pause(self)
+            self._wire.ledger.prove(self)
 
     def send(self, data: bytes) -> None:
         """Send now what the socket takes; the rest waits."""
@@ -428,3 +503,18 @@ class Peer(Account):
         except BaseException:  # nobody knows any more what was sent, and nothing may be sent twice
             self.broken = True
             raise
+
+
+def _open(message: zmtp.Message) -> tuple[Envelope, list[zmtp.Frame]]:
+    """Split a message into what routes the reply and the payload frames.
+
+    REQ sockets put an empty frame before the payload, DEALER sockets may leave it out, and a proxy in
+    between adds a routing id of its own in front of that empty frame.
+    """
+    frames = message.frames
+    for index, frame in enumerate(frames[: MAX_ENVELOPE - 1]):
+        if index == message.count - 1 or len(frame) > MAX_ROUTING_ID:
+            break
+        if not frame:
+            return frames[: index + 1], frames[index + 1 :]
+    return [], frames

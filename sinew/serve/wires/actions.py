@@ -70,11 +70,16 @@ class Actions:
                 )
             spec = self._service.policies.get(policy).spec
         client = request.remote or ""
-        asked = message.requests(
-            *("http", lambda each, budget: ask(http.observation(each, spec, budget)), client, arrived),
-            *(connection_of(request), policy, client),
+        outcomes = await self._service.outcomes(
+            message,
+            lambda each, budget: ask(http.observation(each, spec, budget)),
+            wire="http",
+            client=client,
+            owner=client,
+            arrived=arrived,
+            connection=connection_of(request),
+            policy=policy,
         )
-        outcomes = await self._service.outcomes(message, asked)
         answer = http.answer(message, outcomes, 1e3 * (time.perf_counter() - arrived), kind)
         return web.Response(body=answer, content_type=kind)
 

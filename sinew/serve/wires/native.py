@@ -34,8 +34,8 @@ from sinew.serve.policies import MAX_NAME as MAX_POLICY
 from sinew.serve.policies import Deployment, UnknownPolicyError
 from sinew.serve.request import Outcome
 from sinew.serve.service import MAX_SESSION, Service
-from sinew.serve.transport.exchange import Asker
 from sinew.serve.transport.listen import reachable
+from sinew.serve.transport.zeromq import Peer
 from sinew.serve.wires.streams import Streams
 
 Payload = bytes | memoryview
@@ -60,13 +60,14 @@ _OBSERVATIONS = _FIELD["observations"]
 _ANSWERS = PredictResponse.DESCRIPTOR.fields_by_name["answers"].number
 _NAMES = {number: name for name, number in _FIELD.items()}
 _OF_MESSAGES = {_FIELD[name] for name in ("request_id", "kind", "api_key", "policy", "deadline_ms")}
-_ROUTING = {  # what ``peek`` reads or refuses
-    _FIELD[name]
-    for name in (
-        *("request_id", "kind", "session", "api_key", "policy", "deadline_ms", "precomputed_img_emb"),
-        *("report", "generation"),
-    )
+# What ``peek`` reads or refuses. Texts: how long they may be, and what a longer one is said to be (None: its length)
+_TEXTS = {
+    "session": (MAX_SESSION, "characters", "more"),
+    "api_key": (MAX_KEY, "bytes", None),
+    "policy": (MAX_POLICY, "bytes", None),
 }
+_NUMBERS = {"request_id", "kind", "generation"}
+_ROUTING = {_FIELD[name] for name in (*_TEXTS, *_NUMBERS, "deadline_ms", "report", "precomputed_img_emb")}
 _RAW = {Image.RGB_U8: "u1", Image.F32_RGB_01: "<f4"}
 _TIMES = ("preprocess_ms", "vision_ms", "prefix_ms", "text_ms", "postprocess_ms", "total_ms", "queue_ms")
 _NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state", "policy")}
@@ -87,7 +88,7 @@ class Kind(IntEnum):
 _KINDS = {int(kind): kind for kind in Kind}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NativeHeader:
     """What routing needs to know of a request.
 
@@ -127,10 +128,9 @@ class NativeCodec:
     def peek(self, payload: Payload, asked: str = "") -> NativeHeader:
         """Look a request over without parsing it. Never raises: a refusal is in the header. asked: the policy of one
         that names none."""
-        kind, request_id, session, native, error = 0, 0, "", False, None
-        deadline_ms, api_key, policy, report, generation = None, "", asked, None, 0
+        header = NativeHeader(policy=asked)
         images, beside, members, lone = 0, 0, list[memoryview](), ""
-        buffer, found = memoryview(payload), list[Field]()
+        buffer, found, error = memoryview(payload), list[Field](), None
         try:
             fields(buffer, found)
         except RequestError as refusal:
@@ -146,36 +146,27 @@ class NativeCodec:
                 beside += end - start
                 if number not in _OF_MESSAGES:
                     lone = lone or _NAMES.get(number, f"field {number}")
-                native = native or number in _NATIVE_FIELDS
+                header.native = header.native or number in _NATIVE_FIELDS
                 if number not in _ROUTING:
                     continue
-                if number == _FIELD["request_id"] and wire_type == VARINT:
-                    request_id = value & 0xFFFFFFFFFFFFFFFF
-                elif number == _FIELD["kind"] and wire_type == VARINT:
-                    kind = value
-                elif number == _FIELD["session"] and wire_type == BYTES:
-                    if value > 4 * MAX_SESSION:
-                        raise RequestError(f"session: expected at most {MAX_SESSION} characters, got more")
-                    session = str(buffer[end - value : end], "utf-8", "replace")
-                elif number == _FIELD["api_key"] and wire_type == BYTES:
-                    if value > MAX_KEY:
-                        raise RequestError(f"api_key: expected at most {MAX_KEY} bytes, got {value}")
-                    api_key = str(buffer[end - value : end], "utf-8", "replace")
-                elif number == _FIELD["policy"] and wire_type == BYTES:
-                    if value > MAX_POLICY:
-                        raise RequestError(f"policy: expected at most {MAX_POLICY} bytes, got {value}")
-                    policy = str(buffer[end - value : end], "utf-8", "replace")
-                elif number == _FIELD["deadline_ms"] and wire_type == FIXED32:
-                    (deadline_ms,) = struct.unpack("<f", buffer[end - 4 : end])
-                elif number == _FIELD["generation"] and wire_type == VARINT:
-                    generation = value
-                elif number == _FIELD["report"] and wire_type == BYTES:
-                    report = buffer[end - value : end]
-                elif number == _FIELD["precomputed_img_emb"]:
+                name = _NAMES[number]
+                if wire_type == BYTES and name in _TEXTS:
+                    limit, unit, got = _TEXTS[name]
+                    if value > limit * (4 if unit == "characters" else 1):
+                        raise RequestError(f"{name}: expected at most {limit} {unit}, got {got or value}")
+                    setattr(header, name, str(buffer[end - value : end], "utf-8", "replace"))
+                elif wire_type == VARINT and name in _NUMBERS:
+                    setattr(header, name, value & 0xFFFFFFFFFFFFFFFF if name == "request_id" else value)
+                elif name == "deadline_ms" and wire_type == FIXED32:
+                    (header.deadline_ms,) = struct.unpack("<f", buffer[end - 4 : end])
+                elif name == "report" and wire_type == BYTES:
+                    header.report = buffer[end - value : end]
+                elif name == "precomputed_img_emb":
                     raise RequestError("precomputed_img_emb: not supported; send images")
             if error is not None:
                 raise error
-            if images > MAX_IMAGES and images > (most := self._most_images(policy)):
+            kind, report = header.kind, header.report
+            if images > MAX_IMAGES and images > (most := self._most_images(header.policy)):
                 raise RequestError(f"images: expected at most {most}, got {images}")
             if beside > MAX_BYTES_BESIDE_IMAGES:
                 raise RequestError(
@@ -192,22 +183,10 @@ class NativeCodec:
                 )
             if kind not in _KINDS:
                 raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
+            header.kind, header.found, header.members = _KINDS[kind], found, members or None
         except RequestError as refusal:
-            kind, error = Kind.INFER, refusal
-        return NativeHeader(
-            _KINDS[kind],
-            request_id,
-            session,
-            native,
-            deadline_ms,
-            api_key,
-            policy,
-            error,
-            None if error else found,
-            members or None,
-            report,
-            generation,
-        )
+            header.kind, header.error = Kind.INFER, refusal
+        return header
 
     def _most_images(self, policy: str) -> int:
         """Return the most images of a request: more than usual for a policy that reads so many moments."""
@@ -219,18 +198,18 @@ class NativeCodec:
     def authorize(self, header: NativeHeader) -> None:
         self.service.authorize(header.api_key)
 
-    def control(self, header: NativeHeader, asker: Asker | None = None) -> bytes | None:
+    def control(self, header: NativeHeader, peer: Peer | None = None) -> bytes | None:
         if header.kind in (Kind.INFER, Kind.STREAM, Kind.STREAM_END):
             return None
         if header.kind == Kind.METADATA:
-            frames = {} if asker is None or asker.shared is None else {"frames": asker.shared.state}
+            frames = {} if peer is None or peer.shared is None else {"frames": peer.shared.state}
             return self.encode_metadata(header, self.service.about(header.policy) | frames)
         if header.kind == Kind.HEALTH:
             return self.encode_metadata(header, self.service.health())
         if header.kind == Kind.REPORT:
             self.service.check_session(header.session)
             self.service.policies.get(header.policy)
-            client = "" if asker is None else asker.address
+            client = "" if peer is None else peer.address
             self.service.robots.put(self.name, client, header.session, header.policy, header.report or b"")
         else:
             self.service.reset(header.session, header.policy)

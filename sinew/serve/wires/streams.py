@@ -9,6 +9,7 @@ and windows that a client does not read, which are dropped and not queued.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -34,7 +35,7 @@ from sinew.stream import Loops, Session, StreamSettings, Window
 from sinew.stream.session import StateSample
 
 if TYPE_CHECKING:
-    from sinew.serve.transport.exchange import Asker, Envelope
+    from sinew.serve.transport.zeromq import Envelope, Peer
     from sinew.serve.wires.native import NativeCodec
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class StreamingRobot:
     policy: str  # its name
     settings: StreamSettings
     deployment: Deployment
-    asker: Asker
+    peer: Peer
     envelope: Envelope
     safety: Safety | None
     parser: NativeCodec
@@ -69,14 +70,13 @@ class StreamingRobot:
     quiet: RateLimitedLog
     ended: bool = False
     dropped: int = 0
-    size: int = 0  # the connection's account holds nothing for it
     _told: bool = False
 
     def window(self, window: Window) -> None:
         """Push one window, an empty one too: it tells how long the way takes. Runs on the fast loop."""
         if self.ended:
             return
-        if self.asker.unsent > MAX_UNREAD:
+        if self.peer.unsent > MAX_UNREAD:
             self.dropped += 1
             return
         chunk = ActionChunk(window.rows, session=self.name)
@@ -87,7 +87,7 @@ class StreamingRobot:
             except SinewError as error:
                 self.failed(error)
                 return
-        self.asker.reply([*self.envelope, self._encode(window, chunk)], None)
+        self.peer.reply([*self.envelope, self._encode(window, chunk)])
 
     def failed(self, error: SinewError) -> None:
         """Push an error; the stream goes on with the next frame or sample."""
@@ -98,8 +98,8 @@ class StreamingRobot:
 
     def tell(self, error: SinewError) -> None:
         """Push an error."""
-        if self.asker.unsent <= MAX_UNREAD:
-            self.asker.reply([*self.envelope, self.parser.encode_error(None, error)], None)
+        if self.peer.unsent <= MAX_UNREAD:
+            self.peer.reply([*self.envelope, self.parser.encode_error(None, error)])
 
     def abandon(self) -> None:
         self.on_end(self)
@@ -123,29 +123,26 @@ class Streams:
     """The streams of one wire. ``take``, ``patience`` and ``end_silent`` run on the wire's loop; whatever computes runs
     on the two loops of streams.
 
-    clock: seconds, by which a robot that is silent is noticed.
+    robots: by connection and session. clock: seconds, by which a robot that is silent is noticed.
     """
+
+    KINDS = PredictRequest.STREAM, PredictRequest.STREAM_END
 
     def __init__(self, service: Service, parser: NativeCodec, clock: Callable[[], float] = time.monotonic):
         self._service, self._parser, self._clock = service, parser, clock
-        self._robots: dict[tuple[int, str], StreamingRobot] = {}
+        self.robots: dict[tuple[int, str], StreamingRobot] = {}
         self._lock = threading.Lock()
         # A client may begin a stream with each message
         self._failed, self._changes = RateLimitedLog(logger), RateLimitedLog(logger)
         self.loops = Loops(start=service.supervisor.thread)
         service.policies.watch(self._left)
 
-    def __len__(self) -> int:
-        return len(self._robots)
-
-    def take(self, asker: Asker, envelope: Envelope, header: Any, content: memoryview) -> bool:
-        """Take a message of a stream; False for one that is none. Raises SinewError for one that does not fit."""
+    def take(self, peer: Peer, envelope: Envelope, header: Any, content: memoryview) -> None:
+        """Take a message of a stream, which is of one of ``KINDS``. Raises SinewError for one that does not fit."""
         if header.kind == PredictRequest.STREAM_END:
-            if (robot := self._robots.get((id(asker), header.session))) is not None:
+            if (robot := self.robots.get((id(peer), header.session))) is not None:
                 self._end(robot)
-            return True
-        if header.kind != PredictRequest.STREAM:
-            return False
+            return
         now = self._clock()
         if len(content) > MAX_MESSAGE:
             raise RequestError(
@@ -169,7 +166,7 @@ class Streams:
         for name in CONDITION_KEYS:
             if request.HasField(name):
                 raise ObservationError(name, "none in a stream, which follows the policy's own", "one")
-        robot = self._robot(asker, envelope, header.session, request)
+        robot = self._robot(peer, envelope, header.session, request)
         if robot.safety is not None:
             robot.safety.check(Observation(images={}, state=state))
         session = robot.session
@@ -185,17 +182,16 @@ class Streams:
             taken = request.frame_time if request.HasField("frame_time") else request.time
             session.push_frame(partial(self._images, content, header.policy), taken)
         self.loops.wake()
-        return True
 
-    def patience(self) -> float | None:
-        """Return the seconds until a stream that stays silent is to end; None where there is no stream."""
-        robots = self._robots.values()
-        return max(0.0, min(r.heard for r in robots) + SILENT_S - self._clock()) if robots else None
+    def patience(self) -> float:
+        """Return the seconds until a stream that stays silent is to end; infinity where there is no stream."""
+        heard = min((robot.heard for robot in self.robots.values()), default=math.inf)
+        return max(0.0, heard + SILENT_S - self._clock())
 
     def end_silent(self, seconds: float | None = None, most: int = MAX_STREAMS) -> int:
         """End the streams without a sample for so long (``SILENT_S``), the most silent first; return how many."""
         oldest = self._clock() - (SILENT_S if seconds is None else seconds)
-        silent = sorted((r for r in self._robots.values() if r.heard <= oldest), key=lambda r: r.heard)
+        silent = sorted((r for r in self.robots.values() if r.heard <= oldest), key=lambda r: r.heard)
         for robot in silent[:most]:
             self._end(robot)
         return len(silent[:most])
@@ -211,7 +207,7 @@ class Streams:
         budget = PixelBudget(self._service.policies.get(policy).pixels)
         return self._parser.decode(content, budget, policy).images
 
-    def _robot(self, asker: Asker, envelope: Envelope, name: str, request: Any) -> StreamingRobot:
+    def _robot(self, peer: Peer, envelope: Envelope, name: str, request: Any) -> StreamingRobot:
         settings = StreamSettings(
             rate=request.rate,
             guidance=request.rtc or "none",
@@ -220,15 +216,15 @@ class Streams:
             seed=request.seed % (1 << 62) if request.HasField("seed") else None,
             text_tokens=request.text_tokens,
         )
-        key = (id(asker), name)
-        robot = self._robots.get(key)
+        key = (id(peer), name)
+        robot = self.robots.get(key)
         if robot is not None and (robot.settings, robot.policy) == (settings, request.policy):
             return robot
         if robot is not None:
             self._end(robot)
         self._service.check_session(name)
         deployment = self._service.policies.get(request.policy)
-        self._make_place(asker)
+        self._make_place(peer)
         policy: Any = deployment.scheduler.policy
         if not hasattr(policy, "processor"):
             engine = policy.describe()["engine"]
@@ -244,34 +240,34 @@ class Streams:
             )
         session = Session(policy, settings, request.prompt)
         robot = StreamingRobot(
-            session, name, request.policy, settings, deployment, asker, envelope,
+            session, name, request.policy, settings, deployment, peer, envelope,
             None if safety is None else safety.of_windows(), self._parser, self._end, self._clock(),
             self._failed,
         )  # fmt: skip
         with self._lock:
-            self._robots[key] = robot
-        asker.requests.add(robot)  # type: ignore[arg-type]  # abandoned with the connection, as requests are
-        self.loops.add(session, robot, asker, partial(Beside, deployment.scheduler.device_lock))
+            self.robots[key] = robot
+        peer.requests.add(robot)  # abandoned with the connection, as requests are
+        self.loops.add(session, robot, peer, partial(Beside, deployment.scheduler.device_lock))
         if self._service.policies.get(request.policy) is not deployment:  # exchanged since it was looked at
             self._end(robot)
             raise SupersededError(EXCHANGED)
         self._service.uses |= {STREAMED, *({settings.guidance} & {*RTC})}
-        self._changes.info("a stream of %s begins: %s", asker.address, session.label)
+        self._changes.info("a stream of %s begins: %s", peer.address, session.label)
         return robot
 
-    def _make_place(self, asker: Asker) -> None:
+    def _make_place(self, peer: Peer) -> None:
         """Let a stream of this connection in, in place of a silent one or of one of who has most. Raises BusyError."""
-        robots = list(self._robots.values())
-        mine = [each for each in robots if each.asker is asker]
+        robots = list(self.robots.values())
+        mine = [each for each in robots if each.peer is peer]
         if len(mine) >= PER_CONNECTION:
             raise BusyError(f"{PER_CONNECTION} streams of this connection run, and none may have more")
         if len(robots) < MAX_STREAMS or self.end_silent(SPARE_S, 1):
             return
-        near = [each for each in robots if each.asker.address == asker.address]
+        near = [each for each in robots if each.peer.address == peer.address]
         if not near:
-            found = _most(robots, [each.asker.address for each in robots])
+            found = _most(robots, [each.peer.address for each in robots])
         else:
-            found = [] if mine else _most(near, [id(each.asker) for each in near])
+            found = [] if mine else _most(near, [id(each.peer) for each in near])
         if len(found) < 2:
             raise BusyError(f"{MAX_STREAMS} streams run, and this server takes no more")
         found[-1].tell(BusyError(f"{MAX_STREAMS} streams run, and another client had none"))
@@ -281,7 +277,7 @@ class Streams:
         """End the streams of a policy that was exchanged or unloaded, and wait until nothing of it is computed: its
         memory is wanted back. On the thread that changes it."""
         with self._lock:
-            robots = [each for each in self._robots.values() if each.deployment.scheduler is scheduler]
+            robots = [each for each in self.robots.values() if each.deployment.scheduler is scheduler]
         for robot in robots:
             self._end(robot)
             robot.tell(SupersededError(EXCHANGED))
@@ -292,13 +288,13 @@ class Streams:
             if robot.ended:
                 return
             robot.ended = True
-            self._robots = {key: each for key, each in self._robots.items() if each is not robot}
-        robot.asker.requests.discard(robot)  # type: ignore[arg-type]
+            self.robots = {key: each for key, each in self.robots.items() if each is not robot}
+        robot.peer.requests.discard(robot)
         self.loops.remove(robot.session)
         session = robot.session
         self._changes.info(
             "a stream of %s ended: %d of %d frames read, %d runs on %d samples, %d windows not read by the client",
-            robot.asker.address, session.prefixes, session.frames, session.runs, session.samples, robot.dropped,
+            robot.peer.address, session.prefixes, session.frames, session.runs, session.samples, robot.dropped,
         )  # fmt: skip
 
 

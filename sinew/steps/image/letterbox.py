@@ -67,9 +67,9 @@ class Letterbox(SizedStep):
             return self._pillow(frame if frame.dtype == np.uint8 else (frame * 255).astype(np.uint8))
         height, width = frame.shape[:2]
         inner = self.inner(height, width)
-        out = np.empty((3, *self.fixed), np.float32)
+        out = np.empty((3, self.height, self.width), np.float32)
         picture = out
-        if inner != self.fixed:
+        if inner != (self.height, self.width):
             top, left = self.corner(inner)
             bottom, right = top + inner[0], left + inner[1]
             for bar in (out[:, :top], out[:, bottom:], out[..., :left], out[..., right:]):

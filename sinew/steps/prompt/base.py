@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -35,9 +35,13 @@ class HeldTokens(NamedTuple):
 
 
 class PromptStep(Tagged):
-    """A change of the instruction, a part of the text that is tokenised, or a change of its tokens."""
+    """A change of the instruction, a part of the text that is tokenised, or a change of its tokens.
+
+    reads_state: what it leaves is another for another state.
+    """
 
     registry = registry.PROMPT
+    reads_state: ClassVar[bool] = False
 
     @property
     def slot(self) -> str:

@@ -18,6 +18,8 @@ class OnlyFor(PromptStep):
     text: Written
     kind: Literal["only_for"] = field(default="only_for", kw_only=True, repr=False)
 
+    reads_state = True
+
     def forward(self, said: Sentence) -> Sentence:
         if any(said.state[self.dim : self.dim + 1] == value for value in self.values):
             return said

@@ -21,6 +21,7 @@ class State(PromptStep):
     bins: Side = 256
     kind: Literal["state"] = field(default="state", kw_only=True, repr=False)
     slot = "{state}"
+    reads_state = True
 
     def forward(self, said: Sentence) -> Sentence:
         return said.saying(" ".join(map(str, self.numbers(said.state))))

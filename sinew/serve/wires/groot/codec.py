@@ -137,7 +137,7 @@ class GrootCodec:
     def authorize(self, header: GrootHeader) -> None:
         self.service.authorize(header.api_token)
 
-    def control(self, header: GrootHeader, _asker: object = None) -> bytes | None:
+    def control(self, header: GrootHeader, _peer: object = None) -> bytes | None:
         if header.endpoint == "get_action":
             return None
         if header.endpoint == "get_modality_config":
