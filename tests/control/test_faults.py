@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -153,16 +152,10 @@ def server(port: int, log: Path) -> Iterator[processes.Process]:
             process.wait()
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def test_a_server_that_is_killed_stopped_and_started_again(tmp_path: Path) -> None:
     if not BLOCKS.exists():
         pytest.skip("no trained policy")
-    port, log = free_port(), tmp_path / "server.log"
+    port, log = processes.free_port(), tmp_path / "server.log"
     with Run(port, hz=20.0, deadline=2.0, max_age=1.5) as run:
         with server(port, log) as first:
             run.moves()

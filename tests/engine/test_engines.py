@@ -168,7 +168,7 @@ def test_serve_without_torch(folder, g):
         assert (about["engine"], about["threads"], about["dtype"]) == ("onnx", 1, "fp32")
         assert np.array_equal(got, load(folder, threads=1).infer(g.observation()).actions)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 0
+        assert server.wait(60) == 0
     finally:
         server.kill()
         server.communicate()

@@ -51,7 +51,7 @@ from tests.serve.test_safe_pickle import (
     modules,
     unframed,
 )
-from tests.serve.test_server import CASE, START_S, free_port, serving
+from tests.serve.test_server import CASE, START_S, serving
 
 PIECE = 2 << 20  # what the stock client sends at once
 JOINTS = tuple(f"joint{index}.pos" for index in range(6))
@@ -350,7 +350,7 @@ def test_a_connection_that_breaks_is_taken_up_again(server):
 def test_a_client_goes_on_after_a_restart(server, tmp_path, monkeypatch):
     """The stock client introduces itself once; after a restart of the server it was refused until its end."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    port = free_port()
+    port = processes.free_port()
     arguments = (server.bundle, "--wire", f"lerobot:{port}", "--threads", 1)
     with serving(tmp_path, *arguments) as first, Robot(first.address) as robot:
         robot.hello()
@@ -923,7 +923,7 @@ def test_the_real_robot_client_executes_what_the_policy_infers(bundle, tmp_path,
 def test_the_real_robot_client_goes_on_after_a_restart(bundle, tmp_path, number, release):
     """Row 15: it was refused until its end. The client is not told of the restart, and executes what both servers
     inferred."""
-    port, halves = free_port(), (tmp_path / "first", tmp_path / "second")
+    port, halves = processes.free_port(), (tmp_path / "first", tmp_path / "second")
     arguments = (bundle, "--wire", f"lerobot:{port}", "--threads", 1, "--record")
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("XDG_STATE_HOME", str(tmp_path / "state"))

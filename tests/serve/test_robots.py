@@ -29,11 +29,11 @@ from sinew.serve.metrics import SESSION_S
 from sinew.serve.robots import MAX_ROBOTS, Robots
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires
+from tests import processes
 from tests.contract.test_clients import Server
 from tests.hostile.decoders import REPORT
 from tests.serve.puppet import SPEC, WAIT_S, Puppet, desk, until
 from tests.serve.test_dashboard import events
-from tests.serve.test_server import free_port
 
 SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "1.5", "--json"]
 
@@ -113,8 +113,10 @@ def test_what_is_no_arm_is_not_reported() -> None:
 def test_a_server_that_was_away_is_told_why_its_robot_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server ends, the robot holds, another one begins on its port, and its page says why."""
     monkeypatch.setattr(news, "HEALTH_S", 0.05)
-    port = free_port()
-    servers = Servers([f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{port}"])  # nobody is at the first
+    port = processes.free_port()
+    servers = Servers(
+        [f"tcp://127.0.0.1:{processes.free_port()}", f"tcp://127.0.0.1:{port}"]
+    )  # nobody is at the first
     loop = looped(servers)
     driving = threading.Thread(target=loop.run)
     with contextlib.ExitStack() as stack:
