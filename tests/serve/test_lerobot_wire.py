@@ -42,6 +42,7 @@ from sinew.serve.wires.lerobot.types import TimedObservation as Timed
 from sinew.serve.wires.lerobot.wire import LeRobotWire
 from tests import processes
 from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder, nursery
+from tests.serve.puppet import until
 from tests.serve.test_safe_pickle import (
     ATTACKS,
     HELPERS,
@@ -682,12 +683,11 @@ def test_memory_of_waiting_and_arriving_observations_is_bounded(policy):
         pending = [
             robot.channel.stream_unary(f"/{SERVICE}/SendObservations").future(drip()) for robot in robots
         ]
-        refusals = 0
-        for each in pending:
-            with contextlib.suppress(grpc.FutureTimeoutError):
-                refusals += each.exception(timeout=0.2).code() == CODE.RESOURCE_EXHAUSTED
+        refused_here = len(robots) - lerobot_sessions.HELD
+        until(lambda: sum(each.done() for each in pending) >= refused_here)
+        ended = [each.code() for each in pending if each.done()]
         hold.set()
-        assert refusals == len(robots) - lerobot_sessions.HELD
+        assert ended == [CODE.RESOURCE_EXHAUSTED] * refused_here
 
 
 def test_the_oldest_connections_are_forgotten(policy):

@@ -35,7 +35,7 @@ from tests.hostile.decoders import REPORT
 from tests.serve.puppet import SPEC, WAIT_S, Puppet, desk, until
 from tests.serve.test_dashboard import events
 
-SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "1.5", "--json"]
+SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "60", "--json"]
 
 COUNT = type(schema.Report().held.add())
 
@@ -45,6 +45,7 @@ def looped(source: Any, hz: float = 50.0, **more: Any) -> Loop:
     return Loop(Dry(SPEC.to_dict()), source, settings, 2, "go")
 
 
+@pytest.mark.usefixtures("dry_ends")
 @pytest.mark.parametrize("by", [(), ("--stream",)], ids=["chunks", "stream"])
 def test_a_robot_tells_its_server_how_it_runs(
     by: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -75,6 +76,7 @@ ARM = """<robot name="arm"><link name="base"/><link name="one"/><link name="two"
 <joint name="end" type="fixed"><parent link="two"/><child link="tip"/><origin xyz="0.5 0 0"/></joint></robot>"""
 
 
+@pytest.mark.usefixtures("dry_ends")
 def test_an_arm_that_is_known_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A policy of joints is driven as without the description; its server is told where base, joints and tip are."""
     (tmp_path / "arm.urdf").write_text(ARM)
