@@ -192,7 +192,7 @@ class Process:
 
 
 def run(
-    command: Sequence[object], *, timeout: float = 120.0, check: bool = False, **options: Any
+    command: Sequence[object], *, timeout: float = 600.0, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` to its end and return what it wrote; it reads nothing.
 

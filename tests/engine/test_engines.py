@@ -59,7 +59,7 @@ def g(golden) -> Golden:
 
 def run_without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.parametrize("engine", ["eager", "plan", "onnx"])

@@ -328,7 +328,7 @@ def act(address: str, observation: dict[str, Any], encoded: bool = False) -> Any
     text = json.dumps(observation, default=json_numpy)
     body = json.dumps({"encoded": text}) if encoded else text
     request = urllib.request.Request(f"{address}/act", body.encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as reply:
+    with urllib.request.urlopen(request, timeout=900) as reply:
         answer = json.loads(reply.read(), object_hook=from_json_numpy)
     return json.loads(answer, object_hook=from_json_numpy) if encoded else answer
 
