@@ -57,6 +57,7 @@ def record(folder: Path, sessions: dict[str, int], shape: tuple[int, int], total
                 recorder.put("native", session, observation, chunk)
         recorder.put("native", "arm", Observation(images=FRAMES, state=STATE), SinewError("refused"))
     recorder.close()
+    recorder._thread.join()  # as long as it takes the disk
     return folder
 
 
