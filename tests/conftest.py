@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sinew_client.control import Stopped
+from sinew_client.control.robots import Dry
 
 from sinew.convert import convert
 from sinew.policy import load
@@ -159,6 +161,19 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in processes.STARTING:
         monkeypatch.setattr(f"{module}.subprocess", processes.FORKED)
+
+
+@pytest.fixture
+def dry_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The robot without hardware ends a run itself, after ten commands, however long the first chunk takes here."""
+    act = Dry.act
+
+    def last(self: Dry, row: object) -> None:
+        act(self, row)  # type: ignore[arg-type]
+        if self.commands >= 10:
+            raise Stopped("enough commands")
+
+    monkeypatch.setattr(Dry, "act", last)
 
 
 @pytest.fixture(scope="session")

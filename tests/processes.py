@@ -19,6 +19,7 @@ import importlib
 import itertools
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -191,7 +192,7 @@ class Process:
 
 
 def run(
-    command: Sequence[object], *, timeout: float = 120.0, check: bool = False, **options: Any
+    command: Sequence[object], *, timeout: float = 600.0, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` to its end and return what it wrote; it reads nothing.
 
@@ -211,6 +212,29 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+_guards: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that no other test gets while this process lives.
+
+    It lies below those that the system gives to connections and to whoever names none, and the UDP port of its
+    number is taken here: by that the tests of other workers, and of other runs, know.
+    """
+    for port in random.SystemRandom().sample(range(12_000, 32_000), 1000):
+        guard = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with socket.socket() as probe:
+            try:
+                guard.bind(("127.0.0.1", port))
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                guard.close()
+            else:
+                _guards.append(guard)
+                return port
+    raise OSError("expected a free port, got none of a thousand")
 
 
 def popen(command: Sequence[object], *, text: bool = True, **options: Any) -> Process:

@@ -17,6 +17,7 @@ GIB = 1 << 30
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Write files of a made-up machine with four logical processors on two cores and 16 GiB."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
     monkeypatch.setattr(machine, "SYS", tmp_path / "sys")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
@@ -33,11 +34,15 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def test_one_thread_per_physical_core(tree) -> None:
+def test_one_thread_per_physical_core(tree, monkeypatch) -> None:
     assert machine.cores() == machine.Cores(logical=4, physical=2, quota=None)
     count, reason = machine.recommended_threads()
     assert count == 2
     assert "physical" in reason
+    for told, count in (("1", 1), ("4", 2), ("0", 2), ("2,1", 2)):  # fewer than that, where somebody says so
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+        assert machine.recommended_threads()[0] == count
+        assert ("OMP_NUM_THREADS=1" in machine.recommended_threads()[1]) == (told == "1")
 
 
 @pytest.mark.parametrize(("quota", "threads"), [("150000 100000", 1), ("50000 100000", 1), ("max 100000", 2)])

@@ -79,14 +79,14 @@ def cores() -> Cores:
 
 def recommended_threads() -> tuple[int, str]:
     """Threads for compute, and why that many. More threads than cores spin against each other."""
-    found = cores()
+    found, told = cores(), os.environ.get("OMP_NUM_THREADS", "")
+    if told.isdecimal() and 0 < int(told) < found.physical:
+        return int(told), f"OMP_NUM_THREADS={told}"
     if found.quota is not None and found.quota < found.physical:
         count = max(1, int(found.quota))
         return count, f"the cgroup's quota is {found.quota:g} cores of {found.physical}"
     if found.physical < found.logical:
-        return found.physical, (
-            f"one per physical core; {found.logical} logical processors share {found.physical} cores"
-        )
+        return found.physical, f"one per physical core, which {found.logical} processors share"
     return found.physical, "one per core in the affinity mask, no cgroup quota below that"
 
 

@@ -39,7 +39,7 @@ def sinew(*arguments: object, script: bool = False, **environment: str) -> subpr
     environment = {**os.environ, "COLUMNS": "200", **environment}
     if script:
         command = [SCRIPT, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     return processes.run([sys.executable, "-m", "sinew", *arguments], env=environment, forking=True)
 
 

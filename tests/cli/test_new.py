@@ -59,7 +59,7 @@ def own_test(folder: Path, chosen: str, monkeypatch: pytest.MonkeyPatch, run: An
     monkeypatch.syspath_prepend(folder.parent / "site")
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests"]
-    done = run(words, cwd=folder, timeout=280, **({} if run is processes.run else PIPED))
+    done = run(words, cwd=folder, timeout=900, **({} if run is processes.run else PIPED))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -85,13 +85,14 @@ def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert journal.read_bytes() == before
 
 
+@pytest.mark.usefixtures("dry_ends")
 def test_a_state_with_other_numbers_too_says_which_of_them_a_command_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nine numbers of state and four of a command, under a limit of velocity: it once held the robot all the time."""
     limits = tmp_path / "limits.json"
     limits.write_text('{"velocity": 1}')
-    line = ("run", "act", "--robot", "dry", "--seconds", "1", "--limits", str(limits), *PLAIN, "--motion")
+    line = ("run", "act", "--robot", "dry", "--seconds", "60", "--limits", str(limits), *PLAIN, "--motion")
     assert main([*line, "absolute"]) == 1
     said = capsys.readouterr().err
     assert "error: limits.velocity: expected to know where the robot is before its first command" in said

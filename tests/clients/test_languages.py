@@ -26,11 +26,12 @@ from sinew.policy import load
 from sinew.serve.decode.array import pack, unpack
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, openpi, parse
+from tests import processes
 from tests.serve import browser
 from tests.serve.puppet import GREETING, desk, frame, until
 from tests.serve.test_link import READY, peer
 from tests.serve.test_replay import FRAMES, WITHOUT_TORCH, chunk_of, record
-from tests.serve.test_server import free_port, serving
+from tests.serve.test_server import serving
 from tests.serve.test_streams import serving as streaming
 
 ROOT = Path(__file__).parents[2]
@@ -627,7 +628,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]
     folder = tmp_path_factory.mktemp("languages")
     records = record(folder / "records", {"arm": 3}, (4, 6))
     (folder / "key").write_text(KEY)
-    native, web = free_port(), free_port()
+    native, web = processes.free_port(), processes.free_port()
     wires = ("--wire", f"native:{native}", "--wire", f"openpi:{web}", "--api-key-file", folder / "key")
     arguments = ("--replay", records, *wires, "--replay-latency", "none")
     with serving(folder, *arguments, command=("-c", WITHOUT_TORCH)):
@@ -761,7 +762,7 @@ def test_a_page_in_a_browser_asks(tmp_path: Path) -> None:
     pages = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=JS))
     origin = f"http://127.0.0.1:{pages.server_port}"
     threading.Thread(target=pages.serve_forever, daemon=True).start()
-    web = free_port()
+    web = processes.free_port()
     arguments = ("--replay", records, "--wire", f"openpi:{web}", "--replay-latency", "none")
     try:
         with (

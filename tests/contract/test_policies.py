@@ -21,10 +21,10 @@ from sinew.serve import contexts
 from sinew.serve.deploy import PolicyHost
 from sinew.serve.safety import Safety
 from sinew.sim import blocks_expert
+from tests import processes
 from tests.engine.test_batches import observations
 from tests.serve.puppet import WAIT_S, desk
 from tests.serve.test_replay import FRAMES, STATE, chunk_of, record
-from tests.serve.test_server import free_port
 
 CASE = "smolvla-2cam"
 LONG_MS = 1e3 * WAIT_S  # of a recorded inference that is waited for in vain
@@ -94,7 +94,7 @@ class OnAServer(InThisProcess):
 
 class OnOneOfSeveral(InThisProcess):
     def open(self) -> Any:
-        return connect([f"tcp://127.0.0.1:{free_port()}", self.world.address], timeout=WAIT_S)
+        return connect([f"tcp://127.0.0.1:{processes.free_port()}", self.world.address], timeout=WAIT_S)
 
 
 class InTwoPlaces(InThisProcess):

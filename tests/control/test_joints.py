@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sinew_client.control import Limits, LimitsError
+from sinew_client.control import Limits, LimitsError, Stopped
 from sinew_client.control.robots import (
     Dry,
     LeRobotArm,
@@ -275,6 +275,8 @@ class Gantry(Arm):
 
     def act(self, row: np.ndarray) -> None:
         Gantry.sent_rows.append(row)
+        if len(Gantry.sent_rows) % 6 == 0:
+            raise Stopped("enough commands")
 
 
 def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,7 +284,7 @@ def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.Ca
     limits = tmp_path / "limits.json"
     names = ["gripper", "x", "y", "z"]
     limits.write_text(json.dumps({"low": [-9, 0.25, -9, -9], "high": [9, 0.25, 9, 9], "names": names}))
-    robot = ("--robot", f"{__name__}:Gantry", "--limits", str(limits), "--seconds", "1")
+    robot = ("--robot", f"{__name__}:Gantry", "--limits", str(limits), "--seconds", "60")
     Gantry.sent_rows.clear()
     assert main(["run", str(BLOCKS), *PLAIN, *robot, "--record", str(tmp_path / "run.jsonl"), "--json"]) == 0
     assert last_json(capsys)["settings"]["limits"]["names"] == ["x", "y", "z", "gripper"]

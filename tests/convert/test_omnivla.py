@@ -22,11 +22,12 @@ from sinew.convert.options import ConvertOptions
 from sinew.core import ConvertError, ObservationError
 from sinew.families.omnivla.goals import GOALS
 from sinew.policy import Policy, load
+from tests import processes
 from tests.cases import cases
 from tests.engine.cpu.test_cpu_engine import stored
 from tests.golden import Golden
 from tests.models.stages import navigation_observation, observation
-from tests.serve.test_server import START_S, free_port, serving
+from tests.serve.test_server import START_S, serving
 
 FILE = "omnivla-edge.pth"
 Tensors = dict[str, torch.Tensor]
@@ -271,7 +272,7 @@ def test_low_bits_of_the_large_model(seven: tuple[Policy, Golden], tmp_path: Pat
 def test_a_server_answers_what_the_policy_does(case: tuple[Policy, Golden], tmp_path: Path) -> None:
     """Six moments of four pictures in a request; a goal that is none is refused there, too."""
     policy, g = case
-    port = free_port()
+    port = processes.free_port()
     with (
         serving(tmp_path, policy.bundle.path, "--wire", f"native:{port}", "--threads", 1),
         Client(f"tcp://127.0.0.1:{port}", timeout=START_S) as client,

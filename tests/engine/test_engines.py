@@ -59,7 +59,7 @@ def g(golden) -> Golden:
 
 def run_without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.parametrize("engine", ["eager", "plan", "onnx"])
@@ -168,7 +168,7 @@ def test_serve_without_torch(folder, g):
         assert (about["engine"], about["threads"], about["dtype"]) == ("onnx", 1, "fp32")
         assert np.array_equal(got, load(folder, threads=1).infer(g.observation()).actions)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 0
+        assert server.wait(60) == 0
     finally:
         server.kill()
         server.communicate()

@@ -743,7 +743,7 @@ assert terminated and not info["is_success"] and reward == 0, (step, info)
 def test_aloha_is_gym_aloha_with_fewer_drawings() -> None:
     command = [str(foreign.interpreter("aloha")), "-c", SAME, str(PACKAGE.parent)]
     variables = {**os.environ, "MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=variables)
     assert done.returncode == 0, done.stderr
 
 

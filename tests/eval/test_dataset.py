@@ -101,7 +101,7 @@ def test_lerobots_own_reader_opens_it(tmp_path: Path, release: str) -> None:
         [CLIENTS, "-c", READ, tmp_path / "out", "6"],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1",
              "PYTHONPATH": str(lerobot_folder(release))},
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -159,7 +159,7 @@ def test_what_a_file_says_takes_no_memory(tmp_path: Path) -> None:
     for name, (data, _said) in found.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.npz").write_bytes(data)
-    done = processes.run([sys.executable, "-c", READERS, str(tmp_path)], timeout=100)
+    done = processes.run([sys.executable, "-c", READERS, str(tmp_path)], timeout=900)
     assert done.returncode == 0, done.stderr
     *lines, grown = (line.split("|") for line in done.stdout.splitlines())
     assert len(lines) == 4 * len(found)

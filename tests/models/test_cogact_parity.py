@@ -17,11 +17,12 @@ from sinew.bundle import Bundle
 from sinew.families.cogact.model import CogACT
 from sinew.models import build_on_meta
 from sinew.policy import Policy, load
+from tests import processes
 from tests.closeness import assert_close, rounding
 from tests.engine.cpu.test_cpu_engine import stored
 from tests.golden import Golden
 from tests.models.stages import arguments, observation
-from tests.serve.test_server import START_S, free_port, serving
+from tests.serve.test_server import START_S, serving
 
 ROWS = slice(100, 103)  # of the pixels, those that the fixture holds
 
@@ -98,7 +99,7 @@ def test_low_bits_of_what_upstream_rounds(case: tuple[Policy, Golden], tmp_path:
 def test_a_server_answers_what_the_policy_does(case: tuple[Policy, Golden], tmp_path: Path) -> None:
     policy, g = case
     given = observation("cogact", g)
-    port = free_port()
+    port = processes.free_port()
     with (
         serving(tmp_path, policy.bundle.path, "--wire", f"native:{port}", "--threads", 1),
         Client(f"tcp://127.0.0.1:{port}", timeout=START_S) as client,

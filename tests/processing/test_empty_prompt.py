@@ -104,4 +104,4 @@ def test_infer_and_the_native_wire(case_bundle, golden, tmp_path, capsys):
                     with pytest.raises(ClientError, match="serve ... --allow-empty-prompt` asks without"):
                         client.infer(seen)
             server.send_signal(signal.SIGTERM)
-            assert server.wait(10) == 0
+            assert server.wait(60) == 0

@@ -90,7 +90,7 @@ def test_names_gains_and_messages_are_lerobots(recipe: Any, bridge: Bridge, rele
     robot.close()
     paths = (Path(__file__).parents[2], lerobot_folder(release))
     done = subprocess.run(
-        [CLIENTS, "-c", LEROBOTS, bridge.said, json.dumps(bridge.heard)], capture_output=True, text=True, timeout=280,
+        [CLIENTS, "-c", LEROBOTS, bridge.said, json.dumps(bridge.heard)], capture_output=True, text=True, timeout=900,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -82,7 +82,7 @@ def test_the_recipes_line_moves_servos_within_its_limits(recipe: str, release: s
             line = ["run", server.native, "--config", f"{recipe}.toml", "--robot-options", options, *more]
             return subprocess.run(
                 [CLIENTS, "-c", PROGRAM, *line, "--prompt", "go"], env=env, cwd=RECIPES, capture_output=True,
-                text=True, timeout=280, stdin=subprocess.DEVNULL,
+                text=True, timeout=900, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
         done = sinew(tmp_path, "--stale", "60", "--seconds", "2", "--json")

@@ -257,7 +257,7 @@ def test_a_policy_moves_a_robot_of_topics(domain: int, tmp_path: Path) -> None:
         try:
             twin = [sys.executable, "-m", "tests.ros.twin"]
             seen = subprocess.run(
-                twin, env=environment, capture_output=True, text=True, timeout=200, cwd=ROOT
+                twin, env=environment, capture_output=True, text=True, timeout=900, cwd=ROOT
             )
             assert seen.returncode == 0, seen.stderr
         finally:

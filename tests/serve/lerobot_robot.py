@@ -58,8 +58,7 @@ class WithoutHardware(Robot):
             for name, camera in self.config.cameras.items()
         }
         joints = self.rng.uniform(-1, 1, len(JOINTS)).tolist()
-        # The client numbers an observation with the step of the last action that it executed.
-        self.seen.append({"joints": joints, "timestep": max(len(self.executed) - 1, 0)})
+        self.seen.append({"joints": joints, "executed": len(self.executed)})
         return {**dict(zip(JOINTS, joints, strict=True)), **frames}
 
     def send_action(self, action: dict[str, float]) -> dict[str, float]:

@@ -31,10 +31,11 @@ from sinew.serve.launch import ServingLimits
 from sinew.serve.replay import Replay
 from sinew.serve.wires import evo1, http
 from sinew.serve.wires.groot import codec as groot
+from tests import processes
 from tests.adapters import Make
 from tests.processes import run
 from tests.serve.puppet import until
-from tests.serve.test_server import FRAME, GOOD, START_S, free_port, serving
+from tests.serve.test_server import FRAME, GOOD, START_S, serving
 
 CASE = "smolvla-2cam"
 NAMES = ("", "arm", "kitchen")
@@ -78,7 +79,7 @@ class Running:
 @pytest.fixture(scope="module")
 def server(adapters: Make, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder, found = tmp_path_factory.mktemp("adapters"), adapters(CASE)
-    ports = {wire: free_port() for wire in ("native", "openpi", "http")}
+    ports = {wire: processes.free_port() for wire in ("native", "openpi", "http")}
     words = [word for wire, port in ports.items() for word in ("--wire", f"{wire}:{port}")]
     words += [word for name, file in found.files.items() for word in ("--adapter", f"{name}={file}")]
     words += ["--record", folder / "records", "--access-log", folder / "access.jsonl", "--threads", 1]

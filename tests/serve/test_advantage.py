@@ -24,9 +24,10 @@ from sinew.serve.replay import Replay
 from sinew.serve.wires import openpi
 from sinew.serve.wires.groot.codec import _continuation
 from sinew.stream.split import SplitPolicy
+from tests import processes
 from tests.cases import cases
 from tests.serve.puppet import until
-from tests.serve.test_server import START_S, ServerProcess, free_port, raw_socket, serving
+from tests.serve.test_server import START_S, ServerProcess, raw_socket, serving
 
 pytest.importorskip("websockets.sync.client", reason="the client of the openpi wire needs websockets")
 
@@ -57,7 +58,7 @@ def policy(bundle: Path) -> Policy:
 @pytest.fixture(scope="module")
 def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("server")
-    ports = {wire: free_port() for wire in ("native", "openpi", "http")}
+    ports = {wire: processes.free_port() for wire in ("native", "openpi", "http")}
     wires = [word for wire, port in ports.items() for word in ("--wire", f"{wire}:{port}")]
     options = ("--engine", "eager", "--threads", 1, "--max-batch", 4, "--record", folder / "records")
     running: Any = ServerProcess(folder, bundle, *wires, *options)

@@ -40,12 +40,13 @@ from sinew.serve.robots import Robots
 from sinew.serve.transport.greeting import ready_text
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
+from tests import processes
 from tests.hostile.decoders import REPORT
 from tests.serve import browser
 from tests.serve.puppet import WAIT_S, until
 from tests.serve.puppet import desk as puppets
 from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, picture, record
-from tests.serve.test_server import CASE, START_S, ServerProcess, free_port, serving
+from tests.serve.test_server import CASE, START_S, ServerProcess, serving
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
 KEY = "a key of the test"
@@ -127,8 +128,8 @@ def test_an_answer_in_words() -> None:
 
 def told(feed: Feed, monkeypatch: pytest.MonkeyPatch, busy: bool = False) -> tuple[News, list[str]]:
     """News of a server that is busy or not, and the events that it encodes; after one message it makes no other."""
-    monkeypatch.setattr(news, "EVENTS_S", WAIT_S)
-    monkeypatch.setattr(news, "PATIENCE_S", WAIT_S)
+    for name in ("EVENTS_S", "HEALTH_S", "PATIENCE_S"):
+        monkeypatch.setattr(news, name, WAIT_S)
     encoded: list[str] = []
     written = news.encoded
     monkeypatch.setattr(news, "encoded", lambda name, record: encoded.append(name) or written(name, record))
@@ -298,7 +299,7 @@ class Desk:
         shape = Bundle(bundle).manifest.spec
         self.shape = shape.chunk_size, shape.action.dim
         self.records = record(directory / "records", {"arm": 3}, self.shape)
-        self.ports = {"http": free_port(), "native": free_port()}
+        self.ports = {"http": processes.free_port(), "native": processes.free_port()}
         self.key = directory / "key.txt"
         self.key.write_text(KEY)
         wires = [word for wire, port in self.ports.items() for word in ("--wire", f"{wire}:{port}")]

@@ -9,17 +9,19 @@ import pytest
 from sinew_client import Client, ClientError, ConnectionLost, RequestTimeout, ServerError
 from sinew_client.control.requester import Requester
 
+from tests import processes
 from tests.serve.puppet import GOOD, WAIT_S, desk, until
-from tests.serve.test_server import free_port
 
 
 def nobody() -> str:
-    return f"127.0.0.1:{free_port()}"
+    return f"127.0.0.1:{processes.free_port()}"
 
 
 def test_the_next_address_where_nobody_listens():
     with desk() as second:
-        with Client([nobody(), second.native.removeprefix("tcp://")], timeout=WAIT_S) as client:
+        with Client(
+            [nobody(), second.native.removeprefix("tcp://")], timeout=WAIT_S, connect_timeout=WAIT_S
+        ) as client:
             assert client.infer(GOOD).actions.shape == (3, 2)
             assert client.address == second.native
             client.infer(GOOD)
@@ -29,7 +31,7 @@ def test_the_next_address_where_nobody_listens():
 def test_a_server_that_stops_during_the_request():
     with desk() as second:
         with desk() as first:
-            client = Client([first.native, second.native], timeout=WAIT_S)
+            client = Client([first.native, second.native], timeout=WAIT_S, connect_timeout=WAIT_S)
             client.infer(GOOD)
             found: list = []
             held = threading.Thread(target=lambda: found.append(client.infer({**GOOD, "prompt": "wait"})))
@@ -47,7 +49,7 @@ def test_a_server_that_stops_during_the_request():
 def test_back_to_the_first_when_the_second_ends():
     with desk() as first:
         with desk() as second:
-            client = Client([nobody(), second.native, first.native], timeout=WAIT_S)
+            client = Client([nobody(), second.native, first.native], timeout=WAIT_S, connect_timeout=WAIT_S)
             client.infer(GOOD)
             assert client.address == second.native
         client.infer(GOOD)
@@ -56,7 +58,7 @@ def test_back_to_the_first_when_the_second_ends():
 
 
 def test_nobody_at_all():
-    with Client([nobody(), nobody()], timeout=WAIT_S) as client:
+    with Client([nobody(), nobody()], timeout=WAIT_S, connect_timeout=WAIT_S) as client:
         with pytest.raises(ConnectionLost, match="no server answers at tcp://127.0.0.1:"):
             client.infer(GOOD)
         with pytest.raises(RequestTimeout, match=" or tcp://"):
@@ -66,7 +68,11 @@ def test_nobody_at_all():
 
 
 def test_what_is_wrong_with_a_request_is_wrong_everywhere():
-    with desk() as first, desk() as second, Client([first.native, second.native], timeout=WAIT_S) as client:
+    with (
+        desk() as first,
+        desk() as second,
+        Client([first.native, second.native], timeout=WAIT_S, connect_timeout=WAIT_S) as client,
+    ):
         with pytest.raises(ServerError, match="internal"):
             client.infer({**GOOD, "prompt": "fail"})
         assert client.address == first.native
@@ -80,7 +86,7 @@ def test_a_robot_goes_on_with_the_other_server():
             addresses = [first.native, second.native]
 
             def connect():
-                client = Client(addresses, timeout=WAIT_S)
+                client = Client(addresses, timeout=WAIT_S, connect_timeout=WAIT_S)
                 return lambda observation, limit: client.infer(observation, timeout=limit).actions
 
             requester = Requester(connect, deadline=WAIT_S)

@@ -26,13 +26,14 @@ from sinew.convert import convert
 from sinew.core import ClientError, Moment, Observation, ObservationError, PolicySpec
 from sinew.policy import Policy, load
 from sinew.records.recorder import read_records
+from tests import processes
 from tests.convert.test_groot import observation as groot_observation
 from tests.covering import some
 from tests.golden import Golden
 from tests.models.stages import memory_observation
 from tests.models.stages import observation as case_observation
 from tests.serve import groot_client
-from tests.serve.test_server import START_S, free_port, serving
+from tests.serve.test_server import START_S, serving
 
 pytest.importorskip("websockets.sync.client", reason="the client of the openpi wire needs websockets")
 SEED = 7
@@ -40,7 +41,7 @@ SCHEMES = {"openpi": "ws", "http": "http"}
 
 
 def serve(tmp_path: Path, bundle: Path, wires: tuple[str, ...]):
-    ports = {wire: free_port() for wire in wires}
+    ports = {wire: processes.free_port() for wire in wires}
     words = [word for wire, port in ports.items() for word in ("--wire", f"{wire}:{port}")]
     return serving(tmp_path, bundle, *words, "--threads", 1), {
         wire: f"{SCHEMES.get(wire, 'tcp')}://127.0.0.1:{port}" for wire, port in ports.items()
@@ -241,7 +242,7 @@ WITH_HISTORY = pytest.mark.parametrize("case", some(["diffusion-ddim", "pi05-mem
 @WITH_HISTORY
 def test_a_server_that_starts_again_costs_no_moments(case, case_bundle, tmp_path):
     """The robot's loop keeps them: two servers, one after the other, record those of the right steps."""
-    bundle, port, folder = case_bundle(case), free_port(), tmp_path / "records"
+    bundle, port, folder = case_bundle(case), processes.free_port(), tmp_path / "records"
     words = ("--wire", f"native:{port}", "--threads", 1, "--record", folder)
     robot = Walker(policy := load(bundle))
     spec = policy.spec
@@ -262,7 +263,7 @@ def test_a_server_that_starts_again_costs_no_moments(case, case_bundle, tmp_path
 @WITH_HISTORY
 def test_frames_that_are_lost_are_stood_for(case, case_bundle, tmp_path):
     """A step that saw nothing holds the robot, and the one before stands for it in later requests."""
-    bundle, port, folder = case_bundle(case), free_port(), tmp_path / "records"
+    bundle, port, folder = case_bundle(case), processes.free_port(), tmp_path / "records"
     robot = Walker(policy := load(bundle), blind=7)
     spec = policy.spec
     loop = robot.loop(port)
@@ -279,7 +280,7 @@ def test_frames_that_are_lost_are_stood_for(case, case_bundle, tmp_path):
 
 @WITH_HISTORY
 def test_two_robots_of_one_session_name_share_no_moment(case, case_bundle, tmp_path):
-    bundle, port, folder, apart = case_bundle(case), free_port(), tmp_path / "records", 300
+    bundle, port, folder, apart = case_bundle(case), processes.free_port(), tmp_path / "records", 300
     policy = load(bundle)
     spec, robots = policy.spec, [Walker(policy, at=at) for at in (0, apart)]
     loops = [robot.loop(port) for robot in robots]
@@ -327,7 +328,7 @@ def act(address: str, observation: dict[str, Any], encoded: bool = False) -> Any
     text = json.dumps(observation, default=json_numpy)
     body = json.dumps({"encoded": text}) if encoded else text
     request = urllib.request.Request(f"{address}/act", body.encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as reply:
+    with urllib.request.urlopen(request, timeout=900) as reply:
         answer = json.loads(reply.read(), object_hook=from_json_numpy)
     return json.loads(answer, object_hook=from_json_numpy) if encoded else answer
 

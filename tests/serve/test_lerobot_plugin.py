@@ -48,7 +48,7 @@ def lerobot(
             "HF_HUB_OFFLINE": "1",
             **environment,
         },
-        timeout=280,
+        timeout=900,
         nursery=nursery(release),
     )
 

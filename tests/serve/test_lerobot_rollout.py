@@ -27,7 +27,7 @@ from tests import processes
 from tests.journeys.lerobot import documented
 from tests.serve.lerobot_releases import CLIENTS, ROOT, lerobot_folder, newest_release, nursery
 from tests.serve.test_lerobot_plugin import BLOCKS, SCRIPT, lerobot
-from tests.serve.test_server import ServerProcess, free_port, serving
+from tests.serve.test_server import ServerProcess, serving
 
 ROBOT = Path(__file__).with_name("lerobot_blocks.py")
 TASK = "put the red block into the left bin"
@@ -351,7 +351,7 @@ def test_each_strategy(release: str, plugin: Path, tmp_path: Path, strategy: str
 @pytest.mark.parametrize("engine", ["rtc", "ahead"])
 def test_a_server_that_comes_back(release: str, plugin: Path, tmp_path: Path, engine: str) -> None:
     """Killed and started again: what was left of the running chunk at most, a hold, and then a chunk of now."""
-    port, chunk = free_port(), 32
+    port, chunk = processes.free_port(), 32
 
     def served(number: int) -> ServerProcess:
         wire = ("--wire", f"native:{port}", "--threads", 1)

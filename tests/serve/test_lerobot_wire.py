@@ -42,6 +42,7 @@ from sinew.serve.wires.lerobot.types import TimedObservation as Timed
 from sinew.serve.wires.lerobot.wire import LeRobotWire
 from tests import processes
 from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder, nursery
+from tests.serve.puppet import until
 from tests.serve.test_safe_pickle import (
     ATTACKS,
     HELPERS,
@@ -51,7 +52,7 @@ from tests.serve.test_safe_pickle import (
     modules,
     unframed,
 )
-from tests.serve.test_server import CASE, START_S, free_port, serving
+from tests.serve.test_server import CASE, START_S, serving
 
 PIECE = 2 << 20  # what the stock client sends at once
 JOINTS = tuple(f"joint{index}.pos" for index in range(6))
@@ -350,7 +351,7 @@ def test_a_connection_that_breaks_is_taken_up_again(server):
 def test_a_client_goes_on_after_a_restart(server, tmp_path, monkeypatch):
     """The stock client introduces itself once; after a restart of the server it was refused until its end."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    port = free_port()
+    port = processes.free_port()
     arguments = (server.bundle, "--wire", f"lerobot:{port}", "--threads", 1)
     with serving(tmp_path, *arguments) as first, Robot(first.address) as robot:
         robot.hello()
@@ -682,12 +683,11 @@ def test_memory_of_waiting_and_arriving_observations_is_bounded(policy):
         pending = [
             robot.channel.stream_unary(f"/{SERVICE}/SendObservations").future(drip()) for robot in robots
         ]
-        refusals = 0
-        for each in pending:
-            with contextlib.suppress(grpc.FutureTimeoutError):
-                refusals += each.exception(timeout=0.2).code() == CODE.RESOURCE_EXHAUSTED
+        refused_here = len(robots) - lerobot_sessions.HELD
+        until(lambda: sum(each.done() for each in pending) >= refused_here)
+        ended = [each.code() for each in pending if each.done()]
         hold.set()
-        assert refusals == len(robots) - lerobot_sessions.HELD
+        assert ended == [CODE.RESOURCE_EXHAUSTED] * refused_here
 
 
 def test_the_oldest_connections_are_forgotten(policy):
@@ -866,9 +866,10 @@ def run_client(
 
 @each_release
 def test_the_real_robot_client_executes_what_the_policy_infers(bundle, tmp_path, policy, release):
-    """The printed command, with another robot type. Each executed action is a row of a chunk of the server's record, of
-    a later step than the one before (a client that waits too long for a chunk skips steps), and each chunk of the
-    record is what the policy infers from the recorded observation and seed."""
+    """The printed command, with another robot type. What is executed are rows of the chunks of the server's record, in
+    their order and without a gap; each chunk of the record is what the policy infers from the recorded observation and
+    seed. A chunk may begin with steps that the client took from the one before while it filed the new one: it looks at
+    what it has executed before it exchanges its queue."""
     records = tmp_path / "records"
     with serving(tmp_path, bundle, "--wire", "lerobot:0", "--threads", 1, "--record", records) as own:
         command = [*printed_command(own), "--aggregate_fn_name=latest_only"]
@@ -881,8 +882,8 @@ def test_the_real_robot_client_executes_what_the_policy_infers(bundle, tmp_path,
     assert (
         client.output.count("Error receiving") <= 1
     )  # of the call that the client itself gave up at its end
-    steps = {tuple(np.float32(seen["joints"]).tolist()): seen["timestep"] for seen in client.seen}
-    chunks = []  # of what step; a client whose chunk has run out may ask of one step twice
+    executed = {tuple(np.float32(seen["joints"]).tolist()): seen["executed"] for seen in client.seen}
+    chunks = []  # after how many actions, and the rows
     *recorded, last_record = read_records(records)
     if last_record.error:  # of that call, where the policy had begun
         assert last_record.error == "[cancelled] the inference was cancelled"
@@ -896,15 +897,24 @@ def test_the_real_robot_client_executes_what_the_policy_infers(bundle, tmp_path,
             "camera2": (480, 640, 3),
         }
         np.testing.assert_array_equal(policy.infer(record.observation).actions, record.actions)
-        chunks.append((steps[tuple(record.observation.state.tolist())], record.actions))
+        chunks.append((executed[tuple(record.observation.state.tolist())], record.actions))
     assert len(chunks) >= 3
-    last = -1
-    for number, action in enumerate(client.executed):
+    steps, before = [-1], (-1, -1)  # of the actions so far, with one before the first; its chunk and row
+    for action in client.executed:
         row = np.array(action, np.float32)
-        same = [(first, np.flatnonzero((chunk == row).all(axis=1))) for first, chunk in chunks]
-        later = [first + int(k) for first, rows in same for k in rows if first + k > last]
-        assert later, number
-        last = min(later)
+        same = [
+            (number, k)
+            for number, (_, rows) in enumerate(chunks)
+            for k in np.flatnonzero((rows == row).all(1))
+        ]
+        assert len(same) == 1, len(steps)
+        number, k = same[0]
+        seen = steps[chunks[number][0]]
+        step = max(seen, 0) + k  # as the client numbers them
+        assert (number, k) == (before[0], before[1] + 1) or number > before[0], len(steps)
+        assert seen < step <= steps[-1] + 1, len(steps)
+        before = number, k
+        steps.append(step)
 
 
 @pytest.mark.slow
@@ -913,7 +923,7 @@ def test_the_real_robot_client_executes_what_the_policy_infers(bundle, tmp_path,
 def test_the_real_robot_client_goes_on_after_a_restart(bundle, tmp_path, number, release):
     """Row 15: it was refused until its end. The client is not told of the restart, and executes what both servers
     inferred."""
-    port, halves = free_port(), (tmp_path / "first", tmp_path / "second")
+    port, halves = processes.free_port(), (tmp_path / "first", tmp_path / "second")
     arguments = (bundle, "--wire", f"lerobot:{port}", "--threads", 1, "--record")
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("XDG_STATE_HOME", str(tmp_path / "state"))

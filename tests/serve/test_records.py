@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,8 @@ from sinew.records.background_writer import BACKLOG
 from sinew.records.recorder import Recorder, read_record, read_records
 from tests import processes
 from tests.serve.groot_client import PolicyClient
-from tests.serve.test_server import CASE, FRAME, GOOD, START_S, free_port, serving
+from tests.serve.puppet import until
+from tests.serve.test_server import CASE, FRAME, GOOD, START_S, serving
 
 SECRET = {"prompt": "fetch the SECRET bottle", "state": np.full(6, 0.123456), "seed": 424242}
 
@@ -30,13 +29,6 @@ SECRET = {"prompt": "fetch the SECRET bottle", "state": np.full(6, 0.123456), "s
 @pytest.fixture(scope="module")
 def policy(smolvla_bundle) -> Policy:
     return load(smolvla_bundle(CASE))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < 20, "it did not happen"
-        time.sleep(0.002)
 
 
 # ----------------------------------------------------------------------------- records
@@ -156,7 +148,7 @@ def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
     with other actions is found."""
     records, access = tmp_path / "records", tmp_path / "access.jsonl"
     (tmp_path / "key").write_text("secret\n")
-    ports = free_port(), free_port()
+    ports = processes.free_port(), processes.free_port()
     options = [
         "--threads",
         1,

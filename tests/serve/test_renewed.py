@@ -94,15 +94,15 @@ def test_a_port_of_another_scheme_is_named(
     cert, key = certificate
     with desk(("openpi",), listen=Listen(tls_cert=cert, tls_key=key)) as at:
         address = at.openpi.replace("wss", "http")
-        assert main(["top", address, "--seconds", "0.3"]) == 1
+        assert main(["top", address, "--seconds", "3"]) == 1
         first, *_, last = capsys.readouterr().err.splitlines()
     why = "Remote end closed connection without response (https:// if the port is encrypted)"
     assert first == f"{address}: {why}; asked again until it answers"
     assert last == f"error: {address}: {why}"
     with desk(("openpi",), listen=Listen(dashboard=True)) as at:
-        assert main(["top", at.openpi.replace("ws", "https"), "--seconds", "0.5"]) == 1
+        assert main(["top", at.openpi.replace("ws", "https"), "--seconds", "3"]) == 1
         assert "(http:// if the port is not encrypted); asked again" in capsys.readouterr().err
-        assert main(["top", at.openpi.replace("ws", "http"), "--seconds", "0.2"]) == 0
+        assert main(["top", at.openpi.replace("ws", "http"), "--seconds", "3"]) == 0
         out, err = capsys.readouterr()
     assert " ok  up" in out
     assert "timed out" not in out  # the wait was cut short by --seconds

@@ -21,7 +21,8 @@ from sinew.cli import main
 from sinew.core import ActionChunk, CancelledError, Observation, ObservationError, SinewError, Timing
 from sinew.records.recorder import Recorder
 from sinew.serve.replay import MAX_SESSIONS, Replay
-from tests.serve.test_server import CASE, START_S, ServerProcess, free_port
+from tests import processes
+from tests.serve.test_server import CASE, START_S, ServerProcess
 
 WITHOUT_TORCH = """
 import sys
@@ -56,6 +57,7 @@ def record(folder: Path, sessions: dict[str, int], shape: tuple[int, int], total
                 recorder.put("native", session, observation, chunk)
         recorder.put("native", "arm", Observation(images=FRAMES, state=STATE), SinewError("refused"))
     recorder.close()
+    recorder._thread.join()  # as long as it takes the disk
     return folder
 
 
@@ -180,7 +182,7 @@ def server(
     pytest.importorskip("grpc", reason="the lerobot wire needs grpcio")
     directory = tmp_path_factory.mktemp("replay")
     records = record(directory / "records", {"arm": 3, "other": 2}, shape)
-    ports = {wire: free_port() for wire in WIRES}
+    ports = {wire: processes.free_port() for wire in WIRES}
     wires = [word for wire, port in ports.items() for word in ("--wire", f"{wire}:{port}")]
     running = ServerProcess(directory, bundle, "--replay", records, *wires, command=("-c", WITHOUT_TORCH))
     try:

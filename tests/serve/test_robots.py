@@ -29,22 +29,23 @@ from sinew.serve.metrics import SESSION_S
 from sinew.serve.robots import MAX_ROBOTS, Robots
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires
+from tests import processes
 from tests.contract.test_clients import Server
 from tests.hostile.decoders import REPORT
 from tests.serve.puppet import SPEC, WAIT_S, Puppet, desk, until
 from tests.serve.test_dashboard import events
-from tests.serve.test_server import free_port
 
-SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "1.5", "--json"]
+SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "60", "--json"]
 
 COUNT = type(schema.Report().held.add())
 
 
 def looped(source: Any, hz: float = 50.0, **more: Any) -> Loop:
-    settings = Settings(hz=hz, motion={"kind": "absolute"}, watchdog=False, **{"deadline": 0.2, **more})
+    settings = Settings(hz=hz, motion={"kind": "absolute"}, watchdog=False, **{"deadline": 10.0, **more})
     return Loop(Dry(SPEC.to_dict()), source, settings, 2, "go")
 
 
+@pytest.mark.usefixtures("dry_ends")
 @pytest.mark.parametrize("by", [(), ("--stream",)], ids=["chunks", "stream"])
 def test_a_robot_tells_its_server_how_it_runs(
     by: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -62,7 +63,7 @@ def test_a_robot_tells_its_server_how_it_runs(
         assert (row["client"], row["name"], row["state"]) == ("127.0.0.1", "dry", "ended")
         assert (row["steps"], row["held"]) == (told["ticks" if by else "steps"], told["held"])
         assert 0 < row["age_p50_ms"] <= row["age_p95_ms"]
-        assert main(["top", at.web.replace("ws:", "http:"), "--seconds", "0.3", "--json"]) == 0
+        assert main(["top", at.web.replace("ws:", "http:"), "--seconds", "3", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["health"]["robots"]
         assert [(each["number"], each["steps"]) for each in shown] == [(1, row["steps"])]
 
@@ -75,6 +76,7 @@ ARM = """<robot name="arm"><link name="base"/><link name="one"/><link name="two"
 <joint name="end" type="fixed"><parent link="two"/><child link="tip"/><origin xyz="0.5 0 0"/></joint></robot>"""
 
 
+@pytest.mark.usefixtures("dry_ends")
 def test_an_arm_that_is_known_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A policy of joints is driven as without the description; its server is told where base, joints and tip are."""
     (tmp_path / "arm.urdf").write_text(ARM)
@@ -113,8 +115,10 @@ def test_what_is_no_arm_is_not_reported() -> None:
 def test_a_server_that_was_away_is_told_why_its_robot_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server ends, the robot holds, another one begins on its port, and its page says why."""
     monkeypatch.setattr(news, "HEALTH_S", 0.05)
-    port = free_port()
-    servers = Servers([f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{port}"])  # nobody is at the first
+    port = processes.free_port()
+    servers = Servers(
+        [f"tcp://127.0.0.1:{processes.free_port()}", f"tcp://127.0.0.1:{port}"]
+    )  # nobody is at the first
     loop = looped(servers)
     driving = threading.Thread(target=loop.run)
     with contextlib.ExitStack() as stack:
@@ -143,7 +147,10 @@ def test_a_server_that_was_away_is_told_why_its_robot_held(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("code", ["bad_request", "unauthorized", "unknown"])
-def test_a_server_that_takes_no_reports_is_asked_once(code: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_takes_no_reports_is_asked_once(
+    code: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sinew_client.control.reporter.TIMEOUT_S", WAIT_S)  # who is slow is asked again
     caplog.set_level("INFO", "sinew_client.control.reporter")
     with Server(does=code) as old:
         loop = looped(servers := Servers(old.address))

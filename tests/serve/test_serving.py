@@ -34,6 +34,7 @@ from sinew.serve.transport.zeromq import ZeroMQWire
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.native import NativeCodec
 from tests.serve.groot_client import PolicyClient
+from tests.serve.puppet import until
 from tests.serve.test_server import CASE, FRAME, GOOD, START_S, raw_socket
 
 
@@ -82,7 +83,7 @@ def desk(policy: Policy, **options) -> Iterator[SimpleNamespace]:
     finally:
         gate.open.set()
         scheduler.stop()
-        assert scheduler.join(10)
+        assert scheduler.join(START_S)
         for wire in wires:
             wire.stop()
 
@@ -93,11 +94,17 @@ def served(policy) -> Iterator[SimpleNamespace]:
         yield made
 
 
-def until(condition: Callable[[], bool]) -> None:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < 20, "it did not happen"
-        time.sleep(0.002)
+@pytest.fixture
+def later(monkeypatch) -> Callable[[float], None]:
+    """Have the servers see so many seconds pass at once."""
+
+    def go_on(seconds: float) -> None:
+        clock = SimpleNamespace(**vars(time))
+        clock.perf_counter = lambda: time.perf_counter() + seconds
+        for module in ("scheduler", "service"):
+            monkeypatch.setattr(f"sinew.serve.{module}.time", clock)
+
+    return go_on
 
 
 def ask(sock: zmq.Socket, number: int, **changes) -> None:
@@ -181,12 +188,12 @@ def test_sessions_of_two_wires_are_two(served):
 # ----------------------------------------------------------------------------- deadlines
 
 
-def test_late_requests_are_refused_and_not_computed(served):
+def test_late_requests_are_refused_and_not_computed(served, later):
     with held(served), raw_socket(served.native, zmq.DEALER) as robot:
-        ask(robot, 1, deadline_ms=1000.0)
-        ask(robot, 2, deadline_ms=60_000.0)
+        ask(robot, 1, deadline_ms=1e5)
+        ask(robot, 2, deadline_ms=1e7)
         until(lambda: served.service.health()["waiting"] == 2)
-        time.sleep(1.1)
+        later(1e3)
         served.gate.open.set()
         assert answers(robot, 2) == {1: "deadline", 2: ""}
     assert served.gate.computed == ["request 99", "request 2"]
@@ -197,22 +204,22 @@ def test_late_requests_are_refused_and_not_computed(served):
                 client.infer({**GOOD, "deadline_ms": wrong})
 
 
-def test_a_deadline_for_requests_that_bring_none(policy):
+def test_a_deadline_for_requests_that_bring_none(policy, later):
     with (
-        desk(policy, deadline_ms=1000.0) as served,  # enough to be read and to wait, on a slow machine, too
+        desk(policy, deadline_ms=1e5) as served,
         held(served) as other,
         raw_socket(served.native, zmq.DEALER) as robot,
     ):
         ask(robot, 1)
-        ask(robot, 2, deadline_ms=60_000.0)
+        ask(robot, 2, deadline_ms=1e7)
         until(lambda: served.service.health()["waiting"] == 2)
-        time.sleep(1.1)
+        later(1e3)
         served.gate.open.set()
         assert answers(robot, 2) == {1: "deadline", 2: ""}
         assert answers(other, 1) == {99: ""}  # it had begun in time
 
 
-def test_deadline_on_the_groot_wire(served):
+def test_deadline_on_the_groot_wire(served, later):
     groot = PolicyClient(*served.groot.removeprefix("tcp://").split(":"))
     observation = {
         "video": {"camera1": FRAME[None, None], "camera2": FRAME[None, None]},
@@ -223,7 +230,7 @@ def test_deadline_on_the_groot_wire(served):
 
     def expect_refusal() -> None:
         try:
-            groot.get_action(observation, {"deadline_ms": 10})
+            groot.get_action(observation, {"deadline_ms": 1e5})
         except RuntimeError as error:
             failures.append(str(error))
 
@@ -231,7 +238,7 @@ def test_deadline_on_the_groot_wire(served):
         asking = threading.Thread(target=expect_refusal)
         asking.start()
         until(lambda: served.service.health()["waiting"] == 1)
-        time.sleep(0.02)
+        later(1e3)
         served.gate.open.set()
         asking.join(START_S)
     assert failures
@@ -381,7 +388,7 @@ def outcomes(service: Service) -> dict[tuple[str, str], float]:
     return found
 
 
-def test_metrics(served):
+def test_metrics(served, later):
     with Client(served.native, timeout=START_S) as client:
         chunks = [client.infer({**GOOD, "session": f"arm-{n % 2}"}) for n in range(3)]
         for wrong in ({**GOOD, "state": np.zeros(5)}, {**GOOD, "images": {}}):
@@ -393,9 +400,9 @@ def test_metrics(served):
             # A connection of the test before may still be on its way out.
             until(lambda: samples(served.service)["sinew_connections", "native"] == 2)
             with raw_socket(served.native, zmq.DEALER) as robot:
-                ask(robot, 1, deadline_ms=1000.0)
+                ask(robot, 1, deadline_ms=1e5)
                 until(lambda: samples(served.service)["sinew_queue_depth",] == 1)
-                time.sleep(1.1)
+                later(1e3)
                 served.gate.open.set()
                 answers(robot, 1)
             answers(other, 1)  # of a client that has left, it would be cancelled

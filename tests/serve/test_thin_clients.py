@@ -19,8 +19,9 @@ from sinew.cli.terminal import BARS, spark
 from sinew.cli.top_view import view
 from sinew.core import SinewError
 from sinew.serve.dashboard.follow import ServerSeen
+from tests import processes
 from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, chunk_of, record
-from tests.serve.test_server import free_port, serving
+from tests.serve.test_server import serving
 
 KEY = "a key of the test"
 WAIT_S = 60.0
@@ -31,7 +32,7 @@ class Served:
     """A server that answers from a recording, without torch, and can be started again at the same ports."""
 
     def __init__(self, folder: Path):
-        self.folder, self.native, self.web = folder, free_port(), free_port()
+        self.folder, self.native, self.web = folder, processes.free_port(), processes.free_port()
         records = record(folder / "records", {"arm": 3, "other": 2}, (4, 6))
         key = folder / "key"
         key.write_text(KEY)
@@ -184,7 +185,7 @@ def test_top_says_why_it_shows_nothing(
     assert "wants a key: --api-key-file, or SINEW_API_KEY" in said(f"http://127.0.0.1:{served.web}")
     assert "expected http://HOST:PORT of the openpi or http wire" in said("tcp://127.0.0.1:5555")
     assert "expected http://HOST:PORT" in said("http://host:port")
-    assert "refused" in said(f"127.0.0.1:{free_port()}", "--seconds", "0.1")
+    assert "refused" in said(f"127.0.0.1:{processes.free_port()}", "--seconds", "0.1")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def test_every_kind_of_client(tmp_path: Path) -> None:
         asyncio.run(asked())
         wire.stop()
         assert not path.exists()
-        with Client([address, there.native], timeout=WAIT_S) as both:  # the next one, at once
+        with Client(
+            [address, there.native], timeout=WAIT_S, connect_timeout=WAIT_S
+        ) as both:  # the next one, at once
             assert both.infer(GOOD).actions.shape == (3, 2)
 
 

@@ -21,7 +21,8 @@ from sinew.core import Observation
 from sinew.policy import load
 from sinew.serve.decode import array as arrays
 from sinew.serve.wires import http
-from tests.serve.test_server import START_S, ServerProcess, free_port
+from tests import processes
+from tests.serve.test_server import START_S, ServerProcess
 from tests.serve.test_web_wires import ask, connected, get, png, post
 
 ConnectionClosed = pytest.importorskip("websockets.exceptions", reason="the client side").ConnectionClosed
@@ -34,7 +35,7 @@ ARRIVAL_S = 5  # of a request, the largest here on a busy machine
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[ServerProcess]:
-    port = free_port()
+    port = processes.free_port()
     wires = ("--wire", f"openpi:{port}", "--wire", f"http:{port}", "--arrival-s", ARRIVAL_S)
     running = ServerProcess(tmp_path_factory.mktemp("attacks"), BUNDLE, *wires, "--threads", 1)
     running.http = running.address.replace("ws", "http")

@@ -33,7 +33,7 @@ from sinew.serve.decode import array as arrays
 from sinew.serve.wires import http, openpi
 from tests import processes
 from tests.convert.openpi_layout import write_checkpoint
-from tests.serve.test_server import START_S, ServerProcess, free_port
+from tests.serve.test_server import START_S, ServerProcess
 
 websockets = pytest.importorskip("websockets.sync.client", reason="the client side needs websockets")
 
@@ -65,7 +65,7 @@ def policy(bundle):
 
 @pytest.fixture(scope="module")
 def server(bundle, tmp_path_factory) -> Iterator[ServerProcess]:
-    port = free_port()
+    port = processes.free_port()
     wires = ("--wire", f"openpi:{port}", "--wire", f"http:{port}")
     running = ServerProcess(tmp_path_factory.mktemp("web"), bundle, *wires, "--threads", 1)
     running.http = running.address.replace("ws", "http")
@@ -453,7 +453,7 @@ def test_keys_and_tls(bundle, certificate, tmp_path, capsys):
 
 def test_the_printed_programs_run(bundle, tmp_path):
     pytest.importorskip("openpi_client", reason="make env installs openpi-client")
-    port = free_port()
+    port = processes.free_port()
     (tmp_path / "key").write_text("secret")
     wants = ("--api-key-file", tmp_path / "key")
     running = ServerProcess(tmp_path, bundle, "--wire", f"openpi:{port}", "--wire", f"http:{port}", *wants)

@@ -24,7 +24,7 @@ from benchmarks.wire_clients import connect
 from sinew.policy import Policy, load
 from sinew.records.recorder import read_records
 from tests import processes
-from tests.serve.test_server import CASE, START_S, ServerProcess, free_port
+from tests.serve.test_server import CASE, START_S, ServerProcess
 
 pytest.importorskip("websockets.sync.client", reason="the client of the openpi wire needs websockets")
 pytest.importorskip("grpc", reason="the lerobot wire needs grpcio")
@@ -44,7 +44,7 @@ def policy(smolvla_bundle) -> Policy:
 @pytest.fixture(scope="module")
 def server(smolvla_bundle, tmp_path_factory) -> Iterator[ServerProcess]:
     directory = tmp_path_factory.mktemp("together")
-    ports = {wire: free_port() for wire in WIRES}
+    ports = {wire: processes.free_port() for wire in WIRES}
     wires = [word for wire, port in ports.items() for word in ("--wire", f"{wire}:{port}")]
     options = ["--threads", 1, "--queue", 16, "--record", directory / "records"]
     running = ServerProcess(directory, smolvla_bundle(CASE), *wires, *options)

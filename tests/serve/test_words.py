@@ -38,9 +38,10 @@ from sinew.serve.request import Request
 from sinew.serve.safety import Safety
 from sinew.serve.wires import http
 from sinew.sim.experts import Expert, expert_spec
+from tests import processes
 from tests.serve.puppet import desk, until
 from tests.serve.test_replay import FRAMES, STATE
-from tests.serve.test_server import START_S, free_port, serving
+from tests.serve.test_server import START_S, serving
 
 KEY = "a key of the test"
 QUESTION = "what is in the gripper?"
@@ -72,7 +73,7 @@ def at(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simpl
     key, records = folder / "key", folder / "records"
     key.write_text(KEY)
     key.chmod(0o600)
-    native, web = free_port(), free_port()
+    native, web = processes.free_port(), processes.free_port()
     told = ["--wire", f"native:{native}", "--wire", f"openpi:{web}", "--wire", f"http:{web}"]
     options = ["--engine", "eager", "--threads", 1, "--api-key-file", key, "--record", records]
     with serving(folder, bundle, *told, *options) as server:

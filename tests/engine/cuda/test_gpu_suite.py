@@ -311,7 +311,7 @@ def test_the_whole_command_in_a_bare_environment(tmp_path: Path) -> None:
         str(tmp_path / "out"),
     ]
     command += ["--only", "machine,tests,ladder pi0,bounds"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["sections"] == {"machine": "done", "tests": "skipped", "ladder pi0": "done", "bounds": "done"}
