@@ -10,6 +10,8 @@ setup(
     name=NAME,
     version="0.1.0",
     description="A Sinew policy on a robot of ROS 2 topics",
+    long_description=Path("README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=[NAME],
     python_requires=">=3.8",

@@ -19,8 +19,8 @@ from rich.markup import escape
 from sinew import __version__
 from sinew.cli import settings, terminal, usage
 from sinew.cli.status import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
-from sinew.cli.verbs import RENAMED, SECTIONS, VERBS, Verb, function_of
-from sinew.core import SinewError, did_you_mean, hints, progress
+from sinew.cli.verbs import SECTIONS, VERBS, Verb, function_of
+from sinew.core import SinewError, hints, progress
 from sinew.core.extras import MissingPackageError
 
 
@@ -86,15 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if tokens and tokens[0].startswith("--completion="):
         tokens[:1] = tokens[0].split("=", 1)
     errors = terminal.console(stderr=True, highlight=None)
-    if tokens and not tokens[0].startswith("-") and tokens[0] not in VERBS:
-        # Checked here because cyclopts would import every verb, torch with them, to word its own message.
-        hint = (
-            f"it is `sinew {RENAMED[tokens[0]]}` now"
-            if tokens[0] in RENAMED
-            else did_you_mean(tokens[0], VERBS).removeprefix("; ") or f"expected one of {', '.join(VERBS)}"
-        )
-        _print_error(errors, f"unknown verb {tokens[0]!r}: {hint}")
-        return EXIT_USAGE
+    if tokens and tokens[0] == "help":
+        tokens = [*tokens[1:], "--help"]
     if "--port" in tokens and tokens[0] == "serve":
         _print_error(errors, "--port: each wire has a port of its own, --wire NAME:PORT, as --wire http:8001")
         return EXIT_USAGE

@@ -11,12 +11,14 @@ from cyclopts import (
     CycloptsError,
     MissingArgumentError,
     RepeatArgumentError,
+    UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
 )
 from cyclopts import ValidationError as BoundError
 from rich.text import Text
 
+from sinew.cli.verbs import RENAMED
 from sinew.core import did_you_mean
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ def said(error: CycloptsError) -> str:
         flag = (error.token.keyword or error.token.value).partition("=")[0]
         hint = did_you_mean(flag, known).removeprefix(";").replace("'", "") or f" `{verb} --help` lists them"
         return f"unknown flag {flag}:{hint}"
+    if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app:
+        return _no_verb(error.unused_tokens[0], list(error.app), error.command_chain)
     if type(error) is UnusedCliTokensError:
         return f"expected no further words, got {' '.join(error.unused_tokens or ())}"
     if isinstance(error, RepeatArgumentError):
@@ -70,10 +74,22 @@ def said(error: CycloptsError) -> str:
     return str(error)
 
 
+def _no_verb(word: str, known: list[str], within: tuple[str, ...] | None) -> str:
+    """Say what a word is not that stands for a verb. No verb is imported for it, as the parser's own words would."""
+    if word.startswith("-"):
+        hint = did_you_mean(word, ("--json", "--debug", "--config", *known)).removeprefix("; ")
+        return f"unknown flag {word}: {hint or 'those of a verb stand behind it, `sinew VERB --help`'}"
+    if not within and word in RENAMED:
+        return f"unknown verb {word!r}: it is `sinew {RENAMED[word]}` now"
+    verbs = [each for each in known if not each.startswith("-")]
+    hint = did_you_mean(word, verbs).removeprefix("; ")
+    return f"unknown verb {word!r}: {hint or 'expected one of ' + ', '.join(verbs)}"
+
+
 def _meant(error: MissingArgumentError, argument: Argument) -> str:
     """Return what a value is: by its type, else as the docstring of its verb begins to say it."""
     kind, word = _kind(argument.hint), argument.field_info.name
-    found = re.search(rf"^ +{word}: ([^;:.]+)", inspect.getdoc(error.target) or "", re.MULTILINE)
+    found = re.search(rf"^ +{word}: ((?:[^;:.]|\.\b)+)", inspect.getdoc(error.target) or "", re.MULTILINE)
     return kind if kind != "a value" or not found else " ".join(found[1].split())
 
 

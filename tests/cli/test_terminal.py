@@ -202,6 +202,8 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
             "error: expected no further words, got head=int8",
         ),
         (["eval", PEN, "--episode", "3"], "error: unknown flag --episode: did you mean --episodes?"),
+        (["bench", "localhost:5555"], "no such file or folder; did you mean 'tcp://localhost:5555'?"),
+        (["convert"], "a vla.cpp GGUF file, or a bundle of an older format, got none"),
         (["top", "--zzz"], "error: unknown flag --zzz: `sinew top --help` lists them"),
         (["top", "--seconds", "x"], "error: --seconds: expected a number, got 'x'"),
         (["top", "--answers", "0"], "error: --answers: expected a number >= 1, got 0"),

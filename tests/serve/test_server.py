@@ -478,6 +478,7 @@ def test_bench_without_a_server():
     done = processes.run(command, timeout=START_S)
     assert done.returncode == 1
     assert done.stderr.startswith("error: no answer from tcp://127.0.0.1:")
+    assert done.stderr.endswith(" within 0.2 s: no connection (Connection refused)\n")
 
 
 def test_stops_during_an_inference(bundle, tmp_path):

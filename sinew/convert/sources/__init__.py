@@ -5,6 +5,7 @@ Checkpoints are converted once, into a cache (:mod:`.cache`). Imports no torch u
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from sinew.bundle.files import EXPORTED
@@ -41,7 +42,8 @@ def resolve(source: str | Path) -> Path:
 
     name = hub.parse(str(source))
     if name is None:
-        raise BundleError(f"{source}: no such file or folder{did_you_mean(str(source), own)}")
+        known = [*own, *([f"tcp://{source}"] if re.fullmatch(r"[\w.-]+:\d+", str(source)) else [])]
+        raise BundleError(f"{source}: no such file or folder{did_you_mean(str(source), known)}")
     fetched = hub.fetch(name)
     return fetched if fetched.is_file() else _folder(fetched, str(name), name.repository.split("/")[-1])
 

@@ -43,7 +43,7 @@ def rendered(page: str) -> str | None:
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(file.read_text("utf-8"))
     body = PICTURE.sub(r"<em>\1</em>", LINK.sub(_link, HEAD.sub(_head, body)))
     body = body.replace("<table>", '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>')
-    body = body.replace("</table>", "</table></div>").replace("<pre>", '<pre tabindex="0">')
+    body = body.replace("</table>", "</table></div>").replace("<th></th>", "<td></td>")
     menu = " ".join(
         f'<a href="/docs/{name}"{" aria-current=page" * (name == page)}>{html.escape(title)}</a>'
         for name, title in PAGES.items()

@@ -165,6 +165,7 @@ class AsyncClient(BaseClient):
                 return self._link  # type: ignore[no-any-return]
             self._forget()
             error = await self._open(end)
+            self._connecting(error)
             if error is None and self._link is not None:
                 return self._link  # type: ignore[no-any-return]
             if self._closed:
@@ -187,7 +188,7 @@ class AsyncClient(BaseClient):
         task = self._opening
         await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic()))
         if not task.done():
-            return socket.timeout("no connection in time")
+            return socket.timeout("timed out")
         return ClosedError("the client is closed") if task.cancelled() else task.exception()
 
     def _take(self, task: Any) -> None:

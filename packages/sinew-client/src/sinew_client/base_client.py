@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 import time
 from typing import Any, Generator, Mapping, Optional, Sequence, Tuple
 
@@ -64,6 +65,7 @@ class BaseClient:
         self._spec: PolicySpec | None = None  # of the server at the other end of the link
         self._link: Any = None
         self._closed = False
+        self._unreached = ""  # why the last try to connect failed
         self._begin()
 
     @property
@@ -89,6 +91,12 @@ class BaseClient:
 
     def _state(self) -> str:
         return "connected" if self._link is not None else "not connected"
+
+    def _connecting(self, error: Exception | None) -> None:
+        """Keep why the last try to connect failed, for what is said at the end; nothing where it did not."""
+        number = getattr(error, "errno", None) or 0  # asyncio words its own; the resolver's are below zero
+        said = os.strerror(number) if number > 0 else getattr(error, "strerror", None)
+        self._unreached = "" if error is None else said or str(error)
 
     def _begin(self) -> None:
         """Make what this kind of client needs beside."""
@@ -183,8 +191,11 @@ class BaseClient:
                 self._move(place, "no answer in time")
                 break
         raise RequestTimeout(
-            "no answer from {} within {:g} s{}".format(
-                " or ".join(self.addresses), limit, f" in {self.retries + 1} attempts" if self.retries else ""
+            "no answer from {} within {:g} s{}{}".format(
+                " or ".join(self.addresses),
+                limit,
+                f" in {self.retries + 1} attempts" if self.retries else "",
+                f": no connection ({self._unreached})" if self._unreached else "",
             )
         )
 

@@ -255,10 +255,13 @@ class Client(BaseClient):
             if time.monotonic() >= end:
                 break
             try:
-                return Link(self._addresses.host_and_port, end)
+                link = Link(self._addresses.host_and_port, end)
+                self._connecting(None)
+                return link
             except ConnectionLost:  # somebody else is there
                 raise
             except OSError as error:
+                self._connecting(error)
                 if len(self.addresses) > 1:
                     raise ConnectionLost(f"no server answers at {self.address}") from error
             time.sleep(max(0.0, min(pause, end - time.monotonic())))
