@@ -74,7 +74,7 @@ def said(error: CycloptsError) -> str:
     return str(error)
 
 
-def _no_verb(word: str, known: list[str], within: tuple[str, ...] | None) -> str:
+def _no_verb(word: str, known: list[str], within: Sequence[str] | None) -> str:
     """Say what a word is not that stands for a verb. No verb is imported for it, as the parser's own words would."""
     if word.startswith("-"):
         hint = did_you_mean(word, ("--json", "--debug", "--config", *known)).removeprefix("; ")

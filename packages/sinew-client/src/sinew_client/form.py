@@ -11,14 +11,8 @@ from sinew_client.types import PolicySpec, VectorSpec
 if TYPE_CHECKING:
     from sinew_client.client import Client
 
-TAKEN = (
-    "cameras",
-    "state",
-    "action",
-    "control_hz",
-    "embodiment",
-    "motion",
-)  # what a running loop was fitted to
+# What a running loop was fitted to.
+TAKEN = ("cameras", "state", "action", "control_hz", "embodiment", "motion")
 
 
 def form(spec: PolicySpec, parts: Sequence[str] = ()) -> dict[str, Any]:
@@ -85,11 +79,8 @@ def _text(value: Any) -> str:
     """Return a value as a refusal shows it."""
     if isinstance(value, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in value):
         value = dict(value)
-    text = (
-        ", ".join(map(str, value))
-        if isinstance(value, tuple)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, tuple):
+        text = ", ".join(map(str, value))
+    else:
+        text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 200 else text[:200] + " ..."
