@@ -22,6 +22,8 @@ from sinew.cli.verbs import RENAMED
 from sinew.core import did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cyclopts.argument import Argument, ArgumentCollection
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
