@@ -49,7 +49,7 @@ def test_a_broken_connection_is_told_at_once():
             asking = pool.submit(robot.infer, {**GOOD, "prompt": "hang"})
             until(lambda: at.service.health()["running"])
             wire = at.opened["native"]
-            for peer in list(wire._ledger.open):
+            for peer in list(wire.ledger.open):
                 peer.socket.shutdown(2)
             with pytest.raises(ConnectionLost, match="broke before the answer"):
                 asking.result(WAIT_S)
@@ -63,7 +63,7 @@ def test_a_broken_connection_is_retried_by_the_rule():
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(robot.infer, {**GOOD, "prompt": "wait"})
             until(lambda: at.service.health()["running"])
-            for peer in list(at.opened["native"]._ledger.open):
+            for peer in list(at.opened["native"].ledger.open):
                 peer.socket.shutdown(2)
             until(lambda: at.service.health()["failed"] >= 1)
             at.puppet.release.set()

@@ -150,7 +150,7 @@ def test_a_reply_whose_sending_was_interrupted_is_not_sent_again(count):
     with desk() as at, raw_socket(at.native, zmq.DEALER) as robot:
         robot.send(request(1))
         assert schema.PredictResponse.FromString(robot.recv()).request_id == 1
-        (peer,) = at.opened["native"]._ledger.open
+        (peer,) = at.opened["native"].ledger.open
 
         def watched() -> None:
             at.opened["native"].wake(peer)
