@@ -46,7 +46,8 @@ with contextlib.suppress(ImportError):  # which not every test needs
 with contextlib.suppress(ImportError):
     from websockets.sync.client import connect
 
-    connect.__kwdefaults__["open_timeout"] = 60.0  # a machine that stood still for 10 s says nothing either
+    connect.__kwdefaults__["open_timeout"] = 60.0  # a machine that stood still for 10 s says nothing either,
+    connect.__kwdefaults__["ping_timeout"] = 300.0  # nor for 20 s later
 
 
 @pytest.fixture(scope="session")

@@ -214,8 +214,9 @@ def test_after_a_watchdogs_hold_a_robot_starts_from_rest() -> None:
     with Running(loop, arm):
         until(lambda: len(rows) > 5 and rows[-1] - rows[-2] > 2 * push)
         arm.blocks = "act"
-        until(lambda: arm.watched() >= 1)
-        count = len(rows)
+        assert arm.blocked.wait(WAIT_S)
+        before, count = arm.watched(), len(rows)
+        until(lambda: arm.watched() > before)
         arm.wake.set()
         until(lambda: len(rows) > count + 1)
     assert "stood" in [event for event, _ in heard]
