@@ -46,7 +46,8 @@ with contextlib.suppress(ImportError):  # which not every test needs
 with contextlib.suppress(ImportError):
     from websockets.sync.client import connect
 
-    connect.__kwdefaults__["open_timeout"] = 60.0  # a machine that stood still for 10 s says nothing either
+    connect.__kwdefaults__["open_timeout"] = 60.0  # a machine that stood still for 10 s says nothing either,
+    connect.__kwdefaults__["ping_timeout"] = 300.0  # nor for 20 s later
 
 
 @pytest.fixture(scope="session")
@@ -145,14 +146,16 @@ def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export_to(home: Path) -> None:
-    """Fill a folder with that bundle and its graphs, unless it is filled; wait for a process that is about it."""
-    home.mkdir(exist_ok=True)
+    """Make a folder with that bundle and its graphs, unless it is there; wait for a process that is about it."""
     with (home.parent / "exported.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not any(home.iterdir()):
-            case = golden_cases() / "smolvla-2cam"
-            convert(case / "checkpoint", home / "policy.gguf", vlm=case / "vlm", name=case.name)
-            load(home / "policy.gguf", engine="onnx")
+        if not home.exists():
+            case, made = golden_cases() / "smolvla-2cam", home.with_name("exporting")
+            shutil.rmtree(made, ignore_errors=True)  # of one that was ended
+            made.mkdir()
+            convert(case / "checkpoint", made / "policy.gguf", vlm=case / "vlm", name=case.name)
+            load(made / "policy.gguf", engine="onnx")
+            made.rename(home)
 
 
 @pytest.fixture

@@ -11,9 +11,13 @@ from tests import processes
 
 SUITE = {
     "conftest.py": """
+from pathlib import Path
 from tests.workers import Workers
 def pytest_configure(config):
     config.pluginmanager.register(Workers(2))
+def pytest_runtest_setup(item):
+    with (Path(__file__).parent / "places").open("a") as file:
+        file.write(f"{item.config._tmp_path_factory.getbasetemp().parent}\\n")
 """,
     "test_dies.py": """
 import os, pytest
@@ -47,6 +51,9 @@ def test_workers_report_what_comes(
     done = processes.run([*command, *options], cwd=processes.ROOT)
     assert done.returncode == status, done.stdout + done.stderr
     assert counts in done.stdout
+    assert (
+        len(set((tmp_path / "places").read_text().split())) == 1
+    )  # where all of a run find what one has made
     if status:
         assert "ended with 3 while this ran" in done.stdout
         assert "assert 1 == 2" in done.stdout

@@ -40,6 +40,7 @@ class Workers:
         threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
         assert threads == 1, f"expected one thread before workers are forked, got {threads}"
         self._session, self._files = session, _files(session.items)
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one, of all workers
         if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
             reporter.showfspath = False  # of files that take turns it would show each time which it is
         self._queue = os.pipe()

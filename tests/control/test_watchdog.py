@@ -215,9 +215,8 @@ def test_after_a_watchdogs_hold_a_robot_starts_from_rest() -> None:
         until(lambda: len(rows) > 5 and rows[-1] - rows[-2] > 2 * push)
         arm.blocks = "act"
         assert arm.blocked.wait(WAIT_S)
-        before = arm.watched()  # a busy machine may have been held for already
+        before, count = arm.watched(), len(rows)
         until(lambda: arm.watched() > before)
-        count = len(rows)
         arm.wake.set()
         until(lambda: len(rows) > count + 1)
     assert "stood" in [event for event, _ in heard]

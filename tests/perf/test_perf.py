@@ -35,6 +35,7 @@ from sinew.perf.program import PublishedProgram
 from sinew.perf.request import TracedRequest
 from sinew.perf.roofline import seconds, time_of, timing
 from sinew.perf.streams import loops
+from tests.covering import some
 from tests.engine.test_guidance import BLOCKS
 
 MACHINE = Hardware("m", "m", {"bf16": 100.0, "fp32": 10.0}, 10.0, 8, "test")
@@ -919,7 +920,7 @@ def test_ternary_weights_are_multiplied_as_whole_numbers(capsys):
 
 
 # pi0 has none in the lower bound's tests, too.
-@pytest.mark.parametrize("source", ["smolvla", pytest.param("pi0", marks=pytest.mark.slow), "gr00t-n1.5"])
+@pytest.mark.parametrize("source", some(["smolvla", "pi0", "gr00t-n1.5"], "smolvla"))
 def test_a_policy_is_asked_without_words(capsys, source):
     def ms(tokens: int) -> float:
         found = run(capsys, "run", source, "--prompt-tokens", tokens, "--hardware", "h200")

@@ -289,6 +289,7 @@ def test_records_keep_both_and_a_replay_asks_for_both(server: Any, policy: Polic
             replay.infer({**SEEN, "advantage": "best"})
 
 
+@pytest.mark.usefixtures("dry_ends")
 def test_the_verbs_take_both(
     server: Any, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,7 +310,7 @@ def test_the_verbs_take_both(
     assert main([*client, *guided]) == 0
     assert main([*client, "--guidance-scale", "101", "--advantage", "good"]) == 1
     assert "guidance_scale: expected a number from 0 to 100" in capsys.readouterr().err
-    run = ["--hz", "20", "--seconds", "1", "--timeout", "60", "--prompt", "go"]
+    run = ["--hz", "20", "--seconds", "60", "--timeout", "60", "--prompt", "go"]
     journal = tmp_path / "run.jsonl"
     assert main(["run", server.at["native"], *run, *guided, "--record", str(journal)]) == 0
     capsys.readouterr()

