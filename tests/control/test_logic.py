@@ -346,8 +346,9 @@ def test_an_ensemble_goes_on_behind_its_oldest_chunk() -> None:
     assert [round(float(node.row[0])) for node in nodes[1:]] == [1, 1]
 
 
-def test_guidance_may_be_bounded_by_nothing() -> None:
+def test_numbers_of_a_handover_at_their_bounds() -> None:
     assert parse_handover("rtc:guided:exp:0").beta == 0.0
+    assert parse_handover("aligned+halt:0.5").halt == 0.5
 
 
 @pytest.mark.parametrize(
