@@ -379,7 +379,10 @@ def test_a_loop_refines_journals_and_holds_without_its_camera(file: Path, tmp_pa
     robot = Camera()
     chosen = Settings(200.0, replan="2", deadline=30.0, refine=12)
     chunk = np.zeros((4, 2), np.float32)
-    loop = Loop(robot, lambda: lambda observation, limit: chunk, chosen, 2, adapter=adapter)
+    asked: list[dict[str, Any]] = []
+    loop = Loop(
+        robot, lambda: lambda seen, _limit: asked.append(seen["images"]) or chunk, chosen, 2, adapter=adapter
+    )
     journal = Journal(tmp_path / "run.jsonl", chosen, 2)
     loop.listeners.append(journal.put)
     rows = []
@@ -390,7 +393,9 @@ def test_a_loop_refines_journals_and_holds_without_its_camera(file: Path, tmp_pa
     robot.unplugged = True
     while not loop.controller.held["images: expected front, got none"]:
         loop.run(loop.steps + 1)
+    loop.run(loop.steps + 5)
     loop.close()
+    assert all("front" in images for images in asked)  # what comes of no frame could not be refined
     journal.close()
     found = repeat(tmp_path / "run.jsonl")
     assert (found.commands, found.differences) == (loop.steps, [])

@@ -29,10 +29,12 @@ from sinew_client.control import (
 from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
 from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
+from sinew_client.control.handover import Placed
 from sinew_client.control.loop import frame_fault
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import ReplanState, disagreement
 from sinew_client.control.safety import UNPLACED, RowsError, Verdict, checked_rows
+from sinew_client.control.trajectory import Trajectory
 
 
 def play(
@@ -337,6 +339,18 @@ def test_a_chunk_that_expects_the_robot_elsewhere_stops_it() -> None:
     )  # units of an action
 
 
+def test_an_ensemble_goes_on_behind_its_oldest_chunk() -> None:
+    old, new = (Placed(np.full((3, 1), value, np.float32), at, at, value) for value, at in ((0, 0), (1, 2)))
+    nodes = parse_handover("ensemble").merge(Trajectory(), [old, new], 2)
+    assert [node.step for node in nodes] == [2, 3, 4]
+    assert [round(float(node.row[0])) for node in nodes[1:]] == [1, 1]
+
+
+def test_numbers_of_a_handover_at_their_bounds() -> None:
+    assert parse_handover("rtc:guided:exp:0").beta == 0.0
+    assert parse_handover("aligned+halt:0.5").halt == 0.5
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -447,8 +461,9 @@ def test_each_connection_has_a_first_request_before_any_other_was_measured() -> 
     delay.reconnected()
     delay.add(90)
     assert delay.steps == 90
-    delay.add(-1)  # a clock that was set back
-    assert delay.steps == 0
+    for late in (delay, DelayEstimate()):
+        late.add(-1)  # a clock that was set back
+        assert late.steps == 0
     for steps, expected in ((1, 1), (2, 2), (3, 3), (4, 3)):  # from five on the largest is an outlier
         delay.add(steps)
         assert delay.steps == expected

@@ -711,6 +711,8 @@ def test_a_clock_that_was_set_back_takes_the_deadline_along() -> None:
     late = requester.poll(10.25)
     assert late is not None
     assert late.reason == "no answer within 0.5 s"
+    assert not requester.ready(5.0)  # nor is the wait for the next attempt longer
+    assert requester.ready(5.01 + FIRST_WAIT)
     hang.set()
 
 
