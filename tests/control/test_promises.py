@@ -316,11 +316,7 @@ class Hostile(RuleBasedStateMachine):
         self, handover, replan, motion, velocity, acceleration, jerk, smooth, speed, max_age, start, box, jump, sources
     ) -> None:  # fmt: skip
         limits = {"low": -2, "high": 2, "velocity": velocity, "acceleration": acceleration, "jerk": jerk}
-        self.box, self.jump, self.sources = (
-            np.float64([np.inf if end is None else end for end in box]),
-            jump,
-            sources,
-        )
+        self.box, self.sources = np.float64([np.inf if end is None else end for end in box]), sources
         low = [None if end is None else -end for end in box]
         limits |= {"jump": jump, "workspace_low": low, "workspace_high": list(box)}
         self.limits = Limits.parse(limits, DIM)
@@ -374,8 +370,6 @@ class Hostile(RuleBasedStateMachine):
         assert self.expected is not None
         self.noted()
         kept(self.limits, self.position, self.moved, row, self.changed)
-        if self.jump is not None:
-            assert (np.abs(row.astype(np.float64) - self.position) <= self.jump).all()
         assert (np.abs(row) <= np.maximum(self.box, np.abs(self.position)) + 1e-6).all()  # never further out
         moved = row.astype(np.float64) - self.position
         self.moved, self.changed = moved, moved - self.moved
