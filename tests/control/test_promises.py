@@ -474,6 +474,7 @@ class Hostile(RuleBasedStateMachine):
             assert self.sent == sent + 1  # one command or one hold
 
     def ask(self, observation: Mapping[str, Any], now: float) -> None:
+        assert not self.seen_bad  # what may not be acted on is not asked about
         if self.pending is not None:
             self.hanging.append(self.pending)
         Requester.ask(self.loop.source, observation, now)
@@ -513,6 +514,11 @@ class Hostile(RuleBasedStateMachine):
     @rule(ages=st.fixed_dictionaries({name: st.sampled_from(ages) for name, ages in AGES.items()}))
     def look_from_each(self, ages: dict[str, float | None]) -> None:
         self.ages, self.state = ages, "good"
+
+    @rule(wrist=st.sampled_from([0.05, 0.15]))
+    def frames_apart(self, wrist: float) -> None:
+        """Neither of them is old."""
+        self.ages, self.state = {"front": 0.0, "wrist": wrist, "state": 0.0}, "good"
 
     @rule(back=st.sampled_from([0.01, 0.2, 5.0, 900.0]))
     def set_back(self, back: float) -> None:
