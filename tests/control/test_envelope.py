@@ -221,22 +221,29 @@ def test_velocity_holds_to_the_bit_where_float32_is_coarser_behind_than_ahead() 
 
 
 @FAST
-@given(rows=st.lists(st.tuples(HOSTILE, HOSTILE), min_size=1, max_size=30), jump=st.floats(0.01, 3))
-def test_a_jump_is_never_sent(rows: list[tuple[float, float]], jump: float) -> None:
-    limits = Limits.parse({"jump": [jump, None], "names": ["elbow", "grip"]}, 2)
+@given(
+    rows=st.lists(st.tuples(HOSTILE, HOSTILE), min_size=1, max_size=30),
+    jump=st.floats(0.01, 3),
+    start=st.sampled_from([0.0, 1.5, -4.0]),
+)
+def test_a_jump_is_never_sent(rows: list[tuple[float, float]], jump: float, start: float) -> None:
+    """Neither one that a row is, nor the one into its range that a robot would make which stands out of it."""
+    limits = Limits.parse({"jump": [jump, None], "low": -2, "high": 2, "names": ["elbow", "grip"]}, 2)
     guard = Guard(limits, PERIOD)
-    guard.start(np.zeros(2))
-    last = np.zeros(2)
+    guard.start(np.array([start, 0]))
+    last = np.array([start, 0])
     for row in rows:
         verdict = guard.check(np.float32(row))
-        far = abs(float(np.float32(row[0])) - last[0]) > jump
+        said = float(np.float32(row[0]))
+        far = abs(said - last[0]) > jump or abs(min(max(said, -2.0), 2.0) - last[0]) > jump
         assert (verdict.row is None) == far
         if far:
             assert verdict.clipped == ("elbow.jump",)
             assert verdict.reason == "too far from the command before: elbow.jump"
             guard.held()
         else:
-            last = np.float32(row).astype(np.float64)
+            assert verdict.row is not None
+            last = verdict.row.astype(np.float64)
 
 
 # ----------------------------------------------------------------------------- a robot that moves by offsets
@@ -331,6 +338,22 @@ def test_the_workspace_is_never_left(
     beyond = np.maximum(np.maximum(low - path, path - high), 0.0)
     assert (np.diff(beyond, axis=0) <= 1e-6).all()  # never further out
     assert (beyond[np.cumsum(beyond == 0.0, axis=0) > 0] <= 1e-6).all()  # and once inside, inside
+
+
+@pytest.mark.parametrize("jump", [None, 0.5])
+def test_a_robot_out_of_its_workspace_is_led_back_whatever_a_jump_may_be(jump: float | None) -> None:
+    """The workspace is far from there; no row is, and no step. A row that lies far in it is a jump."""
+    limits = {"workspace_low": -1.0, "workspace_high": 1.0, "velocity": 2.0, "jump": jump}
+    robot = Gantry(None, [2.0, 0.0])
+    rows = [[1.9 - 0.05 * k, 0.0] for k in range(40)]
+    driven(robot, [rows], 12, motion={"kind": "absolute"}, limits=limits)
+    path = np.array(robot.path, np.float64)[:, 0]
+    assert path[-1] < 1.5
+    assert (np.diff(path) <= 0).all()
+    assert np.abs(np.diff(path)).max() <= 2.0 * PERIOD
+    far = Gantry(None, [2.0, 0.0])
+    driven(far, [[[0.0, 0.0]] * 40], 12, motion={"kind": "absolute"}, limits=limits)
+    assert (len(far.sent) == 0) == (jump is not None)
 
 
 def test_a_workspace_of_what_is_measured_from_nothing_is_refused() -> None:

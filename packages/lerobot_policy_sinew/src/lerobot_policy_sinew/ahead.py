@@ -16,6 +16,7 @@ from sinew_client import Policy, PolicySpec, RequestTimeout
 from sinew_client.control import Loop, Settings, choose, parse_handover, parse_rule
 from sinew_client.control.defaults import REPLAN, stated
 from sinew_client.control.motion import parse_motion
+from sinew_client.form import Fitted
 from sinew_client.history import History
 
 from lerobot_policy_sinew.rtc import LONGEST, refuse_unguided, said
@@ -64,6 +65,7 @@ class Ahead:
         seed: int,
     ):
         self._backend, self._spec, self._timeout = backend, spec, timeout
+        self._fitted = Fitted(spec.to_dict())
         self._session, self._seed, self.asked = session, seed, 0
         policy, given = spec.to_dict(), {"kind": motion} if motion else None
         says = stated(policy)
@@ -149,4 +151,6 @@ class Ahead:
         if self._seed >= 0:
             given["seed"] = self._seed + self.asked
         self.asked += 1
-        return self._backend.infer({**given, "session": self._session}, timeout=limit).actions
+        actions = self._backend.infer({**given, "session": self._session}, timeout=limit).actions
+        self._fitted.check(self._backend)
+        return actions

@@ -19,6 +19,7 @@ from sinew_client.auth import key_from_environment
 from sinew_client.control import parse_rule
 from sinew_client.control.defaults import REPLAN, stated
 from sinew_client.control.motion import Relative, parse_motion
+from sinew_client.form import Fitted
 from sinew_client.history import History
 from sinew_client.types import Moment
 
@@ -61,6 +62,7 @@ class SinewPolicy(PreTrainedPolicy):
         spec = self.backend.spec
         dim, name = spec.action.dim, spec.name[:LONGEST_NAME]
         self._form, self._called = (spec.chunk_size, dim), name
+        self._fitted = Fitted(spec.to_dict())
         wanted = (config.output_features or {}).get(ACTION)
         if wanted is not None and tuple(wanted.shape) != (dim,):
             raise ValueError(
@@ -227,6 +229,7 @@ class SinewPolicy(PreTrainedPolicy):
                 observation["seed"] = self.config.seed + self._asked
             self._asked += 1
             chunk = self.backend.infer(observation).actions
+            self._fitted.check(self.backend)
             if chunk.shape != self._form:  # a server may have taken another policy since it was asked
                 raise ValueError(
                     f"actions: expected {list(self._form)} as the policy {self._called} says of itself,"

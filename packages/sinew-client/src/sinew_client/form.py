@@ -9,7 +9,7 @@ from sinew_client.errors import UnsafeChunk
 from sinew_client.types import PolicySpec, VectorSpec
 
 if TYPE_CHECKING:
-    from sinew_client.client import Client
+    from sinew_client.policy import Policy
 
 # What a running loop was fitted to.
 TAKEN = ("cameras", "state", "action", "control_hz", "embodiment", "motion")
@@ -57,14 +57,15 @@ class Fitted:
     def __init__(self, policy: Mapping[str, Any] | None):
         self._form = None if policy is None else form(PolicySpec.from_dict(policy), TAKEN)
 
-    def check(self, server: Client) -> None:
+    def check(self, server: Policy) -> None:
         """Raise :class:`UnsafeChunk` where another policy answers, with other cameras, joints, units, rate or motion.
         Asks the server, once a connection."""
         if self._form is None:
             return
         if others := differing(self._form, form(server.spec, TAKEN)):
+            where = getattr(server, "address", "what answers")
             raise UnsafeChunk(
-                f"{server.address} has another policy than the robot was fitted to: {'; '.join(others.values())}"
+                f"{where} has another policy than the robot was fitted to: {'; '.join(others.values())}"
             )
 
 
