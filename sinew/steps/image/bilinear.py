@@ -86,8 +86,8 @@ def row_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     of the two, float32 [target, 1]."""
     first, second, weight = taps(size, target)
     rows = np.unique(np.concatenate([first, second]))
-    where = (np.searchsorted(rows, each) for each in (first, second))
-    return rows, *where, 1 - weight[:, None], weight[:, None]
+    one, two = np.searchsorted(rows, first), np.searchsorted(rows, second)
+    return rows, one, two, 1 - weight[:, None], weight[:, None]
 
 
 @lru_cache(maxsize=64)
