@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import tracemalloc
 from collections import Counter
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from sinew.core import Moment, Observation, ObservationError, SinewError
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs, processor, stack
 from sinew.processing.conditioning import advantage_of, scale_of
+from sinew.processing.image import prepare_frame
 from sinew.processing.normalize import Normalizer
 from sinew.processing.processor import Processor
 from sinew.processing.prompt import Prompter
@@ -233,3 +235,33 @@ def test_preparing_refuses_what_checking_refuses(policy, observation):
             with pytest.raises(ObservationError) as error:
                 half(bad)
             assert error.value.field == name
+
+
+def test_a_picture_that_moments_share_is_prepared_once(policy, observation, monkeypatch):
+    """Though each moment of a wire brings an array of its own; numbers of another type are another picture."""
+    (moving, goal), wide = observation.images, np.zeros((2, 2, 3), np.uint8) + 1
+    random, made = np.random.default_rng(0), []
+    plain = policy.processor
+    shape = observation.images[moving].shape
+    frames = [random.integers(0, 256, shape, np.uint8) for _ in range(4)]
+    frames[1][:-1] = frames[0][:-1]  # only their last lines differ
+    goals = [observation.images[goal].copy() for _ in range(2)] + [wide, wide.astype(np.float32)]
+    *earlier, newest = (
+        Moment({moving: frame, goal: there}, observation.state)
+        for frame, there in zip(frames, goals, strict=True)
+    )
+    reads = copy(plain)
+    monkeypatch.setattr(reads, "spec", replace(plain.spec, history=4))
+    monkeypatch.setattr(
+        processor, "prepare_frame", lambda *given: made.append(given) or prepare_frame(*given)
+    )
+    seen = replace(observation, images=newest.images, earlier=tuple(earlier))
+    tokens = plain.prompter.encode(observation.prompt, observation.state)
+    given = reads._assemble(seen, np.zeros((4, 1), np.float32), tokens, False, True)
+    assert len(made) == 4 + 3
+    wanted = [
+        prepare_frame(each, plain._images[name])
+        for pair in zip(frames, goals, strict=True)
+        for name, each in zip((moving, goal), pair, strict=True)
+    ]
+    np.testing.assert_array_equal(given.pixels, np.stack(wanted))

@@ -7,13 +7,14 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from sinew_client import Client, ServerError, shared, zmtp
-from sinew_client.protocol import encode_control
+from sinew_client.protocol import encode_control, infer_parts
 
 from sinew.cli import main
 from sinew.core import ActionChunk, Observation
@@ -80,6 +81,32 @@ def test_frames_are_those_that_were_sent(tmp_path: Path, keeps: bool) -> None:
             for before, after in policy.seen:
                 np.testing.assert_array_equal(before, after)
         policy.seen.clear()
+
+
+def test_a_picture_that_moments_share_lies_there_once(tmp_path: Path) -> None:
+    found = []
+
+    class Remembering(Puppet):
+        keeps_frames = False  # type: ignore[assignment]
+
+        def run(self, observation: Observation, **given: Any) -> ActionChunk:
+            one, again, other = (moment.images["front"] for moment in observation.moments)
+            found.extend([np.may_share_memory(one, again), np.may_share_memory(again, other)])
+            found.extend([one.copy(), again.copy(), other.copy()])
+            return super().run(observation, **given)
+
+    policy = Remembering()
+    policy.spec = replace(policy.spec, history=3)
+    images = FRAMES[0], FRAMES[0], FRAMES[1]
+    *earlier, newest = ({"images": {"front": each}, "state": GOOD["state"]} for each in images)
+    with served(tmp_path / "s", policy) as address, Client(address, timeout=WAIT_S) as client:
+        client.infer({**GOOD, **newest, "earlier": earlier})
+        assert client.frames == "shared memory"
+    assert found[:2] == [True, False]
+    _, _, file, _, again, *_ = infer_parts({**GOOD, **newest, "earlier": earlier}, 1, jpeg_quality=90)
+    assert file is again  # compressed once, too
+    for came, sent in zip(found[2:], images, strict=True):
+        np.testing.assert_array_equal(came, sent)
 
 
 def test_what_is_better_sent(tmp_path: Path) -> None:

@@ -44,9 +44,8 @@ def fit(
         memory_gib: the board's memory, in place of the machine's.
         system_gib: what the operating system and other programs take, in place of the machine's.
         dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], as int4 or bf16//int8; as stored if absent.
-        engine: with the rewrites of the plan, as other verbs have it, eager, or cpu: over low-bit weights as the bundle
-            stores them; these read rows of a token table that stays in the file. cuda: the plan, with the whole table
-            on the device.
+        engine: the plan's rewrites, as of other verbs, eager, or cpu: over low-bit weights as stored; these read rows
+            of a token table that stays in the file. cuda: the plan, with the whole table on the device.
         device: which allowance for runtime and libraries to add; cuda if absent, cpu for engine cpu.
         alone: the machine runs nothing else: no desktop, the simulator on another. Its system then takes less.
         embodiments: robots whose projections the head of a GR00T holds; upstream's files have 32, a bundle one.

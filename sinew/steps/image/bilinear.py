@@ -29,7 +29,7 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
     size, channels = frame.shape[:2], frame.shape[2]
     if out is None:
         out = np.empty((channels, height, width), np.float32)
-    if _compiled and _lies_so(frame) and _takes(out, (3, height, width)):
+    if _compiled and _fit(frame, out, (3, height, width)):
         _compiled[0](frame, mixing(size, (height, width)), out)
         return out
     rows, first_row, second_row, upper_weight, weight = row_taps(size[0], height)
@@ -57,13 +57,10 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
     return out
 
 
-def _lies_so(frame: np.ndarray) -> bool:
-    """Return whether a frame is bytes of pixels side by side, as compiled kernels read them without another look."""
-    return frame.dtype == np.uint8 and frame.strides[1:] == (3, 1) and frame.shape[2] == 3 and frame.size > 0
-
-
-def _takes(out: np.ndarray, shape: tuple[int, ...]) -> bool:
-    return (out.dtype, out.shape, out.strides[2]) == (np.float32, shape, 4) and out.flags.behaved
+def _fit(frame: np.ndarray, out: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Return whether compiled kernels, which look at nothing themselves, may read bytes of pixels side by side here."""
+    lies = (frame.dtype, frame.shape[2], frame.strides[1:], out.dtype, out.shape, out.strides[2])
+    return lies == (np.uint8, 3, (3, 1), np.float32, shape, 4) and frame.size > 0 and out.flags.behaved
 
 
 MOST_KEPT = 16 << 20  # bytes of one buffer; a larger one is given back
@@ -89,13 +86,8 @@ def row_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     of the two, float32 [target, 1]."""
     first, second, weight = taps(size, target)
     rows = np.unique(np.concatenate([first, second]))
-    return (
-        rows,
-        np.searchsorted(rows, first),
-        np.searchsorted(rows, second),
-        1 - weight[:, None],
-        weight[:, None],
-    )
+    one, two = np.searchsorted(rows, first), np.searchsorted(rows, second)
+    return rows, one, two, 1 - weight[:, None], weight[:, None]
 
 
 @lru_cache(maxsize=64)
@@ -112,11 +104,10 @@ def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.n
 class Mixing(NamedTuple):
     """What a resize mixes, as compiled kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines int32
     [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2, values, 4], column_weights
-    float32 [2, values]; and where they lie, which takes longer to ask for than a small frame to resize."""
+    float32 [2, values]; and where they lie, which it takes microseconds to ask for."""
 
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    arrays: tuple[np.ndarray, ...]
     addresses: tuple[int, ...]
-    values: int
     reach: int
 
 
@@ -138,12 +129,11 @@ def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
     both, starts = np.stack(lines).astype(np.int32), np.ascontiguousarray(starts, np.int32)
     weights = np.stack([1 - weight[pixel], weight[pixel]]) * np.float32(2**-24)
     arrays = both, row_weights, starts, picks, weights
-    return Mixing(arrays, tuple(array.ctypes.data for array in arrays), len(pixel), reach)
+    return Mixing(arrays, tuple(array.ctypes.data for array in arrays), reach)
 
 
-Compiled = Callable[
-    [np.ndarray, Mixing, np.ndarray], None
-]  # frame uint8 [h, w, 3], planes float32 [3, height, width]
+# From a frame, uint8 [h, w, 3], to planes, float32 [3, height, width]
+Compiled = Callable[[np.ndarray, Mixing, np.ndarray], None]
 _compiled: list[Compiled] = []  # the one in use
 
 

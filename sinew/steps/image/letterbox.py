@@ -72,9 +72,9 @@ class Letterbox(SizedStep):
         if inner != (self.height, self.width):
             top, left = self.corner(inner)
             bottom, right = top + inner[0], left + inner[1]
+            picture = out[:, top:bottom, left:right]
             for bar in (out[:, :top], out[:, bottom:], out[..., :left], out[..., right:]):
                 bar[:] = np.asarray(self.colour, np.float32)[:, None, None]
-            picture = out[:, top:bottom, left:right]
         if inner == (height, width):
             picture[:] = to_planes(frame)
         else:

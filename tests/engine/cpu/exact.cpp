@@ -390,7 +390,7 @@ static bool check_resize(int kernels) {
     const float weight = weights[1][std::min(at, wide - 1) / 3];
     of_value[i] = (side ? weight : 1.0f - weight) / (1 << 24);
   }
-  const int64_t sizes[7] = {row_bytes, to[0], to[1], values, reach, to[1], plane};
+  const int64_t sizes[6] = {row_bytes, to[0], to[1], reach, to[1], plane};
   if (lowbit_resize(kernels, frame.data(), taps[0].data(), weights[0].data(), starts.data(), picks.data(), of_value.data(),
                     sizes, out.data()))
     return false;

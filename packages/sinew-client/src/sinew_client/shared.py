@@ -75,12 +75,14 @@ class SharedFrames:
         """Return the parts of a request with its raw frames here, and in their place where they lie."""
         self._generation += 1
         _GENERATION.pack_into(self._map, 0, 0)  # whoever still reads the last ones finds them gone
-        at, found = HEADER, []  # type: ignore[var-annotated]
+        at, found, places = HEADER, [], {}  # type: ignore[var-annotated]
         for part in parts:
             if room(head := found[-1] if found else b"", part):
-                found[-1] = protocol.image_head(*head.frame, 0, at)
-                self._bytes[at : at + len(part)] = np.frombuffer(part, np.uint8)
-                at += room(head, part)
+                if id(part) not in places:
+                    places[id(part)] = at
+                    self._bytes[at : at + len(part)] = np.frombuffer(part, np.uint8)
+                    at += room(head, part)
+                found[-1] = protocol.image_head(*head.frame, 0, places[id(part)])
             else:
                 found.append(part)
         _GENERATION.pack_into(self._map, 0, self._generation)

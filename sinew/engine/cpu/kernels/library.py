@@ -77,16 +77,15 @@ def take_kept_resize() -> None:
     except OSError:
         return  # who needs the library is told by extension()
     names = kernel_names(library)
+    index = names.index(asked) if asked in names else 0
+    resize = partial(_resize, library, index)
     if asked and asked not in names:
         log.warning("numpy resizes frames: %s=%s: this CPU has %s", SWITCH, asked, ", ".join(names))
-        return
-    index = names.index(asked) if asked else 0
-    resize = partial(_resize, library, index)
-    if wrong := resize_differs(resize):
+    elif wrong := resize_differs(resize):
         log.warning("numpy resizes frames: %s kernels of %s differ from it in %s", names[index], path, wrong)
-        return
-    bilinear.install(resize)
-    log.info("frames are resized by %s kernels", names[index])
+    else:
+        bilinear.install(resize)
+        log.info("frames are resized by %s kernels", names[index])
 
 
 def _load(asked: str) -> Extension:
@@ -210,7 +209,7 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
 def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: bilinear.Mixing, out: np.ndarray) -> None:
     """As :data:`sinew.steps.image.bilinear.Compiled`."""
     strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
-    sizes = (ctypes.c_int64 * 7)(frame.strides[0], *out.shape[1:], mixing.values, mixing.reach, *strides)
+    sizes = (ctypes.c_int64 * 6)(frame.strides[0], *out.shape[1:], mixing.reach, *strides)
     status = library.lowbit_resize(
         kernels, frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
     )

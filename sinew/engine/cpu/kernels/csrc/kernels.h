@@ -37,8 +37,8 @@ struct Tile {
 };
 
 // A frame of bytes, its lines `row_bytes` apart, and its float32 planes [3][height][width] in [0, 1]. Row y mixes lines
-// first[y] and second[y], weighed with row_weights[y]. Within a line a value is one colour of one pixel; there are `values`, of
-// which 3 * width are wanted, and each mixes a left and a right neighbour with column_weights [2][values], which are divided
+// first[y] and second[y], weighed with row_weights[y]. Within a line a value is one colour of one pixel; there are `values`, 3 *
+// width and up to a multiple of 8, and each mixes a left and a right neighbour with column_weights [2][values], which are divided
 // by 2^24. Four values read two pieces of 8 bytes at their two `starts` [values / 4][2]: picks [2][values][4] says which byte of
 // the 16, three times, then 128, which is no byte. `reach`: 16 where all pairs of pieces are 16 bytes in a row, else 8; 0
 // where lines have not 8.

@@ -238,7 +238,7 @@ PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows
   return 0;
 }
 
-// A frame's resize, as kernels.h says of Picture; `sizes`: row_bytes, height, width, values, reach, row, plane. Returns as
+// A frame's resize, as kernels.h says of Picture; `sizes`: row_bytes, height, width, reach, row, plane. Returns as
 // lowbit_multiply.
 PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const float* row_weights,
                          const int32_t* starts, const uint8_t* picks, const float* column_weights, const int64_t* sizes,
@@ -246,10 +246,10 @@ PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines
   using namespace lowbit;
   thread_local Buffer buffer;
   const Set* chosen = set_here(kernels);
-  const int64_t height = sizes[1], width = sizes[2], values = sizes[3];
-  if (chosen == nullptr || height < 1 || width < 1 || width > (1 << 20) || values != round_up(3 * width, 8)) return 1;
+  const int64_t height = sizes[1], width = sizes[2], values = round_up(3 * width, 8);
+  if (chosen == nullptr || height < 1 || width < 1 || width > (1 << 20)) return 1;
   const Picture picture = {frame, sizes[0], lines, lines + height, row_weights, starts, picks, column_weights,
-                           height, width, values, sizes[4], out, sizes[5], sizes[6]};
+                           height, width, values, sizes[3], out, sizes[4], sizes[5]};
   try {
     chosen->products->resize(picture, static_cast<float*>(buffer.get(3 * values * sizeof(float))));
   } catch (const std::exception&) {
