@@ -81,11 +81,10 @@ def _no_verb(word: str, known: list[str], within: Sequence[str] | None) -> str:
     if word.startswith("-"):
         hint = did_you_mean(word, ("--json", "--debug", "--config", *known)).removeprefix("; ")
         return f"unknown flag {word}: {hint or 'those of a verb stand behind it, `sinew VERB --help`'}"
-    if not within and word in RENAMED:
-        return f"unknown verb {word!r}: it is `sinew {RENAMED[word]}` now"
     verbs = [each for each in known if not each.startswith("-")]
-    hint = did_you_mean(word, verbs).removeprefix("; ")
-    return f"unknown verb {word!r}: {hint or 'expected one of ' + ', '.join(verbs)}"
+    moved = "" if within or word not in RENAMED else f"it is `sinew {RENAMED[word]}` now"
+    hint = moved or did_you_mean(word, verbs).removeprefix("; ") or f"expected one of {', '.join(verbs)}"
+    return f"unknown verb {word!r}: {hint}"
 
 
 def _meant(error: MissingArgumentError, argument: Argument) -> str:

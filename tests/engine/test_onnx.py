@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -268,3 +270,14 @@ def test_short_memory_leaves_norms_unfolded(smolvla_bundle, golden, tmp_path, mo
     }  # fmt: skip
     actions = policy.infer(replace(policy.dummy_observation(), **g.observation()))
     assert_parity(actions.actions, g.numpy("actions")[0])
+
+
+def test_onnx_runtime_reports_to_nobody(tmp_path: Path) -> None:
+    """Its release 1.31 for Linux keeps an id of the machine and a list of sessions, to send them, unless it is told."""
+    code = "import sinew; sinew.load('blocks', engine='onnx').warm_up()"
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("ORT_DISABLE_TELEMETRY", "CI")
+    }
+    environment |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert not [path for path in tmp_path.rglob("*") if "onnxruntime" in str(path).lower()]

@@ -23,6 +23,7 @@ def test_every_page_is_there_and_its_links_lead_somewhere() -> None:
     for name, text in pages.items():
         assert text.count("<h1") == 1
         assert text.count("aria-current=page") == 1
+        assert "<th></th>" not in text  # a heading that says nothing
         assert not re.search(r"<img|\.md[#\"]|<script", re.sub(r'<a title="[^"]*">', "", text))
         for page, anchor in re.findall(r'href="(?:/docs/(\w+))?(?:#([\w-]+))?"', text):
             assert (page or name) in pages

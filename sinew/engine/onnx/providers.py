@@ -4,6 +4,7 @@ a graph is opened."""
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,9 @@ LEFT = 0.1  # of the products that a provider may leave to others without a warn
 
 def runtime() -> Any:
     """Return the onnxruntime package."""
+    os.environ.setdefault(
+        "ORT_DISABLE_TELEMETRY", "1"
+    )  # 1.31 for Linux would report each session to its makers
     try:
         import onnxruntime
     except ImportError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sinew.core import SinewError
+from sinew.core import SinewError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -202,5 +202,7 @@ def find(env_id: str) -> tuple[Suite, tuple[str, ...]] | None:
 def named(name: str) -> str:
     """``name`` if it is a suite's; raises :class:`SinewError` otherwise."""
     if name not in SUITES:
-        raise SinewError(f"--suite: expected one of {', '.join(SUITES)}, got {name!r}")
+        raise SinewError(
+            f"--suite: expected one of {', '.join(SUITES)}, got {name!r}{did_you_mean(name, SUITES)}"
+        )
     return name

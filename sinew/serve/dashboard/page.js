@@ -304,7 +304,7 @@ function latency() {
   const box = { left: 58, right: width - 6, top: 8, bottom: height - 18 }, tall = box.bottom - box.top;
   const bar = Math.min((box.right - box.left) / shown.length, 24);
   const place = (index) => box.left + index * bar;
-  const now = shown.at(-1).time, few = Math.max(1, Math.ceil(shown.length / 5));
+  const now = shown.at(-1).time, few = Math.max(1, Math.ceil(shown.length / 5), Math.ceil(60 / bar));
   const across = shown.flatMap((answer, index) => ((shown.length - 1 - index) % few === 0 ? [[place(index) + bar / 2, index === shown.length - 1 ? "now" : `-${short(now - answer.time)} s`]] : []));
   axes(context, box, across, ticks(0, top, 4).map((each) => [box.bottom - (each / top) * tall, `${short(each)} ms`]));
   shown.forEach((answer, index) => {
@@ -473,7 +473,7 @@ function robots(rows) {
       episodes: row.episodes === null ? "" : `${row.successes} of ${row.episodes} won`,
       "by hand": row.takeovers ? `${row.takeovers} times, ${row.steps_by_hand} steps` : "",
       clipped: row.limits.length ? `${row.clipped_commands} (${counts(row.clipped) || "none"}); limits: ${row.limits.join(", ")}` : "no limits",
-      held: `${Object.values(row.held).reduce((sum, count) => sum + count, 0)} of ${row.steps} steps: ${counts(row.held)}`,
+      held: `${Object.values(row.held).reduce((sum, count) => sum + count, 0)} of ${row.steps} steps: ${counts(row.held)}`.replace(/: $/, ""),
     };
     for (const [label, cell] of Object.entries(cells)) line.append(element("td", cell, { "data-label": label, class: label === "state" && stands(row) ? "bad" : "" }));
     return line;

@@ -242,7 +242,8 @@ def open_lerobot(
         robots = importlib.import_module("lerobot.robots")
     except ImportError as error:
         raise RobotError(
-            f"--robot lerobot:{kind} needs the package lerobot in this environment ({error})"
+            f"--robot lerobot:{kind} needs the package lerobot in this environment ({error}); docs/tutorial-lerobot.md"
+            " says how both are installed"
         ) from error
     try:
         each = [options] if len(kinds) == 1 else [options["left"], options["right"]]
