@@ -538,6 +538,20 @@ def test_a_prompt_says_what_it_says(said: Said) -> None:
     assert said.step.holds == said.holds
 
 
+def test_a_step_that_reads_the_state_says_so(said: Said) -> None:
+    """What a prompt says is remembered where no step reads the state."""
+    asked: list[Any] = []
+
+    class Watched(Sentence):
+        @property
+        def state(self) -> Any:
+            asked.append(self[2])
+            return self[2]
+
+    said.step.forward(Watched(*SAID))
+    assert bool(asked) == said.step.reads_state
+
+
 def test_a_prompt_without_what_it_holds_is_refused() -> None:
     """Tokens of several views count together, and an instruction may add none."""
     manifest = Bundle(BUNDLE).manifest
