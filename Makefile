@@ -10,8 +10,8 @@ VENV ?= .venv
 # torch's build: empty is what the package index has, on Linux the one with CUDA; else an index of CPU builds.
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
-# Three for each core, as tests of robots and servers wait for clocks; each takes a gigabyte.
-WORKERS ?= 6
+# More than two for each core, as tests of robots and servers wait for clocks; each takes a gigabyte.
+WORKERS ?= 5
 PYTEST_ARGS ?=
 PYTHON_GPU ?= python3
 GPU_ARGS ?=

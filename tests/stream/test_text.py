@@ -376,7 +376,7 @@ def test_the_verb_says_its_text(
         "--rtc",
         "none",
     ]
-    assert main([*asked, "--seconds", "60", "--text-tokens", "1", "--json"]) == 0
+    assert main([*asked, "--seconds", "600", "--text-tokens", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(told["text"]) <= {"running", "said"}
     assert told["errors"] == 0
