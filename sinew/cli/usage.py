@@ -22,8 +22,6 @@ from sinew.cli.verbs import RENAMED
 from sinew.core import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cyclopts.argument import Argument, ArgumentCollection
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -52,7 +50,7 @@ def said(error: CycloptsError) -> str:
         hint = did_you_mean(flag, known).removeprefix(";").replace("'", "") or f" `{verb} --help` lists them"
         return f"unknown flag {flag}:{hint}"
     if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app:
-        return _no_verb(error.unused_tokens[0], list(error.app), error.command_chain)
+        return _no_verb(error.unused_tokens[0], list(error.app), bool(error.command_chain))
     if type(error) is UnusedCliTokensError:
         return f"expected no further words, got {' '.join(error.unused_tokens or ())}"
     if isinstance(error, RepeatArgumentError):
@@ -76,7 +74,7 @@ def said(error: CycloptsError) -> str:
     return str(error)
 
 
-def _no_verb(word: str, known: list[str], within: Sequence[str] | None) -> str:
+def _no_verb(word: str, known: list[str], within: bool) -> str:
     """Say what a word is not that stands for a verb. No verb is imported for it, as the parser's own words would."""
     if word.startswith("-"):
         hint = did_you_mean(word, ("--json", "--debug", "--config", *known)).removeprefix("; ")
