@@ -20,8 +20,8 @@ from sinew_client.streams import StreamLink
 from sinew_client.types import CameraSpec, MotionSpec, VectorSpec
 
 from sinew.serve.transport.listen import Listen
+from tests.processes import free_port
 from tests.serve.puppet import GOOD, WAIT_S, Puppet, desk, until
-from tests.serve.test_server import free_port
 
 OBSERVATION = {"images": {}, "state": np.zeros(1, np.float32), "prompt": "x"}
 

@@ -24,7 +24,7 @@ from sinew_client import Client, ConnectionLost, ServerError, protocol, schema
 from websockets.sync.client import connect as websocket
 
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
-from sinew.core.rate_limited_log import BURST, RateLimitedLog
+from sinew.core.rate_limited_log import BURST, PERIOD_S, RateLimitedLog
 from sinew.serve.decode.array import pack
 from sinew.serve.fair_queue import FairQueue
 from sinew.serve.request import DeadlineError
@@ -470,11 +470,13 @@ def test_an_attack_does_not_fill_the_log(caplog):
     assert len(caplog.records) == BURST
     with desk(api_key="secret") as at, raw_socket(at.native, zmq.DEALER) as stranger:
         caplog.clear()
+        began = time.monotonic()
         for _ in range(12):
             stranger.send(b"garbage")
         for _ in range(12):
             stranger.recv()
-        assert sum("a request failed" in record.message for record in caplog.records) <= BURST
+        periods = 1 + (time.monotonic() - began) // PERIOD_S  # one, unless the machine stands still
+        assert 0 < sum("a request failed" in record.message for record in caplog.records) <= BURST * periods
 
 
 def test_a_policy_that_does_not_warm_up_leaves_nothing_behind():
