@@ -385,7 +385,7 @@ def test_their_streams_are_those_of_python(
         line = ("go", "--image", f"front={tmp_path / 'front'}", "--state", "0,0", "--key", KEY, "--rate")
         windows = [line.split() for line in run(ask, server.native, *line, 100, "--times", 5).splitlines()]
         other = run(ask, server.native, *line, 50, status=1)
-        until(lambda: not len(server.streams), "the end of every stream")
+        until(lambda: not server.streams.robots, "the end of every stream")
     for said, number in ((first, 1), (second, 2)):
         numbers, of = said.split(" of ")
         assert numbers.split()[:3] == [str(each) for each in (window.step, *window.rows.shape)]

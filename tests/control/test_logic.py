@@ -942,6 +942,8 @@ def test_future_state_is_that_of_the_answer() -> None:
     ("given", "message"),
     [
         ({"hz": 0}, "hz: expected a number above 0"),
+        ({"hz": 1e-144}, "hz: expected 0.001 to 100000, got 1e-144"),
+        ({"hz": 2e5}, "hz: expected 0.001 to 100000, got 200000"),
         ({"hz": 10, "deadline": float("nan")}, "deadline: expected"),
         ({"hz": 10, "substeps": 0}, "substeps: expected 1 to 100"),
         ({"hz": 10, "substeps": 2}, "substeps: expected motion absolute or relative"),

@@ -164,7 +164,8 @@ def test_prompts_that_cannot_be_are_refused_by_name():
         with pytest.raises(ObservationError) as error:
             encode(said, state)
         assert str(error.value).startswith(message)
-    for encode, hint in ((asked.encode, " asks without)"), (asked.encode_subtask, "got an empty string")):
+    subtask = partial(asked.encode_asked, "subtask")
+    for encode, hint in ((asked.encode, " asks without)"), (subtask, "got an empty string")):
         with pytest.raises(ObservationError) as error:
             encode("", state)
         assert str(error.value).endswith(hint)  # no other text may be empty

@@ -332,8 +332,7 @@ def test_what_decoding_takes_is_not_waited(monkeypatch: pytest.MonkeyPatch):
     """By a clock that decoding alone moves."""
     now, outcomes = [100.0], []
     clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
-    for module in ("scheduler", "compute"):
-        monkeypatch.setattr(f"sinew.serve.{module}.time", clock)
+    monkeypatch.setattr("sinew.serve.scheduler.time", clock)
 
     def read(_check: object) -> Observation:
         now[0] += 5.0

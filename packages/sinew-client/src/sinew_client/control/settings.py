@@ -107,6 +107,8 @@ class Settings:
                 raise SettingsError(f"{name}: expected {words}, got {shown(value)}")
         for name, value in self.stale_of.items():
             _above_zero(f"stale_of.{named(name)}", value)
+        if not 1e-3 <= self.hz <= 1e5:
+            raise SettingsError(f"hz: expected 0.001 to 100000, got {self.hz:g}")
         if self.speed > 1.0:
             raise SettingsError(f"speed: expected at most 1, as the policy was trained, got {self.speed:g}")
         if not 1 <= self.substeps <= 100:
