@@ -71,6 +71,7 @@ def from_hand(shard: Shard, frames: np.ndarray) -> np.ndarray:
 
 
 def eyes(*names: str) -> list[Eye]:
+    """Return cameras with frames of 64 x 64 pixels, of which a first convolution makes 16 x 16."""
     return [Eye(name, 64, 64, [4, 1]) for name in names]
 
 
@@ -91,7 +92,7 @@ TASKS = {
     "pen": Task(  # one row: the jaws are told in every slot, and the world does not wait
         Form("pen", CONTROL_HZ, SLOTS, 1, 1, 1, 120, 2, eyes("now", "previous"), {"kind": "absolute"}),
         width=64,
-        channels=((12, 8), (16, 3)),
+        channels=((8, 8), (16, 3)),
         record=record_pen,
         prompt=lambda *_: PROMPT,
         things=3,
