@@ -318,7 +318,7 @@ def main() -> None:
         "--bundle", type=Path, help="another policy of the task; its points have a file of their own"
     )
     parser.add_argument(
-        "--edge-adapter", default=str(ASSETS / "blocks-edge.safetensors"), help="of hand-overs with +edge"
+        "--edge-adapter", help="of hand-overs with +edge (else the packaged one of the task's policy)"
     )
     parser.add_argument("--engine", default="plan")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -359,7 +359,8 @@ def run(arguments: argparse.Namespace) -> None:
     task = dict(TASKS[arguments.task])
     task["limit"] = arguments.limit or task["limit"]
     task["replan"] = arguments.replan or task["replan"]
-    task["edge_adapter"] = arguments.edge_adapter
+    packaged = ASSETS / task["bundle"].replace(".gguf", "-edge.safetensors")
+    task["edge_adapter"] = arguments.edge_adapter or str(packaged)
     bundle = arguments.bundle or ASSETS / task["bundle"]
     with ExitStack() as stack:
         policy: SideBySide | Late

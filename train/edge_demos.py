@@ -1,13 +1,14 @@
 """What an edge adapter learns from: frames with the expert's action, and the policy's chunks for some of them.
 
-The first part are demonstrations with disturbances, of train/committed_demos.py. The second part is what happens when
-an adapter drives (DAgger, Ross et al. 2011): episodes of the runtime's own controller under injected delays, with what
-the expert would have done at every step. A late chunk is paired with a later frame of its episode when it is drawn.
+The first part are demonstrations with disturbances: of train/committed_demos.py, and of the pen in every slot, as a
+camera sees it. The second part, of blocks alone, is what happens when an adapter drives (DAgger, Ross et al. 2011):
+episodes of the runtime's own controller under injected delays, with what the expert would have done at every
+step. A late chunk is paired with a later frame of its episode when it is drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from sinew.eval.adapters import make_env
 from sinew.eval.runner import Conduct, run_episode
 from sinew.eval.settings import Latency
 from sinew.policy import Policy
+from sinew.sim import pen
 from sinew.sim.blocks_expert import act
 from sinew.sim.prompts import COLORS, PHRASINGS, SIDES, instruction
 from train.blocks_demos import FIRST_SEED
+from train.pen_demos import facts, played
 from train.shard import Shard, ShardWriter
 
 ASKED = 8  # frames of an episode that get a chunk, its first one among them
@@ -50,7 +53,29 @@ class _Asking:
         """Do nothing: there is nothing to close."""
 
 
-def record_chunks(folder: Path, policy: Policy, cameras: tuple[str, ...]) -> None:
+def record_pen(folder: Path, first: int, episodes: int) -> None:
+    """Write what the camera of the environment has seen by every slot, and what the expert does in it.
+
+    Each is a run of its own: some episodes are played wrong, and then what follows is not the label's consequence.
+    """
+    writer, env = ShardWriter(folder), pen.PenEnv()
+    for seed in range(FIRST_SEED + first, FIRST_SEED + first + episodes):
+        for seen in played(env, seed, np.random.default_rng(seed)):
+            images = np.stack([seen["images"][name] for name in env.cameras])
+            writer.add(images, seed, state=seen["state"], action=pen.act(env), facts=facts(env))
+            writer.end_run()
+    writer.close()
+
+
+def said(shard: Shard, frame: int) -> str:
+    """Return the instruction of a frame of the blocks."""
+    color, side, phrasing = (int(shard[name][frame]) for name in ("color", "side", "phrasing"))
+    return instruction(COLORS[color], SIDES[side], PHRASINGS[phrasing])
+
+
+def record_chunks(
+    folder: Path, policy: Policy, cameras: tuple[str, ...], prompt: Callable[[Shard, int], str]
+) -> None:
     """Ask the policy about some frames of each episode; write which ("frames" [N]) and "chunks" float32 [N, H, A]."""
     shard, rng = Shard(folder), np.random.default_rng(0)
     frames: list[int] = []
@@ -60,19 +85,18 @@ def record_chunks(folder: Path, policy: Policy, cameras: tuple[str, ...]) -> Non
         frames += [int(own[0]), *sorted(others.tolist())]
     together, found = SideBySide(policy), []
     for begin in range(0, len(frames), BATCH):
-        asked = [policy.prepare(_observation(shard, i, cameras)) for i in frames[begin : begin + BATCH]]
+        asked = []
+        for i in frames[begin : begin + BATCH]:
+            images = dict(zip(cameras, np.array(shard.images[i]), strict=True))
+            observation = {
+                "images": images,
+                "state": shard["state"][i],
+                "prompt": prompt(shard, i),
+                "seed": i,
+            }
+            asked.append(policy.prepare(observation))
         found += together.batch(asked)
     np.savez(folder / CHUNKS, frames=np.array(frames), chunks=np.stack(found).astype(np.float32))
-
-
-def _observation(shard: Shard, frame: int, cameras: tuple[str, ...]) -> dict[str, Any]:
-    color, side, phrasing = (int(shard[name][frame]) for name in ("color", "side", "phrasing"))
-    return {
-        "images": dict(zip(cameras, np.array(shard.images[frame]), strict=True)),
-        "state": shard["state"][frame],
-        "prompt": instruction(COLORS[color], SIDES[side], PHRASINGS[phrasing]),
-        "seed": frame,
-    }
 
 
 def record_driven(

@@ -7,7 +7,9 @@ are closed or half closed, with the label still that of the pen.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,32 +28,38 @@ def record_shard(folder: Path, first: int, episodes: int, camera_fps: int = 60) 
     for seed in range(FIRST_SEED + first, FIRST_SEED + first + episodes):
         rng = np.random.default_rng(seed)
         env = PenEnv(camera_fps=camera_fps)
-        env.reset(seed=seed)
-        shift = rng.uniform(-0.15, 0.1) if rng.random() < 0.25 else 0.0
-        done = False
-        while not done:
+        for _ in played(env, seed, rng):
             hanging = env.time <= env.drop.release
             if not hanging or rng.random() < HANGING_SHARE:
                 _add(env, writer, seed)
-            if shift:
-                action = np.array([float(env.time >= env.drop.best_command + shift)], dtype=np.float32)
-            else:
-                action = act(env)
-            _, _, done, _, _ = env.step(action)
     writer.close()
+
+
+def played(env: PenEnv, seed: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """Yield the observation of every slot of an episode, before the slot is acted in."""
+    observation, _ = env.reset(seed=seed)
+    shift = rng.uniform(-0.15, 0.1) if rng.random() < 0.25 else 0.0
+    done = False
+    while not done:
+        yield observation
+        if shift:
+            action = np.array([float(env.time >= env.drop.best_command + shift)], dtype=np.float32)
+        else:
+            action = act(env)
+        observation, _, done, _, _ = env.step(action)
+
+
+def facts(env: PenEnv) -> np.ndarray:
+    """Return the pen's height, its speed and the time until the jaws must start, float32 [3], each of order 1."""
+    now, before = env.time, max(0.0, env.time - 2 / CONTROL_HZ)
+    middle = env.drop.bottom(now) + PEN_LENGTH / 2
+    speed = (env.drop.bottom(before) - env.drop.bottom(now)) * CONTROL_HZ / 2
+    left = min(env.drop.best_command - now, 0.4) if now > env.drop.release else 0.4
+    return np.array([middle / 0.2, speed / 2.0, left / 0.2], np.float32)
 
 
 def _add(env: PenEnv, writer: ShardWriter, seed: int) -> None:
     now, before = env.time, max(0.0, env.time - 2 / CONTROL_HZ)
-    chunk = expert_chunk(env.drop, now, SLOTS)
-    middle = env.drop.bottom(now) + PEN_LENGTH / 2
-    speed = (env.drop.bottom(before) - env.drop.bottom(now)) * CONTROL_HZ / 2
-    left = min(env.drop.best_command - now, 0.4) if now > env.drop.release else 0.4
-    writer.add(
-        np.stack([env.view(now), env.view(before)]),
-        seed,
-        state=np.array([env.opening]),
-        action=chunk,
-        facts=np.array([middle / 0.2, speed / 2.0, left / 0.2]),
-    )
+    images, chunk = np.stack([env.view(now), env.view(before)]), expert_chunk(env.drop, now, SLOTS)
+    writer.add(images, seed, state=np.array([env.opening]), action=chunk, facts=facts(env))
     writer.end_run()

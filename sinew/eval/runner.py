@@ -183,10 +183,8 @@ def peak_of(policy: EvalPolicy) -> int:
 def digest_of(actions: Sequence[Any]) -> str:
     """Return 16 hexadecimal digits of the SHA-256 of what an environment was given, as little-endian float64: equal
     where every number of every command is."""
-    whole = hashlib.sha256()
-    for action in actions:
-        whole.update(np.asarray(action, "<f8").tobytes())
-    return whole.hexdigest()[:16]
+    whole = b"".join(np.asarray(action, "<f8").tobytes() for action in actions)
+    return hashlib.sha256(whole).hexdigest()[:16]
 
 
 def ages_of(loop: Loop) -> dict[str, int]:
@@ -200,6 +198,8 @@ def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tupl
     if isinstance(replan, int):
         replan = str(rows_between(replan, policy.chunk_size))
     edge = Adapter.read(conduct.edge_adapter) if conduct.edge_adapter else None
+    if edge is not None and policy.served:  # a foreign server says nothing of its policy
+        edge.check(policy.served, adapter.control_hz)
     chosen = choose(conduct.handover, conduct.motion, {"motion": policy.motion}, refined=edge is not None)
     settings = Settings(
         adapter.control_hz,

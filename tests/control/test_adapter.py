@@ -77,25 +77,27 @@ def test_safetensors_reads_the_file(file: Path) -> None:
     assert Adapter.read(file).form == replace(FORM, cameras=[Eye("front", 12, 10, [2, 1])])
 
 
-def test_numbers_are_those_of_the_network_that_is_trained(tmp_path: Path) -> None:
-    """The packaged adapter's form with random weights, float16 in the file."""
+@pytest.mark.parametrize("name", ["blocks", "pen"])
+def test_numbers_are_those_of_the_network_that_is_trained(name: str, tmp_path: Path) -> None:
+    """A packaged adapter's form with random weights, float16 in the file."""
     torch = pytest.importorskip("torch")
     edge = pytest.importorskip("train.edge")
     torch.manual_seed(0)
-    network = edge.Network(edge.FORM).half().float()  # rounded as the file's
-    rng = np.random.default_rng(1)
-    H, A, S = edge.FORM.chunk, edge.FORM.action, edge.FORM.state
+    network = edge.Network(edge.TASKS[name]).half().float()  # rounded as the file's
+    rng, form = np.random.default_rng(1), network.form
+    H, A, S = form.chunk, form.action, form.state
 
     stats = {
-        name: tuple(rng.integers(8, 32, (2, 4)).astype(np.float32) / 16)
-        for name in ("state", "rows", "action")
+        name: tuple(rng.integers(8, 32, (2, size)).astype(np.float32) / 16)
+        for name, size in (("state", S), ("rows", A), ("action", A))
     }
     edge.export(network, stats, tmp_path / "a.safetensors")
     adapter = Adapter.read(tmp_path / "a.safetensors")
     chunk, states = rng.normal(size=(H, A)).astype(np.float32), rng.normal(size=(2, S)).astype(np.float32)
     frames = rng.integers(0, 256, (2, 2, 64, 64, 3), np.uint8)
     moments = [
-        (adapter.see({"front": f[0], "wrist": f[1]}), state) for f, state in zip(frames, states, strict=True)
+        (adapter.see(dict(zip((eye.name for eye in form.cameras), both, strict=True))), state)
+        for both, state in zip(frames, states, strict=True)
     ]
 
     def normal(name: str, values: np.ndarray) -> Any:
@@ -107,7 +109,7 @@ def test_numbers_are_those_of_the_network_that_is_trained(tmp_path: Path) -> Non
         rows, _ = network(
             normal("rows", adapter.rebased(chunk, *states))[None],
             normal("state", states).reshape(1, -1),
-            torch.tensor([[60 / edge.FORM.max_age]]),
+            torch.tensor([[60 / form.max_age]]),
             features[:1],
             features[1:],
         )

@@ -1,4 +1,5 @@
-"""The packaged edge adapter in the evaluator: it fits its policy, goes on where rows have run out, is told apart."""
+"""Packaged edge adapters in the evaluator: they fit their policy alone, go on where rows have run out, and are told
+apart."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control import Adapter
+from sinew_client.control import Adapter, AdapterError
 
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
@@ -21,26 +22,56 @@ ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
 EDGE = str(ASSETS / "blocks-edge.safetensors")
 
 
-class Late:
-    """A policy whose chunks say: stay, open."""
+def served_of(name: str) -> dict[str, Any]:
+    return open_bundle(ASSETS / f"{name}.gguf").manifest.spec.to_dict()
 
-    chunk_size, committed_rows, motion = 32, 0, None
-    served: Mapping[str, Any] = {}  # what it says of itself: one moment
+
+class Late:
+    """A policy that says of itself what a packaged one does, and whose chunks say: stay, open."""
+
+    committed_rows, motion = 0, None
+
+    def __init__(self, name: str, row: list[float]):
+        self.served = served_of(name)
+        self.chunk_size = self.served["chunk_size"]
+        self.chunk = np.tile(np.float32(row), (self.chunk_size, 1))
 
     def start(self, env: Any) -> None:
         """Do nothing."""
 
     def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        return np.tile(np.float32([0, 0, 0, 1]), (32, 1)), 0.0
+        return self.chunk, 0.0
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def test_it_is_small_and_fits_the_policy() -> None:
-    assert Path(EDGE).stat().st_size <= 300_000
-    spec = open_bundle(ASSETS / "blocks.gguf").manifest.spec
-    Adapter.read(EDGE).check(spec.to_dict(), float(spec.control_hz or 0))
+@pytest.mark.parametrize(("name", "other", "most"), [("blocks", "pen", 300_000), ("pen", "blocks", 150_000)])
+def test_it_is_small_and_fits_its_policy_alone(name: str, other: str, most: int) -> None:
+    path = ASSETS / f"{name}-edge.safetensors"
+    assert path.stat().st_size <= most
+    own, foreign, adapter = served_of(name), served_of(other), Adapter.read(path)
+    adapter.check(own, own["control_hz"])
+    rows = f"expected {own['chunk_size']}, got {foreign['chunk_size']}"
+    with pytest.raises(AdapterError, match=f"edge adapter of {name}: rows of a chunk: {rows}"):
+        adapter.check(foreign, foreign["control_hz"])
+
+
+def test_another_policys_adapter_plays_no_episode() -> None:
+    env, adapter = make_env("sinew/Pen-v0")
+    with pytest.raises(AdapterError, match="edge adapter of blocks: rows of a chunk: expected 32, got 24"):
+        run_episode(env, adapter, Late("pen", [0]), Conduct(edge_adapter=EDGE), 5000)
+
+
+def test_it_catches_a_pen_that_falls_after_the_frame_of_the_chunk() -> None:
+    """Answers half a second late that say what one says of a pen that hangs: stay open."""
+    caught = dict.fromkeys(("", str(ASSETS / "pen-edge.safetensors")), 0)
+    for edge in caught:
+        for seed in range(4):
+            env, adapter = make_env("sinew/Pen-v0")
+            conduct = Conduct(2, Latency("30"), edge_adapter=edge)
+            caught[edge] += run_episode(env, adapter, Late("pen", [0]), conduct, seed).success
+    assert list(caught.values()) == [0, 4]
 
 
 def test_it_goes_on_where_rows_have_run_out() -> None:
@@ -50,12 +81,34 @@ def test_it_goes_on_where_rows_have_run_out() -> None:
     for edge in ("", EDGE, EDGE):
         env, adapter = make_env("sinew/Blocks-v0", env_options={"max_episode_steps": 76})
         conduct = Conduct(8, Latency("40"), "aligned", edge_adapter=edge)
-        played.append(run_episode(env, adapter, Late(), conduct, 5000))
+        played.append(run_episode(env, adapter, Late("blocks", [0, 0, 0, 1]), conduct, 5000))
     plain, refined, again = played
     assert (plain.executed, plain.held) == (32, 4)
     assert (refined.executed, refined.held) == (36, 0)
     assert (refined.jerk, refined.success) == (again.jerk, again.success)
     assert refined.jerk > 0 == plain.jerk
+
+
+def test_training_makes_one_for_the_policy_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two episodes: the command alone. Its demonstrations close the jaws at one moment of an episode and never while
+    the pen hangs."""
+    edge, shards = pytest.importorskip("train.edge"), pytest.importorskip("train.shard")
+    asked = ["edge", "--task", "pen", "--out", str(tmp_path), "--episodes", "2", "--cpu-seconds", "0.3"]
+    monkeypatch.setattr("sys.argv", asked)
+    edge.main()
+    served = served_of("pen")
+    Adapter.read(tmp_path / "pen-edge.safetensors").check(served, served["control_hz"])
+    shard = shards.Shard(tmp_path / "demos")
+    for episode in np.unique(shard.episode):
+        own = shard.episode == episode
+        closes, speed = shard["action"][own, 0], shard["facts"][own, 1]
+        assert not closes[speed == 0].any()
+        assert np.count_nonzero(np.diff(closes)) <= 1
+    with np.load(tmp_path / "demos" / "chunks.npz") as stored:
+        assert stored["chunks"].shape == (16, 24, 1)
+    monkeypatch.setattr("sys.argv", [*asked, "--driven", "1"])
+    with pytest.raises(SystemExit):
+        edge.main()
 
 
 def test_variants_are_told_apart_by_its_bytes(tmp_path: Path) -> None:
