@@ -61,15 +61,17 @@ def export(
         from sinew.checks.validate.exported import prove_whole, write_reference
         from sinew.engine.onnx.opening import export_folder
         from sinew.engine.onnx.whole.graph import open_whole, write_whole
-        from sinew.eval.quantize.quantization import paired, paired_recipe
 
         described, error, pairs = list[str](), None, list[str]()
-        chosen = paired_recipe(opened, qdq) if qdq else {}
+        if qdq:
+            from sinew.eval.quantize.quantization import paired, paired_recipe
+
+            chosen = paired_recipe(opened, qdq)  # what is refused is said before an export
 
         def also(bundle: Bundle, folder: Path) -> None:
             nonlocal error
             write_reference(bundle, folder)
-            if chosen:
+            if qdq:
                 pairs.extend(paired(bundle, folder, chosen, observations, records))
             if whole:
                 described.extend(write_whole(bundle.manifest, folder, prompt))
