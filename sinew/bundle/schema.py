@@ -161,7 +161,7 @@ class Quantization:
     weights of a top-level module against those before. error: relative L2 of the chunk against float32, median
     and largest over ``observations`` observations from ``source``, computed by ``engine``. scales: of the inputs of
     FP8 layers, by the layer's name. validated: the proof of the bundle before. calibrated: observations by whose inputs
-    q4_0 was rounded; 0: each weight alone.
+    q4_0 was rounded, or activations got scales; 0: none.
     """
 
     recipe: dict[str, Literal["int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32"]]

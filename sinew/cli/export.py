@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinew.cli import terminal
-from sinew.cli.options import Flag
+from sinew.cli.options import Count, Flag
 from sinew.core import SinewError
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ def export(
     onnx: Path | None = None,
     whole: Flag = False,
     prompt: str = "",
+    qdq: str = "",
+    records: Path | None = None,
+    observations: Count = 32,
     vlacpp: Path | None = None,
 ) -> int:
     """Write a folder that runs without torch (graphs for ONNX Runtime, recipes, tokenizer), or vla.cpp's file.
@@ -34,6 +37,11 @@ def export(
         whole: also write policy.onnx into it, one graph with fixed shapes from frames (uint8), state, tokens and noise
             to actions in the robot's units, for runtimes that take a file and nothing else; held against eager.
         prompt: the only instruction of that graph, which then takes no tokens.
+        qdq: COMPONENT=int8,...: vision, language, head. Round their products come QuantizeLinear and DequantizeLinear
+            with fixed scales, as compilers of NPUs want, in all graphs of the folder. What stays in floats is listed.
+            Exit status 1 beyond the bound that `sinew validate` has for int8.
+        records: folder that `sinew serve --record` wrote, for the scales; else as for `sinew quantize`.
+        observations: that the scales are made by; the error is over as many others behind them.
         vlacpp: the GGUF file to write for vla.cpp; it must not be there.
     """
     from sinew.policy import open_bundle
@@ -44,17 +52,27 @@ def export(
         raise SinewError("--whole: expected --onnx FOLDER beside it, got none")
     if prompt and not whole:
         raise SinewError("--prompt: expected --whole beside it, got none")
+    if qdq and onnx is None:
+        raise SinewError("--qdq: expected --onnx FOLDER beside it, got none")
+    if records is not None and not qdq:
+        raise SinewError("--records: expected --qdq beside it, got none")
     opened, console = open_bundle(bundle), terminal.console(markup=False)
     if onnx is not None:
         from sinew.checks.validate.exported import prove_whole, write_reference
         from sinew.engine.onnx.opening import export_folder
         from sinew.engine.onnx.whole.graph import open_whole, write_whole
 
-        described, error = list[str](), None
+        described, error, pairs = list[str](), None, list[str]()
+        if qdq:
+            from sinew.eval.quantize.quantization import paired, paired_recipe
+
+            chosen = paired_recipe(opened, qdq)  # what is refused is said before an export
 
         def also(bundle: Bundle, folder: Path) -> None:
             nonlocal error
             write_reference(bundle, folder)
+            if qdq:
+                pairs.extend(paired(bundle, folder, chosen, observations, records))
             if whole:
                 described.extend(write_whole(bundle.manifest, folder, prompt))
                 error = prove_whole(bundle, folder, *open_whole(folder), prompt)
@@ -62,10 +80,12 @@ def export(
         export_folder(opened, onnx, also)
         size = sum(path.stat().st_size for path in onnx.iterdir())
         console.print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch")
+        for line in pairs:
+            console.print(line)
         if error is not None:
             console.print(f"policy.onnx is within {error:.1e} of eager fp32")
             console.print("\n".join(f"  {line}" for line in described))
-        terminal.emit({"folder": str(onnx), "bytes": size, "whole": described, "error": error})
+        terminal.emit({"folder": str(onnx), "bytes": size, "whole": described, "error": error, "qdq": pairs})
         return 0
     assert vlacpp is not None
     from sinew.vlacpp.write import export_vlacpp

@@ -83,16 +83,7 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
             continue
         if any(node.op_type == "DynamicQuantizeLinear" for node in model.graph.node):
             onnx.helper.set_model_props(model, {ONE_SCALE: "1"})
-        # The writer appends to a file of weights that is there.
-        (target / names[1]).unlink(missing_ok=True)
-        onnx.save_model(
-            model,
-            str(target / names[0]),
-            save_as_external_data=True,
-            all_tensors_to_one_file=True,
-            location=names[1],
-            size_threshold=1024,
-        )
+        save_graph(model, target / names[0])
     if source != target:
         for steps in graphs.steps:
             shutil.copyfile(table_path(source, steps), table_path(target, steps))
@@ -104,6 +95,27 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
     )
     record.save(target)
     return record
+
+
+def save_graph(model: Any, path: Path) -> None:
+    """Write a graph, and its weights beside it."""
+    import onnx
+
+    weights = path.with_suffix(".onnx.data")
+    weights.unlink(missing_ok=True)  # the writer appends to one that is there
+    onnx.save_model(
+        model,
+        str(path),
+        save_as_external_data=True,
+        all_tensors_to_one_file=True,
+        location=weights.name,
+        size_threshold=1024,
+    )
+
+
+def component_of(node: Any) -> str:
+    """Return the component that a node of an export belongs to, "" where none is noted."""
+    return next((each.value for each in node.metadata_props if each.key == COMPONENT), "")
 
 
 def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
@@ -118,7 +130,7 @@ def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
     nodes: list[Any] = []
     for node in graph.node:
         weight = constants.get(node.input[1]) if node.op_type == "MatMul" else None
-        precision = recipe.get(next((p.value for p in node.metadata_props if p.key == COMPONENT), ""))
+        precision = recipe.get(component_of(node))
         if weight is None or len(weight.dims) != 2 or precision is None:
             nodes.append(node)
             continue
@@ -141,16 +153,24 @@ def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
     added |= ROWS_CONSTANTS
     if "com.microsoft" not in {opset.domain for opset in model.opset_import}:
         model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    constants.clear()
+    replace_nodes(graph, nodes, added)
+    return True
+
+
+def replace_nodes(graph: Any, nodes: list[Any], added: dict[str, np.ndarray]) -> None:
+    """Give a graph other nodes, and of the constants ``added`` by name those that they read, in place; constants that
+    nothing reads any more are dropped. Empties ``added``: a model of gigabytes must not be there twice."""
+    from onnx import numpy_helper
+
     del graph.node[:]
     graph.node.extend(nodes)
     read = {name for node in nodes for name in node.input} | {value.name for value in graph.output}
-    constants.clear()
     for index in reversed(range(len(graph.initializer))):
         if graph.initializer[index].name not in read:
             del graph.initializer[index]
     for name in [name for name in added if name in read]:
         graph.initializer.append(numpy_helper.from_array(added.pop(name), name))
-    return True
 
 
 def _round_tensor(x: str, to: str) -> list[Any]:
@@ -212,10 +232,12 @@ def _product_of_rows(x: str, weight: str, out: str) -> list[Any]:
     ]
 
 
-def round_weights(weights: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [K, N] -> int8 [K, N] and float32 scales [N], with ``weights ~ values * scales``."""
-    largest = np.abs(weights).max(axis=0, initial=0.0)
+def round_weights(
+    weights: np.ndarray, bits: int, least: np.ndarray | float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [K, N] -> int8 [K, N] and float32 scales [N], with ``weights ~ values * scales``. least: scales."""
     limit = (1 << (bits - 1)) - 1
-    scales = np.where(largest > 0, largest / limit, 1.0).astype(np.float32)
+    wanted = np.maximum(np.abs(weights).max(axis=0, initial=0.0) / limit, least)
+    scales = np.where(wanted > 0, wanted, 1.0).astype(np.float32)
     values = np.clip(np.rint(weights / scales), -limit, limit).astype(np.int8)
     return values, scales

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle import Bundle, write_bundle
+from sinew.bundle.files import EXPORTED
 from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
-from sinew.checks.validate.parity import compare
+from sinew.checks.validate.parity import bounds_of, compare, distance, spread_of
 from sinew.convert.lowbit.gptq import WIDEST
 from sinew.convert.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing, progress, scratch
@@ -29,7 +30,7 @@ from sinew.eval.observations import RANDOM
 from sinew.eval.observations import observations as observations_of
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import gate_of, play_gate
-from sinew.policy import Policy
+from sinew.policy import Policy, open_bundle
 from sinew.processing import ModelInputs
 
 PROVED = 8  # observations of the proof of what will be rounded, at most
@@ -110,7 +111,6 @@ def quantize(
     nothing is written then.
     """
     from sinew.convert.sources import resolve
-    from sinew.policy import open_bundle
 
     chosen, out = parse_recipe(recipe), Path(out)
     bundle = resolve(Path(source))
@@ -240,6 +240,66 @@ def rewritten(record: Quantization, out: Path) -> None:
 def cache_name(out: Path) -> Path:
     """Return the folder in which the graphs of a bundle are looked for."""
     return cache_folder(out, variant(usable_bits(Bundle(out))))
+
+
+def paired_recipe(opened: Bundle, recipe: str) -> dict[str, Any]:
+    """Return component -> precision of static pairs. Raises :class:`SinewError` for others than int8 and fp32, and for
+    a bundle in few bits."""
+    if opened.manifest.quantization is not None or not opened.infos:
+        raise SinewError(f"--qdq: expected a bundle with weights and without a recipe, got {opened.path}")
+    chosen = parse_recipe(recipe)
+    if not {"int8"} <= set(chosen.values()) <= {"int8", "fp32"}:
+        raise SinewError(f"--qdq: expected int8 of some components, and fp32 of others, got {recipe}")
+    return chosen
+
+
+def paired(
+    opened: Bundle, folder: Path, chosen: dict[str, Any], count: int, records: Path | None = None
+) -> list[str]:
+    """Give the graphs of an export static 8-bit pairs, in place, and hold them on the CPU against what they were.
+
+    chosen: precision of each component (:func:`paired_recipe`). count: observations by which activations get their
+    scales, and others behind them for the error, which goes into the folder's header with the recipe. Returns what was
+    found, in lines. Raises :class:`SinewError` where actions are further off than `sinew validate` lets int8 be.
+    """
+    from sinew.engine.onnx.providers import runtime
+    from sinew.engine.onnx.quantize import weight_bits
+    from sinew.engine.onnx.whole.pairs import write_pairs
+
+    wide, (bits, why) = Policy(open_bundle(folder), "cpu", engine="onnx"), weight_bits()
+    origin, stream = observations_of(wide, records)
+    seen, held = list(islice(stream, count)), list(islice(stream, count))
+    if not held:
+        raise SinewError(f"{origin}: expected more than the {len(seen)} observations of the calibration")
+    wanted, spread = [wide.infer(each).actions for each in held], spread_of(wide)
+    runs = [(wide.processor.inputs(each), wide.processor.noise(each)[0]) for each in seen]
+    found = write_pairs(folder, chosen, bits, opened.manifest.spec.solver, runs)
+
+    def headed(errors: list[float]) -> None:
+        record = _record(chosen, bits, errors, origin, f"onnxruntime {runtime().__version__}")
+        record = replace(record, observations=len(held), calibrated=len(seen))
+        write_bundle(folder / EXPORTED, lambda: replace(opened.manifest, quantization=record), ())
+
+    headed([0.0])
+    narrow = Policy(open_bundle(folder), "cpu", engine="onnx")
+    got, bound = [narrow.infer(each).actions for each in held], bounds_of(narrow)["actions"]
+    errors = [distance(a / spread, b / spread) for a, b in zip(got, wanted, strict=True)]
+    if not max(errors) <= bound:  # NaN is not
+        raise SinewError(
+            f"--qdq: expected actions within {bound:.0e} of float32 over {len(held)} observations from {origin}, got"
+            f" {max(errors):.1e} off; keep components in fp32, or calibrate on more --observations, or on --records"
+        )
+    headed(errors)
+    furthest = max(float(np.abs((a - b) / spread).max()) for a, b in zip(got, wanted, strict=True))
+    parts = ", ".join(f"{part} {number}" for part, number in found.products.items())
+    left = ", ".join(f"{number} {kind}" for kind, number in found.left.most_common())
+    return [
+        f"int8     {found.products.total()} products between pairs: {parts}; weights of {bits} bits: {why}",
+        f"float    falls back where an NPU has integers alone: {left}; and the solver",
+        f"error    {np.median(errors):.1e} median, {max(errors):.1e} largest: relative L2 of actions over their spread",
+        f"         no action is further off than {furthest:.1%} of its range",
+        f"         {len(held)} observations from {origin}, behind {len(seen)} of the calibration; on the CPU",
+    ]
 
 
 def trials(opened: Bundle, samples: Samples) -> Measure:

@@ -1,1 +1,2 @@
-"""A policy as one graph, for runtimes that take a file and nothing else; nothing here runs it but its proof."""
+"""Forms of an export for runtimes that take a file and nothing else: one graph of the whole policy, and pairs of
+static 8-bit scales for compilers of NPUs."""
