@@ -91,7 +91,7 @@ class Request:
 
     What follows is filled in on the way. deployment: what answers it. observation: once it is decoded. safety: its
     limits. episode: what ``session`` is one of. home: the scheduler that it was given to, at ``accepted`` by that
-    clock. on_done: takes the outcome, once. begun: when decoding or inference began; None while it waits. prepared:
+    clock. on_done: takes the outcome, once. begun: when decoding or inference began last. prepared:
     what the policy made of the observation. kind: what those that may be computed with it have in common. gathered:
     ``together`` knows of it.
     size: bytes of its decoded frames, while it is not answered. borrowed: raises once frames are others than were read.

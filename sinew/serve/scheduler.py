@@ -99,8 +99,7 @@ class Scheduler:
         for name, loop in loops:
             self._threads.append(self.supervisor.thread(name, loop))
         try:
-            while not self._warm.wait(0.2):  # a timeout, so that signal handlers run meanwhile
-                pass
+            self._warm.wait()
             if self._warm_up_error is not None:
                 raise self._warm_up_error
         except BaseException:
@@ -236,7 +235,6 @@ class Scheduler:
                 self._decode(request)
                 with self._lock:
                     self._raise_if_abandoned(request)
-                    request.begun = None
                     told, request.gathered = request.gathered, True
                 if not told:
                     self._decoded(request)

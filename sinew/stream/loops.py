@@ -156,6 +156,7 @@ class Loops:
     def _loop(self, which: int) -> None:
         import torch
 
+        torch.get_num_threads()  # or the first product here sets this thread's pool to what another thread set last
         torch.set_num_threads(self._threads[which])  # of this thread's own pool
         news = self._news[which]
         while not self._ended:

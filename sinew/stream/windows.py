@@ -168,19 +168,15 @@ class Chunks:
 
     def handed(self, rows: np.ndarray, origin: int, run: int) -> None:
         """Note what the robot was given. What lies before ``origin`` counts as executed."""
-        self._commit(origin)
-        self._handed.clear()
-        self._handed.put(Node(origin + k, row, origin, run, k) for k, row in enumerate(rows))
-
-    def _commit(self, origin: int) -> None:
         for step in range(max(self._handed.next, origin - HISTORY), origin):
             if (node := self._handed.take(step)) is not None:
                 self._handed.commanded(step, node.row)
+        self._handed.clear()
+        self._handed.put(Node(origin + k, row, origin, run, k) for k, row in enumerate(rows))
 
     def _continuation(self, state: Any, frame_time: float, origin: int) -> Continuation | None:
         if self.guidance == "none":
             return None
-        self._commit(origin)
         known = self._handed.rows_from(max(0, round(frame_time * self.rate)))  # nodes from the frame on
         spec = self._processor.spec
         count = int((len(known) - 1) * self.hz / self.rate) + 1 if len(known) else 0

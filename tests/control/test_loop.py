@@ -809,6 +809,25 @@ def test_without_a_thread_a_request_fails_and_is_made_again(monkeypatch: pytest.
     assert until(requester, 1.0) == Outcome(7)
 
 
+def test_the_end_waits_for_a_call_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, ended = threading.Event(), []
+    requester = Requester(lambda: lambda *_: go.wait(60), 1.0)
+    requester.ask({}, 0.0)
+    assert requester._worker is not None
+    thread = requester._worker.thread
+
+    def join(wait: float) -> None:
+        ended.append((wait, thread.is_alive()))
+        go.set()
+        threading.Thread.join(thread, 60)
+
+    monkeypatch.setattr(thread, "join", join)
+    requester.close(2.5)
+    assert ended == [(2.5, True)]
+    assert not thread.is_alive()
+    assert not requester.busy
+
+
 def test_calls_that_never_return_are_not_piled_up() -> None:
     hang = threading.Event()
     requester = Requester(lambda: lambda observation, limit: hang.wait(30), 0.1)

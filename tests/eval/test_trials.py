@@ -23,7 +23,7 @@ import pytest
 pytest.importorskip("gymnasium", reason="trials need the sim extra")
 pytest.importorskip("mujoco", reason="the pen needs the sim extra")
 
-from sinew_client.control import Command
+from sinew_client.control import Command, Outcome
 from sinew_client.control.robots import Dry
 
 from sinew.bundle import Bundle
@@ -36,9 +36,10 @@ from sinew.eval.report import stats
 from sinew.eval.robot import SimulatedRobot
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.eval.trials.desk import PAUSED, TrialTally
+from sinew.eval.trials.desk import JUDGED, OVER, PAUSED, RUNS, Desk, TrialTally
 from sinew.eval.trials.sitting import Sitting
 from tests import processes
+from tests.control.test_loop import loop_of
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 HANGS = 300.0  # seconds after which a program is taken to stand still: a guard, and no bound
@@ -598,3 +599,132 @@ def test_what_happens_while_a_trial_is_paused_is_not_counted() -> None:
     tally.hear("ask", {"step": 5})
     tally.hear("arrived", {"step": 7})
     assert (steps("late", PAUSED), tally.held, tally.delays) == (4, 1, [2])
+
+
+# ----------------------------------------------------------------------------- one trial, word by word
+
+
+def laid(waits: bool, asks: bool, limit: int | None = None, judge: Path | None = None, **given: Any) -> Desk:
+    """A trial on a loop whose clock the test moves; not begun."""
+    desk = Desk(waits, asks, limit, judge)
+    desk.begin(loop_of(**given)[0])
+    return desk
+
+
+def ticked(desk: Desk) -> None:
+    """Tick until the trial is over."""
+    for _ in range(200):
+        if desk.state == OVER:
+            return
+        desk.loop.tick(desk.loop.pace.next())
+    raise AssertionError("it goes on")
+
+
+def test_a_trial_goes_from_word_to_word() -> None:
+    """Nobody judges before it begins; a person's verdict may be changed by a person, until it is kept."""
+    desk = laid(waits=True, asks=True)
+    desk.loop.tick(desk.loop.pace.next())
+    assert desk.loop.paused
+
+    def said(*words: tuple[str, str]) -> list[bool]:
+        return [desk.take(word, by) for word, by in words]
+
+    assert said(("success", "key"), ("keep", "key"), ("dance", "key"), ("go", "key")) == [False] * 3 + [True]
+    assert (desk.state, desk.tally.counts, desk.verdict) == (RUNS, True, "")
+    assert said(("go", "key"), ("keep", "key"), ("discard", "key"), ("discard ", "key")) == [False] * 4
+    assert said(("failure", "time")) == [True]
+    assert (desk.state, desk.verdict, desk.by, desk.tally.counts) == (JUDGED, "failure", "time", False)
+    assert said(("success", "robot"), ("failure", "time"), ("success", "key")) == [False, False, True]
+    assert (desk.state, desk.verdict, desk.by, desk.loop.stopped) == (JUDGED, "success", "key", False)
+    assert said(("keep", "key")) == [True]
+    assert (desk.state, desk.loop.stopped, desk.left) == (OVER, True, False)
+    assert said(("failure", "key"), ("keep", "key"), ("go", "key"), ("quit", "key")) == [False] * 3 + [True]
+    assert (desk.verdict, desk.left) == ("success", True)
+
+
+@pytest.mark.parametrize(
+    ("word", "by", "asks", "state"),
+    [
+        ("success", "key", True, JUDGED),
+        ("success", "key", False, OVER),
+        ("success", "file", True, OVER),
+        ("discard it fell", "key", True, OVER),
+    ],
+)
+def test_a_verdict_of_a_file_and_a_discarded_trial_are_not_asked_about(
+    word: str, by: str, asks: bool, state: str
+) -> None:
+    desk = laid(waits=False, asks=asks)
+    assert desk.take(word, by)
+    assert (desk.state, desk.loop.stopped) == (state, state == OVER)
+    assert (desk.verdict, desk.note) == (word.partition(" ")[0], word.partition(" ")[2])
+
+
+def test_a_trial_that_nobody_sees_ends_by_its_steps_its_robot_or_its_answers() -> None:
+    desk = laid(waits=False, asks=False, limit=7)
+    ticked(desk)
+    assert desk._file < 0  # and not what it would read or close of this process
+    assert (desk.verdict, desk.by, desk.tally.steps) == ("failure", "time", 7)
+    desk.lost("the server has gone")
+    assert (desk.verdict, desk.by, desk.note) == ("discard", "loop", "the server has gone")
+    for success in (True, np.bool_(False)):
+        desk = laid(waits=False, asks=False)
+        desk.loop.robot.success = success  # type: ignore[attr-defined]
+        ticked(desk)
+        assert (desk.verdict, desk.by) == ("success" if success else "failure", "robot")
+    desk = laid(waits=False, asks=False, answer=lambda _: Outcome(reason="no server"))
+    ticked(desk)
+    assert (desk.verdict, desk.by) == ("discard", "loop")
+    assert desk.note == "10 requests in a row had no answer"
+    assert desk.loop.controller.unanswered == 10
+
+
+def test_a_run_that_the_robot_ends_is_no_verdict() -> None:
+    desk = laid(waits=False, asks=False)
+    desk.ended()
+    assert (desk.verdict, desk.by) == ("discard", "loop")
+    assert desk.note == "the robot ended the run without a verdict"
+    desk = laid(waits=True, asks=True)
+    desk.ended()
+    assert (desk.verdict, desk.left) == ("", True)
+    desk = laid(waits=False, asks=False)
+    desk.loop.robot.success = True  # type: ignore[attr-defined]
+    desk.ended()
+    assert (desk.verdict, desk.by, desk.left) == ("success", "robot", False)
+
+
+def test_a_file_is_read_by_lines_and_what_is_not_due_is_said_in_one_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = tmp_path / "said"
+    said.write_text("success\n")  # of before
+    desk = laid(waits=True, asks=True, judge=said)
+    told = []
+    with said.open("ab", buffering=0) as file:
+        for written in (
+            b"g",
+            b"oo" + 90 * b"x" + b"\nfailure\n",
+            b"go\nfail",
+            b"\n",
+            70_000 * b"y",
+            b"",
+            b"success\n",
+        ):
+            file.write(written)
+            caplog.clear()
+            desk._read()
+            told.append("".join(caplog.messages))
+    desk.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(desk._file)
+    judged = "expected success, failure or discard REASON, as the trial runs, got"
+    assert [each.removeprefix("--judge: ") for each in told] == [
+        "",
+        f"expected go, as the trial waits, got 'goo{77 * 'x'}', and 1 more lines",
+        "",
+        f"{judged} 'fail'",
+        "",
+        f"{judged} '{80 * 'y'}'",
+        "",
+    ]
+    assert (desk.verdict, desk.by, desk.state) == ("success", "file", OVER)

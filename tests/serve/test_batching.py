@@ -461,6 +461,19 @@ def test_a_client_that_leaves_harms_no_other(desk):
     assert all(isinstance(desk.found[f"a go robot {n}"], ActionChunk) for n in (0, 2))
 
 
+def test_who_left_a_batch_that_failed_is_not_computed_alone(desk):
+    desk.hold()
+    jobs = [desk.ask(prompt, f"robot {number}") for number, prompt in enumerate(("a go", "a bug", "a go"))]
+    desk.ready(3)
+    desk.policy.entered.clear()
+    hold, desk.policy.open = desk.policy.open, threading.Event()
+    hold.set()
+    until(desk.policy.entered.is_set)
+    desk.scheduler.cancel(jobs[2])
+    assert desk.go(4) == [["a go", "a bug", "a go"], ["a go"], ["a bug"]]
+    assert desk.found["a go robot 2"].code == "cancelled"
+
+
 def test_a_batch_that_everybody_left_ends(desk):
     desk.hold()
     jobs = [desk.ask("a go", f"robot {number}") for number in range(2)]

@@ -74,9 +74,21 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                 far = np.full_like(observation.state, 1e6)  # outside of the statistics
                 with pytest.raises(ServerError, match="state"):
                     client.context({"images": observation.images, "state": far, "prompt": "go"})
+                for error, said in (
+                    (RuntimeError("no such shape\nat line 7"), "no such shape"),
+                    (ValueError(), ""),
+                ):
+                    with monkeypatch.context() as patched:
+                        patched.setattr(
+                            policy.engine, "solve", lambda *_, error=error: (_ for _ in ()).throw(error)
+                        )
+                        with pytest.raises(
+                            SinewError, match=rf"^split: the head cannot use .* context \({said}\)$"
+                        ):
+                            robot.infer(observation)
                 robot.close()
-                for closed in (robot.infer, client.context):
-                    with pytest.raises(ClientError, match="closed"):
+                for closed, who in ((robot.infer, "policy"), (client.context, "client")):
+                    with pytest.raises(ClientError, match=f"^the {who} is closed$"):
                         closed(observation)
         assert sizes["int8"] < 0.5 * sizes["fp32"]
         with Client(at.native, timeout=WAIT_S) as client:

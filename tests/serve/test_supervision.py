@@ -25,9 +25,10 @@ from websockets.sync.client import connect as websocket
 
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
 from sinew.core.rate_limited_log import BURST, PERIOD_S, RateLimitedLog
+from sinew.serve import scheduler as scheduling
 from sinew.serve.decode.array import pack
 from sinew.serve.fair_queue import FairQueue
-from sinew.serve.request import DeadlineError
+from sinew.serve.request import DeadlineError, ShuttingDownError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
 from tests.serve.groot_client import decode_npy, encode_npy
@@ -487,3 +488,161 @@ def test_a_policy_that_does_not_warm_up_leaves_nothing_behind():
         scheduler.start()
     assert scheduler.join(WAIT_S)
     assert supervisor._checks == []
+
+
+# ----------------------------------------------------------------------------- a scheduler without sockets
+
+
+@pytest.mark.parametrize("name", ["queue_size", "max_batch", "workers"])
+def test_a_scheduler_of_nothing_is_refused_by_name(name: str):
+    with pytest.raises(ValueError, match=f"^{name}: expected at least 1, got 0$"):
+        Scheduler(Puppet(), **{name: 0})
+
+
+class Noting(Puppet):
+    """A puppet that says when an inference has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+
+    def run(self, observation, *, cancel=None):
+        self.entered.set()
+        return super().run(observation, cancel=cancel)
+
+
+class Asking:
+    """A scheduler of a puppet, and what its clients were told, in its order."""
+
+    def __init__(self, **options):
+        self.puppet, self.told = Noting(), []
+        self.scheduler = Scheduler(self.puppet, **options)
+        self.scheduler.start()
+
+    def ask(self, prompt: str, client: str = "robot", read=lambda: None, **options):
+        def decode(_check):
+            read()
+            return Observation(images={"front": FRAME}, state=np.zeros(2), prompt=prompt)
+
+        return enqueue(self.scheduler, decode, self.told.append, client=client, **options)
+
+    def hold(self):
+        """Begin an inference behind which others wait."""
+        self.ask("hang", "holder")
+        until(self.puppet.entered.is_set)
+
+    def ready(self, count: int) -> None:
+        until(lambda: len(self.scheduler._ready.order()) == count)
+
+
+@pytest.fixture
+def asking():
+    made = []
+
+    def make(**options) -> Asking:
+        made.append(Asking(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.puppet.release.set()
+        each.scheduler.stop()
+        assert each.scheduler.join(WAIT_S)
+
+
+def test_three_failures_in_a_row_try_the_policy_itself(asking):
+    """An answer between them begins the count anew."""
+    at = asking()
+    said = ("fail", "fail", "go", "fail", "fail", "fail", "fail", "fail", "fail")
+    for count, (prompt, tried) in enumerate(zip(said, (1, 1, 1, 1, 1, 2, 2, 2, 3), strict=True), 1):
+        at.ask(prompt)
+        until(lambda count=count: len(at.told) == count)
+        assert at.puppet.warm_ups == tried
+    counts = {"waiting": 0, "running": False, "served": 1, "failed": 8, "busy": 0, "superseded": 0, "late": 0}
+    assert at.scheduler.stats() == {**counts, "batches": 9}
+
+
+def test_frames_count_until_they_are_answered(asking):
+    at = asking()
+    at.hold()
+    assert at.scheduler._ahead == FRAME.nbytes
+    second = at.ask("go")
+    at.ready(1)
+    assert at.scheduler._ahead == 2 * FRAME.nbytes
+    at.scheduler.cancel(second)
+    assert at.scheduler._ahead == FRAME.nbytes
+    at.puppet.release.set()
+    until(lambda: len(at.told) == 2)
+    assert at.scheduler._ahead == 0
+
+
+def test_what_does_not_end_is_answered_and_left(asking):
+    at = asking()
+    at.hold()
+    at.ask("go")
+    at.ready(1)
+    at.scheduler.stop()
+    assert [type(each) for each in at.told] == [ShuttingDownError]
+    assert not at.scheduler.join(0.0)
+    for _ in range(2):  # once
+        at.scheduler.give_up()
+        assert [type(each) for each in at.told] == [ShuttingDownError] * 2
+    at.puppet.release.set()
+    assert at.scheduler.join(WAIT_S)
+    assert len(at.told) == 2
+
+
+def test_health_says_which_stage_hangs_and_for_how_long(asking, monkeypatch: pytest.MonkeyPatch):
+    """By a clock that the test moves; a limit of 0 is none."""
+    now, go = [100.0], threading.Event()
+    monkeypatch.setattr(
+        "sinew.serve.scheduler.time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+    )
+    at = asking(supervisor=Supervisor(10.0))
+    at.hold()
+    second = at.ask("go", read=lambda: go.wait(WAIT_S))
+    until(lambda: second.begun is not None)
+    now[0] += 10.0
+    assert at.scheduler.stuck() is None
+    now[0] += 5.0
+    assert at.scheduler.stuck() == "a request is being computed for 15 s"
+    at.puppet.release.set()
+    until(lambda: len(at.told) == 1)
+    assert at.scheduler.stuck() == "a request is being decoded for 15 s"
+    at.scheduler.supervisor.stuck_s = 0.0
+    assert at.scheduler.stuck() is None
+    go.set()
+    until(lambda: len(at.told) == 2)
+    assert [each.timing.queue_ms for each in at.told] == [0.0, 0.0]
+
+
+def test_what_is_waited_is_told_in_milliseconds(asking, monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(
+        "sinew.serve.scheduler.time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+    )
+
+    def read() -> None:
+        now[0] += 5.0
+
+    at = asking()
+    at.hold()
+    at.ask("go", read=read)
+    at.ready(1)
+    now[0] += 2.0
+    at.puppet.release.set()
+    until(lambda: len(at.told) == 2)
+    assert [each.timing.queue_ms for each in at.told] == [0.0, 2000.0]
+
+
+def test_frames_beyond_the_bound_are_not_decoded_before_others_are_answered(
+    asking, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scheduling, "AHEAD", 1)
+    at, told = asking(), []
+    at.hold()
+    at.ask("go", read=lambda: told.append(len(at.told)))
+    until(lambda: at.scheduler._room._waiters)  # the thread that would decode it
+    assert not told
+    at.puppet.release.set()
+    until(lambda: len(at.told) == 2)

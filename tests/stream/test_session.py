@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sinew_client.control import Loop, Settings, SimulatedPace, Stream
 from sinew_client.control.windows import MAX_DELAY
 from sinew_client.faults import Faults
@@ -23,6 +24,7 @@ from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.loops import READ, RUN, Loops
 from sinew.stream.session import StateSample
 from sinew.stream.windows import Chunks, Rolling, Window
+from tests.serve.puppet import until
 
 FRAME = np.zeros((16, 16, 3), np.uint8)
 
@@ -520,6 +522,33 @@ def test_a_cheap_run_does_not_wait_for_a_dear_one() -> None:
     assert loops._busy == ([], [])
 
 
+def test_each_loop_computes_on_a_thread_of_its_own() -> None:
+    """With as many compute threads as it was given, until it is stopped."""
+    before, seen, busy = torch.get_num_threads(), dict[str, int](), Busy(1e6, 1.0)
+
+    def note(*_: object) -> None:
+        seen[threading.current_thread().name] = torch.get_num_threads()
+
+    busy.read = busy.run = note  # type: ignore[method-assign, assignment]
+    loops = Loops((2, 3))
+    try:
+        loops.add(busy, Nobody())  # type: ignore[arg-type]
+        until(lambda: len(seen) == 2)
+    finally:
+        loops.stop(60.0)
+        torch.set_num_threads(before)
+    assert seen == {"sinew-prefix": 2, "sinew-head": 3}
+    assert not any(thread.is_alive() for thread in loops._running)
+
+
+def test_a_link_in_this_process_computes_until_it_is_closed(rolls: Policy) -> None:
+    link = LocalLink(session(rolls))
+    assert link.send([0.0, 0.0], 1.0)
+    assert until(link.windows)[0].run == 1
+    link.close()
+    until(lambda: not any(thread.is_alive() for thread in link._loops._running))
+
+
 def test_a_stream_that_fails_is_told_and_what_nobody_foresaw_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -581,3 +610,67 @@ def test_no_stream_is_computed_more_often_than_it_said() -> None:
     assert counts[0][0] <= 12
     assert counts[0][1] <= 23
     assert 0.0 < loops._next(RUN) <= 0.05  # type: ignore[operator]  # and the loop sleeps until then
+
+
+def test_a_robots_clock_begins_at_zero_and_its_sources_may_come_in_any_order(rolls: Policy) -> None:
+    """A frame is at most 10 s older than the clock, at most 0.1 s ahead of its sample or behind another frame."""
+    stream = Session(rolls, StreamSettings(100.0, seed=1), "go", clock=lambda: 0.0)
+    with pytest.raises(
+        ObservationError, match="^frame_time: expected seconds of the robot's clock, from -10,"
+    ):
+        stream.push_frame({"front": FRAME}, -10.5)
+    stream.push_frame({"front": FRAME}, -10.0)
+    stream.push_sample(sample(0.0, delay=0))
+    stream.push_frame({"front": FRAME}, 0.1)
+    stream.push_frame({"front": FRAME}, 0.0)
+    assert (stream.frames, stream.samples) == (3, 1)
+    with pytest.raises(ObservationError, match=r"^time: expected .* from 0 to 1e\+09, got 1e\+09"):
+        stream.push_sample(sample(1e9))
+    assert stream.samples == 1
+    assert stream.read()
+    window = stream.run()
+    assert window is not None
+    assert (window.step, window.run, window.tag) == (0, 1, 0)
+    assert stream.run_cost == 6  # the rows of a window, once
+
+
+def test_each_prefix_has_noise_of_its_own(whole: Policy) -> None:
+    """That of the stream's seed and of the prefixes before it, so that a stream can be repeated."""
+    stream = Session(whole, StreamSettings(float(whole.spec.control_hz or 0), seed=5), "go")
+    images = {camera.name: np.zeros((8, 8, 3), np.uint8) for camera in whole.spec.cameras}
+    seen = {"images": images, "state": np.zeros(whole.spec.state.dim, np.float32), "prompt": "go"}
+    for count in range(3):
+        stream.push_sample(StateSample(seen["state"], 0.1 * count))
+        stream.push_frame(images, 0.1 * count)
+        made = stream.compute()
+        assert made is not None
+        np.testing.assert_array_equal(made.noise, whole.prepare({**seen, "seed": 5 + count}).noise)
+        stream.swap(made)
+
+
+def test_a_stream_whose_weights_were_changed_ends(rolls: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = session(rolls)
+    stream.push_sample(sample(0.0))
+
+    def changed() -> None:
+        raise SinewError("the file was written over")
+
+    monkeypatch.setattr(rolls, "check_files", changed)
+    with pytest.raises(SinewError, match="written over"):
+        stream.read()
+
+
+def test_what_has_no_halves_or_nothing_to_guide_does_not_stream(
+    whole: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hz, spec = float(whole.spec.control_hz or 0), whole.spec
+    with monkeypatch.context() as patched:
+        patched.setattr(whole, "facts", replace(whole.facts, unshared="one graph"))
+        with pytest.raises(SinewError, match="^stream: one graph$"):
+            Session(whole, StreamSettings(hz))
+    monkeypatch.setattr(whole, "spec", replace(spec, solver=replace(spec.solver, kind="ddim")))
+    assert "no guidance" in Session(whole, StreamSettings(hz, "none")).label
+    with pytest.raises(
+        ObservationError, match="^rtc: expected none; this policy has nothing to guide, got guided"
+    ):
+        Session(whole, StreamSettings(hz, "guided"))
