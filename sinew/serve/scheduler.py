@@ -99,7 +99,10 @@ class Scheduler:
         for name, loop in loops:
             self._threads.append(self.supervisor.thread(name, loop))
         try:
-            self._warm.wait()
+            while not self._warm.wait(
+                0.2
+            ):  # a timeout, so that signal handlers run meanwhile, on Windows too
+                pass
             if self._warm_up_error is not None:
                 raise self._warm_up_error
         except BaseException:
