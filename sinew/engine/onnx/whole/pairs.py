@@ -30,9 +30,10 @@ PAIR = ("QuantizeLinear", "DequantizeLinear")
 LARGEST = ".largest"  # behind the name of a tensor: the output with its largest magnitude
 PRODUCT = ".product"  # behind the name of a product's output: what stands before its pair
 # What moves numbers and computes none: it costs no precision wherever it runs.
-MOVES = set(
-    "Cast Concat Constant Expand Gather Identity Pad Reshape Shape Slice Split Squeeze Transpose Unsqueeze".split()
-)
+MOVES = {
+    "Cast", "Concat", "Constant", "Expand", "Gather", "Identity", "Pad", "Reshape", "Shape", "Slice", "Split", "Squeeze",
+    "Transpose", "Unsqueeze",
+}  # fmt: skip
 
 
 @dataclass
