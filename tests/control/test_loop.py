@@ -828,6 +828,16 @@ def test_the_end_waits_for_a_call_as_long_as_it_says(monkeypatch: pytest.MonkeyP
     assert not requester.busy
 
 
+def test_a_requester_is_a_source_of_chunks() -> None:
+    """With settings of windows it is refused before the robot moves."""
+    arm = Arm(Clock())
+    requester = Requester(lambda: lambda *_: chunk(0), 1.0)
+    assert Loop(arm, requester, Settings(20.0), 1).source is requester
+    with pytest.raises(SettingsError, match="^fusion: expected none of chunks that are asked for"):
+        Loop(arm, requester, Settings(20.0, fusion="latest_only"), 1)
+    assert not arm.sent
+
+
 def test_calls_that_never_return_are_not_piled_up() -> None:
     hang = threading.Event()
     requester = Requester(lambda: lambda observation, limit: hang.wait(30), 0.1)
