@@ -31,8 +31,8 @@ LARGEST = ".largest"  # behind the name of a tensor: the output with its largest
 PRODUCT = ".product"  # behind the name of a product's output: what stands before its pair
 # What moves numbers and computes none: it costs no precision wherever it runs.
 MOVES = {
-    "Cast", "Concat", "Constant", "Expand", "Gather", "Identity", "Pad", "Reshape", "Shape", "Slice", "Split", "Squeeze",
-    "Transpose", "Unsqueeze",
+    "Cast", "Concat", "Constant", "Expand", "Gather", "Identity", "Pad", "Reshape", "Shape", "Slice", "Split",
+    "Squeeze", "Transpose", "Unsqueeze",
 }  # fmt: skip
 
 
