@@ -77,7 +77,7 @@ def export(
                 described.extend(write_whole(bundle.manifest, folder, prompt))
                 error = prove_whole(bundle, folder, *open_whole(folder), prompt)
 
-        export_folder(opened, onnx, also)
+        export_folder(opened, onnx, also, folded=not qdq)
         size = sum(path.stat().st_size for path in onnx.iterdir())
         console.print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch")
         for line in pairs:

@@ -92,34 +92,34 @@ def check_bits(folder: Path) -> None:
 
 
 def export_folder(
-    bundle: Bundle, folder: Path, also: Callable[[Bundle, Path], None] = lambda *_: None
+    bundle: Bundle, folder: Path, also: Callable[[Bundle, Path], None] = lambda *_: None, folded: bool = True
 ) -> None:
     """Write a new folder that runs without torch: graphs, recipes, tokenizer. Raises :class:`SinewError` for one that
-    is there. also: writes more into it, before it stands."""
+    is there. also: writes more into it, before it stands. folded: see :func:`write_graphs`."""
     if folder.exists():
         raise SinewError(f"--onnx {folder}: expected a new folder, got one that is there")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with scratch.beside(folder) as partial:
-        write_folder(bundle, partial, folder)
+        write_folder(bundle, partial, folder, folded)
         also(bundle, partial)
         publish(partial, folder)
 
 
-def write_folder(bundle: Bundle, folder: Path, where: Path | None = None) -> None:
+def write_folder(bundle: Bundle, folder: Path, where: Path | None = None, folded: bool = True) -> None:
     """Write graphs, and the bundle's header as a GGUF file without tensors. where: the folder's later name."""
     from sinew.bundle import write_bundle
 
     cached = cache_folder(bundle.path, variant(usable_bits(bundle)))
-    if (cached / "graphs.json").exists():
+    if folded and (cached / "graphs.json").exists():
         shutil.copytree(cached, folder, dirs_exist_ok=True)
     else:
-        write_graphs(bundle, folder, where)
+        write_graphs(bundle, folder, where, folded=folded)
     write_bundle(folder / EXPORTED, lambda: bundle.manifest, ())
 
 
 def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, folded: bool = True) -> None:
     """Export the bundle's model to ``folder``, quantised as the bundle says. where: the folder's later name. folded:
-    False leaves the weights as the bundle has them, so that graphs can borrow them."""
+    False leaves the weights as the bundle has them, so that graphs can borrow them, or are rounded less far off."""
     where = where or folder
     try:
         from sinew.engine.loading import load_model, parse_device
