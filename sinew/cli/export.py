@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinew.cli import terminal
-from sinew.cli.options import Count, Flag
+from sinew.cli.options import CountIfAny, Flag
 from sinew.core import SinewError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def export(
     prompt: str = "",
     qdq: str = "",
     records: Path | None = None,
-    observations: Count = 32,
+    observations: CountIfAny = None,
     vlacpp: Path | None = None,
 ) -> int:
     """Write a folder that runs without torch (graphs for ONNX Runtime, recipes, tokenizer), or vla.cpp's file.
@@ -41,7 +41,7 @@ def export(
             with fixed scales, as compilers of NPUs want, in all graphs of the folder. What stays in floats is listed.
             Exit status 1 beyond the bound that `sinew validate` has for int8.
         records: folder that `sinew serve --record` wrote, for the scales; else as for `sinew quantize`.
-        observations: that the scales are made by; the error is over as many others behind them.
+        observations: that the scales are made by (32); the error is over as many others behind them.
         vlacpp: the GGUF file to write for vla.cpp; it must not be there.
     """
     from sinew.policy import open_bundle
@@ -54,8 +54,9 @@ def export(
         raise SinewError("--prompt: expected --whole beside it, got none")
     if qdq and onnx is None:
         raise SinewError("--qdq: expected --onnx FOLDER beside it, got none")
-    if records is not None and not qdq:
-        raise SinewError("--records: expected --qdq beside it, got none")
+    for name, given in (("records", records), ("observations", observations)):
+        if given is not None and not qdq:
+            raise SinewError(f"--{name}: expected --qdq beside it, got none")
     opened, console = open_bundle(bundle), terminal.console(markup=False)
     if onnx is not None:
         from sinew.checks.validate.exported import prove_whole, write_reference
@@ -72,7 +73,7 @@ def export(
             nonlocal error
             write_reference(bundle, folder)
             if qdq:
-                pairs.extend(paired(bundle, folder, chosen, observations, records))
+                pairs.extend(paired(bundle, folder, chosen, observations or 32, records))
             if whole:
                 described.extend(write_whole(bundle.manifest, folder, prompt))
                 error = prove_whole(bundle, folder, *open_whole(folder), prompt)

@@ -99,9 +99,8 @@ class Scheduler:
         for name, loop in loops:
             self._threads.append(self.supervisor.thread(name, loop))
         try:
-            while not self._warm.wait(
-                0.2
-            ):  # a timeout, so that signal handlers run meanwhile, on Windows too
+            # With a timeout, so that signal handlers run meanwhile, on Windows too.
+            while not self._warm.wait(0.2):
                 pass
             if self._warm_up_error is not None:
                 raise self._warm_up_error

@@ -182,7 +182,7 @@ FORM = (
     "cameras", "state.dim", "state.names", "state.units", "action.dim", "action.names", "action.units", "chunk_size",
     "noise", "control_hz", "embodiment", "motion", "keys",
 )  # fmt: skip
-"""What a form has (sinew_client.form). ``accept`` takes these names, and names and units of both vectors at once."""
+"""Lists what a form has (sinew_client.form). ``accept`` takes these, and names and units of both vectors at once."""
 _BOTH = {"names": ("state.names", "action.names"), "units": ("state.units", "action.units")}
 
 

@@ -136,6 +136,7 @@ def test_what_it_refuses(made: Made, tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
         (["--qdq", "head=fp32"], "expected int8 of some components"),
         (["--records", str(tmp_path)], "--records: expected --qdq beside it"),
+        (["--observations", "5"], "--observations: expected --qdq beside it"),
     ):
         assert export(made.bundle, tmp_path / "robot", *arguments) == 1
         assert words in " ".join(capsys.readouterr().err.split())

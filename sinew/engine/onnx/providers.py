@@ -38,9 +38,8 @@ LEFT = 0.1  # of the products that a provider may leave to others without a warn
 
 def runtime() -> Any:
     """Return the onnxruntime package."""
-    os.environ.setdefault(
-        "ORT_DISABLE_TELEMETRY", "1"
-    )  # 1.31 for Linux would report each session to its makers
+    # 1.31 for Linux keeps an id and a list of sessions for its makers.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError:

@@ -1,4 +1,4 @@
-"""What robots of a policy take for granted, and how another policy's differs."""
+"""Compares what robots of a policy take for granted with what another policy states."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any], who: str = ""
 
 
 class Fitted:
-    """What a robot was fitted to. policy: what was said of it (``metadata()["policy"]``); None: anything."""
+    """Holds what a robot was fitted to, and refuses another policy.
+
+    policy: what a server said of it (``metadata()["policy"]``); None: anything.
+    """
 
     def __init__(self, policy: Mapping[str, Any] | None):
         self._form = None if policy is None else form(PolicySpec.from_dict(policy), TAKEN)

@@ -101,9 +101,8 @@ class Trajectory:
     def commanded(self, step: int, row: np.ndarray) -> None:
         """Note what was really sent in ``step``: the row after the limits, or what held the robot."""
         self._commanded[step] = row
-        while (
-            oldest := next(iter(self._commanded))
-        ) <= step - self._history:  # after steps that were left out, more
+        # One, or more after steps that were left out.
+        while (oldest := next(iter(self._commanded))) <= step - self._history:
             del self._commanded[oldest]
 
     def left(self, step: int) -> int:
