@@ -92,12 +92,22 @@ def _targets(ladder: list[Record]) -> str:
                     row["rung"],
                     row["target_ms"],
                     _ms(row["p50_ms"]),
+                    f"{1e3 / row['p50_ms']:.0f}",
                     tail,
                     met,
                     _l2(row),
                 )
             )
-    heads = ("target", "rung", "asked, ms", "p50, ms", "p99 over p50", "met", "relative L2")
+    heads = (
+        "target",
+        "rung",
+        "asked, ms",
+        "p50, ms",
+        "chunks a second",
+        "p99 over p50",
+        "met",
+        "relative L2",
+    )
     return _titled("Targets, end to end", table(heads, rows))
 
 

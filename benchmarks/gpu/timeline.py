@@ -129,7 +129,7 @@ def host_row(events: list[Row]) -> Row:
     parts = {
         "copying_us": sum(e["dur"] for e in last if _is_range(e, "copies")),
         "launching_us": sum(e["dur"] for e in calls if _launches_graph(e) or _launches_kernel(e)),
-        "waiting_us": sum(e["dur"] for e in calls if e["name"].endswith("Synchronize")),
+        "waiting_us": sum(e["dur"] for e in calls if "Synchronize" in e["name"]),
     }
     (whole,) = (e["dur"] for e in last if _is_range(e, CALL))
     return {

@@ -244,8 +244,8 @@ def test_the_table_says_what_was_measured(document: dict) -> None:
     lines = text.splitlines()
     assert lines[0] == "# NVIDIA H200, 2026-11-21"
     case = TARGETS["smolvla"].name
-    assert f"| {case} | engine | 3.5 | 2.000 | 5 % | yes | 4.0e-03 |" in lines
-    assert f"| {case} | fp8 | 3.5 | 4.000 | 50 % | no | 4.0e-03 |" in lines
+    assert f"| {case} | engine | 3.5 | 2.000 | 500 | 5 % | yes | 4.0e-03 |" in lines
+    assert f"| {case} | fp8 | 3.5 | 4.000 | 250 | 50 % | no | 4.0e-03 |" in lines
     kept = f"| {case} | eager | 3.600 | 3.200 | - | - | 100 | 4.0e-03 | 0.0e+00 | its stages failed |"
     assert kept in lines
     stage = next(line for line in lines if line.startswith(f"| {case} | engine") and "(" in line)
