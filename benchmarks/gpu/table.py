@@ -82,8 +82,9 @@ def _ceilings(ceilings: Ceilings | None) -> str:
 
 def _targets(ladder: list[Record]) -> str:
     rows = []
-    for case in dict.fromkeys(row["case"] for row in ladder if row.get("target_ms")):
-        full = [row for row in ladder if row["case"] == case and row["rung"] in FULL and "p50_ms" in row]
+    asked = [row for row in ladder if row.get("target_ms") and "p50_ms" in row]
+    for case in dict.fromkeys(row["case"] for row in asked):
+        full = [row for row in asked if row["case"] == case and row["rung"] in FULL]
         for row in full:
             met = "yes" if row["p50_ms"] <= row["target_ms"] else "no"
             tail = "-" if row["p99_ms"] is None else f"{100 * (row['p99_ms'] / row['p50_ms'] - 1):.0f} %"
