@@ -194,6 +194,6 @@ SECTIONS: dict[
     **{f"grid {name}": (partial(grid, name), 60 if name == "pi0.5" else 40) for name in MODELS},
     "inductor smolvla": (partial(fused_by_inductor, "smolvla"), 150),
     **{f"tiles {name}": (partial(sweep, name), 150) for name in MODELS},
-    "bounds": (bounds, 40),
+    "bounds": (bounds, 300),  # at home, where nobody waits
     **{f"inductor {name}": (partial(fused_by_inductor, name), 300) for name in MODELS if name != "smolvla"},
 }
