@@ -97,7 +97,7 @@ MUTANTS = [
     ("qkv_rope", "tl.store(arrivals + block, 0)", "tl.store(arrivals + block, 1)", {"tile": SPLIT}),
     ("splitk_linear", "for s in tl.static_range(SPLIT)", "for s in tl.static_range(SPLIT - 1)", {}),
     ("splitk_linear", "tl.store(arrivals + tile, 0)", "tl.store(arrivals + tile, 1)", {}),
-    ("splitk_linear", "acc *= tl.load(gate", "acc += tl.load(gate", {}),
+    ("splitk_linear", "acc *= gate_row", "acc += gate_row", {}),
     ("splitk_linear", "factor = 1.0 + tl.load(scale", "factor = tl.load(scale", {"scaled": True}),
     ("splitk_linear", "(wide * factor[None, :])", "(acc * 2.0 * factor[None, :])", {"scaled": True}),
     ("splitk_linear", "+ tile // blocks_m\n", "+ 0\n", {"norm": True}),
@@ -122,7 +122,7 @@ MUTANTS = [
     ("packed_attention", "tl.load(mask + keys,", "tl.load(mask + keys // 2,", {"key_mask": True}),
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {"key_mask": True}),
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {}),
-    ("packed_attention", "numerator * rise[:, None]", "numerator", {"loud": 4.0}),
+    ("packed_attention", "numerator.to(tl.float32) * rise[:, None]", "numerator.to(tl.float32)", {"loud": 4.0}),
     (
         "packed_attention",
         "% (BLOCK_M // ROWS) * ROWS",

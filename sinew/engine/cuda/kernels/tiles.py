@@ -1,7 +1,7 @@
 """The tile of a launch: one for each kernel, architecture and regime, as data.
 
-Those of sm_90 come from a sweep on an H100 over the problems of pi0, pi0.5 and SmolVLA, with weights that were not in
-its cache (docs/log/2026-11-26.md). Those of sm_80 and sm_89 have not been timed: they were chosen by the shared memory
+Those of sm_90 come from sweeps on an H100 and an H200 over the problems of pi0, pi0.5 and SmolVLA, with weights that
+were not in the cache (docs/log/2026-11-26.md, 2026-11-27.md). Those of sm_80 and sm_89 have not been timed: they were chosen by the shared memory
 and registers that the compiler reports, and by the number of programs.
 
 ``few``: up to 64 rows, the iterative head, which streams weights and wants as many programs as the device has
@@ -24,7 +24,8 @@ from sinew.engine.cuda.kernels.launch import Tile
 
 Regime = Literal["few", "some", "many", "narrow"]
 FEW_ROWS, SOME_ROWS = 64, 256
-DEPTH = 1024  # that a program of a split product has at least: with less, joining the parts takes longer
+PART = 1 << 14  # elements of the weight that a program of a split product has at least: with less, joining takes longer
+PROGRAMS = 128  # that a product of few rows is given, as far as blocks of 16 columns go
 NARROW_HEAD = 64
 NO_GPU = (
     80  # whose tiles stand in where there is no GPU, so that tests and compile checks see the same everywhere
@@ -56,8 +57,8 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
         80: {"few": Tile(64, 32, 64, warps=8, stages=4), "many": _PAIRED},
         89: {"few": _SMALL, "many": _PAIRED},
         90: {
-            "few": Tile(64, 32, 128, stages=5),
-            "some": Tile(64, 32, 64, stages=4),
+            "few": Tile(64, 32, 64, stages=8),
+            "some": Tile(64, 64, 64, stages=6),
             "many": Tile(128, 128, 64, warps=8),
         },
     },
@@ -66,8 +67,8 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
         80: {"few": Tile(64, 16, 128, stages=4), "many": _PAIRED},
         89: {"few": Tile(64, 16, 64, stages=4), "many": _PAIRED},
         90: {
-            "few": Tile(64, 16, 128, stages=4),
-            "some": Tile(64, 32, 128, stages=4),
+            "few": Tile(64, 16, 64, stages=8),
+            "some": Tile(64, 32, 64, stages=6),
             "many": Tile(128, 64, 64, warps=8, stages=4),
         },
     },
@@ -75,8 +76,8 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
         80: {"few": Tile(64, 64, 64, 8, stages=4), "many": _WIDE},
         89: {"few": Tile(64, 64, 64, 8, warps=8, stages=4), "many": Tile(128, 128, 32, warps=8)},
         90: {
-            "few": Tile(64, 16, 128, 4, stages=4),
-            "some": Tile(64, 32, 128, stages=4),
+            "few": Tile(64, 32, 128, 4, stages=4),
+            "some": Tile(64, 32, 128, stages=6),
             "many": Tile(128, 128, 64, warps=8, stages=4),
         },
     },
@@ -152,11 +153,19 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
     wide = dtype == torch.float32 and kernel in FLOAT32
     regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
     tile = regimes[regime(kernel, dims, regimes)]
-    if kernel == "splitk_linear" and not wide and architecture(capability) == 90:
-        tile = replace(tile, split=max(1, min(tile.split, round(dims[2] / DEPTH))))
+    if kernel in ("splitk_linear", "gated_mlp") and not wide and architecture(capability) == 90:
+        tile = spread(dims, tile)
     while tile.split > 1 and not has_work(kernel, dims, tile):
         tile = replace(tile, split=tile.split - 1)
     return tile
+
+
+def spread(dims: Sequence[int], tile: Tile) -> Tile:
+    """Return a tile of fewer columns where few rows would leave multiprocessors idle, split as far as it is worth."""
+    rows, columns, depth = dims
+    while rows <= FEW_ROWS and tile.n > 16 and -(-columns // tile.n) * tile.split < PROGRAMS:
+        tile = replace(tile, n=tile.n // 2)
+    return replace(tile, split=max(1, min(tile.split, round(tile.n * depth / PART))))
 
 
 def regime(kernel: str, dims: Sequence[int], regimes: Collection[str]) -> Regime:
