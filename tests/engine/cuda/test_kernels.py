@@ -136,6 +136,13 @@ MUTANTS = [
         {"tile": Tile(16, 16, split=5)},
     ),
     ("row_norm", "added *= tl.load(gate", "added += tl.load(gate", {}),
+    ("row_norm", "added += tl.load(branch_bias", "added += 0 * tl.load(branch_bias", {}),
+    (
+        "row_norm",
+        "tl.load(branch_bias + cols, mask=ok, other=0.0)",
+        "tl.load(branch_bias + cols, mask=ok, other=0.0) / tl.load(gate + cols, mask=ok, other=1.0)",
+        {},
+    ),
     ("row_norm", "h = rounded.to(tl.float32)", "h = h * 1.0", {}),
     (
         "row_norm",
@@ -215,9 +222,6 @@ MUTANTS = [
     ("fp8_quantize", "mask=ok, other=0.0", "mask=cols < BLOCK_K, other=0.0", {}),
     ("fp8_quantize", "tl.max(tl.abs(wide), axis=0)", "tl.max(wide, axis=0)", {}),
     ("fp8_quantize", "9.094947017729282e-13", "0.0", {}),
-    ("fp8_product", "acc *= tl.load(w_scale", "acc += tl.load(w_scale", {}),
-    ("fp8_product", "tl.load(x_scale + rows", "tl.load(x_scale + rows * 0", {}),
-    ("fp8_product", "k + depth < K", "k + depth < K + BLOCK_K", {}),
     ("preprocess", "across = tl.full((BLOCK,), HALF", "across = tl.full((BLOCK,), 0", {}),
 ]
 

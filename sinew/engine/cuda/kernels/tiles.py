@@ -45,7 +45,6 @@ _WHOLE_ROWS = {"few": Tile(warps=8)}
 _COLUMNS = {"few": Tile(n=256, warps=2), "many": Tile(n=1024, warps=4)}
 _HEADS = {"few": Tile(1, warps=1), "many": Tile(8, warps=4)}  # rows of one head
 _PIXELS = {"few": Tile(n=128, warps=2)}
-_FP8_89 = {"few": Tile(64, 32, 128, stages=4), "many": Tile(128, 128, 64, warps=8, stages=4)}
 
 TILES: dict[str, dict[int, dict[str, Tile]]] = {
     "norm_linear": {
@@ -102,10 +101,6 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
     "activate": dict.fromkeys(ARCHITECTURES, _COLUMNS),
     "rope": dict.fromkeys(ARCHITECTURES, _HEADS),
     "fp8_quantize": dict.fromkeys(ARCHITECTURES, _WHOLE_ROWS),
-    "fp8_product": {
-        **dict.fromkeys((80, 89), _FP8_89),  # sm_80 cannot; launches on the meta device are made with its row
-        90: {"few": Tile(64, 32, 128, stages=4), "many": Tile(128, 128, 128, warps=8, stages=4)},
-    },
     "preprocess": dict.fromkeys(ARCHITECTURES, _PIXELS),
 }
 
