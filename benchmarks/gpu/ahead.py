@@ -59,7 +59,7 @@ def of_model(name: str, tiny: bool = False) -> Kinds:
     """Return what the rungs of a model's ladder launch."""
     import torch
 
-    from benchmarks.gpu.models import TARGETS, processing
+    from benchmarks.gpu.models import TARGETS, processing, weightless
     from benchmarks.gpu.rungs import plan_of
     from benchmarks.gpu.session import shrunk
     from sinew.engine.cuda.fp8.scales import linears
@@ -75,37 +75,23 @@ def of_model(name: str, tiny: bool = False) -> Kinds:
     return found
 
 
-def weightless(name: str, chunk: int, tiny: bool) -> Any:
-    """Return the model of a ladder on the meta device, in the types that ``random_model`` gives it."""
-    from dataclasses import replace
-
-    import torch
-
-    from benchmarks.gpu.models import MODELS
-    from sinew.models import build_on_meta
-
-    architecture, full, small = MODELS[name]
-    model = build_on_meta(architecture, replace(small if tiny else full, chunk_size=chunk))
-    for key, parameter in model.named_parameters():
-        wide = key.split(".")[0] in model.float32_modules
-        parameter.data = parameter.data.to(torch.float32 if wide else torch.bfloat16)
-    return model.eval().requires_grad_(False)
-
-
 def program(
     case: Any, plan: Any, recipe: Any, ops: Any, fp8: tuple[str, ...], scales: dict[str, float]
 ) -> Any:
     """Return the program that an engine would record for a case's observation."""
     import torch
 
-    from benchmarks.gpu.models import CAMERA, STEPS
+    from benchmarks.gpu.models import CAMERA, length
+    from sinew.engine.cuda.frames import fits
     from sinew.engine.cuda.fused.fuse import fuse
     from sinew.engine.cuda.graphs import Calls
     from sinew.engine.cuda.options import CudaOptions
     from sinew.engine.cuda.program import Key, Program
 
-    key = Key(case.views, (CAMERA,) * case.views, CudaOptions().bucket(case.prompt), STEPS)
     fused = fuse(plan, ops, True, fp8, scales)
+    sizes = (CAMERA,) * case.views if fits(recipe.image, fused.model) else ()
+    tokens = CudaOptions().bucket(length(case, plan.model.config))
+    key = Key(case.views, sizes, tokens, case.steps)
     return Program(key, fused, ops, recipe, Calls(), torch.device("meta"))
 
 

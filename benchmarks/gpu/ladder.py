@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,16 @@ from benchmarks.gpu.models import (
     samples,
     with_chunk,
 )
-from benchmarks.gpu.rungs import Eager, Engine, cuda_engine, distance, end_to_end, plan_of, stages
+from benchmarks.gpu.rungs import (
+    Eager,
+    Engine,
+    cuda_engine,
+    distance,
+    end_to_end,
+    left_to_torch,
+    plan_of,
+    stages,
+)
 from benchmarks.gpu.session import Row, Session, shrunk, still_there
 from sinew.models.base import Model
 
@@ -105,6 +115,8 @@ def _rungs(case: Case, base: Model, recipe: Any, reference: Model | None, sessio
             made = make()
             most = CALLS.get(rung, (SHORT, 3.0))
             row, _ = _measure(case, rung, made, inputs, wanted, recipe, most, session)
+            if rung in CALLS:
+                row["left"] = left_to_torch(made.engine)
             session.emit(row)
             if row["drift"]:
                 raise ArithmeticError(f"another answer to the same input, by {row['drift']:.3g}")
@@ -133,7 +145,7 @@ def calibrated(plan: Any, recipe: Any, inputs: Sequence[Sample], session: Sessio
 
     layers = fp8_calibration.linears(plan.model, NARROW)
     rung = Eager(plan.model, recipe, session.device)
-    runs = [partial(rung.run, sample, 1) for sample in inputs]
+    runs = [partial(rung.run, replace(sample, steps=1)) for sample in inputs]
     return fp8_calibration.calibrate(layers, runs, "0" * 64, "random frames").scales
 
 
@@ -154,7 +166,10 @@ def fused_by_inductor(model: str, session: Session) -> None:
     made = Engine(cuda_engine(plan, recipe, session.device, kernels=False))  # with no recording yet
     compiled = made.engine.plan.model
     options: dict[str, Any] = {"dynamic": False, "backend": "inductor" if session.is_gpu else "aot_eager"}
-    compiled.vision.encode_patches = torch.compile(compiled.vision.encode_patches, **options)
+    eyes, call = (
+        (compiled.vision, "encode_patches") if made.engine.facts.takes_frames else (compiled, "embed_images")
+    )
+    setattr(eyes, call, torch.compile(getattr(eyes, call), **options))
     compiled.read, compiled.act = (torch.compile(part, **options) for part in (compiled.read, compiled.act))
     start = time.perf_counter()
     made.run(inputs[0])

@@ -6,9 +6,9 @@ layer's are on average (a product keeps the size of its input), so that activati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import torch
@@ -16,61 +16,100 @@ from torch import Tensor, nn
 
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
-from sinew.families.pi.model import PI0Config, PI05Config
-from sinew.families.smolvla.model import SmolVLAConfig
-from sinew.layers.decoder import DecoderConfig
+from sinew.core.registry import presets
 from sinew.layers.norm import GemmaRMSNorm, RMSNorm
-from sinew.layers.vit import ViTConfig
-from sinew.models import build_on_meta
+from sinew.models import build_on_meta, model_class
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.crop import Crop
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.image.short_side import ShortSide
+from sinew.steps.image.square import Square
 
-STEPS = 10
 CAMERA = (480, 640)  # height, width of the frames that robots send
 ACTIONS = 7  # of the padded action's columns
 STD = 0.02  # of biases and of what lies around a norm's one
-PI = {
-    "vocab_size": 257152,
-    "chunk_size": 50,
-    "max_state_dim": 32,
-    "max_action_dim": 32,
-    "min_period": 0.004,
-    "max_period": 4.0,
-    "vision": ViTConfig(1152, 4304, 27, 16, 224, 14, 1e-6),
-    "language": DecoderConfig(2048, 16384, 18, 8, 1, 256, 1e-6, 1e4, "gemma_rms", "gelu_tanh"),
-    "expert": DecoderConfig(1024, 4096, 18, 8, 1, 256, 1e-6, 1e4, "gemma_rms", "gelu_tanh"),
-}
-SMOLVLA = {
-    **PI,
-    "vocab_size": 49280,
-    "vision": ViTConfig(768, 3072, 12, 12, 512, 16, 1e-6),
-    "language": DecoderConfig(960, 2560, 16, 15, 5, 64, 1e-5, 1e4),
-    "expert": DecoderConfig(720, 2048, 16, 15, 5, 64, 1e-5, 1e4),
-    "pixel_shuffle": 4,
-    "self_attn_every_n_layers": 2,
-}
-TINY_PI = {
-    **PI,
+
+
+class Measured(NamedTuple):
+    """One architecture: at its published size, with small widths for tests without a GPU, and its solver's steps."""
+
+    architecture: str
+    full: Any
+    tiny: Any
+    steps: int
+
+
+def _sizes(preset: str, **small: Any) -> Measured:
+    """Return a family's published sizes. small: what is other for tests; parts are records of changes themselves."""
+    record = presets()[preset].published()[preset]
+    full = _record(model_class(record["architecture"]).config_type, record["config"])
+    return Measured(record["architecture"], full, _changed(full, small), record["steps"])
+
+
+def _record(kind: type, plain: dict[str, Any]) -> Any:
+    """Return the configuration of plain containers. The strict reader of these files needs msgspec, which a borrowed
+    machine may lack; a test holds one against the other."""
+    kinds = get_type_hints(kind)
+
+    def value(name: str, raw: Any) -> Any:
+        if isinstance(raw, dict):
+            return _record(kinds[name], raw)
+        return tuple(raw) if isinstance(raw, list) else raw
+
+    return kind(**{name: value(name, raw) for name, raw in plain.items()})
+
+
+def _changed(config: Any, small: dict[str, Any]) -> Any:
+    return replace(
+        config,
+        **{
+            name: _changed(getattr(config, name), value) if isinstance(value, dict) else value
+            for name, value in small.items()
+        },
+    )
+
+
+WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
+DECODER = {**WIDTHS, "num_kv_heads": 1, "head_dim": 16}
+EXPERT = {
     "vocab_size": 64,
     "chunk_size": 6,
-    "vision": ViTConfig(32, 64, 2, 2, 28, 14, 1e-6),
-    "language": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-6, 1e4, "gemma_rms", "gelu_tanh"),
-    "expert": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-6, 1e4, "gemma_rms", "gelu_tanh"),
+    "vision": {**WIDTHS, "image_size": 28},
+    "language": DECODER,
+    "expert": DECODER,
 }
-TINY_SMOLVLA = {
-    **SMOLVLA,
+GROOT = {
     "vocab_size": 64,
+    "image_token": 63,
     "chunk_size": 6,
-    "vision": ViTConfig(32, 64, 2, 2, 64, 16, 1e-6),
-    "language": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-5, 1e4),
-    "expert": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-5, 1e4),
+    "rows": 1,
+    "cols": 1,
+    "vision": {"blocks": {**WIDTHS, "image_size": 64}, "output_size": 32, "taps": (0,)},
+    "language": DECODER,
+    "position_sections": (4, 2, 2),
+    "head": {
+        "dit": {
+            "num_layers": 4,
+            "num_heads": 2,
+            "head_dim": 16,
+            "output_size": 16,
+            "context_size": 32,
+            "is_cross": (True, False) * 2,
+        },
+        "hidden_size": 16,
+        "positions": 64,
+        "refine_layers": 1,
+        "refine_heads": 2,
+        "refine_head_dim": 16,
+    },
 }
-# name -> (architecture, configuration, the same with small widths for tests without a GPU)
-MODELS: dict[str, tuple[str, Any, Any]] = {
-    "pi0.5": ("pi05", PI05Config(**PI), PI05Config(**TINY_PI)),
-    "pi0": ("pi0", PI0Config(**PI), PI0Config(**TINY_PI)),
-    "smolvla": ("smolvla", SmolVLAConfig(**SMOLVLA), SmolVLAConfig(**TINY_SMOLVLA)),
+MODELS = {
+    "pi0.5": _sizes("pi0.5", **EXPERT),
+    "pi0": _sizes("pi0", **EXPERT),
+    "smolvla": _sizes("smolvla", **EXPERT | {"vision": {**WIDTHS, "image_size": 64}}),
+    "groot": _sizes("gr00t-n1.7", **GROOT),
 }
 
 
@@ -78,7 +117,8 @@ MODELS: dict[str, tuple[str, Any, Any]] = {
 class Case:
     """One question: frames of ``views`` cameras, a prompt of ``prompt`` tokens, chunks of ``chunk`` actions.
 
-    target_ms: what is asked for at p50 on an H200, end to end.
+    prompt: of its words; where views have placeholders among them, those come on top (:func:`length`). target_ms: what
+    is asked for at p50 on an H200, end to end.
     """
 
     model: str
@@ -91,38 +131,51 @@ class Case:
     def name(self) -> str:
         return f"{self.model} {self.views} views, chunk {self.chunk}, prompt {self.prompt}"
 
+    @property
+    def steps(self) -> int:
+        return MODELS[self.model].steps
+
 
 TARGETS = {
     "pi0.5": Case("pi0.5", 3, 50, 200, 10.0),
     "pi0": Case("pi0", 2, 63, 0, 7.0),
     "smolvla": Case("smolvla", 2, 50, 48, 3.5),
+    "groot": Case("groot", 2, 40, 23, 6.0),
 }
 
 
 def cases(model: str) -> list[Case]:
-    """The target first, then 1, 2 and 3 views, chunks of 10 and of 50 (pi0: 63), prompts of 48 and 200."""
+    """The target first, then 1, 2 and 3 views, chunks of 10 and of the target's length, prompts of 48 and 200."""
     target = TARGETS[model]
-    long = 63 if model == "pi0" else 50
     grid = [
         Case(model, views, chunk, prompt)
         for prompt in (48, 200)
-        for chunk in (long, 10)
+        for chunk in (target.chunk, 10)
         for views in (1, 2, 3)
     ]
     asked = (target.views, target.chunk, target.prompt)
     return [target, *(case for case in grid if (case.views, case.chunk, case.prompt) != asked)]
 
 
+def side(config: Any) -> int:
+    """Return height and width of the picture that a model reads, in pixels."""
+    if (blocks := getattr(config.vision, "blocks", None)) is None:
+        return int(config.vision.image_size)
+    return int(config.rows * config.vision.merge * blocks.patch_size)
+
+
+def length(case: Case, config: Any) -> int:
+    """Return how many tokens the prompt of a case has, placeholders of views included."""
+    placeholders = config.rows * config.cols if hasattr(config, "image_token") else 0
+    return case.prompt + case.views * int(placeholders)
+
+
 def processing(model: str, config: Any) -> Processing:
     """As the converters write it for the published policies, with statistics of a robot of seven joints."""
-    side, is_pi = config.vision.image_size, model != "smolvla"
+    size, steps = side(config), IMAGE_STEPS[model]
     stats = {"mean": tuple(np.linspace(-1, 1, ACTIONS)), "std": tuple(np.linspace(1, 2, ACTIONS))}
     return Processing(
-        image=ImageRecipe(
-            side,
-            side,
-            (Letterbox(side, side, *(("pil_bilinear", "center") if is_pi else ("bilinear", "top_left"))),),
-        ),
+        image=ImageRecipe(size, size, steps(size)),
         prompt=PromptRecipe(max_tokens=256, vocab_size=config.vocab_size, pad_token_id=0),
         state=Normalization("mean_std", stats),
         action=Normalization("mean_std", stats),
@@ -131,23 +184,48 @@ def processing(model: str, config: Any) -> Processing:
     )
 
 
+def _pi_steps(size: int) -> tuple[ImageStep, ...]:
+    return (Letterbox(size, size, "pil_bilinear", "center"),)
+
+
+def _groot_steps(size: int) -> tuple[ImageStep, ...]:
+    short = ShortSide(size, "area")
+    return (Square(), short, Crop(fraction=0.95), short)
+
+
+IMAGE_STEPS: dict[str, Callable[[int], tuple[ImageStep, ...]]] = {
+    "pi0.5": _pi_steps,
+    "pi0": _pi_steps,
+    "smolvla": lambda size: (Letterbox(size, size, "bilinear", "top_left"),),
+    "groot": _groot_steps,
+}
+
+
 @torch.no_grad()
 def random_model(
     name: str, device: torch.device, *, tiny: bool = False, chunk: int | None = None, seed: int = 0
 ) -> Model:
-    """In bfloat16, with the modules in float32 that stay so when a bundle is loaded."""
-    architecture, full, small = MODELS[name]
-    config = small if tiny else full
-    model = build_on_meta(architecture, replace(config, chunk_size=chunk or config.chunk_size))
+    """Return :func:`weightless` with random weights on ``device``."""
+    model = weightless(name, chunk, tiny)
     generator = torch.Generator(device).manual_seed(seed)
     state = {}
     for key, parameter in model.named_parameters():
-        wide = key.split(".")[0] in model.float32_modules
-        dtype = torch.float32 if wide else torch.bfloat16
         std, mean = _spread(model, key, parameter)
-        values = torch.empty(parameter.shape, dtype=dtype, device=device)
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         state[key] = values.normal_(mean, std, generator=generator)
     model.load_state_dict(state, strict=True, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def weightless(name: str, chunk: int | None = None, tiny: bool = False) -> Model:
+    """Return a model on the meta device, in bfloat16, with the modules in float32 that stay so when a bundle is
+    loaded."""
+    known = MODELS[name]
+    config = known.tiny if tiny else known.full
+    model = build_on_meta(known.architecture, replace(config, chunk_size=chunk or config.chunk_size))
+    for key, parameter in model.named_parameters():
+        wide = key.split(".")[0] in model.float32_modules
+        parameter.data = parameter.data.to(torch.float32 if wide else torch.bfloat16)
     return model.eval().requires_grad_(False)
 
 
@@ -179,15 +257,16 @@ def with_chunk(model: Model, chunk: int) -> Model:
 
 
 def _architecture(model: Model) -> str:
-    return {"PI05": "pi05", "PI0": "pi0", "SmolVLA": "smolvla"}[type(model).__name__]
+    return next(m.architecture for m in MODELS.values() if model_class(m.architecture) is type(model))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A robot's observation, with the noise that makes the answer reproducible."""
+    """A robot's observation, with the noise that makes the answer reproducible, and the solver's steps."""
 
     inputs: ModelInputs
     noise: np.ndarray
+    steps: int
 
 
 def samples(case: Case, config: Any, count: int, camera: tuple[int, int] = CAMERA) -> list[Sample]:
@@ -196,16 +275,20 @@ def samples(case: Case, config: Any, count: int, camera: tuple[int, int] = CAMER
 
 
 def _samples(case: Case, config: Any, count: int, camera: tuple[int, int]) -> Iterator[Sample]:
-    side = config.vision.image_size
+    size, placeholders = side(config), length(case, config) - case.prompt
+    words = config.vocab_size - 1  # behind them a placeholder
     for seed in range(count):
         rng = np.random.default_rng(seed)
         frames = tuple(rng.integers(0, 256, (*camera, 3), dtype=np.uint8) for _ in range(case.views))
+        tokens = rng.integers(0, words, placeholders + case.prompt)
+        tokens[:placeholders] = words
         inputs = ModelInputs(
-            pixels=np.empty((0, 3, side, side), np.float32),
+            pixels=np.empty((0, 3, size, size), np.float32),
             camera_mask=np.ones(case.views, bool),
-            tokens=rng.integers(0, config.vocab_size, case.prompt),
-            token_mask=np.ones(case.prompt, bool),
+            tokens=tokens,
+            token_mask=np.ones(len(tokens), bool),
             state=rng.standard_normal(config.max_state_dim).astype(np.float32),
             frames=frames,
         )
-        yield Sample(inputs, rng.standard_normal((case.chunk, config.max_action_dim)).astype(np.float32))
+        noise = rng.standard_normal((case.chunk, config.max_action_dim)).astype(np.float32)
+        yield Sample(inputs, noise, case.steps)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.models import MODELS, STEPS, Case, with_chunk
+from benchmarks.gpu.models import Case, length, side, weightless
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.example import Shapes
 from sinew.engine.plan.plan import Plan
-from sinew.models import build_on_meta
 from sinew.perf.trace import STAGES, TracedCall, trace
 
 COMPONENT = {"vision": "vision", "prefix": "language", "head": "head"}
@@ -71,16 +70,8 @@ def _product(call: TracedCall) -> tuple[int, int, int]:
 
 
 def _program(case: Case, tiny: bool) -> tuple[Any, Shapes, Plan]:
-    architecture, full, small = MODELS[case.model]
-    config = small if tiny else full
-    meta = build_on_meta(architecture, config)
-    state = {
-        name: tensor.to(torch.float32 if name.split(".")[0] in meta.float32_modules else torch.bfloat16)
-        for name, tensor in meta.state_dict().items()
-    }
-    meta.load_state_dict(state, assign=True)
-    model = with_chunk(meta, case.chunk)
-    side = config.vision.image_size
+    model = weightless(case.model, case.chunk, tiny)
+    size = side(model.config)
     # A prompt of nothing is padded to the engine's smallest bucket there; here it costs nothing.
-    shapes = Shapes(case.views, side, side, case.prompt, STEPS)
-    return model, shapes, Plan.of(model, STEPS, ON_CUDA)
+    shapes = Shapes(case.views, size, size, length(case, model.config), case.steps)
+    return model, shapes, Plan.of(model, rewrites=ON_CUDA)

@@ -2,7 +2,8 @@
 
 Every rung takes uint8 frames, tokens, a state and noise from host memory and returns world actions in host memory.
 ``eager`` copies the frames to the device and prepares them there with PyTorch (the reference of the
-kernel), so that what differs is how the model is executed and not where frames are resized.
+kernel), so that what differs is how the model is executed and not where frames are resized. Where no kernel has a
+policy's recipe, all rungs resize on the host, as a served policy does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.models import ACTIONS, STEPS, Sample
+from benchmarks.gpu.models import ACTIONS, Sample
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Processing
 from sinew.core import Timing
 from sinew.engine.cuda.kernels import preprocess
@@ -26,6 +29,8 @@ from sinew.engine.engine import Watch
 from sinew.models.base import Model
 from sinew.models.solvers import solve
 from sinew.perf.trace import STAGES
+from sinew.processing import ModelInputs
+from sinew.processing.image import prepare_frame
 from sinew.processing.normalize import Normalizer
 
 Row = dict[str, Any]
@@ -40,8 +45,12 @@ class Eager:
         self.tables: dict[tuple[int, ...], ResizeTables] = {}
 
     @torch.inference_mode()
-    def run(self, sample: Sample, steps: int = STEPS) -> tuple[np.ndarray, Timing]:
-        inputs, laps = sample.inputs, [time.perf_counter()]
+    def run(self, sample: Sample) -> tuple[np.ndarray, Timing]:
+        inputs, laps, prepared = sample.inputs, [time.perf_counter()], 0.0
+        if ResizeTables.why_not(self.image):
+            inputs = resized(inputs, self.image)
+            laps.append(time.perf_counter())
+            prepared = 1e3 * (laps[1] - laps.pop(0))
 
         def lap() -> None:
             if self.device.type == "cuda":
@@ -50,18 +59,20 @@ class Eager:
 
         tensors = (inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state, sample.noise)
         cameras, tokens, valid, state, noise = (torch.from_numpy(a)[None].to(self.device) for a in tensors)
-        image_tokens = self.model.embed_images(self.pixels(inputs.frames))
+        image_tokens = self.model.embed_images(self.pixels(inputs))
         lap()
         context = self.model.read(image_tokens, cameras, tokens, valid, state)
         lap()
-        evaluations = self.model.solver.steps(steps), self.model.time_embeddings(steps)
+        evaluations = self.model.solver.steps(sample.steps), self.model.time_embeddings(sample.steps)
         x = solve(lambda x, m: self.model.act(x, m, context), noise, *evaluations, lap)
         chunk = x[0].float().cpu().numpy()
         spans = [1e3 * (b - a) for a, b in pairwise(laps)]
-        return chunk, Timing(vision_ms=spans[0], prefix_ms=spans[1], step_ms=tuple(spans[2:]))
+        return chunk, Timing(prepared, spans[0], spans[1], tuple(spans[2:]))
 
-    def pixels(self, frames: tuple[np.ndarray, ...]) -> Tensor:  # float32 [1, V, 3, H, W]
-        size = frames[0].shape[:2]
+    def pixels(self, inputs: ModelInputs) -> Tensor:  # float32 [1, V, 3, H, W]
+        if not inputs.frames:
+            return torch.from_numpy(inputs.pixels)[None].to(self.device)
+        frames, size = inputs.frames, inputs.frames[0].shape[:2]
         if size not in self.tables:
             self.tables[size] = ResizeTables.of(*size, self.image, self.device)
         batch = torch.from_numpy(np.stack(frames)).to(self.device)
@@ -74,10 +85,44 @@ class Engine:
     def __init__(self, engine: Any):
         self.engine, self.apart = engine, False  # apart: stages one by one, with a time each
 
-    def run(self, sample: Sample, steps: int = STEPS) -> tuple[np.ndarray, Timing]:
+    def run(self, sample: Sample) -> tuple[np.ndarray, Timing]:
+        start, inputs = time.perf_counter(), sample.inputs
+        if not self.engine.facts.takes_frames:
+            inputs = resized(inputs, self.engine.processing.image)
+        prepared = 1e3 * (time.perf_counter() - start)
         watch = Watch(apart=self.apart)
-        (chunk,) = self.engine.run(sample.inputs.batched(), sample.noise[None], steps, watch=watch)
-        return chunk, watch.timing()
+        (chunk,) = self.engine.run(inputs.batched(), sample.noise[None], sample.steps, watch=watch)
+        return chunk, watch.timing(preprocess_ms=prepared)
+
+
+def resized(inputs: ModelInputs, image: ImageRecipe) -> ModelInputs:
+    """Return the inputs with pixels in the place of frames, made on the host, where a policy makes them."""
+    pixels = np.stack([prepare_frame(frame, image) for frame in inputs.frames])
+    return replace(inputs, pixels=pixels, frames=())
+
+
+def left_to_torch(engine: Any) -> list[str]:
+    """Return where linear layers run as torch's operators, one by one, by module; and why frames are resized on the
+    host, if they are."""
+    from sinew.engine.cuda.fp8.linear import Fp8Linear
+    from sinew.engine.cuda.fused import layers, rowwise
+    from sinew.engine.plan.rewrite import loaded_class
+
+    kinds = (layers.FusedLayer, layers.FusedAdaptiveLayer, layers.FusedKeyValueLayer)
+    rows = (rowwise.RowwiseLayer, rowwise.RowwiseAdaptiveLayer, rowwise.RowwiseKeyValueLayer)
+    model = engine.model
+    fused = [n for n, m in model.named_modules() if isinstance(m, (*kinds, *rows, rowwise.RowwiseViTLayer))]
+    ends = ("action_",) if type(model) is not loaded_class(model) else ()  # both are in kernels, or none
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or isinstance(module, Fp8Linear):
+            continue
+        if not name.startswith((*(f"{each}." for each in fused), *ends)):
+            parts = name.split(".")
+            numbered = next((i for i, part in enumerate(parts) if part.isdigit()), max(1, len(parts) - 1))
+            found[".".join(parts[:numbered])] = None
+    why = ResizeTables.why_not(engine.processing.image) or "no tower of patches"
+    return [*found, *([] if engine.facts.takes_frames else [f"frames, on the host ({why})"])]
 
 
 def plan_of(model: Model) -> Any:
@@ -85,7 +130,7 @@ def plan_of(model: Model) -> Any:
     from sinew.engine.cuda.fused.fuse import ON_CUDA
     from sinew.engine.plan.plan import Plan
 
-    return Plan.of(model, STEPS, ON_CUDA)
+    return Plan.of(model, rewrites=ON_CUDA)
 
 
 def cuda_engine(
@@ -130,11 +175,13 @@ def end_to_end(
 
 
 def stages(rung: Any, samples: list[Sample], calls: int = 20) -> Row:
-    """Median milliseconds per stage, each waited for: the sum is more than the whole, which waits once."""
+    """Median milliseconds per stage, each waited for: the sum is more than the whole, which waits once; and of frames
+    on the host."""
     rung.run(samples[0])
     timings = [rung.run(samples[i % len(samples)])[1] for i in range(calls)]
     rows = ([t.vision_ms for t in timings], [t.prefix_ms for t in timings], [sum(t.step_ms) for t in timings])
-    return {f"{name}_ms": statistics.median(values) for name, values in zip(STAGES, rows, strict=True)}
+    found = {f"{name}_ms": statistics.median(values) for name, values in zip(STAGES, rows, strict=True)}
+    return {"frames_ms": statistics.median(t.preprocess_ms for t in timings), **found}
 
 
 def percentiles(times: list[float]) -> Row:

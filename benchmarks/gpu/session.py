@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,8 +50,4 @@ def still_there(session: Session, after: str) -> None:
 
 def shrunk(case: Case, tiny: bool) -> Case:
     """Return the case for tiny models: their chunk, and a prompt that their vocabulary can fill."""
-    return (
-        Case(case.model, case.views, min(case.chunk, 6), min(case.prompt, 8), case.target_ms)
-        if tiny
-        else case
-    )
+    return replace(case, chunk=min(case.chunk, 6), prompt=min(case.prompt, 8)) if tiny else case

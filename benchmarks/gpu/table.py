@@ -102,6 +102,7 @@ def _ladder(ladder: list[Record]) -> str:
             row["case"],
             row["rung"],
             *(_ms(row.get(f"{name}_ms")) for name in ("p50", "p95", "p99")),
+            _ms(row.get("frames_ms") or None),
             row.get("calls", "-"),
             _l2(row),
             "-" if "drift" not in row else f"{row['drift']:.1e}",
@@ -109,13 +110,30 @@ def _ladder(ladder: list[Record]) -> str:
         )
         for row in ladder
     ]
-    heads = ("case", "rung", "p50, ms", "p95", "p99", "calls", "relative L2", "drift", "error")
+    heads = (
+        "case",
+        "rung",
+        "p50, ms",
+        "p95",
+        "p99",
+        "frames on the host",
+        "calls",
+        "relative L2",
+        "drift",
+        "error",
+    )
     text = table(heads, rows)
     note = (
         "From uint8 frames in host memory to actions in host memory, inputs rotating. Relative L2: the chunk against "
-        "float32 eager with the same noise, the worst input. Drift: largest change of an answer to the same input."
+        "float32 eager with the same noise, the worst input. Frames: of p50, where no kernel resizes them. Drift: "
+        "largest change of an answer to the same input."
     )
-    return _titled("Ladder", f"{note}\n\n{text}" if text else "")
+    left = [
+        f"* {row['case']}, {row['rung']}: torch's operators, one by one: {', '.join(row['left'])}"
+        for row in ladder
+        if row.get("left")
+    ]
+    return _titled("Ladder", "\n\n".join([note, text, *(["\n".join(left)] if left else [])]) if text else "")
 
 
 def _stages(ladder: list[Record], ceilings: Ceilings | None, products: Record) -> str:

@@ -82,7 +82,7 @@ def test_another_triton_is_refused(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for wrong, said in (
         (["--triton", "0.1"], "--triton: expected 0.1, got"),
-        (["--only", "checks,pi9"], "expected some of checks, pi0.5, pi0, smolvla, got pi9"),
+        (["--only", "checks,pi9"], "expected some of checks, pi0.5, pi0, smolvla, groot, got pi9"),
         (["--capability", "75"], "--capability: invalid choice"),
     ):
         with pytest.raises(SystemExit):
