@@ -122,7 +122,12 @@ MUTANTS = [
     ("packed_attention", "tl.load(mask + keys,", "tl.load(mask + keys // 2,", {"key_mask": True}),
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {"key_mask": True}),
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {}),
-    ("packed_attention", "numerator.to(tl.float32) * rise[:, None]", "numerator.to(tl.float32)", {"loud": 4.0}),
+    (
+        "packed_attention",
+        "numerator.to(tl.float32) * rise[:, None]",
+        "numerator.to(tl.float32)",
+        {"loud": 4.0},
+    ),
     (
         "packed_attention",
         "% (BLOCK_M // ROWS) * ROWS",

@@ -141,7 +141,10 @@ def packed_attention_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = ((P + BLOCK_N - 1) // BLOCK_N + SPLIT - 1) // SPLIT  # of the prefix, per program
+    COUNT: tl.constexpr = (P + BLOCK_N - 1) // BLOCK_N  # blocks of the prefix
+    EACH: tl.constexpr = (
+        COUNT + SPLIT - 1
+    ) // SPLIT  # of them per program; the last ones may have fewer, or none
     tile = tl.program_id(0)
     split = tl.program_id(1)
     head = tile % KV
@@ -155,18 +158,18 @@ def packed_attention_kernel(
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)  # below MASKED and finite: no infinity minus infinity
     total = tl.zeros((BLOCK_M,), tl.float32)
-    for block in range(BLOCKS):
+    # Bounds that are not constant: the compiler then loads keys and values ahead, of a single block as well.
+    for block in range(split * EACH, tl.minimum((split + 1) * EACH, COUNT)):
         acc, peak, total = fold_keys(
-            acc, peak, total, query, k + head * D, v + head * D, mask, (split * BLOCKS + block) * BLOCK_N,
+            acc, peak, total, query, k + head * D, v + head * D, mask, block * BLOCK_N,
             row_ok, mask_rows, P, kv_row, scale, MASKED, KEY_MASK, D, BLOCK_N, UPCAST,
         )  # fmt: skip
-    if own_k is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
-        if split == SPLIT - 1:
-            for first in range(0, S, BLOCK_N):
-                acc, peak, total = fold_keys(
-                    acc, peak, total, query, own_k + head * D, own_v + head * D, mask + P, first,
-                    row_ok, mask_rows, S, own_row, scale, MASKED, KEY_MASK, D, BLOCK_N, UPCAST,
-                )  # fmt: skip
+    if own_k is not None:
+        for first in range(0, tl.where(split == SPLIT - 1, S, 0), BLOCK_N):
+            acc, peak, total = fold_keys(
+                acc, peak, total, query, own_k + head * D, own_v + head * D, mask + P, first,
+                row_ok, mask_rows, S, own_row, scale, MASKED, KEY_MASK, D, BLOCK_N, UPCAST,
+            )  # fmt: skip
     if SPLIT > 1:
         tiles = tl.num_programs(0)
         rows = tl.arange(0, BLOCK_M)
