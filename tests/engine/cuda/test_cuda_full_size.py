@@ -180,10 +180,30 @@ def test_what_has_work_is_what_the_kernels_see() -> None:
 
 
 def test_a_short_problem_is_split_less() -> None:
-    """As far as there is work; 968 keys without own ones are 16 blocks of 64, of which 9 programs would take two."""
-    for keys, parts in ((16, 1), (513, 9), (968, 8)):
+    """As far as there is work; 1,100 keys without own ones are 18 blocks of 64, of which 9 programs take two."""
+    for keys, parts in ((16, 1), (513, 9), (968, 16), (1100, 9)):
         assert default("packed_attention", (400, keys, 0, 1, 256), torch.bfloat16, 90).split == parts, keys
     assert default("splitk_linear", (50, 720, 32), torch.bfloat16, 90).split == 1
+
+
+def test_few_rows_are_given_as_many_programs_as_there_are_multiprocessors() -> None:
+    for columns, n in ((4096, 32), (2048, 16)):
+        assert default("gated_mlp", (50, columns, 1024), torch.bfloat16, 90).n == n, columns
+    for columns, depth, n, split in (
+        (1024, 4096, 32, 4),
+        (1024, 2048, 32, 4),
+        (720, 2048, 16, 2),
+        (720, 960, 16, 1),
+    ):
+        tile = default("splitk_linear", (50, columns, depth), torch.bfloat16, 90)
+        assert (tile.n, tile.split) == (n, split), (columns, depth)
+
+
+def test_keys_are_not_split_where_rows_fill_the_device() -> None:
+    """968 queries of 8 heads are 121 blocks of 64 rows, 4,000 of 16 heads on 8 are 1,000, whose parts would take more
+    memory than a workspace has."""
+    assert default("packed_attention", (7744, 968, 0, 1, 256), torch.bfloat16, 90).split == 2
+    assert default("packed_attention", (8000, 4000, 0, 8, 128), torch.bfloat16, 90).split == 1
 
 
 @pytest.mark.parametrize(("name", "layers", "tokens"), [("pi0.5", 18, 200), ("smolvla", 16, 48)])

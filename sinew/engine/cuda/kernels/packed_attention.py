@@ -30,7 +30,7 @@ from sinew.engine.cuda.kernels.workspace import Workspace
 
 KeyValue = tuple[Tensor, Tensor]
 TOGETHER = 4  # parts that the last program of a block joins; more are joined by a kernel of their own
-JOINED_ROWS = 2
+JOINED_ROWS = 1
 
 
 @kernel

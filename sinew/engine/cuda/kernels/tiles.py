@@ -27,7 +27,7 @@ FEW_ROWS, SOME_ROWS = 64, 256
 PART = (
     1 << 14
 )  # elements of the weight that a program of a split product has at least: with less, joining takes longer
-PROGRAMS = 128  # that a product of few rows is given, as far as blocks of 16 columns go
+PROGRAMS = 128  # about as many as a device has multiprocessors
 NARROW_HEAD = 64
 NO_GPU = (
     80  # whose tiles stand in where there is no GPU, so that tests and compile checks see the same everywhere
@@ -94,8 +94,8 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
             "narrow": _NARROW,
         },
         90: {
-            "few": Tile(64, 64, split=9, warps=4, stages=2),
-            "many": Tile(64, 64, warps=4, stages=2),
+            "few": Tile(64, 64, split=17, warps=4, stages=2),
+            "many": Tile(64, 32, split=2, warps=4, stages=2),
             "narrow": Tile(16, 64, split=4, stages=1),
         },
     },
@@ -152,6 +152,8 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
     tile = regimes[regime(kernel, dims, regimes)]
     if kernel in ("splitk_linear", "gated_mlp") and not wide and architecture(capability) == 90:
         tile = spread(dims, tile)
+    if kernel == "packed_attention" and -(-dims[0] // tile.m) * dims[3] > 2 * PROGRAMS:
+        tile = replace(tile, split=1)  # the blocks of rows alone fill the device
     while tile.split > 1 and not has_work(kernel, dims, tile):
         tile = replace(tile, split=tile.split - 1)
     return tile
