@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,6 +135,24 @@ def test_loading_imports_no_compiler() -> None:
         [sys.executable, "-c", LOAD.format(bundle=str(bundle))], capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == "[]"
+
+
+def test_a_gpu_is_told_once_something_computes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        is_initialized = staticmethod(lambda: started)
+        mem_get_info = staticmethod(lambda: (60, 80))
+        get_device_name = staticmethod(lambda: "H100")
+        memory_reserved = staticmethod(lambda: 7)
+        max_memory_reserved = staticmethod(lambda: 9)
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Cuda))
+    started = False
+    assert machine.gpu() is None
+    started = True
+    wanted = {"name": "H100", "memory": {"limit": 80, "available": 60}, "own": 7, "peak": 9}
+    assert machine.gpu() == wanted
+    monkeypatch.delitem(sys.modules, "torch")
+    assert machine.gpu() is None
 
 
 def test_this_process_has_memory() -> None:

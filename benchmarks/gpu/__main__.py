@@ -42,7 +42,7 @@ STUCK = 15  # seconds that a killed process is waited for: one inside the driver
 # ----------------------------------------------------------------------------- one section, in its process
 
 
-def child(name: str, deadline: float, rows: Path, device: str, tiny: bool) -> int:
+def child(name: str, deadline: float, rows: Path, device: str, tiny: bool, traces: Path | None = None) -> int:
     """Run a section; its rows go to a file, line by line, and what became of it is the last line.
 
     deadline: of ``time.monotonic()``, which all processes share: what has been imported by now has used its time.
@@ -63,7 +63,7 @@ def child(name: str, deadline: float, rows: Path, device: str, tiny: bool) -> in
             torch.manual_seed(0)
             where = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
             left = deadline - time.monotonic()
-            SECTIONS[name][0](Session(where, left, lambda row: write({"row": row}), tiny))
+            SECTIONS[name][0](Session(where, left, lambda row: write({"row": row}), tiny, traces))
         except NotHere as error:
             status, reason = "skipped", str(error)
         except TimeoutError as error:
@@ -78,7 +78,7 @@ def child(name: str, deadline: float, rows: Path, device: str, tiny: bool) -> in
 # ----------------------------------------------------------------------------- all of them
 
 
-def run_section(name: str, seconds: float, device: str, tiny: bool) -> Record:
+def run_section(name: str, seconds: float, device: str, tiny: bool, traces: Path | None = None) -> Record:
     """{"status", "reason", "seconds", "rows"} of one section in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows"
@@ -87,6 +87,7 @@ def run_section(name: str, seconds: float, device: str, tiny: bool) -> Record:
         command = [sys.executable, "-m", "benchmarks.gpu", "--section", name]
         command += ["--deadline", str(start + seconds)]
         command += ["--rows", str(rows), "--device", device, *(["--tiny"] if tiny else [])]
+        command += [] if traces is None else ["--traces", str(traces.resolve())]
         environment = dict(os.environ)
         environment.setdefault("TRITON_INTERPRET", "0" if device.startswith("cuda") else "1")
         process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
@@ -201,19 +202,24 @@ def lacking(device: str) -> list[str]:
     return found
 
 
+def stem(document: Record) -> str:
+    """Return what the names of a run's files begin with: the GPU and the day."""
+    name = re.sub(r"[^a-z0-9]+", "-", document["gpu"].lower()).strip("-")
+    return f"{name}-{document['date'][:10]}"
+
+
 def save_to(folder: Path) -> Callable[[Record], None]:
     """Write the JSON document and the table, in one step each."""
     from benchmarks.gpu.table import markdown
 
     def save(document: Record) -> None:
-        name = re.sub(r"[^a-z0-9]+", "-", document["gpu"].lower()).strip("-")
-        stem = f"{name}-{document['date'][:10]}"
+        name = stem(document)
         folder.mkdir(parents=True, exist_ok=True)
         for suffix, text in (("json", json.dumps(document, indent=1)), ("md", markdown(document))):
-            part = folder / f"{stem}.{suffix}.part"
+            part = folder / f"{name}.{suffix}.part"
             part.write_text(text + "\n", encoding="utf-8")
-            part.replace(folder / f"{stem}.{suffix}")
-        document["file"] = f"{stem}.json"
+            part.replace(folder / f"{name}.{suffix}")
+        document["file"] = f"{name}.json"
 
     return save
 
@@ -234,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="small widths: shows that it runs, measures nothing"
     )
-    for name, kind in (("--section", str), ("--deadline", float), ("--rows", Path)):
+    for name, kind in (("--section", str), ("--deadline", float), ("--rows", Path), ("--traces", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # what run_section passes to itself
     options = parser.parse_args(arguments)
     at_home = (options.section or options.only) == "bounds"  # it counts and runs nothing
@@ -247,7 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"schema": "sinew.gpu/1", "status": "nothing was measured", "missing": missing}))
         return 1
     if options.section:
-        return child(options.section, options.deadline, options.rows, options.device, options.tiny)
+        where = options.device, options.tiny, options.traces
+        return child(options.section, options.deadline, options.rows, *where)
 
     from benchmarks.gpu.sections import SECTIONS
 
@@ -256,13 +263,15 @@ def main(arguments: list[str] | None = None) -> int:
         names = options.only.split(",")
     if unknown := set(names).difference(SECTIONS):
         parser.error(f"--only: expected some of {', '.join(SECTIONS)}, got {', '.join(sorted(unknown))}")
+    about = facts(options.device) | {"tiny": options.tiny}
+    traces = options.out / stem(about)
     document = run_all(
         names,
         options.budget,
         {name: SECTIONS[name][1] for name in names},
-        lambda name, seconds: run_section(name, seconds, options.device, options.tiny),
+        lambda name, seconds: run_section(name, seconds, options.device, options.tiny, traces),
         save_to(options.out),
-        facts(options.device) | {"tiny": options.tiny},
+        about,
     )
     print((options.out / document["file"]).with_suffix(".md").read_text(encoding="utf-8"))
     statuses = {name: section["status"] for name, section in document["sections"].items()}

@@ -27,6 +27,7 @@ from benchmarks.gpu.models import (
 from benchmarks.gpu.rungs import (
     Eager,
     Engine,
+    PeakMemory,
     cuda_engine,
     distance,
     end_to_end,
@@ -39,16 +40,21 @@ from sinew.models.base import Model
 
 INPUTS = 4  # that rotate
 SHORT = 100  # calls
-CALLS = {"engine": (1000, 8.0), "fp8": (1000, 8.0)}  # of a target, and the seconds that they may take
+CALLS = {"engine": (500, 8.0), "fp8": (500, 8.0)}  # of a target, and the seconds that they may take
 NARROW_NEEDS = (8, 9)  # compute capability of e4m3 products
-NARROW = ("vision", "language")  # in FP8; the head stays in bfloat16
+NARROW = ("language",)  # in FP8: the vision tower loses by it (docs/log/2026-11-27.md)
 ROOM = 1.3  # times the weights that a reference in float32 needs beside the model
 
 
 def ladder(model: str, session: Session) -> None:
     """Every rung at the model's target."""
     base, recipe, reference = _models(model, session)
-    _rungs(shrunk(TARGETS[model], session.tiny), base, recipe, reference, session)
+    case = shrunk(TARGETS[model], session.tiny)
+    inputs = samples(case, base.config, INPUTS, _camera(session))
+    wanted = _answers(reference, case, recipe, session, inputs)
+    del reference  # it would be in every rung's memory
+    _tidy(session)
+    _rungs(case, base, recipe, inputs, wanted, session)
 
 
 def grid(model: str, session: Session) -> None:
@@ -82,11 +88,8 @@ def _models(name: str, session: Session) -> tuple[Model, Any, Model | None]:
     return base, processing(name, base.config), reference
 
 
-def _rungs(case: Case, base: Model, recipe: Any, reference: Model | None, session: Session) -> None:
+def _rungs(case: Case, base: Model, recipe: Any, inputs: list[Sample], wanted: Any, session: Session) -> None:
     shaped, device = with_chunk(base, case.chunk), session.device
-    inputs = samples(case, base.config, INPUTS, _camera(session))
-    wanted = _answers(reference, case, recipe, session, inputs)
-
     plan: Any = None
 
     def planned() -> Any:  # once, when the first engine is made: eager needs none
@@ -110,11 +113,15 @@ def _rungs(case: Case, base: Model, recipe: Any, reference: Model | None, sessio
         if session.left <= 0:
             raise TimeoutError(f"{rung} and what follows did not run")
         try:
+            if rung != "eager":
+                planned()
             if rung == "fp8":
                 scales = calibrated(planned(), recipe, inputs, session)
+            memory = PeakMemory(device)
             made = make()
             most = CALLS.get(rung, (SHORT, 3.0))
             row, _ = _measure(case, rung, made, inputs, wanted, recipe, most, session)
+            row |= memory.row(made)
             if rung in CALLS:
                 row["left"] = left_to_torch(made.engine)
             session.emit(row)

@@ -6,9 +6,13 @@ values are assumed to stay in the cache, and everything between products is free
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -18,6 +22,7 @@ from sinew.engine.example import Shapes
 from sinew.engine.plan.plan import Plan
 from sinew.perf.trace import STAGES, TracedCall, trace
 
+PRODUCTS = ("splitk_linear", "gated_mlp", "qkv_rope", "norm_linear", "fp8_product", "packed_attention")
 COMPONENT = {"vision": "vision", "prefix": "language", "head": "head"}
 
 
@@ -57,10 +62,60 @@ def bound(products: Work, ceilings: Ceilings, fp8: tuple[str, ...] = ()) -> dict
         seconds = 0.0
         for count, flops, nbytes, can_be_narrow in calls:
             is_narrow = narrow and can_be_narrow
-            peak = (ceilings.fp8_flops or ceilings.flops) if is_narrow else ceilings.flops
-            seconds += count * max(flops / peak, nbytes / (2 if is_narrow else 1) / ceilings.bandwidth)
+            seconds += count * least(flops, nbytes // (2 if is_narrow else 1), is_narrow, ceilings)[0]
         result[f"{stage}_ms"] = 1e3 * seconds
     return {**result, "total_ms": sum(result.values())}
+
+
+def least(flops: int, nbytes: int, narrow: bool, ceilings: Ceilings) -> tuple[float, str]:
+    """Return the fewest seconds of a product, and whether "arithmetic" or "memory" takes them. narrow: in e4m3."""
+    peak = (ceilings.fp8_flops or ceilings.flops) if narrow else ceilings.flops
+    arithmetic, memory = flops / peak, nbytes / ceilings.bandwidth
+    return (arithmetic, "arithmetic") if arithmetic >= memory else (memory, "memory")
+
+
+# Launches of one kernel and grid: of each FLOP, bytes of weights, and whether it multiplies in e4m3.
+Counted = dict[tuple[str, str], list[tuple[int, int, bool]]]
+
+
+def launch_work(engine: Any) -> Counted:
+    """Return the products among the launches of the program that an engine recorded last, which runs once more. Those
+    of libraries are not known."""
+    found: Counted = {}
+
+    def noting(name: str) -> Any:
+        module = import_module(f"sinew.engine.cuda.kernels.{name}")
+        prepare, signature = module.prepare, inspect.signature(module.prepare)
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            made = prepare(*arguments, **options)
+            launch = made[0] if isinstance(made, list) else made  # behind it parts are joined
+            given = signature.bind(*arguments, **options).arguments
+            grid = str([*launch.grid, 1, 1][:3])
+            kernel = str(getattr(launch.kernel, "fn", launch.kernel).__name__)
+            found.setdefault((kernel, grid), []).append(_given(given))
+            return made
+
+        return mock.patch.object(module, "prepare", noted)
+
+    program = engine.programs[engine.programs.keys()[-1]]
+    with ExitStack() as held:
+        for name in PRODUCTS:
+            held.enter_context(noting(name))
+        held.enter_context(torch.inference_mode())
+        held.enter_context(engine._on_stream())  # noqa: SLF001 - as its own replays
+        program.chunk()
+    return found
+
+
+def _given(given: dict[str, Any]) -> tuple[int, int, bool]:
+    """Return the work of what a kernel was prepared with."""
+    if "kv" in given:
+        own = given.get("own")
+        keys = len(given["kv"][0]) + (0 if own is None else len(own[0]))
+        return 4 * given["q"].numel() * keys, 0, False
+    weight = given["weight"]
+    return 2 * len(given["x"]) * weight.numel(), weight.nbytes, weight.dtype == torch.float8_e4m3fn
 
 
 def _product(call: TracedCall) -> tuple[int, int, int]:

@@ -86,10 +86,11 @@ class Engine:
         self.engine, self.apart = engine, False  # apart: stages one by one, with a time each
 
     def run(self, sample: Sample) -> tuple[np.ndarray, Timing]:
-        start, inputs = time.perf_counter(), sample.inputs
+        inputs, prepared = sample.inputs, 0.0
         if not self.engine.facts.takes_frames:
+            start = time.perf_counter()
             inputs = resized(inputs, self.engine.processing.image)
-        prepared = 1e3 * (time.perf_counter() - start)
+            prepared = 1e3 * (time.perf_counter() - start)
         watch = Watch(apart=self.apart)
         (chunk,) = self.engine.run(inputs.batched(), sample.noise[None], sample.steps, watch=watch)
         return chunk, watch.timing(preprocess_ms=prepared)
@@ -182,6 +183,37 @@ def stages(rung: Any, samples: list[Sample], calls: int = 20) -> Row:
     rows = ([t.vision_ms for t in timings], [t.prefix_ms for t in timings], [sum(t.step_ms) for t in timings])
     found = {f"{name}_ms": statistics.median(values) for name, values in zip(STAGES, rows, strict=True)}
     return {"frames_ms": statistics.median(t.preprocess_ms for t in timings), **found}
+
+
+class PeakMemory:
+    """The device's memory from now on, of what a rung makes and runs; nothing without a GPU.
+
+    What PyTorch's allocator has once taken from the driver stays with it until it is told otherwise, so what the driver
+    says at the end is the most that it said.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.held = device, 0
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self.held = torch.cuda.memory_allocated(device)
+
+    def row(self, rung: Any) -> Row:
+        """Return bytes: of the rung's ``weights``, some of which others hold too; that were ``held`` before; of
+        tensors, and what the allocator ``reserved``, at most; that the driver says are in use, by everybody."""
+        if self.device.type != "cuda":
+            return {}
+        model = rung.engine.model if isinstance(rung, Engine) else rung.model
+        weights = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+        free, total = torch.cuda.mem_get_info(self.device)
+        return {
+            "weights_bytes": sum(weights.values()),
+            "held_bytes": self.held,
+            "peak_bytes": torch.cuda.max_memory_allocated(self.device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+            "device_bytes": total - free,
+        }
 
 
 def percentiles(times: list[float]) -> Row:

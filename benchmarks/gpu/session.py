@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ Row = dict[str, Any]
 
 @dataclass
 class Session:
-    """``seconds``: of this section. ``emit``: takes a row. ``tiny``: small widths, for a machine without a GPU."""
+    """``seconds``: of this section. ``emit``: takes a row. ``tiny``: small widths, for a machine without a GPU.
+    ``traces``: folder and first part of the names of traces; None: none are written."""
 
     device: torch.device
     seconds: float
     emit: Callable[[Row], None]
     tiny: bool = False
+    traces: Path | None = None
     start: float = field(default_factory=time.monotonic)
 
     @property

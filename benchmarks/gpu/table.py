@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.roofline import Ceilings, bound
+from benchmarks.gpu.roofline import Ceilings, bound, least
 from sinew.perf.trace import STAGES
 
 Record = dict[str, Any]
-NARROW = {"fp8": ("vision", "language")}
+NARROW = {"fp8": ("language",)}
 FULL = (
     "engine",
     "fp8",
@@ -29,7 +29,12 @@ def markdown(document: Record) -> str:
     ceilings = ceilings_of(sections)
     products = {row["case"]: row["work"] for row in _rows(sections, "bounds") if "work" in row}
     parts += [_ceilings(ceilings), _targets(ladder), _ladder(ladder), _stages(ladder, ceilings, products)]
-    parts += [_checks(_rows(sections, "checks"))]
+    parts += [
+        _memory(ladder),
+        _hosts(sections),
+        _launches(sections, ceilings),
+        _checks(_rows(sections, "checks")),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -87,12 +92,22 @@ def _targets(ladder: list[Record]) -> str:
                     row["rung"],
                     row["target_ms"],
                     _ms(row["p50_ms"]),
+                    f"{1e3 / row['p50_ms']:.0f}",
                     tail,
                     met,
                     _l2(row),
                 )
             )
-    heads = ("target", "rung", "asked, ms", "p50, ms", "p99 over p50", "met", "relative L2")
+    heads = (
+        "target",
+        "rung",
+        "asked, ms",
+        "p50, ms",
+        "chunks a second",
+        "p99 over p50",
+        "met",
+        "relative L2",
+    )
     return _titled("Targets, end to end", table(heads, rows))
 
 
@@ -152,6 +167,110 @@ def _stages(ladder: list[Record], ceilings: Ceilings | None, products: Record) -
     note = "Milliseconds, and in brackets the roofline's part of them: 100 % could not be faster."
     text = table(heads, rows)
     return _titled("Stages against the roofline", f"{note}\n\n{text}" if text else "")
+
+
+def _memory(ladder: list[Record]) -> str:
+    names = ("weights", "held", "peak", "reserved", "device")
+    rows = [
+        (row["case"], row["rung"], *(f"{row[f'{name}_bytes'] / 2**30:.2f}" for name in names))
+        for row in ladder
+        if "peak_bytes" in row
+    ]
+    heads = (
+        "case",
+        "rung",
+        "weights, GiB",
+        "held before",
+        "peak of tensors",
+        "peak reserved",
+        "the driver's",
+    )
+    note = (
+        "Held before: the model and its plan, whose weights a rung may share. Peaks are of PyTorch's allocator, with "
+        "what was held. The driver's counts the whole device, with CUDA's own."
+    )
+    return _titled("Memory of the device", f"{note}\n\n{table(heads, rows)}" if rows else "")
+
+
+def _hosts(sections: Record) -> str:
+    rows = [
+        (
+            row["case"],
+            row["variant"],
+            f"{row['graph_launches']:g}",
+            f"{row['kernel_launches']:g}",
+            *(" and ".join(f"{count} {way}, {size} bytes" for way, (count, size) in row["copies"].items()),),
+            *(
+                f"{row[name]:.0f}"
+                for name in ("host_us", "copying_us", "launching_us", "waiting_us", "rest_us")
+            ),
+        )
+        for section in sections.values()
+        for row in section["rows"]
+        if row.get("what") == "host"
+    ]
+    heads = (
+        "case",
+        "variant",
+        "graph launches",
+        "kernel launches",
+        "copies",
+        "host, us",
+        "copying",
+        "launching",
+    )
+    note = (
+        "One chunk, as the host makes it, from the profiler's trace: launches are calls of the CUDA runtime."
+    )
+    text = table((*heads, "waiting", "rest"), rows)
+    return _titled("A chunk on the host", f"{note}\n\n{text}" if text else "")
+
+
+def _launches(sections: Record, ceilings: Ceilings | None) -> str:
+    rows = [row for name in sections for row in _rows(sections, name) if "work" in row and "us" in row]
+    if ceilings is None or not rows:
+        return ""
+    cells, read = [], dict[tuple[str, str], float]()
+    for row in rows:
+        parts = [(*least(*each, ceilings), each[1]) for each in row["work"]]
+        floor = 1e6 * sum(seconds for seconds, _, _ in parts)
+        of_memory = 1e6 * sum(seconds for seconds, limit, _ in parts if limit == "memory")
+        limit = "memory" if 2 * of_memory > floor else "arithmetic"
+        key = row["case"], row["variant"]
+        read[key] = read.get(key, 0.0) + sum(nbytes for _, _, nbytes in parts)
+        share = f"{100 * floor / row['us']:.0f} %"
+        cells.append(
+            (
+                *key,
+                row["what"],
+                row["grid"],
+                row["launches"],
+                f"{row['us']:.0f}",
+                f"{floor:.0f}",
+                limit,
+                share,
+            )
+        )
+    heads = ("case", "variant", "kernel", "grid", "launches", "us", "at least", "by", "share of it")
+    spans = {
+        (row["case"], row["variant"]): row["span_us"]
+        for name in sections
+        for row in _rows(sections, name)
+        if row.get("what") == "replay"
+    }
+    rates = [
+        f"* {case}, {variant}: weights of these read at {rate / 1e6:.2f} TB/s over the whole replay, "
+        f"{1e8 * rate / ceilings.bandwidth:.0f} % of a copy's rate"
+        for (case, variant), nbytes in read.items()
+        for rate in [nbytes / spans[case, variant]]  # bytes per microsecond
+    ]
+    note = (
+        "Products that this program launches itself: the longer of their arithmetic and of reading their weights, on "
+        "the ceilings above."
+    )
+    return _titled(
+        "Launches against their limits", "\n\n".join([note, table(heads, cells), "\n".join(rates)])
+    )
 
 
 def _checks(rows: list[Record]) -> str:

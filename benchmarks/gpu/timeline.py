@@ -1,15 +1,18 @@
-"""A timeline of one replay: every kernel with its start, its length and the gap before it.
+"""A timeline of one replay: every kernel with its start, its length and the gap before it; and the host beside it.
 
 Three stage times do not say which of a thousand launches is slow. The profiler of PyTorch records what the device ran
-inside a replayed graph; the rows here are that record, summed per kernel and launch shape, longest first.
+inside a replayed graph; the rows here are that record, summed per kernel and launch shape, longest first. From the same
+record: how often the host launched something for a chunk, what it copied, and where its own time went.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import statistics
 import tempfile
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,19 @@ import torch
 
 from benchmarks.gpu.ladder import INPUTS, NARROW, calibrated
 from benchmarks.gpu.models import CAMERA, TARGETS, processing, random_model, samples, with_chunk
+from benchmarks.gpu.roofline import Counted, launch_work
 from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
 from benchmarks.gpu.session import Row, Session, shrunk
+from sinew.engine.cuda.graphs import StageRange
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_CPU = ("cpu_op",)  # what a machine without a GPU has instead: it shows that the section runs
+ON_HOST = ("cuda_runtime", "cuda_driver")
+GRAPH_LAUNCH, KERNEL_LAUNCH = "cudaGraphLaunch", ("cudaLaunchKernel", "cuLaunchKernel")
+CALL = "infer"  # the range around a chunk
 REPLAYS = 3
 LONGEST = 40  # kinds of launches in the rows; what is left is one row
+MOST_TRACE = 2 << 20  # bytes of a trace as it is kept
 VARIANTS: dict[str, dict[str, Any]] = {
     "engine": {},
     "fp8": {"fp8": NARROW},
@@ -32,11 +41,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def timeline(model: str, session: Session) -> None:
-    """Emit, for each variant of the engine at the model's target, the whole replay and then its kinds of launches."""
+    """Emit, for each variant of the engine at the model's target, the host's row of a chunk, the whole replay and then
+    its kinds of launches. Raise where a chunk was not one launch of a graph."""
     case = shrunk(TARGETS[model], session.tiny)
     base = with_chunk(random_model(model, session.device, tiny=session.tiny), case.chunk)
     recipe, plan = processing(model, base.config), plan_of(base)
     inputs = samples(case, base.config, INPUTS, (24, 32) if session.tiny else CAMERA)
+    launches = {}
     for variant, options in VARIANTS.items():
         if session.left <= 0:
             raise TimeoutError(f"{variant} and what follows did not run")
@@ -44,38 +55,134 @@ def timeline(model: str, session: Session) -> None:
         made = Engine(cuda_engine(plan, recipe, session.device, scales, **options))
         for sample in inputs:
             made.run(sample)
-        for row in rows_of(last_replay(recorded(made, inputs, session), session)):
+        events = recorded(made, inputs, session)
+        host = {**host_row(events), "range_us": range_us()}
+        launches[variant] = host["graph_launches"]
+        if session.traces is not None:
+            host["trace"] = kept(events, Path(f"{session.traces}-{model}-{variant}.json.gz"))
+        replay = last_replay(events, session)
+        for row in (host, *rows_of(replay, launch_work(made.engine))):
             session.emit({"case": case.name, "variant": variant, **row})
         del made
         if session.is_gpu:
             torch.cuda.empty_cache()
+    if session.is_gpu:
+        check_one_launch(launches)
+
+
+def check_one_launch(launches: dict[str, int]) -> None:
+    """Raise RuntimeError unless a chunk of each variant was one launch of a graph."""
+    if set(launches.values()) != {1}:
+        raise RuntimeError(f"expected one launch of a graph for each chunk, got {launches}")
 
 
 def recorded(made: Any, inputs: list[Any], session: Session) -> list[Row]:
-    """Return the events of REPLAYS replays in the order of their start; times are microseconds."""
+    """Return the events of REPLAYS chunks in the order of their start, what describes the trace first; times are
+    microseconds."""
     activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA if session.is_gpu else activity.CPU]) as profile:
+    activities = [activity.CPU, *([activity.CUDA] if session.is_gpu else [])]
+    with torch.profiler.profile(activities=activities) as profile:
         for index in range(REPLAYS):
-            made.run(inputs[index % len(inputs)])
+            with torch.profiler.record_function(CALL):
+                made.run(inputs[index % len(inputs)])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    wanted = ON_DEVICE if session.is_gpu else ON_CPU
-    return sorted((event for event in events if event.get("cat") in wanted), key=lambda event: event["ts"])
+    return sorted(events, key=lambda event: event.get("ts", 0.0) if event.get("ph") != "M" else 0.0)
 
 
 def last_replay(events: list[Row], session: Session) -> list[Row]:
-    """Return the events of the last replay. Raise if the replays did not launch the same number of kernels."""
+    """Return what the device ran for the last chunk. Raise if the chunks did not launch the same number of kernels."""
+    wanted = ON_DEVICE if session.is_gpu else ON_CPU
+    events = [event for event in events if event.get("cat") in wanted]
     if session.is_gpu and len(events) % REPLAYS:
         raise RuntimeError(f"{len(events)} launches in {REPLAYS} replays: expected the same number in each")
     return events[len(events) - len(events) // REPLAYS :]
 
 
-def rows_of(events: list[Row]) -> list[Row]:
+def within(events: list[Row], span: Row) -> list[Row]:
+    """Return the events that begin inside of a range."""
+    return [e for e in events if span["ts"] <= e.get("ts", -1) < span["ts"] + span["dur"]]
+
+
+def host_row(events: list[Row]) -> Row:
+    """Return what the host did for the last chunk: launches of graphs and of kernels, copies by direction with their
+    number and bytes, microseconds of its parts, and its calls of the CUDA runtime, longest first. Raise where chunks
+    differ in their launches of graphs."""
+    chunks = [within(events, e) for e in events if e.get("cat") == "user_annotation" and e["name"] == CALL]
+    counts = {sum(map(_launches_graph, chunk)) for chunk in chunks}
+    if len(counts) > 1:
+        raise RuntimeError(f"expected as many launches of graphs for each chunk, got {sorted(counts)}")
+    last = chunks[-1]
+    copies: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for event in last:
+        if event.get("cat") == "gpu_memcpy":
+            found = copies[event["name"].removeprefix("Memcpy ")]
+            found[0] += 1
+            found[1] += event.get("args", {}).get("bytes", 0)
+    calls = [event for event in last if event.get("cat") in ON_HOST]
+    lengths, numbers = Counter[str](), Counter[str]()
+    for call in calls:
+        lengths[call["name"]] += call["dur"]
+        numbers[call["name"]] += 1
+    parts = {
+        "copying_us": sum(e["dur"] for e in last if _is_range(e, "copies")),
+        "launching_us": sum(e["dur"] for e in calls if _launches_graph(e) or _launches_kernel(e)),
+        "waiting_us": sum(e["dur"] for e in calls if "Synchronize" in e["name"]),
+    }
+    (whole,) = (e["dur"] for e in last if _is_range(e, CALL))
+    return {
+        "what": "host",
+        "graph_launches": counts.pop(),
+        "kernel_launches": sum(map(_launches_kernel, calls)),
+        "copies": dict(copies),
+        "host_us": whole,
+        **parts,
+        "rest_us": whole - sum(parts.values()),
+        "calls": [(name, numbers[name], length) for name, length in lengths.most_common()],
+    }
+
+
+def _launches_graph(event: Row) -> bool:
+    return event.get("cat") in ON_HOST and event["name"].startswith(GRAPH_LAUNCH)
+
+
+def _launches_kernel(event: Row) -> bool:
+    return event.get("cat") in ON_HOST and event["name"].startswith(KERNEL_LAUNCH)
+
+
+def _is_range(event: Row, name: str) -> bool:
+    return event.get("cat") == "user_annotation" and event["name"] == name
+
+
+def range_us(times: int = 1000) -> float:
+    """Return what a stage's range costs where nobody listens, in microseconds."""
+    start = time.perf_counter()
+    for _ in range(times):
+        with StageRange("nobody listens"):
+            pass
+    return 1e6 * (time.perf_counter() - start) / times
+
+
+def kept(events: list[Row], path: Path) -> str:
+    """Write the last chunk's events for a viewer of Chrome's traces, and return the file's name. Raise for a trace that
+    is too large to be kept."""
+    calls = [event for event in events if _is_range(event, CALL)]
+    shown = [event for event in events if event.get("ph") == "M"] + within(events, calls[-1])
+    packed = gzip.compress(json.dumps({"traceEvents": shown}).encode())
+    if len(packed) > MOST_TRACE:
+        raise RuntimeError(f"{path.name}: expected at most {MOST_TRACE} bytes of a trace, got {len(packed)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(packed)
+    return path.name
+
+
+def rows_of(events: list[Row], work: Counted | None = None) -> list[Row]:
     """Return one row for the whole, then one per kind of launch (kernel, grid, block, shared memory), longest first.
 
-    A gap is the time between the end of a launch and the start of the next.
+    A gap is the time between the end of a launch and the start of the next. work: of this program's own launches
+    (:func:`launch_work`); a kind that has it says what it multiplies and reads.
     """
     if not events:
         return []
@@ -103,6 +210,7 @@ def rows_of(events: list[Row]) -> list[Row]:
             "busy_us": busy,
             "gap_us_median": statistics.median(gaps) if gaps else 0.0,
             "gaps_us": sum(gaps),
+            "streams": len({event.get("args", {}).get("stream") for event in events}),
         }
     ]
     ordered = sorted(kinds.items(), key=lambda item: -sum(length for length, _ in item[1]))
@@ -118,9 +226,17 @@ def rows_of(events: list[Row]) -> list[Row]:
                 "us": sum(lengths),
                 "us_median": statistics.median(lengths),
                 "gap_us_median": statistics.median(before),
+                **_work_of(name, grid, len(found), work or {}),
             }
         )
     rest = [length for _, found in ordered[LONGEST:] for length, _ in found]
     if rest:
         rows.append({"what": "all others", "launches": len(rest), "us": sum(rest)})
     return rows
+
+
+def _work_of(name: str, grid: str, count: int, work: Counted) -> Row:
+    """Return the work of a kind of launch where it is known of every one of them: where two kinds share name and grid,
+    of neither."""
+    known = work.get((name, grid), [])
+    return {"work": known} if len(known) == count else {}

@@ -67,7 +67,8 @@ def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -
             "bundle inference",
             "ok" if finite else "fail",
             f"{len(chunk.actions)} actions in {chunk.timing.total_ms:.0f} ms (first inference), "
-            + ("all finite" if finite else "some not finite"),
+            + ("all finite" if finite else "some not finite")
+            + (f"; {gib(gpu['peak'])} of {gpu['name']} at most" if (gpu := machine.gpu()) else ""),
             "" if finite else "the weights or the statistics hold values that are not numbers",
         )
     )

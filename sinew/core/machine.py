@@ -218,6 +218,22 @@ def resident_bytes() -> dict[str, int]:
     return found
 
 
+def gpu() -> dict[str, Any] | None:
+    """Return the GPU that this process computes on, None where it uses none; never wakes one up. ``memory``: its bytes,
+    as the driver has them. ``own``, ``peak``: what PyTorch's allocator holds of them for this process, and has held at
+    most."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "name": torch.cuda.get_device_name(),
+        "memory": {"limit": total, "available": free},
+        "own": torch.cuda.memory_reserved(),
+        "peak": torch.cuda.max_memory_reserved(),
+    }
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()

@@ -242,14 +242,15 @@ class Service:
         return bool(self._keys())
 
     def health(self) -> dict[str, Any]:
-        """Status (ok, unhealthy, stopping), what is wrong, the most memory that the process had, and counters, ready
-        for JSON."""
+        """Status (ok, unhealthy, stopping), what is wrong, the most memory that the process had, its GPU's, and
+        counters, ready for JSON."""
         problems = self.problems()
         return {
             "status": "stopping" if self._stopping else "unhealthy" if problems else "ok",
             "problems": problems,
             "uptime_s": round(time.monotonic() - self._started, 3),
             "peak_bytes": machine.resident_bytes()["peak"],
+            **({"gpu": gpu} if (gpu := machine.gpu()) else {}),
             **self._engine(),
             **self.policies.stats(),
             **({"policies": self.policies.describe()} if self.policies.several else {}),

@@ -24,7 +24,7 @@ from sinew_client.protocol import split_address
 from websockets.sync.client import connect as websocket
 
 from sinew.cli.serve import named_policies
-from sinew.core import ActionChunk, CameraSpec, Observation, SinewError
+from sinew.core import ActionChunk, CameraSpec, Observation, SinewError, machine
 from sinew.policy import Policy
 from sinew.serve.batching import Batcher
 from sinew.serve.device_lock import DeviceLock
@@ -203,6 +203,15 @@ def test_a_policy_that_says_nothing_of_itself_is_served():
         with pytest.raises(SinewError, match="one observation at a time"):
             Batcher(4).calibrate(Plain())
         at.scheduler.drain()
+
+
+def test_health_has_the_memory_of_the_gpu_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"name": "H100", "memory": {"limit": 80, "available": 60}, "own": 7, "peak": 9}
+    with desk() as at, Client(at.native, timeout=WAIT_S) as robot:
+        monkeypatch.setattr(machine, "gpu", lambda: None)
+        assert "gpu" not in robot.health()
+        monkeypatch.setattr(machine, "gpu", lambda: gpu)
+        assert robot.health()["gpu"] == gpu
 
 
 def put(scheduler: Scheduler, prompt: str, outcomes: list[Outcome], **options: Any) -> Request:

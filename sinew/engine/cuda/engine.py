@@ -174,7 +174,7 @@ class CudaEngine(Engine):
         watch.begin()
         program.write(inputs, noise)
         recorded.replay()
-        self._chunk.copy_(program.actions, non_blocking=True)
+        program.fetch(self._chunk)
         self._wait()  # once: copies and graph are on one stream
         watch.lap("step")
 
@@ -238,7 +238,7 @@ class CudaEngine(Engine):
         if trace is not None:
             trace.head.append(as_array(program.x[0]))
         program.finish()
-        self._chunk.copy_(program.actions, non_blocking=True)
+        program.fetch(self._chunk)
         self._wait()
 
     def _guided(
@@ -263,7 +263,7 @@ class CudaEngine(Engine):
             solve(act, start, program.steps, program.time_embeddings, lambda: watch.lap("step"), guidance)
         )
         program.finish()
-        self._chunk.copy_(program.actions, non_blocking=True)
+        program.fetch(self._chunk)
         self._wait()
 
     def place(self, array: np.ndarray) -> Tensor:

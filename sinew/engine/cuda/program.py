@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from sinew.bundle.schema import Processing
 from sinew.engine.cuda.frames import Patches, Size
 from sinew.engine.cuda.fused.ops import Ops
-from sinew.engine.cuda.graphs import GraphRecorder, RecordedGraph
+from sinew.engine.cuda.graphs import GraphRecorder, RecordedGraph, StageRange
 from sinew.engine.cuda.staging import Field, Staging, as_done, threads_for
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.example import Inputs
@@ -26,6 +26,8 @@ from sinew.engine.plan.plan import Plan
 from sinew.models.base import Context, Speaker
 from sinew.models.solvers import drawn, solve
 from sinew.processing import ModelInputs
+
+SHOWN = {"read": "prefix", "next": "step"}  # in traces, where the method's own name is another
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,15 @@ class Program:
     def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
         """Write host memory and copy it to the device, on the current stream: what is small, and each frame when it is
         there."""
+        with StageRange("copies"):
+            self._write(inputs, noise)
+
+    def fetch(self, chunk: Tensor) -> None:
+        """Copy the actions into host memory, which holds them when the current stream has caught up."""
+        with StageRange("copies"):
+            chunk.copy_(self.actions, non_blocking=True)
+
+    def _write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
         put, upload = self.staging.write, self.staging.upload
         if self.patches is None:
             self._write_small(inputs, noise)
@@ -128,7 +139,9 @@ class Program:
         """``name``: "chunk", the whole; or "vision", "read" and "step" (of a speaker "next"), of which each reads the
         one before."""
         if name not in self._recorded:
-            self._recorded[name] = self.recorder.record(getattr(self, name), apart=name != "chunk")
+            made = self.recorder.record(getattr(self, name), apart=name != "chunk")
+            made.replay = StageRange.around(SHOWN.get(name, name), made.replay)
+            self._recorded[name] = made
         return self._recorded[name]
 
     def record(self) -> None:

@@ -1,8 +1,7 @@
-"""The machine under a server, for people who look: how busy its processors are, its memory, and its GPU's."""
+"""The machine under a server, for people who look: how busy its processors are, and its memory."""
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ class Host:
         self._all: tuple[int, int] | None = None  # ticks, busy ones
 
     def look(self) -> dict[str, Any]:
-        """Return ``cores``, ``memory`` and where they are known ``cpu`` (share of all cores that is busy),
-        ``own_cores`` (that this process keeps busy) and ``gpu``."""
+        """Return ``cores``, ``memory`` and where they are known ``cpu`` (share of all cores that is busy) and
+        ``own_cores`` (that this process keeps busy)."""
         limit, available = machine.memory()
         found: dict[str, Any] = {
             "cores": self._cores,
@@ -36,8 +35,6 @@ class Host:
             if self._all is not None and ticks[0] > self._all[0]:
                 found["cpu"] = round((ticks[1] - self._all[1]) / (ticks[0] - self._all[0]), 3)
             self._all = ticks
-        if (gpu := _gpu()) is not None:
-            found["gpu"] = gpu
         return found
 
 
@@ -51,16 +48,3 @@ def _ticks() -> tuple[int, int] | None:
         return None
     numbers = [int(word) for word in words]
     return sum(numbers), sum(numbers) - numbers[3] - numbers[4]
-
-
-def _gpu() -> dict[str, Any] | None:
-    """Return the GPU that this process computes on: its name and memory in bytes. Never wakes one up."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "name": torch.cuda.get_device_name(),
-        "memory": {"limit": total, "available": free},
-        "own": torch.cuda.memory_reserved(),
-    }

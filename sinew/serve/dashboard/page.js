@@ -103,7 +103,7 @@ const HEARD = {
     if (health.status === "ok") say(`running for ${Math.round(health.uptime_s)} s: ${counts}${memory}`, "good");
     else say(`${health.status}: ${health.problems.join("; ")}`, "bad");
     if (state.about) engine(state.about, health);
-    if (health.host) host(health.host);
+    if (health.host) host(health.host, health.gpu);
     wiring(health.wiring || []);
     if (!state.paused) robots((state.robots = health.robots || []));
   },
@@ -581,13 +581,13 @@ function card({ server, policy, deadline_ms: deadline }) {
   $("card").replaceChildren(...rows.flatMap(([name, text]) => [element("dt", name), element("dd", text)]));
 }
 
-function host({ cores, cpu, own_cores: own, memory, gpu }) {
+function host({ cores, cpu, own_cores: own, memory }, gpu) {
   const size = ({ limit, available }) => `${((limit - available) / 2 ** 30).toFixed(1)} of ${(limit / 2 ** 30).toFixed(1)} GiB in use`;
   const parts = [];
   if (cpu !== undefined) parts.push(`${Math.round(100 * cpu)} % of ${cores} cores busy`);
   if (own !== undefined) parts.push(`this server ${own.toFixed(2)} of them`);
   parts.push(`memory ${size(memory)}`);
-  if (gpu) parts.push(`${gpu.name}: ${size(gpu.memory)}, ${(gpu.own / 2 ** 30).toFixed(1)} GiB by this server`);
+  if (gpu) parts.push(`${gpu.name}: ${size(gpu.memory)}, ${(gpu.own / 2 ** 30).toFixed(1)} GiB by this server, at most ${(gpu.peak / 2 ** 30).toFixed(1)}`);
   const place = [...$("card").querySelectorAll("dt")].find((row) => row.textContent === "host now");
   if (place) place.nextElementSibling.textContent = parts.join("; ");
 }

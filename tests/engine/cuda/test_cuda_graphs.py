@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sinew.cli import main
+from sinew.engine.cuda import graphs
 from sinew.engine.cuda import program as programs
 from sinew.engine.cuda.frames import runs
 from sinew.engine.cuda.graphs import Calls, Kept
@@ -101,6 +102,40 @@ def test_a_key_is_views_sizes_bucket_and_steps(open_case):
     assert engine.programs.keys() == (alone, first, pixels)
     assert run(short, steps=3).steps == 3
     assert engine.programs.keys()[:2] == (first, pixels)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_stages_are_shown_by_name_to_who_listens(open_case, monkeypatch, apart: bool) -> None:
+    """As ranges of NVTX in any case, of the profiler while it listens; none is left open where a stage raises."""
+    stages = ["vision", "prefix", "step", "step"] if apart else ["chunk"]
+    wanted = ["copies", *stages, "copies"]
+    case = open_case("smolvla-2cam")
+    inputs, noise = rotated(case, 1)
+    engine = case.engine(Frozen(), stages=apart)
+    run_one(engine, inputs, noise, 2)
+    pushed, depth = [], []
+    monkeypatch.setattr(graphs, "NVTX", True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (pushed.append(name), depth.append(name)))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", depth.pop)
+    recorder = torch.profiler.record_function
+    monkeypatch.setattr(torch.profiler, "record_function", None)  # nobody listens: none is made
+    run_one(engine, inputs, noise, 2)
+    assert (pushed, depth) == (wanted, [])
+    monkeypatch.setattr(torch.profiler, "record_function", recorder)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run_one(engine, inputs, noise, 2)
+    ranges = sorted(
+        (
+            event
+            for event in profile.events()
+            if event.name in {"chunk", *wanted} and event.is_user_annotation
+        ),
+        key=lambda event: event.time_range.start,
+    )
+    assert [event.name for event in ranges] == wanted
+    with pytest.raises(KeyError), graphs.StageRange("fails"):
+        raise KeyError
+    assert (pushed[-1], depth) == ("fails", [])
 
 
 def test_keys_that_alternate_keep_their_own_memory(open_case):

@@ -22,10 +22,11 @@ from benchmarks.gpu.models import (
     samples,
     with_chunk,
 )
-from benchmarks.gpu.roofline import H200, bound, work
+from benchmarks.gpu.roofline import H200, bound, launch_work, least, work
 from benchmarks.gpu.rungs import (
     Eager,
     Engine,
+    PeakMemory,
     distance,
     end_to_end,
     left_to_torch,
@@ -334,6 +335,63 @@ def test_kernel_checks_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {row["kernel"]: row["error"] for row in rows}
     assert errors == {"row_norm": "", "fp8_quantize": "", "norm_linear": "AssertionError: relative L2 0.5"}
     assert len(list(kernel_checks.all_checks())) == 3
+
+
+@needs_triton
+def test_the_work_of_launches_is_that_of_the_traced_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pi0.5, whose language and head are kernels of ours alone: product by product, as the roofline counts them."""
+    monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
+    case = Case("pi0.5", 2, 6, 16)  # as long as it is padded to
+    base = with_chunk(random_model("pi0.5", CPU, tiny=True), case.chunk)
+    made = Engine(rungs_engine(plan_of(base), processing("pi0.5", base.config), CPU, graph=False))
+    made.run(samples(case, base.config, 1, (24, 32))[0])
+    found = [each for launches in launch_work(made.engine).values() for each in launches]
+    wanted = work(case, tiny=True)
+    products = [*wanted["prefix"], *wanted["head"]]
+    assert sum(flops for flops, _, _ in found) == sum(count * flops for count, flops, _, _ in products)
+    weights = sum(nbytes for _, nbytes, _ in found)
+    biases = sum(count * nbytes for count, _, nbytes, _ in products) - weights
+    assert 0 <= biases < 0.1 * weights
+    assert not any(narrow for _, _, narrow in found)
+
+
+def test_what_limits_a_product() -> None:
+    assert least(785, 0, False, H200) == (785 / H200.flops, "arithmetic")
+    assert least(2 * 785, 1, True, H200) == (2 * 785 / H200.fp8_flops, "arithmetic")
+    assert least(1, 10**6, False, H200) == (10**6 / H200.bandwidth, "memory")
+
+
+class FakeMemory:
+    """What torch.cuda says of a device's memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.allocated, self.peak = 5 << 30, 9 << 30
+        for name, call in {
+            "synchronize": lambda device: None,
+            "reset_peak_memory_stats": self.reset,
+            "memory_allocated": lambda device: self.allocated,
+            "max_memory_allocated": lambda device: self.peak,
+            "max_memory_reserved": lambda device: self.peak + (1 << 30),
+            "mem_get_info": lambda device: (60 << 30, 80 << 30),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, call)
+
+    def reset(self, device: torch.device) -> None:
+        self.peak = self.allocated
+
+
+def test_a_rungs_memory_is_counted_from_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("pi0", CPU, tiny=True)
+    rung = Eager(model, processing("pi0", model.config), CPU)
+    assert PeakMemory(CPU).row(rung) == {}
+    fake = FakeMemory(monkeypatch)
+    memory = PeakMemory(torch.device("cuda", 0))
+    fake.peak = 7 << 30
+    row = memory.row(rung)
+    weights = sum(p.nbytes for p in model.parameters())
+    gib = {name: size >> 30 for name, size in row.items() if name != "weights_bytes"}
+    assert row["weights_bytes"] == weights
+    assert gib == {"held_bytes": 5, "peak_bytes": 7, "reserved_bytes": 8, "device_bytes": 20}
 
 
 @needs_triton

@@ -3,6 +3,7 @@ Its models, sections: test_gpu_ladder.py."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -189,12 +190,41 @@ def document() -> dict:
                 "rung": "engine",
                 "p50_ms": 2.0,
                 "p99_ms": 2.1,
+                **{
+                    f"{name}_bytes": gib << 30
+                    for gib, name in enumerate(("weights", "held", "peak", "reserved", "device"), 1)
+                },
             },
             {"case": case, "rung": "engine", "vision_ms": 1.1, "prefix_ms": 0.2, "head_ms": 0.9},
             {**rung, "rung": "fp8", "p50_ms": 4.0, "p99_ms": 6.0},
             {**rung, "rung": "eager", "p50_ms": 3.6, "p99_ms": None},
             {"case": case, "rung": "eager", "error": "its stages failed"},
             {"case": case, "rung": "graph", "error": "illegal access"},
+        ],
+        "timeline smolvla": [
+            {
+                "case": case,
+                "variant": "engine",
+                "what": "host",
+                "graph_launches": 1,
+                "kernel_launches": 0,
+                "copies": {"HtoD (Pinned -> Device)": [3, 1900], "DtoH (Device -> Pinned)": [1, 28]},
+                "host_us": 2100.0,
+                "copying_us": 60.0,
+                "launching_us": 400.0,
+                "waiting_us": 1600.0,
+                "rest_us": 40.0,
+            },
+            {"case": case, "variant": "engine", "what": "replay", "launches": 9, "span_us": 2000.0},
+            {
+                "case": case,
+                "variant": "engine",
+                "what": "splitk_linear_kernel",
+                "grid": "[4, 1, 1]",
+                "launches": 2,
+                "us": 40.0,
+                "work": [(785 * 10**6, 43 * 10**6, False)] * 2,
+            },
         ],
         "bounds": [{"case": case, "work": work(TARGETS["smolvla"])}],
         "inductor pi0.5": [],
@@ -214,12 +244,23 @@ def test_the_table_says_what_was_measured(document: dict) -> None:
     lines = text.splitlines()
     assert lines[0] == "# NVIDIA H200, 2026-11-21"
     case = TARGETS["smolvla"].name
-    assert f"| {case} | engine | 3.5 | 2.000 | 5 % | yes | 4.0e-03 |" in lines
-    assert f"| {case} | fp8 | 3.5 | 4.000 | 50 % | no | 4.0e-03 |" in lines
+    assert f"| {case} | engine | 3.5 | 2.000 | 500 | 5 % | yes | 4.0e-03 |" in lines
+    assert f"| {case} | fp8 | 3.5 | 4.000 | 250 | 50 % | no | 4.0e-03 |" in lines
     kept = f"| {case} | eager | 3.600 | 3.200 | - | - | 100 | 4.0e-03 | 0.0e+00 | its stages failed |"
     assert kept in lines
     stage = next(line for line in lines if line.startswith(f"| {case} | engine") and "(" in line)
     assert stage == f"| {case} | engine | 1.100 (50 %) | 0.200 (36 %) | 0.900 (51 %) | 2.000 (54 %) |"
+    assert f"| {case} | engine | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |" in lines
+    assert (
+        f"| {case} | engine | 1 | 0 | 3 HtoD (Pinned -> Device), 1900 bytes and 1 DtoH (Device -> Pinned), 28 bytes |"
+        " 2100 | 60 | 400 | 1600 | 40 |"
+    ) in lines
+    limits = f"| {case} | engine | splitk_linear_kernel | [4, 1, 1] | 2 | 40 | 20 | memory | 50 % |"
+    assert limits in lines  # 10 us of reading each, 1 us of arithmetic
+    assert (
+        f"* {case}, engine: weights of these read at 0.04 TB/s over the whole replay, 1 % of a copy's rate"
+        in lines
+    )
     assert "1 of 2 kernel checks hold, 0 do not apply." in text
     assert "| gated_mlp | torch.float32 | {} | L2 / of 0.5 |" in lines
     assert "785 TFLOP/s" in text
@@ -352,8 +393,116 @@ def test_a_timeline_sums_kinds_and_gaps() -> None:
     ]
 
 
-def test_the_timeline_runs_without_a_gpu() -> None:
-    record = gpu.run_section("timeline smolvla", 120, "cpu", True)
+def call(start: float, *inside: dict) -> list[dict]:
+    """A chunk of 100 us in a trace, and what the host and the device did meanwhile."""
+    whole = {"cat": "user_annotation", "name": timeline.CALL, "ts": start, "dur": 100.0}
+    return [whole, *({**event, "ts": start + event["ts"]} for event in inside)]
+
+
+def runtime(name: str, start: float, length: float) -> dict:
+    return {"cat": "cuda_runtime", "name": name, "ts": start, "dur": length}
+
+
+GRAPH = runtime("cudaGraphLaunch_v10000", 12.0, 30.0)
+
+
+def test_the_host_is_one_launch_and_its_copies() -> None:
+    events = call(0.0, GRAPH, runtime("cudaDeviceGetAttribute", 2.0, 1.0))
+    events += call(
+        200.0,
+        {"cat": "user_annotation", "name": "copies", "ts": 1.0, "dur": 10.0},
+        runtime("cudaMemcpyAsync", 2.0, 4.0),
+        runtime("cudaMemcpyAsync", 7.0, 3.0),
+        GRAPH,
+        {"cat": "user_annotation", "name": "chunk", "ts": 11.0, "dur": 32.0},
+        {
+            "cat": "gpu_memcpy",
+            "name": "Memcpy HtoD (Pinned -> Device)",
+            "ts": 6,
+            "dur": 2,
+            "args": {"bytes": 9},
+        },
+        {
+            "cat": "gpu_memcpy",
+            "name": "Memcpy HtoD (Pinned -> Device)",
+            "ts": 9,
+            "dur": 2,
+            "args": {"bytes": 8},
+        },
+        {
+            "cat": "gpu_memcpy",
+            "name": "Memcpy DtoH (Device -> Pinned)",
+            "ts": 90,
+            "dur": 2,
+            "args": {"bytes": 7},
+        },
+        runtime("cudaStreamSynchronize", 50.0, 45.0),
+    )
+    row = timeline.host_row(events)
+    assert (row["graph_launches"], row["kernel_launches"]) == (1, 0)
+    assert row["copies"] == {"HtoD (Pinned -> Device)": [2, 17], "DtoH (Device -> Pinned)": [1, 7]}
+    parts = [row[f"{name}_us"] for name in ("host", "copying", "launching", "waiting", "rest")]
+    assert parts == [100, 10, 30, 45, 15]
+    assert row["calls"][0] == ("cudaStreamSynchronize", 1, 45.0)
+    assert ("cudaMemcpyAsync", 2, 7.0) in row["calls"]
+    with pytest.raises(RuntimeError, match=r"as many launches of graphs for each chunk, got \[1, 2\]"):
+        timeline.host_row([*call(0.0, GRAPH), *call(200.0, GRAPH, GRAPH)])
+    outside = timeline.host_row(call(0.0, GRAPH, runtime("cudaLaunchKernel", 60.0, 5.0)))
+    assert (outside["kernel_launches"], outside["launching_us"]) == (1, 35)
+
+
+def test_a_chunk_of_several_launches_fails_its_section() -> None:
+    timeline.check_one_launch({"engine": 1, "fp8": 1})
+    with pytest.raises(
+        RuntimeError, match="expected one launch of a graph for each chunk, got .*'graph': 12"
+    ):
+        timeline.check_one_launch({"engine": 1, "graph": 12})
+
+
+def test_a_trace_holds_the_last_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"ph": "M", "name": "process_name", "args": {"name": "python"}}
+    events = [told, *call(0.0, GRAPH), *call(200.0, GRAPH), runtime("cudaFree", 400.0, 1.0)]
+    path = tmp_path / "out" / "x.json.gz"
+    assert timeline.kept(events, path) == "x.json.gz"
+    shown = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert shown == [told, *call(200.0, GRAPH)]
+    monkeypatch.setattr(timeline, "MOST_TRACE", 10)
+    with pytest.raises(RuntimeError, match="y.json.gz: expected at most 10 bytes of a trace, got"):
+        timeline.kept(events, tmp_path / "y.json.gz")
+    assert not (tmp_path / "y.json.gz").exists()
+
+
+def test_work_is_told_of_kinds_that_are_alone() -> None:
+    """Two kinds of one name and grid differ in their blocks: which launch is whose is not known."""
+    known = {("a", "[1, 1, 1]"): [(8, 4, False)] * 2, ("b", "[1, 1, 1]"): [(8, 4, False)] * 2}
+
+    def launch(name: str, start: float, block: int) -> dict:
+        facts = {"grid": [1, 1, 1], "block": [block, 1, 1], "stream": 7}
+        return {"name": name, "cat": "kernel", "ts": start, "dur": 1, "args": facts}
+
+    events = [launch("a", 0, 128), launch("a", 2, 128), launch("b", 4, 128), launch("b", 6, 256)]
+    whole, *kinds = timeline.rows_of(events, known)
+    assert whole["streams"] == 1
+    assert [(row["what"], row.get("work")) for row in kinds] == [
+        ("a", known["a", "[1, 1, 1]"]),
+        ("b", None),
+        ("b", None),
+    ]
+
+
+def test_the_timeline_runs_without_a_gpu(tmp_path: Path) -> None:
+    record = gpu.run_section("timeline smolvla", 120, "cpu", True, tmp_path / "cpu-2026-11-27")
     assert record["status"] == "done", record
+    hosts = [row for row in record["rows"] if row["what"] == "host"]
+    assert [row["trace"] for row in hosts] == [
+        f"cpu-2026-11-27-smolvla-{v}.json.gz" for v in timeline.VARIANTS
+    ]
+    for row in hosts:
+        shown = json.loads(gzip.decompress((tmp_path / row["trace"]).read_bytes()))["traceEvents"]
+        spans = [event["name"] for event in shown if event.get("cat") == "user_annotation"]
+        assert spans == [timeline.CALL, "copies", "chunk", "copies"]
+        assert row["graph_launches"] == 0
+        assert 0 < row["copying_us"] < row["host_us"]
+    record["rows"] = [row for row in record["rows"] if row["what"] != "host"]
     assert {row["variant"] for row in record["rows"]} == set(timeline.VARIANTS)
     assert all(row["launches"] > 0 for row in record["rows"])
