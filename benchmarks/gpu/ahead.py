@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 Kinds = dict[str, Any]  # sinew.engine.cuda.kernels.launch.Specialised by its key
 CACHE = "/tmp/tc"
@@ -62,11 +63,17 @@ def of_model(name: str, tiny: bool = False) -> Kinds:
     from benchmarks.gpu.models import TARGETS, processing, weightless
     from benchmarks.gpu.rungs import plan_of
     from benchmarks.gpu.session import shrunk
+    from sinew.engine.cuda.fp8 import linear as fp8_layers
     from sinew.engine.cuda.fp8.scales import linears
     from sinew.engine.cuda.fused.launches import Kernels
+    from sinew.engine.cuda.kernels.fp8_quantize import fp8_quantize
+
+    def launched(x: Any, weight: Any, x_scale: Any = None, bias: Any = None) -> Any:
+        """Return what a GPU launches for a layer that stands alone, for which this device has the reference."""
+        return fp8_layers.multiply(*fp8_quantize(x, x_scale=x_scale), weight, bias)
 
     case, meta = shrunk(TARGETS[name], tiny), torch.device("meta")
-    with torch.no_grad(), collecting() as found:
+    with torch.no_grad(), collecting() as found, mock.patch.object(fp8_layers, "reference", launched):
         model = weightless(name, case.chunk, tiny)
         recipe, plan = processing(name, model.config), plan_of(model)
         calibrated = dict.fromkeys(linears(plan.model, NARROW), 1.0)

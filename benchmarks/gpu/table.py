@@ -16,6 +16,7 @@ from sinew.perf.trace import STAGES
 
 Record = dict[str, Any]
 NARROW = {"fp8": ("language",)}
+HOST = ("host", "copying", "launching", "waiting", "rest", "before", "after")
 FULL = (
     "engine",
     "fp8",
@@ -81,8 +82,9 @@ def _ceilings(ceilings: Ceilings | None) -> str:
 
 def _targets(ladder: list[Record]) -> str:
     rows = []
-    for case in dict.fromkeys(row["case"] for row in ladder if row.get("target_ms")):
-        full = [row for row in ladder if row["case"] == case and row["rung"] in FULL and "p50_ms" in row]
+    asked = [row for row in ladder if row.get("target_ms") and "p50_ms" in row]
+    for case in dict.fromkeys(row["case"] for row in asked):
+        full = [row for row in asked if row["case"] == case and row["rung"] in FULL]
         for row in full:
             met = "yes" if row["p50_ms"] <= row["target_ms"] else "no"
             tail = "-" if row["p99_ms"] is None else f"{100 * (row['p99_ms'] / row['p50_ms'] - 1):.0f} %"
@@ -197,32 +199,21 @@ def _hosts(sections: Record) -> str:
         (
             row["case"],
             row["variant"],
-            f"{row['graph_launches']:g}",
-            f"{row['kernel_launches']:g}",
-            *(" and ".join(f"{count} {way}, {size} bytes" for way, (count, size) in row["copies"].items()),),
-            *(
-                f"{row[name]:.0f}"
-                for name in ("host_us", "copying_us", "launching_us", "waiting_us", "rest_us")
-            ),
+            row["graph_launches"],
+            row["kernel_launches"],
+            " and ".join(f"{count} {way}, {size} bytes" for way, (count, size) in row["copies"].items()),
+            *("-" if row[f"{name}_us"] is None else f"{row[f'{name}_us']:.0f}" for name in HOST),
         )
         for section in sections.values()
         for row in section["rows"]
         if row.get("what") == "host"
     ]
-    heads = (
-        "case",
-        "variant",
-        "graph launches",
-        "kernel launches",
-        "copies",
-        "host, us",
-        "copying",
-        "launching",
-    )
+    heads = ("case", "variant", "graph launches", "kernel launches", "copies", *HOST)
     note = (
-        "One chunk, as the host makes it, from the profiler's trace: launches are calls of the CUDA runtime."
+        "One chunk, as the host makes it, from the profiler's trace; microseconds. Launches are calls of the CUDA "
+        "runtime. Before and after: without the device."
     )
-    text = table((*heads, "waiting", "rest"), rows)
+    text = table(heads, rows)
     return _titled("A chunk on the host", f"{note}\n\n{text}" if text else "")
 
 

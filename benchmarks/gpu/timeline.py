@@ -108,8 +108,8 @@ def within(events: list[Row], span: Row) -> list[Row]:
 
 def host_row(events: list[Row]) -> Row:
     """Return what the host did for the last chunk: launches of graphs and of kernels, copies by direction with their
-    number and bytes, microseconds of its parts, and its calls of the CUDA runtime, longest first. Raise where chunks
-    differ in their launches of graphs."""
+    number and bytes, microseconds of its parts, those before the device's first work and after its last, and calls of
+    the CUDA runtime, longest first. Raise where chunks differ in their launches of graphs."""
     chunks = [within(events, e) for e in events if e.get("cat") == "user_annotation" and e["name"] == CALL]
     counts = {sum(map(_launches_graph, chunk)) for chunk in chunks}
     if len(counts) > 1:
@@ -131,15 +131,19 @@ def host_row(events: list[Row]) -> Row:
         "launching_us": sum(e["dur"] for e in calls if _launches_graph(e) or _launches_kernel(e)),
         "waiting_us": sum(e["dur"] for e in calls if "Synchronize" in e["name"]),
     }
-    (whole,) = (e["dur"] for e in last if _is_range(e, CALL))
+    (whole,) = (e for e in last if _is_range(e, CALL))
+    busy = [(e["ts"], e["ts"] + e["dur"]) for e in last if e.get("cat") in ON_DEVICE]
+    ends = (min(start for start, _ in busy), max(end for _, end in busy)) if busy else (None, None)
     return {
         "what": "host",
         "graph_launches": counts.pop(),
         "kernel_launches": sum(map(_launches_kernel, calls)),
         "copies": dict(copies),
-        "host_us": whole,
+        "host_us": whole["dur"],
         **parts,
-        "rest_us": whole - sum(parts.values()),
+        "rest_us": whole["dur"] - sum(parts.values()),
+        "before_us": None if ends[0] is None else ends[0] - whole["ts"],
+        "after_us": None if ends[1] is None else whole["ts"] + whole["dur"] - ends[1],
         "calls": [(name, numbers[name], length) for name, length in lengths.most_common()],
     }
 

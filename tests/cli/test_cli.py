@@ -26,6 +26,7 @@ from sinew import __version__
 from sinew.cli import build_app as program
 from sinew.cli import main
 from sinew.cli.verbs import RENAMED, SECTIONS, VERBS, commands, function_of
+from sinew.core import machine
 from sinew.eval.report.stats import summarize
 from sinew.perf.machine import bench
 from tests import processes
@@ -453,6 +454,13 @@ def test_doctor_passes_here_and_says_why(smolvla_bundle) -> None:
     assert "as `sinew perf fit` counts" in checks["bundle memory"]["detail"]
     assert all(check["detail"] for check in document["checks"])
     assert all(check["advice"] for check in document["checks"] if check["status"] != "ok")
+
+
+def test_doctor_says_the_most_that_a_bundle_took_of_a_gpu(here, smolvla_bundle, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "gpu", lambda: {"name": "H100", "own": 1 << 30, "peak": 3 << 29})
+    result = here("doctor", smolvla_bundle("smolvla-2cam"), "--json")
+    checks = {check["name"]: check["detail"] for check in json.loads(result.stdout)["checks"]}
+    assert checks["bundle inference"].endswith("all finite; 1.5 GiB of H100 at most")
 
 
 def test_doctor_fails_on_a_broken_bundle(here, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-NVTX = torch.version.cuda is not None  # other builds have none
+NVTX = hasattr(torch._C, "_nvtx")  # noqa: SLF001 - builds without CUDA, or without it, have none
 WARM_UPS = 2  # the first compiles kernels and lets libraries allocate, the second finds all of that done
 
 

@@ -27,7 +27,8 @@ with ahead.pretending(90):
     found = ahead.of_model("smolvla", tiny=True)
 some = {key: each for key, each in found.items() if each.kernel.__name__ == "row_norm_kernel"}
 names = sorted({each.kernel.__name__ for each in found.values()})
-print(json.dumps([len(some), ahead.compile_all(some, 90), names]))
+alone = sorted({each.kernel.__name__ for each in ahead.of_model("groot", tiny=True).values()})
+print(json.dumps([len(some), ahead.compile_all(some, 90), names, alone]))
 if len(sys.argv) > 1:
     ahead.pack(Path(sys.argv[1]), ahead.facts())
 """
@@ -103,7 +104,8 @@ def test_what_was_carried_is_found(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 
-    asked, compiled, kernels = run(str(out))
+    asked, compiled, kernels, alone = run(str(out))
+    assert alone == ["fp8_product_kernel", "fp8_quantize_kernel", "packed_attention_kernel"]
     assert asked == compiled >= 3
     assert {"gated_mlp_kernel", "packed_attention_kernel", "fp8_quantize_kernel", "preprocess_kernel"} <= set(
         kernels

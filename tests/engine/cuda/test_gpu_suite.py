@@ -201,6 +201,7 @@ def document() -> dict:
             {"case": case, "rung": "eager", "error": "its stages failed"},
             {"case": case, "rung": "graph", "error": "illegal access"},
         ],
+        "grid smolvla": [{**rung, "rung": "engine", "p50_ms": 9.0, "p99_ms": 9.1, "target_ms": None}],
         "timeline smolvla": [
             {
                 "case": case,
@@ -214,6 +215,8 @@ def document() -> dict:
                 "launching_us": 400.0,
                 "waiting_us": 1600.0,
                 "rest_us": 40.0,
+                "before_us": 20.0,
+                "after_us": None,
             },
             {"case": case, "variant": "engine", "what": "replay", "launches": 9, "span_us": 2000.0},
             {
@@ -246,6 +249,7 @@ def test_the_table_says_what_was_measured(document: dict) -> None:
     case = TARGETS["smolvla"].name
     assert f"| {case} | engine | 3.5 | 2.000 | 500 | 5 % | yes | 4.0e-03 |" in lines
     assert f"| {case} | fp8 | 3.5 | 4.000 | 250 | 50 % | no | 4.0e-03 |" in lines
+    assert not any("| 9.000 | 111 |" in line for line in lines)  # which nobody asked for
     kept = f"| {case} | eager | 3.600 | 3.200 | - | - | 100 | 4.0e-03 | 0.0e+00 | its stages failed |"
     assert kept in lines
     stage = next(line for line in lines if line.startswith(f"| {case} | engine") and "(" in line)
@@ -253,7 +257,7 @@ def test_the_table_says_what_was_measured(document: dict) -> None:
     assert f"| {case} | engine | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |" in lines
     assert (
         f"| {case} | engine | 1 | 0 | 3 HtoD (Pinned -> Device), 1900 bytes and 1 DtoH (Device -> Pinned), 28 bytes |"
-        " 2100 | 60 | 400 | 1600 | 40 |"
+        " 2100 | 60 | 400 | 1600 | 40 | 20 | - |"
     ) in lines
     limits = f"| {case} | engine | splitk_linear_kernel | [4, 1, 1] | 2 | 40 | 20 | memory | 50 % |"
     assert limits in lines  # 10 us of reading each, 1 us of arithmetic
@@ -443,6 +447,7 @@ def test_the_host_is_one_launch_and_its_copies() -> None:
     assert row["copies"] == {"HtoD (Pinned -> Device)": [2, 17], "DtoH (Device -> Pinned)": [1, 7]}
     parts = [row[f"{name}_us"] for name in ("host", "copying", "launching", "waiting", "rest")]
     assert parts == [100, 10, 30, 45, 15]
+    assert (row["before_us"], row["after_us"]) == (6, 8)
     assert row["calls"][0] == ("cudaStreamSynchronize", 1, 45.0)
     assert ("cudaMemcpyAsync", 2, 7.0) in row["calls"]
     with pytest.raises(RuntimeError, match=r"as many launches of graphs for each chunk, got \[1, 2\]"):
