@@ -30,7 +30,7 @@ Kinds = dict[str, Any]  # sinew.engine.cuda.kernels.launch.Specialised by its ke
 CACHE = "/tmp/tc"
 MANIFEST = "ahead.json"
 KEPT = (".cubin", ".json")  # what a launch reads; the rest of a compilation is for people
-NARROW = ("vision", "language")
+NARROW = ("language",)
 MOST_THREADS = 16
 
 

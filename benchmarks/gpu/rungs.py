@@ -106,13 +106,12 @@ def left_to_torch(engine: Any) -> list[str]:
     """Return where linear layers run as torch's operators, one by one, by module; and why frames are resized on the
     host, if they are."""
     from sinew.engine.cuda.fp8.linear import Fp8Linear
-    from sinew.engine.cuda.fused import layers, rowwise
+    from sinew.engine.cuda.fused import layers, vision
     from sinew.engine.plan.rewrite import loaded_class
 
-    kinds = (layers.FusedLayer, layers.FusedAdaptiveLayer, layers.FusedKeyValueLayer)
-    rows = (rowwise.RowwiseLayer, rowwise.RowwiseAdaptiveLayer, rowwise.RowwiseKeyValueLayer)
+    kinds = (layers.FusedLayer, layers.FusedAdaptiveLayer, layers.FusedKeyValueLayer, vision.RowwiseViTLayer)
     model = engine.model
-    fused = [n for n, m in model.named_modules() if isinstance(m, (*kinds, *rows, rowwise.RowwiseViTLayer))]
+    fused = [n for n, m in model.named_modules() if isinstance(m, kinds)]
     ends = ("action_",) if type(model) is not loaded_class(model) else ()  # both are in kernels, or none
     found = {}
     for name, module in model.named_modules():

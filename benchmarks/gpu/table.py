@@ -15,7 +15,7 @@ from benchmarks.gpu.roofline import Ceilings, bound, least
 from sinew.perf.trace import STAGES
 
 Record = dict[str, Any]
-NARROW = {"fp8": ("vision", "language")}
+NARROW = {"fp8": ("language",)}
 HOST = ("host", "copying", "launching", "waiting", "rest", "before", "after")
 FULL = (
     "engine",

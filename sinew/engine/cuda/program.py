@@ -100,8 +100,8 @@ class Program:
         self._recorded: dict[str, RecordedGraph] = {}
 
     def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
-        """Write host memory and copy it to the device, on the current stream: what is small at once, then each frame
-        when it is there."""
+        """Write host memory and copy it to the device, on the current stream: what is small, and each frame when it is
+        there."""
         with StageRange("copies"):
             self._write(inputs, noise)
 
@@ -112,6 +112,21 @@ class Program:
 
     def _write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
         put, upload = self.staging.write, self.staging.upload
+        if self.patches is None:
+            self._write_small(inputs, noise)
+            put("pixels", inputs.pixels)
+            upload()
+            return
+        parts = [self.small, *(self.staging.part(*place) for place in self.places)]
+        views = zip(self.places, inputs.frames, strict=True)
+        # First what takes this thread as long as others to wake.
+        jobs = [partial(self._write_small, inputs, noise)]
+        jobs += [partial(put, name, frame, row) for (name, row), frame in views]
+        for done in as_done(jobs, threads_for([frame.nbytes for frame in inputs.frames])):
+            upload(parts[done])
+
+    def _write_small(self, inputs: ModelInputs, noise: np.ndarray) -> None:
+        put = self.staging.write
         spare = self.key.tokens - len(inputs.tokens)
         sides = (spare, 0) if self.prompt.padding_side == "left" else (0, spare)
         put("tokens", np.pad(inputs.tokens, sides, constant_values=self.prompt.pad_token_id))
@@ -119,15 +134,6 @@ class Program:
         put("camera_mask", inputs.camera_mask)
         put("state", inputs.state)
         put("noise", noise)
-        if self.patches is None:
-            put("pixels", inputs.pixels)
-            upload()
-            return
-        upload(self.small)
-        views = list(zip(self.places, inputs.frames, strict=True))
-        jobs = [partial(put, name, frame, row) for (name, row), frame in views]
-        for view in as_done(jobs, threads_for([frame.nbytes for frame in inputs.frames])):
-            upload(self.staging.part(*self.places[view]))
 
     def recorded(self, name: str) -> RecordedGraph:
         """``name``: "chunk", the whole; or "vision", "read" and "step" (of a speaker "next"), of which each reads the

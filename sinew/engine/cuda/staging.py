@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinew.core.machine import recommended_threads
+from sinew.core.machine import cores
 
 ALIGNMENT = 256  # bytes: what a device's allocator gives, and more than any load wants
 WORTH_A_THREAD = 512 << 10  # bytes of a frame: handing over a smaller one took longer than copying it
@@ -78,27 +78,33 @@ def threads_for(nbytes: Sequence[int]) -> int:
 
 def as_done(jobs: Sequence[Callable[[], None]], threads: int) -> Iterator[int]:
     """Run jobs, the first on this thread and the others beside it where there are ``threads``, and yield the number of
-    each when it is done. All have ended when this ends, even where one raised: they write what the caller owns."""
+    each when it is done. What nobody has begun when this thread is free, it does itself: a thread takes as long to wake
+    as a frame to copy. All have ended when this ends, even where one raised: they write what the caller owns."""
     if threads < 1:
         for index, job in enumerate(jobs):
             job()
             yield index
         return
     pool = _copiers()
-    futures = {pool.submit(job): index for index, job in enumerate(jobs) if index}
+    own: int | None = 0
+    others = {pool.submit(job): index for index, job in enumerate(jobs) if index}
     try:
-        jobs[0]()
-        yield 0
-        for future in as_completed(futures):
+        while own is not None:
+            jobs[own]()
+            yield own
+            own = next((others.pop(future) for future in reversed(list(others)) if future.cancel()), None)
+        for future in as_completed(others):
             future.result()
-            yield futures[future]
+            yield others[future]
     finally:
-        wait(futures)
+        wait(others)
 
 
 @cache
 def _cores() -> int:
-    return recommended_threads()[0]
+    """Processors that copies may use. ``OMP_NUM_THREADS`` says nothing of them: it is about arithmetic."""
+    found = cores()
+    return found.logical if found.quota is None else min(found.logical, int(found.quota))
 
 
 @cache

@@ -32,10 +32,8 @@ from tests.engine.cuda.kernel_tensors import (
     EPS,
     SENTINEL,
     Source,
-    around_nan,
     close,
     guarded_parts,
-    inside,
     target,
     untouched,
 )
@@ -249,22 +247,6 @@ def preprocess(
             assert error <= 1e-6, f"preprocess: {error} from sinew.processing"
 
 
-def fp8_product(module: ModuleType, dtype, device, M=17, K=80, N=37, bias=True, tile=DEEPER) -> None:
-    s = Source(dtype, device)
-    x, weight = (around_nan(s.random(size, K, dtype=torch.float32) * 8) for size in (M, N))
-    scales = [inside(s.random(1, size, dtype=torch.float32), float("nan"))[0] for size in (M, N)]
-    options = {"bias": s.random(N)} if bias else {}
-    out = target(M, N, dtype=dtype, device=device)
-    module.fp8_product(x, scales[0], weight, scales[1], out=out, tile=tile, **options)
-    close(
-        module,
-        "fp8_product",
-        out,
-        KERNELS["fp8_product"].reference(x, scales[0], weight, scales[1], dtype=dtype, **options),
-    )
-    untouched(out)
-
-
 CHECKS = {
     "norm_linear": norm_linear,
     "gated_mlp": gated_mlp,
@@ -272,7 +254,6 @@ CHECKS = {
     "splitk_linear": splitk_linear,
     "packed_attention": packed_attention,
     "preprocess": preprocess,
-    "fp8_product": fp8_product,
     **kernel_row_checks.CHECKS,
 }
 
@@ -327,10 +308,6 @@ EDGES = {
         {"exact": False, "size": (5, 5), "to": (12, 8)},  # enlarged
         {"size": (8, 12)},  # already of the size
         {"size": (1, 1)},
-    ],
-    "fp8_product": [
-        {"M": 1, "N": 16, "bias": False},
-        {"M": 33, "K": 48, "tile": Tile(16, 32, 128)},  # tiles larger than the problem
     ],
     **kernel_row_checks.EDGES,
 }

@@ -66,6 +66,7 @@ def row_norm(
     offset=1.0,
     affine=True,
     branch=True,
+    branch_bias=True,
     gate=True,
     to: torch.dtype | None = None,
     eighths=False,
@@ -82,7 +83,9 @@ def row_norm(
         affinity |= {"weight": s.vector(C), "offset": offset, "shift": s.vector(C)}
     options: dict[str, Any] = {}
     if branch:
-        options |= {"branch": s.rows(M, C)} | ({"gate": s.vector(C)} if gate else {})
+        options |= {"branch": s.rows(M, C)}
+        options |= {"gate": s.vector(C)} if gate else {}
+        options |= {"branch_bias": s.vector(C)} if branch_bias else {}
     out = Output(M, C, to or dtype, eighths, scale, device)
     total = target(M, C, dtype=dtype, device=device) if branch else None
     module.row_norm(stream, total=total, **out.options("normed"), **affinity, **options)

@@ -89,9 +89,7 @@ def close(module: ModuleType, name: str, got: Tensor, want: Tensor) -> None:
     assert got.shape == want.shape
     assert got.dtype == want.dtype
     bounds = BOUNDS if interpreted(getattr(module, f"{name}_kernel")) else ON_A_GPU
-    # Hopper's tensor cores add e4m3 products with some 14 bits: float32 out of them is no float32.
-    in_eighths = name == "fp8_product" and bounds is ON_A_GPU
-    highest, relative = bounds[torch.bfloat16 if in_eighths else want.dtype]
+    highest, relative = bounds[want.dtype]
     error, scale = (got.double() - want.double()), want.double()
     assert torch.isfinite(got).all(), f"{name}: not finite"
     assert error.abs().max() <= highest * scale.abs().max(), (

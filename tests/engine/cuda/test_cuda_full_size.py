@@ -118,17 +118,22 @@ def test_every_launch_of_a_chunk_is_accepted(
     language, head = layers - 1, 10 * layers  # the last language layer leaves its keys and values alone
     vision = len(made.model.vision.layers)
     joined = head if name != "smolvla" and capability != 89 else 0
-    # The norm of what no product wrote is a pass of its own: language's first input, and pi0's behind its state.
-    own_norms = 1 + (20 if name == "pi0" else 0)
+    # Beyond 256 rows a language layer's products are the library's, with passes between them: pi0.5 has 968, pi0 528,
+    # SmolVLA 177. The norm of what no kernel's product wrote is a pass of its own too: SmolVLA's first language input,
+    # and what is behind pi0's state.
+    whole = language if name == "smolvla" else 0  # layers with the products in the kernels
+    apart = language - whole
+    own_norms = {"pi0.5": 0, "pi0": 20, "smolvla": 1}[name] + (2 * apart + 1 if apart else 0)
     assert launches == Counter(join=joined) + Counter(
         {
             "row_norm": 2 * vision + 1 + own_norms,
-            "activate": vision,
+            "activate": vision + apart,
             "preprocess": 1,
-            "qkv_rope": language + 1 + head,
+            "rope": apart + 1 if apart else 0,
+            "qkv_rope": head + (0 if apart else language + 1),
             "packed_attention": language + head,
-            "gated_mlp": language + head,
-            "splitk_linear": 2 * (language + head) + 10,
+            "gated_mlp": whole + head,
+            "splitk_linear": 2 * (whole + head) + 10,
             "norm_linear": 10 if name == "pi0.5" else 20,
         }
     )
@@ -141,12 +146,14 @@ def test_every_launch_of_a_chunk_is_accepted(
     (patches,) = (each.arguments["out"] for kernel, each in seen if kernel == "preprocess")
     assert patches.shape[2] == {224: 592, 512: 768}[side]
     rows = {(kernel, each.arguments.get("M")) for kernel, each in seen}
-    assert rows >= {("gated_mlp", prefix), ("gated_mlp", actions + (name == "pi0")), ("norm_linear", actions)}
+    assert rows >= {("gated_mlp", actions + (name == "pi0")), ("norm_linear", actions)}
+    read = {each.arguments["packed"].shape[0] for kernel, each in seen if kernel == "rope"}
+    assert read == {prefix} if apart else ("gated_mlp", prefix) in rows
     # The first layer of the language model has to look for itself. pi0 puts its state before the actions.
     given = Counter(kernel for kernel, each in seen if each.arguments.get("given") is not None)
     assert given == Counter(
-        qkv_rope=language + head - (10 if name == "pi0" else 0),
-        gated_mlp=language + head,
+        qkv_rope=whole + head - (10 if name == "pi0" else 0),
+        gated_mlp=whole + head,
         norm_linear=0 if name == "pi0" else 10,
     )
 
@@ -173,10 +180,30 @@ def test_what_has_work_is_what_the_kernels_see() -> None:
 
 
 def test_a_short_problem_is_split_less() -> None:
-    """As far as there is work; 968 keys without own ones are 16 blocks of 64, of which 9 programs would take two."""
-    for keys, parts in ((16, 1), (513, 9), (968, 8)):
+    """As far as there is work; 1,100 keys without own ones are 18 blocks of 64, of which 9 programs take two."""
+    for keys, parts in ((16, 1), (513, 9), (968, 16), (1100, 9)):
         assert default("packed_attention", (400, keys, 0, 1, 256), torch.bfloat16, 90).split == parts, keys
     assert default("splitk_linear", (50, 720, 32), torch.bfloat16, 90).split == 1
+
+
+def test_few_rows_are_given_as_many_programs_as_there_are_multiprocessors() -> None:
+    for columns, n in ((4096, 32), (2048, 16)):
+        assert default("gated_mlp", (50, columns, 1024), torch.bfloat16, 90).n == n, columns
+    for columns, depth, n, split in (
+        (1024, 4096, 32, 4),
+        (1024, 2048, 32, 4),
+        (720, 2048, 16, 2),
+        (720, 960, 16, 1),
+    ):
+        tile = default("splitk_linear", (50, columns, depth), torch.bfloat16, 90)
+        assert (tile.n, tile.split) == (n, split), (columns, depth)
+
+
+def test_keys_are_not_split_where_rows_fill_the_device() -> None:
+    """968 queries of 8 heads are 121 blocks of 64 rows, 4,000 of 16 heads on 8 are 1,000, whose parts would take more
+    memory than a workspace has."""
+    assert default("packed_attention", (7744, 968, 0, 1, 256), torch.bfloat16, 90).split == 2
+    assert default("packed_attention", (8000, 4000, 0, 8, 128), torch.bfloat16, 90).split == 1
 
 
 @pytest.mark.parametrize(("name", "layers", "tokens"), [("pi0.5", 18, 200), ("smolvla", 16, 48)])
@@ -195,7 +222,6 @@ def test_fp8_of_vision_and_language(launches, architecture, name, layers, tokens
             "row_norm": 2 * vision + 1 + 2 * language + 1,
             "activate": vision + language,
             "fp8_quantize": vision + language,
-            "fp8_product": 4 * vision + 4 * language + 1,
             "rope": language + 1,
             "packed_attention": language + head,
             "qkv_rope": head,

@@ -14,6 +14,7 @@ from sinew.engine.cuda import engine as cuda_engine
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.fused.launches import Kernels
+from sinew.engine.cuda.fused.layers import FusedKeyValueLayer, FusedLayer
 from sinew.engine.cuda.kernels.lang import interpreted
 from sinew.engine.cuda.kernels.launch import Launch
 from sinew.engine.cuda.kernels.norm_linear import norm_linear_kernel
@@ -89,21 +90,27 @@ def launched(monkeypatch) -> Counter[str]:
         ("pi0-2cam", {}),
         pytest.param("pi05-2cam", {}, marks=pytest.mark.slow),
         ("pi05-2cam", {"scaled_norms": False}),
+        ("pen", {"fused_rows": 5}),
     ],
-    ids=["smolvla", "pi0", "pi05", "pi05, norms apart"],
+    ids=["smolvla", "pi0", "pi05", "pi05, norms apart", "many rows"],
 )
 def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, launched, name, options):
     """Every launch of a chunk, from raw frames, with the arguments, strides and masks that the engine gives it."""
     monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
+    apart = set()
+    if rows := options.pop("fused_rows", 0):  # the prefix has more, the chunk of 4 actions has not
+        for layer in (FusedLayer, FusedKeyValueLayer):
+            monkeypatch.setattr(layer, "fused_rows", rows)
+        apart.add("rope")
     case = small(open_case(name))
     engine = case.engine(prompt_buckets=(4,), **options)
     assert case.gap(engine, one_view(case), steps=1) <= BOUND
     products = {"norm_linear", "gated_mlp", "qkv_rope", "splitk_linear", "packed_attention"}
     joins = {"join"} if launched["join"] else set()  # where heads are wide
-    assert launched.keys() - joins == products | {"row_norm", "activate", "preprocess"}
+    assert launched.keys() - joins == products | apart | {"row_norm", "activate", "preprocess"}
     # Beside the tower's own: of what no product wrote, and those of the head, which time modulates.
     own = 2 * len(case.model.vision.layers) + 1 + (3 if name == "pi0-2cam" else 1)
-    assert (launched["row_norm"] > own) == ("scaled_norms" in options)
+    assert (launched["row_norm"] > own) == ("scaled_norms" in options or bool(apart))
 
 
 @in_the_interpreter

@@ -97,7 +97,7 @@ MUTANTS = [
     ("qkv_rope", "tl.store(arrivals + block, 0)", "tl.store(arrivals + block, 1)", {"tile": SPLIT}),
     ("splitk_linear", "for s in tl.static_range(SPLIT)", "for s in tl.static_range(SPLIT - 1)", {}),
     ("splitk_linear", "tl.store(arrivals + tile, 0)", "tl.store(arrivals + tile, 1)", {}),
-    ("splitk_linear", "acc *= tl.load(gate", "acc += tl.load(gate", {}),
+    ("splitk_linear", "acc *= gate_row", "acc += gate_row", {}),
     ("splitk_linear", "factor = 1.0 + tl.load(scale", "factor = tl.load(scale", {"scaled": True}),
     ("splitk_linear", "(wide * factor[None, :])", "(acc * 2.0 * factor[None, :])", {"scaled": True}),
     ("splitk_linear", "+ tile // blocks_m\n", "+ 0\n", {"norm": True}),
@@ -122,7 +122,12 @@ MUTANTS = [
     ("packed_attention", "tl.load(mask + keys,", "tl.load(mask + keys // 2,", {"key_mask": True}),
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {"key_mask": True}),
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {}),
-    ("packed_attention", "numerator * rise[:, None]", "numerator", {"loud": 4.0}),
+    (
+        "packed_attention",
+        "numerator.to(tl.float32) * rise[:, None]",
+        "numerator.to(tl.float32)",
+        {"loud": 4.0},
+    ),
     (
         "packed_attention",
         "% (BLOCK_M // ROWS) * ROWS",
@@ -136,6 +141,13 @@ MUTANTS = [
         {"tile": Tile(16, 16, split=5)},
     ),
     ("row_norm", "added *= tl.load(gate", "added += tl.load(gate", {}),
+    ("row_norm", "added += tl.load(branch_bias", "added += 0 * tl.load(branch_bias", {}),
+    (
+        "row_norm",
+        "tl.load(branch_bias + cols, mask=ok, other=0.0)",
+        "tl.load(branch_bias + cols, mask=ok, other=0.0) / tl.load(gate + cols, mask=ok, other=1.0)",
+        {},
+    ),
     ("row_norm", "h = rounded.to(tl.float32)", "h = h * 1.0", {}),
     (
         "row_norm",
@@ -215,9 +227,6 @@ MUTANTS = [
     ("fp8_quantize", "mask=ok, other=0.0", "mask=cols < BLOCK_K, other=0.0", {}),
     ("fp8_quantize", "tl.max(tl.abs(wide), axis=0)", "tl.max(wide, axis=0)", {}),
     ("fp8_quantize", "9.094947017729282e-13", "0.0", {}),
-    ("fp8_product", "acc *= tl.load(w_scale", "acc += tl.load(w_scale", {}),
-    ("fp8_product", "tl.load(x_scale + rows", "tl.load(x_scale + rows * 0", {}),
-    ("fp8_product", "k + depth < K", "k + depth < K + BLOCK_K", {}),
     ("preprocess", "across = tl.full((BLOCK,), HALF", "across = tl.full((BLOCK,), 0", {}),
 ]
 

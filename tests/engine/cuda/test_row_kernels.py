@@ -210,6 +210,8 @@ EIGHTHS, SCALES = torch.zeros(3, 32).to(E4M3), torch.zeros(3)
         ("row_norm", {"weight": X}, r"weight: expected shape \[32\], got \[3, 32\]"),
         ("row_norm", {"shift": ROW[1:]}, r"shift: expected shape \[32\], got \[31\]"),
         ("row_norm", {"gate": ROW}, "gate: expected only where there is a branch"),
+        ("row_norm", {"branch_bias": ROW}, "branch_bias: expected only where there is a branch"),
+        ("row_norm", {"branch_bias": X, "branch": X, "total": X}, r"branch_bias: expected shape \[32\]"),
         ("row_norm", {"squares": X, "kind": "layer"}, "squares: expected only for an RMS norm"),
         ("row_norm", {"squares": X[:2]}, r"squares: expected shape \[3, 32\], got \[2, 32\]"),
         ("row_norm", {"branch": X}, "total: expected exactly where there is a branch"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from sinew.core.machine import Cores
 from sinew.engine.cuda import staging as module
 from sinew.engine.cuda.staging import ALIGNMENT, Staging, as_done, threads_for
 from tests.engine.cuda.cuda_cases import CPU
@@ -64,6 +68,49 @@ def _raise_unless(held: bool) -> None:
         raise TimeoutError("the others waited for it")
 
 
+def test_what_nobody_has_begun_is_done_by_the_caller(monkeypatch):
+    """Copiers that do not wake: the caller does it all, the last first, as they take the first first."""
+    awake, ran = threading.Event(), []
+    with ThreadPoolExecutor(1) as asleep:
+        asleep.submit(awake.wait)
+        monkeypatch.setattr(module, "_copiers", lambda: asleep)
+        done = list(as_done([partial(ran.append, index) for index in range(4)], 3))
+        awake.set()
+    assert done == ran == [0, 3, 2, 1]
+
+
+def test_copies_run_beside_the_callers():
+    """Each waits until the other has begun."""
+    meeting, on = threading.Barrier(2), []
+
+    def meet() -> None:
+        meeting.wait(60)
+        on.append(threading.get_ident())
+
+    assert sorted(as_done([meet, meet], 1)) == [0, 1]
+    assert len(set(on)) == 2
+
+
+def test_a_copy_leaves_the_interpreter_to_others():
+    """The interpreter takes itself from nobody here: another thread runs only where a copy has given it up."""
+    staging = Staging({"frames": ((2, 2160, 3840, 3), torch.uint8)}, CPU)
+    frame, before = np.ones((2160, 3840, 3), np.uint8), sys.getswitchinterval()
+    begun, seen = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: (begun.wait(60), seen.set()))
+    sys.setswitchinterval(1e3)
+    try:
+        other.start()
+        begun.set()
+        for _ in range(1000):
+            if seen.is_set():
+                break
+            staging.write("frames", frame, 1)
+        assert seen.is_set()
+    finally:
+        sys.setswitchinterval(before)
+        other.join()
+
+
 def test_copies_have_ended_when_one_raises():
     """They write pinned memory that the next observation writes too."""
     begun, may_end, ended = threading.Event(), threading.Event(), []
@@ -84,9 +131,14 @@ def test_copies_have_ended_when_one_raises():
 
 
 def test_threads_copy_large_frames_alone(monkeypatch):
-    monkeypatch.setattr(module, "_cores", lambda: 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of arithmetic
+    monkeypatch.setattr(module, "cores", lambda: Cores(16, 8, None))
+    module._cores.cache_clear()
     large = 480 * 640 * 3
     assert [threads_for([large] * views) for views in (1, 2, 3, 8)] == [0, 1, 2, 3]
     assert threads_for([224 * 224 * 3] * 3) == 0
-    monkeypatch.setattr(module, "_cores", lambda: 1)
-    assert threads_for([large] * 3) == 0
+    for found, threads in ((Cores(1, 1, None), 0), (Cores(16, 8, 0.5), 0), (Cores(16, 8, 2.0), 1)):
+        monkeypatch.setattr(module, "cores", lambda found=found: found)
+        module._cores.cache_clear()
+        assert threads_for([large] * 3) == threads
+    module._cores.cache_clear()

@@ -1,7 +1,8 @@
 """Linear layers in FP8: weights and activations in e4m3, half of bfloat16's bytes and twice its rate.
 
 Weights have one scale per output channel and are converted once. Activations have one scale from calibration
-(``scales.py``), or one per row, found while they are converted. The product is the kernel of ``fp8_product.py``.
+(``scales.py``), or one per row, found while they are converted. Neither scale varies along the depth, so both leave
+the sum: ``y[m, n] = s[m] * w[n] * sum_k x[m, k] * W[n, k]``, which is ``torch._scaled_mm`` with scales of rows.
 
 The tensors of a device without FP8 arithmetic (compute capability below 8.9) are refused. On a CPU the reference
 computes, which is what the layers mean: conversion to e4m3 and back, and a product in float32.
@@ -10,15 +11,14 @@ computes, which is what the layers mean: conversion to e4m3 and back, and a prod
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sinew.engine.cuda.kernels import fp8_product, fp8_quantize, tiles
-from sinew.engine.cuda.kernels.fp8_product import DIVISOR
+from sinew.engine.cuda.kernels import fp8_quantize, tiles
 
 NEEDS = 89  # compute capability * 10
+DIVISOR = 16  # of both sizes of a weight, as the library wants them
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,9 @@ def unfit(weight: Tensor) -> str | None:
     """Why a weight cannot be in FP8, None if it can."""
     if weight.ndim != 2:
         return f"expected [out, in], got {weight.ndim} axes"
-    if weight.shape[1] % DIVISOR:
-        return f"expected an input size that is a multiple of {DIVISOR}, got {weight.shape[1]}"
+    for name, size in (("output", weight.shape[0]), ("input", weight.shape[1])):
+        if size % DIVISOR:
+            return f"expected an {name} size that is a multiple of {DIVISOR}, got {size}"
     if weight.shape[1] > fp8_quantize.LONGEST_ROW:
         return f"expected an input size of at most {fp8_quantize.LONGEST_ROW}, got {weight.shape[1]}"
     return None
@@ -74,50 +75,53 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
 
 
 def fp8_linear(
-    x: Tensor,
-    weight: Fp8Weight,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
+    x: Tensor, weight: Fp8Weight, x_scale: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """x: [M, K], bfloat16 or float32 -> [M, N] in ``weight.dtype``, or written to ``out``.
+    """x: [M, K], bfloat16, float16 or float32 -> [M, N] in ``weight.dtype``.
 
     x_scale: float32 scalar on x's device, from calibration; None: a scale per row. Two launches on a GPU, one
     that converts x and one that multiplies; their intermediate is allocated, which a graph's capture may do.
     """
-    _check(x, weight, out)
+    N, K = weight.data.shape
+    if x.ndim != 2 or x.shape[1] != K:
+        raise ValueError(f"x: expected shape [rows, {K}], got {list(x.shape)}")
+    if x.dtype not in fp8_quantize.FLOATING:
+        raise ValueError(f"x: expected bfloat16, float16 or float32, got {x.dtype}")
     if x.device.type != "cuda":
-        result = reference(x, weight, x_scale, bias)
-        return result if out is None else out.copy_(result)
+        return reference(*fp8_quantize.reference(x, x_scale=x_scale), weight, bias)
     _require(x.device)
-    data, scales = fp8_quantize.fp8_quantize(x, x_scale=x_scale)
-    return multiply(data, scales, weight, bias, out)
+    return multiply(*fp8_quantize.fp8_quantize(x, x_scale=x_scale), weight, bias)
 
 
-def multiply(
-    data: Tensor,
-    scales: Tensor,
-    weight: Fp8Weight,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """data: e4m3 [M, K], scales: float32 [M], as the kernels leave them -> [M, N] in ``weight.dtype``, or ``out``.
+def multiply(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """data: e4m3 [M, K], scales: float32 [M], as the kernels leave them -> [M, N] in ``weight.dtype``.
 
     On a CPU the reference.
     """
-    if data.device.type == "cpu":
-        y = fp8_product.reference(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
-        return y if out is None else out.copy_(y)
-    made: dict[str, Any] = {"bias": bias, "out": out, "dtype": weight.dtype}
-    return fp8_product.fp8_product(data, scales, weight.data, weight.scale, **made)
+    product = reference if data.device.type == "cpu" else library_product
+    return product(data, scales, weight, bias)
 
 
-def reference(
-    x: Tensor, weight: Fp8Weight, x_scale: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
-    """Define :func:`fp8_linear` by dequantisation: x and weight to e4m3 and back, product in float32."""
-    data, scales = fp8_quantize.reference(x, x_scale=x_scale)
-    return fp8_product.reference(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
+def library_product(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """Compute :func:`multiply` by what PyTorch has, cuBLAS or CUTLASS, rounded to bfloat16 whatever the dtype: there is
+    no other product with scales of rows. Hopper's tensor cores add e4m3 products with fewer bits than float32 has; fast
+    accumulation takes what they give."""
+    y = torch._scaled_mm(  # noqa: SLF001 - what the public function calls, and what has been measured
+        data,
+        weight.data.t(),
+        scale_a=scales[:, None],
+        scale_b=weight.scale[None],
+        bias=None if bias is None else bias.to(torch.bfloat16),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return y.to(weight.dtype)
+
+
+def reference(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """Define :func:`multiply`: both dequantised, multiplied in float32, rounded once."""
+    y = (data.float() * scales[:, None]) @ weight.wide().T
+    return (y if bias is None else y + bias.float()).to(weight.dtype)
 
 
 class Fp8Linear(nn.Module):
@@ -163,16 +167,6 @@ class Fp8Linear(nn.Module):
     def extra_repr(self) -> str:
         scales = "per row" if self.x_scale is None else f"{float(self.x_scale):.3g}"
         return f"{self.in_features}, {self.out_features}, input scale {scales}"
-
-
-def _check(x: Tensor, weight: Fp8Weight, out: Tensor | None) -> None:
-    N, K = weight.data.shape
-    if x.ndim != 2 or x.shape[1] != K:
-        raise ValueError(f"x: expected shape [rows, {K}], got {list(x.shape)}")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"x: expected bfloat16, float16 or float32, got {x.dtype}")
-    if out is not None and tuple(out.shape) != (len(x), N):
-        raise ValueError(f"out: expected shape {[len(x), N]}, got {list(out.shape)}")
 
 
 def _require(device: torch.device) -> None:

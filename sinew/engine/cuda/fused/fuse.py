@@ -27,13 +27,7 @@ from sinew.engine.cuda.fused.ends import (
 )
 from sinew.engine.cuda.fused.layers import FusedAdaptiveLayer, FusedAttention, FusedKeyValueLayer, FusedLayer
 from sinew.engine.cuda.fused.ops import Ops
-from sinew.engine.cuda.fused.rowwise import (
-    RowwiseAdaptiveLayer,
-    RowwiseKeyValueLayer,
-    RowwiseLayer,
-    RowwiseTower,
-    RowwiseViTLayer,
-)
+from sinew.engine.cuda.fused.vision import RowwiseTower, RowwiseViTLayer
 from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
 from sinew.engine.plan.plan import REWRITES, Plan
@@ -57,13 +51,11 @@ ON_CUDA = tuple(name for name in REWRITES if name not in LEFT_OUT)
 
 @dataclass(frozen=True)
 class KernelFusion:
-    """``fits``: what is missing in a module of type ``kind``, or nothing; ``into``: the class that it gets,
-    ``rowwise``: the one that it gets where products are a library's, which is where they are in FP8."""
+    """``fits``: what is missing in a module of type ``kind``, or nothing; ``into``: the class that it gets."""
 
     kind: type[nn.Module]
     fits: Callable[[Any], str | None]
     into: type[nn.Module]
-    rowwise: type[nn.Module] | None = None
 
 
 def _attention(attn: Any) -> str | None:
@@ -118,14 +110,14 @@ def _vision(layer: Any) -> str | None:
 
 FUSIONS = (
     KernelFusion(DecoderAttention, _attention, FusedAttention),
-    KernelFusion(KeyValueLayer, _last, FusedKeyValueLayer, RowwiseKeyValueLayer),
-    KernelFusion(AdaptiveDecoderLayer, _layer, FusedAdaptiveLayer, RowwiseAdaptiveLayer),
-    KernelFusion(DecoderLayer, _layer, FusedLayer, RowwiseLayer),
+    KernelFusion(KeyValueLayer, _last, FusedKeyValueLayer),
+    KernelFusion(AdaptiveDecoderLayer, _layer, FusedAdaptiveLayer),
+    KernelFusion(DecoderLayer, _layer, FusedLayer),
 )
 
 
 # Layers that take the vectors of a norm's modulation, as TabulatedModulation gives them, or need none.
-WITH_VECTORS = (FusedLayer, FusedAdaptiveLayer, RowwiseLayer, RowwiseAdaptiveLayer)
+WITH_VECTORS = (FusedLayer, FusedAdaptiveLayer)
 
 
 @torch.no_grad()
@@ -138,45 +130,42 @@ def fuse(
 ) -> Plan:
     """A plan over a model of its own, sharing the parameters; ``plan`` is left as it is. Its tables are made anew.
 
-    scaled: as ``CudaOptions.scaled_norms``. fp8: components whose linear layers go to e4m3: products of their own,
-    with row-wise kernels between them. scales: of the inputs of those layers, by name; others: per row.
+    scaled: as ``CudaOptions.scaled_norms``. fp8: components whose linear layers go to e4m3. scales: of the inputs of
+    those layers, by name; others: per row.
     """
     model: Any = clone_model(plan.model)
     outcomes = [*plan.outcomes]
     if fp8:
         outcomes.append(_to_fp8(model, fp8, scales or {}))
-    rowwise = {name for name, _ in model.named_modules() if model.component_of(name) in fp8}
-    outcomes += [_apply(fusion, model, ops, rowwise) for fusion in FUSIONS]
+    in_fp8 = {name for name, _ in model.named_modules() if model.component_of(name) in fp8}
+    outcomes += [_apply(fusion, model, ops, in_fp8) for fusion in FUSIONS]
     outcomes.append(_towers(model, ops))
     outcomes.append(_ends(model, ops, scaled and "head" not in fp8))
     return Plan(model.eval().requires_grad_(False), tuple(outcomes))
 
 
 def _apply(fusion: KernelFusion, model: Any, ops: Ops, in_fp8: set[str]) -> RewriteOutcome:
-    done, left, kinds = [], {}, set()
+    done, left = [], {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, fusion.kind):
             continue
         if unknown := foreign(module, fusion.kind):
             left[name] = unknown
             continue
-        rowwise = fusion.rowwise is not None and name in in_fp8
-        into = (fusion.rowwise if rowwise else None) or fusion.into
-        if why := "no row-wise kernels" if rowwise and ops.rows is None else fusion.fits(module):
+        by_library = name in in_fp8 and hasattr(fusion.into, "fused_rows")
+        if why := "no row-wise kernels" if by_library and ops.rows is None else fusion.fits(module):
             left[name] = why
             continue
-        become(module, into)
+        become(module, fusion.into)
         fused: Any = module
-        if rowwise:
-            fused.rows = ops.rows
-        else:
-            fused.ops = ops
-        kinds.add(into.__name__)
+        fused.ops = ops
+        if by_library:
+            fused.fused_rows = 0
         done.append(name)
     name = f"fuse {fusion.kind.__name__}"
     if not done and not left:
         return RewriteOutcome(name, "not applicable", "the model has none")
-    reason = f"{' and '.join(sorted(kinds)) or 'left as planned,'} over {type(ops).__name__}"
+    reason = f"{fusion.into.__name__ if done else 'left as planned,'} over {type(ops).__name__}"
     return RewriteOutcome(name, "applied" if done else "not applicable", reason + left_out(left), spans(done))
 
 

@@ -1,6 +1,10 @@
-"""Decoder layers whose forward is kernels: five per layer of the language model, five per layer of the head.
+"""Decoder layers in two ways: five kernels with the products in them, or a library's products and passes between them.
 
-Classes to be given to modules of a planned model (``rewrite.become``). They add an ``ops`` and no other state, read
+Which way is decided by each call, because a model's weights serve programs of any number of rows: up to ``fused_rows``
+the kernels, which read the weights sooner, and beyond the library, whose products have the higher rate. In FP8 all
+products are the library's.
+
+Classes to be given to modules of a planned model (``rewrite.become``). They add an ``ops`` and what is said above, read
 the packed and folded weights where the plan left them, and take one observation (a batch of one).
 """
 
@@ -12,6 +16,8 @@ import torch
 from torch import Tensor
 
 from sinew.engine.cuda.fused.ops import Ops, ResidualStream
+from sinew.engine.cuda.fused.rows import Operand, RowOps, Target
+from sinew.engine.cuda.kernels.tiles import SOME_ROWS
 from sinew.engine.plan.packing import PackedMLP
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, KeyValue
@@ -42,20 +48,22 @@ class FusedLayer(DecoderLayer):
     """A layer of the language model or of an expert with plain norms, self- or cross-attending. Its norms are unit."""
 
     ops: Ops
+    fused_rows = SOME_ROWS  # 0 in FP8
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        return project(self.ops, self.attn, stream_of(x), rotate, self.input_norm.eps)
+        attn: Any = self.attn
+        return turned(self, attn.qkv_proj, x, rotate, (attn.num_heads, attn.num_kv_heads))
 
     def query(self, x: Tensor, rotate: Rotation) -> Tensor:
         linear: Any = self.attn.q_proj
-        heads = len(linear.weight) // self.attn.head_dim, 0
-        return qkv(
-            self.ops, linear, *normed(self.ops, stream_of(x), self.input_norm.eps, linear), rotate, heads
-        )[0]
+        return turned(self, linear, x, rotate, (linear.out_features // self.attn.head_dim, 0))[0]
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        stream = output(self.ops, self.attn.o_proj, one(attended), one(x))
         eps = self.post_norm.eps
+        if rows := between(self, x):
+            total, hidden = rowwise(rows, self, one(x), one(attended), eps=eps)
+            return rows.product(hidden, self.mlp.down_proj, onto=total)[None]
+        stream = output(self.ops, self.attn.o_proj, one(attended), one(x))
         return carried(
             mlp(self.ops, self.mlp, *normed(self.ops, stream, eps, self.mlp.gate_up_proj), stream.rows)
         )
@@ -65,12 +73,11 @@ class FusedKeyValueLayer(KeyValueLayer):
     """The last language layer: keys and values alone."""
 
     ops: Ops
+    fused_rows = SOME_ROWS
 
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
         linear: Any = self.attn.kv_proj
-        heads = 0, len(linear.weight) // (2 * self.attn.head_dim)
-        rows, norm = normed(self.ops, stream_of(x), self.input_norm.eps, linear)
-        _, k, v = qkv(self.ops, linear, rows, norm, rotate, heads)
+        _, k, v = turned(self, linear, x, rotate, (0, linear.out_features // (2 * self.attn.head_dim)))
         return x, (k, v)
 
 
@@ -78,18 +85,27 @@ class FusedAdaptiveLayer(AdaptiveDecoderLayer):
     """A layer with adaptive norms, as in pi0.5's expert: ``before`` and ``after`` come from the table of the step."""
 
     ops: Ops
+    fused_rows = SOME_ROWS
 
     def project(self, x: Tensor, rotate: Rotation, before: Any, after: Any):
         attn: Any = self.attn
-        rows, norm = modulated(self.ops, stream_of(x), self.input_norm.eps, before, attn.qkv_proj)
-        return qkv(self.ops, attn.qkv_proj, rows, norm, rotate, (attn.num_heads, attn.num_kv_heads))
+        linear, eps, heads = attn.qkv_proj, self.input_norm.eps, (attn.num_heads, attn.num_kv_heads)
+        if rows := between(self, x):
+            return rotated(rows, linear, one(x), rotate, heads, **modulation(before, eps))
+        return qkv(self.ops, linear, *modulated(self.ops, stream_of(x), eps, before, linear), rotate, heads)
 
     def finish(self, x: Tensor, attended: Tensor, before: Any, after: Any) -> Tensor:
+        eps = self.post_norm.eps
+        if rows := between(self, x):
+            norm = {"gate": before.gate, **modulation(after, eps)}
+            total, hidden = rowwise(rows, self, one(x), one(attended), **norm)
+            branch = rows.product(hidden, self.mlp.down_proj)
+            return torch.addcmul(total, branch, after.gate).to(x.dtype)[None]
         # Where norms have passes of their own, nothing is asked of what comes before them.
         scale, following = (None, None) if after.bias is None else (after.scale, after.following)
         stream = output(self.ops, self.attn.o_proj, one(attended), one(x), before.gate, scale)
-        rows, norm = modulated(self.ops, stream, self.post_norm.eps, after, self.mlp.gate_up_proj)
-        return carried(mlp(self.ops, self.mlp, rows, norm, stream.rows, after.gate, following))
+        read, norm = modulated(self.ops, stream, eps, after, self.mlp.gate_up_proj)
+        return carried(mlp(self.ops, self.mlp, read, norm, stream.rows, after.gate, following))
 
 
 # ----------------------------------------------------------------------------- streams
@@ -127,11 +143,19 @@ def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader
 # ----------------------------------------------------------------------------- pieces
 
 
-def project(
-    ops: Ops, attn: Any, stream: ResidualStream, rotate: Rotation, eps: float
+def between(layer: Any, x: Tensor) -> RowOps | None:
+    """What stands between a library's products, None where the kernels have the products in them."""
+    return layer.ops.rows if len(one(x)) > layer.fused_rows else None
+
+
+def turned(
+    layer: Any, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, norm = normed(ops, stream, eps, attn.qkv_proj)
-    return qkv(ops, attn.qkv_proj, rows, norm, rotate, (attn.num_heads, attn.num_kv_heads))
+    """The layer's first norm, a unit norm, the product and the rotation: q, k and v [1, M, heads, D]."""
+    ops, eps = layer.ops, layer.input_norm.eps
+    if rows := between(layer, x):
+        return rotated(rows, linear, one(x), rotate, heads, eps=eps)
+    return qkv(ops, linear, *normed(ops, stream_of(x), eps, linear), rotate, heads)
 
 
 def qkv(
@@ -166,6 +190,29 @@ def mlp(
     weight = module.gate_up_proj.weight
     hidden = ops.gated_mlp(x.to(weight.dtype), weight, activation(module), **norm)
     return output(ops, module.down_proj, hidden, residual, gate, scale)
+
+
+def modulation(m: Modulated, eps: float) -> Norm:
+    return {"eps": eps, "weight": m.scale, "offset": 1.0, "shift": m.shift}
+
+
+def rotated(
+    rows: RowOps, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int], **norm: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, operand = rows.norm(x, Target.of(linear), **norm)
+    cos, sin = tables(rotate)
+    q, k, v = rows.rope(rows.product(operand, linear, bias=False), cos, sin, heads, linear.bias)
+    return q[None], k[None], v[None]
+
+
+def rowwise(rows: RowOps, layer: Any, x: Tensor, attended: Tensor, **norm: Any) -> tuple[Tensor, Operand]:
+    """The stream after the attention, memory of its own, and what the MLP's last product reads."""
+    out, up, down = layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
+    branch = rows.product(rows.convert(attended, Target.of(out)), out, bias=False)
+    stream, operand = rows.norm(x, Target.of(up), branch=branch, branch_bias=out.bias, **norm)
+    packed = rows.product(operand, up, bias=False)
+    kind = activation(layer.mlp)
+    return stream, rows.activate(packed, Target.of(down), activation=kind, gated=True, bias=up.bias)
 
 
 def activation(module: PackedMLP) -> Any:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.engine.cuda.fused.rows import RowReferences
+from sinew.engine.cuda.fused.rows import RowOps, RowReferences
 from sinew.engine.cuda.kernels import (
     gated_mlp,
     norm_linear,
@@ -47,7 +47,7 @@ class Ops(ABC):
     rows: what stands between products that are not part of a kernel; None: torch's own operations.
     """
 
-    rows: Any = None  # a Rows
+    rows: RowOps | None = None
 
     @abstractmethod
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
@@ -97,7 +97,7 @@ class Ops(ABC):
 class References(Ops):
     """The kernels' definitions, on any device."""
 
-    rows: Any = RowReferences()
+    rows = RowReferences()
 
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
         return norm_linear.reference(x, weight, **norm)
@@ -138,7 +138,7 @@ class References(Ops):
 class PlainOps(References):
     """Torch's own operations; the resize of frames has none and stays the reference."""
 
-    rows: Any = None  # a Rows
+    rows = None  # type: ignore[assignment]
 
     stream_linear = Ops.stream_linear  # a product of a library knows nothing of the norm behind it
 

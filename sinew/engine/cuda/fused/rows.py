@@ -1,7 +1,7 @@
 """Passes over rows around a library's products: norm, activation, rotation and conversion, one launch each.
 
-Where cuBLAS or an e4m3 product is the fast one (vision tower, FP8, sometimes the language model), these are all the
-launches that remain beside the products. ``RowReferences`` is what they mean, ``RowKernels`` runs them on a GPU.
+Where a library's product is the fast one (vision tower, a language model with many rows, all of FP8), these are all
+the launches that remain beside the products. ``RowReferences`` is what they mean, ``RowKernels`` runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class RowOps(ABC):
     def norm(
         self, x: Tensor, to: Target, *, branch: Tensor | None = None, **norm: Any
     ) -> tuple[Tensor, Operand]:
-        """(x + gate * branch, its norm). norm: eps, kind, weight, offset, shift, gate, as ``row_norm.reference``."""
+        """(x + gate * (branch + branch_bias), its norm). norm: eps, kind, weight, offset, shift, gate, branch_bias, as
+        ``row_norm.reference``."""
 
     @abstractmethod
     def activate(
@@ -65,13 +66,17 @@ class RowOps(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """packed: [M, (H + 2 Hkv) D] -> rotated q [M, H, D] and k [M, Hkv, D], plain v."""
 
-    def product(self, operand: Operand, linear: Any, bias: bool = True) -> Tensor:
-        """[M, K] -> [M, N] in the layer's dtype, by cuBLAS or an e4m3 product; ``bias``: with the layer's."""
-        added = linear.bias if bias else None
+    def product(self, operand: Operand, linear: Any, bias: bool = True, onto: Tensor | None = None) -> Tensor:
+        """[M, K] -> [M, N] in the layer's dtype; ``bias``: with the layer's. onto: [M, N], what it is added to, in
+        place."""
+        weight, added = linear.weight, linear.bias if bias else None
         if operand.scales is not None:
-            return fp8.multiply(operand.data, operand.scales, linear.weight, added)
-        weight: Tensor = linear.weight
-        return F.linear(operand.data, weight, None if added is None else added.to(weight.dtype))
+            y = fp8.multiply(operand.data, operand.scales, weight, added)
+        elif onto is not None and added is None and onto.dtype == weight.dtype:
+            return onto.addmm_(operand.data, weight.t())  # no pass of its own, and rounded once
+        else:
+            y = F.linear(operand.data, weight, None if added is None else added.to(weight.dtype))
+        return y if onto is None else onto.add_(y)
 
 
 class RowReferences(RowOps):

@@ -14,7 +14,6 @@ from typing import Any
 
 from sinew.engine.cuda.kernels import (
     activate,
-    fp8_product,
     fp8_quantize,
     gated_mlp,
     norm_linear,
@@ -64,5 +63,4 @@ KERNELS: dict[str, Kernel] = {
     "rope": Kernel.of(rope, uses_tensor_cores=False),
     "preprocess": Kernel.of(preprocess, uses_tensor_cores=False),
     "fp8_quantize": Kernel.of(fp8_quantize, uses_tensor_cores=False, capability=89),
-    "fp8_product": Kernel.of(fp8_product, capability=89),
 }

@@ -1,4 +1,4 @@
-"""Activations to e4m3, for :mod:`sinew.engine.cuda.kernels.fp8_product`.
+"""Activations to e4m3, for a product of :mod:`sinew.engine.cuda.fp8.linear`.
 
 e4m3 has three bits of mantissa, no infinity and 448 as its largest number. What a larger one becomes, NaN or 448,
 depends on who converts it and on PyTorch's version, so values are clamped first. The scale is the tensor's, known

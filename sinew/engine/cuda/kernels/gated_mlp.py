@@ -55,6 +55,13 @@ def gated_mlp_kernel(
     depth = tl.arange(0, BLOCK_K)
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     gate_tile = weight + (cols[None, :] * K + depth[:, None])
+    # What stands behind the loop is asked for before it: its latency then passes while the weight comes.
+    if given is not None:
+        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
+        inverse = tl.rsqrt(squares / K + eps)[:, None]
+    if bias is not None:
+        gate_bias = tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+        up_bias = tl.load(bias + N + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -66,13 +73,11 @@ def gated_mlp_kernel(
         gate = dot(a, w_gate, gate, UPCAST)
         up = dot(a, w_up, up, UPCAST)
     if given is not None:
-        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
-        inverse = tl.rsqrt(squares / K + eps)[:, None]
         gate *= inverse
         up *= inverse
     if bias is not None:
-        gate += tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias + N + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+        gate += gate_bias
+        up += up_bias
     if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
     else:

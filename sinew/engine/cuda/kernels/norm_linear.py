@@ -71,6 +71,12 @@ def norm_linear_kernel(
     depth = tl.arange(0, BLOCK_K)
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     w_tile = weight + (cols[None, :] * K + depth[:, None])  # [BLOCK_K, BLOCK_N] of the transpose
+    # What stands behind the loop is asked for before it: its latency then passes while the weight comes.
+    if given is not None:
+        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
+        inverse = tl.rsqrt(squares / K + eps)[:, None]
+    if bias is not None:
+        bias_row = tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         k_ok = k + depth < K
@@ -78,10 +84,9 @@ def norm_linear_kernel(
         b = tl.load(w_tile + k, mask=k_ok[:, None] & col_ok[None, :], other=0.0)
         acc = dot(a.to(b.dtype), b, acc, UPCAST)
     if given is not None:
-        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
-        acc *= tl.rsqrt(squares / K + eps)[:, None]
+        acc *= inverse
     if bias is not None:
-        acc += tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+        acc += bias_row
     if SILU:
         acc = acc / (1.0 + tl.exp(-acc))
     at = out + (rows[:, None] * out_row + cols[None, :])

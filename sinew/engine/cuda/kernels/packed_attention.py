@@ -30,7 +30,7 @@ from sinew.engine.cuda.kernels.workspace import Workspace
 
 KeyValue = tuple[Tensor, Tensor]
 TOGETHER = 4  # parts that the last program of a block joins; more are joined by a kernel of their own
-JOINED_ROWS = 4
+JOINED_ROWS = 1
 
 
 @kernel
@@ -83,6 +83,7 @@ def fold_keys(
 @kernel
 def joined(
     parts,
+    sums,
     tile,
     tiles,
     rows,
@@ -92,18 +93,17 @@ def joined(
     D: tl.constexpr,
 ):
     """Numerator and denominator of some rows of a tile, of all parts in their order."""
-    peaks = parts + SPLIT * tiles * (BLOCK_M * D)
-    totals = peaks + SPLIT * tiles * BLOCK_M
+    totals = sums + SPLIT * tiles * BLOCK_M
     acc = tl.zeros((rows.shape[0], D), tl.float32)
     peak = tl.full((rows.shape[0],), -3.0e38, tl.float32)
     total = tl.zeros((rows.shape[0],), tl.float32)
-    for s in range(SPLIT):
+    for s in tl.static_range(SPLIT):  # unrolled: all parts are on their way at once
         at = (s * tiles + tile) * BLOCK_M + rows
-        other = tl.load(peaks + at, cache_modifier=".cg")
+        other = tl.load(sums + at, cache_modifier=".cg")
         highest = tl.maximum(peak, other)
         fade, rise = tl.exp2(peak - highest), tl.exp2(other - highest)
         numerator = tl.load(parts + (at * D)[:, None] + inside[None, :], cache_modifier=".cg")
-        acc = acc * fade[:, None] + numerator * rise[:, None]
+        acc = acc * fade[:, None] + numerator.to(tl.float32) * rise[:, None]
         total = total * fade + tl.load(totals + at, cache_modifier=".cg") * rise
         peak = highest
     return acc, total
@@ -118,7 +118,8 @@ def packed_attention_kernel(
     own_v,
     mask,  # uint8 [M, P + S], or [P + S] with KEY_MASK
     out,  # [M, KV * GROUP, D]
-    parts,  # float32 [SPLIT, tiles, BLOCK_M, D], then [SPLIT, tiles, BLOCK_M] twice
+    parts,  # [SPLIT, tiles, BLOCK_M, D], of q's type: numerators
+    sums,  # float32 [2, SPLIT, tiles, BLOCK_M]: largest scores, denominators
     arrivals,  # int32 [tiles]
     M,
     scale,  # of the scores, times log2(e)
@@ -140,7 +141,10 @@ def packed_attention_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = ((P + BLOCK_N - 1) // BLOCK_N + SPLIT - 1) // SPLIT  # of the prefix, per program
+    COUNT: tl.constexpr = (P + BLOCK_N - 1) // BLOCK_N  # blocks of the prefix
+    EACH: tl.constexpr = (
+        COUNT + SPLIT - 1
+    ) // SPLIT  # of them per program; the last ones may have fewer, or none
     tile = tl.program_id(0)
     split = tl.program_id(1)
     head = tile % KV
@@ -154,31 +158,30 @@ def packed_attention_kernel(
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)  # below MASKED and finite: no infinity minus infinity
     total = tl.zeros((BLOCK_M,), tl.float32)
-    for block in range(BLOCKS):
+    # Bounds that are not constant: the compiler then loads keys and values ahead, of a single block as well.
+    for block in range(split * EACH, tl.minimum((split + 1) * EACH, COUNT)):
         acc, peak, total = fold_keys(
-            acc, peak, total, query, k + head * D, v + head * D, mask, (split * BLOCKS + block) * BLOCK_N,
+            acc, peak, total, query, k + head * D, v + head * D, mask, block * BLOCK_N,
             row_ok, mask_rows, P, kv_row, scale, MASKED, KEY_MASK, D, BLOCK_N, UPCAST,
         )  # fmt: skip
-    if own_k is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
-        if split == SPLIT - 1:
-            for first in range(0, S, BLOCK_N):
-                acc, peak, total = fold_keys(
-                    acc, peak, total, query, own_k + head * D, own_v + head * D, mask + P, first,
-                    row_ok, mask_rows, S, own_row, scale, MASKED, KEY_MASK, D, BLOCK_N, UPCAST,
-                )  # fmt: skip
+    if own_k is not None:
+        for first in range(0, tl.where(split == SPLIT - 1, S, 0), BLOCK_N):
+            acc, peak, total = fold_keys(
+                acc, peak, total, query, own_k + head * D, own_v + head * D, mask + P, first,
+                row_ok, mask_rows, S, own_row, scale, MASKED, KEY_MASK, D, BLOCK_N, UPCAST,
+            )  # fmt: skip
     if SPLIT > 1:
         tiles = tl.num_programs(0)
         rows = tl.arange(0, BLOCK_M)
         part = (split * tiles + tile) * BLOCK_M + rows
-        peaks = parts + SPLIT * tiles * (BLOCK_M * D)
-        tl.store(parts + (part * D)[:, None] + inside[None, :], acc)
-        tl.store(peaks + part, peak)
-        tl.store(peaks + SPLIT * tiles * BLOCK_M + part, total)
+        tl.store(parts + (part * D)[:, None] + inside[None, :], acc.to(parts.dtype.element_ty))
+        tl.store(sums + part, peak)
+        tl.store(sums + SPLIT * tiles * BLOCK_M + part, total)
         is_last = False
         if not APART:
             is_last = came_last(arrivals + tile, SPLIT)
             if is_last:
-                acc, total = joined(parts, tile, tiles, rows, inside, SPLIT, BLOCK_M, D)
+                acc, total = joined(parts, sums, tile, tiles, rows, inside, SPLIT, BLOCK_M, D)
                 tl.store(arrivals + tile, 0)
     else:
         is_last = True
@@ -190,6 +193,7 @@ def packed_attention_kernel(
 @kernel
 def join_kernel(
     parts,  # as packed_attention_kernel leaves them
+    sums,
     out,  # [M, KV * GROUP, D]
     M,
     tiles,
@@ -207,7 +211,7 @@ def join_kernel(
     queries = packed // GROUP
     at = (tile % KV * GROUP + packed % GROUP) * D
     inside = tl.arange(0, D)
-    acc, total = joined(parts, tile, tiles, rows, inside, SPLIT, BLOCK_M, D)
+    acc, total = joined(parts, sums, tile, tiles, rows, inside, SPLIT, BLOCK_M, D)
     to = out + (queries * out_row + at)[:, None] + inside[None, :]
     tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=(queries < M)[:, None])
 
@@ -251,7 +255,8 @@ def prepare(
         "own_v": None if own is None else own[1],
         "mask": mask.view(torch.uint8),
         "out": out,
-        "parts": workspace.parts,
+        "parts": workspace.parts.view(q.dtype),
+        "sums": workspace.parts[tile.split * tiles * tile.m * D :],
         "arrivals": workspace.arrivals,
         "M": M,
         "scale": D**-0.5 * LOG2E,
@@ -275,7 +280,7 @@ def prepare(
     }
     launches = [Launch(packed_attention_kernel, (tiles, tile.split), arguments, tile)]
     if tile.split > TOGETHER:
-        shared = ("parts", "out", "M", "out_row", "KV", "GROUP", "D", "SPLIT", "BLOCK_M")
+        shared = ("parts", "sums", "out", "M", "out_row", "KV", "GROUP", "D", "SPLIT", "BLOCK_M")
         joining = {name: arguments[name] for name in shared} | {"tiles": tiles, "ROWS": JOINED_ROWS}
         grid = (tiles * (tile.m // JOINED_ROWS),)
         launches.append(Launch(join_kernel, grid, joining, Tile(tile.m, split=tile.split)))

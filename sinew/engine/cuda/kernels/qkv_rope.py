@@ -70,6 +70,13 @@ def qkv_rope_kernel(
     depth = split * DEPTH + tl.arange(0, BLOCK_K)
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     low_tile = weight + ((head * D + cols)[None, :] * K + depth[:, None])
+    # What stands behind the loop is asked for before it: its latency then passes while the weight comes.
+    if given is not None:
+        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
+        inverse = tl.rsqrt(squares / K + eps)[:, None]
+    if bias is not None:
+        low_bias = tl.load(bias + head * D + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+        high_bias = tl.load(bias + head * D + HALF + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
     low = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     high = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for i in range(0, DEPTH, BLOCK_K):
@@ -98,13 +105,11 @@ def qkv_rope_kernel(
             tl.store(arrivals + block, 0)
     if is_last:
         if given is not None:
-            squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
-            inverse = tl.rsqrt(squares / K + eps)[:, None]
             low *= inverse
             high *= inverse
         if bias is not None:
-            low += tl.load(bias + head * D + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
-            high += tl.load(bias + head * D + HALF + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+            low += low_bias
+            high += high_bias
         ok = row_ok[:, None] & col_ok[None, :]
         write_turned(low, high, cos, sin, q, k, v, rows, cols, ok, head, q_row, k_row, v_row, H, KV, D)
 

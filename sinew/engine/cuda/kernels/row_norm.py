@@ -33,6 +33,7 @@ KINDS = ("rms", "layer")
 def row_norm_kernel(
     x,  # [M, C], the stream: Triton's launch keeps that name for itself
     branch,  # [M, C] or None
+    branch_bias,  # [C] or None
     gate,  # [C] or None
     weight,  # [C] or None
     shift,  # [C] or None
@@ -60,6 +61,8 @@ def row_norm_kernel(
     h = tl.load(x + row * x_row + cols, mask=ok, other=0.0).to(tl.float32)
     if branch is not None:
         added = tl.load(branch + row * branch_row + cols, mask=ok, other=0.0).to(tl.float32)
+        if branch_bias is not None:
+            added += tl.load(branch_bias + cols, mask=ok, other=0.0).to(tl.float32)
         if gate is not None:
             added *= tl.load(gate + cols, mask=ok, other=0.0).to(tl.float32)
         rounded = (h + added).to(total.dtype.element_ty)
@@ -97,6 +100,7 @@ def prepare(
     shift: Tensor | None = None,
     squares: Tensor | None = None,
     branch: Tensor | None = None,
+    branch_bias: Tensor | None = None,
     gate: Tensor | None = None,
     total: Tensor | None = None,
     scales: Tensor | None = None,
@@ -108,8 +112,10 @@ def prepare(
     M, C = stream.shape
     if (branch is None) != (total is None):
         raise ValueError("total: expected exactly where there is a branch to add")
-    if gate is not None and branch is None:
-        raise ValueError("gate: expected only where there is a branch to gate")
+    vectors = {"weight": weight, "shift": shift, "branch_bias": branch_bias, "gate": gate}
+    for name in ("branch_bias", "gate"):
+        if vectors[name] is not None and branch is None:
+            raise ValueError(f"{name}: expected only where there is a branch")
     for name, tensor in (("stream", stream), ("branch", branch), ("total", total), ("normed", normed)):
         if tensor is not None:
             check(name, tensor, (M, C), rows_apart=True)
@@ -118,7 +124,7 @@ def prepare(
             raise ValueError(f"{name}: expected dtype float32, bfloat16 or float16, got {tensor.dtype}")
     if total is not None:
         same_dtype("total", total, stream.dtype)
-    for name, vector in (("weight", weight), ("shift", shift), ("gate", gate)):
+    for name, vector in vectors.items():
         if vector is not None:
             check(name, vector, (C,))
     if squares is not None:
@@ -133,9 +139,7 @@ def prepare(
     arguments = {
         "x": stream,
         "branch": branch,
-        "gate": gate,
-        "weight": weight,
-        "shift": shift,
+        **vectors,
         "squares": squares,
         "x_scale": x_scale,
         "total": total,
@@ -167,7 +171,7 @@ def row_norm(
     dtype: torch.dtype | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """stream, branch: [M, C]; weight, shift, gate: [C]; squares: [M, any] -> (total, normed, scales), as
+    """stream, branch: [M, C]; weight, shift, branch_bias, gate: [C]; squares: [M, any] -> (total, normed, scales), as
     :func:`reference`.
 
     Written to ``total``, ``normed`` and ``scales`` where they are given. ``total`` may be ``stream`` itself, and
@@ -191,11 +195,13 @@ def reference(
     shift: Tensor | None = None,
     squares: Tensor | None = None,
     branch: Tensor | None = None,
+    branch_bias: Tensor | None = None,
     gate: Tensor | None = None,
     dtype: torch.dtype | None = None,
     x_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """total = stream + gate * branch; normed = norm(total) * (offset + weight) + shift; (total, normed, scales).
+    """Return (total, normed, scales): total = stream + gate * (branch + branch_bias); normed = norm(total) * (offset +
+    weight) + shift.
 
     norm: x / sqrt(mean(x^2) + eps), for "layer" of x - mean(x). offset: 0 for a weight as it is, 1 for one that is
     stored as its distance from one (Gemma, pi0.5's modulation); without a weight there is no factor. squares: float32
@@ -208,8 +214,8 @@ def reference(
     """
     total = stream
     if branch is not None:
-        added = branch.float() if gate is None else branch.float() * gate.float()
-        total = (stream.float() + added).to(stream.dtype)
+        added = branch.float() if branch_bias is None else branch.float() + branch_bias.float()
+        total = (stream.float() + (added if gate is None else added * gate.float())).to(stream.dtype)
     h = total.float()
     if kind == "layer":
         h = h - h.mean(-1, keepdim=True)

@@ -65,6 +65,17 @@ def splitk_linear_kernel(
     depth = split * DEPTH + tl.arange(0, BLOCK_K)
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     w_tile = weight + (cols[None, :] * K + depth[:, None])
+    # What stands behind the loop is asked for before it: its latency then passes while the weight comes.
+    ok = row_ok[:, None] & col_ok[None, :]
+    if bias is not None:
+        bias_row = tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+    if gate is not None:
+        gate_row = tl.load(gate + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+    if residual is not None:
+        before = residual + rows[:, None] * residual_row + cols[None, :]
+        stream = tl.load(before, mask=ok, other=0.0).to(tl.float32)
+    if scaled is not None:
+        factor = 1.0 + tl.load(scale + cols, mask=col_ok, other=0.0).to(tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, DEPTH, BLOCK_K):
         k_ok = (k + depth < K) | WHOLE
@@ -86,13 +97,11 @@ def splitk_linear_kernel(
             tl.store(arrivals + tile, 0)
     if is_last:
         if bias is not None:
-            acc += tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+            acc += bias_row
         if gate is not None:
-            acc *= tl.load(gate + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
-        ok = row_ok[:, None] & col_ok[None, :]
+            acc *= gate_row
         if residual is not None:
-            before = residual + rows[:, None] * residual_row + cols[None, :]
-            acc += tl.load(before, mask=ok, other=0.0).to(tl.float32)
+            acc += stream
         rounded = acc.to(out.dtype.element_ty)
         tl.store(out + (rows[:, None] * out_row + cols[None, :]), rounded, mask=ok)
         wide = tl.where(ok, rounded.to(tl.float32), 0.0)  # the norm reads what was stored
@@ -100,7 +109,6 @@ def splitk_linear_kernel(
             part = squares + rows * ((N + BLOCK_N - 1) // BLOCK_N) + tile // blocks_m
             tl.store(part, tl.sum(wide * wide, axis=1), mask=row_ok)
         if scaled is not None:
-            factor = 1.0 + tl.load(scale + cols, mask=col_ok, other=0.0).to(tl.float32)
             again = scaled + (rows[:, None] * scaled_row + cols[None, :])
             tl.store(again, (wide * factor[None, :]).to(scaled.dtype.element_ty), mask=ok)
 

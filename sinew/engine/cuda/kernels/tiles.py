@@ -1,8 +1,8 @@
 """The tile of a launch: one for each kernel, architecture and regime, as data.
 
-Those of sm_90 come from a sweep on an H100 over the problems of pi0, pi0.5 and SmolVLA, with weights that were not in
-its cache (docs/log/2026-11-26.md). Those of sm_80 and sm_89 have not been timed: they were chosen by the shared memory
-and registers that the compiler reports, and by the number of programs.
+Those of sm_90 come from sweeps on an H100 and an H200 over the problems of pi0, pi0.5 and SmolVLA, with weights that
+were not in the cache (docs/log/2026-11-26.md, 2026-11-27.md). Those of sm_80 and sm_89 have not been timed: they were
+chosen by the shared memory and registers that the compiler reports, and by the number of programs.
 
 ``few``: up to 64 rows, the iterative head, which streams weights and wants as many programs as the device has
 multiprocessors. ``some``: up to 256, the prefix of a small model. ``many``: a prefix that is limited by arithmetic, and
@@ -24,7 +24,10 @@ from sinew.engine.cuda.kernels.launch import Tile
 
 Regime = Literal["few", "some", "many", "narrow"]
 FEW_ROWS, SOME_ROWS = 64, 256
-DEPTH = 1024  # that a program of a split product has at least: with less, joining the parts takes longer
+PART = (
+    1 << 14
+)  # elements of the weight that a program of a split product has at least: with less, joining takes longer
+PROGRAMS = 128  # about as many as a device has multiprocessors
 NARROW_HEAD = 64
 NO_GPU = (
     80  # whose tiles stand in where there is no GPU, so that tests and compile checks see the same everywhere
@@ -44,7 +47,6 @@ _WHOLE_ROWS = {"few": Tile(warps=8)}
 _COLUMNS = {"few": Tile(n=256, warps=2), "many": Tile(n=1024, warps=4)}
 _HEADS = {"few": Tile(1, warps=1), "many": Tile(8, warps=4)}  # rows of one head
 _PIXELS = {"few": Tile(n=128, warps=2)}
-_FP8_89 = {"few": Tile(64, 32, 128, stages=4), "many": Tile(128, 128, 64, warps=8, stages=4)}
 
 TILES: dict[str, dict[int, dict[str, Tile]]] = {
     "norm_linear": {
@@ -56,8 +58,8 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
         80: {"few": Tile(64, 32, 64, warps=8, stages=4), "many": _PAIRED},
         89: {"few": _SMALL, "many": _PAIRED},
         90: {
-            "few": Tile(64, 32, 128, stages=5),
-            "some": Tile(64, 32, 64, stages=4),
+            "few": Tile(64, 32, 64, stages=8),
+            "some": Tile(64, 64, 64, stages=6),
             "many": Tile(128, 128, 64, warps=8),
         },
     },
@@ -66,8 +68,8 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
         80: {"few": Tile(64, 16, 128, stages=4), "many": _PAIRED},
         89: {"few": Tile(64, 16, 64, stages=4), "many": _PAIRED},
         90: {
-            "few": Tile(64, 16, 128, stages=4),
-            "some": Tile(64, 32, 128, stages=4),
+            "few": Tile(64, 16, 64, stages=8),
+            "some": Tile(64, 32, 64, stages=6),
             "many": Tile(128, 64, 64, warps=8, stages=4),
         },
     },
@@ -75,8 +77,8 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
         80: {"few": Tile(64, 64, 64, 8, stages=4), "many": _WIDE},
         89: {"few": Tile(64, 64, 64, 8, warps=8, stages=4), "many": Tile(128, 128, 32, warps=8)},
         90: {
-            "few": Tile(64, 16, 128, 4, stages=4),
-            "some": Tile(64, 32, 128, stages=4),
+            "few": Tile(64, 32, 128, 4, stages=4),
+            "some": Tile(64, 32, 128, stages=6),
             "many": Tile(128, 128, 64, warps=8, stages=4),
         },
     },
@@ -92,8 +94,8 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
             "narrow": _NARROW,
         },
         90: {
-            "few": Tile(64, 64, split=9, warps=4, stages=2),
-            "many": Tile(64, 64, warps=4, stages=2),
+            "few": Tile(64, 64, split=17, warps=4, stages=2),
+            "many": Tile(64, 32, split=2, warps=4, stages=2),
             "narrow": Tile(16, 64, split=4, stages=1),
         },
     },
@@ -101,10 +103,6 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
     "activate": dict.fromkeys(ARCHITECTURES, _COLUMNS),
     "rope": dict.fromkeys(ARCHITECTURES, _HEADS),
     "fp8_quantize": dict.fromkeys(ARCHITECTURES, _WHOLE_ROWS),
-    "fp8_product": {
-        **dict.fromkeys((80, 89), _FP8_89),  # sm_80 cannot; launches on the meta device are made with its row
-        90: {"few": Tile(64, 32, 128, stages=4), "many": Tile(128, 128, 128, warps=8, stages=4)},
-    },
     "preprocess": dict.fromkeys(ARCHITECTURES, _PIXELS),
 }
 
@@ -152,11 +150,21 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
     wide = dtype == torch.float32 and kernel in FLOAT32
     regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
     tile = regimes[regime(kernel, dims, regimes)]
-    if kernel == "splitk_linear" and not wide and architecture(capability) == 90:
-        tile = replace(tile, split=max(1, min(tile.split, round(dims[2] / DEPTH))))
+    if kernel in ("splitk_linear", "gated_mlp") and not wide and architecture(capability) == 90:
+        tile = spread(dims, tile)
+    if kernel == "packed_attention" and -(-dims[0] // tile.m) * dims[3] > 2 * PROGRAMS:
+        tile = replace(tile, split=1)  # the blocks of rows alone fill the device
     while tile.split > 1 and not has_work(kernel, dims, tile):
         tile = replace(tile, split=tile.split - 1)
     return tile
+
+
+def spread(dims: Sequence[int], tile: Tile) -> Tile:
+    """Return a tile of fewer columns where few rows would leave multiprocessors idle, split as far as it is worth."""
+    rows, columns, depth = dims
+    while rows <= FEW_ROWS and tile.n > 16 and -(-columns // tile.n) * tile.split < PROGRAMS:
+        tile = replace(tile, n=tile.n // 2)
+    return replace(tile, split=max(1, min(tile.split, round(tile.n * depth / PART))))
 
 
 def regime(kernel: str, dims: Sequence[int], regimes: Collection[str]) -> Regime:

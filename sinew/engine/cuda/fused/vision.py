@@ -1,0 +1,68 @@
+"""The vision tower: a library's products and the passes between them.
+
+Classes for ``rewrite.become``, as in :mod:`.layers`; they add ``rows``. A norm takes the residual sum before it along,
+also across layers and with the bias of the product, and leaves its result as the next product reads it, in e4m3 if that
+is what it multiplies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.engine.cuda.fused.ends import PatchTower
+from sinew.engine.cuda.fused.rows import Operand, RowOps, Target
+from sinew.engine.plan.norms import UnitLayerNorm
+from sinew.layers.vit import ViTLayer
+
+Added = dict[
+    str, Any
+]  # ``branch`` and ``branch_bias`` of the norm that comes next; empty: nothing is to be added
+
+
+class RowwiseViTLayer(ViTLayer):
+    """Views as rows: [V, L, C] as [V * L, C]. Its norms are unit norms."""
+
+    rows: RowOps
+
+    def along(self, x: Tensor, added: Added, views: int) -> tuple[Tensor, Added]:
+        """(x, what the layer before adds to it) -> the same of this layer."""
+        rows, attn, mlp = self.rows, self.attn, self.mlp
+        qkv: Any = attn.qkv_proj
+        x, normed = layer_norm(rows, x, added, self.norm1, qkv)
+        packed = rows.product(normed, qkv).view(views, -1, 3, attn.o_proj.in_features)
+        q, k, v = (part.unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for part in packed.unbind(2))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1)
+        out = branch(rows, rows.convert(attended, Target.of(attn.o_proj)), attn.o_proj)
+        x, normed = layer_norm(rows, x, out, self.norm2, mlp.fc1)
+        packed = rows.product(normed, mlp.fc1, bias=False)
+        to = Target.of(mlp.fc2)
+        hidden = rows.activate(packed, to, activation="gelu_tanh", gated=False, bias=mlp.fc1.bias)
+        return x, branch(rows, hidden, mlp.fc2)
+
+
+class RowwiseTower(PatchTower):
+    rows: RowOps
+
+    def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
+        views, added = len(x), Added()
+        x = (x + self.positions(rows, cols)).flatten(0, 1)
+        layers: Any = self.layers
+        for layer in layers:
+            x, added = layer.along(x, added, views)
+        norm: Any = self.norm
+        if not isinstance(norm, UnitLayerNorm):  # its readers are not known, so it kept its weight
+            total = sum((part for part in added.values() if part is not None), x)
+            return norm(total.unflatten(0, (views, -1)))
+        _, normed = self.rows.norm(x, Target(norm.dtype), eps=norm.eps, kind="layer", **added)
+        return normed.data.unflatten(0, (views, -1))
+
+
+def branch(rows: RowOps, operand: Operand, linear: Any) -> Added:
+    return {"branch": rows.product(operand, linear, bias=False), "branch_bias": linear.bias}
+
+
+def layer_norm(rows: RowOps, x: Tensor, added: Added, norm: Any, reader: Any) -> tuple[Tensor, Operand]:
+    return rows.norm(x, Target.of(reader), eps=norm.eps, kind="layer", **added)
