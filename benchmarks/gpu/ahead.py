@@ -63,22 +63,20 @@ def of_model(name: str, tiny: bool = False) -> Kinds:
     from benchmarks.gpu.models import TARGETS, processing, weightless
     from benchmarks.gpu.rungs import plan_of
     from benchmarks.gpu.session import shrunk
-    from sinew.engine.cuda.fp8 import linear as fp8_layers
     from sinew.engine.cuda.fp8.scales import linears
     from sinew.engine.cuda.fused.launches import Kernels
-    from sinew.engine.cuda.kernels.fp8_quantize import fp8_quantize
-
-    def launched(x: Any, weight: Any, x_scale: Any = None, bias: Any = None) -> Any:
-        """Return what a GPU launches for a layer that stands alone, for which this device has the reference."""
-        return fp8_layers.multiply(*fp8_quantize(x, x_scale=x_scale), weight, bias)
+    from sinew.engine.cuda.kernels import fp8_quantize
 
     case, meta = shrunk(TARGETS[name], tiny), torch.device("meta")
-    with torch.no_grad(), collecting() as found, mock.patch.object(fp8_layers, "reference", launched):
+    with torch.no_grad(), collecting() as found:
         model = weightless(name, case.chunk, tiny)
         recipe, plan = processing(name, model.config), plan_of(model)
         calibrated = dict.fromkeys(linears(plan.model, NARROW), 1.0)
         for fp8, scales in (((), {}), (NARROW, calibrated)):
-            program(case, plan, recipe, Kernels(meta), fp8, scales).chunk()
+            made = program(case, plan, recipe, Kernels(meta), fp8, scales)
+            # An FP8 layer that is not fused has the reference on this device, where a GPU has the kernel.
+            with mock.patch.object(fp8_quantize, "reference", fp8_quantize.fp8_quantize):
+                made.chunk()
     return found
 
 

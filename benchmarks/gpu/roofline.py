@@ -22,7 +22,7 @@ from sinew.engine.example import Shapes
 from sinew.engine.plan.plan import Plan
 from sinew.perf.trace import STAGES, TracedCall, trace
 
-PRODUCTS = ("splitk_linear", "gated_mlp", "qkv_rope", "norm_linear", "fp8_product", "packed_attention")
+PRODUCTS = ("splitk_linear", "gated_mlp", "qkv_rope", "norm_linear", "packed_attention")
 COMPONENT = {"vision": "vision", "prefix": "language", "head": "head"}
 
 
@@ -74,8 +74,9 @@ def least(flops: int, nbytes: int, narrow: bool, ceilings: Ceilings) -> tuple[fl
     return (arithmetic, "arithmetic") if arithmetic >= memory else (memory, "memory")
 
 
-# Launches of one kernel and grid: of each FLOP, bytes of weights, and whether it multiplies in e4m3.
-Counted = dict[tuple[str, str], list[tuple[int, int, bool]]]
+Counted = dict[
+    tuple[str, str], list[tuple[int, int]]
+]  # launches of one kernel and grid: FLOP, bytes of weights
 
 
 def launch_work(engine: Any) -> Counted:
@@ -108,14 +109,14 @@ def launch_work(engine: Any) -> Counted:
     return found
 
 
-def _given(given: dict[str, Any]) -> tuple[int, int, bool]:
+def _given(given: dict[str, Any]) -> tuple[int, int]:
     """Return the work of what a kernel was prepared with."""
     if "kv" in given:
         own = given.get("own")
         keys = len(given["kv"][0]) + (0 if own is None else len(own[0]))
-        return 4 * given["q"].numel() * keys, 0, False
+        return 4 * given["q"].numel() * keys, 0
     weight = given["weight"]
-    return 2 * len(given["x"]) * weight.numel(), weight.nbytes, weight.dtype == torch.float8_e4m3fn
+    return 2 * len(given["x"]) * weight.numel(), weight.nbytes
 
 
 def _product(call: TracedCall) -> tuple[int, int, int]:

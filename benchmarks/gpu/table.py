@@ -223,7 +223,7 @@ def _launches(sections: Record, ceilings: Ceilings | None) -> str:
         return ""
     cells, read = [], dict[tuple[str, str], float]()
     for row in rows:
-        parts = [(*least(*each, ceilings), each[1]) for each in row["work"]]
+        parts = [(*least(*each, False, ceilings), each[1]) for each in row["work"]]
         floor = 1e6 * sum(seconds for seconds, _, _ in parts)
         of_memory = 1e6 * sum(seconds for seconds, limit, _ in parts if limit == "memory")
         limit = "memory" if 2 * of_memory > floor else "arithmetic"

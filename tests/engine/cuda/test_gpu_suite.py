@@ -226,7 +226,7 @@ def document() -> dict:
                 "grid": "[4, 1, 1]",
                 "launches": 2,
                 "us": 40.0,
-                "work": [(785 * 10**6, 43 * 10**6, False)] * 2,
+                "work": [(785 * 10**6, 43 * 10**6)] * 2,
             },
         ],
         "bounds": [{"case": case, "work": work(TARGETS["smolvla"])}],
@@ -479,7 +479,7 @@ def test_a_trace_holds_the_last_chunk(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_work_is_told_of_kinds_that_are_alone() -> None:
     """Two kinds of one name and grid differ in their blocks: which launch is whose is not known."""
-    known = {("a", "[1, 1, 1]"): [(8, 4, False)] * 2, ("b", "[1, 1, 1]"): [(8, 4, False)] * 2}
+    known = {("a", "[1, 1, 1]"): [(8, 4)] * 2, ("b", "[1, 1, 1]"): [(8, 4)] * 2}
 
     def launch(name: str, start: float, block: int) -> dict:
         facts = {"grid": [1, 1, 1], "block": [block, 1, 1], "stream": 7}
