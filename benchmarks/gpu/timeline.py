@@ -55,14 +55,16 @@ def timeline(model: str, session: Session) -> None:
         made = Engine(cuda_engine(plan, recipe, session.device, scales, **options))
         for sample in inputs:
             made.run(sample)
+        about = {"case": case.name, "variant": variant}
         events = recorded(made, inputs, session)
         host = {**host_row(events), "range_us": range_us()}
+        session.emit(about | host)  # before anything else can fail
         launches[variant] = host["graph_launches"]
         if session.traces is not None:
-            host["trace"] = kept(events, Path(f"{session.traces}-{model}-{variant}.json.gz"))
-        replay = last_replay(events, session)
-        for row in (host, *rows_of(replay, launch_work(made.engine))):
-            session.emit({"case": case.name, "variant": variant, **row})
+            name = kept(events, Path(f"{session.traces}-{model}-{variant}.json.gz"))
+            session.emit({**about, "what": "trace", "file": name})
+        for row in rows_of(last_replay(events, session), launch_work(made.engine)):
+            session.emit(about | row)
         del made
         if session.is_gpu:
             torch.cuda.empty_cache()
