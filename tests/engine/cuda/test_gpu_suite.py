@@ -499,15 +499,14 @@ def test_the_timeline_runs_without_a_gpu(tmp_path: Path) -> None:
     record = gpu.run_section("timeline smolvla", 120, "cpu", True, tmp_path / "cpu-2026-11-27")
     assert record["status"] == "done", record
     hosts = [row for row in record["rows"] if row["what"] == "host"]
-    assert [row["trace"] for row in hosts] == [
-        f"cpu-2026-11-27-smolvla-{v}.json.gz" for v in timeline.VARIANTS
-    ]
-    for row in hosts:
-        shown = json.loads(gzip.decompress((tmp_path / row["trace"]).read_bytes()))["traceEvents"]
+    traces = [row["file"] for row in record["rows"] if row["what"] == "trace"]
+    assert traces == [f"cpu-2026-11-27-smolvla-{v}.json.gz" for v in timeline.VARIANTS]
+    for row, trace in zip(hosts, traces, strict=True):
+        shown = json.loads(gzip.decompress((tmp_path / trace).read_bytes()))["traceEvents"]
         spans = [event["name"] for event in shown if event.get("cat") == "user_annotation"]
         assert spans == [timeline.CALL, "copies", "chunk", "copies"]
         assert row["graph_launches"] == 0
         assert 0 < row["copying_us"] < row["host_us"]
-    record["rows"] = [row for row in record["rows"] if row["what"] != "host"]
+    record["rows"] = [row for row in record["rows"] if row["what"] not in ("host", "trace")]
     assert {row["variant"] for row in record["rows"]} == set(timeline.VARIANTS)
     assert all(row["launches"] > 0 for row in record["rows"])
