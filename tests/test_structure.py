@@ -107,7 +107,6 @@ STEPS = {
     # The arithmetic that planes share with it, and its compiled form.
     "steps/image/bilinear": {"processing/image.py", "engine/cpu/kernels/library.py"},
     "steps/image/letterbox": {"engine/cuda/kernels/resize_tables.py"},
-    "steps/prompt/instruction": {"bundle/prompt_recipe.py"},  # what a prompt is without any
 }
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.families.pi.model import PI0Config, PI05Config
 from sinew.families.smolvla.model import SmolVLAConfig
@@ -24,6 +23,7 @@ from sinew.layers.vit import ViTConfig
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
 
 STEPS = 10

@@ -13,8 +13,6 @@ from typing import Annotated, Any, Literal
 
 from sinew.bundle.adapter import AdapterBase
 from sinew.bundle.hashes import KEY_HEADER, KEY_TENSORS
-from sinew.bundle.image_recipe import ImageRecipe
-from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.bundle.rules import problems
 from sinew.bundle.seen import Seen
 from sinew.core import BundleError, PolicySpec
@@ -30,6 +28,8 @@ from sinew.core.fields import (
     to_json,
     within,
 )
+from sinew.steps.image.base import ImageRecipe
+from sinew.steps.prompt.base import PromptRecipe
 from sinew.steps.vector.base import VectorStep
 
 # Of a policy, as recipes name them; head: all that is not the others'

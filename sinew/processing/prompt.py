@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.core import BundleError, ObservationError
 from sinew.core.hints import option
 from sinew.processing.arrays import numbers
-from sinew.steps.prompt.base import HeldTokens, Sentence
+from sinew.steps.prompt.base import HeldTokens, PromptRecipe, Sentence
 from sinew.steps.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can

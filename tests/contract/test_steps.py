@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from sinew.bundle import Bundle
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Manifest, Normalization
 from sinew.bundle.writer import rewrite
 from sinew.cli import main
@@ -26,7 +25,7 @@ from sinew.processing import Processor
 from sinew.processing.image import apply_image_steps
 from sinew.processing.prompt import Prompter
 from sinew.steps import registry
-from sinew.steps.image.base import ImageStep
+from sinew.steps.image.base import ImageRecipe, ImageStep
 from sinew.steps.image.centre_crop import CentreCrop
 from sinew.steps.image.crop import Crop
 from sinew.steps.image.grid import Grid
