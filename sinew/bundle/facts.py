@@ -11,8 +11,7 @@ from sinew_client.control import choose
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.adapter import AdapterBase
-    from sinew.bundle.schema import Quantization, VectorPart
-    from sinew.bundle.seen import Seen
+    from sinew.bundle.schema import Quantization, Seen, VectorPart
     from sinew.steps.prompt.base import TextRecipe
 
 

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from sinew.bundle import Bundle
 from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import DTYPES, PROMPT_TABLE, BundleError, SinewError, dtype_word, machine
+from sinew.core import DTYPES, PROMPT_TABLE, BundleError, SinewError, machine
 from sinew.core.fields import from_builtins
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.kernels.library import extension, take_kept_resize
@@ -98,19 +97,34 @@ class Storage:
     tables: bool = False
 
 
+def open_model(
+    bundle: Bundle, options: EngineOptions, engine: str, lowbit: bool = False
+) -> tuple[Model, torch.device]:
+    """Return the bundle's model as an engine of PyTorch computes it, and its device. lowbit: the engine computes on
+    weights in few bits; else they become wide ones, which is said unless the architecture wants them so (ternary)."""
+    where = open_device(options)
+    model = load_model(bundle, where, options.dtype, Storage(lowbit, half=bool(options.storage), tables=True))
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
+    if widened := {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}:
+        kinds = ", ".join(sorted(widened))
+        log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
+    return model, where
+
+
 def load_model(
     bundle: Bundle,
     device: torch.device,
     dtype: str,
     storage: Storage = Storage(),
 ) -> Model:
-    """Return the bundle's architecture with its weights in precision ``dtype``, but for what stays as ``storage`` says;
-    parameters are views of the memory map where they can be."""
+    """Return the bundle's architecture with its weights in precision ``dtype`` (fp32, bf16, fp16 or native), but for
+    what stays as ``storage`` says; parameters are views of the memory map where they can be."""
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
     config: Any = from_builtins(manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
     model = build_on_meta(manifest.architecture, config)
-    placement = Placement(bundle, model, device, dtype_word(dtype), storage)
+    tensors = bundle.tensors("meta" if device.type == "meta" else "cpu")
+    placement = Placement(bundle, model, device, dtype, storage, tensors)
     stores = placement.stores()
     modules: dict[str, Any] = dict(model.named_modules())
     for name, store in stores.items():
@@ -168,30 +182,16 @@ def check_agreement(bundle: Bundle, model: Model) -> None:
         )
 
 
-def say_widened(bundle: Bundle, model: Model, engine: str) -> None:
-    """Warn of low-bit weights that became wide ones; those that the architecture wants so (ternary) did not."""
-    layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
-    widened = {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}
-    if widened:
-        kinds = ", ".join(sorted(widened))
-        log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
-
-
 @dataclass(frozen=True)
 class Placement:
-    """Where the tensors of ``bundle`` go in ``model``, which has no memory yet. word: the chosen precision, as
-    :func:`sinew.core.dtype_word` gives it."""
+    """Where the tensors of ``bundle``, as they lie in its file, go in ``model``, which has no memory yet."""
 
     bundle: Bundle
     model: Model
     device: torch.device
-    word: str
+    dtype: str
     storage: Storage
-
-    @cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the bundle's tensors as they lie in its file."""
-        return self.bundle.tensors("meta" if self.device.type == "meta" else "cpu")
+    tensors: Mapping[str, Tensor]
 
     def stores(self) -> dict[str, Store]:
         """Return the store of each linear layer and table of the bundle. Raises :class:`BundleError` for low-bit
@@ -254,11 +254,11 @@ class Placement:
 
     def _lying(self, name: str, own: torch.dtype) -> torch.dtype:
         """Return the dtype that the chosen precision gives a tensor whose own is ``own``."""
-        if self.word == "native" or (self.storage.half and self.word == "fp32"):
+        if self.dtype == "native" or (self.storage.half and self.dtype == "fp32"):
             return own
         if name.partition(".")[0] in self.model.float32_modules:
             return torch.float32
-        return getattr(torch, DTYPES[self.word])
+        return getattr(torch, DTYPES[self.dtype])
 
     def _computed(self, name: str, own: torch.dtype) -> torch.dtype:
         """Return the dtype that the tensor is computed in."""

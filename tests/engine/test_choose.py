@@ -20,8 +20,7 @@ from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import SinewError, machine
 from sinew.core.registry import architectures
 from sinew.engine import prepared, proofs
-from sinew.engine.backend import BACKENDS, EngineOptions
-from sinew.engine.choose import candidates, choose
+from sinew.engine.backend import BACKENDS, EngineOptions, candidates, choose
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import cache_folder

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.rules import STATISTICS
-from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorPart
+from sinew.bundle.schema import STATISTICS, ImageRecipe, Normalization, Processing, PromptRecipe, VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.adapter import merge
 from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset, resolve

@@ -8,8 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from sinew.bundle import Bundle
-from sinew.bundle.files import EXPORTED
+from sinew.bundle import EXPORTED, Bundle
 from sinew.core import BundleError, SinewError, machine, progress, scratch
 from sinew.core.extras import install
 from sinew.engine.backend import EngineOptions, recipe
@@ -133,7 +132,7 @@ def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, fol
         ) from None
     manifest = bundle.manifest
     image, steps = manifest.processing.image, manifest.spec.solver_steps
-    model = load_model(bundle, parse_device("cpu"), "float32")
+    model = load_model(bundle, parse_device("cpu"), "fp32")
     wide = sum(4 * math.prod(info.shape) for info in bundle.infos.values())
     rewrites, unfolded = ON_ONNX, tuple(name for name in ON_ONNX if name != "fold-norms")
     if not folded:

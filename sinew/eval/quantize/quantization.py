@@ -12,16 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle import Bundle, write_bundle
-from sinew.bundle.files import EXPORTED
+from sinew.bundle import EXPORTED, Bundle, write_bundle
 from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
 from sinew.checks.validate.parity import bounds_of, compare, distance, spread_of
 from sinew.convert.lowbit.gptq import WIDEST
 from sinew.convert.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing, progress, scratch
-from sinew.engine.backend import BACKENDS
-from sinew.engine.choose import choose
+from sinew.engine.backend import BACKENDS, choose
 from sinew.engine.engine import Watch
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant

@@ -142,7 +142,7 @@ class PromptRecipe:
         """Return the advantage of a request that names none; "" for none."""
         return next((step.usual_advantage for step in self.steps if step.advantages), "")
 
-    @property
+    @cached_property
     def held(self) -> tuple[HeldTokens, ...]:
         """Return the tokens that every prompt holds, those of an id together."""
         found: dict[tuple[str, int], int] = {}
