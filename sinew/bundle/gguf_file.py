@@ -119,11 +119,7 @@ class GGUFFile:
             raise BundleError(f"{self.path}: the file is empty") from None
         except OSError as error:
             raise BundleError(f"{self.path}: {error.strerror or error}") from None
-        try:
-            self._parse()
-        except BundleError:
-            # The traceback still refers to the cursor's memoryview; the map goes with the last of them.
-            raise
+        self._parse()
 
     def _parse(self) -> None:
         cursor = _Cursor(self.map, self.path)

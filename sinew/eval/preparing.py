@@ -136,13 +136,13 @@ def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Calla
     from sinew.bundle import EXPORTED
     from sinew.engine.backend import BACKENDS
     from sinew.engine.onnx.borrowed import shipped
-    from sinew.engine.onnx.cache import cache_folder, publish
-    from sinew.engine.onnx.opening import usable_bits, variant, write_folder
+    from sinew.engine.onnx.cache import graphs_folder, publish
+    from sinew.engine.onnx.opening import write_folder
 
     if not BACKENDS[candidate.engine].runs_graphs or shipped(bundle.path) is not None:
         yield bundle.path, lambda: None
         return
-    folder = cache_folder(bundle.path, variant(usable_bits(bundle)))
+    folder = graphs_folder(bundle)
     with contextlib.ExitStack() as held:
         with _kept_as(f"{folder}: expected to write the exported graphs beside the bundle"):
             partial = held.enter_context(scratch.beside(folder))
