@@ -114,7 +114,11 @@ class Backend:
             return problem
         if not options.recipe or not (lacking := self.not_computed(bundle)):
             return ""
-        able = followers(bundle)
+        able = [
+            name
+            for name, each in BACKENDS.items()
+            if not (each.not_computed(bundle) or each.unfit(bundle, EngineOptions()))
+        ]
         who = f"engine {' or '.join(able)} does" if able else "no engine here does"
         return (
             f"{bundle.path}: its recipe has {lacking}, which engine {self.name} does not compute; {who}"
@@ -289,15 +293,6 @@ def recipe(bundle: Bundle) -> dict[str, str]:
     """Return the components that the bundle wants below its dtype, with their precision."""
     found = bundle.manifest.quantization
     return {} if found is None else {part: kind for part, kind in found.recipe.items() if kind != "fp32"}
-
-
-def followers(bundle: Bundle) -> Sequence[str]:
-    """Return the names of the engines that follow the bundle's recipe and can run it somewhere."""
-    return [
-        name
-        for name, backend in BACKENDS.items()
-        if not (backend.not_computed(bundle) or backend.unfit(bundle, EngineOptions()))
-    ]
 
 
 def installed(module: str) -> bool:
