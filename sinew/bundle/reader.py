@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,14 @@ class Bundle:
         """
         if self.hashes is None:
             raise BundleError(f"{self.path}: carries no hashes; bundles written before 2026-11-21 do not")
-        return list(changed_tensors(self.file, self.hashes))
+        view, changed = memoryview(self.file.map), []
+        for name, info in self.infos.items():
+            digest, end = hashlib.sha256(), info.offset + info.nbytes
+            for start in range(info.offset, end, BLOCK):
+                digest.update(view[start : min(start + BLOCK, end)])
+            if digest.hexdigest() != self.hashes[name]:
+                changed.append(name)
+        return changed
 
     @cached_property
     def weights_nbytes(self) -> int:
@@ -197,17 +204,6 @@ def header_hash(header: Any, place: int) -> str:
     digest.update(BLANK.encode())
     digest.update(header[place + len(BLANK) :])
     return digest.hexdigest()
-
-
-def changed_tensors(file: GGUFFile, hashes: Mapping[str, str]) -> Iterator[str]:
-    """Yield the names of tensors whose bytes are not those that were written. Reads all of the file."""
-    view = memoryview(file.map)
-    for name, info in file.tensors.items():
-        digest = hashlib.sha256()
-        for start in range(info.offset, info.offset + info.nbytes, BLOCK):
-            digest.update(view[start : min(start + BLOCK, info.offset + info.nbytes)])
-        if digest.hexdigest() != hashes[name]:
-            yield name
 
 
 def _is_hash(value: object) -> bool:
