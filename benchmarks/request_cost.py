@@ -73,24 +73,32 @@ def profile(frame, event, argument):
     if event == "call" and (name := frame.f_globals.get("__name__", "")).startswith("sinew."):
         if name.split(".")[1] not in ("layers", "models", "families") and frame.f_code not in known:
             known.add(frame.f_code)
-            calls.append(name)
+            calls.append((name, frame.f_code.co_qualname))
 sinew.load(sys.argv[1], engine="eager", device="cpu", threads=1)  # what is imported, and remembered
 sys.setprofile(profile)
 sinew.load(sys.argv[1], engine="eager", device="cpu", threads=1)
 sys.setprofile(None)
-stays = [name for name, last in zip(calls, [None, *calls]) if name != last]
-files = len(set(calls))
-print(json.dumps({"functions": len(calls), "files": files, "stays": len(stays), "returns": len(stays) - files}))
+stays = []
+for name, function in calls:
+    if not stays or stays[-1][0] != name:
+        stays.append((name, []))
+    stays[-1][1].append(function)
+files = len({name for name, _ in calls})
+counts = {"functions": len(calls), "files": files, "stays": len(stays), "returns": len(stays) - files}
+print(json.dumps([stays, counts]))
 """
 
 
-def loaded(checkout: Path) -> dict[str, int]:
-    """Return ``functions``, ``files``, ``stays`` and ``returns`` of loading a policy."""
+def loaded(checkout: Path, files: bool = False) -> dict[str, int]:
+    """Return ``functions``, ``files``, ``stays`` and ``returns`` of loading a policy. files: print each stay."""
     command = [sys.executable, "-c", LOADER, str(checkout / "sinew" / "assets" / "pen.gguf")]
     pipe, environment = subprocess.PIPE, _environment(checkout)
     done = subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=pipe, text=True)
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    stays, found = json.loads(done.stdout.splitlines()[-1])
+    for name, functions in stays if files else ():
+        print(f"{name:30} {', '.join(functions)}")
+    counts: dict[str, int] = found
+    return counts
 
 
 def _environment(checkout: Path) -> dict[str, str]:
@@ -170,12 +178,14 @@ def main() -> None:
     )
     parser.add_argument("--against", type=Path)
     parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--files", action="store_true", help="print each file's calls and changes")
+    parser.add_argument(
+        "--files", action="store_true", help="print each file's calls and changes, or each stay"
+    )
     parser.add_argument("--load", action="store_true")
     arguments = parser.parse_args()
     checkouts = {"this": ROOT, **({"against": arguments.against.resolve()} if arguments.against else {})}
     if arguments.load:
-        loads = {name: loaded(path) for name, path in checkouts.items()}
+        loads = {name: loaded(path, arguments.files) for name, path in checkouts.items()}
         print(json.dumps({"schema": "sinew.benchmark.request_cost/1", "load": loads}))
         return
     found = {name: counted(path, arguments.requests, arguments.files) for name, path in checkouts.items()}

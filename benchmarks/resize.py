@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.engine.cpu.kernels.library import extension
 from sinew.processing.image import prepare_frame
 from sinew.steps.image import bilinear
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
 
 

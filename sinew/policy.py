@@ -18,15 +18,13 @@ from typing import Any
 import numpy as np
 from sinew_client.policy import Limit, OpenPolicy, asking
 
-from sinew.bundle import Bundle
+from sinew.bundle import EXPORTED, Bundle
 from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
-from sinew.bundle.files import EXPORTED, watch
-from sinew.bundle.rename import rename_cameras
-from sinew.bundle.seen import renamed
+from sinew.bundle.gguf_file import watch
+from sinew.bundle.rename import rename_cameras, renamed
 from sinew.convert.sources import resolve
 from sinew.core import RTC, ActionChunk, BundleError, Moment, Observation, ObservationError, SinewError, hints
-from sinew.engine.backend import BACKENDS
-from sinew.engine.choose import ASKED, choose
+from sinew.engine.backend import ASKED, BACKENDS, choose
 from sinew.engine.engine import Engine, Watch
 from sinew.processing import (
     Allowed,
@@ -127,6 +125,7 @@ class Policy(OpenPolicy):
     ):
         self.bundle = bundle
         self.adapters = open_adapters(bundle, adapters or {})
+        self._files = [bundle.file.in_use, *(each.file.in_use for each in self.adapters.values())]
         self.manifest = own = bundle.manifest
         if rename:
             spec = rename_cameras(own.spec, rename)
@@ -167,8 +166,7 @@ class Policy(OpenPolicy):
         self._looked_at: dict[str, tuple[int, ...]] = {}
         self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None
-        self._files = [bundle.file.in_use, *map(watch, self.facts.files)]
-        self._files += [each.file.in_use for each in self.adapters.values()]
+        self._files += map(watch, self.facts.files)
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:

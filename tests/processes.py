@@ -59,8 +59,8 @@ PRELOAD = (
     # The verbs' own, and what their policies compute with: a second of each process
     "sinew.cli.run",
     "sinew.cli.serve",
-    "sinew.engine.eager.open",
-    "sinew.engine.plan.open",
+    "sinew.engine.loading",
+    "sinew.engine.plan.engine",
     "sinew.eval.campaign",
     "sinew.eval.farm.shards",
     "sinew.eval.fitting",

@@ -30,7 +30,7 @@ MEANT_OTHERWISE = {
         "protocols of other projects' clients; any policy speaks them",
     ),
     **dict.fromkeys(
-        ("sinew/bundle/rules.py", "sinew/bundle/schema.py", "sinew/processing/normalize.py"),
+        ("sinew/bundle/schema.py", "sinew/processing/normalize.py"),
         ({"gr00t"}, "a convention of statistics, which bundles name"),
     ),
     "packages/sinew-client/src/sinew_client/control/kinematics.py": (

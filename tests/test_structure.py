@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.request_cost import loaded
 from tests.structure import MUTUAL, ROOT, WALLS, Structure, imported_modules, imported_rooms
 
 # A room may import from its own line and from those below. The package itself offers load() lazily.
@@ -107,7 +108,6 @@ STEPS = {
     # The arithmetic that planes share with it, and its compiled form.
     "steps/image/bilinear": {"processing/image.py", "engine/cpu/kernels/library.py"},
     "steps/image/letterbox": {"engine/cuda/kernels/resize_tables.py"},
-    "steps/prompt/instruction": {"bundle/prompt_recipe.py"},  # what a prompt is without any
 }
 
 
@@ -175,6 +175,17 @@ MOST_CORE_LINES = 43_000
 
 def test_the_core_stays_as_small_as_it_is() -> None:
     assert STRUCTURE.lines(STRUCTURE.core) <= MOST_CORE_LINES
+
+
+# What is read of a load, file by file, in the order of its calls (``benchmarks/request_cost.py --load --files``). The
+# numbers only fall.
+MOST_LOADED = {"files": 20, "stays": 34, "returns": 14}
+
+
+def test_a_load_is_read_in_few_files() -> None:
+    found = loaded(ROOT)
+    assert found["files"] > 10
+    assert not {what: found[what] for what, most in MOST_LOADED.items() if found[what] > most}
 
 
 # Classes of one name: a facade and its protocol, one suite's simulator each.

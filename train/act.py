@@ -21,7 +21,6 @@ from torch import Tensor, multiprocessing, nn
 
 import sinew.sim  # noqa: F401 - registers the environments
 from benchmarks.handovers import OFFSETS
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, VectorPart
 from sinew.convert import silent
 from sinew.convert.conversion import Conversion
@@ -32,6 +31,7 @@ from sinew.families.act.model import ACT, ActConfig, ActContext, view_places
 from sinew.layers.resnet import ResNetConfig
 from sinew.models.solvers import SINGLE
 from sinew.sim.prompts import COLORS, SIDES
+from sinew.steps.image.base import ImageRecipe
 from train.blocks import VECTORS, auxiliary, statistics
 from train.blocks_demos import HOLD, record_shard
 from train.checkpoint import Statistics

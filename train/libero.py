@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.core import CameraSpec, VectorSpec
 from sinew.families.act.model import ACT
 from sinew.families.smolvla.model import SmolVLA
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.resize import Resize
 from train import act
 from train.checkpoint import Design, Statistics, build_tokenizer

@@ -15,7 +15,7 @@ import numpy as np
 
 import sinew.sim  # noqa: F401 - registers the environments
 from sinew.bundle import Bundle
-from sinew.bundle.seen import Seen
+from sinew.bundle.schema import Seen
 from sinew.bundle.writer import rewrite
 from sinew.engine.onnx.borrowed import SHIPPED, shipped_folder
 from sinew.processing.thumbnails import Gathering

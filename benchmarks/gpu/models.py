@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.core.registry import presets
 from sinew.layers.norm import GemmaRMSNorm, RMSNorm
 from sinew.models import build_on_meta, model_class
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
-from sinew.steps.image.base import ImageStep
+from sinew.steps.image.base import ImageRecipe, ImageStep
 from sinew.steps.image.crop import Crop
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.image.short_side import ShortSide

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest
     from sinew.bundle.writer import TensorSource, write_bundle
 
-__all__ = ["Bundle", "GGUFFile", "Manifest", "TensorSource", "write_bundle"]
+EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
+
+__all__ = ["EXPORTED", "Bundle", "GGUFFile", "Manifest", "TensorSource", "write_bundle"]
 
 _HOME = {
     "Bundle": "reader",

@@ -11,9 +11,8 @@ from sinew_client.control import choose
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.adapter import AdapterBase
-    from sinew.bundle.prompt_recipe import TextRecipe
-    from sinew.bundle.schema import Quantization, VectorPart
-    from sinew.bundle.seen import Seen
+    from sinew.bundle.schema import Quantization, Seen, VectorPart
+    from sinew.steps.prompt.base import TextRecipe
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def _lm_head(bundle: Bundle) -> str:
 
 def _text(text: TextRecipe | None) -> str:
     """Return what a language head is asked with."""
-    from sinew.bundle.prompt_recipe import template
+    from sinew.steps.prompt.base import template
 
     if text is None:
         return "-"

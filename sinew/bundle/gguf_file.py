@@ -12,16 +12,17 @@ key-value count; the pairs; the tensor infos; padding; tensor data at aligned of
 from __future__ import annotations
 
 import mmap
+import os
 import struct
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from sinew_client.given import open_regular
 
-from sinew.bundle.files import InUse
 from sinew.core import BundleError
 
 MAGIC = b"GGUF"
@@ -60,6 +61,45 @@ class TensorInfo:
     nbytes: int
 
 
+class InUse:
+    """A file that has to stay as it is while somebody reads its memory map.
+
+    It is told by the open file, not by its name: renaming, deleting or replacing by rename leaves the bytes that
+    are mapped alone, and so does touching another file under the old name. Writing into it changes what is mapped,
+    and truncating it makes reading a fault that ends the process.
+    """
+
+    def __init__(self, path: Path | str, file: BinaryIO):
+        self.path = Path(path)
+        self._number = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._number)
+        found = os.fstat(self._number)
+        self._found = found.st_size, found.st_mtime_ns
+
+    def problem(self) -> str | None:
+        """Return a sentence if the file was written to or truncated since it was opened, else None; costs one fstat."""
+        found = os.fstat(self._number)
+        size, changed = found.st_size, found.st_mtime_ns
+        if size < self._found[0]:
+            what = f"was truncated from {self._found[0]} to {size} bytes"
+        elif size > self._found[0]:
+            what = f"grew from {self._found[0]} to {size} bytes"
+        elif changed != self._found[1]:
+            what = "was written to"
+        else:
+            return None
+        return (
+            f"{self.path} {what} while its weights are in use; start again with the file as it is now, and replace"
+            " it by renaming another over it"
+        )
+
+
+def watch(path: Path) -> InUse:
+    """Return what notices changes of a file from now on."""
+    with open_regular(path) as file:
+        return InUse(path, file)
+
+
 class GGUFFile:
     """A validated, memory-mapped GGUF file.
 
@@ -79,11 +119,7 @@ class GGUFFile:
             raise BundleError(f"{self.path}: the file is empty") from None
         except OSError as error:
             raise BundleError(f"{self.path}: {error.strerror or error}") from None
-        try:
-            self._parse()
-        except BundleError:
-            # The traceback still refers to the cursor's memoryview; the map goes with the last of them.
-            raise
+        self._parse()
 
     def _parse(self) -> None:
         cursor = _Cursor(self.map, self.path)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import mmap
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gguf import GGMLQuantizationType
 
 from sinew.bundle.gguf_file import GGUFFile, TensorInfo
-from sinew.bundle.hashes import changed_tensors, read_hashes
 from sinew.bundle.quant import BY_TYPE, SCALE, WEIGHT
-from sinew.bundle.schema import Manifest
+from sinew.bundle.schema import KEY_HEADER, KEY_TENSORS, Manifest
 from sinew.core import BundleError
 
 if TYPE_CHECKING:  # imported where tensors are made: the metadata alone must not need torch
@@ -25,6 +26,8 @@ TORCH_DTYPES = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
+BLANK = "0" * 64  # in the place of a header's own hash
+BLOCK = 1 << 22  # bytes that are hashed at once
 
 
 class Bundle:
@@ -48,7 +51,14 @@ class Bundle:
         """
         if self.hashes is None:
             raise BundleError(f"{self.path}: carries no hashes; bundles written before 2026-11-21 do not")
-        return list(changed_tensors(self.file, self.hashes))
+        view, changed = memoryview(self.file.map), []
+        for name, info in self.infos.items():
+            digest, end = hashlib.sha256(), info.offset + info.nbytes
+            for start in range(info.offset, end, BLOCK):
+                digest.update(view[start : min(start + BLOCK, end)])
+            if digest.hexdigest() != self.hashes[name]:
+                changed.append(name)
+        return changed
 
     @cached_property
     def weights_nbytes(self) -> int:
@@ -151,3 +161,50 @@ class Bundle:
         meta = torch.device(device).type == "meta"
         whole = torch.empty(len(self.file.map), dtype=torch.uint8, device="meta") if meta else self._bytes
         return {name: self.tensor(name, whole) for name in self.infos}
+
+
+# Hashes find accidents: flipped bits, a copy that broke off, a file that was patched by another tool. Whoever can write
+# the file can write its hashes too; a signature would be another matter.
+
+
+def read_hashes(file: GGUFFile) -> dict[str, str] | None:
+    """Return name -> SHA-256 of every tensor; None for bundles written before 2026-11-21, which carry none.
+
+    Raises :class:`BundleError` where the header is not the one that was written.
+    """
+    said, text = file.metadata.get(KEY_HEADER), file.metadata.get(KEY_TENSORS)
+    if said is None and text is None:
+        return None
+    place = file.places.get(KEY_HEADER)
+    if said is None or not _is_hash(said) or place is None or not isinstance(text, str):
+        raise BundleError(
+            f"{KEY_HEADER} and {KEY_TENSORS}: expected both as text, of 64 hexadecimal digits the first"
+        )
+    if (found := header_hash(memoryview(file.map)[: file.header_bytes], place)) != said:
+        raise BundleError(
+            f"the header was changed after it was written: {KEY_HEADER} says {said[:16]}..., its bytes give"
+            f" {found[:16]}..."
+        )
+    try:
+        hashes: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{KEY_TENSORS} is not JSON: {error}") from None
+    if (
+        not isinstance(hashes, dict)
+        or hashes.keys() != file.tensors.keys()
+        or not all(map(_is_hash, hashes.values()))
+    ):
+        raise BundleError(f"{KEY_TENSORS}: expected one hash for each tensor")
+    return hashes
+
+
+def header_hash(header: Any, place: int) -> str:
+    """Return the SHA-256 of a header whose own hash stands at ``place``."""
+    digest = hashlib.sha256(header[:place])
+    digest.update(BLANK.encode())
+    digest.update(header[place + len(BLANK) :])
+    return digest.hexdigest()
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and len(value) == len(BLANK) and set(value) <= set("0123456789abcdef")

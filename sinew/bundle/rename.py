@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from sinew.bundle.schema import Seen
 from sinew.core import PolicySpec, SinewError, did_you_mean
 from sinew.core.hints import option, pairs
 
@@ -51,3 +52,13 @@ def renames_for(wanted: Sequence[str], shown: Sequence[str]) -> str:
 def parse_renames(texts: Iterable[str]) -> dict[str, str]:
     """Return new name -> the bundle's, of texts such as ``front=camera1``."""
     return pairs("--rename", "NEW=CAMERA, as front=camera1", texts)
+
+
+def renamed(seen: Seen | None, before: PolicySpec, after: PolicySpec) -> Seen | None:
+    """Return the record with the cameras' names of ``after``, which has those of ``before`` in the same order."""
+    if seen is None:
+        return None
+    names: Mapping[str, str] = {
+        old.name: new.name for old, new in zip(before.cameras, after.cameras, strict=True)
+    }
+    return replace(seen, cameras={names[name]: camera for name, camera in seen.cameras.items()})

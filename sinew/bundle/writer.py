@@ -21,8 +21,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from sinew_client.given import open_regular
 
-from sinew.bundle.hashes import BLANK, KEY_HEADER, KEY_TENSORS, header_hash
-from sinew.bundle.schema import ALIGNMENT, Manifest
+from sinew.bundle.reader import BLANK, header_hash
+from sinew.bundle.schema import ALIGNMENT, KEY_HEADER, KEY_TENSORS, Manifest
 from sinew.core import BundleError, scratch
 
 if TYPE_CHECKING:

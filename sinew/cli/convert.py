@@ -54,8 +54,7 @@ def convert(
         name: the policy's name; the checkpoint directory's if absent.
         force: overwrite an existing file.
     """
-    from sinew.bundle.rename import parse_renames, rename_cameras
-    from sinew.bundle.seen import renamed
+    from sinew.bundle.rename import parse_renames, rename_cameras, renamed
     from sinew.convert import ConvertOptions, is_bundle, read, upgrade
     from sinew.convert.options import parse_motion, parse_settings, parse_vectors
     from sinew.core import ConvertError

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sinew.bundle.rules import range_notes
+from sinew.bundle.schema import range_notes
 from sinew.bundle.writer import Progress
 from sinew.convert import advantage
 from sinew.convert.lerobot.folder import read_dataset, resolve, runs_near

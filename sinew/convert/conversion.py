@@ -16,8 +16,7 @@ from sinew import __version__
 from sinew.bundle.digests import sha256
 from sinew.bundle.quant import BY_TYPE
 from sinew.bundle.reader import TORCH_DTYPES
-from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
-from sinew.bundle.seen import Seen
+from sinew.bundle.schema import Manifest, Processing, Provenance, Seen, SourceFile
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
 from sinew.convert.lerobot.folder import name_of, resolve
 from sinew.convert.options import ConvertOptions, Joints

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sinew.bundle.prompt_recipe import TextRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.options import ConvertOptions, Setting
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import ConvertError
-from sinew.steps.prompt.base import PromptStep
+from sinew.steps.prompt.base import PromptStep, TextRecipe
 from sinew.steps.prompt.state import State
 from sinew.steps.prompt.template import sentence
 

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from sinew.bundle import Bundle
 from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import DTYPES, PROMPT_TABLE, BundleError, SinewError, dtype_word, machine
+from sinew.core import DTYPES, PROMPT_TABLE, BundleError, SinewError, machine
 from sinew.core.fields import from_builtins
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.kernels.library import extension, take_kept_resize
@@ -82,35 +81,46 @@ def require_device(device: torch.device) -> None:
         raise SinewError(f"device {device}: this torch {torch.__version__} cannot use it: {reason}") from None
 
 
-@dataclass(frozen=True)
-class Storage:
-    """Say what an engine leaves as the bundle stores it; all else becomes floats of one precision on its device.
-
-    lowbit: weights in few bits, which needs float32 around them; else they are widened.
-    half: matrices in half precision, where the chosen precision or the bundle's is that, under arithmetic in float32;
-        "fp32" then means the numbers of float32 without its copies.
-    tables: token tables, in the host's memory; rows are converted as they are read, with the same bits. Graphs that
-        are recorded on a device need theirs there.
-    """
-
-    lowbit: bool = False
-    half: bool = False
-    tables: bool = False
+def open_model(
+    bundle: Bundle, options: EngineOptions, engine: str, lowbit: bool = False
+) -> tuple[Model, torch.device]:
+    """Return the bundle's model as an engine of PyTorch computes it, and its device. lowbit: the engine computes on
+    weights in few bits; else they become wide ones, which is said unless the architecture wants them so (ternary)."""
+    where = open_device(options)
+    half_stays = bool(options.storage)
+    model = load_model(bundle, where, options.dtype, lowbit=lowbit, half_stays=half_stays, tables=True)
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
+    if widened := {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}:
+        kinds = ", ".join(sorted(widened))
+        log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
+    return model, where
 
 
 def load_model(
     bundle: Bundle,
     device: torch.device,
     dtype: str,
-    storage: Storage = Storage(),
+    *,
+    lowbit: bool = False,
+    half_stays: bool = False,
+    tables: bool = False,
 ) -> Model:
-    """Return the bundle's architecture with its weights in precision ``dtype``, but for what stays as ``storage`` says;
-    parameters are views of the memory map where they can be."""
+    """Return the bundle's architecture with its weights in precision ``dtype`` (fp32, bf16, fp16 or native);
+    parameters are views of the memory map where they can be.
+
+    lowbit: weights in few bits stay so, which needs float32 around them; else they are widened.
+    half_stays: matrices in half precision, where the chosen precision or the bundle's is that, under arithmetic in
+        float32; "fp32" then means the numbers of float32 without its copies.
+    tables: those of tokens stay in the host's memory; rows are converted as they are read, with the same bits. Graphs
+        that are recorded on a device need theirs there.
+    """
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
     config: Any = from_builtins(manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
     model = build_on_meta(manifest.architecture, config)
-    placement = Placement(bundle, model, device, dtype_word(dtype), storage)
+    tensors = bundle.tensors("meta" if device.type == "meta" else "cpu")
+    coded = {name: stored_codes(bundle, model, name) for name in bundle.lowbit}
+    placement = Placement(bundle, model, device, dtype, tensors, coded, lowbit, half_stays, tables)
     stores = placement.stores()
     modules: dict[str, Any] = dict(model.named_modules())
     for name, store in stores.items():
@@ -123,12 +133,6 @@ def load_model(
         extension()
     model.load_state_dict(placement.state(stores), strict=True, assign=True)
     return model
-
-
-def said_moments(moments: tuple[int, int] | None) -> str:
-    return (
-        "no history of any length" if moments is None else f"1 to {moments[0]} moments of {moments[1]} views"
-    )
 
 
 def check_agreement(bundle: Bundle, model: Model) -> None:
@@ -149,10 +153,11 @@ def check_agreement(bundle: Bundle, model: Model) -> None:
         )
     moments = (spec.history, len(spec.cameras)) if spec.history_padding == "mask" else None
     if model.moments != moments:
-        raise BundleError(
-            f"{bundle.path}: sinew.spec: expected {said_moments(model.moments)}, as sinew.config says, got"
-            f" {said_moments(moments)}"
+        wanted, got = (
+            f"1 to {each[0]} moments of {each[1]} views" if each else "no history of any length"
+            for each in (model.moments, moments)
         )
+        raise BundleError(f"{bundle.path}: sinew.spec: expected {wanted}, as sinew.config says, got {got}")
     if model.grid is not None:
         for camera in spec.cameras:
             size = processing.image.size_after(camera.height, camera.width)
@@ -168,37 +173,25 @@ def check_agreement(bundle: Bundle, model: Model) -> None:
         )
 
 
-def say_widened(bundle: Bundle, model: Model, engine: str) -> None:
-    """Warn of low-bit weights that became wide ones; those that the architecture wants so (ternary) did not."""
-    layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
-    widened = {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}
-    if widened:
-        kinds = ", ".join(sorted(widened))
-        log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
-
-
 @dataclass(frozen=True)
 class Placement:
-    """Where the tensors of ``bundle`` go in ``model``, which has no memory yet. word: the chosen precision, as
-    :func:`sinew.core.dtype_word` gives it."""
+    """Where the tensors of ``bundle``, as they lie in its file, go in ``model``, which has no memory yet. coded: how
+    weights in few bits are stored, by module. The rest is as for :func:`load_model`."""
 
     bundle: Bundle
     model: Model
     device: torch.device
-    word: str
-    storage: Storage
-
-    @cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the bundle's tensors as they lie in its file."""
-        return self.bundle.tensors("meta" if self.device.type == "meta" else "cpu")
+    dtype: str
+    tensors: Mapping[str, Tensor]
+    coded: Mapping[str, Codes]
+    lowbit: bool
+    half_stays: bool
+    tables: bool
 
     def stores(self) -> dict[str, Store]:
-        """Return the store of each linear layer and table of the bundle. Raises :class:`BundleError` for low-bit
-        weights that do not fit theirs."""
-        coded = {name: stored_codes(self.bundle, self.model, name) for name in self.bundle.lowbit}
+        """Return the store of each linear layer and table of the bundle."""
         return {
-            name: self._store(name, layer, coded.get(name))
+            name: self._store(name, layer, self.coded.get(name))
             for name, layer in self.model.named_modules()
             if isinstance(layer, Linear | Embedding) and name + WEIGHT in self.bundle.infos
         }
@@ -214,18 +207,18 @@ class Placement:
         if self._is_table(name):
             moved = self.device.type not in ("cpu", "meta")
             return Rows(coded or PLAIN, computed, self.device) if coded or moved or computed != own else PLAIN
-        if coded and self.storage.lowbit:
+        if coded and self.lowbit:
             return coded if isinstance(layer, Linear) else Rows(coded, computed, self.device)
         return HALF if isinstance(layer, Linear) and self._lying(name, own) != computed else PLAIN
 
     def shapes(self, stores: Mapping[str, Store]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the bundle's tensors as the model should have them, low-bit weights as they are held."""
         found = {name: tuple(info.shape) for name, info in self.bundle.infos.items()}
-        for module in self.bundle.lowbit:
-            rows, row_bytes = self.bundle.tensor(module + WEIGHT).shape
+        for module, codes_there in self.coded.items():
+            rows, row_bytes = self.tensors[module + WEIGHT].shape
             found[module + WEIGHT] = rows, row_bytes
             if not stores[module].coded:
-                found[module + WEIGHT] = rows, stored_codes(self.bundle, self.model, module).width
+                found[module + WEIGHT] = rows, codes_there.width
                 found.pop(module + SCALE, None)
         return found
 
@@ -235,13 +228,12 @@ class Placement:
         state = {}
         for name in self.model.state_dict():
             tensor, (module, _, part) = self.tensors[name], name.rpartition(".")
-            store, format_name = stores.get(module, PLAIN), self.bundle.lowbit.get(module)
-            if format_name and part == "weight":
+            store = stores.get(module, PLAIN)
+            if module in self.coded and part == "weight":
                 if self.device.type != "meta":
-                    check_codes(tensor, format_name, f"{self.bundle.path}: {name}")
+                    check_codes(tensor, self.coded[module].name, f"{self.bundle.path}: {name}")
                 if not store.coded:
-                    stored = stored_codes(self.bundle, self.model, module)
-                    tensor = stored.widened(Tensors(tensor, self.tensors.get(module + SCALE)))
+                    tensor = self.coded[module].widened(Tensors(tensor, self.tensors.get(module + SCALE)))
             if self._is_table(module):
                 state[name] = tensor
             elif store.coded and part in ("weight", "scale"):
@@ -254,22 +246,22 @@ class Placement:
 
     def _lying(self, name: str, own: torch.dtype) -> torch.dtype:
         """Return the dtype that the chosen precision gives a tensor whose own is ``own``."""
-        if self.word == "native" or (self.storage.half and self.word == "fp32"):
+        if self.dtype == "native" or (self.half_stays and self.dtype == "fp32"):
             return own
         if name.partition(".")[0] in self.model.float32_modules:
             return torch.float32
-        return getattr(torch, DTYPES[self.word])
+        return getattr(torch, DTYPES[self.dtype])
 
     def _computed(self, name: str, own: torch.dtype) -> torch.dtype:
         """Return the dtype that the tensor is computed in."""
         lying = self._lying(name, own)
-        return torch.float32 if self.storage.half and lying in half.DTYPES else lying
+        return torch.float32 if self.half_stays and lying in half.DTYPES else lying
 
     def _is_table(self, module: str) -> bool:
         """Return True for a language model's table of tokens that stays as it is stored. Other tables are added whole,
         or are positions."""
         return (
-            self.storage.tables
+            self.tables
             and module.rpartition(".")[2] == PROMPT_TABLE
             and type(self.model.get_submodule(module)) is Embedding
         )

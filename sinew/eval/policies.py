@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import gymnasium
     from sinew_client import ActionChunk, Policy
 
-    from sinew.engine.choose import EngineChoice
+    from sinew.engine.backend import EngineChoice
     from sinew.policy import Policy as LoadedPolicy
 
 EXPERT = "expert"
@@ -195,7 +195,7 @@ def _computing(variant: Variant) -> dict[str, Any]:
 def chosen(variant: Variant) -> EngineChoice:
     """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
     from sinew.bundle.rename import parse_renames, rename_cameras
-    from sinew.engine.choose import choose
+    from sinew.engine.backend import choose
     from sinew.eval.sources import StreamCosts
     from sinew.policy import open_bundle
 

@@ -20,7 +20,7 @@ from sinew.eval.validation import compared, kept_record
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
-    from sinew.engine.choose import EngineChoice
+    from sinew.engine.backend import EngineChoice
     from sinew.engine.prepared import EngineFinding
     from sinew.policy import Policy
 
@@ -64,8 +64,7 @@ def prepare(
     (:func:`sinew.perf.policy_memory.memory_need`). Raises :class:`SinewError` for what keeps it from being made now.
     """
     from sinew.engine import prepared
-    from sinew.engine.backend import BACKENDS
-    from sinew.engine.choose import candidates, choose
+    from sinew.engine.backend import BACKENDS, candidates, choose
     from sinew.policy import open_bundle
 
     options: dict[str, Any] = {"device": device, "dtype": dtype, "providers": (), "ignore_recipe": False}
@@ -134,16 +133,16 @@ def _prepare(
 def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Callable[[], None]]]:
     """Yield what the engine opens, and what publishes it: the graphs of an export lie in a folder that is removed
     unless that is called; other engines open the bundle."""
-    from sinew.bundle.files import EXPORTED
+    from sinew.bundle import EXPORTED
     from sinew.engine.backend import BACKENDS
     from sinew.engine.onnx.borrowed import shipped
-    from sinew.engine.onnx.cache import cache_folder, publish
-    from sinew.engine.onnx.opening import usable_bits, variant, write_folder
+    from sinew.engine.onnx.cache import graphs_folder, publish
+    from sinew.engine.onnx.opening import write_folder
 
     if not BACKENDS[candidate.engine].runs_graphs or shipped(bundle.path) is not None:
         yield bundle.path, lambda: None
         return
-    folder = cache_folder(bundle.path, variant(usable_bits(bundle)))
+    folder = graphs_folder(bundle)
     with contextlib.ExitStack() as held:
         with _kept_as(f"{folder}: expected to write the exported graphs beside the bundle"):
             partial = held.enter_context(scratch.beside(folder))

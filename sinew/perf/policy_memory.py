@@ -17,7 +17,7 @@ def memory_need(source: str, options: dict[str, Any], threads: int | None, batch
     options: of ``sinew.load``. Without torch, which that model traces with, it is the size of the files. Loads no
     weights.
     """
-    from sinew.engine.choose import choose, chosen_by, exported_graphs
+    from sinew.engine.backend import choose, chosen_by, exported_graphs
     from sinew.policy import open_bundle
 
     opened = open_bundle(source)

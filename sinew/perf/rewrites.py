@@ -14,7 +14,7 @@ from sinew.core import dtype_word, upcast_text
 from sinew.engine.backend import BACKENDS, EngineOptions
 from sinew.engine.clone import on_meta
 from sinew.engine.example import Shapes
-from sinew.engine.loading import Storage, load_model
+from sinew.engine.loading import load_model
 from sinew.engine.plan.engine import ON_CPU
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.models.base import Model
@@ -71,7 +71,7 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
     word = None if dtype is None else dtype_word(dtype)
     options, reason = BACKENDS["plan"].with_precision(bundle, EngineOptions("cpu"), word)
     chosen, storage = options.dtype, options.storage
-    model = load_model(bundle, torch.device("meta"), chosen, Storage(half=bool(storage)))
+    model = load_model(bundle, torch.device("meta"), chosen, half_stays=bool(storage))
     prompt = Processor(manifest).prompter.encode(PROMPT, np.zeros(spec.state.dim, np.float32))
     shapes = Shapes(spec.views, image.height, image.width, len(prompt), spec.solver_steps)
     plan = Plan.of(model)

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.core import Observation, ObservationError
+from sinew.steps.prompt.base import PromptRecipe
 
 MAX_SCALE = 100.0
 MAX_SHOWN = 8  # advantages in a message

@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.core import MAX_SIZE, ObservationError
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.bilinear import to_planes
 
 LARGER = 4  # times the pixels that are read: twice each side

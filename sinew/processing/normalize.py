@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from sinew_client.rotations import from_6d, from_vector, to_6d, to_vector
 
-from sinew.bundle.rules import STATISTICS
-from sinew.bundle.schema import Normalization, VectorPart
+from sinew.bundle.schema import STATISTICS, Normalization, VectorPart
 from sinew.core import BundleError
 
 

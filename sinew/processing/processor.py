@@ -141,12 +141,11 @@ class Processor:
         self.may_miss = len(self.spec.cameras) if allow_missing_cameras else usual
         if self.recipe.all_cameras:
             self.may_miss = 0
-        opened = None if beside is None else beside.prompter.tokenizer
-        self.prompter: Prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened, allow_empty_prompt)
         self._cameras = [camera.name for camera in self.spec.cameras]
         self._fitting: set[tuple[int, ...]] = set()  # shapes of bytes that ``check_frame`` took
-        self._usual_advantage = self.recipe.prompt.usual_advantage
         self._images = {c.name: self.recipe.image.of_camera(i) for i, c in enumerate(self.spec.cameras)}
+        opened = None if beside is None else beside.prompter.tokenizer
+        self.prompter: Prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened, allow_empty_prompt)
         recipe, spec = self.recipe, self.spec
         self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
         self.action_normalizer = normalizer(recipe.action, recipe.action_parts, spec.action.dim, "action")
@@ -204,7 +203,7 @@ class Processor:
         self._check_earlier(observation)
         self._check_images(observation.images)
         self._check_words(observation)
-        advantage = self._usual_advantage
+        advantage = self.recipe.prompt.usual_advantage
         if observation.advantage is not None:
             advantage = advantage_of(observation, self.recipe.prompt)
         state, normalized, tokens = self._states(observation, advantage)

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.core import BundleError, ObservationError
 from sinew.core.hints import option
 from sinew.processing.arrays import numbers
-from sinew.steps.prompt.base import HeldTokens, Sentence
+from sinew.steps.prompt.base import HeldTokens, PromptRecipe, Sentence
 from sinew.steps.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
@@ -32,15 +31,14 @@ class Prompter:
     def __init__(
         self, tokenizer_json: str, recipe: PromptRecipe, opened: Any = None, may_be_empty: bool = False
     ):
-        self.recipe, self.held, self.may_be_empty = recipe, recipe.held, may_be_empty
-        self.tokenizer = opened or open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
-        text = recipe.text
+        self.recipe, self.may_be_empty, text = recipe, may_be_empty, recipe.text
         self._steps = {
             "prompt": recipe.steps,
             "subtask": () if text is None else text.subtask,
             "question": () if text is None else text.question,
         }
         self._reads_state = {k: any(each.reads_state for each in s) for k, s in self._steps.items()}
+        self.tokenizer = opened or open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
         self._text = lru_cache(maxsize=REMEMBERED)(partial(self.text, state=np.zeros(0)))
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
         self.behind = () if recipe.text is None else self._behind(recipe.text.action)
@@ -105,7 +103,7 @@ class Prompter:
         ids = encode(self.tokenizer, text, self.recipe.add_special_tokens)
         for step in self._steps[kind]:
             ids = step.tokens(ids)
-        held = self.held if kind == "prompt" else ()
+        held = self.recipe.held if kind == "prompt" else ()
         return self.check_tokens(np.asarray(ids, np.int64), FIELDS[kind], held)
 
     def words(self, tokens: Sequence[int]) -> str:
@@ -129,7 +127,7 @@ class Prompter:
         if array.min() < 0 or array.max() >= self.recipe.vocab_size:
             expected = f"token ids in [0, {self.recipe.vocab_size})"
             raise ObservationError(name, expected, f"{array.min()} to {array.max()}")
-        for what, token, wanted in self.held if held is None else held:
+        for what, token, wanted in self.recipe.held if held is None else held:
             if (found := int((array == token).sum())) != wanted:
                 raise ObservationError(name, f"{wanted} {what} ({token})", str(found))
         return array.astype(np.int64)

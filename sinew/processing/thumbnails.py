@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.seen import SIDE, Seen, SeenCamera, SeenState, cells
+from sinew.bundle.schema import SIDE, Seen, SeenCamera, SeenState, cells
 
 SAMPLES = 64  # rows and columns of a frame that are looked at, whatever its size
 FLOOR = 4.0  # of 255: noise, compression and rounding, below which cells do not differ

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 from sinew import __version__
-from sinew.bundle.rules import odd_statistics
+from sinew.bundle.schema import odd_statistics
 from sinew.core import machine
 from sinew.policy import Policy
 from sinew.processing import Processor

@@ -52,7 +52,7 @@ def loader(
     """Find mistakes in flags and file before ports are taken and torch is imported; what is returned loads the policy.
     ``options``: of ``sinew.load``. adapters: name -> file."""
     from sinew.bundle.rename import rename_cameras
-    from sinew.engine.choose import choose, chosen_by, exported_graphs
+    from sinew.engine.backend import choose, chosen_by, exported_graphs
     from sinew.policy import open_adapters, open_bundle
 
     opened = open_bundle(bundle)

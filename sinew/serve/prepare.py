@@ -56,8 +56,7 @@ def preparation(
     """Return what ``sinew prepare`` could make faster of a policy that runs here; None for nothing, which the log says
     where it was found before. budget: bytes that it and its successor may take together."""
     from sinew.engine import prepared
-    from sinew.engine.backend import BACKENDS
-    from sinew.engine.choose import candidates, choose, chosen_by, exported_graphs
+    from sinew.engine.backend import BACKENDS, candidates, choose, chosen_by, exported_graphs
     from sinew.engine.onnx.borrowed import shipped
     from sinew.engine.onnx.cache import sweep
     from sinew.policy import open_bundle

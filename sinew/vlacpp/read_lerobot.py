@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sinew.bundle.rules import STATISTICS as ORDER
+from sinew.bundle.schema import STATISTICS as ORDER
 from sinew.bundle.schema import (
     ImageRecipe,
     Normalization,

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sinew.bundle import Bundle, GGUFFile, TensorSource, write_bundle
-from sinew.bundle.hashes import KEY_HEADER, KEY_TENSORS
+from sinew.bundle.schema import KEY_HEADER, KEY_TENSORS
 from sinew.bundle.writer import FileSlice
 from sinew.cli import main
 from sinew.core import BundleError

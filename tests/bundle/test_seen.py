@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from sinew.bundle import Bundle
-from sinew.bundle.rename import rename_cameras
-from sinew.bundle.schema import Manifest
-from sinew.bundle.seen import Seen, SeenCamera, SeenState, renamed
+from sinew.bundle.rename import rename_cameras, renamed
+from sinew.bundle.schema import Manifest, Seen, SeenCamera, SeenState
 from sinew.bundle.writer import rewrite
 from sinew.convert.sources import embedded
 from sinew.core import BundleError

@@ -18,8 +18,7 @@ import pytest
 from sinew_client.control import NoObservation
 
 import sinew.policy
-from sinew.bundle.schema import Manifest, Normalization
-from sinew.bundle.seen import Seen, SeenCamera, SeenState
+from sinew.bundle.schema import Manifest, Normalization, Seen, SeenCamera, SeenState
 from sinew.checks.wiring import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding, WiringWatch, findings
 from sinew.checks.wiring.joints import assignment
 from sinew.checks.wiring.observe import live, recorded

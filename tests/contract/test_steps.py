@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from sinew.bundle import Bundle
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Manifest, Normalization
 from sinew.bundle.writer import rewrite
 from sinew.cli import main
@@ -26,7 +25,7 @@ from sinew.processing import Processor
 from sinew.processing.image import apply_image_steps
 from sinew.processing.prompt import Prompter
 from sinew.steps import registry
-from sinew.steps.image.base import ImageStep
+from sinew.steps.image.base import ImageRecipe, ImageStep
 from sinew.steps.image.centre_crop import CentreCrop
 from sinew.steps.image.crop import Crop
 from sinew.steps.image.grid import Grid
@@ -658,10 +657,6 @@ def test_every_registered_step_has_a_row_and_a_file_of_its_own(room: str) -> Non
 def test_a_step_is_named_in_its_file_and_in_the_registry_alone(room: str) -> None:
     """Converters make steps, older formats know their tags; nothing else asks which step it has."""
     may = ("convert/", "families/", "vlacpp/", "bundle/upgrade.py", "steps/registry.py")
-    usual = (
-        "bundle/prompt_recipe.py",
-        "steps/prompt/template.py",
-    )  # an instruction alone; braces of a sentence
     names = {place.split(":")[1]: place.split(":")[0] for place in REGISTRIES[room].values()}
     for path in sorted((ROOT / "sinew").rglob("*.py")):
         place = path.relative_to(ROOT / "sinew").as_posix()
@@ -669,7 +664,7 @@ def test_a_step_is_named_in_its_file_and_in_the_registry_alone(room: str) -> Non
         if not place.startswith(may):
             assert not re.search(r"\bstep\.kind [!=]=|\bstep\.kind (not )?in\b", text), place
         for module in set(re.findall(r"from (sinew\.steps\.\w+\.\w+) import", text)) & set(names.values()):
-            assert place.startswith((*may, *usual, f"steps/{room}/", "engine/cuda/")), (place, module)
+            assert place.startswith((*may, f"steps/{room}/", "engine/cuda/")), (place, module)
 
 
 def test_a_new_step_is_its_file_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

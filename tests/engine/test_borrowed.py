@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from sinew import load
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
-from sinew.engine.choose import choose
+from sinew.engine.backend import choose
 from sinew.engine.onnx.borrowed import INLINE, SHIPPED, borrow, shipped, shipped_folder
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import STAGES, GraphSet

@@ -20,12 +20,10 @@ from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import SinewError, machine
 from sinew.core.registry import architectures
 from sinew.engine import prepared, proofs
-from sinew.engine.backend import BACKENDS, EngineOptions
-from sinew.engine.choose import candidates, choose
+from sinew.engine.backend import BACKENDS, EngineOptions, candidates, choose
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
-from sinew.engine.onnx.cache import cache_folder
-from sinew.engine.onnx.opening import usable_bits, variant
+from sinew.engine.onnx.cache import graphs_folder
 from sinew.eval.quantize.quantization import write
 from tests.proofs import NAMES
 
@@ -145,7 +143,7 @@ def test_graphs_decide_between_plan_and_onnx(tmp_path: Path) -> None:
     before = choose(Bundle(bundle), device="cpu")
     assert before.engine == "plan"
     assert "of this package, which take no guidance; engine='onnx' plays them" in before.engine_reason
-    folder = cache_folder(bundle)
+    folder = graphs_folder(Bundle(bundle))
     folder.mkdir()
     (folder / "graphs.json").touch()
     assert choose(Bundle(bundle), device="cpu").engine == "onnx"
@@ -229,7 +227,7 @@ def stored_in_int8(out: Path) -> Bundle:
     )
     write_bundle(out, lambda: manifest, lowbit_sources(bundle, plan_formats(bundle, recipe)))
     made = Bundle(out)
-    graphs = cache_folder(out, variant(usable_bits(made)))
+    graphs = graphs_folder(made)
     graphs.mkdir()
     (graphs / "graphs.json").touch()
     return made
@@ -273,7 +271,7 @@ def test_nothing_is_said_where_there_is_nothing_to_choose(tmp_path, monkeypatch)
     bundle = stored_in_int8(tmp_path / "small.gguf")
     assert choose(bundle, "cpu", device="cpu").engine_reason == "asked for"
     assert choose(bundle, device="cpu", ignore_recipe=True).engine == "cpu"
-    (cache_folder(bundle.path, variant(usable_bits(bundle))) / "graphs.json").unlink()
+    (graphs_folder(bundle) / "graphs.json").unlink()
     without_graphs = choose(bundle, device="cpu")
     assert without_graphs.engine == "cpu"
     assert "engine onnx has no graphs of this bundle yet" in without_graphs.engine_reason

@@ -13,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinew.bundle import Bundle
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.core import BundleError, ObservationError, SinewError
 from sinew.engine.clone import on_meta
@@ -34,6 +33,7 @@ from sinew.perf.published import published
 from sinew.perf.rewrites import savings
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.jpeg import Jpeg
 from sinew.steps.image.letterbox import Letterbox
 from tests.closeness import Rounding, assert_close

@@ -17,9 +17,10 @@ from sinew.bundle.schema import DEFAULT_RECIPE, Manifest
 from sinew.cli import main
 from sinew.core import BundleError, SinewError
 from sinew.engine.onnx import export, quantize
+from sinew.engine.onnx.cache import graphs_folder
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs, round_weights
-from sinew.eval.quantize.quantization import cache_name, lacking
+from sinew.eval.quantize.quantization import lacking
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import GATES
 from sinew.families.smolvla.model import SmolVLA
@@ -403,7 +404,7 @@ def test_error_over_episodes_and_gate_of_an_embedded_task(tmp_path, capsys):
     assert found["gate"].startswith(f"success {delta:+.1f} points")
     assert found["success"] == asdict(record.success)
     assert status == (0 if "passes" in found["gate"] else 1)
-    assert cache_name(out).exists()  # the graphs of the bundle before its success was known
+    assert graphs_folder(Bundle(out)).exists()  # the graphs of the bundle before its success was known
     assert (record.validated.engine, record.validated.observations) == ("plan", 2)
     assert 0 < record.validated.error < 1e-3
     assert found["validated"] == asdict(record.validated)

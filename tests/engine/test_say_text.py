@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from sinew.bundle import Bundle, write_bundle
-from sinew.bundle.prompt_recipe import PromptRecipe, TextRecipe
 from sinew.cli import main
 from sinew.convert import convert
 from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
@@ -32,6 +31,7 @@ from sinew.models.expert import Prefix
 from sinew.policy import Policy, load
 from sinew.processing import Processor
 from sinew.processing.prompt import Prompter
+from sinew.steps.prompt.base import PromptRecipe, TextRecipe
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.text import Text

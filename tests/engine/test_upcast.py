@@ -15,7 +15,7 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main
 from sinew.convert.lowbit.sources import lowbit_sources
 from sinew.core import machine
-from sinew.engine.choose import choose
+from sinew.engine.backend import choose
 from sinew.engine.clone import on_meta
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.loading import load_model

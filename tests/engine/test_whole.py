@@ -11,7 +11,6 @@ import onnx
 import pytest
 
 from sinew.bundle import Bundle
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.checks.validate.exported import prove_whole
 from sinew.cli import main
 from sinew.core import SinewError
@@ -19,6 +18,7 @@ from sinew.engine.onnx.graphs import GraphSet
 from sinew.engine.onnx.whole.graph import WHOLE, affine, frame_map, open_whole, write_whole
 from sinew.policy import load
 from sinew.processing.image import prepare_frame
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
 
 

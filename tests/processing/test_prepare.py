@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.core import Moment, Observation, ObservationError, SinewError
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs, processor, stack
@@ -22,6 +21,7 @@ from sinew.processing.normalize import Normalizer
 from sinew.processing.processor import Processor
 from sinew.processing.prompt import Prompter
 from sinew.steps.prompt.advantage import Advantage
+from sinew.steps.prompt.base import PromptRecipe
 from tests.golden import Golden
 
 CASE = "smolvla-2cam"

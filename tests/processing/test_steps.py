@@ -8,18 +8,17 @@ from functools import partial
 import numpy as np
 import pytest
 
-from sinew.bundle.image_recipe import ImageRecipe
-from sinew.bundle.prompt_recipe import TextRecipe
 from sinew.bundle.schema import PromptRecipe
 from sinew.core import BundleError, ObservationError
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.prompt import MAX_CHARACTERS, Prompter
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.centre_crop import CentreCrop
 from sinew.steps.image.jpeg import Jpeg, jpeg_round_trip
 from sinew.steps.image.resample import resize_antialias, resize_area
 from sinew.steps.image.resize import Resize
 from sinew.steps.image.tensorflow import centre_crop, resize_lanczos3, to_uint8
-from sinew.steps.prompt.base import HeldTokens, PromptStep
+from sinew.steps.prompt.base import HeldTokens, PromptStep, TextRecipe
 from sinew.steps.prompt.drop import Drop
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.last import Last

@@ -29,8 +29,7 @@ from sinew.cli import main
 from sinew.convert.sources import ASSETS
 from sinew.core import machine
 from sinew.engine import prepared, proofs
-from sinew.engine.backend import BACKENDS, EngineOptions
-from sinew.engine.choose import candidates, choose
+from sinew.engine.backend import BACKENDS, EngineOptions, candidates, choose
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.records.recorder import read_records
 from sinew.serve.prepare import Preparation, Preparer, preparation

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle.rename import renames_for
-from sinew.bundle.schema import Manifest
-from sinew.bundle.seen import Seen
+from sinew.bundle.schema import Manifest, Seen
 from sinew.checks.wiring.cameras import CameraFit
 from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, SPARE, WRONG, Finding
 from sinew.checks.wiring.joints import JointFit

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sinew.bundle.seen import Seen, SeenCamera
+from sinew.bundle.schema import Seen, SeenCamera
 from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, Finding
 from sinew.processing.thumbnails import FLOOR, distance, level, opponent, unpacked
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from sinew_client.control import NoObservation, Stopped
 
-from sinew.bundle.schema import Manifest
-from sinew.bundle.seen import Seen
+from sinew.bundle.schema import Manifest, Seen
 from sinew.checks.wiring import WRONG, Finding, WiringWatch, findings, mismatch
 from sinew.core import SinewError
 from sinew.processing import Processor

@@ -18,9 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.image_recipe import CameraScale
-from sinew.bundle.rules import STATISTICS
-from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorPart
+from sinew.bundle.schema import STATISTICS, ImageRecipe, Normalization, Processing, PromptRecipe, VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.adapter import merge
 from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset, resolve
@@ -49,6 +47,7 @@ from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import directory_config, named, read_json
 from sinew.convert.read.safetensors import adapter_alone, is_adapter, read_weights
 from sinew.core import MAX_SIZE, CameraSpec, ConvertError, PolicySpec, VectorSpec, did_you_mean
+from sinew.steps.image.base import CameraScale
 from sinew.steps.vector.base import VectorStep
 
 IMAGE_PREFIXES = ("observation.images.", "observation.")

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.rules import seen_problems
-from sinew.bundle.seen import Seen, SeenCamera, SeenState
+from sinew.bundle.schema import Seen, SeenCamera, SeenState, seen_problems
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.steps import POST, PRE, Pipelines
 from sinew.convert.read.files import read_json

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.files import open_regular
+from sinew_client.given import open_regular
+
 from sinew.core import ConvertError
 
 MAX_JSON_BYTES = 256 << 20  # tokenizers reach tens of megabytes, an index of shards a few

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
+from sinew_client.given import open_regular
 
-from sinew.bundle.files import open_regular
 from sinew.bundle.writer import TensorSource
 from sinew.core import ConvertError
 

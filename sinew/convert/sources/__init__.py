@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sinew.bundle.files import EXPORTED
+from sinew.bundle import EXPORTED
 from sinew.convert.lerobot.folder import resolve as model_folder
 from sinew.convert.sources import cache
 from sinew.core import BundleError, ConvertError, did_you_mean

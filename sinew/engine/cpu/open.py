@@ -12,7 +12,7 @@ from sinew.bundle import Bundle
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.compile import compile_floats
 from sinew.engine.cpu.kernels.library import extension
-from sinew.engine.loading import Storage, load_model, open_device, stored_recipe
+from sinew.engine.loading import open_model, stored_recipe
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.engine.plan.plan import Plan
 from sinew.layers.linear import Linear
@@ -27,10 +27,8 @@ PORTION = 32 << 20  # bytes of weights that may be there twice while they are la
 
 def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     """Return the engine of the rewritten model over low-bit weights as they are stored."""
-    where = open_device(options)
+    model, where = open_model(bundle, options, "cpu", lowbit=True)
     kernels = extension()
-    storage = Storage(lowbit=True, half=bool(options.storage), tables=True)
-    model = load_model(bundle, where, options.dtype, storage)
     if kernels.panels:
         lay_out_codes(model, kernels.lay_out, bundle.release)
     rewrites = set(ON_CPU) - {"sigmoid-gelu"}

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Eager(Backend):
-    name, opens, reference = "eager", "sinew.engine.eager.open:open_eager", True
+    name, opens, reference = "eager", "sinew.engine.eager.engine:open_eager", True
     adapts = True
     counted_as = "eager"
 

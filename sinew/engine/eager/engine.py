@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sinew.core import RTC, SinewError, did_you_mean, machine
+from sinew.bundle.schema import COMPONENTS
+from sinew.core import DTYPES, RTC, SinewError, did_you_mean, machine
 from sinew.engine.engine import Context, Engine, Facts, Watch
 from sinew.engine.example import Inputs
-from sinew.engine.precision import precision_of
 from sinew.engine.reuse import Reuse
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
+from sinew.layers.stores.plain import PLAIN
 from sinew.models.base import Model, Said, Speaker
 from sinew.models.solvers import Guidance, solve
 from sinew.processing import ModelInputs
 
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
+    from sinew.engine.backend import EngineOptions
+
+WORDS = {long: word for word, long in DTYPES.items()}
 TRIES = 3  # of one thread and of many
 TOO_LONG_S = 1.0  # an inference of this length gains from all cores, and trying would cost seconds
 _AT_FIRST = torch.get_num_threads()  # PyTorch has one number for the whole process
+
+
+def open_eager(bundle: Bundle, options: EngineOptions) -> EagerEngine:
+    """Return the reference engine over the bundle's weights."""
+    from sinew.engine.adapters import with_adapter  # these read bundles, and an engine reads none
+    from sinew.engine.loading import open_model
+
+    model, where = open_model(bundle, options, "eager")
+    bundle.release(model.parameters())
+    engine = EagerEngine(model, where)
+    engine.adapters = {
+        name: EagerEngine(with_adapter(model, adapter), where) for name, adapter in options.adapters.items()
+    }
+    return engine
 
 
 class EagerEngine(Engine):
@@ -284,3 +305,23 @@ def _seconds(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
+
+
+def precision_of(model: Model) -> dict[str, str]:
+    """Return component -> precision of its parameters, such as "bf16+fp32", the type of most numbers first.
+
+    Tables that keep their stored form do not count: nothing is computed in it.
+    """
+    counts: dict[str, Counter[str]] = {part: Counter() for part in COMPONENTS}
+    stores = {name: getattr(module, "store", PLAIN) for name, module in model.named_modules()}
+    for name, parameter in model.named_parameters():
+        module, _, part = name.rpartition(".")
+        long = str(parameter.dtype).removeprefix("torch.")
+        if word := stores[module].precision(part, WORDS.get(long, long)):
+            counts[model.component_of(name)][word] += parameter.numel()
+    for found in counts.values():
+        if any(word.startswith("fp32 (") for word in found):
+            del found["fp32"]  # norms and biases: the same arithmetic
+    return {
+        part: "+".join(word for word, _ in found.most_common()) for part, found in counts.items() if found
+    }

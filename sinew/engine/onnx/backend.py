@@ -9,7 +9,7 @@ from sinew.core.hints import option
 from sinew.engine import prepared as findings
 from sinew.engine.backend import Backend, EngineOptions, installed, recipe
 from sinew.engine.onnx.borrowed import shipped
-from sinew.engine.onnx.cache import cache_folder
+from sinew.engine.onnx.cache import graphs_folder
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -84,9 +84,7 @@ class Onnx(Backend):
 
 def lacks_graphs(bundle: Bundle) -> str:
     """Return that a bundle would have to be exported first, "" if it was."""
-    from sinew.engine.onnx.opening import usable_bits, variant
-
-    if (cache_folder(bundle.path, variant(usable_bits(bundle))) / "graphs.json").exists():
+    if (graphs_folder(bundle) / "graphs.json").exists():
         return ""
     asked = "`sinew prepare` exports, proves and measures them, as `sinew serve` does by itself;"
     asked = once_made(f"{asked} {option('engine', 'onnx')} exports them alone")

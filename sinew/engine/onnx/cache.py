@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sinew.core import SinewError, scratch
+from sinew.core import scratch
 from sinew.engine.fingerprint import fingerprint as of_bundle
 from sinew.engine.onnx.graphs import FORMAT
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
+
+log = logging.getLogger(__name__)
 
 
 def fingerprint(path: Path) -> str:
@@ -30,31 +34,26 @@ def publish(partial: Path, folder: Path) -> None:
     partial.rename(folder)
 
 
-def cache_folder(bundle: Path, variant: str = "") -> Path:
-    return bundle.with_name(f"{bundle.stem}.onnx-{fingerprint(bundle)[:16]}{variant}")
+def graphs_folder(bundle: Bundle) -> Path:
+    """Return the folder beside a bundle in which its graphs lie, or would; int8 weights depend on the processor."""
+    bits = usable_bits(bundle)
+    variant = f"-int8x{bits}" if bits else ""
+    return bundle.path.with_name(f"{bundle.path.stem}.onnx-{fingerprint(bundle.path)[:16]}{variant}")
+
+
+def usable_bits(bundle: Bundle) -> int:
+    """Return the bits of int8 weights that this processor multiplies exactly, at most the recipe's; 0 without one."""
+    recipe = bundle.manifest.quantization
+    if recipe is None:
+        return 0
+    from sinew.engine.onnx.quantize import weight_bits
+
+    bits, why = weight_bits()
+    if bits < recipe.bits:
+        log.info("int8 weights get %d bits instead of the recipe's %d: %s", bits, recipe.bits, why)
+    return min(bits, recipe.bits)
 
 
 def sweep(bundle: Path) -> None:
     """Remove what exports of a bundle left beside it whose processes are gone."""
     scratch.sweep(bundle.parent, re.compile(re.escape(f".{bundle.stem}.onnx-") + r".*\.[0-9a-f]{16}\.sinew"))
-
-
-def cached_graphs(bundle: Path, export: Callable[[Path], object], variant: str = "") -> Path:
-    """Return the folder of graphs for ``bundle``; ``export`` fills it if it is not there.
-
-    variant: a suffix of the folder's name, for graphs that depend on more than the bundle.
-    """
-    folder = cache_folder(bundle, variant)
-    if (folder / "graphs.json").exists():
-        return folder
-    with contextlib.ExitStack() as held:
-        try:
-            partial = held.enter_context(scratch.beside(folder))
-        except OSError as error:
-            raise SinewError(
-                f"{folder}: expected to write the exported graphs beside the bundle, got {error}"
-            ) from None
-        export(partial)
-        shutil.rmtree(folder, ignore_errors=True)  # an interrupted export of another day
-        publish(partial, folder)
-    return folder

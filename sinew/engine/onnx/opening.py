@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from sinew.bundle import Bundle
-from sinew.bundle.files import EXPORTED
+from sinew.bundle import EXPORTED, Bundle
 from sinew.core import BundleError, SinewError, machine, progress, scratch
 from sinew.core.extras import install
 from sinew.engine.backend import EngineOptions, recipe
 from sinew.engine.onnx.borrowed import shipped
-from sinew.engine.onnx.cache import cache_folder, cached_graphs, publish
+from sinew.engine.onnx.cache import graphs_folder, publish, usable_bits
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import GraphSet
 from sinew.engine.onnx.providers import choose
@@ -51,31 +51,22 @@ def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
 def graphs_of(bundle: Bundle, borrowed: bool = True) -> Path:
     """Return the folder of graphs of the bundle, quantised as its recipe says; export it if it is missing. borrowed:
     those of this package will do, whose weights are lent by the bundle, which not every provider takes."""
-    variant_here = variant(usable_bits(bundle))
-    where = cache_folder(bundle.path, variant_here)
-    if (where / "graphs.json").exists():
-        return where
+    folder = graphs_folder(bundle)
+    if (folder / "graphs.json").exists():
+        return folder
     if borrowed and (ours := shipped(bundle.path)):
         return ours
-    return cached_graphs(bundle.path, lambda folder: write_graphs(bundle, folder, where), variant_here)
-
-
-def variant(bits: int) -> str:
-    """Return the suffix of a cache folder whose int8 weights have ``bits`` bits: they depend on the processor."""
-    return f"-int8x{bits}" if bits else ""
-
-
-def usable_bits(bundle: Bundle) -> int:
-    """Return the bits of int8 weights that this processor multiplies exactly, at most the recipe's; 0 without one."""
-    recipe = bundle.manifest.quantization
-    if recipe is None:
-        return 0
-    from sinew.engine.onnx.quantize import weight_bits
-
-    bits, why = weight_bits()
-    if bits < recipe.bits:
-        log.info("int8 weights get %d bits instead of the recipe's %d: %s", bits, recipe.bits, why)
-    return min(bits, recipe.bits)
+    with contextlib.ExitStack() as held:
+        try:
+            partial = held.enter_context(scratch.beside(folder))
+        except OSError as error:
+            raise SinewError(
+                f"{folder}: expected to write the exported graphs beside the bundle, got {error}"
+            ) from None
+        write_graphs(bundle, partial, folder)
+        shutil.rmtree(folder, ignore_errors=True)  # an interrupted export of another day
+        publish(partial, folder)
+    return folder
 
 
 def check_bits(folder: Path) -> None:
@@ -109,7 +100,7 @@ def write_folder(bundle: Bundle, folder: Path, where: Path | None = None, folded
     """Write graphs, and the bundle's header as a GGUF file without tensors. where: the folder's later name."""
     from sinew.bundle import write_bundle
 
-    cached = cache_folder(bundle.path, variant(usable_bits(bundle)))
+    cached = graphs_folder(bundle)
     if folded and (cached / "graphs.json").exists():
         shutil.copytree(cached, folder, dirs_exist_ok=True)
     else:
@@ -133,7 +124,7 @@ def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, fol
         ) from None
     manifest = bundle.manifest
     image, steps = manifest.processing.image, manifest.spec.solver_steps
-    model = load_model(bundle, parse_device("cpu"), "float32")
+    model = load_model(bundle, parse_device("cpu"), "fp32")
     wide = sum(4 * math.prod(info.shape) for info in bundle.infos.values())
     rewrites, unfolded = ON_ONNX, tuple(name for name in ON_ONNX if name != "fold-norms")
     if not folded:

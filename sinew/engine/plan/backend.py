@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Planned(Backend):
-    name, opens = "plan", "sinew.engine.plan.open:open_planned"
+    name, opens = "plan", "sinew.engine.plan.engine:open_planned"
     adapts = True
 
     def unfit(self, bundle: Bundle, options: EngineOptions) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,30 @@ from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.models.solvers import Guidance
 
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
+    from sinew.engine.backend import EngineOptions
+
 # The rewrites that pay under PyTorch on a CPU. Folding copies most weights out of the file for nothing that
 # the clock shows, and two products that are halves of one run faster apart (docs/plan.md has the numbers).
 ON_CPU = tuple(name for name in REWRITES if name not in ("fold-norms", "pack-gate-up"))
+
+
+def open_planned(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
+    """Return the engine of the rewritten model."""
+    from sinew.engine.adapters import with_adapter
+    from sinew.engine.loading import open_model
+
+    model, where = open_model(bundle, options, "plan")
+    steps, rewrites = bundle.manifest.spec.solver_steps, ON_CPU if where.type == "cpu" else None
+    plan = Plan.of(model, steps, rewrites, in_place=not options.adapters)
+    engine = PlannedEngine(plan, where)
+    engine.adapters = {
+        name: PlannedEngine(Plan.of(with_adapter(model, adapter), steps, rewrites, plan), where)
+        for name, adapter in options.adapters.items()
+    }
+    bundle.release(engine.model.parameters())
+    return engine
 
 
 class PlannedEngine(EagerEngine):

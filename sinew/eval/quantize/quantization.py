@@ -12,19 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle import Bundle, write_bundle
-from sinew.bundle.files import EXPORTED
+from sinew.bundle import EXPORTED, Bundle, write_bundle
 from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
 from sinew.checks.validate.parity import bounds_of, compare, distance, spread_of
 from sinew.convert.lowbit.gptq import WIDEST
 from sinew.convert.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing, progress, scratch
-from sinew.engine.backend import BACKENDS
-from sinew.engine.choose import choose
+from sinew.engine.backend import BACKENDS, choose
 from sinew.engine.engine import Watch
-from sinew.engine.onnx.cache import cache_folder
-from sinew.engine.onnx.opening import usable_bits, variant
+from sinew.engine.onnx.cache import graphs_folder
 from sinew.engine.onnx.quantize import parse_recipe
 from sinew.eval.observations import RANDOM
 from sinew.eval.observations import observations as observations_of
@@ -231,15 +228,10 @@ def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization,
 
 def rewritten(record: Quantization, out: Path) -> None:
     """Write another record into the header of a bundle. Another header is another fingerprint; its graphs stay."""
-    graphs = cache_name(out)
+    graphs = graphs_folder(Bundle(out))
     write(Bundle(out), record, out)
     if graphs.exists():
-        graphs.rename(cache_name(out))
-
-
-def cache_name(out: Path) -> Path:
-    """Return the folder in which the graphs of a bundle are looked for."""
-    return cache_folder(out, variant(usable_bits(Bundle(out))))
+        graphs.rename(graphs_folder(Bundle(out)))
 
 
 def paired_recipe(opened: Bundle, recipe: str) -> dict[str, Any]:
@@ -371,9 +363,9 @@ def _measured(
         record = replace(record, weight_error=lost, calibrated=calibrated)
         write(Bundle(unmeasured), record, out)
         if BACKENDS[engine].runs_graphs:
-            graphs = cache_name(out)
+            graphs = graphs_folder(Bundle(out))
             shutil.rmtree(graphs, ignore_errors=True)  # of the same bundle, made before
-            cache_name(unmeasured).rename(graphs)
+            graphs_folder(Bundle(unmeasured)).rename(graphs)
     return record, rounded
 
 

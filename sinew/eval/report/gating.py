@@ -7,7 +7,7 @@ from typing import Any
 
 from sinew.core import SinewError, progress
 from sinew.core.extras import MissingPackageError
-from sinew.engine.choose import EngineChoice
+from sinew.engine.backend import EngineChoice
 from sinew.eval.report.gate import GATES, Gate, read_gate
 from sinew.eval.settings import Latency, Variant
 from sinew.policy import open_bundle

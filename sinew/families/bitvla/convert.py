@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.bundle.writer import TensorSource
 from sinew.convert import widths
@@ -31,6 +30,7 @@ from sinew.families.openvla.model import OFTConfig
 from sinew.families.openvla.prismatic import BLOCKS, ENDS, STATE, PrismaticCheckpoint
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.prompt.drop import Drop
 from sinew.steps.prompt.template import sentence
 

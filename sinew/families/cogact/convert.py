@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
@@ -40,6 +39,7 @@ from sinew.families.openvla.prismatic import (
 )
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import BlockConfig
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.resize import Resize
 from sinew.steps.prompt.last import Last
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import config_type
@@ -26,6 +25,7 @@ from sinew.families.evo1 import original as original_layout
 from sinew.families.evo1.model import SOLVER, Evo1Config
 from sinew.families.evo1.parts import IMAGE_MEAN, IMAGE_STD, Parts
 from sinew.families.evo1.weights import rename
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.strip import Strip
 from sinew.steps.prompt.template import sentence

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.options import ConvertOptions
@@ -21,6 +20,7 @@ from sinew.families.gr00t.head import HeadConfig
 from sinew.families.gr00t.model import SOLVER
 from sinew.families.gr00t.vectors import Modalities, Vectors, read_vectors
 from sinew.layers.dit import DiTConfig
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.prompt.as_list import AsList
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.template import sentence

@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.record import JsonRecord
 from sinew.core import ConvertError
 from sinew.families.gr00t.files import NvidiaFiles
-from sinew.steps.image.base import ImageStep
+from sinew.steps.image.base import ImageRecipe, ImageStep
 from sinew.steps.image.crop import Crop
 from sinew.steps.image.resize import Resize
 from sinew.steps.image.short_side import ShortSide

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema
@@ -22,6 +21,7 @@ from sinew.core import CameraSpec, ConvertError
 from sinew.families.gr00t.files import EagleParts, RobotRecord, choose, is_lerobot, model_type, nvidia_weights
 from sinew.families.gr00t.images import frame_size
 from sinew.families.gr00t.vectors import Vectors, min_max, named
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.crop import Crop
 from sinew.steps.image.resize import Resize
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import ConvertOptions
@@ -31,6 +30,7 @@ from sinew.families.openvla.prismatic import (
     towers,
 )
 from sinew.models.solvers import SINGLE
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.resize import Resize
 from sinew.steps.prompt.only_for import OnlyFor
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert import silent
@@ -36,7 +35,7 @@ from sinew.layers.resnet import NORM_EPS as FILM_EPS
 from sinew.layers.resnet import folded
 from sinew.layers.vit import BlockConfig
 from sinew.models.solvers import SINGLE
-from sinew.steps.image.base import ImageStep
+from sinew.steps.image.base import ImageRecipe, ImageStep
 from sinew.steps.image.resize import Resize
 from sinew.steps.image.scales import Scales
 from sinew.steps.prompt.instruction import Instruction

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert import widths
@@ -42,7 +41,7 @@ from sinew.families.openvla.prismatic import (
 )
 from sinew.layers.decoder import DecoderConfig
 from sinew.models.solvers import SINGLE
-from sinew.steps.image.base import ImageStep
+from sinew.steps.image.base import ImageRecipe, ImageStep
 from sinew.steps.image.centre_crop import CentreCrop
 from sinew.steps.image.jpeg import Jpeg
 from sinew.steps.image.resize import Resize

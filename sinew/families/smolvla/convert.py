@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.prompt_recipe import TextRecipe
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
@@ -25,6 +24,7 @@ from sinew.convert.widths import decoder, tower
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.prompt.base import TextRecipe
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.suffix import Suffix
 

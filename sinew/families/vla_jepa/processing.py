@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.convert.chat_template import MARK, render
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint
@@ -19,7 +18,7 @@ from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.gr00t.files import token_prompt
-from sinew.steps.image.base import ImageStep
+from sinew.steps.image.base import ImageRecipe, ImageStep
 from sinew.steps.image.resize import Resize
 from sinew.steps.prompt.marker import Marker
 from sinew.steps.vector.threshold import Threshold

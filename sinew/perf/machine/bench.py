@@ -51,8 +51,7 @@ def measure(
     options: of ``sinew.load``. observe: makes the observation that is sent. advance: is called with what comes next, in
     :data:`PHASES` and ``runs`` parts. fit_steps: numbers of solver steps that a line is fitted to, none if empty.
     """
-    from sinew.engine.backend import BACKENDS
-    from sinew.engine.choose import choose
+    from sinew.engine.backend import BACKENDS, choose
     from sinew.policy import Policy, open_bundle
 
     opened = open_bundle(bundle)

@@ -67,8 +67,7 @@ def ladder(
     options: of ``sinew.load``, but for the engine. observe: makes the observation that is sent, in another process.
     advance: is called with the name of each.
     """
-    from sinew.engine.backend import BACKENDS
-    from sinew.engine.choose import choose
+    from sinew.engine.backend import BACKENDS, choose
     from sinew.policy import open_bundle
 
     opened = open_bundle(bundle)

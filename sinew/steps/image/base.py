@@ -1,13 +1,15 @@
-"""What a step of a camera's frame has to say and to do."""
+"""What a step of a camera's frame has to say and to do, and the recipe that is a list of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from sinew.core.fields import Side, Tagged
+from sinew.core.fields import Finite, Positive, Side, Tagged
 from sinew.steps import registry
 
 
@@ -69,6 +71,80 @@ class SizedStep(ImageStep):
     @property
     def fixed(self) -> tuple[int, int]:
         return self.height, self.width
+
+
+@dataclass(frozen=True)
+class CameraScale:
+    """``(x - mean) / std`` of one camera's pixels in [0, 1], by colour."""
+
+    mean: tuple[Finite, Finite, Finite]
+    std: tuple[Positive, Positive, Positive]
+
+
+@dataclass(frozen=True)
+class ImageRecipe:
+    """Frame to pixels: ``steps``, which end in ``height`` x ``width``, scale to [0, 1], then ``(x - mean) / std``.
+
+    mean, std: three numbers per group of channels; each group is the same picture in another normalisation.
+    cameras: in their place, one for each camera of the policy, where cameras differ in them.
+    """
+
+    height: Side
+    width: Side
+    steps: tuple[ImageStep, ...] = ()
+    mean: tuple[Finite, ...] = (0.5, 0.5, 0.5)
+    std: tuple[Positive, ...] = (0.5, 0.5, 0.5)
+    cameras: tuple[CameraScale, ...] = ()
+
+    @property
+    def channels(self) -> int:
+        """Return the number of channels of the pixels, three per group."""
+        return len(self.mean)
+
+    def of_camera(self, index: int) -> ImageRecipe:
+        """Return the recipe of one camera, counted as the policy counts them, which is the same for all frames."""
+        if not self.cameras:
+            return self
+        return replace(self, mean=self.cameras[index].mean, std=self.cameras[index].std, cameras=())
+
+    def size_after(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of a frame of this size after the steps."""
+        fits = (height, width) == (self.height, self.width)
+        for step in self.steps:
+            if not (fits and step.other_sizes):
+                height, width = step.size(height, width)
+        return height, width
+
+    def enough(self, height: int, width: int) -> tuple[int, int]:
+        """Return the least height and width of a frame in the shape of this one that the first step which changes sizes
+        would not have to enlarge; the frame's own where that step does not shrink it, or cuts it."""
+        first = next((step for step in self.steps if not step.keeps_size), None)
+        picture = None if first is None else first.resized(height, width)
+        if picture is None:
+            return height, width
+        scale = max(picture[0] / height, picture[1] / width)
+        return min(height, math.ceil(height * scale - 1e-6)), min(width, math.ceil(width * scale - 1e-6))
+
+    def problems(self) -> Iterator[str]:
+        """Yield what its fields do not say together."""
+        if len(self.mean) not in (3, 6, 9, 12) or len(self.mean) != len(self.std):
+            yield f"mean, std: expected three numbers per group, of 1 to 4, got {len(self.mean)}, {len(self.std)}"
+        taken, end = set(), None
+        for step in self.steps:
+            taken.add(step.takes)
+            end = end if step.keeps_size else step.fixed
+        if {"bytes", "floats"} <= taken:
+            yield "steps: expected all of uint8 or all of floats, got both"
+        if end not in (None, (self.height, self.width)):
+            yield f"steps: expected an end of {self.height}x{self.width}, got {end[0]}x{end[1]}"
+
+    def __str__(self) -> str:
+        steps = [f"{step}{' (other sizes)' if step.other_sizes else ''}" for step in self.steps]
+        groups = range(0, self.channels, 3)
+        scales = [f"(x - {self.mean[i]:g}) / {self.std[i]:g}" for i in groups]
+        if self.cameras:
+            scales = ["statistics of each camera"]
+        return ", ".join([*(steps or [f"{self.height}x{self.width} as they come"]), *scales])
 
 
 def to_unit(array: np.ndarray) -> np.ndarray:

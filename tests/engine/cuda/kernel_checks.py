@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.engine.cuda.kernels import KERNELS, Workspace
 from sinew.engine.cuda.kernels.fp8_quantize import NEEDS
 from sinew.engine.cuda.kernels.lang import triton
@@ -25,6 +24,7 @@ from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.cuda.kernels.splitk_linear import statistics_reference
 from sinew.engine.cuda.kernels.tiles import capability
 from sinew.processing.image import prepare_frame
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
 from tests.engine.cuda import kernel_row_checks
 from tests.engine.cuda.kernel_tensors import (

@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 import torch
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.engine.cuda.fused.fuse import ON_CUDA, fuse
 from sinew.engine.cuda.fused.launches import Kernels
@@ -21,6 +20,7 @@ from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, SHARED_MEMORY, defaul
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.plan.plan import Plan
 from sinew.perf.program import preset
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
 
 pytest.importorskip("triton")

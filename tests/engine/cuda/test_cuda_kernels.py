@@ -149,7 +149,7 @@ def on_gpu(open_case):
 
     def make(name: str, **options) -> tuple[Case, CudaEngine]:
         case = open_case(name)
-        plan = Plan.of(load_model(case.policy.bundle, device, "bfloat16"), rewrites=ON_CUDA)
+        plan = Plan.of(load_model(case.policy.bundle, device, "bf16"), rewrites=ON_CUDA)
         processing = case.policy.manifest.processing
         return case, CudaEngine(plan, device, processing=processing, options=CudaOptions(**options))
 
@@ -176,7 +176,7 @@ def test_a_gpu_computes_what_eager_does(on_gpu, name, options):
     eager itself at 1.8e-2 in bfloat16 for pi0 (test_plan.py): its bound is twice eager's own there, as roundings of the
     same size may add up."""
     case, engine = on_gpu(name, **options)
-    half = EagerEngine(load_model(case.policy.bundle, engine.device, "bfloat16"), engine.device)
+    half = EagerEngine(load_model(case.policy.bundle, engine.device, "bf16"), engine.device)
     for inputs, noise in rotating(case, 3):
         case.noise = noise
         pixels = case.prepared(inputs)

@@ -150,7 +150,7 @@ def test_a_calibrated_bundle_needs_no_scale_per_row(tmp_path, monkeypatch, caplo
     exact = torch.from_numpy(case.policy.processor.action_normalizer.unnormalize(case.eager()[:, :2]))
     errors, outcomes = [], []
     for _ in range(2):
-        engine = cuda_engine(bundle, CPU, "bfloat16", options)
+        engine = cuda_engine(bundle, CPU, "bf16", options)
         got, _ = run_one(engine, case.inputs(), case.noise, 10)
         errors.append(relative_l2(torch.from_numpy(got), exact))
         outcomes.append(next(o.reason for o in engine.plan.outcomes if o.name == "fp8"))

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.engine.cuda.kernels import KERNELS
 from sinew.engine.cuda.kernels.launch import Tile
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
@@ -25,6 +24,7 @@ from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderConfig, GatedMLP
 from sinew.layers.norm import AdaRMSNorm, Modulation, rms_normalize
 from sinew.layers.rope import Rotation
 from sinew.processing.image import prepare_frame
+from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
 from tests.covering import some
 from tests.engine.cuda.kernel_checks import (

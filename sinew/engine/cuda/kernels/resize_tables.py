@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # kernels import on a GPU machine that has torch and triton alone
-    from sinew.bundle.image_recipe import ImageRecipe
+    from sinew.steps.image.base import ImageRecipe
 
 PLACES = 22  # Pillow's 32 bits less 8 of a pixel and 2 of headroom
 

@@ -25,7 +25,7 @@ from sinew.processing.image import prepare_frame
 
 if TYPE_CHECKING:
     from sinew.bundle import Manifest
-    from sinew.bundle.image_recipe import ImageRecipe
+    from sinew.steps.image.base import ImageRecipe
 
 WHOLE = "policy.onnx"
 DOMAIN = "sinew"  # of the functions
