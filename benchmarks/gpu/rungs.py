@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.models import ACTIONS, Sample
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Processing
 from sinew.core import Timing
 from sinew.engine.cuda.kernels import preprocess
@@ -32,6 +31,7 @@ from sinew.perf.trace import STAGES
 from sinew.processing import ModelInputs
 from sinew.processing.image import prepare_frame
 from sinew.processing.normalize import Normalizer
+from sinew.steps.image.base import ImageRecipe
 
 Row = dict[str, Any]
 ENOUGH = 500  # calls for a p99, of which five are then slower
