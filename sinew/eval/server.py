@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sinew.core import SinewError
+from sinew.core.scratch import ended_by_signals
 
 READY = "ready on "
 STOP_SECONDS = 30
@@ -16,24 +17,16 @@ STOP_SECONDS = 30
 
 @contextmanager
 def serving(bundle: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """Yields the server's address once it is warm; stops it afterwards. Its log goes to ``log``. It keeps its engine.
+    """Yields the server's address once it is warm; stops it afterwards, and where a signal ends this process.
 
-    Raises :class:`SinewError` when it does not start, or does not end cleanly.
+    Its log goes to ``log``. It keeps its engine. Raises :class:`SinewError` when it does not start, or does not end
+    cleanly.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "sinew",
-        "serve",
-        str(bundle),
-        "--wire",
-        "native:0",
-        "--no-prepare",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "sinew", "serve", str(bundle), "--wire", "native:0", "--no-prepare"]
     with (
+        ended_by_signals(),
         log.open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
+        subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True) as server,
     ):
         try:
             yield _wait_until_ready(server, log)

@@ -616,6 +616,29 @@ def test_server_plays_the_same_episodes(tmp_path: Path) -> None:
     assert "smolvla" in json.loads(lines[0])["key"]
 
 
+WITH_A_SERVER = """
+import sys, time
+from pathlib import Path
+from sinew.eval.server import serving
+with serving(Path(sys.argv[1]), Path(sys.argv[2]), "--threads", "1") as address:
+    print(address, flush=True)
+    time.sleep(600)
+"""
+
+
+@needs_pen
+def test_a_server_ends_with_the_evaluation_that_a_signal_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITH_A_SERVER, str(PEN), str(tmp_path / "serve.log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        ServerPolicy(address, None, timeout=60).close()  # it answers
+        process.terminate()
+        assert process.wait(120) == 128 + signal.SIGTERM
+    with pytest.raises(SinewError, match="no answer"):
+        ServerPolicy(address, None, timeout=0.2)
+
+
 def test_unreachable_server() -> None:
     with pytest.raises(SinewError, match="no answer"):
         ServerPolicy("tcp://127.0.0.1:1", None, timeout=0.2)

@@ -91,25 +91,68 @@ def test_without_the_hub_meshes_come_by_hash_from_the_index(
 # ----------------------------------------------------------------------------- the expert's arithmetic
 
 
-NOTHING = np.zeros((0, 2))
+NOTHING, BASE = np.zeros((0, 2)), np.array([-0.6, 0.0])
 
 
 def test_a_grasp_is_across_the_narrow_side_and_in_the_middle() -> None:
     box = np.array([(x, y) for x in (-0.05, 0.05) for y in (-0.02, 0.02)])
     for tilt in (0.0, 0.5, -1.2):
         placed = box @ from_vector(np.array([0.0, 0.0, tilt]))[:2, :2].T + (0.3, -0.1)
-        middle, yaw = libero_expert.grasp(placed, np.pi / 2, NOTHING)
+        middle, yaw, by_rim = libero_expert.grasp(placed, np.pi / 2, NOTHING, BASE, lambda _: True)
+        assert not by_rim
         assert middle == pytest.approx([0.3, -0.1], abs=1e-6)
         across = (yaw - tilt - np.pi / 2 + np.pi / 2) % np.pi - np.pi / 2  # directions are modulo half a turn
         assert across == pytest.approx(0, abs=0.06)
-    with pytest.raises(SinewError, match="grasp: expected an object of at most 75 mm, got 100 mm"):
-        libero_expert.grasp(np.array([(x, y) for x in (-0.05, 0.05) for y in (-0.05, 0.05)]), 0.0, NOTHING)
+
+
+def round_thing(more: str = "", floor: float = 0.005) -> SimpleNamespace:
+    """Simulate a round wall of 110 mm, 50 mm high, on the floor, filled up to ``floor``, in robosuite's names."""
+    import mujoco
+
+    wall = "".join(
+        f"<geom type='box' size='.0025 .008 .025' pos='{0.05 * np.cos(a)} {0.05 * np.sin(a)} .025' euler='0 0 {a}'/>"
+        for a in np.arange(24) * np.pi / 12
+    )
+    fill = f"<geom type='cylinder' size='.05 {floor / 2}' pos='0 0 {floor / 2}'/>"
+    world = f"<compiler angle='radian'/><worldbody>{more}<body>{wall}{fill}</body></worldbody>"
+    model = mujoco.MjModel.from_xml_string(f"<mujoco>{world}</mujoco>")
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    return SimpleNamespace(model=SimpleNamespace(_model=model), data=SimpleNamespace(_data=data))
+
+
+def test_what_is_too_wide_is_held_by_its_rim_where_both_fingers_have_room() -> None:
+    circle = np.array([(0.0525 * np.cos(a), 0.0525 * np.sin(a)) for a in np.arange(48) * np.pi / 24])
+
+    def grasp(sim: SimpleNamespace, yaw: float) -> tuple[np.ndarray, float, bool]:
+        return libero_expert.grasp(
+            circle, yaw, NOTHING, BASE, lambda at: libero_expert.inside(sim, at, high=0.05)
+        )
+
+    for yaw in (0.0, 1.2):
+        place, turned, by_rim = grasp(round_thing(), yaw)
+        assert by_rim
+        assert np.linalg.norm(place) == pytest.approx(0.0525 - libero_expert.WALL, abs=1e-3)
+        assert abs(place @ (-np.sin(turned), np.cos(turned))) < 1e-3  # it closes across the wall
+        assert place[0] < -0.035  # the arm's side
+    # Thinner than a finger, higher than the rim, and where the outer finger would stand.
+    drawer = "<geom type='box' size='.002 .3 .035' pos='-.09 0 .035'/>"
+    place, turned, _ = grasp(round_thing(drawer), 0.0)
+    along = np.array([np.cos(turned), np.sin(turned)])
+    assert (
+        min(abs((place + side * along)[0] + 0.09) for side in (-0.04, -0.045, -0.05, 0.04, 0.045, 0.05))
+        > 0.002
+    )
+    with pytest.raises(
+        SinewError, match="grasp: expected .* 75 mm, or a rim with room beside it, got 105 mm"
+    ):
+        grasp(round_thing(floor=0.03), 0.0)
 
 
 def test_a_palm_passes_beside_what_stands_around() -> None:
     box = np.array([(x, y) for x in (-0.04, 0.04) for y in (-0.02, 0.02)])
     can = np.array([[0.0, -0.1]])
-    middle, yaw = libero_expert.grasp(box, np.pi / 2, can)
+    middle, yaw, _ = libero_expert.grasp(box, np.pi / 2, can, BASE, lambda _: True)
     axis = np.array([np.cos(yaw), np.sin(yaw)])
     along, across = (can[0] - middle) @ axis, (can[0] - middle) @ (-axis[1], axis[0])
     assert abs(along) >= libero_expert.PALM[0] or abs(across) >= libero_expert.PALM[1]
@@ -186,10 +229,11 @@ def test_every_suite_opens_resets_draws_and_ends(task: str, capsys: pytest.Captu
 
 
 @scenes
-def test_the_expert_wins_three_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("suite", ["libero_object", "libero_spatial"])
+def test_the_expert_wins_three_tasks(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The proof that success can be reached and is seen."""
     code, report, said = evaluate(
-        capsys, "expert", "--suite", "libero_object", "--episodes", 3, "--seed", 0, "--replan", 1, "--workers", 1
+        capsys, "expert", "--suite", suite, "--episodes", 3, "--seed", 0, "--replan", 1, "--workers", 1
     )  # fmt: skip
     assert code == 0, said
     assert report["variants"][0]["wins"] == 3

@@ -1,14 +1,14 @@
 """LIBERO's tasks that are picking up and putting down, played from the simulator's own poses.
 
 A grasp is the narrowest horizontal direction across the object's collision geometry, taken from above where the palm
-passes beside what stands around. Actions are those of robosuite's operational-space controller
-(``controllers/config/osc_pose.json``): 1 is a displacement of 50 mm, or a turn of 0.5 rad about an axis of the world,
-of where the hand is now; the gripper closes at +1.
+passes beside what stands around; what is wider than the fingers open is held by its rim, on the arm's side. Actions
+are those of robosuite's operational-space controller (``controllers/config/osc_pose.json``): 1 is a displacement of
+50 mm, or a turn of 0.5 rad about an axis of the world, of where the hand is now; the gripper closes at +1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,12 @@ GAIN = 2.0
 FINGER = 0.04  # metres from the object's top to the pads
 CLEAR, NEAR, TURNED = 0.04, 0.008, 0.06  # metres above what is passed; what counts as there
 WIDEST = 0.075  # metres between open fingers
+RIM, WALL = 0.025, 0.008  # metres from a rim down to the pads, and from its edge inwards to what they hold
+TIP = 0.012  # metres from the pads' middle to the end of a finger
+# Below both open fingers, along and across the direction in which they close, metres: no wall is thinner than the gaps.
+FINGERS = np.array(
+    [(s * x, y) for s in (-1, 1) for x in np.linspace(0.036, 0.052, 5) for y in (-0.012, 0.012)]
+)
 PALM = (0.105, 0.035)  # half its length (as the fingers close) and width, metres
 ABOVE = 0.045  # metres from the pads to the palm
 PATIENCE = 40  # control steps until a place counts as reached
@@ -40,26 +46,30 @@ def begin(simulator: Any) -> Act:
         raise SinewError(
             f"{simulator.current}: the scripted expert expected goals of putting things in or on others, got {wanted}"
         )
-    actions = _play(env, [(goal[1], goal[2]) for goal in goals])
+    actions = _play(env, goals)
     return lambda: next(actions)[None]
 
 
-def _play(env: Any, goals: list[tuple[str, str]]) -> Iterator[np.ndarray]:
+def _play(env: Any, goals: list[list[str]]) -> Iterator[np.ndarray]:
     hand = Hand(env)
     while True:
-        for thing, place in goals:
-            yield from _put(hand, env, thing, place)
+        for goal in goals:
+            yield from _put(hand, env, *goal)
         yield from hand.rest(1, OPEN)  # where the episode goes on, something fell
 
 
-def _put(hand: Hand, env: Any, thing: str, place: str) -> Iterator[np.ndarray]:
+def _put(hand: Hand, env: Any, how: str, thing: str, place: str) -> Iterator[np.ndarray]:
     points = corners(env.sim, env.obj_body_id[thing])
     low, high = points[:, 2].min(), points[:, 2].max()
     depth = max(high - FINGER, low + 0.4 * min(high - low, FINGER))
     beside = [corners(env.sim, body) for name, body in env.obj_body_id.items() if name != thing]
     around = np.concatenate([np.zeros((0, 3)), *beside])
-    xy, yaw = grasp(points[:, :2], hand.yaw, around[around[:, 2] > depth + ABOVE][:, :2])
+    around = around[around[:, 2] > depth + ABOVE][:, :2]
+    base = hand.robot.base_pos[:2]
+    xy, yaw, held = grasp(points[:, :2], hand.yaw, around, base, lambda at: inside(env.sim, at, high))
+    depth = high - RIM if held else depth
     target, rim = _target(env, place)
+    target += xy - (points[:, :2].min(0) + points[:, :2].max(0)) / 2  # where the hand is beside its middle
     travel = max(rim, high) + (depth - low) + CLEAR
 
     yield from hand.go((*xy, high + 0.1), yaw, OPEN)
@@ -70,8 +80,9 @@ def _put(hand: Hand, env: Any, thing: str, place: str) -> Iterator[np.ndarray]:
         yield from hand.rest(SQUEEZE, OPEN)
         return
     yield from hand.go((*target, travel), yaw, CLOSE, near=0.015)
-    # What is tall goes in before it is let go: it may cling to a finger.
-    yield from hand.go((*target, rim + max(0.02, depth - low - 0.06)), yaw, CLOSE, near=0.015)
+    # What is tall goes in before it is let go: it may cling to a finger. On others a thing is set down.
+    release = depth - low if how == "on" else max(0.02, depth - low - 0.06)
+    yield from hand.go((*target, rim + release), yaw, CLOSE, near=0.015)
     yield from hand.rest(SQUEEZE, OPEN)
 
 
@@ -120,32 +131,54 @@ class Hand:
             yield np.array([0, 0, 0, 0, 0, 0, grip], np.float32)
 
 
-def grasp(points: np.ndarray, yaw: float, around: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the hand's place [2], metres, and the direction in which it closes, of corners [N, 2] from above.
+def grasp(
+    points: np.ndarray, yaw: float, around: np.ndarray, base: np.ndarray, free: Callable[[np.ndarray], bool]
+) -> tuple[np.ndarray, float, bool]:
+    """Return the hand's place [2], metres, and the direction in which it closes, of corners [N, 2] from above, and
+    whether it holds a rim.
 
     The narrowest direction, or one less far from ``yaw`` that is at most 10 mm wider per radian; beside the middle as
-    far as the fingers allow where the palm would otherwise meet ``around``, points [M, 2]. Directions are modulo pi,
-    in radians. Raises :class:`SinewError` where the object does not fit between the fingers.
+    far as the fingers allow where the palm would otherwise meet ``around``, points [M, 2]. What is too wide is held by
+    its rim where ``free`` says of places [2] below the open fingers that they get down there; nearer to ``base`` [2],
+    the arm's, is better. Directions are modulo pi, in radians. Raises :class:`SinewError` where there is neither.
     """
-    best: tuple[float, np.ndarray, float] | None = None
+    best: tuple[float, np.ndarray, float, bool] | None = None
     narrowest = np.inf
     for turned in np.linspace(-np.pi / 2, np.pi / 2, 61):
         axes = np.array([[c := np.cos(yaw + turned), s := np.sin(yaw + turned)], [-s, c]])
         inside = points @ axes.T  # along and across the closing direction
         low, high = inside.min(0), inside.max(0)
         narrowest = min(narrowest, width := high[0] - low[0])
-        slack = (WIDEST - width) / 2
-        for aside in slack * np.array([0, -0.5, 0.5, -1, 1]) if slack >= 0 else ():
-            middle = (low + high) / 2 + (aside, 0)
-            met = (np.abs(around @ axes.T - middle) < PALM).all(1).any()
-            cost = width + 0.01 * abs(turned) + abs(aside) + met
-            if best is None or cost < best[0]:
-                best = float(cost), middle @ axes, yaw + turned
+        middle, slack = (low + high) / 2, (WIDEST - width) / 2
+        asides = (
+            slack * np.array([0, -0.5, 0.5, -1, 1]) if slack >= 0 else (width / 2 - WALL) * np.array([-1, 1])
+        )
+        for aside in asides:
+            place = middle + np.array([aside, 0.0])
+            met = (np.abs(around @ axes.T - place) < PALM).all(1).any()
+            cost = width + 0.01 * abs(turned) + abs(aside) + met + np.linalg.norm(place @ axes - base) / 2
+            if best is not None and cost >= best[0]:
+                continue
+            if slack >= 0 or all(map(free, (place + FINGERS) @ axes)):
+                best = float(cost), place @ axes, yaw + turned, bool(slack < 0)
     if best is None:
         raise SinewError(
-            f"grasp: expected an object of at most {1e3 * WIDEST:g} mm, got {1e3 * narrowest:.0f} mm"
+            f"grasp: expected an object of at most {1e3 * WIDEST:g} mm, or a rim with room beside it, got"
+            f" {1e3 * narrowest:.0f} mm"
         )
     return best[1:]
+
+
+def inside(sim: Any, place: np.ndarray, high: float) -> bool:
+    """Return whether a finger that holds a rim at this height gets down at a place [2], all in metres."""
+    import mujoco
+
+    start, collides = np.array([*place, high + CLEAR]), np.array([1, 0, 0, 0, 0, 0], np.uint8)
+    model, data = sim.model._model, sim.data._data  # noqa: SLF001 - mujoco's own, below robosuite's names
+    far = mujoco.mj_ray(
+        model, data, start, np.array([0.0, 0.0, -1.0]), collides, 1, -1, np.zeros(1, np.int32)
+    )
+    return far < 0 or far > CLEAR + RIM + TIP
 
 
 def corners(sim: Any, body: int) -> np.ndarray:
