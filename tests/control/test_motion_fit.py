@@ -100,6 +100,10 @@ def test_what_happens_around_a_fault_does_not_count() -> None:
     assert carried_on is not None
     assert went_on is not None
     assert (carried_on.motion, carried_on.spans) == (went_on.motion, went_on.spans)
+    whole = fit(events)
+    assert whole is not None
+    assert whole.spans == went_on.spans + 1  # the one around it
+    assert fit([*events[:there], ("arrived", {}), *events[there:]]) == whole
 
 
 def test_a_journal_gives_the_same(tmp_path: Path) -> None:
@@ -127,6 +131,14 @@ def test_many_joints_that_move_together_need_few_least_squares(monkeypatch: pyte
     assert found.motion["action"] == found.motion["state"] == list(range(joints))
     assert found.motion["scale"] == 0.02
     assert joints <= len(solved) <= 2 * joints
+
+
+def test_a_column_that_was_never_used_takes_no_number_from_the_others() -> None:
+    sums = RNG(3).standard_normal((100, 3)) * [0, 1, 1]
+    changes = 0.02 * sums
+    found = fit_offsets(np.cumsum(changes, axis=0), changes, sums, sums.min(axis=0), sums.max(axis=0))
+    assert found is not None
+    assert found.motion["action"] == found.motion["state"] == [1, 2]
 
 
 def test_the_embedded_robot_moves_less_than_its_definition_says() -> None:

@@ -91,6 +91,14 @@ def test_modes_of_pil_images(mode: str) -> None:
     np.testing.assert_array_equal(picture("images.a", made), np.asarray(made.convert("RGB")))
 
 
+@pytest.mark.parametrize(("shape", "first"), [((3, 3, 8), True), ((3, 8, 3), False), ((3, 8, 8), True)])
+def test_channels_come_first_only_where_they_do_not_come_last(
+    shape: tuple[int, int, int], first: bool
+) -> None:
+    frame = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
+    np.testing.assert_array_equal(picture("images.a", frame), frame.transpose(1, 2, 0) if first else frame)
+
+
 def test_bfloat16_is_exact(policy: Policy) -> None:
     state = torch.from_numpy(STATE).bfloat16()
     found = observation({**BASE, "state": state}, policy.spec).state

@@ -627,11 +627,12 @@ def test_what_is_waited_is_told_in_milliseconds(asking, monkeypatch: pytest.Monk
 
     at = asking()
     at.hold()
-    at.ask("go", read=read)
+    second = at.ask("go", read=read)
     at.ready(1)
     now[0] += 2.0
     at.puppet.release.set()
     until(lambda: len(at.told) == 2)
+    assert second.begun == now[0]  # decoding and waiting are not what it hangs in
     assert [each.timing.queue_ms for each in at.told] == [0.0, 2000.0]
 
 

@@ -549,6 +549,37 @@ def test_a_link_in_this_process_computes_until_it_is_closed(rolls: Policy) -> No
     until(lambda: not any(thread.is_alive() for thread in link._loops._running))
 
 
+def test_a_stream_computes_within_its_turns() -> None:
+    """Each loop has its own, and what is evaluated lies between two of their marks."""
+    seen: list[str] = []
+    names = iter(("read", "run"))
+
+    def turn() -> SimpleNamespace:
+        name = next(names)
+        return SimpleNamespace(
+            begin=lambda: seen.append(f"{name} begins"), pause=lambda: seen.append(f"{name} pauses")
+        )
+
+    def run(pause: Callable[[], None]) -> None:
+        for piece in "ab":
+            seen.append(piece)
+            pause()
+
+    robot, loops = Busy(1e6, 1.0), loops_by_hand()[0]
+    robot.read, robot.run = lambda: seen.append("prefix"), run  # type: ignore[method-assign, assignment]
+    loops.add(robot, Nobody(), "robot", turn)  # type: ignore[arg-type]
+    for which, found in (
+        (READ, ["read begins", "prefix", "read pauses"]),
+        (RUN, ["run begins", "a", "run pauses", "b", "run pauses", "run pauses"]),
+    ):
+        seen.clear()
+        assert loops._next(which) is None
+        robot.wants_run = False  # nothing comes between
+        loops._work(which)
+        robot.wants_run = True
+        assert seen == found
+
+
 def test_a_stream_that_fails_is_told_and_what_nobody_foresaw_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
