@@ -495,7 +495,8 @@ def test_the_order_is_drawn_anew_for_each_scene_and_differs_by_its_number(tmp_pa
 
 def test_a_scene_that_was_set_up_before_is_set_up_as_it_was(tmp_path: Path) -> None:
     sitting = planned(tmp_path, 1, 2)
-    assert (turn := sitting.due()) is not None
+    turn = sitting.due()
+    assert turn is not None
     sitting.begin(turn)  # and killed
     again = [turn.again]
     while (turn := sitting.due()) is not None:
