@@ -637,6 +637,7 @@ def test_a_trial_goes_from_word_to_word() -> None:
     desk = laid(waits=True, asks=True)
     desk.loop.tick(desk.loop.pace.next())
     assert desk.loop.paused
+    assert desk.seconds == 0.0
 
     def said(*words: tuple[str, str]) -> list[bool]:
         return [desk.take(word, by) for word, by in words]
