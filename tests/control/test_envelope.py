@@ -74,6 +74,14 @@ def test_a_stop_that_is_not_safe_is_said() -> None:
     bounds = StepBounds(*(np.array([x]) for x in (-1.0, 1.0, np.inf, np.inf, 0.1)))
     _, fits = stopped(np.array([[0.0]] * 2), np.array([[0.1], [0.9]]), np.zeros((2, 1)), bounds)
     assert fits.tolist() == [[True], [False]]
+    for change, fastest, fit in (
+        (1.0, 1.5, True),
+        (1.0, 1.25, False),
+        (0.0, 1.0, True),
+    ):  # it is still speeding up
+        bounds = StepBounds(*(np.array([x]) for x in (-99.0, 99.0, fastest, np.inf, 0.5)))
+        _, fits = stopped(np.zeros((1, 1)), np.ones((1, 1)), np.full((1, 1), change), bounds)
+        assert fits.tolist() == [[fit]]
     slow = StepBounds(*(np.array([x, y]) for x, y in ((-9, -1), (9, 1), (9, 9), (9, 9), (1e-9, 0.1))))
     _, fits = stopped(np.array([[0.0, 0.9]]), np.array([[0.1, 0.9]]), np.zeros((1, 2)), slow)
     assert fits.tolist() == [[False, False]]  # one that takes for ever, and beside it one that ended outside
