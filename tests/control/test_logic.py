@@ -647,6 +647,16 @@ def test_a_robot_that_something_else_held_starts_from_there() -> None:
     assert controller.command(2).row == 1
 
 
+def test_after_a_command_that_was_not_taken_limits_begin_where_the_robot_is() -> None:
+    guard = Guard(Limits.parse({"velocity": 10.0}, 1), 0.1)
+    controller = Controller(Player(parse_handover("aligned"), parse_rule("full")), guard)
+    controller.stands(np.zeros(1))
+    controller.ask(0, 0)
+    controller.arrived(0, np.ones((8, 1)))
+    controller.unsent(controller.command(0), "it is too far")
+    assert not guard.known
+
+
 @pytest.mark.parametrize("end", [-1.0, 1.0])
 def test_the_edge_of_a_workspace_is_inside(end: float) -> None:
     guard = Guard(Limits.parse({"workspace_low": -1, "workspace_high": 1}, 1), 0.1)

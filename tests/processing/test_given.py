@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,12 @@ def test_channels_come_first_only_where_they_do_not_come_last(
 ) -> None:
     frame = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     np.testing.assert_array_equal(picture("images.a", frame), frame.transpose(1, 2, 0) if first else frame)
+
+
+@pytest.mark.parametrize("name", ["getbands", "convert"])
+def test_what_only_looks_like_a_picture_is_refused(name: str) -> None:
+    with pytest.raises(ObservationError, match="images.a"):
+        picture("images.a", SimpleNamespace(**{name: print}))
 
 
 def test_bfloat16_is_exact(policy: Policy) -> None:

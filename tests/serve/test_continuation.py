@@ -140,3 +140,5 @@ def test_one_row_is_continued_and_padding_is_committed_with_its_rows() -> None:
         assert found is not None
         assert found.target[0].tolist() == [1, 2, 0]
         assert found.weights.tolist() == weights
+    none = replace(asked, beta=0.0)  # a guidance of no weight
+    assert continuation(none, spec, normalizer, (), np.zeros(2), 3) is None
