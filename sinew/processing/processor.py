@@ -91,11 +91,11 @@ class Prepared:
     time: float | None
     missing: tuple[str, ...]
     milliseconds: float
-    unsent: int = 0
-    words: Words | None = None
-    adapter: str = ""
-    unconditional: np.ndarray | None = None
-    scale: float = 1.0
+    unsent: int
+    words: Words | None
+    adapter: str
+    unconditional: np.ndarray | None
+    scale: float
 
 
 MOST_SHAPES = 64  # of frames that are known to fit: they come from clients

@@ -348,6 +348,12 @@ def test_types_of_lerobot_are_found_where_they_are_registered(release: str) -> N
         "print(lerobot_choice(r, r.RobotConfig, 'so101_follower').__name__)\n"
         "try:\n    lerobot_choice(t, t.TeleoperatorConfig, 'toaster')\n"
         "except (KeyError, ImportError) as e:\n    print(e)\n"
+        "from types import SimpleNamespace\n"
+        "from sinew_client.control.leaders import open_lerobot_leader\n"
+        "arm = SimpleNamespace(action_features={'a': float}, feedback_features={}, get_action=lambda: {'a': 4})\n"
+        "arm.connect = lambda: print('connected')\n"
+        "t.make_teleoperator_from_config = lambda config: print(config.port) or arm\n"
+        "print(open_lerobot_leader('so101_leader', {'port': 'a port'}, ['a']).read())\n"
     )
     paths = (lerobot_folder(release), ROOT / "packages" / "sinew-client" / "src")
     done = processes.run(
@@ -356,6 +362,7 @@ def test_types_of_lerobot_are_found_where_they_are_registered(release: str) -> N
         nursery=nursery(release),
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    *_, leader, follower, said = done.stdout.splitlines()
+    *_, leader, follower, said = (lines := done.stdout.splitlines())[:-3]
+    assert lines[-3:] == ["a port", "connected", "[4.0]"]
     assert (leader, follower) == ("SOLeaderTeleopConfig", "SOFollowerRobotConfig")
     assert "toaster" in said  # beside the modules whose drivers are not here

@@ -19,6 +19,7 @@ class Far:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.rows = 100.0 + np.arange(10, dtype=np.float32)[:, None]
         self.fault: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
@@ -28,7 +29,7 @@ class Far:
         assert self.gate.wait(WAIT_S)
         if self.fault is not None:
             raise self.fault
-        return 100.0 + np.arange(10, dtype=np.float32)[:, None]
+        return self.rows
 
 
 def near(observation: Mapping[str, Any], limit: float) -> np.ndarray:
@@ -110,6 +111,13 @@ def test_a_far_policy_that_fails_is_told_and_asked_again_later() -> None:
     ask(2.0)
     settle(found)
     assert ask(2.1)[0] == 101
+    settle(found)
+    far.rows = np.full((10, 1), np.nan, np.float32)
+    ask(5.0)
+    settle(found)
+    assert ask(5.1)[0] == 51
+    assert found.failed["the far policy: a chunk is not finite"] == 1
+    assert found.faults.counts == {"ClientError": 1, "bad_chunk": 1}
 
 
 def test_disagreement_asks() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client.control import (
+    Controller,
     Guard,
     Limits,
     LimitsError,
@@ -24,6 +25,7 @@ from sinew_client.control import (
 )
 from sinew_client.control.jerk import StepBounds, next_step, stop, stopped
 from sinew_client.control.motion import slowed
+from sinew_client.control.safety import Verdict
 from sinew_client.control.smoothing import Smoothing
 from sinew_client.control.trajectory import Node, Trajectory
 
@@ -72,6 +74,14 @@ def test_a_stop_that_is_not_safe_is_said() -> None:
     bounds = StepBounds(*(np.array([x]) for x in (-1.0, 1.0, np.inf, np.inf, 0.1)))
     _, fits = stopped(np.array([[0.0]] * 2), np.array([[0.1], [0.9]]), np.zeros((2, 1)), bounds)
     assert fits.tolist() == [[True], [False]]
+    for change, fastest, fit in (
+        (1.0, 1.5, True),
+        (1.0, 1.25, False),
+        (0.0, 1.0, True),
+    ):  # it is still speeding up
+        bounds = StepBounds(*(np.array([x]) for x in (-99.0, 99.0, fastest, np.inf, 0.5)))
+        _, fits = stopped(np.zeros((1, 1)), np.ones((1, 1)), np.full((1, 1), change), bounds)
+        assert fits.tolist() == [[fit]]
     slow = StepBounds(*(np.array([x, y]) for x, y in ((-9, -1), (9, 1), (9, 9), (9, 9), (1e-9, 0.1))))
     _, fits = stopped(np.array([[0.0, 0.9]]), np.array([[0.1, 0.9]]), np.zeros((1, 2)), slow)
     assert fits.tolist() == [[False, False]]  # one that takes for ever, and beside it one that ended outside
@@ -215,6 +225,9 @@ def test_velocity_holds_to_the_bit_where_float32_is_coarser_behind_than_ahead() 
             assert row is not None
             assert abs(float(row[0]) - float(place[0])) <= 4.0 * PERIOD
             place = row
+    guard = Guard(limits, 1 / 16)
+    guard.start(np.zeros(1))
+    assert guard.check(np.float32([0.25])) == Verdict(np.float32([0.25]))  # and is had to the bit
 
 
 # ----------------------------------------------------------------------------- jumps
@@ -409,6 +422,19 @@ def test_a_filter_begins_where_the_robot_stands_and_else_at_the_first_row() -> N
         Smoothing(replace(design, columns=(1, 2)), np.ones(2, bool))
     assert parse_filter(f"ema:{1 / 65}", 20.0) is not None  # 64 steps, which are allowed
     assert parse_filter("", 20.0) is None
+
+
+def test_a_filter_begins_where_a_robot_without_a_state_is_said_to_stand() -> None:
+    for position, first in ((None, 1.0), (np.float32([5]), 3.0)):
+        for say in (Controller.stands, Controller.resume):
+            controller = Settings(20.0, "aligned", filter="ema:0.5").of_chunks(1)
+            controller.ask(0, 0)
+            controller.arrived(0, np.ones((8, 1)))
+            say(controller, position)
+            if say is Controller.resume:
+                controller.ask(0, 0)
+                controller.arrived(0, np.ones((8, 1)))
+            assert controller.command(0).row == first
 
 
 @pytest.mark.parametrize("hz", [0.5, 2.0, 6.0])

@@ -20,6 +20,7 @@ from sinew_client.control.robots import (
     Dry,
     LeRobotArm,
     Pair,
+    Renamed,
     RobotError,
     joint_names,
     joints_of,
@@ -169,6 +170,14 @@ def test_lerobots_joints_are_taken_by_name() -> None:
         LeRobotArm(Bus(), other)
     mapped = LeRobotArm(Bus(), other, joints={"a": "lift.pos", "b": "grip.pos", "c": "pan.pos"})
     assert mapped.joints == ["lift.pos", "grip.pos", "pan.pos"]
+
+
+def test_cameras_are_called_as_the_policy_calls_them() -> None:
+    seen = {"images": {"cam0": 0, "cam1": 1}, "state": np.zeros(1)}
+    robot = SimpleNamespace(observe=lambda: seen)
+    assert Renamed(robot, {"front": "cam1"}).observe() == {**seen, "images": {"cam0": 0, "front": 1}}
+    with pytest.raises(RobotError, match="--rename: the robot has cam0, cam1, and no cam2"):
+        Renamed(robot, {"front": "cam2"}).observe()
 
 
 class Side(Bus):

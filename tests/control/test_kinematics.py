@@ -155,6 +155,7 @@ def test_rotations_come_back() -> None:
         np.testing.assert_allclose(back(there(turns)), turns, atol=1e-12)
     locked = from_rpy(np.array([0.3, np.pi / 2, 0.5]))
     np.testing.assert_allclose(from_rpy(to_rpy(locked)), locked, atol=1e-12)
+    assert to_rpy(locked)[0] == 0.0  # roll and yaw turn about one axis there
     np.testing.assert_allclose(  # URDF's: about fixed axes, roll first
         from_rpy(np.array([np.pi / 2, 0.0, np.pi / 2])) @ [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], atol=1e-12
     )

@@ -344,6 +344,9 @@ def test_an_ensemble_goes_on_behind_its_oldest_chunk() -> None:
     nodes = parse_handover("ensemble").merge(Trajectory(), [old, new], 2)
     assert [node.step for node in nodes] == [2, 3, 4]
     assert [round(float(node.row[0])) for node in nodes[1:]] == [1, 1]
+    later, new = (Placed(np.arange(3.0)[:, None] + value, at, 2, value) for value, at in ((0, 3), (5, 2)))
+    first = parse_handover("ensemble").merge(Trajectory(), [later, new], 2)[0]
+    assert first.row == 5.0  # a chunk has nothing to say of steps before its own
 
 
 def test_numbers_of_a_handover_at_their_bounds() -> None:
@@ -590,6 +593,15 @@ def test_after_a_pause_nothing_leads_back_to_where_the_robot_was(moved: bool) ->
     np.testing.assert_allclose(guard.check(row + 1).row, np.minimum(before + 0.2, 2.1), atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["velocity", "acceleration"])
+def test_each_number_whose_steps_are_limited_has_to_be_known(name: str) -> None:
+    for place in ([np.nan, 0.0], [0.0, np.nan]):
+        guard = Guard(limits(**{name: [1e3, None]}), 0.1)
+        guard.start(np.array(place))
+        assert guard.known == (place[0] == 0.0)  # of the other only where it may be is asked
+        assert (guard.check(np.zeros(2, np.float32)).reason == UNPLACED) != guard.known
+
+
 def test_limits_begin_where_something_says_the_robot_is() -> None:
     """Its state says where it stands, of positions; commands that hold at a number of their own say it themselves."""
     given = {"velocity": [1, None, 2], "names": ["x", "y", "grip"]}
@@ -633,6 +645,16 @@ def test_a_robot_that_something_else_held_starts_from_there() -> None:
     assert [controller.command(step).row for step in (0, 1)] == [1, 2]
     controller.stood()
     assert controller.command(2).row == 1
+
+
+def test_after_a_command_that_was_not_taken_limits_begin_where_the_robot_is() -> None:
+    guard = Guard(Limits.parse({"velocity": 10.0}, 1), 0.1)
+    controller = Controller(Player(parse_handover("aligned"), parse_rule("full")), guard)
+    controller.stands(np.zeros(1))
+    controller.ask(0, 0)
+    controller.arrived(0, np.ones((8, 1)))
+    controller.unsent(controller.command(0), "it is too far")
+    assert not guard.known
 
 
 @pytest.mark.parametrize("end", [-1.0, 1.0])
@@ -715,6 +737,7 @@ def test_what_the_motion_cannot_follow_holds() -> None:
     controller.ask(0, 0, np.zeros(2, np.float32))
     assert not controller.arrived(0, np.zeros((3, 1)))
     assert "state: expected at least 4 numbers" in controller.command(0, np.zeros(2)).reason
+    assert controller.faults.counts == {"bad_chunk": 1}
     controller.ask(1, 1, np.zeros(4, np.float32))
     assert controller.arrived(1, np.zeros((3, 1)))
     assert controller.command(1, np.zeros(4)).row is not None
@@ -945,7 +968,9 @@ def test_future_state_is_that_of_the_answer() -> None:
         ({"hz": 1e-144}, "hz: expected 0.001 to 100000, got 1e-144"),
         ({"hz": 2e5}, "hz: expected 0.001 to 100000, got 200000"),
         ({"hz": 10, "deadline": float("nan")}, "deadline: expected"),
+        ({"hz": 10, "deadline": 1e30}, "deadline: expected"),
         ({"hz": 10, "substeps": 0}, "substeps: expected 1 to 100"),
+        ({"hz": 10, "substeps": 101}, "substeps: expected 1 to 100"),
         ({"hz": 10, "substeps": 2}, "substeps: expected motion absolute or relative"),
         ({"hz": 10, "handover": "x"}, "handover: expected one of"),
         ({"hz": 10, "motion": {"kind": "warp"}}, "motion.kind: expected one of"),

@@ -314,6 +314,14 @@ def test_a_stale_frame_holds() -> None:
     assert [row for _, row in arm.sent][-2] is not None
 
 
+def test_a_state_with_one_number_that_is_none_holds() -> None:
+    loop, arm = loop_of()
+    seen = np.float32([0, np.nan])
+    arm.observe = lambda: {"images": {}, "state": seen, "time": arm.clock.time}  # type: ignore[method-assign]
+    report = loop.run(6)
+    assert (report.executed, list(report.held), loop.source.requests) == (0, ["the state is not finite"], [])  # type: ignore[attr-defined]
+
+
 def test_rows_older_than_their_validity_are_not_sent() -> None:
     loop, arm = loop_of(max_age=0.2, replan="full", delay=0.1)
     loop.run(9)

@@ -100,6 +100,10 @@ def test_what_happens_around_a_fault_does_not_count() -> None:
     assert carried_on is not None
     assert went_on is not None
     assert (carried_on.motion, carried_on.spans) == (went_on.motion, went_on.spans)
+    whole = fit(events)
+    assert whole is not None
+    assert whole.spans == went_on.spans + 1  # the one around it
+    assert fit([*events[:there], ("arrived", {}), *events[there:]]) == whole
 
 
 def test_a_journal_gives_the_same(tmp_path: Path) -> None:
@@ -110,6 +114,15 @@ def test_a_journal_gives_the_same(tmp_path: Path) -> None:
             journal.put(event, values)
         journal.close()
         assert watched(journal.path) == (None if motion else fit(events))
+    for line, message in (
+        (b'{"dim": 0}', "dim: expected a whole number from 1 to"),
+        (b'{"dim": true}', "dim: expected a whole number from 1 to"),
+    ):
+        begin, rest = journal.path.read_bytes().split(b"\n", 1)
+        changed = json.dumps({**json.loads(begin), **json.loads(line)}).encode()
+        (tmp_path / "bad.jsonl").write_bytes(changed + b"\n" + rest)
+        with pytest.raises(JournalError, match=message):
+            watched(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"event": "begin", "settings": {}}\n{"event": "command"}\n')
     with pytest.raises(JournalError, match="line 1: schema: expected"):
         watched(tmp_path / "bad.jsonl")
@@ -127,6 +140,23 @@ def test_many_joints_that_move_together_need_few_least_squares(monkeypatch: pyte
     assert found.motion["action"] == found.motion["state"] == list(range(joints))
     assert found.motion["scale"] == 0.02
     assert joints <= len(solved) <= 2 * joints
+
+
+def test_a_column_that_was_never_used_takes_no_number_from_the_others() -> None:
+    sums = RNG(3).standard_normal((100, 3)) * [0, 1, 1]
+    changes = 0.02 * sums
+    found = fit_offsets(np.cumsum(changes, axis=0), changes, sums, sums.min(axis=0), sums.max(axis=0))
+    assert found is not None
+    assert found.motion["action"] == found.motion["state"] == [1, 2]
+
+
+def test_the_scale_is_that_of_most_of_what_was_commanded() -> None:
+    """Two spans of five in which the robot stood, as before a wall."""
+    sums = RNG(3).standard_normal((100, 1))
+    changes = np.where(np.arange(100)[:, None] % 5 < 2, 0.0, 0.02 * sums)
+    found = fit_offsets(np.cumsum(changes, axis=0), changes, sums, sums.min(axis=0), sums.max(axis=0))
+    assert found is not None
+    assert found.motion["scale"] == 0.02
 
 
 def test_the_embedded_robot_moves_less_than_its_definition_says() -> None:

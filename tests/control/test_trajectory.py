@@ -185,6 +185,12 @@ def test_reactions_are_told_by_what_rows_were_made_from() -> None:
     assert reactions.of("image", [20.0, 20.5]) == [5.0, 14.5]
     assert max(reactions.anywhere("sensor")) <= 2.0
     assert set(reactions.summary()["image_reaction_ms"]) == {"p50", "p95", "p99", "max"}
+    late = Reactions()
+    for row in ((0.0, -1.0, -1.0), (1.0, 0.5, 0.5), (10.0, 9.5, 9.5)):
+        late.add(*row)
+    assert any(
+        3.0 < each < 6.0 for each in late.anywhere("sensor")
+    )  # of what happened on the way to the last
     few = Reactions()
     for moment in (0.0, 10.0):
         assert (

@@ -165,8 +165,9 @@ def test_a_command_waits_for_a_hold_under_way_and_none_lands_after_it() -> None:
     assert watchdog.claim() == (len(order) > 4)  # a later one is later by two periods
 
 
-def test_no_hold_is_decided_on_while_the_robot_is_claimed() -> None:
-    """By a clock that the test moves: a hold falls due two periods after the last command, and then once a period."""
+def test_no_hold_is_decided_on_while_the_robot_is_claimed(caplog: pytest.LogCaptureFixture) -> None:
+    """By a clock that the test moves: a hold falls due two periods after the last command, and then once a period. The
+    first is said."""
     now, held = [0.0], Counter()  # type: ignore[var-annotated]
     with Watchdog(lambda: held.update(["hold"]), 0.02, now=lambda: now[0]) as watchdog:
         for _ in range(50):
@@ -176,11 +177,13 @@ def test_no_hold_is_decided_on_while_the_robot_is_claimed() -> None:
         assert not held
         now[0] += PERIODS * 0.02
         until(lambda: held["hold"] == 1)
+        assert caplog.messages == ["no command for 0.04 s: the watchdog holds the robot"]
         now[0] += 0.02
         until(lambda: held["hold"] == 2)
         assert watchdog.claim()
         assert not watchdog.claim()
     assert watchdog.holds == 2
+    assert len(caplog.messages) == 1
     assert watchdog.longest == pytest.approx(PERIODS * 0.02)
     idle = Watchdog(lambda: None, 1e-3)
     assert (idle.limit, idle.longest) == (LEAST_S, 0.0)

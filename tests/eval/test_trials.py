@@ -493,6 +493,18 @@ def test_the_order_is_drawn_anew_for_each_scene_and_differs_by_its_number(tmp_pa
     assert len(drawn) == 3
 
 
+def test_a_scene_that_was_set_up_before_is_set_up_as_it_was(tmp_path: Path) -> None:
+    sitting = planned(tmp_path, 1, 2)
+    turn = sitting.due()
+    assert turn is not None
+    sitting.begin(turn)  # and killed
+    again = [turn.again]
+    while (turn := sitting.due()) is not None:
+        again.append(turn.again)
+        ended(sitting, True)
+    assert again == [False, True, True, False, True]
+
+
 def test_more_than_999_trials_are_told_apart(tmp_path: Path) -> None:
     sitting = planned(tmp_path, 1, 501)
     sitting.episodes = [
@@ -625,6 +637,7 @@ def test_a_trial_goes_from_word_to_word() -> None:
     desk = laid(waits=True, asks=True)
     desk.loop.tick(desk.loop.pace.next())
     assert desk.loop.paused
+    assert desk.seconds == 0.0
 
     def said(*words: tuple[str, str]) -> list[bool]:
         return [desk.take(word, by) for word, by in words]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,20 @@ def test_the_same_actions(policy: Policy, name: str) -> None:
 def test_modes_of_pil_images(mode: str) -> None:
     made = Image.fromarray(FRAME).convert(mode)
     np.testing.assert_array_equal(picture("images.a", made), np.asarray(made.convert("RGB")))
+
+
+@pytest.mark.parametrize(("shape", "first"), [((3, 3, 8), True), ((3, 8, 3), False), ((3, 8, 8), True)])
+def test_channels_come_first_only_where_they_do_not_come_last(
+    shape: tuple[int, int, int], first: bool
+) -> None:
+    frame = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
+    np.testing.assert_array_equal(picture("images.a", frame), frame.transpose(1, 2, 0) if first else frame)
+
+
+@pytest.mark.parametrize("name", ["getbands", "convert"])
+def test_what_only_looks_like_a_picture_is_refused(name: str) -> None:
+    with pytest.raises(ObservationError, match="images.a"):
+        picture("images.a", SimpleNamespace(**{name: print}))
 
 
 def test_bfloat16_is_exact(policy: Policy) -> None:

@@ -150,7 +150,8 @@ def test_shorter_prompts_of_a_batch_are_padded_and_masked(side, rows):
     assert found.tokens.tolist() == rows
     assert found.token_mask.tolist() == [[each != 9 for each in row] for row in rows]
     assert (found.pixels.shape, found.state.shape) == ((2, 1, 3, 2, 2), (2, 2))
-    assert stack([member([5])], recipe).tokens.tolist() == [[5]]
+    alone = stack([member([5], frames=(np.zeros((2, 2, 3), np.uint8),))], recipe)
+    assert (alone.tokens.tolist(), len(alone.frames)) == ([[5]], 1)
     for other in (member([6], views=2), member([6], frames=(np.zeros((2, 2, 3), np.uint8),))):
         with pytest.raises(SinewError, match="a batch: expected prepared views of one shape, got"):
             stack([member([5]), other], recipe)
@@ -188,6 +189,7 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
         (known, {"guidance_scale": True}, "guidance_scale: expected a number, got bool"),
         (known, {"guidance_scale": -1e-9}, "guidance_scale: expected a number from 0 to 100, got -1e-09"),
         (known, {"guidance_scale": 100.01}, "guidance_scale: expected a number from 0 to 100, got 100.01"),
+        (known, {"guidance_scale": 10**400}, "guidance_scale: expected a number from 0 to 100, got 1000000"),
         (known, {"guidance_scale": float("nan")}, "guidance_scale: expected a number from 0 to 100, got nan"),
         (without, {"guidance_scale": 1.0}, "guidance_scale: expected none for this policy"),
         (known, {"guidance_scale": 1.0, "tokens": tokens}, "guidance_scale: expected none beside tokens"),

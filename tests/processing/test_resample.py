@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.steps.image.resample import resize_antialias, resize_area, resize_cut, resize_floats
+from sinew.steps.image.resample import resize_antialias, resize_area, resize_cut, resize_floats, resize_linear
 from tests.golden import Golden
 
 CAMERAS = ("exterior_image_1_left", "wrist_image_left")
@@ -90,6 +90,9 @@ def test_area_averages_whole_blocks():
     image = np.random.default_rng(0).integers(0, 256, (12, 18, 3), dtype=np.uint8)
     means = image.reshape(4, 3, 9, 2, 3).mean(axis=(1, 3))
     assert np.abs(resize_area(image, 4, 9).astype(float) - means).max() <= 0.5 + 1e-4
+    halves = (image.reshape(6, 2, 9, 2, 3).sum(axis=(1, 3), dtype=int) + 2) // 4
+    for resize in (resize_area, resize_linear):  # OpenCV takes the one for the other there
+        np.testing.assert_array_equal(resize(image, 6, 9), halves)
 
 
 @settings(deadline=None, max_examples=40)

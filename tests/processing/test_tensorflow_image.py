@@ -68,6 +68,11 @@ def test_any_size(height, width, seed, level):
     assert (centre_crop(flat, AREA, 8, 9) == level).all()
 
 
+def test_a_frame_that_is_not_cropped_is_itself():
+    frame = np.random.default_rng(0).integers(0, 256, (3, 4, 3), np.uint8)
+    np.testing.assert_allclose(crop_and_resize(frame, 1.0, 3, 4), frame / np.float32(255), atol=1e-6)
+
+
 def test_a_crop_whose_last_row_is_rounded_past_the_frame():
     """383 steps of 479 / 383 end behind row 479 in float32; TensorFlow extrapolates there, with zero."""
     frame = np.full((480, 20, 3), 200, np.uint8)

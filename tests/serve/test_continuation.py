@@ -129,9 +129,16 @@ def test_one_row_is_continued_and_padding_is_committed_with_its_rows() -> None:
     spec = replace(
         PolicySpec("a", "b", (), VectorSpec(2), VectorSpec(2), 4, 3, 1, 8), noise_rows=4, committed_rows=2
     )
-    asked = Observation({}, np.zeros(2, np.float32), previous=np.float32([[1, 2]]), delay=1, rtc="trained")
-    check_continuation(asked, spec)
-    found = continuation(asked, spec, Normalizer(Normalization("identity"), 2, "action"), (), np.zeros(2), 3)
-    assert found is not None
-    assert found.target[0].tolist() == [1, 2, 0]
-    assert found.weights.tolist() == [[0, 0, 0], *[[1, 1, 1]] * 3]
+    normalizer = Normalizer(Normalization("identity"), 2, "action")
+    for kind, weights in (
+        ("trained", [[0, 0, 0], *[[1, 1, 1]] * 3]),
+        ("guided", [[1, 1, 0], *[[0, 0, 0]] * 3]),  # nothing pulls at padding
+    ):
+        asked = Observation({}, np.zeros(2, np.float32), previous=np.float32([[1, 2]]), delay=1, rtc=kind)
+        check_continuation(asked, spec)
+        found = continuation(asked, spec, normalizer, (), np.zeros(2), 3)
+        assert found is not None
+        assert found.target[0].tolist() == [1, 2, 0]
+        assert found.weights.tolist() == weights
+    none = replace(asked, beta=0.0)  # a guidance of no weight
+    assert continuation(none, spec, normalizer, (), np.zeros(2), 3) is None

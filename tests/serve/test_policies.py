@@ -247,12 +247,14 @@ def test_policies_take_turns_and_so_do_robots_inside_them():
             put(a, str(number), at.outcomes, client="flood")
         put(a, "3", at.outcomes, client="quiet")
         put(b, "4", at.outcomes, client="other")
-        put(b, "5", at.outcomes, client="other")
+        last = put(b, "5", at.outcomes, client="other")
         until(
             lambda: (
                 len(a._ready.order()) == 3 and len(b._ready.order()) == 1 and len(at.device_lock._line) == 2
             )
         )
+        assert at.device_lock.beside(a) == [last]  # each knows what its batch would keep waiting
+        assert at.device_lock.beside(b) == a._ready.order()[:1]
         for done in range(1, 7):
             at.gate.release()
             until(lambda done=done: len(at.outcomes) == done)

@@ -19,7 +19,7 @@ from sinew.serve import contexts
 from sinew.serve.deploy import PolicyHost
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
-from sinew.stream.split import SplitPolicy
+from sinew.stream.split import SplitCalls, SplitPolicy, template_of
 from tests.engine.test_batches import observations
 from tests.serve.puppet import WAIT_S, desk
 
@@ -197,7 +197,27 @@ def test_an_exchanged_bundle_gives_no_contexts(policy, tmp_path):
     assert split.prepare(seen)[0] is policy
 
 
+def test_a_call_that_cannot_be_opened_leaves_no_connection(policy, monkeypatch):
+    closed = []
+
+    class Noted(Client):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr("sinew.stream.split.Client", Noted)
+    with desk(policy=policy) as at:
+        at.service.policies.get().metadata["server"] = policy.describe()
+        calls = SplitCalls(policy, at.native)
+        with pytest.raises(SinewError, match="split: expected a server's policy context.FORM"):
+            calls()
+        assert len(closed) == 1
+
+
 def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
+    whole = SimpleNamespace(engine=SimpleNamespace(model=None), engine_name="onnx")
+    with pytest.raises(SinewError, match="split: expected engine eager, plan or cpu, got onnx"):
+        template_of(whole)
     with desk(policy=policy) as at:
         monkeypatch.setattr(policy.engine, "read", lambda _inputs: [object()])
         host = PolicyHost()

@@ -571,8 +571,15 @@ def test_frames_count_until_they_are_answered(asking):
     assert at.scheduler._ahead == 2 * FRAME.nbytes
     at.scheduler.cancel(second)
     assert at.scheduler._ahead == FRAME.nbytes
+    go = threading.Event()
+    third = at.ask("go", read=lambda: go.wait(WAIT_S))
+    until(lambda: third.begun is not None)
+    at.scheduler.cancel(third)  # before its frames are there
+    go.set()
+    until(lambda: not at.scheduler._decoding)
+    assert at.scheduler._ahead == FRAME.nbytes
     at.puppet.release.set()
-    until(lambda: len(at.told) == 2)
+    until(lambda: len(at.told) == 3)
     assert at.scheduler._ahead == 0
 
 
@@ -590,6 +597,7 @@ def test_what_does_not_end_is_answered_and_left(asking):
     at.puppet.release.set()
     assert at.scheduler.join(WAIT_S)
     assert len(at.told) == 2
+    assert at.scheduler._ahead == 0
 
 
 def test_health_says_which_stage_hangs_and_for_how_long(asking, monkeypatch: pytest.MonkeyPatch):
@@ -627,11 +635,12 @@ def test_what_is_waited_is_told_in_milliseconds(asking, monkeypatch: pytest.Monk
 
     at = asking()
     at.hold()
-    at.ask("go", read=read)
+    second = at.ask("go", read=read)
     at.ready(1)
     now[0] += 2.0
     at.puppet.release.set()
     until(lambda: len(at.told) == 2)
+    assert second.begun == now[0]  # decoding and waiting are not what it hangs in
     assert [each.timing.queue_ms for each in at.told] == [0.0, 2000.0]
 
 

@@ -549,6 +549,43 @@ def test_a_link_in_this_process_computes_until_it_is_closed(rolls: Policy) -> No
     until(lambda: not any(thread.is_alive() for thread in link._loops._running))
 
 
+def test_a_stream_computes_within_its_turns() -> None:
+    """Each loop has its own, and what is evaluated lies between two of their marks."""
+    seen: list[str] = []
+    names = iter(("slow read", "slow", "quick read", "quick"))
+
+    def turn() -> SimpleNamespace:
+        name = next(names)
+        return SimpleNamespace(
+            begin=lambda: seen.append(f"{name} begins"), pause=lambda: seen.append(f"{name} pauses")
+        )
+
+    def run(pause: Callable[[], None]) -> None:
+        for piece in "ab":
+            seen.append(piece)
+            quick.wants_run = piece == "b"  # and then it comes between
+            pause()
+
+    def between(_pause: object) -> None:
+        seen.append("c")
+        quick.wants_run = False
+
+    slow, quick, loops = Busy(1e6, 100.0), Busy(1e6, 1.0), loops_by_hand()[0]
+    slow.read, slow.run = lambda: seen.append("prefix"), run  # type: ignore[method-assign, assignment]
+    quick.run, quick.wants_run, quick.wants_prefix = between, False, False  # type: ignore[method-assign, assignment]
+    for each in (slow, quick):
+        loops.add(each, Nobody(), "slow" if each is slow else "quick", turn)  # type: ignore[arg-type]
+    assert loops._next(READ) is None
+    loops._work(READ)
+    assert seen == ["slow read begins", "prefix", "slow read pauses"]
+    seen.clear()
+    assert loops._next(RUN) is None
+    slow.wants_run = False
+    loops._work(RUN)
+    other = ["quick begins", "c", "quick pauses", "slow begins"]
+    assert seen == ["slow begins", "a", "slow pauses", "b", "slow pauses", *other, "slow pauses"]
+
+
 def test_a_stream_that_fails_is_told_and_what_nobody_foresaw_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -636,7 +673,8 @@ def test_a_robots_clock_begins_at_zero_and_its_sources_may_come_in_any_order(rol
 
 def test_each_prefix_has_noise_of_its_own(whole: Policy) -> None:
     """That of the stream's seed and of the prefixes before it, so that a stream can be repeated."""
-    stream = Session(whole, StreamSettings(float(whole.spec.control_hz or 0), seed=5), "go")
+    last = 2**63 - 1  # after which seeds begin anew
+    stream = Session(whole, StreamSettings(float(whole.spec.control_hz or 0), seed=last - 1), "go")
     images = {camera.name: np.zeros((8, 8, 3), np.uint8) for camera in whole.spec.cameras}
     seen = {"images": images, "state": np.zeros(whole.spec.state.dim, np.float32), "prompt": "go"}
     for count in range(3):
@@ -644,7 +682,9 @@ def test_each_prefix_has_noise_of_its_own(whole: Policy) -> None:
         stream.push_frame(images, 0.1 * count)
         made = stream.compute()
         assert made is not None
-        np.testing.assert_array_equal(made.noise, whole.prepare({**seen, "seed": 5 + count}).noise)
+        np.testing.assert_array_equal(
+            made.noise, whole.prepare({**seen, "seed": (last - 1, last, 0)[count]}).noise
+        )
         stream.swap(made)
 
 

@@ -150,7 +150,7 @@ def write(path: Path, form: Form, tensors: Mapping[str, np.ndarray]) -> None:
 def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
     """Return header and bytes of the tensors of a safetensors file."""
     length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > len(data) - 8:
+    if length > len(data) - 8:
         raise AdapterError(f"expected a safetensors file, got {len(data)} bytes and a header of {length}")
     try:
         header = json.loads(data[8 : 8 + length].decode("utf-8"))

@@ -23,9 +23,6 @@ class Reactions:
         """Note a row that was executed at ``time``."""
         self._rows.append((time, sample_time, frame_time))
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def ages(self, loop: str) -> list[float]:
         """Return how old each executed row's newest sample ("sensor") or frame ("image") was."""
         column = 1 + LOOPS.index(loop)

@@ -48,7 +48,7 @@ class Every(ReplanRule):
 class Queue(ReplanRule):
     """Ask when at most this fraction of a chunk is left to execute (LeRobot's ``chunk_size_threshold``)."""
 
-    fraction: float = 0.2
+    fraction: float
 
     def due(self, state: ReplanState) -> bool:
         return state.left <= self.fraction * state.size

@@ -53,7 +53,6 @@ class Reporter:
         self._loop, self._where, self._key, self._session = loop, where, api_key, session
         self._robot, self._name, self._period = loop.robot if robot is None else robot, name, period
         self._number = random.SystemRandom().getrandbits(64)
-        self.sent = 0
         self.refused: set[str] = set()
         self._recent: deque[tuple[float, int, dict[int, int]]] = deque(maxlen=RECENT)
         self._note()
@@ -120,7 +119,6 @@ class Reporter:
         try:
             with Client(address, api_key=self._key, timeout=timeout) as client:
                 client.report(report, self._session)
-            self.sent += 1
         except (ClientError, OSError) as error:
             if isinstance(error, ServerError) and kind_of(error):
                 self.refused.add(address)

@@ -81,10 +81,9 @@ class Watchdog:
         ended = self._ended
         while True:
             with self._lock:
-                wait = self._due - self._now()
-                if wait <= 0 and not ended.is_set():
+                if self._due <= self._now() and not ended.is_set():
                     self._watched()
-                    wait = self._period
+                wait = self._due - self._now()
             if ended.wait(min(wait, self.limit)):
                 return
 
