@@ -419,6 +419,9 @@ def test_how_near_is_near_has_to_be_known() -> None:
 
 def test_agreement_of_nothing() -> None:
     assert ShadowAgreement().to_dict() == {"steps": 0, "missing": 0, "numbers": {}, "rows": {}}
+    unsaid = ShadowAgreement()
+    unsaid.add(0, np.zeros(1), np.ones(1))
+    assert unsaid.to_dict()["rows"] == {}
 
 
 def test_a_leader_whose_motors_fail_takes_over_when_they_work() -> None:
