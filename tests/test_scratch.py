@@ -16,21 +16,23 @@ from tests import processes
 from tests.serve.test_server import START_S
 
 CASE = "smolvla-2cam"
+# Sleeps are short: of a signal that comes after Python's last look and before the system's wait begins, Python runs the
+# handler when that wait is over.
 HOLDER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from sinew.core import scratch
 with scratch.beside(Path(sys.argv[1])) as folder:
     (folder / "half").write_bytes(b"half")
-    print(folder, flush=True)
-    time.sleep(600)
+    print(folder, signal.getsignal(signal.SIGHUP), sep="\\n", flush=True)
+    while True: time.sleep(0.01)
 """
 
 
-def holder(target: Path, **options) -> tuple[subprocess.Popen, Path]:
-    """Start a process that writes beside a target, and wait until it does. No signal is ignored there, as one is that
-    this process was started to ignore."""
-    words = ["env", "--default-signal=HUP,INT,TERM", sys.executable, "-c", HOLDER, target]
+def holder(target: Path, *ignored: str, **options) -> tuple[subprocess.Popen, Path]:
+    """Start a process that writes beside a target, and wait until it does. No signal but those of ``env``'s ``ignored``
+    is ignored there, as one is that this process was started to ignore."""
+    words = ["env", "--default-signal=HUP,INT,TERM", *ignored, sys.executable, "-c", HOLDER, target]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **options)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
@@ -93,11 +95,9 @@ def test_a_signal_whose_exception_python_drops_ends_the_process_all_the_same(tmp
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process, _folder = holder(tmp_path / "robot")
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    process, _folder = holder(tmp_path / "robot", "--ignore-signal=HUP")
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == str(signal.SIG_IGN)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)  # the second alone ends it
     assert process.wait(START_S) == 128 + signal.SIGTERM

@@ -142,9 +142,8 @@ def packed_attention_kernel(
     UPCAST: tl.constexpr,
 ):
     COUNT: tl.constexpr = (P + BLOCK_N - 1) // BLOCK_N  # blocks of the prefix
-    EACH: tl.constexpr = (
-        COUNT + SPLIT - 1
-    ) // SPLIT  # of them per program; the last ones may have fewer, or none
+    # Of them per program; the last ones may have fewer, or none.
+    EACH: tl.constexpr = (COUNT + SPLIT - 1) // SPLIT
     tile = tl.program_id(0)
     split = tl.program_id(1)
     head = tile % KV
