@@ -95,13 +95,13 @@ def numpy_features(pattern: str) -> tuple[str, ...]:
 
 
 def run(each: Combination, workers: int, more: list[str]) -> tuple[bool, str, list[str]]:
-    """Run the tests; return whether all passed, pytest's last line and the failures."""
+    """Run the tests; return whether all passed, pytest's last line, and the failures behind the lines that say why."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS, "-k", CHOSEN, *(more or TESTS)]
     if workers > 1:
         command += ["--workers", str(workers)]
     done = subprocess.run(command, cwd=ROOT, env=each.environment(), capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["nothing"]
-    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failures = [line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))]
     return done.returncode == 0, lines[-1].strip("= "), failures
 
 

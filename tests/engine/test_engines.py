@@ -29,6 +29,7 @@ from sinew.models.solvers import FLOW
 from sinew.perf.rewrites import cost
 from sinew.policy import load
 from tests.golden import Golden, assert_parity
+from tests.serve.test_server import START_S
 
 CASE = "smolvla-2cam"
 # Run `sinew ARGUMENTS` where torch cannot be imported.
@@ -162,13 +163,13 @@ def test_serve_without_torch(folder, g):
         assert first.startswith("ready on tcp://"), (
             server.stderr.read() if server.poll() is not None else first
         )
-        with Client(first.split()[2], timeout=60) as client:
+        with Client(first.split()[2], timeout=START_S) as client:
             about = client.metadata()["server"]
             got = client.infer(g.observation()).actions
         assert (about["engine"], about["threads"], about["dtype"]) == ("onnx", 1, "fp32")
         assert np.array_equal(got, load(folder, threads=1).infer(g.observation()).actions)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        assert server.wait(START_S) == 0
     finally:
         server.kill()
         server.communicate()

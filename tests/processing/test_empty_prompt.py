@@ -22,6 +22,7 @@ from sinew.core import ObservationError
 from sinew.policy import load
 from tests import processes
 from tests.golden import Golden
+from tests.serve.test_server import START_S
 
 CASES = ("smolvla-2cam", "pi0-2cam", "pi05-2cam")  # whose templates end with words or a new line of their own
 
@@ -97,11 +98,11 @@ def test_infer_and_the_native_wire(case_bundle, golden, tmp_path, capsys):
         ) as server:
             first = server.stdout.readline()
             assert first.startswith("ready on tcp://"), server.stderr.read()
-            with Client(first.split()[2], timeout=60) as client:
+            with Client(first.split()[2], timeout=START_S) as client:
                 if allowed:
                     np.testing.assert_array_equal(client.infer(seen).actions, wanted)
                 else:
                     with pytest.raises(ClientError, match="serve ... --allow-empty-prompt` asks without"):
                         client.infer(seen)
             server.send_signal(signal.SIGTERM)
-            assert server.wait(60) == 0
+            assert server.wait(START_S) == 0
