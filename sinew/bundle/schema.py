@@ -1,4 +1,4 @@
-"""What a bundle says about itself, how that travels in GGUF metadata, and what its records have to say together.
+"""Describe what a bundle says about itself, how GGUF metadata carries it, and what its records have to say together.
 
 Structured records are JSON strings under ``sinew.*`` keys: any GGUF tool can show them, and one decoder
 checks types and refuses unknown fields. The tokenizer is the whole ``tokenizer.json`` under the key that
@@ -280,7 +280,7 @@ class SeenState:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the cameras and joints of the training data looked like, by which a wrongly wired robot is found.
+    """Tells what the cameras and joints of the training data looked like, by which a wrongly wired robot is found.
 
     source: which frames, in words. frames: how many. cameras: by the names of the bundle's cameras."""
 

@@ -1,4 +1,4 @@
-"""What an engine answers before it is opened, and which engine, device and precision a bundle gets, with reasons.
+"""Ask engines before they are opened, and choose engine, device and precision of a bundle, with reasons.
 
 Imports torch only to ask it for a GPU: a robot with graphs alone has none. Each engine's folder has a ``backend.py``
 with its :class:`Backend`; :data:`ORDER` and the entry points ``sinew.engines`` of other packages find them.

@@ -175,7 +175,7 @@ def check_agreement(bundle: Bundle, model: Model) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tensors of ``bundle``, as they lie in its file, go in ``model``, which has no memory yet. coded: how
+    """Places the tensors of ``bundle``, as they lie in its file, in ``model``, which has no memory yet. coded: how
     weights in few bits are stored, by module. The rest is as for :func:`load_model`."""
 
     bundle: Bundle

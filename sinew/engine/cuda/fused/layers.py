@@ -144,7 +144,7 @@ def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader
 
 
 def between(layer: Any, x: Tensor) -> RowOps | None:
-    """What stands between a library's products, None where the kernels have the products in them."""
+    """Return what stands between a library's products, None where the kernels have the products in them."""
     return layer.ops.rows if len(one(x)) > layer.fused_rows else None
 
 
