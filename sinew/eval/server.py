@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import runpy
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,16 +21,16 @@ STOP_SECONDS = 30
 
 @contextmanager
 def serving(bundle: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """Yields the server's address once it is warm; stops it afterwards, and where a signal ends this process.
+    """Yields the server's address once it is warm; stops it afterwards, and where this process ends, however it does.
 
     Its log goes to ``log``. It keeps its engine. Raises :class:`SinewError` when it does not start, or does not end
     cleanly.
     """
-    command = [sys.executable, "-m", "sinew", "serve", str(bundle), "--wire", "native:0", "--no-prepare"]
+    command = [sys.executable, "-m", __name__, "serve", str(bundle), "--wire", "native:0", "--no-prepare", *arguments]
     with (
         ended_by_signals(),
         log.open("w") as errors,
-        subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True) as server,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
     ):
         try:
             yield _wait_until_ready(server, log)
@@ -54,3 +58,15 @@ def _stop(server: subprocess.Popen[str]) -> int:
     except subprocess.TimeoutExpired:
         server.kill()
         return server.wait()
+
+
+def _end_with_standard_input() -> None:
+    """Ends this process as SIGTERM does when the other end of standard input is closed: a killed parent says nothing."""
+    while os.read(0, 1 << 16):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_standard_input, daemon=True).start()
+    runpy.run_module("sinew", run_name="__main__")
