@@ -26,11 +26,23 @@ def serving(bundle: Path, log: Path, *arguments: str) -> Iterator[str]:
     Its log goes to ``log``. It keeps its engine. Raises :class:`SinewError` when it does not start, or does not end
     cleanly.
     """
-    command = [sys.executable, "-m", __name__, "serve", str(bundle), "--wire", "native:0", "--no-prepare", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        __name__,
+        "serve",
+        str(bundle),
+        "--wire",
+        "native:0",
+        "--no-prepare",
+        *arguments,
+    ]
     with (
         ended_by_signals(),
         log.open("w") as errors,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as server,
     ):
         try:
             yield _wait_until_ready(server, log)
@@ -61,7 +73,7 @@ def _stop(server: subprocess.Popen[str]) -> int:
 
 
 def _end_with_standard_input() -> None:
-    """Ends this process as SIGTERM does when the other end of standard input is closed: a killed parent says nothing."""
+    """Ends this process as SIGTERM does once the other end of standard input is closed, as it is of a killed parent."""
     while os.read(0, 1 << 16):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -636,10 +636,14 @@ def test_a_server_ends_with_the_evaluation_that_a_signal_ends(tmp_path: Path, nu
         ServerPolicy(address, None, timeout=60).close()  # it answers
         process.send_signal(number)
         assert process.wait(120) == (128 + number if number == signal.SIGTERM else -number)
-    deadline = time.monotonic() + 120  # what is killed waits for nothing
     with pytest.raises(SinewError, match="no answer"):
-        while time.monotonic() < deadline:
-            ServerPolicy(address, None, timeout=0.2).close()
+        ask_for(120, address)  # who is killed has not waited for its server
+
+
+def ask_for(seconds: float, address: str) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ServerPolicy(address, None, timeout=0.2).close()
 
 
 def test_unreachable_server() -> None:
