@@ -7,8 +7,9 @@ from typing import Literal
 
 from sinew.convert.chat_template import MARK, find_chat_template, render
 from sinew.convert.conversion import Conversion
+from sinew.convert.names import language_rules
 from sinew.convert.options import ConvertOptions
-from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.qwen import qwen3
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import apply
 from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
@@ -83,7 +84,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
     tensors, _ = files.weights
     rules = (
         *head_rules(robot.embodiment.number),
-        *language_rules(BACKBONE + r"language_model\.", model.language.num_layers),
+        *language_rules(BACKBONE + r"language_model\.", model.language.num_layers, norm=""),
         *qwen_vision_rules(BACKBONE + r"visual\."),
     )
     return Conversion(

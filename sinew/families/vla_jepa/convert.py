@@ -16,8 +16,9 @@ from sinew.convert.chat_template import find_chat_template
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import STATE, LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, POSTPROCESSOR, RELATIVE, ProcessorStep
+from sinew.convert.names import language_rules
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
-from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.qwen import qwen3
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
@@ -223,6 +224,6 @@ def rules(tensors: Mapping[str, TensorSource], model: JepaConfig, has_state: boo
         *transformer_rules(HEAD),
         # The table is tied to the output layer, and LeRobot stores it under that name alone.
         *(() if embedded else (Rule(r"model\.qwen\.model\.lm_head\.(.*)", (r"language.embed_tokens.\1",)),)),
-        *language_rules(CONTEXT + r"language_model\.", model.language.num_layers),
+        *language_rules(CONTEXT + r"language_model\.", model.language.num_layers, norm=""),
         *qwen_vision_rules(CONTEXT + r"visual\."),
     )

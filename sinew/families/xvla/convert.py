@@ -19,7 +19,7 @@ from sinew.convert.lerobot.checkpoint import ACTION, LeRobotCheckpoint, Schema, 
 from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, POST, PRE, ProcessorStep
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.read.record import JsonRecord
-from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, split_qkv, transpose
+from sinew.convert.tensors import Rule, apply, computed, moved, pick, renames, reshape, rows, transpose
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import ConvertError, PolicySpec, VectorSpec
 from sinew.families.xvla.model import BlockConfig, XVLAConfig
@@ -146,11 +146,7 @@ RULES = (
             Rule(rf"{BLOCK}{kind}\.ffn\.(?:fn\.net\.)?fc([12])\.(.+)", (rf"{OURS}{number}.mlp.fc\3.\4",)),
         )
     ),
-    Rule(
-        rf"{BLOCK}spatial_block\.window_attn\.(?:fn\.)?qkv\.(.+)",
-        tuple(rf"{OURS}0.attn.{part}_proj.\3" for part in "qkv"),
-        split_qkv,
-    ),
+    *renames(rf"{BLOCK}spatial_block\.window_attn\.(?:fn\.)?", OURS + "0.attn.", "qkv={qkv}_proj"),
     Rule(rf"{BLOCK}channel_block\.channel_attn\.(?:fn\.)?qkv\.(.+)", (rf"{OURS}1.attn.qkv.\3",)),
     Rule(rf"{FLORENCE}image_projection", ("connector.proj.weight",), transpose),
     Rule(rf"{FLORENCE}multi_modal_projector\.image_projection\.weight", ("connector.proj.weight",)),
@@ -165,21 +161,18 @@ RULES = (
     Rule(
         rf"{FLORENCE}language_model\.(?:model\.)?encoder\.layernorm_embedding\.(.+)", (r"language.norm.\1",)
     ),
-    Rule(rf"{LAYER}self_attn\.([qkv])_proj\.(.+)", (r"language.layers.\1.attn.\2_proj.\3",)),
-    Rule(rf"{LAYER}self_attn\.out_proj\.(.+)", (r"language.layers.\1.attn.o_proj.\2",)),
-    Rule(rf"{LAYER}self_attn_layer_norm\.(.+)", (r"language.layers.\1.norm1.\2",)),
-    Rule(rf"{LAYER}fc([12])\.(.+)", (r"language.layers.\1.mlp.fc\2.\3",)),
-    Rule(rf"{LAYER}final_layer_norm\.(.+)", (r"language.layers.\1.norm2.\2",)),
-    Rule(
-        r"model\.transformer\.blocks\.(\d+)\.attn\.qkv\.(.+)",
-        tuple(rf"layers.\1.attn.{part}_proj.\2" for part in "qkv"),
-        split_qkv,
+    *renames(
+        LAYER,
+        r"language.layers.\1.",
+        "self_attn.out_proj=attn.o_proj self_attn=attn self_attn_layer_norm=norm1 fc1=mlp.fc1 fc2=mlp.fc2"
+        " final_layer_norm=norm2",
     ),
-    Rule(r"model\.transformer\.blocks\.(\d+)\.attn\.proj\.(.+)", (r"layers.\1.attn.o_proj.\2",)),
-    Rule(r"model\.transformer\.blocks\.(\d+)\.((?:norm|mlp).+)", (r"layers.\1.\2",)),
-    Rule(r"model\.transformer\.norm\.(.+)", (r"norm.\1",)),
-    Rule(r"model\.transformer\.vlm_proj\.(.+)", (r"language_proj.\1",)),
-    Rule(r"model\.transformer\.aux_visual_proj\.(.+)", (r"view_proj.\1",)),
+    *renames(
+        r"model\.transformer\.blocks\.(\d+)\.",
+        r"layers.\1.",
+        "attn.qkv=attn.{qkv}_proj attn.proj=attn.o_proj norm1 norm2 mlp",
+    ),
+    *renames(r"model\.transformer\.", "", "norm vlm_proj=language_proj aux_visual_proj=view_proj"),
     Rule(r"model\.transformer\.pos_emb", ("places",), lambda source: pick(source, 0)),
 )
 HEAD = "model.transformer."
