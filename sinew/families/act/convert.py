@@ -45,10 +45,8 @@ SCHEMA = Schema(
         "temporal_ensemble_coeff": None,
     },
     fixed={"n_obs_steps": 1, "replace_final_stride_with_dilation": False},
-    unread=(
-        *("pretrained_backbone_weights", "use_vae", "latent_dim", "n_vae_encoder_layers"),
-        *("dropout", "kl_weight", "optimizer_lr_backbone"),
-    ),
+    unread="pretrained_backbone_weights use_vae latent_dim n_vae_encoder_layers dropout kl_weight"
+    " optimizer_lr_backbone",
     features=("STATE", "VISUAL", "ENV", "LANGUAGE"),
     steps={"normalizer_processor": NORMALIZER},
 )

@@ -55,14 +55,9 @@ SCHEMA = Schema(
         "clip_sample_range": 1.0,
         "num_inference_steps": None,
     },
-    required=(
-        *("n_obs_steps", "horizon", "n_action_steps", "crop_shape", "use_group_norm", "down_dims"),
-        "use_separate_rgb_encoder_per_camera",
-    ),
-    unread=(
-        *("drop_n_last_frames", "crop_is_random", "pretrained_backbone_weights", "do_mask_loss_for_padding"),
-        "scheduler_name",
-    ),
+    required="n_obs_steps horizon n_action_steps crop_shape use_group_norm down_dims"
+    " use_separate_rgb_encoder_per_camera",
+    unread="drop_n_last_frames crop_is_random pretrained_backbone_weights do_mask_loss_for_padding scheduler_name",
     features=("STATE", "VISUAL", "ENV", "LANGUAGE"),
     steps={"normalizer_processor": NORMALIZER},
 )

@@ -36,7 +36,7 @@ from sinew.families.gr00t.weights import head_rules, siglip_rules
 from sinew.layers.vit import ViTConfig
 from sinew.steps.image.grid import Grid
 
-EAGLE_FILES = ["*.json", "merges.txt", "chat_template*"]
+EAGLE_FILES = "*.json merges.txt chat_template*"
 PIXEL_BOUNDS = 4, 4096  # tokens of an image, of Eagle 3's image processor
 
 

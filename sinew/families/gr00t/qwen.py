@@ -24,13 +24,7 @@ from sinew.steps.image.grid import Grid
 
 ARCHITECTURE = "gr00t_n1_7"
 BACKBONE = r"backbone\.model\.model\."
-VLM_FILES = [
-    "config.json",
-    "tokenizer*.json",
-    "*preprocessor_config.json",
-    "chat_template*",
-    "special_tokens*",
-]
+VLM_FILES = "config.json tokenizer*.json *preprocessor_config.json chat_template* special_tokens*"
 VISION_EPS = 1e-6  # fixed in Qwen3-VL's code
 DEFAULT_TASK = "Perform the task."  # LeRobot's, for an empty instruction
 

@@ -52,7 +52,7 @@ PRESETS = {"DiT-B": (12, 64), "DiT-L": (32, 48), "DiT-test": (2, 8)}  # heads an
 CONTEXT, HEAD = r"model\.qwen\.model\.model\.", r"model\.action_model\."
 WORLD = (ENCODER, "model.video_predictor.")
 SPARE_POSITIONS = 4  # of the head's table, beside the chunk and the action tokens of a time step
-GRIPPER = ProcessorStep({"gripper_dim": None, "threshold": None})
+GRIPPER = ProcessorStep("gripper_dim threshold")
 SCHEMA = Schema(
     defaults={
         "chunk_size": 7,
@@ -83,22 +83,18 @@ SCHEMA = Schema(
         "gripper_threshold": 0.5,
         "gripper_joint_names": ["gripper"],
     },
-    unread=(
-        *("jepa_encoder_name", "freeze_qwen", "enable_world_model", "reinit_modules", "torch_dtype"),
-        *("tokenizer_padding_side", "action_dim", "state_dim", "num_target_vision_tokens"),
-        *("use_relative_actions", "relative_exclude_joints", "action_feature_names"),
-        *("action_dropout", "action_noise_beta_alpha", "action_noise_beta_beta", "action_noise_s"),
-        *("predictor_depth", "predictor_num_heads", "predictor_mlp_ratio", "predictor_dropout"),
-        *("world_model_loss_weight", "world_model_num_views", "causal_world_model_context"),
-        "repeated_diffusion_steps",
-    ),
+    unread="jepa_encoder_name freeze_qwen enable_world_model reinit_modules torch_dtype tokenizer_padding_side"
+    " action_dim state_dim num_target_vision_tokens use_relative_actions relative_exclude_joints action_feature_names"
+    " action_dropout action_noise_beta_alpha action_noise_beta_beta action_noise_s predictor_depth predictor_num_heads"
+    " predictor_mlp_ratio predictor_dropout world_model_loss_weight world_model_num_views repeated_diffusion_steps"
+    " causal_world_model_context",
     steps={
-        PREP: ProcessorStep({"resize_to": None, "expand_channels": (True, False)}),
+        PREP: ProcessorStep("resize_to", "expand_channels"),
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
     },
     after={
-        CLIP: ProcessorStep({}),
+        CLIP: ProcessorStep(),
         SNAP: GRIPPER,
         **{name: step for name, step in POSTPROCESSOR.items() if name != "device_processor"},
         BINARIZE: GRIPPER,

@@ -7,6 +7,7 @@ of transformers. Of what upstream keeps for each domain a bundle has one: that o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, LeRobotCheckpoint, Schema, of_type
-from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, POST, PRE, ProcessorStep
+from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, POST, PRE, TOKENIZER, ProcessorStep
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply, computed, moved, pick, renames, reshape, rows, transpose
@@ -62,40 +63,28 @@ SCHEMA = Schema(
         "num_image_views": None,
         "empty_cameras": 0,
     },
-    required=("florence_config",),
+    required="florence_config",
     fixed={
         "use_proprio": True,
         "domain_feature_key": None,  # a domain of each observation
         "tokenizer_padding_side": "right",
         "pad_language_to": "max_length",  # what fills a prompt up is read
     },
-    unread=(
-        "dtype",  # of upstream's computation
-        *("freeze_language_encoder", "train_policy_transformer", "train_soft_prompts"),
-        *("optimizer_soft_prompt_lr_scale", "optimizer_soft_prompt_warmup_lr_scale"),
-    ),
+    unread="dtype freeze_language_encoder train_policy_transformer train_soft_prompts"  # dtype: of its computation
+    " optimizer_soft_prompt_lr_scale optimizer_soft_prompt_warmup_lr_scale",
     steps={
-        "tokenizer_processor": ProcessorStep(
-            {
-                "max_length": None,
-                "task_key": ("task",),
-                "padding_side": ("right",),
-                "padding": ("max_length",),
-                "truncation": (True,),
-                "tokenizer_name": None,
-            },
-            ordered=False,
-            required=True,
+        "tokenizer_processor": replace(
+            TOKENIZER, fields={**TOKENIZER.fields, "padding": ("max_length",)}, ordered=False
         ),
-        SCALE: ProcessorStep(OF_ALL_VIEWS),
-        TO_FLOAT: ProcessorStep({**OF_ALL_VIEWS, "validate_range": None}),
-        NORMALIZE: ProcessorStep(OF_ALL_VIEWS),
-        DOMAIN: ProcessorStep({"domain_id": None}, ordered=False),
+        SCALE: ProcessorStep(fields=OF_ALL_VIEWS),
+        TO_FLOAT: ProcessorStep("validate_range", fields=OF_ALL_VIEWS),
+        NORMALIZE: ProcessorStep(fields=OF_ALL_VIEWS),
+        DOMAIN: ProcessorStep("domain_id", ordered=False),
         "normalizer_processor": NORMALIZER,
     },
     after={
         "unnormalizer_processor": NORMALIZER,
-        ROTATE: ProcessorStep({"expected_action_dim": (10, 20)}),
+        ROTATE: ProcessorStep(fields={"expected_action_dim": (10, 20)}),
         "device_processor": DEVICE,
     },
 )
