@@ -22,8 +22,8 @@ from sinew.convert.resnet import backbone
 from sinew.convert.tensors import Rule, apply, join, renames, reshape, split
 from sinew.core import MAX_HISTORY, ConvertError, PolicySpec, VectorSpec
 from sinew.families.diffusion.model import DiffusionConfig
+from sinew.families.diffusion.unet import UNetConfig
 from sinew.layers.resnet import LAYERS, ResNetConfig
-from sinew.layers.unet import UNetConfig
 from sinew.models.solvers import NoiseLevels, Solver
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.crop import Crop

@@ -23,8 +23,8 @@ from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply, computed, moved, pick, renames, reshape, rows, transpose
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import ConvertError, PolicySpec, VectorSpec
+from sinew.families.xvla.davit import MLP_RATIO, DaViTConfig
 from sinew.families.xvla.model import BlockConfig, XVLAConfig
-from sinew.layers.davit import MLP_RATIO, DaViTConfig
 from sinew.models.solvers import Solver
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.letterbox import Letterbox
