@@ -174,7 +174,6 @@ class LeRobotCheckpoint:
 
     @property
     def name(self) -> str:
-        """Return the policy's name."""
         return name_of(self.path)
 
     def check_tokens(self, image: int, marker: int) -> None:
@@ -311,7 +310,6 @@ class LeRobotCheckpoint:
 
     @property
     def state(self) -> VectorSpec:
-        """Return the robot's state."""
         return self.vector("input_features", "STATE", STATE)
 
     @property

@@ -86,7 +86,6 @@ class Dataset:
 
     @property
     def files(self) -> list[Path]:
-        """Return the files that were read."""
         return [file for file in (self.folder / "meta" / "info.json", self.stats) if file]
 
 

@@ -85,7 +85,6 @@ class PrismaticCheckpoint:
 
     @property
     def name(self) -> str:
-        """Return the policy's name."""
         return self.path.resolve().name
 
     def preprocessor(self) -> JsonRecord:
