@@ -201,7 +201,7 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
     """
     names, tensors = checkpoint.config["timm_model_ids"], checkpoint.tensors
     side = checkpoint.config["image_sizes"][0]
-    configs, rules, dead = [], [], []
+    configs, rules, dead = [], list[Rule](), []
     for index, (prefix, name) in enumerate(zip(TOWERS, names, strict=False)):
         if name not in HEADS:
             raise ConvertError(f"timm_model_ids: expected {' or '.join(HEADS)}, got {name!r}")
