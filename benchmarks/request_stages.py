@@ -1,10 +1,11 @@
 """Where the time of one request on the native wire goes: clocks at each boundary, in the client and in the server.
 
-    python -m benchmarks.request_stages [--requests 2000]
+    python -m benchmarks.request_stages [--requests 2000] [--pause MS]
 
 Both processes stamp one clock when functions begin or end, but never when a sender returns, whom the receiver may have
 overtaken. The table has the medians of the times between two stamps; two frames of 224 x 224 on the smallest embedded
-policy, one solver step. The last line is JSON.
+policy, one solver step. --pause: the client sleeps before each request, as a robot's does; then everything is cold, and
+`chrt -r 1` in front keeps others off the cores. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -88,13 +89,14 @@ with Client(sys.argv[1], timeout=120.0) as client:
     frames = {each["name"]: rng.integers(0, 256, (224, 224, 3), dtype=np.uint8) for each in about["cameras"]}
     state = np.zeros(about["state"]["dim"], np.float32)
     for seed in range(int(sys.argv[2])):
+        time.sleep(float(sys.argv[3]) / 1e3)
         client.infer({"images": frames, "state": state, "prompt": "swing it up", "seed": seed, "solver_steps": 1})
 """
 )
 
 
-def stamped(requests: int) -> list[dict[str, float]]:
-    """Return the times of each request by stamp, in order."""
+def stamped(requests: int, pause_ms: float = 0.0) -> list[dict[str, float]]:
+    """Return the times of each request by stamp, in order. pause_ms: that the client sleeps before each."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "packages/sinew-client/src"))),
@@ -121,8 +123,8 @@ def stamped(requests: int) -> list[dict[str, float]]:
             line = next((each for each in server.stdout if each.startswith("ready on ")), "")
             if not line:
                 raise SystemExit("the server did not start")
-            client = [sys.executable, "-c", CLIENT, str(files[1]), line.split()[2], str(requests)]
-            subprocess.run(client, env=environment, cwd=folder, check=True)
+            given = [str(files[1]), line.split()[2], str(requests), str(pause_ms)]
+            subprocess.run([sys.executable, "-c", CLIENT, *given], env=environment, cwd=folder, check=True)
             server.terminate()
         both = sorted(
             ((name, at) for file in files for name, at in json.loads(file.read_text())),
@@ -142,9 +144,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="ms that the client sleeps before each request"
+    )
     arguments = parser.parse_args()
     before = os.getloadavg()
-    rows = stamped(arguments.requests)[30:]
+    rows = stamped(arguments.requests, arguments.pause)[30:]
     names = [name for name, _ in STAGES]
     took = {
         what: statistics.median(1e3 * (row[end] - row[start]) for row in rows)
@@ -158,6 +163,7 @@ def main() -> None:
             {
                 "schema": "sinew.benchmark.request_stages/1",
                 "requests": len(rows),
+                "pause_ms": arguments.pause,
                 "stages_ms": {what: round(ms, 4) for what, ms in took.items()},
                 "load_average": {"before": before, "after": os.getloadavg()},
             }

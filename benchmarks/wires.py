@@ -1,6 +1,6 @@
 """Overhead of each wire: the client's call minus the server's inference and waiting, per wire.
 
-    python -m benchmarks.wires [--wires native openpi] [--pin]
+    python -m benchmarks.wires [--wires native openpi] [--pin] [--pause MS]
 
 A server process per wire and one client process, one request after the other, two frames of 224 x 224, on a policy
 so small that the wire counts: one solver step, which LeRobot's protocol cannot ask for. The call is timed where a robot
@@ -9,8 +9,8 @@ threads and checks are all in it. Below them stands what no server could make sh
 alone, of the library and of the kernel: as many bytes there, a kilobyte back, and between the two a sleep as long as
 the first wire's inference. "openpi client" is openpi's client with a WebSocket that takes the bytes, looks at none and
 answers after such a sleep. They take turns in rounds, so that a machine whose speed changes does it to all of them.
---pin: the client has one core and the servers another, as a robot and its server do not share one. The last line is
-JSON.
+--pin: the client has one core and the servers another, as a robot and its server do not share one. --pause: the client
+sleeps before each request, as a robot's does. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -48,12 +48,19 @@ STEPS = 1  # of the solver: as little inference as there can be
 
 
 SERVERS: list[int] = []  # the core of the servers, with --pin
+SLEEPS: list[float] = []  # seconds before each request, with --pause
 
 
 def elsewhere(process: int) -> None:
     """Keep a process that has just begun on the servers' core, where they have one."""
     if SERVERS:
         os.sched_setaffinity(process, SERVERS)
+
+
+def sleep() -> None:
+    """Let everything grow cold before a request, with --pause."""
+    for seconds in SLEEPS:
+        time.sleep(seconds)
 
 
 @contextlib.contextmanager
@@ -100,6 +107,7 @@ class Asked:
         """Return (call, policy and waiting) of so many requests, in milliseconds."""
         rows = []
         for frames, state in itertools.islice(self._observations, requests):
+            sleep()
             begin = time.perf_counter()
             answer = self._client.ask(frames, state, "swing it up", self._asked, STEPS)
             call = 1e3 * (time.perf_counter() - begin)
@@ -223,6 +231,7 @@ class Sockets:
         """Return (call, pause) of so many requests, in milliseconds."""
         rows = []
         for _ in range(requests):
+            sleep()
             begin = time.perf_counter()
             self._send(self._payload)
             reply = self._receive()
@@ -293,7 +302,10 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=30)
     parser.add_argument("--side", type=int, default=SIDE, help="of the square frames, in pixels")
     parser.add_argument("--pin", action="store_true", help="client and servers on a core each")
+    parser.add_argument("--pause", type=float, default=0.0, help="ms that clients sleep before each request")
     arguments = parser.parse_args()
+    if arguments.pause:
+        SLEEPS.append(arguments.pause / 1e3)
     if arguments.pin:
         if not hasattr(os, "sched_setaffinity"):
             parser.error("--pin: expected a system that keeps processes on cores, as Linux does")
@@ -321,6 +333,7 @@ def main() -> None:
         "rounds": arguments.rounds,
         "requests": arguments.requests,
         "pinned": arguments.pin,
+        "pause_ms": arguments.pause,
         "hardware": machine.cpu_model(),
         "load_average": {"before": before, "after": os.getloadavg()},
         "wires": rows,

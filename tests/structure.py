@@ -42,7 +42,10 @@ WALLS = {
     "families/pi/openpi": set(),
     "presets": {"families/smolvla/random_checkpoint"},
     "families/smolvla/random_checkpoint": set(),
-    "families/omnivla": set(),  # of robots that drive, with layers that no other family has
+    # Families of blocks that no other one has. OmniVLA's robots drive.
+    "families/diffusion": set(),
+    "families/omnivla": set(),
+    "families/xvla": set(),
     "eval/suites": {"cli/eval.py", "eval"},
     "eval/foreign": {"cli/eval.py"},
     "eval/learning": set(),
@@ -63,8 +66,10 @@ WALLS = {
             "bench",
             "dataset",
             "demo",
+            "export",
             "fleet",
             "hub",
+            "hub_cache",
             "leaderboard",
             "mcap",
             "new",

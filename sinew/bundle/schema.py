@@ -246,7 +246,7 @@ class SeenCamera:
     thumbnail: base64 of uint8 [8, 8, 3], the mean of each cell over the frames, RGB. spread: base64 of uint8 [8, 8, 3],
     the standard deviation of each cell from frame to frame, in lightness, red less blue, and green less the mean of the
     two. Both are empty where only the pixels' statistics are known. farthest: the largest distance of a frame from the
-    mean, in units of the spread (:func:`sinew.processing.thumbnails.distance`). still: the longest run of frames
+    mean, in units of the spread (:func:`sinew.checks.wiring.thumbnails.distance`). still: the longest run of frames
     that were the same to the bit, as those of a simulator are; a real camera's noise makes it 1. 0: not known.
     """
 

@@ -156,7 +156,6 @@ class FrameKeeper:
         self._recorder.put("run", episode, moment, ActionChunk(command.row[None]), by=command.by)
 
     def row(self) -> tuple[str, str]:
-        """Return the row of a report."""
         kept = f"{self._recorder.stats()['written']} steps in {self._folder}"
         return "kept", f"{kept}; sinew recording dataset {self._folder} OUT makes a data set of them"
 
@@ -184,7 +183,6 @@ class EnvelopeFlags:
     skew: PositiveIfAny = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a loop."""
         return {
             "filter": self.filter,
             "speed": self.speed,

@@ -341,7 +341,6 @@ def episodes_text(machine: Any) -> str:
 
 
 def episodes_row(machine: Any) -> list[tuple[str, str]]:
-    """Return the row of a report."""
     return [("episodes", text)] if (text := episodes_text(machine)) else []
 
 

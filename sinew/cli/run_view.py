@@ -62,7 +62,6 @@ class Keys:
                     self.press(key)
 
     def quit(self) -> None:
-        """End the run."""
         self.loop.stop()
 
     def typed(self, text: str) -> None:

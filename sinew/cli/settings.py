@@ -116,7 +116,6 @@ class SettingsFile:
         return cls(path, found)
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Take the flags of one command."""
         table: Any = self.tables
         for group, members in groups_of(commands):
             table = table.get(group[-1], {})

@@ -36,7 +36,6 @@ def whole(_app: object, _commands: tuple[str, ...], arguments: ArgumentCollectio
 
 
 def shown(error: CycloptsError) -> Text:
-    """Return an error's line."""
     return Text.assemble(("error:", "bold red"), " ", said(error))
 
 

@@ -117,7 +117,6 @@ def show_audit(policy: Policy) -> int:
 
 
 def show(found: dict[str, Any], policy: Policy) -> None:
-    """Print the report."""
     from sinew.checks.validate.report import COLUMNS, stage_rows
 
     console, parity, gate = terminal.console(), found["parity"], found["gate"]

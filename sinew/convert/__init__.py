@@ -38,19 +38,10 @@ MALFORMED = (
     MemoryError,
     OSError,
 )
-CHECKPOINT_FILES = [
-    "*.json",
-    "*.safetensors",
-    "tokenizer/*",
-    "*_tokenizer/*",
-    "tokenizer.model",
-    "experiment_cfg/*",
-    "assets/*",
-    "params/*",
-    "action_head--*.pt",
-    "proprio_projector--*.pt",
-    "mp_rank_00_model_states.pt",
-]
+CHECKPOINT_FILES = (
+    "*.json *.safetensors tokenizer/* *_tokenizer/* tokenizer.model experiment_cfg/* assets/* params/*"
+    " action_head--*.pt proprio_projector--*.pt mp_rank_00_model_states.pt"
+)
 
 
 def convert(

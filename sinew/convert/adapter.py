@@ -30,26 +30,10 @@ from sinew.core import ConvertError
 PREFIX = "base_model.model."
 # Fields that say how to train, or for which modules, which the names of the weights say too. Any other has to be empty.
 UNREAD = (
-    *(
-        "alpha_pattern",
-        "base_model_name_or_path",
-        "bias",
-        "corda_config",
-        "ensure_weight_tying",
-        "eva_config",
-    ),
-    *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-    *(
-        "loftq_config",
-        "lora_alpha",
-        "lora_dropout",
-        "megatron_core",
-        "modules_to_save",
-        "peft_type",
-        "peft_version",
-    ),
-    *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type"),
-    *("use_rslora", "auto_mapping"),
+    "alpha_pattern base_model_name_or_path bias corda_config ensure_weight_tying eva_config exclude_modules"
+    " inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout"
+    " megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern revision runtime_config"
+    " target_modules task_type use_rslora auto_mapping"
 )
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # what leaves the base as it was
 
@@ -118,7 +102,7 @@ def read_config(file: Path) -> dict[str, Any]:
             " the base as it was; save the adapter as a usual one first"
         )
     for key, value in config.items():
-        if key not in UNREAD and value not in (None, False, "", [], {}):
+        if key not in UNREAD.split() and value not in (None, False, "", [], {}):
             raise ConvertError(
                 f"{file}: {key}={json.dumps(value)[:80]} is not supported; merge the adapter with PEFT"
             )

@@ -1,5 +1,9 @@
 """Names of transformers' building blocks -> ours. Families add the prefixes under which they keep them."""
 
+from __future__ import annotations
+
+from sinew.convert.tensors import Rule, renames
+
 Renames = tuple[tuple[str, str], ...]
 
 ATTENTION: Renames = ((".self_attn.", ".attn."),)
@@ -34,3 +38,15 @@ def upstream_name(name: str, prefixes: Renames) -> str:
     for old, new in ATTENTION + (VISION if name.startswith("vision.") else DECODER):
         name = name.replace(new, old)
     return replace_prefix(name, tuple((new, old) for old, new in prefixes))
+
+
+def language_rules(upstream: str, layers: int = 0, norm: str = "norm") -> tuple[Rule, ...]:
+    """Return the rules of a language model below a pattern. layers: those that are read, the others are dropped; 0: all
+    of them. norm: the final one, "" where it is not read."""
+    dropped = "|".join(str(i) for i in range(layers, 4 * layers + 64))
+    layer = "self_attn=attn input_layernorm=input_norm post_attention_layernorm=post_norm mlp"
+    return (
+        *([Rule(upstream + rf"layers\.({dropped})\..*")] if layers else []),
+        *renames(upstream + r"layers\.(\d+)\.", r"language.layers.\1.", layer),
+        *renames(upstream, "language.", f"embed_tokens {norm}"),
+    )

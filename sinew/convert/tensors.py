@@ -185,6 +185,22 @@ class Rule:
     make: Callable[[TensorSource], TensorSource | tuple[TensorSource, ...]] | None = None
 
 
+def renames(theirs: str, ours: str, modules: str) -> tuple[Rule, ...]:
+    """Return the rules that give modules our names, whatever tensors they have.
+
+    theirs, ours: a pattern of what stands before their names, and the template of what stands before ours. modules: a
+    word for each, ``there=here``, or one name for both; ``{qkv}`` in ours where queries, keys and values are one there.
+    """
+    rules = []
+    for word in modules.split():
+        old, _, new = word.partition("=")
+        names = [(new or old).format(qkv=each) for each in ("qkv" if "{qkv}" in new else "-")]
+        end, made = (r"[._]", split_qkv) if len(names) > 1 else (r"\.", None)
+        templates = tuple(rf"{ours}{name}.\g<tensor>" for name in names)
+        rules.append(Rule(rf"{theirs}{re.escape(old)}{end}(?P<tensor>.*)", templates, made))
+    return tuple(rules)
+
+
 def apply(found: Mapping[str, TensorSource], rules: Sequence[Rule]) -> dict[str, TensorSource]:
     """Return the tensors under new names, each by the first rule that matches; the others stay as they are.
 

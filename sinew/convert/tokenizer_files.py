@@ -94,7 +94,7 @@ def _token(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value  # serialised AddedToken
 
 
-def find_model_dir(name: str, given: Path | None, near: Path, flag: str, patterns: list[str]) -> Path:
+def find_model_dir(name: str, given: Path | None, near: Path, flag: str, patterns: str) -> Path:
     """The directory of the repository ``name``: the one the user gave, one beside the checkpoint, or the hub's.
 
     With the ``[hub]`` extra the files in ``patterns`` are downloaded (or taken from the hub's cache).
@@ -111,8 +111,8 @@ def find_model_dir(name: str, given: Path | None, near: Path, flag: str, pattern
     )
 
 
-def download(name: str, patterns: list[str], otherwise: str, repo_type: str = "model") -> Path:
-    """Files of a Hugging Face repository; every failure says what to do instead."""
+def download(name: str, patterns: str, otherwise: str, repo_type: str = "model") -> Path:
+    """Files of a Hugging Face repository; every failure says what to do instead. patterns: of names, a word each."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -120,7 +120,7 @@ def download(name: str, patterns: list[str], otherwise: str, repo_type: str = "m
             f"{name!r} is not a local directory; {otherwise}, or install the hub extra ({install('huggingface_hub')})"
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, repo_type=repo_type))
+        return Path(snapshot_download(name, allow_patterns=patterns.split(), repo_type=repo_type))
     except Exception as error:  # noqa: BLE001 - network, access, name: many types across versions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConvertError(f"{name!r} could not be fetched from the hub ({reason}); {otherwise}") from None

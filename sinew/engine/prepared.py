@@ -45,7 +45,6 @@ class EngineFinding:
 
 
 def folder() -> Path:
-    """Return the directory of the findings."""
     return machine.cache_folder("prepared")
 
 

@@ -32,7 +32,6 @@ def proved(architecture: str, engine: str) -> frozenset[str]:
 
 
 def folder() -> Path:
-    """Return the directory of the records."""
     return machine.cache_folder("proofs")
 
 

@@ -45,5 +45,4 @@ class ExpertLeader:
         return self._expert.infer({"images": {}, "state": np.zeros(0, np.float32)}).actions[0]
 
     def close(self) -> None:
-        """Close the expert."""
         self._expert.close()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,20 +99,21 @@ def _prepare(
     from sinew.engine.prepared import EngineFinding
 
     name, against, device = candidate.engine, choice.engine, candidate.options.device
+    refused = partial(EngineFinding, name, against, False, device=device)
+    there = f"{bundle.path.parent}: expected to write the form of engine {name} there"
     try:
-        with _form(bundle, candidate) as (form, publish):
+        # A full disk: the next start tries again
+        with _kept_as(there), _form(bundle, candidate) as (form, publish):
             problem, proof = _prove(bundle, form, candidate, observations)
             if problem:
-                return EngineFinding(
-                    name, against, False, f"engine {name} is not taken: {problem}", device=device
-                )
+                return refused(f"engine {name} is not taken: {problem}")
             seconds = _measure(bundle, form, choice, candidate)
             times = ", ".join(f"{each} {1e3 * took:.3g}" for each, took in seconds.items())
             unit = "processor ms" if candidate.options.kind == "cpu" else "ms"
             words = f"{unit} of a chunk, measured on this machine: {times}"
             if seconds[against] < MARGIN * seconds[name]:
                 why = f"engine {name} is not taken: it is not {MARGIN - 1:.0%} faster ({words}); {proof}"
-                return EngineFinding(name, against, False, why, seconds, device)
+                return refused(why, seconds)
             finding = EngineFinding(name, against, True, f"{words}; {proof}", seconds, device)
             # First: without its form it counts for nothing, and a form counts by itself
             _keep(finding, bundle.path)
@@ -119,14 +121,9 @@ def _prepare(
             return finding
     except _NotNowError:
         raise
-    except OSError as error:  # a full disk: the next start tries again
-        words = f"{bundle.path.parent}: expected to write the form of engine {name} there"
-        raise _NotNowError(f"{words}, got {error.strerror or error}") from None
     except Exception as error:  # noqa: BLE001, whatever it is, it would come again, after minutes
         words = str(error) if isinstance(error, SinewError) else f"{type(error).__name__}: {error}"
-        return EngineFinding(
-            name, against, False, f"engine {name} is not taken: {words[:500]}", device=device
-        )
+        return refused(f"engine {name} is not taken: {words[:500]}")
 
 
 @contextlib.contextmanager
@@ -306,6 +303,9 @@ def _kept_as(words: str) -> Iterator[None]:
 def step_back() -> None:
     """Let every other process go first, be the first that the system ends where memory is short, and end with whoever
     holds the other end of standard input."""
+    # What `chrt -r 1 sinew serve` starts is in real time too, where nice counts for nothing.
+    if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     os.nice(LAST)
     # Linux alone has these. In a session of its own a process is weighed as the session is, whatever its own priority.
     for name, value in (("autogroup", LAST), ("oom_score_adj", 1000)):

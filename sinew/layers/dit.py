@@ -47,7 +47,6 @@ class DiTConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Return the width of the stream."""
         return self.num_heads * self.head_dim
 
 

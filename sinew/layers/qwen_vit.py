@@ -45,7 +45,6 @@ class QwenViTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the width of one head."""
         return self.blocks.hidden_size // self.blocks.num_heads
 
     @property

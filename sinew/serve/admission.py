@@ -39,7 +39,6 @@ class Admission:
         return most[-1]
 
     def enter(self, request: Request) -> None:
-        """Count a request in."""
         if request.episode is not None:
             self.newest[request.episode] = request
         self._waiting.setdefault(request.connection, []).append(request)

@@ -123,7 +123,6 @@ class Preparer:
         return {"engine": self._work.engine, "state": state, "text": text}
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -12,10 +12,10 @@ from sinew.bundle import Bundle
 from sinew.bundle.rename import rename_cameras, renamed
 from sinew.bundle.schema import Manifest, Seen, SeenCamera, SeenState
 from sinew.bundle.writer import rewrite
+from sinew.checks.wiring.thumbnails import Gathering, opponent, thumbnail, unpacked
 from sinew.convert.sources import embedded
 from sinew.core import BundleError
 from sinew.policy import load
-from sinew.processing.thumbnails import Gathering, opponent, thumbnail, unpacked
 from tests.hostile.mutate import dumps, mutate_record
 
 KEY_SEEN = "sinew.seen"

@@ -23,7 +23,7 @@ from sinew.bundle import Bundle
 from sinew.checks.validate.observations import random_observations
 from sinew.convert import convert
 from sinew.core import BundleError, ConvertError, Observation, ObservationError, machine
-from sinew.layers.video import VideoTransformer, frame_ages
+from sinew.families.pi.video import VideoTransformer, frame_ages
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.perf.machine.bench import describe, make_observation
 from sinew.perf.machine.measure_engine import measure_engine, requests_of

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -642,3 +643,28 @@ def test_a_process_that_hears_no_signal_is_ended_all_the_same(act: Path) -> None
         until(lambda: preparer.describe()["text"].endswith(": on"), START_S)
         preparer.stop()
         assert preparer.join(START_S)
+
+
+REAL_TIME = """
+import contextlib, os, threading
+from sinew.eval.preparing import step_back
+
+with contextlib.suppress(PermissionError):  # where that is not allowed, no server is in real time either
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+step_back()
+threads = []
+thread = threading.Thread(target=lambda: threads.append(os.sched_getscheduler(0)))
+thread.start()
+thread.join()
+print(os.sched_getscheduler(0), *threads, os.getpriority(os.PRIO_PROCESS, 0), flush=True)
+"""
+
+
+def test_what_a_server_in_real_time_prepares_is_not() -> None:
+    """It inherits the scheduling of `chrt -r 1 sinew serve`, which beside inferences would be their equal."""
+    pipe = subprocess.PIPE
+    with processes.Process(  # in a session of its own, whose weight it changes
+        [sys.executable, "-c", REAL_TIME], stdin=pipe, stdout=pipe, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().split() == [str(os.SCHED_OTHER), str(os.SCHED_OTHER), "19"]

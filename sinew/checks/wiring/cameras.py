@@ -15,7 +15,7 @@ import numpy as np
 
 from sinew.bundle.schema import Seen, SeenCamera
 from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, Finding
-from sinew.processing.thumbnails import FLOOR, distance, level, opponent, unpacked
+from sinew.checks.wiring.thumbnails import FLOOR, distance, level, opponent, unpacked
 
 TOWARDS = 0.7  # of the way from the camera's own mean to the other's, from which on the other is believed
 CERTAIN = 0.4  # of that way: what the spread may amount to if all cells vary together, at most

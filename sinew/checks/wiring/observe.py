@@ -14,9 +14,9 @@ from sinew_client.control import NoObservation, Stopped
 
 from sinew.bundle.schema import Manifest, Seen
 from sinew.checks.wiring import WRONG, Finding, WiringWatch, findings, mismatch
+from sinew.checks.wiring.thumbnails import Gathering
 from sinew.core import SinewError
 from sinew.processing import Processor
-from sinew.processing.thumbnails import Gathering
 from sinew.records import parts
 from sinew.records.recorder import Record, read_records
 

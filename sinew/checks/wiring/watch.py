@@ -12,7 +12,7 @@ import numpy as np
 from sinew.checks.wiring.cameras import CameraFit
 from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
 from sinew.checks.wiring.joints import JointFit
-from sinew.processing.thumbnails import imprint, is_frame, thumbnail
+from sinew.checks.wiring.thumbnails import imprint, is_frame, thumbnail
 
 ENOUGH = 10  # looks from which on "it never changed" says something
 DARK = 6.0  # of 255, on average: black

@@ -52,35 +52,13 @@ from sinew.steps.vector.base import VectorStep
 
 IMAGE_PREFIXES = ("observation.images.", "observation.")
 # Fields of every LeRobot configuration that say where and how to train, load or upload, not what to compute.
+# Of n_obs_steps the newest observation is read, whatever it says, but where a family's schema names it; rtc_config says
+# how chunks are joined on the robot.
 UNREAD = (
-    "type",
-    "device",
-    "use_amp",
-    "use_peft",
-    "push_to_hub",
-    "repo_id",
-    "private",
-    "tags",
-    "license",
-    "pretrained_path",
-    "pretrained_revision",
-    "compile_model",
-    "compile_mode",
-    "gradient_checkpointing",
-    "freeze_vision_encoder",
-    "train_expert_only",
-    "train_state_proj",
-    "optimizer_lr",
-    "optimizer_betas",
-    "optimizer_eps",
-    "optimizer_weight_decay",
-    "optimizer_grad_clip_norm",
-    "scheduler_warmup_steps",
-    "scheduler_decay_steps",
-    "scheduler_decay_lr",
-    "n_obs_steps",  # the newest observation is read, whatever it says, but where a family's schema names it
-    "rtc_config",  # how chunks are joined on the robot
-    "use_cache",
+    "type device use_amp use_peft push_to_hub repo_id private tags license pretrained_path pretrained_revision"
+    " use_cache compile_model compile_mode gradient_checkpointing freeze_vision_encoder train_expert_only"
+    " train_state_proj optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay optimizer_grad_clip_norm"
+    " scheduler_warmup_steps scheduler_decay_steps scheduler_decay_lr n_obs_steps rtc_config"
 )
 
 
@@ -100,16 +78,17 @@ class Schema:
     """What a family knows of its ``config.json``.
 
     defaults: upstream's, for keys that an older version did not write. required: keys whose defaults differ between
-    versions, so that none is taken. fixed: keys with the only value that is implemented. unread: keys without influence
-    on inference. features: types of input features that the family reads; a prompt (LANGUAGE) is read by every one.
+    versions, so that none is taken, a word each. fixed: keys with the only value that is implemented. unread: keys
+    without influence on inference, a word each. features: types of input features that the family reads; a prompt
+    (LANGUAGE) is read by every one.
     steps: of the preprocessor in their order, those that all families have aside; after: of the postprocessor.
     adapters: whether ``--base`` is what an adapter changes.
     """
 
     defaults: Mapping[str, Any]
-    required: tuple[str, ...] = ()
+    required: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
+    unread: str = ""
     features: tuple[str, ...] = ("STATE", "VISUAL", "LANGUAGE")
     steps: Mapping[str, ProcessorStep] = field(default_factory=dict)
     after: Mapping[str, ProcessorStep] = field(default_factory=lambda: POSTPROCESSOR)
@@ -146,8 +125,8 @@ class LeRobotCheckpoint:
         return self.schema.defaults[key]
 
     def _check_keys(self) -> None:
-        known = {"input_features", "output_features", *UNREAD, *self.schema.defaults}
-        known |= {*self.schema.required, *self.schema.fixed, *self.schema.unread}
+        known = {"input_features", "output_features", *UNREAD.split(), *self.schema.defaults}
+        known |= {*self.schema.required.split(), *self.schema.fixed, *self.schema.unread.split()}
         ignored = self._ignored
         for key, value in self.config.items():
             if key not in known and key not in ignored:
@@ -156,7 +135,7 @@ class LeRobotCheckpoint:
                     f" computed, --set ignore={','.join([*ignored, key])} leaves it aside"
                 )
         inputs = self.config.get("input_features")
-        read = {*self.schema.defaults, *self.schema.required}
+        read = {*self.schema.defaults, *self.schema.required.split()}
         aside = {*self.config, *(inputs if isinstance(inputs, dict) else ())} - read
         for key in ignored:
             if key not in aside:
@@ -195,7 +174,6 @@ class LeRobotCheckpoint:
 
     @property
     def name(self) -> str:
-        """Return the policy's name."""
         return name_of(self.path)
 
     def check_tokens(self, image: int, marker: int) -> None:
@@ -332,7 +310,6 @@ class LeRobotCheckpoint:
 
     @property
     def state(self) -> VectorSpec:
-        """Return the robot's state."""
         return self.vector("input_features", "STATE", STATE)
 
     @property

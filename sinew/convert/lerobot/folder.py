@@ -86,16 +86,13 @@ class Dataset:
 
     @property
     def files(self) -> list[Path]:
-        """Return the files that were read."""
         return [file for file in (self.folder / "meta" / "info.json", self.stats) if file]
 
 
 def read_dataset(path: Path) -> Dataset:
     """Read ``meta/info.json`` of a data set's directory, or of a name on the hub. Raises :class:`ConvertError`."""
     if not path.exists() and len(path.parts) == 2:
-        path = download(
-            path.as_posix(), ["meta/info.json", "meta/stats.json"], "give its directory", "dataset"
-        )
+        path = download(path.as_posix(), "meta/info.json meta/stats.json", "give its directory", "dataset")
     file = path / "meta" / "info.json"
     info = read_json(file)
     fps, features = info.get("fps"), info.get("features")

@@ -8,7 +8,7 @@ gives plausible and wrong actions. Source: ``lerobot/processor`` (0.6), fields o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +23,40 @@ STEP_KEYS = ("registry_name", "class", "config", "state_file", "artifacts")
 
 @dataclass(frozen=True)
 class ProcessorStep:
-    """A kind of step that is understood. fields: of its configuration, with the values allowed; None allows any.
+    """A kind of step that is understood.
 
-    ordered: it has to stand after the ordered steps before it in the family's list. required: it must be there.
+    free: fields of its configuration that may hold anything, a word each. switches: those that are true or false.
+    fields: the others, with the values allowed. ordered: it has to stand after the ordered steps before it in the
+    family's list. required: it must be there.
     """
 
-    fields: Mapping[str, tuple[Any, ...] | None]
+    free: str = ""
+    switches: str = ""
+    fields: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ordered: bool = True
     required: bool = False
 
 
-BATCH = ProcessorStep({}, ordered=False)
-DEVICE = ProcessorStep({"device": None, "float_dtype": (None, "float32")}, ordered=False)
-NORMALIZER = ProcessorStep(
-    {"eps": None, "features": None, "norm_map": None, "normalize_observation_keys": None}, required=True
-)
+BATCH = ProcessorStep(ordered=False)
+DEVICE = ProcessorStep("device", fields={"float_dtype": (None, "float32")}, ordered=False)
+NORMALIZER = ProcessorStep("eps features norm_map normalize_observation_keys", required=True)
 # Remembers the raw state, so it stands before the normaliser.
-RELATIVE = ProcessorStep({"enabled": (True, False), "exclude_joints": None, "action_names": None})
+RELATIVE = ProcessorStep("exclude_joints action_names", "enabled")
 TOKENIZER = ProcessorStep(
-    {
-        "max_length": None,
+    "max_length tokenizer_name",
+    fields={
         "task_key": ("task",),
         "padding_side": ("right",),
         "padding": ("longest", "max_length"),
         "truncation": (True,),
-        "tokenizer_name": None,
     },
     required=True,
 )
-RENAME = ProcessorStep({"rename_map": None})
+RENAME = ProcessorStep("rename_map")
 ANYWHERE = {"to_batch_processor": BATCH, "device_processor": DEVICE}
 POSTPROCESSOR = {
     "unnormalizer_processor": NORMALIZER,
-    "absolute_actions_processor": ProcessorStep({"enabled": (True, False)}),
+    "absolute_actions_processor": ProcessorStep(switches="enabled"),
     "device_processor": DEVICE,
 }
 
@@ -117,14 +118,14 @@ def _check_step(where: str, step: dict[str, Any], known: ProcessorStep) -> None:
         raise ConvertError(f"{where}: {unknown[0]!r} is not understood")
     if not isinstance(config, dict):
         raise ConvertError(f"{where}: expected a configuration, got {config!r}")
-    for field, value in config.items():
-        if field not in known.fields:
-            raise ConvertError(f"{where}: {field}={value!r} is not understood")
-        allowed = known.fields[field]
-        if allowed is not None and not any(
-            value is a or (value == a and type(value) is type(a)) for a in allowed
-        ):
-            raise ConvertError(f"{where}: {field}: expected {' or '.join(map(repr, allowed))}, got {value!r}")
+    for key, value in config.items():
+        if key in known.free.split():
+            continue
+        allowed = (True, False) if key in known.switches.split() else known.fields.get(key)
+        if allowed is None:
+            raise ConvertError(f"{where}: {key}={value!r} is not understood")
+        if not any(value is a or (value == a and type(value) is type(a)) for a in allowed):
+            raise ConvertError(f"{where}: {key}: expected {' or '.join(map(repr, allowed))}, got {value!r}")
 
 
 def relative_dims(config: Mapping[str, Any], action_dim: int, where: str) -> tuple[int, ...]:
@@ -134,9 +135,9 @@ def relative_dims(config: Mapping[str, Any], action_dim: int, where: str) -> tup
     (``RelativeActionsProcessorStep._build_mask``).
     """
     excluded, names = config.get("exclude_joints") or [], config.get("action_names")
-    for field, value in (("exclude_joints", excluded), ("action_names", names or [])):
+    for key, value in (("exclude_joints", excluded), ("action_names", names or [])):
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConvertError(f"{where}: {field}: expected a list of names, got {value!r}")
+            raise ConvertError(f"{where}: {key}: expected a list of names, got {value!r}")
     if names is None:
         return tuple(range(action_dim))
     tokens = [token.lower() for token in excluded if token]

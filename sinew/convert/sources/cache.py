@@ -65,7 +65,6 @@ class CacheEntry:
 
     @property
     def bundle(self) -> Path:
-        """Return the path of the bundle."""
         return self.home / self.record.bundle
 
     @property
@@ -108,7 +107,6 @@ class CacheEntry:
 
 
 def folder() -> Path:
-    """Return the directory of the cache."""
     return machine.cache_folder("bundles")
 
 

@@ -139,7 +139,11 @@ def push(name: HubName, files: Mapping[str, Path | bytes], message: str, private
 def _wanted(file: str, bundle: str | None) -> bool:
     from huggingface_hub.utils import filter_repo_objects
 
-    return file == bundle if bundle else any(filter_repo_objects([file], allow_patterns=CHECKPOINT_FILES))
+    return (
+        file == bundle
+        if bundle
+        else any(filter_repo_objects([file], allow_patterns=CHECKPOINT_FILES.split()))
+    )
 
 
 def _new(name: HubName, files: Sequence[Any], commit: str | None) -> list[Any]:
@@ -192,7 +196,9 @@ def _fetched(name: HubName, file: str | None) -> Path:
                 with scratch.ended_by_signals():  # huggingface_hub removes what is incomplete, if it may
                     return Path(hf_hub_download(name.repository, file, revision=name.revision))
             return Path(
-                snapshot_download(name.repository, allow_patterns=CHECKPOINT_FILES, revision=name.revision)
+                snapshot_download(
+                    name.repository, allow_patterns=CHECKPOINT_FILES.split(), revision=name.revision
+                )
             )
     except Exception as error:  # noqa: BLE001 - network, access, disk: many types across versions
         raise SinewError(f"{name}: could not be fetched from the hub ({_words(error)})") from None

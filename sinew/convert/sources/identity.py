@@ -16,18 +16,7 @@ from sinew.convert import readers
 from sinew.core import SinewError, machine, progress
 
 # What trainers leave beside the weights to go on with; no conversion reads it.
-TRAINING = (
-    "optimizer*",
-    "scheduler*",
-    "rng_state*",
-    "training_args.bin",
-    "training_state",
-    "global_step*",
-    "events.out*",
-    "wandb",
-    "*.md",
-    "*.log",
-)
+TRAINING = "optimizer* scheduler* rng_state* training_args.bin training_state global_step* events.out* wandb *.md *.log"
 # Every layout that converts has one of these; openpi's the last two
 CHECKPOINT = ("config.json", "params", "assets")
 WEIGHTS = (".safetensors", ".pt", ".gguf")  # and orbax's folder params/
@@ -73,7 +62,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def _counts(path: Path) -> bool:
-    return not path.name.startswith(".") and not any(path.match(pattern) for pattern in TRAINING)
+    return not path.name.startswith(".") and not any(path.match(pattern) for pattern in TRAINING.split())
 
 
 def digests(paths: list[Path], root: Path) -> list[FileIdentity]:

@@ -37,7 +37,6 @@ LEFT = 0.1  # of the products that a provider may leave to others without a warn
 
 
 def runtime() -> Any:
-    """Return the onnxruntime package."""
     # 1.31 for Linux keeps an id and a list of sessions for its makers.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:

@@ -22,7 +22,6 @@ ON_CPU = tuple(name for name in REWRITES if name not in ("fold-norms", "pack-gat
 
 
 def open_planned(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
-    """Return the engine of the rewritten model."""
     from sinew.engine.adapters import with_adapter
     from sinew.engine.loading import open_model
 

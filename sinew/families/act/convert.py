@@ -17,7 +17,7 @@ from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.resnet import backbone
-from sinew.convert.tensors import Rule, apply, constant, reshape, split_qkv
+from sinew.convert.tensors import Rule, apply, constant, renames, reshape
 from sinew.families.act.model import ActConfig, view_places
 from sinew.layers.resnet import LAYERS, ResNetConfig
 from sinew.models.solvers import SINGLE
@@ -45,32 +45,25 @@ SCHEMA = Schema(
         "temporal_ensemble_coeff": None,
     },
     fixed={"n_obs_steps": 1, "replace_final_stride_with_dilation": False},
-    unread=(
-        *("pretrained_backbone_weights", "use_vae", "latent_dim", "n_vae_encoder_layers"),
-        *("dropout", "kl_weight", "optimizer_lr_backbone"),
-    ),
+    unread="pretrained_backbone_weights use_vae latent_dim n_vae_encoder_layers dropout kl_weight"
+    " optimizer_lr_backbone",
     features=("STATE", "VISUAL", "ENV", "LANGUAGE"),
     steps={"normalizer_processor": NORMALIZER},
 )
-LAYER = r"model\.((?:en|de)coder)\.layers\.(\d+)\."
 RULES = (
-    *(
-        Rule(
-            rf"{LAYER}{theirs}\.in_proj_(weight|bias)",
-            tuple(rf"\1.\2.{ours}.{part}_proj.\3" for part in "qkv"),
-            split_qkv,
-        )
-        for theirs, ours in (("self_attn", "attn"), ("multihead_attn", "cross"))
+    *renames(
+        r"model\.((?:en|de)coder)\.layers\.(\d+)\.",
+        r"\1.\2.",
+        "self_attn.in_proj=attn.{qkv}_proj self_attn.out_proj=attn.o_proj linear1=mlp.fc1 linear2=mlp.fc2"
+        " multihead_attn.in_proj=cross.{qkv}_proj multihead_attn.out_proj=cross.o_proj norm1 norm2 norm3",
     ),
-    Rule(rf"{LAYER}self_attn\.out_proj\.(.+)", (r"\1.\2.attn.o_proj.\3",)),
-    Rule(rf"{LAYER}multihead_attn\.out_proj\.(.+)", (r"\1.\2.cross.o_proj.\3",)),
-    Rule(rf"{LAYER}linear([12])\.(.+)", (r"\1.\2.mlp.fc\3.\4",)),
-    Rule(rf"{LAYER}(norm\d\..+)", (r"\1.\2.\3",)),
-    Rule(r"model\.((?:en|de)coder)\.norm\.(.+)", (r"\1_norm.\2",)),
-    Rule(r"model\.decoder_pos_embed\.(.+)", (r"queries.\1",)),
-    Rule(r"model\.encoder_1d_feature_pos_embed\.(.+)", (r"places.\1",)),
-    Rule(r"model\.encoder_robot_state_input_proj\.(.+)", (r"state_proj.\1",)),
-    Rule(r"model\.encoder_env_state_input_proj\.(.+)", (r"environment_proj.\1",)),
+    *renames(
+        r"model\.",
+        "",
+        "encoder.norm=encoder_norm decoder.norm=decoder_norm decoder_pos_embed=queries action_head=action_proj"
+        " encoder_1d_feature_pos_embed=places encoder_robot_state_input_proj=state_proj"
+        " encoder_env_state_input_proj=environment_proj",
+    ),
     Rule(r"model\.encoder_latent_input_proj\.bias", ("latent",)),
     Rule(
         r"model\.encoder_img_feat_input_proj\.weight",  # a convolution of one pixel
@@ -78,7 +71,6 @@ RULES = (
         lambda source: reshape(source, source.shape[0], -1),
     ),
     Rule(r"model\.encoder_img_feat_input_proj\.bias", ("connector.bias",)),
-    Rule(r"model\.action_head\.(.+)", (r"action_proj.\1",)),
 )
 
 

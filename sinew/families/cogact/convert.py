@@ -24,7 +24,7 @@ from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions, Setting
 from sinew.convert.read.files import directory_config, named
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.torch_zip import read_torch
-from sinew.convert.tensors import Rule, apply, constant, split_qkv
+from sinew.convert.tensors import Rule, apply, constant, renames
 from sinew.convert.tokenizer_files import find_tokenizer
 from sinew.core import ConvertError
 from sinew.families.cogact.model import LEVELS, CogACT, CogACTConfig
@@ -67,28 +67,22 @@ PADDED_TO = 64  # a multiple that the table of tokens is filled up to: Llama's 3
 SECTIONS = ("vision_backbone", "projector", "llm_backbone", "action_model")
 NATIVE = [
     Rule(r"vision_backbone\.dino_featurizer\.(.*)\.gamma", (r"vision_backbone.featurizer.\1.scale_factor",)),
-    Rule(r"vision_backbone\.dino_featurizer\.(.*)", (r"vision_backbone.featurizer.\1",)),
-    Rule(r"vision_backbone\.siglip_featurizer\.(.*)", (r"vision_backbone.fused_featurizer.\1",)),
-    *(Rule(rf"projector\.projector\.{2 * n}\.(.*)", (rf"projector.fc{n + 1}.\1",)) for n in range(3)),
-    Rule(r"llm_backbone\.llm\.(.*)", (r"language_model.\1",)),
-]
-BLOCK, TO = r"action_model\.net\.blocks\.(\d+)\.", r"head.layers.\1."
-HEAD = [
-    Rule(BLOCK + r"attn\.qkv\.(weight|bias)", tuple(rf"{TO}attn.{x}_proj.\2" for x in "qkv"), split_qkv),
-    Rule(BLOCK + r"attn\.proj\.(.*)", (rf"{TO}attn.o_proj.\2",)),
-    Rule(BLOCK + r"(mlp\..*)", (rf"{TO}\2",)),
-    Rule(r"action_model\.net\.z_embedder\.uncondition", ("head.none",)),
-    Rule(r"action_model\.net\.positional_embedding", ("head.places",)),
-    *(
-        Rule(rf"action_model\.net\.{theirs}\.(weight|bias)", (rf"head.{ours}.\1",))
-        for theirs, ours in (
-            (r"z_embedder\.linear", "condition"),
-            (r"t_embedder\.mlp\.0", "time_in"),
-            (r"t_embedder\.mlp\.2", "time_out"),
-            (r"x_embedder\.linear", "action_in"),
-            (r"final_layer\.linear", "action_out"),
-        )
+    *renames(
+        r"vision_backbone\.",
+        "vision_backbone.",
+        "dino_featurizer=featurizer siglip_featurizer=fused_featurizer",
     ),
+    *renames(r"projector\.projector\.", "projector.", "0=fc1 2=fc2 4=fc3"),
+    *renames(r"llm_backbone\.", "", "llm=language_model"),
+]
+NET = r"action_model\.net\."
+BLOCK = NET + r"blocks\.(\d+)\."
+HEAD = [
+    *renames(BLOCK, r"head.layers.\1.", "attn.qkv=attn.{qkv}_proj attn.proj=attn.o_proj mlp"),
+    Rule(NET + r"z_embedder\.uncondition", ("head.none",)),
+    Rule(NET + "positional_embedding", ("head.places",)),
+    *renames(NET, "head.", "z_embedder.linear=condition t_embedder.mlp.0=time_in t_embedder.mlp.2=time_out"),
+    *renames(NET, "head.", "x_embedder.linear=action_in final_layer.linear=action_out"),
 ]
 DEAD = ("language_model.lm_head.", "action_model.net.history_embedder.", "ema_diffusion.")
 

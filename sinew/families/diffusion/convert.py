@@ -19,11 +19,11 @@ from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.resnet import backbone
-from sinew.convert.tensors import Rule, apply, join, reshape, split
+from sinew.convert.tensors import Rule, apply, join, renames, reshape, split
 from sinew.core import MAX_HISTORY, ConvertError, PolicySpec, VectorSpec
 from sinew.families.diffusion.model import DiffusionConfig
+from sinew.families.diffusion.unet import UNetConfig
 from sinew.layers.resnet import LAYERS, ResNetConfig
-from sinew.layers.unet import UNetConfig
 from sinew.models.solvers import NoiseLevels, Solver
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.crop import Crop
@@ -55,47 +55,27 @@ SCHEMA = Schema(
         "clip_sample_range": 1.0,
         "num_inference_steps": None,
     },
-    required=(
-        *("n_obs_steps", "horizon", "n_action_steps", "crop_shape", "use_group_norm", "down_dims"),
-        "use_separate_rgb_encoder_per_camera",
-    ),
-    unread=(
-        *("drop_n_last_frames", "crop_is_random", "pretrained_backbone_weights", "do_mask_loss_for_padding"),
-        "scheduler_name",
-    ),
+    required="n_obs_steps horizon n_action_steps crop_shape use_group_norm down_dims"
+    " use_separate_rgb_encoder_per_camera",
+    unread="drop_n_last_frames crop_is_random pretrained_backbone_weights do_mask_loss_for_padding scheduler_name",
     features=("STATE", "VISUAL", "ENV", "LANGUAGE"),
     steps={"normalizer_processor": NORMALIZER},
 )
 ENCODER, UNET = "diffusion.rgb_encoder.", "diffusion.unet."
-BLOCK = (
-    ("conv1.block.0", "conv1.conv"),
-    ("conv1.block.1", "conv1.norm"),
-    ("conv2.block.0", "conv2.conv"),
-    ("conv2.block.1", "conv2.norm"),
-    ("residual_conv", "shortcut"),
+INSIDE = (  # of a stage: N is the number of a block there, B its name here
+    "N.conv1.block.0=B.conv1.conv N.conv1.block.1=B.conv1.norm N.conv2.block.0=B.conv2.conv"
+    " N.conv2.block.1=B.conv2.norm N.residual_conv=B.shortcut "
 )
-MODULES = {  # of the U-Net; N is the number of a stage
-    "diffusion_step_encoder.1": "time_in",
-    "diffusion_step_encoder.3": "time_out",
-    "down_modules.N.2": "unet.down.N.resample",
-    "up_modules.N.2": "unet.up.N.resample",
-    "final_conv.0.block.0": "unet.end.conv",
-    "final_conv.0.block.1": "unet.end.norm",
-    "final_conv.1": "unet.out",
-} | {
-    f"{theirs}.{number}.{part}": f"unet.{ours}.{block}.{name}"
-    for theirs, ours in (("down_modules.N", "down.N"), ("mid_modules", "middle"), ("up_modules.N", "up.N"))
-    for number, block in enumerate(("first", "second"))
-    for part, name in BLOCK
-}
+BLOCKS = INSIDE.replace("N", "0").replace("B", "first") + INSIDE.replace("N", "1").replace("B", "second")
 RULES = (
-    *(
-        Rule(
-            re.escape(f"{UNET}{theirs}.").replace("N", r"(?P<stage>\d+)") + "(?P<value>[a-z]+)",
-            (ours.replace("N", r"\g<stage>") + r".\g<value>",),
-        )
-        for theirs, ours in MODULES.items()
+    *renames(
+        r"diffusion\.unet\.",
+        "",
+        "diffusion_step_encoder.1=time_in diffusion_step_encoder.3=time_out final_conv.0.block.0=unet.end.conv"
+        " final_conv.0.block.1=unet.end.norm final_conv.1=unet.out",
     ),
+    *renames(r"diffusion\.unet\.mid_modules\.", "unet.middle.", BLOCKS),
+    *renames(r"diffusion\.unet\.(down|up)_modules\.(\d+)\.", r"unet.\1.\2.", f"{BLOCKS}2=resample"),
 )
 
 

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.families.diffusion.unet import UNet, UNetConfig
 from sinew.layers.linear import Linear
 from sinew.layers.resnet import ResNet, ResNetConfig
 from sinew.layers.sizes import check_sizes
 from sinew.layers.time_embedding import level_sinusoids
-from sinew.layers.unet import UNet, UNetConfig
 from sinew.models.base import Model
 from sinew.models.solvers import NoiseLevels, Solver
 

@@ -45,7 +45,7 @@ SETTINGS = {
         original_layout.VECTOR,
     ),
 }
-VLM_FILES = ["*.json", "merges.txt"]
+VLM_FILES = "*.json merges.txt"
 PLACEHOLDER = "<IMG_CONTEXT>"
 
 

@@ -47,21 +47,18 @@ SCHEMA = Schema(
         "default_embodiment_id": 0,
     },
     fixed={"action_head": "flowmatching", "return_cls_only": False},
-    unread=(
-        *("training_stage", "vlm_dtype", "use_flash_attn", "dropout", "enable_gradient_checkpointing"),
-        *("gradient_checkpointing_use_reentrant", "finetune_vlm", "finetune_language_model"),
-        *("finetune_vision_model", "finetune_action_head", "apply_training_stage_defaults"),
-        *("task_field", "embodiment_id_field"),
-        "empty_cameras",  # features that are no cameras; views up to max_views are masked all the same
-    ),
+    # Of the last, features that are no cameras; views up to max_views are masked all the same
+    unread="training_stage vlm_dtype use_flash_attn dropout enable_gradient_checkpointing finetune_vlm"
+    " gradient_checkpointing_use_reentrant finetune_language_model finetune_vision_model finetune_action_head"
+    " apply_training_stage_defaults task_field embodiment_id_field empty_cameras",
     steps={
-        "evo1_pad_state_processor": ProcessorStep({"max_state_dim": None}),
-        "evo1_pad_action_processor": ProcessorStep({"max_action_dim": None}),
+        "evo1_pad_state_processor": ProcessorStep("max_state_dim"),
+        "evo1_pad_action_processor": ProcessorStep("max_action_dim"),
         "normalizer_processor": NORMALIZER,
     },
     after={
         "unnormalizer_processor": NORMALIZER,
-        "evo1_action_processor": ProcessorStep({"action_dim": None, **dict.fromkeys(GRIPPER)}),
+        "evo1_action_processor": ProcessorStep(" ".join(("action_dim", *GRIPPER))),
         "device_processor": DEVICE,
     },
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sinew.bundle.writer import TensorSource
-from sinew.convert.qwen import language_rules
-from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, split_qkv, transpose
+from sinew.convert.names import language_rules
+from sinew.convert.tensors import Rule, apply, computed, moved, pick, renames, reshape, rows, transpose
 from sinew.core import ConvertError
 
 LAYER = r"vision.layers.\1."
@@ -28,10 +28,9 @@ def rename(
     _first_token(found, tower, lerobot)
     language = r"embedder\.model\.language_model\." + ("" if lerobot else r"model\.")
     rules = (
-        *(_lerobot_tower() if lerobot else _original_tower()),
+        *_tower(lerobot),
         *_connector(lerobot, unshuffle),
         *language_rules(language, layers),
-        Rule(language + r"norm\.(.*)", (r"language.norm.\1",)),
         Rule(r"embedder\.model\.language_model\.lm_head\..*"),
         *_head(category),
     )
@@ -55,30 +54,20 @@ def _first_token(found: dict[str, TensorSource], tower: str, lerobot: bool) -> N
     found["vision.position_embedding.weight"] = rows(table, 1, table.shape[0])
 
 
-def _lerobot_tower() -> tuple[Rule, ...]:
-    tower = r"embedder\.model\.vision_tower\."
-    old = tower + r"encoder\.layer\.(\d+)\."
+def _tower(lerobot: bool) -> tuple[Rule, ...]:
+    if lerobot:
+        tower, layer, scale = r"embedder\.model\.vision_tower\.", r"encoder\.layer\.", "lambda_"
+        patches, norms = "patch_embeddings.projection", "layernorm_before=norm1 layernorm_after=norm2"
+        attention = "attention.projection_layer=attn.o_proj attention=attn"
+    else:
+        tower, layer, scale = r"embedder\.model\.vision_model\.", r"encoder\.layers\.", "ls"
+        patches, norms = "patch_embedding", "norm1 norm2"
+        attention = "attn.qkv=attn.{qkv}_proj attn.proj=attn.o_proj"
+    layer = rf"{tower}{layer}(\d+)\."
     return (
-        Rule(tower + r"embeddings\.patch_embeddings\.projection\.(.*)", (r"vision.patch_embedding.\1",)),
-        Rule(old + r"lambda_([12])", (LAYER + r"scale\2.weight",)),
-        Rule(old + r"layernorm_before\.(.*)", (LAYER + r"norm1.\2",)),
-        Rule(old + r"layernorm_after\.(.*)", (LAYER + r"norm2.\2",)),
-        Rule(old + r"attention\.projection_layer\.(.*)", (LAYER + r"attn.o_proj.\2",)),
-        Rule(old + r"attention\.([qkv]_proj\..*)", (LAYER + r"attn.\2",)),
-        Rule(old + r"(mlp\..*)", (LAYER + r"\2",)),
-    )
-
-
-def _original_tower() -> tuple[Rule, ...]:
-    tower = r"embedder\.model\.vision_model\."
-    old = tower + r"encoder\.layers\.(\d+)\."
-    return (
-        Rule(tower + r"embeddings\.patch_embedding\.(.*)", (r"vision.patch_embedding.\1",)),
-        Rule(old + r"ls([12])", (LAYER + r"scale\2.weight",)),
-        Rule(old + r"(norm[12]\..*)", (LAYER + r"\2",)),
-        Rule(old + r"attn\.qkv\.(.*)", tuple(LAYER + rf"attn.{part}_proj.\2" for part in "qkv"), split_qkv),
-        Rule(old + r"attn\.proj\.(.*)", (LAYER + r"attn.o_proj.\2",)),
-        Rule(old + r"(mlp\..*)", (LAYER + r"\2",)),
+        *renames(tower + r"embeddings\.", "vision.", f"{patches}=patch_embedding"),
+        Rule(layer + scale + "([12])", (LAYER + r"scale\2.weight",)),
+        *renames(layer, LAYER, f"{norms} {attention} mlp"),
     )
 
 
@@ -114,7 +103,7 @@ def _head(category: int) -> tuple[Rule, ...]:
     def table(source: TensorSource) -> TensorSource:  # [1, rows, C] -> [rows, C]
         return reshape(source, *source.shape[-2:])
 
-    qkv = tuple(TO_BLOCK + rf"attn.{part}_proj.\2" for part in "qkv")
+    block = "attn.in_proj=attn.{qkv}_proj attn.out_proj=attn.o_proj norm1 norm2 ff.0=mlp.fc1 ff.2=mlp.fc2"
     of_category = (
         (r"action_head\.(state_encoder)\.fc(\d)\.", r"head.\1.fc\2."),
         (r"action_head\.mlp_(head)\.fc(\d)\.", r"\1.decoder.fc\2."),
@@ -126,13 +115,8 @@ def _head(category: int) -> tuple[Rule, ...]:
             for old, new in of_category
             for part, make in (("weight", weight), ("bias", bias))
         ),
-        Rule(BLOCK + r"attn\.in_proj_(weight|bias)", qkv, split_qkv),
-        Rule(BLOCK + r"attn\.out_proj\.(.*)", (TO_BLOCK + r"attn.o_proj.\2",)),
-        Rule(BLOCK + r"(norm[12]\..*)", (TO_BLOCK + r"\2",)),
-        Rule(BLOCK + r"ff\.0\.(.*)", (TO_BLOCK + r"mlp.fc1.\2",)),
-        Rule(BLOCK + r"ff\.2\.(.*)", (TO_BLOCK + r"mlp.fc2.\2",)),
-        Rule(r"action_head\.norm_out\.(.*)", (r"head.norm.\1",)),
-        Rule(r"action_head\.seq_pool_proj\.(.*)", (r"head.pool.\1",)),
+        *renames(BLOCK, TO_BLOCK, block),
+        *renames(r"action_head\.", "head.", "norm_out=norm seq_pool_proj=pool"),
         # Tables of sines are stored, and read as they are: a file in bfloat16 has them rounded.
         Rule(r"action_head\.time_pos_enc\.pe", ("head.time_embedding.weight",), table),
         Rule(

@@ -11,10 +11,11 @@ from pathlib import Path
 from sinew.bundle.schema import PromptRecipe
 from sinew.convert.chat_template import MARK, find_chat_template, render
 from sinew.convert.conversion import Conversion
+from sinew.convert.names import language_rules
 from sinew.convert.options import ConvertOptions
-from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.qwen import qwen3
 from sinew.convert.read.record import JsonRecord
-from sinew.convert.tensors import Rule, apply
+from sinew.convert.tensors import Rule, apply, renames
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
 from sinew.convert.widths import tower
 from sinew.core import ConvertError
@@ -35,7 +36,7 @@ from sinew.families.gr00t.weights import head_rules, siglip_rules
 from sinew.layers.vit import ViTConfig
 from sinew.steps.image.grid import Grid
 
-EAGLE_FILES = ["*.json", "merges.txt", "chat_template*"]
+EAGLE_FILES = "*.json merges.txt chat_template*"
 PIXEL_BOUNDS = 4, 4096  # tokens of an image, of Eagle 3's image processor
 
 
@@ -120,7 +121,6 @@ def assemble(
     rules = (
         *head_rules(parts.robot.embodiment.number),
         *language_rules(parts.backbone + r"language_model\.model\.", language.num_layers),
-        Rule(parts.backbone + r"language_model\.model\.norm\.(.*)", (r"language.norm.\1",)),
         *siglip_rules(parts.backbone + r"vision_model\.vision_model\.", sizes.patch_size),
         *connector_rules(parts.backbone + r"mlp1\.", unshuffle),
     )
@@ -147,9 +147,8 @@ def vision_config(vision: JsonRecord) -> ViTConfig:
 def connector_rules(upstream: str, unshuffle: int) -> tuple[Rule, ...]:
     """Return the rules of the connector: one layer, or a norm and two layers."""
     if unshuffle == 1:
-        return (Rule(upstream + r"0\.(.*)", (r"connector.\1",)),)
-    names = {"0": "norm", "1": "fc1", "3": "fc2"}
-    return tuple(Rule(upstream + rf"{old}\.(.*)", (rf"connector.{new}.\1",)) for old, new in names.items())
+        return renames(upstream, "", "0=connector")
+    return renames(upstream, "connector.", "0=norm 1=fc1 3=fc2")
 
 
 def eagle_prompt(

@@ -124,7 +124,6 @@ class NvidiaFiles:
 
     @property
     def name(self) -> str:
-        """Return the policy's name."""
         return self.path.name
 
     @cached_property

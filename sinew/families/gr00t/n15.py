@@ -33,35 +33,31 @@ TAGS = {
 }  # gr00t/data/embodiment_tags.py
 PACK, UNPACK = "groot_pack_inputs_v3", "groot_action_unpack_unnormalize_v1"
 PACKED = ProcessorStep(
-    {
+    "action_horizon max_state_dim max_action_dim embodiment_tag embodiment_mapping",
+    fields={
         "state_horizon": (1,),
         "normalize_min_max": (True,),
         "formalize_language": (False,),
         "language_key": ("task",),
-        **dict.fromkeys(
-            ("action_horizon", "max_state_dim", "max_action_dim", "embodiment_tag", "embodiment_mapping")
-        ),
     },
     required=True,
 )
 SCHEMA = Schema(
     defaults={"chunk_size": 50},
     fixed={"lora_rank": 0},
-    unread=(  # of training, or of the base model, whose own file says it
-        *("n_action_steps", "max_state_dim", "max_action_dim", "normalization_mapping", "image_size"),
-        *("base_model_path", "tokenizer_assets_repo", "embodiment_tag", "tune_llm", "tune_visual"),
-        *("tune_projector", "tune_diffusion_model", "lora_alpha", "lora_dropout", "lora_full_model"),
-        *("warmup_ratio", "use_bf16", "video_backend", "balance_dataset_weights"),
-        *("balance_trajectory_weights", "dataset_paths", "output_dir", "save_steps", "max_steps"),
-        *("batch_size", "dataloader_num_workers", "report_to", "resume"),
-    ),
+    # of training, or of the base model, whose own file says it
+    unread="n_action_steps max_state_dim max_action_dim normalization_mapping image_size base_model_path"
+    " tokenizer_assets_repo embodiment_tag tune_llm tune_visual tune_projector tune_diffusion_model lora_alpha"
+    " lora_dropout lora_full_model warmup_ratio use_bf16 video_backend balance_dataset_weights"
+    " balance_trajectory_weights dataset_paths output_dir save_steps max_steps batch_size dataloader_num_workers"
+    " report_to resume",
     steps={
         PACK: PACKED,
-        "groot_eagle_encode_v3": ProcessorStep({"tokenizer_assets_repo": None}),
-        "groot_eagle_collate_v3": ProcessorStep({"tokenizer_assets_repo": None}),
+        "groot_eagle_encode_v3": ProcessorStep("tokenizer_assets_repo"),
+        "groot_eagle_collate_v3": ProcessorStep("tokenizer_assets_repo"),
     },
     after={
-        UNPACK: ProcessorStep({"env_action_dim": None, "normalize_min_max": (True,)}, required=True),
+        UNPACK: ProcessorStep("env_action_dim", fields={"normalize_min_max": (True,)}, required=True),
         "device_processor": DEVICE,
     },
 )
@@ -80,7 +76,7 @@ def read(path: Path, options: ConvertOptions, preprocessor: JsonRecord) -> Eagle
     config = JsonRecord(path / "config.json")
     if is_lerobot(path):
         base_name = str(config.get("base_model_path", "nvidia/GR00T-N1.5-3B"))
-        base = find_model_dir(base_name, options.base, path, "--base", ["config.json"])
+        base = find_model_dir(base_name, options.base, path, "--base", "config.json")
         if model_type(base) != "gr00t_n1_5":
             raise ConvertError(
                 f"{base / 'config.json'}: expected the base of a GR00T N1.5 fine-tune (gr00t_n1_5), got"

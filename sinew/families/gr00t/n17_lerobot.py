@@ -31,26 +31,21 @@ from sinew.steps.vector.threshold import Threshold
 
 PACK, ENCODE = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1"
 DECODE, UNPACK = "groot_n1_7_action_decode_v1", "groot_action_unpack_unnormalize_v2"
-SWITCH = (True, False)
 PACKED = ProcessorStep(
+    "action_horizon valid_action_horizon max_state_dim max_action_dim embodiment_tag embodiment_mapping"
+    " state_dropout_prob video_modality_keys raw_stats modality_config",
+    "formalize_language clip_outliers use_percentiles",
     {
         "state_horizon": (1,),
         "video_horizon": (None, 1),
         "language_key": ("task",),
         "normalize_min_max": (True,),
-        **dict.fromkeys(("formalize_language", "clip_outliers", "use_percentiles"), SWITCH),
-        **dict.fromkeys(("action_horizon", "valid_action_horizon", "max_state_dim", "max_action_dim")),
-        **dict.fromkeys(("embodiment_tag", "embodiment_mapping", "state_dropout_prob")),
-        **dict.fromkeys(("video_modality_keys", "raw_stats", "modality_config")),
     },
     required=True,
 )
 ENCODED = ProcessorStep(
-    {
-        **dict.fromkeys(("use_albumentations", "letter_box_transform"), SWITCH),
-        **dict.fromkeys(("model_name", "image_crop_size", "image_target_size", "shortest_image_edge")),
-        **dict.fromkeys(("crop_fraction", "device")),
-    },
+    "model_name image_crop_size image_target_size shortest_image_edge crop_fraction device",
+    "use_albumentations letter_box_transform",
     required=True,
 )
 SCHEMA = Schema(
@@ -62,29 +57,19 @@ SCHEMA = Schema(
         "action_decode_transform": "auto",
     },
     fixed=n15.SCHEMA.fixed,
-    unread=(
-        *n15.SCHEMA.unread,
-        *("tune_vlln", "tune_top_llm_layers", "model_params_fp32", "use_flash_attention", "rtc_ramp_rate"),
-        *("use_relative_actions", "relative_exclude_joints"),  # the pipelines' steps say it
-    ),
+    unread=f"{n15.SCHEMA.unread} tune_vlln tune_top_llm_layers model_params_fp32 use_flash_attention rtc_ramp_rate"
+    " use_relative_actions relative_exclude_joints",  # the pipelines' steps say the last two
     steps={"relative_actions_processor": RELATIVE, PACK: PACKED, ENCODE: ENCODED},
     after={
         DECODE: ProcessorStep(
-            {
-                **dict.fromkeys(("use_percentiles", "use_relative_action"), SWITCH),
-                **dict.fromkeys(
-                    ("env_action_dim", "raw_stats", "modality_config", "action_decode_transform")
-                ),
-            }
+            "env_action_dim raw_stats modality_config action_decode_transform",
+            "use_percentiles use_relative_action",
         ),
         UNPACK: ProcessorStep(
-            {
-                "env_action_dim": None,
-                "normalize_min_max": (True,),
-                "clip_normalized_action": (True,),
-                # config.json's action_decode_transform takes their place when LeRobot loads the pipeline
-                **dict.fromkeys(("libero_gripper_action", "libero_gripper_binarize"), SWITCH),
-            }
+            "env_action_dim",
+            # config.json's action_decode_transform takes their place when LeRobot loads the pipeline
+            "libero_gripper_action libero_gripper_binarize",
+            {"normalize_min_max": (True,), "clip_normalized_action": (True,)},
         ),
         "absolute_actions_processor": POSTPROCESSOR["absolute_actions_processor"],
         "device_processor": DEVICE,
@@ -132,7 +117,7 @@ class LeRobotFiles(NvidiaFiles):
         self.end = ends[0]
         self.pack, self.decode = pipelines.config(PRE, PACK), pipelines.config(POST, self.end)
         self._base = find_model_dir(
-            str(self.checkpoint["base_model_path"]), options.base, path, "--base", ["config.json"]
+            str(self.checkpoint["base_model_path"]), options.base, path, "--base", "config.json"
         )
         if (found := model_type(self._base)) != "Gr00tN1d7":
             raise ConvertError(

@@ -7,8 +7,9 @@ from typing import Literal
 
 from sinew.convert.chat_template import MARK, find_chat_template, render
 from sinew.convert.conversion import Conversion
+from sinew.convert.names import language_rules
 from sinew.convert.options import ConvertOptions
-from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.qwen import qwen3
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import apply
 from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
@@ -23,13 +24,7 @@ from sinew.steps.image.grid import Grid
 
 ARCHITECTURE = "gr00t_n1_7"
 BACKBONE = r"backbone\.model\.model\."
-VLM_FILES = [
-    "config.json",
-    "tokenizer*.json",
-    "*preprocessor_config.json",
-    "chat_template*",
-    "special_tokens*",
-]
+VLM_FILES = "config.json tokenizer*.json *preprocessor_config.json chat_template* special_tokens*"
 VISION_EPS = 1e-6  # fixed in Qwen3-VL's code
 DEFAULT_TASK = "Perform the task."  # LeRobot's, for an empty instruction
 
@@ -83,7 +78,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
     tensors, _ = files.weights
     rules = (
         *head_rules(robot.embodiment.number),
-        *language_rules(BACKBONE + r"language_model\.", model.language.num_layers),
+        *language_rules(BACKBONE + r"language_model\.", model.language.num_layers, norm=""),
         *qwen_vision_rules(BACKBONE + r"visual\."),
     )
     return Conversion(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from sinew.bundle.writer import TensorSource
-from sinew.convert.tensors import Rule, moved, pick, reshape, split_qkv, transpose
+from sinew.convert.tensors import Rule, moved, pick, renames, reshape, transpose
 
 Rules = tuple[Rule, ...]
 HEAD = r"action_head\."
+BLOCK = (
+    "attn1.to_q=attn.q_proj attn1.to_k=attn.k_proj attn1.to_v=attn.v_proj attn1.to_out.0=attn.o_proj"
+    " ff.net.0.proj=mlp.fc1 ff.net.2=mlp.fc2"
+)
 
 
 def head_rules(embodiment: int) -> Rules:
@@ -25,47 +29,29 @@ def head_rules(embodiment: int) -> Rules:
         Rule(HEAD + r"action_encoder\.W(\d)\.W", (r"head.action_encoder.fc\1.weight",), weight),
         Rule(HEAD + r"action_encoder\.W(\d)\.b", (r"head.action_encoder.fc\1.bias",), bias),
         *transformer_rules(HEAD),
-        *_blocks(HEAD + r"vl_self_attention\.transformer_blocks", "head.vl_layers"),
-        Rule(
-            HEAD + r"vl_self_attention\.transformer_blocks\.(\d+)\.norm1\.(.*)",
-            (r"head.vl_layers.\1.norm1.\2",),
+        *renames(
+            HEAD + r"vl_self_attention\.transformer_blocks\.(\d+)\.",
+            r"head.vl_layers.\1.",
+            f"{BLOCK} norm1 norm3=norm2",
         ),
-        Rule(
-            HEAD + r"vl_self_attention\.transformer_blocks\.(\d+)\.norm3\.(.*)",
-            (r"head.vl_layers.\1.norm2.\2",),
-        ),
-        Rule(HEAD + r"vlln\.(.*)", (r"head.vl_norm.\1",)),
+        *renames(HEAD, "head.", "vlln=vl_norm"),
         Rule(HEAD + r"mask_token"),  # of training
     )
 
 
 def transformer_rules(head: str) -> Rules:
     """Return the rules of the diffusion transformer below ``head``, and of the tables beside it."""
-    dit = head + r"model\."
+    dit, embedder = head + r"model\.", "timestep_encoder.timestep_embedder."
+    time = f"{embedder}linear_1=time_in {embedder}linear_2=time_out"
     return (
-        Rule(dit + r"timestep_encoder\.timestep_embedder\.linear_1\.(.*)", (r"head.dit.time_in.\1",)),
-        Rule(dit + r"timestep_encoder\.timestep_embedder\.linear_2\.(.*)", (r"head.dit.time_out.\1",)),
-        Rule(dit + r"proj_out_1\.(.*)", (r"head.dit.dense.\1",)),
-        Rule(dit + r"proj_out_2\.(.*)", (r"head.dit.proj.\1",)),
-        Rule(dit + r"transformer_blocks\.(\d+)\.norm1\.linear\.(.*)", (r"head.dit.layers.\1.dense.\2",)),
-        *_blocks(dit + "transformer_blocks", "head.dit.layers"),
-        Rule(head + r"(position_embedding|future_tokens)\.(.*)", (r"head.\1.\2",)),
-    )
-
-
-def _blocks(upstream: str, ours: str) -> Rules:
-    old, new = upstream + r"\.(\d+)\.", ours + r".\1."
-    return (
-        Rule(old + r"attn1\.to_([qkv])\.(.*)", (new + r"attn.\2_proj.\3",)),
-        Rule(old + r"attn1\.to_out\.0\.(.*)", (new + r"attn.o_proj.\2",)),
-        Rule(old + r"ff\.net\.0\.proj\.(.*)", (new + r"mlp.fc1.\2",)),
-        Rule(old + r"ff\.net\.2\.(.*)", (new + r"mlp.fc2.\2",)),
+        *renames(dit, "head.dit.", f"{time} proj_out_1=dense proj_out_2=proj"),
+        *renames(dit + r"transformer_blocks\.(\d+)\.", r"head.dit.layers.\1.", f"norm1.linear=dense {BLOCK}"),
+        *renames(head, "head.", "position_embedding future_tokens"),
     )
 
 
 def siglip_rules(upstream: str, patch: int) -> Rules:
     """Return the rules of a SigLIP tower; its pooling head is read by nobody."""
-    old, new = upstream + r"encoder\.layers\.(\d+)\.", r"vision.layers.\1."
 
     def patches(source: TensorSource) -> TensorSource:
         if len(source.shape) != 2:
@@ -73,15 +59,13 @@ def siglip_rules(upstream: str, patch: int) -> Rules:
         size = source.shape[0]  # a patch is stored as [row, column, colour]
         return moved(lambda x: x.reshape(size, patch, patch, 3).transpose(0, 3, 1, 2), source)
 
+    layer = "layer_norm1=norm1 layer_norm2=norm2 self_attn.out_proj=attn.o_proj self_attn=attn mlp"
     return (
         Rule(upstream + r"head\..*"),
         Rule(upstream + r"embeddings\.patch_embedding\.weight", ("vision.patch_embedding.weight",), patches),
-        Rule(upstream + r"embeddings\.(patch|position)_embedding\.(.*)", (r"vision.\1_embedding.\2",)),
-        Rule(old + r"layer_norm([12])\.(.*)", (new + r"norm\2.\3",)),
-        Rule(old + r"self_attn\.out_proj\.(.*)", (new + r"attn.o_proj.\2",)),
-        Rule(old + r"self_attn\.(.*)", (new + r"attn.\2",)),
-        Rule(old + r"(mlp\..*)", (new + r"\2",)),
-        Rule(upstream + r"post_layernorm\.(.*)", (r"vision.norm.\1",)),
+        *renames(upstream + r"embeddings\.", "vision.", "patch_embedding position_embedding"),
+        *renames(upstream + r"encoder\.layers\.(\d+)\.", r"vision.layers.\1.", layer),
+        *renames(upstream, "vision.", "post_layernorm=norm"),
     )
 
 
@@ -94,21 +78,12 @@ def qwen_vision_rules(upstream: str) -> Rules:
         size, colours, frames, *sides = source.shape
         return reshape(source, size, colours * frames, *sides)
 
-    old, new = upstream + r"blocks\.(\d+)\.", r"vision.layers.\1."
-    qkv = tuple(new + rf"attn.{part}_proj.\2" for part in "qkv")
+    merger = "linear_fc1=fc1 linear_fc2=fc2 norm"
+    layer = "attn.qkv=attn.{qkv}_proj attn.proj=attn.o_proj mlp.linear_fc1=mlp.fc1 mlp.linear_fc2=mlp.fc2"
     return (
         Rule(upstream + r"patch_embed\.proj\.weight", ("vision.patch_embedding.weight",), patches),
-        Rule(upstream + r"patch_embed\.proj\.bias", ("vision.patch_embedding.bias",)),
-        Rule(upstream + r"pos_embed\.weight", ("vision.position_embedding.weight",)),
-        Rule(old + r"attn\.qkv\.(.*)", qkv, split_qkv),
-        Rule(old + r"attn\.proj\.(.*)", (new + r"attn.o_proj.\2",)),
-        Rule(old + r"mlp\.linear_(fc[12])\.(.*)", (new + r"mlp.\2.\3",)),
-        Rule(old + r"(norm[12]\..*)", (new + r"\2",)),
-        Rule(upstream + r"merger\.linear_(fc[12])\.(.*)", (r"vision.merger.\1.\2",)),
-        Rule(upstream + r"merger\.(norm\..*)", (r"vision.merger.\1",)),
-        Rule(
-            upstream + r"deepstack_merger_list\.(\d+)\.linear_(fc[12])\.(.*)",
-            (r"vision.tap_mergers.\1.\2.\3",),
-        ),
-        Rule(upstream + r"deepstack_merger_list\.(\d+)\.(norm\..*)", (r"vision.tap_mergers.\1.\2",)),
+        *renames(upstream, "vision.", "patch_embed.proj=patch_embedding pos_embed=position_embedding"),
+        *renames(upstream + r"blocks\.(\d+)\.", r"vision.layers.\1.", f"{layer} norm1 norm2"),
+        *renames(upstream + r"merger\.", "vision.merger.", merger),
+        *renames(upstream + r"deepstack_merger_list\.(\d+)\.", r"vision.tap_mergers.\1.", merger),
     )

@@ -265,7 +265,7 @@ def clip_of(
 ) -> tuple[JsonRecord, TokenizerFiles, dict[str, TensorSource], list[Path]]:
     """Return the configuration, tokenizer and tensors of the text encoder, and their files. Raises
     :class:`ConvertError`."""
-    patterns = ["config.json", "tokenizer*.json", "model.safetensors"]
+    patterns = "config.json tokenizer*.json model.safetensors"
     home = find_model_dir(VLM, options.vlm, file.parent, "--vlm", patterns)
     record = JsonRecord(home / "config.json")
     tensors, files = read_weights(home)

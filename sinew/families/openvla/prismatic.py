@@ -15,12 +15,13 @@ from typing import Any
 
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.bundle.writer import TensorSource
+from sinew.convert.names import language_rules
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import named, read_json
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.read.torch_zip import read_torch
-from sinew.convert.tensors import Rule, join, pick, reshape, split_qkv
+from sinew.convert.tensors import Rule, join, pick, renames, reshape
 from sinew.core import ConvertError
 from sinew.layers.vit import ViTConfig
 
@@ -84,7 +85,6 @@ class PrismaticCheckpoint:
 
     @property
     def name(self) -> str:
-        """Return the policy's name."""
         return self.path.resolve().name
 
     def preprocessor(self) -> JsonRecord:
@@ -201,7 +201,7 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
     """
     names, tensors = checkpoint.config["timm_model_ids"], checkpoint.tensors
     side = checkpoint.config["image_sizes"][0]
-    configs, rules, dead = [], [], []
+    configs, rules, dead = [], list[Rule](), []
     for index, (prefix, name) in enumerate(zip(TOWERS, names, strict=False)):
         if name not in HEADS:
             raise ConvertError(f"timm_model_ids: expected {' or '.join(HEADS)}, got {name!r}")
@@ -245,50 +245,21 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
     )
 
 
-def tower_rules(prefix: str, target: str) -> list[Rule]:
+def tower_rules(prefix: str, target: str) -> tuple[Rule, ...]:
     """timm's VisionTransformer -> :class:`sinew.layers.vit.VisionTransformer`."""
-    block, layer = re.escape(prefix) + r"blocks\.(\d+)\.", target + r"layers.\1."
-    qkv = tuple(rf"{layer}attn.{part}_proj.\2" for part in "qkv")
-    return [
-        Rule(block + r"attn\.qkv\.(weight|bias)", qkv, split_qkv),
-        Rule(block + r"attn\.proj\.(weight|bias)", (rf"{layer}attn.o_proj.\2",)),
-        Rule(block + r"(norm[12]|mlp\.fc[12])\.(weight|bias)", (rf"{layer}\2.\3",)),
+    theirs, layer = re.escape(prefix), target + r"layers.\1."
+    block, places = theirs + r"blocks\.(\d+)\.", f"{target}position_embedding.weight"
+    return (
+        *renames(block, layer, "attn.qkv=attn.{qkv}_proj attn.proj=attn.o_proj norm1 norm2 mlp"),
         Rule(block + r"ls([12])\.scale_factor", (rf"{layer}scale\2.weight",)),
-        Rule(re.escape(prefix) + r"patch_embed\.proj\.(weight|bias)", (rf"{target}patch_embedding.\1",)),
-        Rule(
-            re.escape(prefix) + "pos_embed",
-            (f"{target}position_embedding.weight",),
-            lambda source: reshape(source, -1, source.shape[-1]),
-        ),
-    ]
-
-
-LANGUAGE = [
-    Rule(r"language_model\.model\.(layers\.\d+\.)self_attn\.(.*)", (r"language.\1attn.\2",)),
-    Rule(
-        r"language_model\.model\.(layers\.\d+\.)input_layernorm\.weight", (r"language.\1input_norm.weight",)
-    ),
-    Rule(
-        r"language_model\.model\.(layers\.\d+\.)post_attention_layernorm\.weight",
-        (r"language.\1post_norm.weight",),
-    ),
-    Rule(r"language_model\.model\.(.*)", (r"language.\1",)),
-]
-PROJECTOR = [
-    Rule(rf"projector\.fc{n}\.(weight|bias)", (rf"vision.projector.layers.{n - 1}.\1",)) for n in (1, 2, 3)
-]
-STATE = [Rule(rf"fc{n}\.(weight|bias)", (rf"state_proj.layers.{n - 1}.\1",)) for n in (1, 2)]
-ENDS = [
-    Rule(rf"model\.{theirs}\.(weight|bias)", (rf"head.{ours}.\1",))
-    for theirs, ours in (
-        ("layer_norm1", "norm_in"),
-        ("fc1", "proj_in"),
-        ("layer_norm2", "norm_out"),
-        ("fc2", "proj_out"),
+        *renames(theirs, target, "patch_embed.proj=patch_embedding"),
+        Rule(theirs + "pos_embed", (places,), lambda source: reshape(source, -1, source.shape[-1])),
     )
-]
+
+
+LANGUAGE = language_rules(r"language_model\.model\.")
+PROJECTOR = renames(r"projector\.", "vision.projector.", "fc1=layers.0 fc2=layers.1 fc3=layers.2")
+STATE = renames("", "state_proj.", "fc1=layers.0 fc2=layers.1")
+ENDS = renames(r"model\.", "head.", "layer_norm1=norm_in fc1=proj_in layer_norm2=norm_out fc2=proj_out")
 BLOCK = r"model\.mlp_resnet_blocks\.(\d+)\."
-BLOCKS = [
-    Rule(BLOCK + r"ffn\.0\.(weight|bias)", (r"head.blocks.\1.norm.\2",)),
-    Rule(BLOCK + r"ffn\.1\.(weight|bias)", (r"head.blocks.\1.proj.\2",)),
-]
+BLOCKS = renames(BLOCK, r"head.blocks.\1.", "ffn.0=norm ffn.1=proj")

@@ -86,12 +86,8 @@ DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
     "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
     "tokenizer_max_length": 48,
 }
-UNREAD = (
-    "dtype",  # of upstream's computation
-    "time_sampling_beta_alpha",
-    "time_sampling_beta_beta",
-    "time_sampling_scale",
-    "time_sampling_offset",
+UNREAD = (  # dtype: of upstream's computation
+    "dtype time_sampling_beta_alpha time_sampling_beta_beta time_sampling_scale time_sampling_offset"
 )
 PREPARE = "pi05_prepare_state_tokenizer_processor_step"
 MEMORY: dict[str, Any] = {  # of pi0.5 since LeRobot 0.6.2
@@ -105,7 +101,7 @@ PI0 = Schema(
     DEFAULTS,
     unread=UNREAD,
     steps={
-        "pi0_new_line_processor": ProcessorStep({}, required=True),
+        "pi0_new_line_processor": ProcessorStep(required=True),
         "tokenizer_processor": TOKENIZER,
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
@@ -118,13 +114,12 @@ PI05 = Schema(
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
         "tokenizer_max_length": 200,
     },
-    unread=(*UNREAD, *MEMORY, "rtc_training_max_delay"),  # read by memory and committed_rows
+    unread=" ".join((UNREAD, *MEMORY, "rtc_training_max_delay")),  # read by memory and committed_rows
     steps={
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
         PREPARE: ProcessorStep(
-            {"max_state_dim": None, "task_key": ("task",), "include_state_in_prompt": (True, False)},
-            required=True,
+            "max_state_dim", "include_state_in_prompt", {"task_key": ("task",)}, required=True
         ),
         "tokenizer_processor": TOKENIZER,
     },
@@ -143,7 +138,7 @@ OLD_PI0 = Schema(  # LeRobot's configuration_pi0.py up to 0.3
         "num_steps": 10,
     },
     fixed={"adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False, "proj_width": 1024},
-    unread=("attention_implementation",),
+    unread="attention_implementation",
     steps=PI0.steps,
     adapters=True,
 )

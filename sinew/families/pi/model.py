@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.families.pi.video import VideoTransformer, check_frames
 from sinew.layers.attention import key_mask
 from sinew.layers.decoder import (
     AdaptiveDecoderLayer,
@@ -33,7 +34,6 @@ from sinew.layers.norm import AdaRMSNorm, Modulation
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 from sinew.layers.time_embedding import sinusoidal_embedding
-from sinew.layers.video import VideoTransformer, check_frames
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.models.expert import ExpertContext, ExpertModel, FlowConfig, LMHead, Prefix
 

@@ -55,29 +55,18 @@ SCHEMA = Schema(
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
     },
     fixed={"temperature": 0.0},  # a temperature draws tokens
-    unread=(
-        "dtype",  # of upstream's computation
-        "action_expert_variant",  # there is none
-        "max_action_dim",  # of training
-        "max_action_tokens",  # of training
-        "text_tokenizer_name",
-        "use_kv_cache",  # how, not what: without it tokens behind the end are said, and cut
-    ),
+    # dtype: of upstream's computation. There is no expert; what has most is of training. use_kv_cache says how, not
+    # what: without it tokens behind the end are said, and cut.
+    unread="dtype action_expert_variant max_action_dim max_action_tokens text_tokenizer_name use_kv_cache",
     steps={
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
         "pi0_fast_prepare_state_tokenizer_processor_step": ProcessorStep(
-            {"max_state_dim": None, "task_key": ("task",)}, required=True
+            "max_state_dim", fields={"task_key": ("task",)}, required=True
         ),
         "tokenizer_processor": TOKENIZER,
         ACTION_TOKENIZER: ProcessorStep(
-            {
-                "trust_remote_code": None,
-                "max_action_tokens": None,
-                "action_tokenizer_name": None,
-                "fast_skip_tokens": None,
-                "paligemma_tokenizer_name": None,
-            }
+            "trust_remote_code max_action_tokens action_tokenizer_name fast_skip_tokens paligemma_tokenizer_name"
         ),
     },
     adapters=True,

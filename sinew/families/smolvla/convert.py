@@ -58,7 +58,7 @@ PREFIXES = (
 TABLE = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
 HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 DEAD = ("model.vlm_with_expert.vlm.lm_head.",)  # no action reads logits
-VLM_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+VLM_FILES = "config.json tokenizer.json tokenizer_config.json"
 
 
 def bundle_name(upstream: str) -> str:
@@ -101,13 +101,9 @@ SCHEMA = Schema(
         "max_period": 4.0,
     },
     fixed={"adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
-    unread=(
-        "rtc_training_max_delay",  # read by committed_rows
-        "load_vlm_weights",
-        *OURS,
-    ),
+    unread=" ".join(("rtc_training_max_delay", "load_vlm_weights", *OURS)),  # committed_rows reads the first
     steps={
-        "smolvla_new_line_processor": ProcessorStep({}, required=True),
+        "smolvla_new_line_processor": ProcessorStep(required=True),
         "tokenizer_processor": TOKENIZER,
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,

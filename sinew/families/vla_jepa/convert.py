@@ -16,8 +16,9 @@ from sinew.convert.chat_template import find_chat_template
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import STATE, LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, POSTPROCESSOR, RELATIVE, ProcessorStep
+from sinew.convert.names import language_rules
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, ConvertOptions
-from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.qwen import qwen3
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
@@ -51,7 +52,7 @@ PRESETS = {"DiT-B": (12, 64), "DiT-L": (32, 48), "DiT-test": (2, 8)}  # heads an
 CONTEXT, HEAD = r"model\.qwen\.model\.model\.", r"model\.action_model\."
 WORLD = (ENCODER, "model.video_predictor.")
 SPARE_POSITIONS = 4  # of the head's table, beside the chunk and the action tokens of a time step
-GRIPPER = ProcessorStep({"gripper_dim": None, "threshold": None})
+GRIPPER = ProcessorStep("gripper_dim threshold")
 SCHEMA = Schema(
     defaults={
         "chunk_size": 7,
@@ -82,22 +83,18 @@ SCHEMA = Schema(
         "gripper_threshold": 0.5,
         "gripper_joint_names": ["gripper"],
     },
-    unread=(
-        *("jepa_encoder_name", "freeze_qwen", "enable_world_model", "reinit_modules", "torch_dtype"),
-        *("tokenizer_padding_side", "action_dim", "state_dim", "num_target_vision_tokens"),
-        *("use_relative_actions", "relative_exclude_joints", "action_feature_names"),
-        *("action_dropout", "action_noise_beta_alpha", "action_noise_beta_beta", "action_noise_s"),
-        *("predictor_depth", "predictor_num_heads", "predictor_mlp_ratio", "predictor_dropout"),
-        *("world_model_loss_weight", "world_model_num_views", "causal_world_model_context"),
-        "repeated_diffusion_steps",
-    ),
+    unread="jepa_encoder_name freeze_qwen enable_world_model reinit_modules torch_dtype tokenizer_padding_side"
+    " action_dim state_dim num_target_vision_tokens use_relative_actions relative_exclude_joints action_feature_names"
+    " action_dropout action_noise_beta_alpha action_noise_beta_beta action_noise_s predictor_depth predictor_num_heads"
+    " predictor_mlp_ratio predictor_dropout world_model_loss_weight world_model_num_views repeated_diffusion_steps"
+    " causal_world_model_context",
     steps={
-        PREP: ProcessorStep({"resize_to": None, "expand_channels": (True, False)}),
+        PREP: ProcessorStep("resize_to", "expand_channels"),
         "relative_actions_processor": RELATIVE,
         "normalizer_processor": NORMALIZER,
     },
     after={
-        CLIP: ProcessorStep({}),
+        CLIP: ProcessorStep(),
         SNAP: GRIPPER,
         **{name: step for name, step in POSTPROCESSOR.items() if name != "device_processor"},
         BINARIZE: GRIPPER,
@@ -223,6 +220,6 @@ def rules(tensors: Mapping[str, TensorSource], model: JepaConfig, has_state: boo
         *transformer_rules(HEAD),
         # The table is tied to the output layer, and LeRobot stores it under that name alone.
         *(() if embedded else (Rule(r"model\.qwen\.model\.lm_head\.(.*)", (r"language.embed_tokens.\1",)),)),
-        *language_rules(CONTEXT + r"language_model\.", model.language.num_layers),
+        *language_rules(CONTEXT + r"language_model\.", model.language.num_layers, norm=""),
         *qwen_vision_rules(CONTEXT + r"visual\."),
     )

@@ -7,6 +7,7 @@ of transformers. Of what upstream keeps for each domain a bundle has one: that o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,14 +17,14 @@ from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import ACTION, LeRobotCheckpoint, Schema, of_type
-from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, POST, PRE, ProcessorStep
+from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, POST, PRE, TOKENIZER, ProcessorStep
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.read.record import JsonRecord
-from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, split_qkv, transpose
+from sinew.convert.tensors import Rule, apply, computed, moved, pick, renames, reshape, rows, transpose
 from sinew.convert.tokenizer_files import TokenizerFiles, find_tokenizer
 from sinew.core import ConvertError, PolicySpec, VectorSpec
+from sinew.families.xvla.davit import MLP_RATIO, DaViTConfig
 from sinew.families.xvla.model import BlockConfig, XVLAConfig
-from sinew.layers.davit import MLP_RATIO, DaViTConfig
 from sinew.models.solvers import Solver
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.letterbox import Letterbox
@@ -62,40 +63,28 @@ SCHEMA = Schema(
         "num_image_views": None,
         "empty_cameras": 0,
     },
-    required=("florence_config",),
+    required="florence_config",
     fixed={
         "use_proprio": True,
         "domain_feature_key": None,  # a domain of each observation
         "tokenizer_padding_side": "right",
         "pad_language_to": "max_length",  # what fills a prompt up is read
     },
-    unread=(
-        "dtype",  # of upstream's computation
-        *("freeze_language_encoder", "train_policy_transformer", "train_soft_prompts"),
-        *("optimizer_soft_prompt_lr_scale", "optimizer_soft_prompt_warmup_lr_scale"),
-    ),
+    unread="dtype freeze_language_encoder train_policy_transformer train_soft_prompts"  # dtype: of its computation
+    " optimizer_soft_prompt_lr_scale optimizer_soft_prompt_warmup_lr_scale",
     steps={
-        "tokenizer_processor": ProcessorStep(
-            {
-                "max_length": None,
-                "task_key": ("task",),
-                "padding_side": ("right",),
-                "padding": ("max_length",),
-                "truncation": (True,),
-                "tokenizer_name": None,
-            },
-            ordered=False,
-            required=True,
+        "tokenizer_processor": replace(
+            TOKENIZER, fields={**TOKENIZER.fields, "padding": ("max_length",)}, ordered=False
         ),
-        SCALE: ProcessorStep(OF_ALL_VIEWS),
-        TO_FLOAT: ProcessorStep({**OF_ALL_VIEWS, "validate_range": None}),
-        NORMALIZE: ProcessorStep(OF_ALL_VIEWS),
-        DOMAIN: ProcessorStep({"domain_id": None}, ordered=False),
+        SCALE: ProcessorStep(fields=OF_ALL_VIEWS),
+        TO_FLOAT: ProcessorStep("validate_range", fields=OF_ALL_VIEWS),
+        NORMALIZE: ProcessorStep(fields=OF_ALL_VIEWS),
+        DOMAIN: ProcessorStep("domain_id", ordered=False),
         "normalizer_processor": NORMALIZER,
     },
     after={
         "unnormalizer_processor": NORMALIZER,
-        ROTATE: ProcessorStep({"expected_action_dim": (10, 20)}),
+        ROTATE: ProcessorStep(fields={"expected_action_dim": (10, 20)}),
         "device_processor": DEVICE,
     },
 )
@@ -146,11 +135,7 @@ RULES = (
             Rule(rf"{BLOCK}{kind}\.ffn\.(?:fn\.net\.)?fc([12])\.(.+)", (rf"{OURS}{number}.mlp.fc\3.\4",)),
         )
     ),
-    Rule(
-        rf"{BLOCK}spatial_block\.window_attn\.(?:fn\.)?qkv\.(.+)",
-        tuple(rf"{OURS}0.attn.{part}_proj.\3" for part in "qkv"),
-        split_qkv,
-    ),
+    *renames(rf"{BLOCK}spatial_block\.window_attn\.(?:fn\.)?", OURS + "0.attn.", "qkv={qkv}_proj"),
     Rule(rf"{BLOCK}channel_block\.channel_attn\.(?:fn\.)?qkv\.(.+)", (rf"{OURS}1.attn.qkv.\3",)),
     Rule(rf"{FLORENCE}image_projection", ("connector.proj.weight",), transpose),
     Rule(rf"{FLORENCE}multi_modal_projector\.image_projection\.weight", ("connector.proj.weight",)),
@@ -165,21 +150,18 @@ RULES = (
     Rule(
         rf"{FLORENCE}language_model\.(?:model\.)?encoder\.layernorm_embedding\.(.+)", (r"language.norm.\1",)
     ),
-    Rule(rf"{LAYER}self_attn\.([qkv])_proj\.(.+)", (r"language.layers.\1.attn.\2_proj.\3",)),
-    Rule(rf"{LAYER}self_attn\.out_proj\.(.+)", (r"language.layers.\1.attn.o_proj.\2",)),
-    Rule(rf"{LAYER}self_attn_layer_norm\.(.+)", (r"language.layers.\1.norm1.\2",)),
-    Rule(rf"{LAYER}fc([12])\.(.+)", (r"language.layers.\1.mlp.fc\2.\3",)),
-    Rule(rf"{LAYER}final_layer_norm\.(.+)", (r"language.layers.\1.norm2.\2",)),
-    Rule(
-        r"model\.transformer\.blocks\.(\d+)\.attn\.qkv\.(.+)",
-        tuple(rf"layers.\1.attn.{part}_proj.\2" for part in "qkv"),
-        split_qkv,
+    *renames(
+        LAYER,
+        r"language.layers.\1.",
+        "self_attn.out_proj=attn.o_proj self_attn=attn self_attn_layer_norm=norm1 fc1=mlp.fc1 fc2=mlp.fc2"
+        " final_layer_norm=norm2",
     ),
-    Rule(r"model\.transformer\.blocks\.(\d+)\.attn\.proj\.(.+)", (r"layers.\1.attn.o_proj.\2",)),
-    Rule(r"model\.transformer\.blocks\.(\d+)\.((?:norm|mlp).+)", (r"layers.\1.\2",)),
-    Rule(r"model\.transformer\.norm\.(.+)", (r"norm.\1",)),
-    Rule(r"model\.transformer\.vlm_proj\.(.+)", (r"language_proj.\1",)),
-    Rule(r"model\.transformer\.aux_visual_proj\.(.+)", (r"view_proj.\1",)),
+    *renames(
+        r"model\.transformer\.blocks\.(\d+)\.",
+        r"layers.\1.",
+        "attn.qkv=attn.{qkv}_proj attn.proj=attn.o_proj norm1 norm2 mlp",
+    ),
+    *renames(r"model\.transformer\.", "", "norm vlm_proj=language_proj aux_visual_proj=view_proj"),
     Rule(r"model\.transformer\.pos_emb", ("places",), lambda source: pick(source, 0)),
 )
 HEAD = "model.transformer."

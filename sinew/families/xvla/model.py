@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.layers.davit import DaViT, DaViTConfig
+from sinew.families.xvla.davit import DaViT, DaViTConfig
 from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm

@@ -19,8 +19,6 @@ MAX_BODY = 1 << 16  # bytes around it
 
 
 def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
-    """Add the routes."""
-
     async def listed(_request: web.Request) -> web.StreamResponse:
         return web.json_response({"policies": service.policies.describe()})
 

@@ -478,7 +478,6 @@ class Peer(Account):
                 self._write()
 
     def end(self) -> None:
-        """Close the socket."""
         with self._lock:
             self.closed, self.shared = True, None
             self._out.clear()

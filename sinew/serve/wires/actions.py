@@ -19,13 +19,10 @@ from sinew.serve.wires import http
 
 
 class Actions:
-    """The handlers."""
-
     def __init__(self, service: Service):
         self._service = service
 
     def add(self, guarded: Guard, router: web.UrlDispatcher) -> None:
-        """Add the routes."""
         named = f"{POLICIES}/{{policy}}"
         for path in ("/v1/metadata", f"{named}/metadata"):
             router.add_get(path, guarded(self.metadata))

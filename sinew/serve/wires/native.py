@@ -309,7 +309,6 @@ class NativeCodec:
         return b"".join([PredictResponse(request_id=header.request_id).SerializeToString(), *answers])
 
     def _encode(self, header: NativeHeader, chunk: Outcome, server_ms: float) -> bytes:
-        """Return the reply to one observation."""
         if isinstance(chunk, SinewError):
             return self.encode_error(header, chunk)
         timing, head_ms = chunk.timing, chunk.timing.head_ms

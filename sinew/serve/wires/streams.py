@@ -197,7 +197,6 @@ class Streams:
         return len(silent[:most])
 
     def stop(self) -> None:
-        """End the loops."""
         self.loops.stop()
 
     # ------------------------------------------------------------------------- parts

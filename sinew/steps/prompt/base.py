@@ -74,7 +74,6 @@ class PromptStep(Tagged):
         return ""
 
     def forward(self, said: Sentence) -> Sentence:
-        """Return the sentence after the step."""
         return said
 
     def tokens(self, ids: list[int]) -> list[int]:

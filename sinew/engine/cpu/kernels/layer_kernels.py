@@ -279,7 +279,6 @@ class LayerKernels:
 
 
 def declare(library: Any) -> None:
-    """Declare the functions of a loaded library."""
     integer, long, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
     library.lowbit_norm.argtypes = [
         *(integer, pointer, long, long, integer),
@@ -460,17 +459,14 @@ def usable(x: Tensor) -> bool:
 
 
 def project(half: Projection, x: Tensor, rotate: Rotation | None = None) -> list[Tensor]:
-    """Return :func:`project_reference`."""
     return _on_cpu[0].project(half, x, rotate)
 
 
 def finish(half: Finish, x: Tensor, attended: Tensor) -> Tensor:
-    """Return :func:`finish_reference`."""
     return _on_cpu[0].finish(half, x, attended)
 
 
 def encode(
     before: Projection, behind: Finish, x: Tensor, rotate: Rotation | None = None, rounded: bool = False
 ) -> Tensor:
-    """Return :func:`encode_reference`."""
     return _on_cpu[0].encode(before, behind, x, rotate, rounded)

@@ -1,7 +1,7 @@
 """A golden check that travels with the package: a tiny SmolVLA with random weights, one observation, and
 the actions that LeRobot 0.6.2 computed for it. ``sinew doctor`` runs it; no download, about a second.
 
-The data is written by ``python -m sinew.families.smolvla.golden.build`` from the reference's stored inputs and outputs.
+The data is written by ``python -m tests.package_golden`` from the reference's stored inputs and outputs.
 The frames are drawn as the reference's were.
 """
 

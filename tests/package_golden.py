@@ -1,4 +1,4 @@
-"""Write the package's golden data: ``python -m sinew.families.smolvla.golden.build FIXTURE_DIRECTORY``.
+"""Write the golden data of the package: ``python -m tests.package_golden FIXTURE_DIRECTORY``.
 
 The directory holds ``checkpoint/``, ``vlm/`` and ``fixture.safetensors`` as the golden SmolVLA fixtures do
 (``python -m tests.cases`` prints where they are).

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sinew.layers import unet
+from sinew.families.diffusion import unet
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(5, 1, 2), (3, 2, 1), (1, 1, 0)])
