@@ -179,6 +179,39 @@ def test_a_hand_that_stands_on_something_goes_on() -> None:
         assert taken == steps
 
 
+def test_nothing_is_grasped_while_something_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In recorded states of libero_10 cartons fall for half a second after the policy's first step."""
+    velocity, held, put = np.zeros((3, 6)), set(), []
+    hand = SimpleNamespace(rest=lambda steps, grip: iter([grip] * steps))
+    monkeypatch.setattr(libero_expert, "Hand", lambda _: hand)
+    monkeypatch.setattr(libero_expert, "_put", lambda _hand, _env, *goal: iter([put.append(goal)]))
+    env = SimpleNamespace(
+        obj_body_id={"can": 1, "milk": 2},
+        sim=SimpleNamespace(data=SimpleNamespace(cvel=velocity)),
+        _eval_predicate=lambda goal: tuple(goal) in held,
+    )
+    can, milk = ("in", "can", "box"), ("in", "milk", "box")
+    actions = libero_expert._play(env, [list(can), list(milk)])
+    velocity[2, 5] = -2.0
+    assert [next(actions) for _ in range(3)] == [libero_expert.OPEN] * 3
+    assert put == []
+    velocity[2, 5] = 0.0
+    next(actions)
+    held.add(milk)  # what is so already is left
+    assert [next(actions), next(actions)] == [libero_expert.OPEN, None]
+    assert put == [can, can]
+
+
+@pytest.mark.parametrize(
+    ("lid", "is_open"), [("", True), ('<geom type="box" size=".03 .03 .002" pos="0 0 .048"/>', False)]
+)
+def test_a_place_under_a_lid_is_closed(lid: str, is_open: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sim = round_thing(lid)
+    sim.data.get_site_xpos = lambda _: np.array([0.0, 0.0, 0.02])
+    monkeypatch.setattr(libero_expert, "_target", lambda *_: (np.zeros(2), 0.05))
+    assert libero_expert._open(SimpleNamespace(sim=sim), "inside") == is_open
+
+
 @pytest.mark.parametrize(
     ("goals", "on", "wanted"),
     [
