@@ -190,6 +190,7 @@ def write(
     processing: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
+    found = {name: constant(name, value.detach().float().numpy()) for name, value in state.items()}
     conversion = Conversion(
         format="sinew-train",
         config=config,
@@ -214,7 +215,8 @@ def write(
         ),
         tokenizer=silent.TOKENIZER,
         tensors={
-            name: rounded(constant(name, value.detach().float().numpy())) for name, value in state.items()
+            name: source if name == "view_places" else rounded(source)  # a formula's numbers, not learned
+            for name, source in found.items()
         },
     )
     conversion.write(path, name, ConvertOptions(control_hz=CONTROL_HZ, **options))

@@ -66,15 +66,15 @@ class Design:
 def write_configs(folder: Path, design: Design, stats: Statistics) -> SmolVLAConfig:
     """Everything but ``model.safetensors``; returns the model's config as the converter reads it."""
     folder.mkdir(parents=True, exist_ok=True)
-    _json(folder / "config.json", _policy_config(design))
-    _json(folder / "vlm" / "config.json", _vlm_config(design))
+    write_json(folder / "config.json", _policy_config(design))
+    write_json(folder / "vlm" / "config.json", _vlm_config(design))
     for place in (folder / "vlm", folder / "tokenizer"):
         place.mkdir(exist_ok=True)
         build_tokenizer(design.words).save(str(place / "tokenizer.json"))
-        _json(place / "tokenizer_config.json", _tokenizer_config())
+        write_json(place / "tokenizer_config.json", _tokenizer_config())
     # LeRobot opens a processor of frames there, which a policy does not use.
-    _json(folder / "vlm" / "preprocessor_config.json", {"image_processor_type": "SmolVLMImageProcessor"})
-    _json(folder / "vlm" / "processor_config.json", {"processor_class": "SmolVLMProcessor"})
+    write_json(folder / "vlm" / "preprocessor_config.json", {"image_processor_type": "SmolVLMImageProcessor"})
+    write_json(folder / "vlm" / "processor_config.json", {"processor_class": "SmolVLMProcessor"})
     _write_processors(folder, design, stats)
     return model_config(open_checkpoint(folder), read_json(folder / "vlm" / "config.json"), {})
 
@@ -268,8 +268,8 @@ def _write_processors(folder: Path, design: Design, stats: Statistics) -> None:
         },
         device,
     ]
-    _json(folder / "policy_preprocessor.json", {"name": "policy_preprocessor", "steps": pre})
-    _json(folder / "policy_postprocessor.json", {"name": "policy_postprocessor", "steps": post})
+    write_json(folder / "policy_preprocessor.json", {"name": "policy_preprocessor", "steps": pre})
+    write_json(folder / "policy_postprocessor.json", {"name": "policy_postprocessor", "steps": post})
     tensors = {
         f"{f}.{s}": torch.tensor(v, dtype=torch.float32) for f, d in stats.items() for s, v in d.items()
     }
@@ -277,6 +277,6 @@ def _write_processors(folder: Path, design: Design, stats: Statistics) -> None:
         save_file(tensors, folder / name)
 
 
-def _json(path: Path, record: dict[str, Any]) -> None:
+def write_json(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

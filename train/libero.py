@@ -12,10 +12,11 @@ in two shards; then the bundle is played and quantised as any other:
     sinew quantize libero-act.gguf --recipe head=int8 --out libero-act-int8.gguf
     sinew eval libero-act.gguf --compare libero-act-int8.gguf --suite libero_object --seed 0 --replan 16 --out pairs
 
-``act`` is the network of train/act.py. It reads no language: each task has a scene of its own, which says what is
-meant. ``smolvla`` reads the sentence, and leaves a checkpoint that LeRobot opens (docs/eval-suites.md); the same lines
-with another OUT and the tasks 1 6 8 made the one that was measured. Frames are halved as LeRobot resizes them, without
-a filter, so the simulator has to draw them with ``--env-options '{"size": 192}'``.
+``act`` is the network of train/act.py; train/libero_reference.py has LeRobot's own inference of it. It reads no
+language: each task has a scene of its own, which says what is meant. ``smolvla`` reads the sentence, and leaves a
+checkpoint that LeRobot opens (docs/eval-suites.md); the same lines with another OUT and the tasks 1 6 8 made the one
+that was measured. Frames are halved as LeRobot resizes them, without a filter, so the simulator has to draw them with
+``--env-options '{"size": 192}'``.
 """
 
 from __future__ import annotations

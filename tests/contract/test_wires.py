@@ -101,6 +101,14 @@ def test_a_field_that_does_not_fit_is_named_and_the_next_request_is_answered(wir
 
 
 @each_wire
+def test_an_instruction_of_no_words_reaches_the_policy(wire: str) -> None:
+    """Whether it is taken is the policy's to say: no wire refuses it, or puts words in its place."""
+    with desk((wire,)) as at, client(wire, getattr(at, wire)) as robot:
+        assert (ask(robot, prompt="") == 0.5).all()
+        assert set(at.puppet.computed) == {""}
+
+
+@each_wire
 def test_a_full_server_says_so(wire: str) -> None:
     with desk((wire,), queue=1) as at, contextlib.ExitStack() as opened:
         robots = [opened.enter_context(client(wire, getattr(at, wire))) for _ in range(3)]

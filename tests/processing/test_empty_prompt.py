@@ -21,9 +21,11 @@ from sinew.cli import main
 from sinew.core import ObservationError
 from sinew.policy import load
 from tests import processes
+from tests.covering import some
 from tests.golden import Golden
 from tests.serve.test_server import START_S
 
+OTHERS = ("bitvla", "evo1", "groot-n15", "omnivla", "openvla-oft", "vla-adapter", "xvla-auto")
 CASES = ("smolvla-2cam", "pi0-2cam", "pi05-2cam")  # whose templates end with words or a new line of their own
 
 
@@ -55,6 +57,19 @@ def test_no_words_are_the_template_alone(case, case_bundle, golden):
     assert (policy.infer({**seen, "prompt": "pick up the cup"}).actions != chunk).any()
 
 
+@pytest.mark.parametrize("case", some(OTHERS, "openvla-oft", "xvla-auto"))
+def test_other_families_take_none_where_it_is_allowed(case, case_bundle, golden):
+    """As their references do, which tokenise it as any other text."""
+    seen, actions = empty(golden, case), {}
+    with pytest.raises(ObservationError, match=r"got an empty string \(allow_empty_prompt=True"):
+        load(case_bundle(case), engine="eager").infer(seen)
+    policy = load(case_bundle(case), engine="eager", allow_empty_prompt=True)
+    for prompt in ("", "lift the cup"):
+        actions[prompt] = policy.infer({**seen, "prompt": prompt}).actions
+        assert np.isfinite(actions[prompt]).all()
+    assert (actions[""] != actions["lift the cup"]).any()
+
+
 def test_an_instruction_of_the_bundles_own_comes_first(case_bundle, golden):
     policy = load(case_bundle("smolvla-2cam"), engine="eager", allow_empty_prompt=True)
     own = replace(policy.spec, default_prompt="wave")
@@ -82,13 +97,13 @@ def test_infer_and_the_native_wire(case_bundle, golden, tmp_path, capsys):
         images += ["--image", f"{name}={tmp_path / f'{name}.png'}"]
     state = ",".join(map(repr, map(float, seen["state"])))
     arguments = ["infer", str(bundle), *images, f"--state={state}", "--seed", "3", "--engine", "eager"]
-    assert main(arguments) == 1
-    assert "got an empty string (--allow-empty-prompt asks without)" in " ".join(
-        capsys.readouterr().err.split()
-    )
-    assert main([*arguments, "--allow-empty-prompt", "--json"]) == 0
-    got = json.loads(capsys.readouterr().out.splitlines()[-1])["actions"]
-    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    for said in ([], ["--prompt", ""]):
+        assert main([*arguments, *said]) == 1
+        told = " ".join(capsys.readouterr().err.split())
+        assert "got an empty string (--allow-empty-prompt asks without)" in told
+        assert main([*arguments, *said, "--allow-empty-prompt", "--json"]) == 0
+        got = json.loads(capsys.readouterr().out.splitlines()[-1])["actions"]
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
     command = [sys.executable, "-m", "sinew", "serve", str(bundle), "--wire", "native:0", "--engine", "eager"]
     for allowed in (False, True):
         with processes.Process(

@@ -23,6 +23,7 @@ GAIN = 2.0
 FINGER = 0.04  # metres from the object's top to the pads
 CLEAR, NEAR, TURNED = 0.04, 0.008, 0.06  # metres above what is passed; what counts as there
 WIDEST = 0.075  # metres between open fingers
+MOVING = 0.1  # metres or radians a second
 RIM, WALL = 0.025, 0.008  # metres from a rim down to the pads, and from its edge inwards to what they hold
 TIP = 0.012  # metres from the pads' middle to the end of a finger
 # Below both open fingers, along and across the direction in which they close, metres: no wall is thinner than the gaps.
@@ -41,42 +42,66 @@ def begin(simulator: Any) -> Act:
     """Return what is asked once in every control step, float32 [1, 7]. Raises SinewError for other tasks."""
     env = simulator.robosuite
     goals = env.parsed_problem["goal_state"]
-    if any(goal[0] not in ("in", "on") for goal in goals):
-        wanted = "; ".join(" ".join(goal) for goal in goals)
-        raise SinewError(
-            f"{simulator.current}: the scripted expert expected goals of putting things in or on others, got {wanted}"
-        )
-    actions = _play(env, goals)
-    return lambda: next(actions)[None]
+    on = [goal[2] for goal in goals if goal[0] == "on"]
+    if any(goal[0] not in ("in", "on") and not _holds(env, goal) for goal in goals):
+        wanted = "goals of putting things in or on others"
+    elif any(goal[0] == "in" and not _open(env, goal[2]) for goal in goals):
+        wanted = "a place that is open from above"
+    elif len(set(on)) < len(on):
+        wanted = "a place for each thing"
+    else:
+        actions = _play(env, goals)
+        return lambda: next(actions)[None]
+    got = "; ".join(" ".join(goal) for goal in goals)
+    raise SinewError(f"{simulator.current}: the scripted expert expected {wanted}, got {got}")
 
 
 def _play(env: Any, goals: list[list[str]]) -> Iterator[np.ndarray]:
-    hand = Hand(env)
+    hand, things = Hand(env), list(env.obj_body_id.values())
     while True:
         for goal in goals:
-            yield from _put(hand, env, *goal)
+            # Some recorded states have things in the air.
+            while np.abs(env.sim.data.cvel[things]).max() > MOVING:
+                yield from hand.rest(1, OPEN)
+            if not _holds(env, goal):
+                yield from _put(hand, env, *goal)
         yield from hand.rest(1, OPEN)  # where the episode goes on, something fell
 
 
+def _holds(env: Any, goal: list[str]) -> bool:
+    """Return whether the simulator says so now."""
+    return bool(env._eval_predicate(goal))  # noqa: SLF001 - it has no other name
+
+
+def _open(env: Any, place: str) -> bool:
+    """Return whether nothing is above the middle of a place."""
+    _, rim = _target(env, place)
+    middle = env.sim.data.get_site_xpos(place)
+    return free(env.sim, middle[:2], rim, rim - middle[2])
+
+
 def _put(hand: Hand, env: Any, how: str, thing: str, place: str) -> Iterator[np.ndarray]:
-    points = corners(env.sim, env.obj_body_id[thing])
+    body = env.obj_body_id[thing]
+    points, lay = corners(env.sim, body), env.sim.data.body_xpos[body][2]
     low, high = points[:, 2].min(), points[:, 2].max()
     depth = max(high - FINGER, low + 0.4 * min(high - low, FINGER))
     beside = [corners(env.sim, body) for name, body in env.obj_body_id.items() if name != thing]
     around = np.concatenate([np.zeros((0, 3)), *beside])
     around = around[around[:, 2] > depth + ABOVE][:, :2]
     base = hand.robot.base_pos[:2]
-    xy, yaw, held = grasp(points[:, :2], hand.yaw, around, base, lambda at: inside(env.sim, at, high))
+    xy, yaw, held = grasp(
+        points[:, :2], hand.yaw, around, base, lambda at: free(env.sim, at, high, RIM + TIP)
+    )
     depth = high - RIM if held else depth
     target, rim = _target(env, place)
     target += xy - (points[:, :2].min(0) + points[:, :2].max(0)) / 2  # where the hand is beside its middle
     travel = max(rim, high) + (depth - low) + CLEAR
 
-    yield from hand.go((*xy, high + 0.1), yaw, OPEN)
+    yield from hand.go((*xy, max(high + 0.1, hand.over)), yaw, OPEN)
     yield from hand.go((*xy, depth), yaw, OPEN, near=NEAR / 2)
     yield from hand.rest(SQUEEZE, CLOSE)
     yield from hand.go((*xy, travel), yaw, CLOSE, near=0.03)
-    if env.sim.data.body_xpos[env.obj_body_id[thing]][2] < depth:  # it slipped: look again
+    if env.sim.data.body_xpos[body][2] < lay + CLEAR / 2:  # it slipped: look again
         yield from hand.rest(SQUEEZE, OPEN)
         return
     yield from hand.go((*target, travel), yaw, CLOSE, near=0.015)
@@ -84,12 +109,17 @@ def _put(hand: Hand, env: Any, how: str, thing: str, place: str) -> Iterator[np.
     release = depth - low if how == "on" else max(0.02, depth - low - 0.06)
     yield from hand.go((*target, rim + release), yaw, CLOSE, near=0.015)
     yield from hand.rest(SQUEEZE, OPEN)
+    hand.over = max(rim, high) + CLEAR
+    yield from hand.go((*target, hand.over), yaw, OPEN, near=0.015)
 
 
 def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
     """Return where a thing is put: xy, and the height that it has to pass, in metres."""
     state = env.object_states_dict[place]
-    body = env.obj_body_id[getattr(state, "parent_name", None) or place]
+    body = env.obj_body_id.get(getattr(state, "parent_name", None) or place)
+    if body is None:  # a part of the table
+        *xy, height = env.sim.data.get_site_xpos(place)
+        return np.array(xy), height
     points = corners(env.sim, body)
     if place in env.object_sites_dict:
         return env.sim.data.get_site_xpos(place)[:2].copy(), points[:, 2].max()
@@ -104,6 +134,7 @@ class Hand:
             self.data.body_xpos[env.sim.model.body_name2id(f"gripper0_{side}finger")]
             for side in ("left", "right")
         )
+        self.over = -np.inf  # metres: what it put something into may stand on its way to the next
         self.across = self.yaw = np.arctan2(*(left - right)[1::-1])  # in which the fingers close, so oriented
 
     def go(self, place: Any, yaw: float, grip: float, near: float = NEAR) -> Iterator[np.ndarray]:
@@ -169,8 +200,8 @@ def grasp(
     return best[1:]
 
 
-def inside(sim: Any, place: np.ndarray, high: float) -> bool:
-    """Return whether a finger that holds a rim at this height gets down at a place [2], all in metres."""
+def free(sim: Any, place: np.ndarray, high: float, depth: float) -> bool:
+    """Return whether nothing is met from above until ``depth`` below ``high`` at a place [2], all in metres."""
     import mujoco
 
     start, collides = np.array([*place, high + CLEAR]), np.array([1, 0, 0, 0, 0, 0], np.uint8)
@@ -178,7 +209,7 @@ def inside(sim: Any, place: np.ndarray, high: float) -> bool:
     far = mujoco.mj_ray(
         model, data, start, np.array([0.0, 0.0, -1.0]), collides, 1, -1, np.zeros(1, np.int32)
     )
-    return far < 0 or far > CLEAR + RIM + TIP
+    return far < 0 or far > CLEAR + depth
 
 
 def corners(sim: Any, body: int) -> np.ndarray:
