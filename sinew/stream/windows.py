@@ -67,9 +67,9 @@ class Rolling:
         self._engine, self._solver = engine, solver
         self._rng = np.random.default_rng(seed)
         self.rows, self.width = shape
-        self._x: np.ndarray | None = None  # [H, A]
-        self._levels = np.ones(self.rows)
-        self._origin = 0
+        self._x: np.ndarray | None = None  # [H, A], and once there is one:
+        self._levels: np.ndarray
+        self._origin: int
 
     def run(self, context: Any, origin: int) -> np.ndarray:
         """Return the denoised rows of the window that begins at node ``origin``, float32 [H, A] in model units."""

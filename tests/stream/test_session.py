@@ -169,7 +169,7 @@ def test_noise_is_put_back_as_the_forward_process_would_have_it(rolls: Policy) -
     clean = 2.0
     rng = np.random.default_rng(0)
     rolling._x = ((1 - levels) * clean)[:, None] + levels[:, None] * rng.standard_normal((6, 4000))
-    rolling._levels = levels
+    rolling._levels, rolling._origin = levels, 0
     x, raised = rolling._window(0)
     np.testing.assert_allclose(raised, (np.arange(6) + 1) / 6)
     np.testing.assert_allclose(x.mean(1), (1 - raised) * clean, atol=0.08)

@@ -64,7 +64,8 @@ def test_a_rolling_window_is_what_its_rows_are_one_by_one(solver: Solver) -> Non
     for origin in (0, 0, 1, 3, 2, 2 + ROWS - 1, 7 - (ROWS - 1), 2 + ROWS, 8, 40, 41, 41 - ROWS):
         started, raised = forward(x, levels, before, origin, rng)
         velocity = 0.25
-        found = rolling.run(velocity, origin)
+        with np.errstate(all="raise"):  # rows that are noise have nothing to keep
+            found = rolling.run(velocity, origin)
         span = solver.start - solver.end
         x, denoised = np.empty((ROWS, WIDTH)), np.empty((ROWS, WIDTH))
         for i in range(ROWS):
