@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from sinew_client.solver import Estimate
 
 from sinew.core import BundleError
 from sinew.core.fields import from_builtins
@@ -194,10 +195,12 @@ def test_more_steps_than_levels_are_refused():
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("gain", [-0.5, 1.0])
+@pytest.mark.parametrize("gain", [-1.0, -0.5, 0.0, 1.0])
 def test_a_step_keeps_and_gains_what_it_says(keep, gain):
     x, output = np.array([3.0, -1.0]), np.array([0.25, 2.0])
-    assert np.array_equal(Step(0.3, keep, gain).advance(x, output), keep * x + gain * output)
+    wanted = keep * x + gain * output
+    assert np.array_equal(Step(0.3, keep, gain).advance(x, output), wanted)
+    assert np.array_equal(Step(0.3, keep, gain, Estimate(0.25)).advance(x, output), wanted + 0.25 * output)
 
 
 def test_one_step_is_the_fewest():

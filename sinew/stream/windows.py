@@ -159,11 +159,11 @@ class Chunks:
             return rows[:0]
         place = ((np.arange(count) + origin) / self.rate - frame_time) * self.hz
         if self.rate == self.hz:
-            return rows[np.clip(np.rint(place), 0, len(rows) - 1).astype(int)]
-        low = np.clip(np.floor(place + 1e-6), 0, len(rows) - 1).astype(int)
+            return rows[np.maximum(np.rint(place), 0).astype(int)]
+        low = np.maximum(np.floor(place + 1e-6), 0).astype(int)
         if self.interpolation == "hold":
             return rows[low]
-        share = np.clip(place - low, 0.0, 1.0)[:, None].astype(np.float32)
+        share = np.maximum(place - low, 0.0)[:, None].astype(np.float32)
         return rows[low] + share * (rows[np.minimum(low + 1, len(rows) - 1)] - rows[low])
 
     def handed(self, rows: np.ndarray, origin: int, run: int) -> None:
