@@ -84,13 +84,13 @@ def test_a_head_that_knows_the_actions_is_led_to_them(betas, fresh, predicts, st
 
 def test_even_levels_are_those_of_guided_diffusion():
     """Its rule for "ddimN": the first stride that leaves N of a hundred; one is the fiftieth; others it refuses."""
-    even = NoiseLevels(100, spacing="even")
+    even, known = NoiseLevels(100, spacing="even"), {len(range(0, 100, stride)) for stride in range(1, 100)}
     for count in range(1, 101):
         strides = (stride for stride in range(1, 100) if len(range(0, 100, stride)) == count)
         stride = next(strides, None)
         if count > 1 and stride is None:
-            below, above = even.possible(count)
-            assert below < count < above
+            below, above = max(n for n in known if n < count), min(n for n in known if n > count)
+            assert even.possible(count) == (below, above)
             with pytest.raises(ValueError, match=f"solver_steps: expected {below} or {above}, got {count}"):
                 even.steps(count)
             continue
@@ -183,6 +183,13 @@ def test_outputs_are_mixed_with_the_noise_that_it_began_with():
     for start, end in ((0.0, 1.0), (4.0, 2.0)):
         assert [step.fresh for step in Solver("renoise", start, end).steps(4)] == [0.75, 0.5, 0.25, 0.0]
     assert solver.denoised(noise, got, 0.5) is got
+
+
+def test_a_model_has_one_level_or_as_many_as_can_be_kept():
+    assert [NoiseLevels(count).count for count in (1, 100_000)] == [1, 100_000]
+    for count in (0, 100_001):
+        with pytest.raises(ValueError, match=f"count: expected 1 to 100000, got {count}$"):
+            NoiseLevels(count)
 
 
 def test_more_steps_than_levels_are_refused():

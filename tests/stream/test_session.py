@@ -71,6 +71,12 @@ def sample(time: float, value: float = 0.0, delay: int = 1) -> StateSample:
     return StateSample(np.float32([value, -value]), time, delay)
 
 
+def test_a_sample_reaches_rows_from_the_next_node_on() -> None:
+    """Where nobody says more, and was there when this machine's clock began."""
+    plain = StateSample(np.zeros(2), 0.5)
+    assert (plain.delay, plain.arrived, plain.tag) == (1, 0.0, 0)
+
+
 def test_the_newest_frame_wins_and_prefixes_are_swapped_whole(rolls: Policy) -> None:
     stream = session(rolls)
     assert not stream.wants_prefix  # there is no state yet
@@ -196,6 +202,7 @@ def test_an_ordinary_checkpoint_streams_whole_chunks(
     seed = stream._seed
     chunk = policy.infer({"images": images, "state": state, "prompt": "go", "seed": seed}).actions
     assert len(window.rows) == 4 * (len(chunk) - 1) + 1 - window.step
+    np.testing.assert_array_equal(stream._made._handed.rows_from(window.step), window.rows)  # to be continued
     np.testing.assert_allclose(window.rows[4 - window.step], chunk[1], rtol=1e-4, atol=1e-5)
     middle = window.rows[4 - window.step + 2]
     np.testing.assert_allclose(middle, (chunk[1] + chunk[2]) / 2, rtol=1e-4, atol=1e-5)
@@ -287,12 +294,14 @@ def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
         ):
             StreamSettings(rate)
     assert (StreamSettings(0.1).rate, StreamSettings(2000.0).rate) == (0.1, 2000.0)
+    for kind in ("guided", "no-jacobian", "ramp", "none"):
+        assert StreamSettings(1.0, kind).guidance == kind
     stream = session(rolls)
     for bad, field in (
         (StateSample(np.zeros(3), 0.0), "state"),
         (StateSample(np.zeros(2), np.nan), "time"),
         (StateSample(np.zeros(2), np.inf), "time"),
-        (StateSample(np.zeros(2), -1e9), "time"),
+        (sample(-0.01), "time"),
         (sample(0.0, delay=-1), "delay"),
     ):
         with pytest.raises(ObservationError, match=f"^{field}: expected"):
@@ -664,6 +673,7 @@ def test_a_robots_clock_begins_at_zero_and_its_sources_may_come_in_any_order(rol
     with pytest.raises(ObservationError, match=r"^time: expected .* from 0 to 1e\+09, got 1e\+09"):
         stream.push_sample(sample(1e9))
     assert stream.samples == 1
+    session(rolls).push_sample(sample(1e9 - 0.5))
     assert stream.read()
     window = stream.run()
     assert window is not None
@@ -707,6 +717,12 @@ def test_what_has_no_halves_or_nothing_to_guide_does_not_stream(
     with monkeypatch.context() as patched:
         patched.setattr(whole, "facts", replace(whole.facts, unshared="one graph"))
         with pytest.raises(SinewError, match="^stream: one graph$"):
+            Session(whole, StreamSettings(hz))
+        patched.setattr(whole, "facts", replace(whole.facts, unshared=""))
+        patched.setattr(whole, "spec", replace(spec, history=2))
+        with pytest.raises(
+            SinewError, match="^stream: expected a policy that reads one moment, got one of 2$"
+        ):
             Session(whole, StreamSettings(hz))
     monkeypatch.setattr(whole, "spec", replace(spec, solver=replace(spec.solver, kind="ddim")))
     assert "no guidance" in Session(whole, StreamSettings(hz, "none")).label
