@@ -123,6 +123,10 @@ def test_levels_and_steps_are_those_of_the_papers():
             noise = (x - math.sqrt(a) * clean) / math.sqrt(1 - a)
             after = step.advance(x, noise if predicts == "epsilon" else clean)
             assert np.allclose(after, math.sqrt(b) * clean + math.sqrt(1 - b) * noise, atol=1e-4)
+    close = NoiseLevels(5000, "linear", 2.0**-24, 2.0**-24, fresh=True)  # two levels are one after rounding
+    assert (
+        min(step.fresh for step in close.steps(5000)[:-1]) == 1e-10
+    )  # as the reference has it, of no variance
     least = NoiseLevels(3, "linear", 2.0**-24, 2.0**-24, fresh=True).steps(3)
     assert all(
         math.isfinite(number) for step in least for number in (step.keep, step.fresh, *step.estimate[:3])
@@ -180,6 +184,7 @@ def test_outputs_are_mixed_with_the_noise_that_it_began_with():
     assert np.array_equal(got, np.full_like(noise, 2.5))
     wanted = [noise, noise * 0.75 + 10 * 0.25, noise * 0.5 + 7.5 * 0.5, noise * 0.25 + 5 * 0.75]
     assert np.array_equal(seen, wanted)
+    assert {step.draw for step in solver.steps(4)} == {0}
     for start, end in ((0.0, 1.0), (4.0, 2.0)):
         assert [step.fresh for step in Solver("renoise", start, end).steps(4)] == [0.75, 0.5, 0.25, 0.0]
     assert solver.denoised(noise, got, 0.5) is got
@@ -187,6 +192,7 @@ def test_outputs_are_mixed_with_the_noise_that_it_began_with():
 
 def test_a_model_has_one_level_or_as_many_as_can_be_kept():
     assert [NoiseLevels(count).count for count in (1, 100_000)] == [1, 100_000]
+    assert not NoiseLevels(100).fresh
     for count in (0, 100_001):
         with pytest.raises(ValueError, match=f"count: expected 1 to 100000, got {count}$"):
             NoiseLevels(count)

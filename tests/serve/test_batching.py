@@ -474,6 +474,31 @@ def test_who_left_a_batch_that_failed_is_not_computed_alone(desk):
     assert desk.found["a go robot 2"].code == "cancelled"
 
 
+def test_what_a_batch_took_is_learnt_where_all_of_it_was_answered(desk, monkeypatch):
+    """By a clock that inferences alone move."""
+    now, learnt = [100.0], []
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+    run = desk.policy.run_batch
+
+    def moving(*given, **options):
+        found = run(*given, **options)
+        now[0] += 0.25 * len(found)
+        desk.scheduler._failures, desk.scheduler._broken = 2, "sick"  # as if others had failed meanwhile
+        return found
+
+    monkeypatch.setattr(desk.policy, "run_batch", moving)
+    monkeypatch.setattr(desk.scheduler.batcher.costs, "learn", lambda *given: learnt.append(given))
+    monkeypatch.setattr("sinew.serve.scheduler.time", clock)
+    desk.scheduler.batcher.limit = 2
+    desk.hold()
+    for number, prompt in enumerate(("a go", "a bad", "a go", "a go")):
+        desk.ask(prompt, f"robot {number}")
+    desk.ready(4)
+    assert desk.go(5) == [["a go", "a bad"], ["a go", "a go"]]
+    assert learnt == [("z", 1, 0.25), ("a", 2, 0.5)]
+    assert (desk.scheduler._failures, desk.scheduler._broken) == (0, None)
+
+
 def test_a_batch_that_everybody_left_ends(desk):
     desk.hold()
     jobs = [desk.ask("a go", f"robot {number}") for number in range(2)]

@@ -653,8 +653,8 @@ def test_no_stream_is_computed_more_often_than_it_said() -> None:
         counts.append((stream.prefixes, stream.runs))
     rates = np.diff(counts, axis=0)
     assert rates.max(axis=0).tolist() == [10, 20]
-    assert counts[0][0] <= 12
-    assert counts[0][1] <= 23
+    assert 10 <= counts[0][0] <= 12
+    assert 20 <= counts[0][1] <= 23
     assert 0.0 < loops._next(RUN) <= 0.05  # type: ignore[operator]  # and the loop sleeps until then
 
 
