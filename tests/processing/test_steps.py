@@ -78,6 +78,8 @@ def test_steps_take_any_size(frame):
     check_frame(frame, "images.top", OPENVLA)
     with pytest.raises(ObservationError, match="exactly 24 x 20"):
         check_frame(frame, "images.top", replace(OPENVLA, steps=()))
+    with pytest.raises(ObservationError, match="becomes 24 x 20, got 40 x 50, which becomes 40 x 50$"):
+        check_frame(frame, "images.top", replace(OPENVLA, steps=(Jpeg(),)))
 
 
 def test_an_empty_frame_is_black_in_every_group():

@@ -63,9 +63,9 @@ def test_how_far_an_action_moves_when_the_output_moves_by_one():
     parts = (
         VectorPart("place", 2, ends),
         VectorPart("turn", 3, Normalization("identity"), rotation=True),
-        VectorPart("grip", 1, Normalization("identity")),
+        VectorPart("grip", 2, Normalization("identity")),
     )
-    assert unit_sizes(PartNormalizer(parts, "action"), (), spec) == [2.0, 1.0, None, None, None, 1.0]
+    assert unit_sizes(PartNormalizer(parts, "action"), (), spec) == [2.0, 1.0, None, None, None, 1.0, 1.0]
     pose = Normalization("min_max", {"min": (-1.0,) * 9, "max": (1.0,) * 9})
     assert sizes(pose, 9, ComposePose(tuple(range(9)))) == [None] * 9
 

@@ -616,8 +616,9 @@ def test_a_stream_that_fails_is_told_and_what_nobody_foresaw_is_logged_once(
 
 def test_who_has_left_is_forgotten_and_loops_end_in_time() -> None:
     joined: list[float] = []
+    started: list[str] = []
     thread = SimpleNamespace(join=joined.append)
-    loops = Loops(start=lambda _name, _run: thread)  # type: ignore[arg-type, return-value]
+    loops = Loops(start=lambda name, _run: started.append(name) or thread)  # type: ignore[arg-type, return-value]
     first, second = Busy(1e6, 1.0), Busy(1e6, 1.0)
     for busy, owner in ((first, "one"), (second, "one"), (Busy(1e6, 1.0), "two")):
         loops.add(busy, Nobody(), owner)  # type: ignore[arg-type]
@@ -630,6 +631,41 @@ def test_who_has_left_is_forgotten_and_loops_end_in_time() -> None:
     loops.stop(5.0)
     assert len(joined) == 2
     assert all(0 <= wait <= 5.0 for wait in joined)
+    assert all(event.is_set() for event in loops._news)  # or they would not look
+    loops.add(first, Nobody(), "one")  # type: ignore[arg-type]
+    assert started == ["sinew-prefix", "sinew-head"]  # once for all, and no more at the end
+
+
+def test_who_has_left_is_computed_no_further_and_nothing_of_it_stays() -> None:
+    told: list[str] = []
+    listener = SimpleNamespace(failed=lambda error: told.append(str(error)))
+    here, gone = Busy(1e6, 2.0), Busy(1e6, 2.0)
+    loops = loops_by_hand((here, "here"))[0]
+    loops.add(gone, listener, "gone")  # type: ignore[arg-type]
+    gone_run = gone.run
+    here.wants_run = gone.wants_prefix = False
+
+    def leaves(pause: Callable[[], None]) -> None:
+        loops.remove(gone)  # type: ignore[arg-type]
+        gone_run(pause)
+
+    gone.run = leaves  # type: ignore[method-assign]
+    assert loops._next(RUN) is None
+    assert loops._next(READ) is None  # that of the other
+    loops.settle([Busy(1.0, 1.0)])  # type: ignore[list-item]  # which nothing is computed for
+    waits = threading.Thread(target=loops.settle, args=([gone],), daemon=True)
+    waits.start()
+    until(lambda: loops._lock._waiters)  # type: ignore[attr-defined]
+    loops._work(RUN)
+    waits.join(60.0)
+    assert not waits.is_alive()
+    assert (told, gone.runs, gone.evaluated) == (["the stream has ended"], 1, 0)
+    loops._work(READ)
+    loops.add(gone, listener, "gone")  # type: ignore[arg-type]
+    assert loops._next(RUN) is None
+    loops.remove(gone)  # type: ignore[arg-type]
+    loops._work(RUN)
+    assert (gone.runs, len(told)) == (1, 1)  # it had not begun
 
 
 def turns_of(loops: Loops, count: int) -> set[Any]:
