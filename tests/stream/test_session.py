@@ -631,9 +631,26 @@ def test_who_has_left_is_forgotten_and_loops_end_in_time() -> None:
     loops.stop(5.0)
     assert len(joined) == 2
     assert all(0 <= wait <= 5.0 for wait in joined)
+    loops.stop(0.0)
+    assert joined[2:] == [0.0, 0.0]
     assert all(event.is_set() for event in loops._news)  # or they would not look
     loops.add(first, Nobody(), "one")  # type: ignore[arg-type]
     assert started == ["sinew-prefix", "sinew-head"]  # once for all, and no more at the end
+
+
+def test_a_loop_sleeps_until_there_is_news() -> None:
+    """It forgets the last before it looks, so that nothing is missed."""
+    loops, seen, before = loops_by_hand()[0], list[Any](), torch.get_num_threads()
+
+    def wait(seconds: float) -> None:
+        seen.append(seconds)
+        loops._ended = True
+
+    event = SimpleNamespace(clear=lambda: seen.append("clear"), wait=wait)
+    loops._news = (event, event)  # type: ignore[assignment]
+    loops._loop(RUN)
+    torch.set_num_threads(before)
+    assert seen == ["clear", 0.5]
 
 
 def test_who_has_left_is_computed_no_further_and_nothing_of_it_stays() -> None:
