@@ -500,21 +500,25 @@ def test_streams_take_turns_by_what_their_runs_cost() -> None:
 
 
 def test_a_cheap_run_does_not_wait_for_a_dear_one() -> None:
-    hog, robot, other = Busy(1e6, 100.0), Busy(1e6, 10.0), Busy(1e6, 50.0)
-    robot.wants_run = other.wants_run = False
-    loops, _ = loops_by_hand((hog, "hog"), (robot, "robot"), (other, "other"))
+    hog, robot, other = Busy(1e6, 100.0), Busy(1e6, 25.0), Busy(1e6, 50.0)
+    third = Busy(1e6, 10.0)  # which is so much cheaper than the hog alone
+    own = Busy(1e6, 1.0)  # which has had its turn with the hog
+    robot.wants_run = other.wants_run = third.wants_run = own.wants_run = False
+    loops, _ = loops_by_hand((hog, "hog"), (robot, "robot"), (other, "other"), (third, "third"), (own, "hog"))
     ran: list[tuple[str, int]] = []
 
-    def cheap(_pause: object) -> None:
+    def cheap(pause: Callable[[], None]) -> None:
         ran.append(("robot", hog.evaluated))
-        robot.wants_run = False
+        robot.wants_run, third.wants_run = False, True
+        pause()
+        third.wants_run = False
 
     robot.run = cheap  # type: ignore[method-assign,assignment]
     other.run = lambda pause: ran.append(("other", hog.evaluated))  # type: ignore[method-assign]
 
     def asked(pause: Callable[[], None]) -> None:
         for hog.evaluated in range(100):
-            robot.wants_run = hog.evaluated in (40, 60)
+            robot.wants_run, own.wants_run = hog.evaluated in (40, 60), hog.evaluated < 99
             other.wants_run = hog.evaluated >= 50
             pause()
 
@@ -528,7 +532,27 @@ def test_a_cheap_run_does_not_wait_for_a_dear_one() -> None:
     assert loops._next(RUN) is None
     loops._work(RUN)
     assert ran[-1] == ("other", 99)
+    assert third.runs == own.runs == 0
     assert loops._busy == ([], [])
+
+
+def test_who_comes_late_has_saved_nothing_and_owes_nothing() -> None:
+    first, second = Busy(1e6, 1.0), Busy(1e6, 1.0)
+    loops, _ = loops_by_hand((first, "first"))
+
+    def turn() -> tuple[int, int]:
+        assert loops._next(READ) is None
+        loops._work(READ)
+        return first.prefixes, second.prefixes
+
+    assert turn() == (1, 0)
+    loops.add(second, Nobody(), "second")  # type: ignore[arg-type]
+    assert turn() == (1, 1)
+    second.wants_prefix = False
+    for count in range(2, 7):
+        assert turn() == (count, 1)
+    second.wants_prefix = True
+    assert [turn() for _ in range(4)] == [(6, 2), (7, 2), (7, 3), (8, 3)]
 
 
 def test_each_loop_computes_on_a_thread_of_its_own() -> None:
@@ -697,6 +721,7 @@ def test_no_stream_is_computed_more_often_than_it_said() -> None:
     """Whatever is sent: a prefix for each node of its rate at most, and a run for each sample and each prefix."""
     stream = Busy(10.0, 100.0)
     loops, now = loops_by_hand((stream, "robot"))
+    assert turns(loops, READ) == 2  # one comes early by as much as a network delivers at once
     counts = []
     for second in range(5):
         for tick in range(100):
