@@ -21,7 +21,7 @@ from sinew.core import CancelledError, ObservationError, SinewError
 from sinew.policy import Policy, load
 from sinew.steps.vector.add_state import AddState
 from sinew.stream import LocalLink, Session, StreamSettings
-from sinew.stream.loops import READ, RUN, Loops
+from sinew.stream.loops import READ, RUN, Loops, _daemon
 from sinew.stream.session import StateSample
 from sinew.stream.windows import Chunks, Rolling, Window
 from tests.serve.puppet import until
@@ -660,6 +660,17 @@ def test_who_has_left_is_forgotten_and_loops_end_in_time() -> None:
     assert all(event.is_set() for event in loops._news)  # or they would not look
     loops.add(first, Nobody(), "one")  # type: ignore[arg-type]
     assert started == ["sinew-prefix", "sinew-head"]  # once for all, and no more at the end
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_prefix_is_news_for_the_head(made: bool) -> None:
+    busy = Busy(1e6, 1.0)
+    loops, _ = loops_by_hand((busy, "robot"))
+    busy.read = lambda: made  # type: ignore[method-assign]
+    assert loops._next(READ) is None
+    loops._work(READ)
+    assert loops._news[RUN].is_set() is made
+    assert _daemon("of a test", lambda: None).daemon  # a process ends though a loop computes
 
 
 def test_a_loop_sleeps_until_there_is_news() -> None:
