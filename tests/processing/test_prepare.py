@@ -197,6 +197,7 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
         (known, {"guidance_scale": True}, "guidance_scale: expected a number, got bool"),
         (known, {"guidance_scale": -1e-9}, "guidance_scale: expected a number from 0 to 100, got -1e-09"),
         (known, {"guidance_scale": 100.01}, "guidance_scale: expected a number from 0 to 100, got 100.01"),
+        (known, {"guidance_scale": 1e3 / 3}, "guidance_scale: expected a number from 0 to 100, got 333.333"),
         (known, {"guidance_scale": 10**400}, "guidance_scale: expected a number from 0 to 100, got 1000000"),
         (known, {"guidance_scale": float("nan")}, "guidance_scale: expected a number from 0 to 100, got nan"),
         (without, {"guidance_scale": 1.0}, "guidance_scale: expected none for this policy"),
@@ -205,6 +206,7 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
         with pytest.raises(ObservationError) as error:
             scale_of(asked(**fields), recipe, advantage_of(asked(**fields), recipe))
         assert message in str(error.value)
+        assert len(str(error.value)) < 200
     with pytest.raises(ObservationError, match=f"an advantage beside it, as {shown}, got none"):
         scale_of(asked(guidance_scale=0.0), known, "")
 

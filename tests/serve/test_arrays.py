@@ -186,6 +186,7 @@ def test_numbers_arrive():
         numbers("n", deep)
     while isinstance(deep, list):  # or its end would recurse
         deep = deep[0]
+    assert numbers("n", [np.zeros(2)]).shape == (1, 2)
     assert numbers("n", [np.int32(1), 2.5]).tolist() == [1.0, 2.5]
     for many, got in (([[1, 2, 3]] * 2, "more"), (np.zeros(6), "6"), (range(6), "6")):
         assert numbers("n", many, 6).size == 6
