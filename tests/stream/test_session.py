@@ -576,6 +576,7 @@ def test_each_loop_computes_on_a_thread_of_its_own() -> None:
 
 def test_a_link_in_this_process_computes_until_it_is_closed(rolls: Policy) -> None:
     link = LocalLink(session(rolls))
+    assert link._loops._threads == (1, 1)
     assert link.send([0.0, 0.0], 1.0)
     assert until(link.windows)[0].run == 1
     link.close()
