@@ -197,7 +197,7 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
         (known, {"guidance_scale": True}, "guidance_scale: expected a number, got bool"),
         (known, {"guidance_scale": -1e-9}, "guidance_scale: expected a number from 0 to 100, got -1e-09"),
         (known, {"guidance_scale": 100.01}, "guidance_scale: expected a number from 0 to 100, got 100.01"),
-        (known, {"guidance_scale": 1e3 / 3}, "guidance_scale: expected a number from 0 to 100, got 333.333"),
+        (known, {"guidance_scale": 123.4567}, "guidance_scale: expected a number from 0 to 100, got 123.457"),
         (known, {"guidance_scale": 10**400}, "guidance_scale: expected a number from 0 to 100, got 1000000"),
         (known, {"guidance_scale": float("nan")}, "guidance_scale: expected a number from 0 to 100, got nan"),
         (without, {"guidance_scale": 1.0}, "guidance_scale: expected none for this policy"),
