@@ -528,12 +528,13 @@ def test_who_left_a_batch_that_failed_is_not_computed_alone(desk):
 
 def test_what_a_batch_took_is_learnt_where_all_of_it_was_answered(desk, monkeypatch):
     """By a clock that inferences alone move."""
-    now, learnt = [100.0], []
+    now, learnt, left = [100.0], [], []
     clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
     run = desk.policy.run_batch
 
     def moving(*given, **options):
         found = run(*given, **options)
+        left.append(len(desk.scheduler._ready.order()))
         now[0] += 0.25 * len(found)
         desk.scheduler._failures, desk.scheduler._broken = 2, "sick"  # as if others had failed meanwhile
         return found
@@ -548,6 +549,7 @@ def test_what_a_batch_took_is_learnt_where_all_of_it_was_answered(desk, monkeypa
     desk.ready(4)
     assert desk.go(5) == [["a go", "a bad"], ["a go", "a go"]]
     assert learnt == [("z", 1, 0.25), ("a", 2, 0.5)]
+    assert left == [4, 2, 0]  # who is computed waits no more, and keeps no memory there
     assert (desk.scheduler._failures, desk.scheduler._broken) == (0, None)
 
 
