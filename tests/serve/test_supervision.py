@@ -552,6 +552,11 @@ def asking():
 
 def test_three_failures_in_a_row_try_the_policy_itself(asking):
     """An answer between them begins the count anew."""
+    fresh = asking()
+    for count, tried in enumerate((1, 1, 2), 1):
+        fresh.ask("fail")
+        until(lambda count=count: len(fresh.told) == count)
+        assert fresh.puppet.warm_ups == tried
     at = asking()
     said = ("fail", "fail", "go", "fail", "fail", "fail", "fail", "fail", "fail")
     for count, (prompt, tried) in enumerate(zip(said, (1, 1, 1, 1, 1, 2, 2, 2, 3), strict=True), 1):
