@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ObservationError
 from sinew.processing.image import check_frame, larger, prepare_frame
-from sinew.steps.image.bilinear import MOST_KEPT, _scratch, resize_bilinear, taps
+from sinew.steps.image.bilinear import MOST_KEPT, _fit, _scratch, mixing, resize_bilinear, taps
 from sinew.steps.image.letterbox import Letterbox
 
 MEAN, STD, BARS = (0.48, 0.45, 0.4), (0.23, 0.22, 0.21), 0.3
@@ -174,3 +174,23 @@ def test_buffers_are_kept_up_to_a_size():
     most = _scratch(name, (MOST_KEPT,), np.uint8)
     assert np.shares_memory(most, _scratch(name, (3,), np.float32))
     assert not np.shares_memory(most, _scratch(name, (MOST_KEPT + 1,), np.uint8))
+
+
+def test_compiled_kernels_get_bytes_of_pixels_side_by_side_alone():
+    frame, out, shape = np.zeros((4, 6, 3), np.uint8), np.empty((3, 2, 5), np.float32), (3, 2, 5)
+    assert _fit(frame, out, shape)
+    assert _fit(frame[::2], out, shape)  # lines may lie apart
+    for other in (frame.astype(np.float32), frame[:, ::2], frame[..., ::-1], frame[..., :2], frame[:0]):
+        assert not _fit(other, out, shape)
+    for other in (out.astype(np.float64), out[:, :1], out[..., ::2]):
+        assert not _fit(frame, other, shape)
+
+
+@pytest.mark.parametrize("width", range(1, 12))
+def test_compiled_kernels_read_no_byte_outside_of_a_line(width):
+    for target in (1, 4, 9):
+        made, line = mixing((2, width), (2, target)), 3 * width
+        starts = made.arrays[2]
+        assert starts.min() >= 0
+        assert made.reach == 0 or starts.max() + 8 <= line
+        assert made.reach < 16 or starts[:, 0].max() + 16 <= line
