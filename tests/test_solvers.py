@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from sinew_client.solver import Estimate
 
 from sinew.core import BundleError
 from sinew.core.fields import from_builtins
@@ -83,13 +84,13 @@ def test_a_head_that_knows_the_actions_is_led_to_them(betas, fresh, predicts, st
 
 def test_even_levels_are_those_of_guided_diffusion():
     """Its rule for "ddimN": the first stride that leaves N of a hundred; one is the fiftieth; others it refuses."""
-    even = NoiseLevels(100, spacing="even")
+    even, known = NoiseLevels(100, spacing="even"), {len(range(0, 100, stride)) for stride in range(1, 100)}
     for count in range(1, 101):
         strides = (stride for stride in range(1, 100) if len(range(0, 100, stride)) == count)
         stride = next(strides, None)
         if count > 1 and stride is None:
-            below, above = even.possible(count)
-            assert below < count < above
+            below, above = max(n for n in known if n < count), min(n for n in known if n > count)
+            assert even.possible(count) == (below, above)
             with pytest.raises(ValueError, match=f"solver_steps: expected {below} or {above}, got {count}"):
                 even.steps(count)
             continue
@@ -122,6 +123,10 @@ def test_levels_and_steps_are_those_of_the_papers():
             noise = (x - math.sqrt(a) * clean) / math.sqrt(1 - a)
             after = step.advance(x, noise if predicts == "epsilon" else clean)
             assert np.allclose(after, math.sqrt(b) * clean + math.sqrt(1 - b) * noise, atol=1e-4)
+    close = NoiseLevels(5000, "linear", 2.0**-24, 2.0**-24, fresh=True)  # two levels are one after rounding
+    assert (
+        min(step.fresh for step in close.steps(5000)[:-1]) == 1e-10
+    )  # as the reference has it, of no variance
     least = NoiseLevels(3, "linear", 2.0**-24, 2.0**-24, fresh=True).steps(3)
     assert all(
         math.isfinite(number) for step in least for number in (step.keep, step.fresh, *step.estimate[:3])
@@ -179,9 +184,18 @@ def test_outputs_are_mixed_with_the_noise_that_it_began_with():
     assert np.array_equal(got, np.full_like(noise, 2.5))
     wanted = [noise, noise * 0.75 + 10 * 0.25, noise * 0.5 + 7.5 * 0.5, noise * 0.25 + 5 * 0.75]
     assert np.array_equal(seen, wanted)
+    assert {step.draw for step in solver.steps(4)} == {0}
     for start, end in ((0.0, 1.0), (4.0, 2.0)):
         assert [step.fresh for step in Solver("renoise", start, end).steps(4)] == [0.75, 0.5, 0.25, 0.0]
     assert solver.denoised(noise, got, 0.5) is got
+
+
+def test_a_model_has_one_level_or_as_many_as_can_be_kept():
+    assert [NoiseLevels(count).count for count in (1, 100_000)] == [1, 100_000]
+    assert not NoiseLevels(100).fresh
+    for count in (0, 100_001):
+        with pytest.raises(ValueError, match=f"count: expected 1 to 100000, got {count}$"):
+            NoiseLevels(count)
 
 
 def test_more_steps_than_levels_are_refused():
@@ -194,10 +208,12 @@ def test_more_steps_than_levels_are_refused():
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("gain", [-0.5, 1.0])
+@pytest.mark.parametrize("gain", [-1.0, -0.5, 0.0, 1.0])
 def test_a_step_keeps_and_gains_what_it_says(keep, gain):
     x, output = np.array([3.0, -1.0]), np.array([0.25, 2.0])
-    assert np.array_equal(Step(0.3, keep, gain).advance(x, output), keep * x + gain * output)
+    wanted = keep * x + gain * output
+    assert np.array_equal(Step(0.3, keep, gain).advance(x, output), wanted)
+    assert np.array_equal(Step(0.3, keep, gain, Estimate(0.25)).advance(x, output), wanted + 0.25 * output)
 
 
 def test_one_step_is_the_fewest():

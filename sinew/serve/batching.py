@@ -169,7 +169,7 @@ class Batcher:
             own = (each for each in waiting if each.together is first.together and each.kind == kind)
             return [first, *(each for each in own if not _hopeless(each, now))][: self.limit]
         alone = self.costs.surely(kind, 1)
-        if kind is None or alone is None or self.limit < 2:
+        if kind is None or alone is None:
             return [first]
         line = [first, *waiting]
         fit = [

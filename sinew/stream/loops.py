@@ -187,8 +187,8 @@ class Loops:
             busy.append(chosen)
             spent[chosen.owner] += chosen.session.run_cost if which == RUN else 1.0
             chosen.take(which, now)
-            if len(ready) > 1:  # streams of one owner, too, one after the other
-                self._streams[chosen.session] = self._streams.pop(chosen.session)
+            # Streams of one owner, too, one after the other
+            self._streams[chosen.session] = self._streams.pop(chosen.session)
         return None
 
     def _between(self, stream: _Stream, running: _Stream) -> bool:

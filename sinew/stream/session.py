@@ -151,7 +151,7 @@ class Session:
         self._frame: _Frame | None = None
         self._sample: StateSample | None = None
         self._prefix: StreamPrefix | None = None
-        self._swapped = 0.0
+        self._swapped: float  # written with a prefix
         self._seen: tuple[Any, str] | None = None  # frame and prompt of the newest prefix
         self._used: tuple[Any, ...] = ()  # prefix and sample of the last run
 

@@ -67,9 +67,9 @@ class Rolling:
         self._engine, self._solver = engine, solver
         self._rng = np.random.default_rng(seed)
         self.rows, self.width = shape
-        self._x: np.ndarray | None = None  # [H, A]
-        self._levels = np.ones(self.rows)
-        self._origin = 0
+        self._x: np.ndarray | None = None  # [H, A], and once there is one:
+        self._levels: np.ndarray
+        self._origin: int
 
     def run(self, context: Any, origin: int) -> np.ndarray:
         """Return the denoised rows of the window that begins at node ``origin``, float32 [H, A] in model units."""
@@ -159,11 +159,11 @@ class Chunks:
             return rows[:0]
         place = ((np.arange(count) + origin) / self.rate - frame_time) * self.hz
         if self.rate == self.hz:
-            return rows[np.clip(np.rint(place), 0, len(rows) - 1).astype(int)]
-        low = np.clip(np.floor(place + 1e-6), 0, len(rows) - 1).astype(int)
+            return rows[np.maximum(np.rint(place), 0).astype(int)]
+        low = np.maximum(np.floor(place + 1e-6), 0).astype(int)
         if self.interpolation == "hold":
             return rows[low]
-        share = np.clip(place - low, 0.0, 1.0)[:, None].astype(np.float32)
+        share = np.maximum(place - low, 0.0)[:, None].astype(np.float32)
         return rows[low] + share * (rows[np.minimum(low + 1, len(rows) - 1)] - rows[low])
 
     def handed(self, rows: np.ndarray, origin: int, run: int) -> None:

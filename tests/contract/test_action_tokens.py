@@ -142,6 +142,11 @@ def test_every_registered_kind_has_a_row_and_a_file_of_its_own() -> None:
         assert is_dataclass(found)
         assert found.__dataclass_params__.frozen  # type: ignore[attr-defined]
         assert found.kind == kind
+        (tag,) = (
+            each for each in fields(found) if each.name == "kind"
+        )  # which nobody gives, nor reads twice
+        assert tag.kw_only
+        assert not tag.repr
 
 
 # ----------------------------------------------------------------------------- FAST, where it is none

@@ -153,8 +153,13 @@ def test_two_prompts_are_combined_row_by_row() -> None:
     ).jacobian  # which says nothing of it
 
 
-def test_without_the_jacobian_it_is_another_method() -> None:
-    head, solver = Head(), Solver(start=0.0, end=1.0)
+@pytest.mark.parametrize("end", [1.0, 2.0])
+def test_without_the_jacobian_it_is_another_method(end: float) -> None:
+    head, solver = Head(), Solver(start=0.0, end=end)
+
+    def act(x: torch.Tensor, time: float) -> torch.Tensor:
+        return head.velocity(x, time / end) / end
+
     noise, target = np.random.default_rng(0).normal(size=(2, H, A))
     weights = np.repeat(np.array(weights_of(H, 2, 5, "exp"))[:, None], A, axis=1)
     found = {}
@@ -164,7 +169,7 @@ def test_without_the_jacobian_it_is_another_method() -> None:
         )
         with torch.no_grad():
             x = torch.from_numpy(begun)
-            found[kind] = solve(head.velocity, x, solver.steps(5), solver.times(5), None, guidance)
+            found[kind] = solve(act, x, solver.steps(5), solver.times(5), None, guidance)
     # The identity in place of J, from the definition.
     x = torch.from_numpy(noise)[None]
     for k in range(5):

@@ -16,13 +16,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from sinew.core import Observation, ObservationError, VectorSpec
+from sinew.core import CameraSpec, Moment, Observation, ObservationError, PolicySpec, VectorSpec
 from sinew.policy import Policy, load
-from sinew.processing.given import observation, picture
+from sinew.processing.given import array, observation, picture
 
 FRAME = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
 OTHER = np.random.default_rng(1).integers(0, 256, (40, 56, 3), dtype=np.uint8)
 STATE = np.linspace(-1, 1, 6, dtype=np.float32)
+SPEC = PolicySpec(
+    "a",
+    "b",
+    (CameraSpec("camera1", 40, 56), CameraSpec("camera2", 40, 56)),
+    VectorSpec(6),
+    VectorSpec(6),
+    2,
+    6,
+    1,
+    8,
+)
 BASE: dict[str, Any] = {
     "images": {"camera1": FRAME, "camera2": OTHER},
     "state": STATE,
@@ -92,7 +103,10 @@ def test_modes_of_pil_images(mode: str) -> None:
     np.testing.assert_array_equal(picture("images.a", made), np.asarray(made.convert("RGB")))
 
 
-@pytest.mark.parametrize(("shape", "first"), [((3, 3, 8), True), ((3, 8, 3), False), ((3, 8, 8), True)])
+@pytest.mark.parametrize(
+    ("shape", "first"),
+    [((3, 3, 8), True), ((3, 8, 3), False), ((3, 8, 8), True), ((1, 8, 3), False)],
+)
 def test_channels_come_first_only_where_they_do_not_come_last(
     shape: tuple[int, int, int], first: bool
 ) -> None:
@@ -100,7 +114,35 @@ def test_channels_come_first_only_where_they_do_not_come_last(
     np.testing.assert_array_equal(picture("images.a", frame), frame.transpose(1, 2, 0) if first else frame)
 
 
-@pytest.mark.parametrize("name", ["getbands", "convert"])
+def test_of_numbers_any_width_and_no_axis_too_many() -> None:
+    assert picture("images.a", np.zeros((4, 5, 3))).dtype == np.float32
+    assert picture("images.a", np.zeros((4, 5))).shape == (4, 5)  # which the processor refuses
+    assert array("state", torch.Size([2, 3])).tolist() == [2, 3]
+    assert observation({**BASE, "state": [0.5]}, SPEC).state.tolist() == [0.5]
+
+
+def test_moments_before_are_brought_into_the_same_form() -> None:
+    frames = {name: Image.fromarray(frame) for name, frame in BASE["images"].items()}
+    for moment in ({"images": frames, "state": torch.from_numpy(STATE)}, Moment(frames, list(STATE))):  # type: ignore[arg-type]
+        (found,) = observation({**BASE, "earlier": [moment]}, SPEC).earlier
+        assert isinstance(found, Moment)
+        np.testing.assert_array_equal(found.state, STATE)
+        for name, frame in BASE["images"].items():
+            np.testing.assert_array_equal(found.images[name], frame)
+    assert observation({**BASE, "earlier": "x"}, SPEC).earlier == "x"  # which the processor refuses
+    for moment, message in (
+        ({"images": frames}, "earlier[0]: expected images and state of a moment, got dict"),
+        (7, "earlier[0]: expected images and state of a moment, got int"),
+        ({"images": 7, "state": STATE}, "earlier[0].images: expected a mapping of cameras, got int"),
+        ({"images": {"a": "x"}, "state": STATE}, "earlier[0].images.a: expected numbers, got text"),
+        ({"images": frames, "state": "x"}, "earlier[0].state: expected numbers, got text"),
+    ):
+        with pytest.raises(ObservationError) as error:
+            observation({**BASE, "earlier": [moment]}, SPEC)
+        assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", ["getbands", "convert", "detach"])
 def test_what_only_looks_like_a_picture_is_refused(name: str) -> None:
     with pytest.raises(ObservationError, match="images.a"):
         picture("images.a", SimpleNamespace(**{name: print}))
@@ -136,8 +178,13 @@ def test_what_is_at_hand_already_is_left_alone(policy: Policy) -> None:
             "one frame of camera1",
         ),
         (flat({"camera1": FRAME}, prompt="go"), "prompt", "one instruction"),
-        (flat({"camera1": FRAME}, task=["a", "b"]), "task", "one text"),
-        (flat({"camera1": FRAME}, **{"observation.effort": STATE}), "observation.effort", "unknown key"),
+        (flat({"camera1": FRAME}, task=["a", "b"]), "task", "one text, got list"),
+        (flat({"camera1": FRAME}, task=7), "task", "one text, got int"),
+        (
+            flat({"camera1": FRAME}, **{"observation.effort": STATE}),
+            "observation.effort",
+            "camera1, observation.images.camera2, observation.state, task, or a field of sinew.core.Observation",
+        ),
         ({"observation.images.camera1": FRAME, "task": "go"}, "observation.state", "nothing"),
         ({**BASE, "images": FRAME}, "images", "a mapping of cameras"),
         ({**BASE, "images": {"camera1": Image.new("I;16", (4, 4))}}, "images.camera1", "I;16"),
@@ -150,7 +197,9 @@ def test_what_is_at_hand_already_is_left_alone(policy: Policy) -> None:
         ({**BASE, "images": {"camera1": [[1], [1, 2]], "camera2": FRAME}}, "images.camera1", "numbers"),
         ({**BASE, "state": torch.zeros(2, 6)}, "state", "got"),
         ({**BASE, "taks": "go"}, "taks", "unknown key"),
-        (7, "observation", "int"),
+        (7, "observation", "an Observation or a mapping, got int"),
+        ([BASE], "observation", r"an Observation or a mapping \(infer_all takes several\), got list"),
+        ({1: 2}, "1", "unknown key"),
     ],
 )
 def test_what_is_refused(policy: Policy, given: Any, field: str, words: str) -> None:

@@ -7,12 +7,18 @@ import tracemalloc
 from collections import Counter
 from copy import copy
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sinew.core import Moment, Observation, ObservationError, SinewError
+from sinew.bundle import Bundle
+from sinew.bundle.schema import Normalization
+from sinew.core import BundleError, Moment, Observation, ObservationError, SinewError
+from sinew.models.solvers import FLOW, SINGLE, NoiseLevels, Solver
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs, processor, stack
 from sinew.processing.conditioning import advantage_of, scale_of
@@ -22,6 +28,8 @@ from sinew.processing.processor import Processor
 from sinew.processing.prompt import Prompter
 from sinew.steps.prompt.advantage import Advantage
 from sinew.steps.prompt.base import PromptRecipe
+from sinew.steps.prompt.instruction import Instruction
+from sinew.steps.vector.add_state import AddState
 from tests.golden import Golden
 
 CASE = "smolvla-2cam"
@@ -189,6 +197,7 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
         (known, {"guidance_scale": True}, "guidance_scale: expected a number, got bool"),
         (known, {"guidance_scale": -1e-9}, "guidance_scale: expected a number from 0 to 100, got -1e-09"),
         (known, {"guidance_scale": 100.01}, "guidance_scale: expected a number from 0 to 100, got 100.01"),
+        (known, {"guidance_scale": 123.4567}, "guidance_scale: expected a number from 0 to 100, got 123.457"),
         (known, {"guidance_scale": 10**400}, "guidance_scale: expected a number from 0 to 100, got 1000000"),
         (known, {"guidance_scale": float("nan")}, "guidance_scale: expected a number from 0 to 100, got nan"),
         (without, {"guidance_scale": 1.0}, "guidance_scale: expected none for this policy"),
@@ -197,6 +206,7 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
         with pytest.raises(ObservationError) as error:
             scale_of(asked(**fields), recipe, advantage_of(asked(**fields), recipe))
         assert message in str(error.value)
+        assert len(str(error.value)) < 200
     with pytest.raises(ObservationError, match=f"an advantage beside it, as {shown}, got none"):
         scale_of(asked(guidance_scale=0.0), known, "")
 
@@ -267,3 +277,279 @@ def test_a_picture_that_moments_share_is_prepared_once(policy, observation, monk
         for name, each in zip((moving, goal), pair, strict=True)
     ]
     np.testing.assert_array_equal(given.pixels, np.stack(wanted))
+
+
+# ----------------------------------------------------------------------------- a processor without a model
+
+PEN = Bundle(Path(__file__).parents[2] / "sinew" / "assets" / "pen.gguf").manifest  # cameras now and previous
+PLAIN = Processor(PEN)
+WIDE = Normalization("identity")
+
+
+def reads(
+    spec: dict[str, Any] | None = None, cameras: bool = False, adapter: str = "", **recipe
+) -> Processor:
+    changed = replace(PEN, spec=replace(PEN.spec, **spec or {}), processing=replace(PEN.processing, **recipe))
+    return Processor(changed, cameras, PLAIN, adapter)
+
+
+def seen(**fields) -> Observation:
+    frames = {name: np.full((64, 64, 3), 90, np.uint8) for name in ("now", "previous")}
+    return Observation(**{"images": frames, "state": [0.5], "prompt": "catch", "seed": 3, **fields})
+
+
+def refusal(make) -> str:
+    with pytest.raises(SinewError) as error:
+        make()
+    return str(error.value)
+
+
+def test_whole_numbers_are_taken_from_the_lowest_to_the_highest():
+    for good in (None, 2, 5, np.int64(3)):
+        assert processor._integer(good, "n", 2, 5) is None
+    for bad, message in (
+        (1, "an integer from 2 to 5, got 1"),
+        (6, "an integer from 2 to 5, got 6"),
+        (True, "an integer, got bool"),
+        (3.0, "an integer, got float"),
+    ):
+        assert refusal(partial(processor._integer, bad, "n", 2, 5)) == f"n: expected {message}"
+    assert refusal(partial(processor._integer, 4, "n", 3, 3)) == "n: expected 3, got 4"
+    for fields, message in (
+        ({"seed": -1}, "seed: expected an integer from 0 to 18446744073709551615, got -1"),
+        (
+            {"seed": 1 << 64},
+            "seed: expected an integer from 0 to 18446744073709551615, got 18446744073709551616",
+        ),
+        ({"solver_steps": 0}, "solver_steps: expected an integer from 1 to 100, got 0"),
+        ({"solver_steps": 101}, "solver_steps: expected an integer from 1 to 100, got 101"),
+        ({"time": np.nan}, "time: expected finite numbers, got nan at index 0"),
+        ({"time": [1.0]}, "time: expected shape [], got shape [1]"),
+        ({"adapter": "x"}, "adapter: expected none here, got 'x'"),
+        ({"delay": 1}, "delay: expected previous beside it, the rows that are to be continued, got none"),
+    ):
+        assert refusal(partial(PLAIN.check, seen(**fields))) == message
+        assert refusal(partial(PLAIN.prepare, seen(**fields))) == message
+    for fields in (
+        {"seed": 0, "solver_steps": 1, "time": 1e300},
+        {"seed": (1 << 64) - 1, "solver_steps": 100},
+    ):
+        PLAIN.check(seen(**fields))
+    assert refusal(partial(reads(adapter="hand").check, seen())) == "adapter: expected 'hand', got ''"
+    levels = Solver("diffusion", levels=NoiseLevels(100, spacing="even"))
+    diffuses = reads({"solver": levels})
+    diffuses.check(seen(solver_steps=50))
+    assert (
+        refusal(partial(diffuses.check, seen(solver_steps=49))) == "solver_steps: expected 34 or 50, got 49"
+    )
+    for count, most in ((1000, 100), (50, 50)):
+        diffuses = reads({"solver": Solver("diffusion", levels=NoiseLevels(count))})
+        said = f"solver_steps: expected an integer from 1 to {most}, got {most + 1}"
+        assert refusal(partial(diffuses.check, seen(solver_steps=most + 1))) == said
+    assert (
+        refusal(partial(reads({"solver": SINGLE}).check, seen(solver_steps=2)))
+        == "solver_steps: expected 1, got 2"
+    )
+
+
+def test_vectors_are_numbers_of_a_policys_own():
+    given = np.float32([1, 2])
+    found = processor._vector(given, "v", (2,))
+    assert (found.dtype, found.tolist()) == (np.float32, [1, 2])
+    assert not np.shares_memory(found, given)  # and nobody else's
+    for other in ([1, 2], np.array([1.0, 2.0]), np.array([1, 2], np.uint8)):
+        found = processor._vector(other, "v", (2,))
+        assert (found.dtype, found.tolist()) == (np.float32, [1, 2])
+    with np.errstate(all="raise"):
+        for bad, message in (
+            (np.zeros((1, 2)), "shape [2], got shape [1, 2]"),
+            (np.array([0.0, 1e39]), "finite numbers, got inf at index 1"),
+            (np.float32([np.nan, np.inf]), "finite numbers, got nan at index 0"),
+            (np.zeros(2, bool), "numbers, got dtype bool"),
+        ):
+            assert refusal(partial(processor._vector, bad, "v", (2,))) == f"v: expected {message}"
+
+
+def test_noise_is_what_the_solver_begins_with():
+    draw, shape = np.random.default_rng(3), (24, 1)
+    normal, uniform = (
+        draw.standard_normal(shape, np.float32),
+        np.random.default_rng(3).random(shape, np.float32),
+    )
+    found, seed = PLAIN.noise(seen())
+    assert (seed, found.tolist()) == (3, normal.tolist())
+    found, seed = reads({"solver": replace(FLOW, noise="uniform")}).noise(seen())
+    assert (seed, found.tolist()) == (3, (2 * uniform - 1).tolist())
+    found, seed = PLAIN.noise(seen(seed=None))
+    again, other = PLAIN.noise(seen(seed=None))
+    assert seed != other  # which each answer names, so that it can be repeated
+    assert found.tolist() == PLAIN.noise(seen(seed=seed))[0].tolist() != again.tolist()
+    found, seed = PLAIN.noise(seen(noise=normal + 1))
+    assert (seed, found.tolist()) == (None, (normal + 1).tolist())
+    zeros = reads({"solver": SINGLE})
+    found, seed = zeros.noise(seen())
+    assert (seed, found.tolist(), found.dtype) == (None, [[0.0]] * 24, np.float32)
+    message = "noise: expected none, because this policy starts from zeros, got noise"
+    assert refusal(partial(zeros.check, seen(noise=normal))) == message
+    fresh = reads({"solver": Solver("diffusion", levels=NoiseLevels(10, fresh=True))})
+    assert fresh.noise(seen(solver_steps=4))[0].shape == (4, 24, 1)
+
+
+def test_cameras_that_may_be_missing():
+    """As many as in training; more where the caller wants it, unless the policy needs all of them."""
+    one = seen(images={"now": seen().images["now"]})
+    whole = "a frame of each of the cameras ['now', 'previous'], got none"
+    hint = " (allow_missing_cameras=True runs without)"
+    for made, message in (
+        (PLAIN, f"images.previous: expected {whole}{hint}"),
+        (reads(all_cameras=True, empty_cameras=1), f"images.previous: expected {whole}"),
+        (reads(cameras=True, all_cameras=True), f"images.previous: expected {whole}"),
+        (reads(empty_cameras=1), ""),
+        (reads(optional_cameras=1), ""),
+        (reads(cameras=True), ""),
+    ):
+        if message:
+            assert refusal(partial(made.check, one)) == message
+            continue
+        made.check(one)
+        prepared = made.prepare(one)
+        assert prepared.missing == ("previous",)
+        assert prepared.inputs.camera_mask.tolist() == [True]
+        assert refusal(partial(made.check, seen(images={}))).startswith(
+            "images: expected at least one of the cam"
+        )
+    odd = {"now": one.images["now"], "x": one.images["now"]}
+    known = "one of the cameras ['now', 'previous'], got an unknown camera"
+    assert refusal(partial(PLAIN.check, seen(images=odd))) == (
+        f"images.x: expected {known} (rename={{'x': 'previous'}} maps it)"
+    )
+    both = {**seen().images, "x": one.images["now"]}
+    assert refusal(partial(PLAIN.check, seen(images=both))) == f"images.x: expected {known}"
+    near = {"now": one.images["now"], "previus": one.images["now"]}
+    assert refusal(partial(PLAIN.check, seen(images=near))).endswith("; did you mean 'previous'?")
+    assert refusal(partial(PLAIN.check, seen(images=[1]))) == (
+        "images: expected a mapping of camera names, got list"
+    )
+
+
+def test_masked_and_padded_inputs_stand_for_what_is_missing():
+    """As upstream computes them: empty images behind those that are there, and tokens up to the longest prompt."""
+    one = seen(images={"now": seen().images["now"]})
+    for changes, views in (
+        ({"pad_missing_cameras": True, "empty_cameras": 2}, [True, False, False, False]),
+        ({"empty_cameras": 2}, [True, False, False]),
+    ):
+        made = reads(cameras=True, prompt=replace(PEN.processing.prompt, padding="max_length"), **changes)
+        plain, padded = made.inputs(one), made.inputs(one, padded=True)
+        assert (plain.camera_mask.tolist(), padded.camera_mask.tolist()) == ([True], views)
+        assert (plain.pixels.shape, padded.pixels.shape) == ((1, 3, 64, 64), (len(views), 3, 64, 64))
+        assert (padded.pixels[1:] == -1).all()  # black
+        assert len(plain.tokens) < len(padded.tokens) == 24
+        assert padded.token_mask.sum() == len(plain.tokens) == plain.token_mask.sum()
+    raw = PLAIN.inputs(seen(), pixels=False)
+    assert (raw.pixels.shape, len(raw.frames), raw.camera_mask.tolist()) == ((0, 3, 64, 64), 2, [True] * 2)
+    floats = {"now": seen().images["now"], "previous": np.ones((64, 64, 3), np.float32)}
+    assert PLAIN.inputs(seen(images=floats), pixels=False).pixels.shape == (2, 3, 64, 64)
+
+
+def test_of_moments_that_were_not_sent_the_oldest_stands_for_them_or_they_are_masked():
+    moments = [Moment({name: np.full((64, 64, 3), 10 * n, np.uint8) for name in ("now", "previous")}, [float(n)])
+               for n in (1, 2)]  # fmt: skip
+    newest = seen(images=moments[1].images, state=moments[1].state, earlier=(moments[0],))
+    for padding, state, views in (("repeat", [1, 1, 2], 6), ("mask", [0, 1, 2], 4)):
+        made = reads({"history": 3, "history_padding": padding}, state=WIDE, padded_state_dim=6)
+        for pixels in (True, False):
+            prepared = made.prepare(newest, pixels)
+            assert prepared.unsent == 1
+            assert prepared.inputs.state.reshape(3, 2).tolist() == [[each, 0] for each in state]
+            assert prepared.inputs.camera_mask.tolist() == [True] * views
+            found = (
+                prepared.inputs.pixels[:, 0, 0, 0] if pixels else [f[0, 0, 0] for f in prepared.inputs.frames]
+            )
+            bytes_of = np.rint((np.asarray(found) + 1) * 127.5) if pixels else found
+            assert list(bytes_of) == [10] * (views - 2) + [20] * 2
+        assert made.model_state(np.array([7.0])).reshape(3, 2)[-1].tolist() == [7, 0]
+    with pytest.raises(BundleError, match="^a vector of 3 normalised numbers does not fit 2$"):
+        reads({"history": 3}, padded_state_dim=2)
+    with pytest.raises(BundleError, match="^a vector of 1 normalised numbers does not fit 0$"):
+        reads(padded_action_dim=0)
+
+
+def test_a_chunk_in_world_units_is_finite_and_the_policys_own():
+    made = reads({"chunk_size": 2}, action=WIDE, first_row=1, padded_action_dim=2)
+    chunk = np.arange(8.0).reshape(4, 2)
+    found = made.finish(chunk, np.zeros(1))
+    assert (found.tolist(), found.dtype, found.flags.c_contiguous) == ([[2], [4]], np.float32, True)
+    assert made.actions(chunk, seen()).tolist() == [[2], [4]]
+    assert made.finish(chunk[:, :1], np.zeros(1), normalized=False).tolist() == [[2], [4]]
+    stays = PLAIN.finish(np.zeros((24, 1)), np.zeros(1))
+    assert stays[0, 0] == pytest.approx(PEN.processing.action.stats["mean"][0])
+    chunk[2, 0] = np.nan
+    assert (
+        refusal(partial(made.finish, chunk, np.zeros(1))) == "the model produced actions that are not finite"
+    )
+    relative = reads(action=WIDE, action_steps=(AddState((0,)),))
+    assert relative.finish(np.zeros((24, 1)), np.array([5.0])).tolist() == [[5]] * 24
+
+
+def test_a_batch_of_one_is_its_only_member():
+    inputs = PLAIN.inputs(seen())
+    alone = inputs.batched().alone()
+    for name in ("pixels", "camera_mask", "tokens", "token_mask", "state"):
+        np.testing.assert_array_equal(getattr(alone, name), getattr(inputs, name))
+    two = stack([inputs, inputs], PEN.processing.prompt)
+    assert refusal(two.alone) == "a batch: expected one observation, got 2"
+
+
+def test_what_is_asked_for_is_kept_beside_the_inputs(monkeypatch):
+    clock = iter((1.0, 1.25))
+    monkeypatch.setattr(processor.time, "perf_counter", lambda: next(clock))
+    prepared = PLAIN.prepare(seen(solver_steps=4, session="a", time=7.0))
+    assert (prepared.milliseconds, prepared.steps, prepared.session, prepared.time) == (250.0, 4, "a", 7.0)
+    monkeypatch.undo()
+    prepared = PLAIN.prepare(seen())
+    assert (prepared.steps, prepared.continuation, prepared.words, prepared.unsent) == (10, None, None, 0)
+    assert (prepared.unconditional, prepared.scale, prepared.missing, prepared.adapter) == (None, 1.0, (), "")
+    rows = np.full((3, 1), 0.5)
+    continued = PLAIN.prepare(seen(previous=rows, delay=1)).continuation
+    assert continued is not None
+    assert continued.kind == "guided"
+    for fields, message in (
+        ({"prompt": 1}, "prompt: expected text, got int"),
+        ({"tokens": [1, 2]}, "tokens: expected either a prompt or tokens, got both"),
+        ({"question": 1}, "question: expected a string, got int"),
+        ({"subtask": 1}, "subtask: expected true or false, got int"),
+        ({"text_only": "x"}, "text_only: expected true or false, got str"),
+        ({"text_tokens": 0}, "text_tokens: expected an integer from 1 to 256, got 0"),
+        ({"question": "a", "subtask": True}, "question: expected nothing beside subtask, got both"),
+        (
+            {"text_only": True},
+            "text_only: expected nothing, as neither subtask nor question is asked, got it",
+        ),
+    ):
+        assert refusal(partial(PLAIN.check, seen(**fields))) == message
+    named = reads({"default_prompt": "catch"})
+    assert named.prepare(seen(prompt="")).inputs.tokens.tolist() == prepared.inputs.tokens.tolist()
+    told = PLAIN.prepare(seen(prompt="", tokens=prepared.inputs.tokens))
+    assert told.inputs.tokens.tolist() == prepared.inputs.tokens.tolist()
+
+
+def test_a_prompt_without_its_advantage_is_read_where_the_scale_asks_for_it():
+    names = (("good", " the pen"),)
+    made = reads(prompt=replace(PEN.processing.prompt, steps=(Advantage(names, usual="good"), Instruction())))
+    usual, without = made.prepare(seen()), made.prepare(seen(advantage=""))
+    assert usual.inputs.tokens.tolist() != without.inputs.tokens.tolist()
+    assert (usual.scale, usual.unconditional) == (1.0, None)
+    twice = made.prepare(seen(guidance_scale=2.0))
+    assert twice.scale == 2.0
+    assert twice.inputs.tokens.tolist() == usual.inputs.tokens.tolist()
+    assert twice.unconditional.tolist() == without.inputs.tokens.tolist()
+    none = made.prepare(seen(guidance_scale=0.0))
+    assert (none.scale, none.unconditional) == (0.0, None)
+    assert none.inputs.tokens.tolist() == without.inputs.tokens.tolist()
+    named = replace(made.spec, default_prompt="catch")
+    made.spec = named
+    assert (
+        made.prepare(seen(prompt="", guidance_scale=2.0)).unconditional.tolist()
+        == without.inputs.tokens.tolist()
+    )

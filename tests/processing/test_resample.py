@@ -124,3 +124,11 @@ def test_resizes_of_floats_equal_torchs(sizes, mode, seed):
     expected = torch.nn.functional.interpolate(planes, size=tuple(target), mode=mode, **more)[0]
     found = resize_floats(image, *target, mode).transpose(2, 0, 1)
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-6, rtol=0)
+
+
+def test_a_side_that_stays_is_averaged_over_the_other_alone():
+    frame = np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8)
+    pairs = np.rint((frame[:, ::2].astype(np.float32) + frame[:, 1::2]) / 2)
+    np.testing.assert_array_equal(resize_area(frame, 6, 4), pairs)
+    turned = frame.transpose(1, 0, 2)
+    np.testing.assert_array_equal(resize_area(turned, 4, 6), pairs.transpose(1, 0, 2))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ObservationError
 from sinew.processing.image import check_frame, larger, prepare_frame
-from sinew.steps.image.bilinear import MOST_KEPT, _scratch, resize_bilinear, taps
+from sinew.steps.image.bilinear import MOST_KEPT, _fit, _scratch, mixing, resize_bilinear, taps
 from sinew.steps.image.letterbox import Letterbox
 
 MEAN, STD, BARS = (0.48, 0.45, 0.4), (0.23, 0.22, 0.21), 0.3
@@ -78,6 +78,9 @@ def test_neither_frame_nor_tables_are_changed():
     recipe = boxed(30, 31)
     first = prepare_frame(frame, recipe)
     assert np.array_equal(first, prepare_frame(frame, recipe))
+    alone = np.full((1, 1, 3), 0.25, np.float32)
+    assert (prepare_frame(alone, ImageRecipe(1, 1)) != alone).all()
+    assert (alone == 0.25).all()
     same_size = boxed(40, 50)
     assert np.array_equal(prepare_frame(frame, same_size), plain(frame, same_size))
 
@@ -88,7 +91,10 @@ NO_STEPS = "this policy resizes nothing: set the camera so, or resize as its tra
 def test_frames_that_a_recipe_cannot_take_are_refused_by_name():
     bare, good = ImageRecipe(4, 6), np.zeros((4, 6, 3), np.uint8)
     check_frame(good, "front", bare)
-    check_frame(np.ones((4, 6, 3), np.float32), "front", bare)
+    for value in (0, 1):
+        check_frame(np.full((4, 6, 3), value, np.float32), "front", bare)
+    for sides in ((1, 8192), (8192, 1)):
+        check_frame(np.zeros((*sides, 3), np.uint8), "front", boxed(4, 6))
     low, high, none = (np.full((4, 6, 3), 0.5, np.float32) for _ in range(3))
     low[1, 2, 0], high[1, 2, 0], none[1, 2, 0] = -0.01, 1.01, np.nan
     for frame, message in (
@@ -100,7 +106,10 @@ def test_frames_that_a_recipe_cannot_take_are_refused_by_name():
             good.transpose(2, 0, 1),
             "an RGB image [height, width, 3], got shape [3, 4, 6] (channels first? transpose it to channels last)",
         ),
+        (good[:3, 0], "an RGB image [height, width, 3], got shape [3, 3]"),
         (good[:0], "sides of 1 to 8192 pixels, got 0 x 6"),
+        (good[:, :0], "sides of 1 to 8192 pixels, got 4 x 0"),
+        (np.zeros((8193, 1, 3), np.uint8), "sides of 1 to 8192 pixels, got 8193 x 1"),
         (np.zeros((1, 8193, 3), np.uint8), "sides of 1 to 8192 pixels, got 1 x 8193"),
         (
             good[:3],
@@ -129,9 +138,16 @@ def test_larger_frames_are_said_to_be_so_with_what_they_cost(monkeypatch):
     frame = np.zeros((8, 12, 3), np.uint8)
     said = "frames of 8x12, of which the policy reads 4x6: such frames would do, with 0 instead of 0 kB each"
     assert larger(frame, recipe, (8, 12), here=False) == f"{said} (training data had 8x12, too)"
+    square = larger(np.zeros((200, 200, 3), np.uint8), boxed(100, 100), (0, 0), here=False)
+    assert square.endswith("such frames would do, with 30 instead of 120 kB each")
+    prepared = []
+    monkeypatch.setattr(
+        "sinew.processing.image.prepare_frame", lambda given, _recipe: prepared.append(given.shape)
+    )
     for steps, costs in (
         ([0.003, 0.002, 0.004, 0.001, 0.002, 0.003], " and 1.0 instead of 2.0 ms to prepare here"),
-        ([0.02, 0.0001, 0.0002, 0.0003], " and 0.1 instead of 20.0 ms to prepare here"),  # of a slow one, one
+        ([0.4, 0.0001, 0.0002, 0.0003], " and 0.1 instead of 400.0 ms to prepare here"),  # of a slow one, one
+        ([0.0005] * 6, " and 0.5 instead of 0.5 ms to prepare here"),
         ([0.00009] * 3, ""),
     ):
         moments = (moment for start, step in enumerate(steps) for moment in (start, start + step))
@@ -139,6 +155,16 @@ def test_larger_frames_are_said_to_be_so_with_what_they_cost(monkeypatch):
         monkeypatch.setattr("sinew.processing.image.time", clock)
         assert larger(frame, recipe, (4, 6)) == said + costs
         assert list(moments) == []
+    assert (
+        prepared
+        == [(8, 12, 3)] * 3
+        + [(4, 6, 3)] * 3
+        + [(8, 12, 3)]
+        + [(4, 6, 3)] * 3
+        + [(8, 12, 3)] * 3
+        + [(4, 6, 3)] * 3
+        + [(8, 12, 3)] * 3
+    )
 
 
 def test_buffers_are_kept_up_to_a_size():
@@ -148,3 +174,23 @@ def test_buffers_are_kept_up_to_a_size():
     most = _scratch(name, (MOST_KEPT,), np.uint8)
     assert np.shares_memory(most, _scratch(name, (3,), np.float32))
     assert not np.shares_memory(most, _scratch(name, (MOST_KEPT + 1,), np.uint8))
+
+
+def test_compiled_kernels_get_bytes_of_pixels_side_by_side_alone():
+    frame, out, shape = np.zeros((4, 6, 3), np.uint8), np.empty((3, 2, 5), np.float32), (3, 2, 5)
+    assert _fit(frame, out, shape)
+    assert _fit(frame[::2], out, shape)  # lines may lie apart
+    for other in (frame.astype(np.float32), frame[:, ::2], frame[..., ::-1], frame[..., :2], frame[:0]):
+        assert not _fit(other, out, shape)
+    for other in (out.astype(np.float64), out[:, :1], out[..., ::2]):
+        assert not _fit(frame, other, shape)
+
+
+@pytest.mark.parametrize("width", range(1, 12))
+def test_compiled_kernels_read_no_byte_outside_of_a_line(width):
+    for target in (1, 4, 9):
+        made, line = mixing((2, width), (2, target)), 3 * width
+        starts = made.arrays[2]
+        assert starts.min() >= 0
+        assert made.reach == 0 or starts.max() + 8 <= line
+        assert made.reach < 16 or starts[:, 0].max() + 16 <= line

@@ -23,6 +23,7 @@ from sinew.steps.prompt.drop import Drop
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.last import Last
 from sinew.steps.prompt.lower import Lower
+from sinew.steps.prompt.state import State
 from sinew.steps.prompt.template import sentence
 
 SIZE = (24, 20)
@@ -78,6 +79,8 @@ def test_steps_take_any_size(frame):
     check_frame(frame, "images.top", OPENVLA)
     with pytest.raises(ObservationError, match="exactly 24 x 20"):
         check_frame(frame, "images.top", replace(OPENVLA, steps=()))
+    with pytest.raises(ObservationError, match="becomes 24 x 20, got 40 x 50, which becomes 40 x 50$"):
+        check_frame(frame, "images.top", replace(OPENVLA, steps=(Jpeg(),)))
 
 
 def test_an_empty_frame_is_black_in_every_group():
@@ -107,6 +110,16 @@ def test_prompt_fields():
     assert ids("up down", said, Last(1)) == [0, 1]
     assert ids("up", *sentence("go <image> {prompt}")) == [4, 3, 0]
     assert ids("up", *sentence("go <image> {prompt}"), Drop((3,))) == [4, 0]
+
+
+def test_a_prompt_with_the_state_is_written_anew_for_each_state():
+    """One without is not: an episode has one instruction."""
+    counts = TOKENIZER.replace('"up"', '"0"').replace('"down"', '"1"')
+    prompter = Prompter(counts, PromptRecipe(8, 5, 2, (*sentence("go "), State(1, 2))))
+    assert [prompter.encode("x", np.float32([state])).tolist() for state in (-0.5, 0.5)] == [[4, 0], [4, 1]]
+    plain = Prompter(counts, PromptRecipe(8, 5, 2, sentence("go {prompt}")))
+    assert [plain.encode("0", np.float32([state])).tolist() for state in (-0.5, 0.5)] == [[4, 0], [4, 0]]
+    assert plain._ids.cache_info().misses == plain._text.cache_info().misses == 1
 
 
 def test_prompts_that_cannot_be_are_refused_by_name():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinew_client.rotations import compose, from_6d, from_vector, to_6d, to_vector
+from sinew_client.rotations import compose, from_6d, from_vector, to_6d, to_vector, undetermined
 
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.core import BundleError, PolicySpec, VectorSpec
@@ -63,9 +63,9 @@ def test_how_far_an_action_moves_when_the_output_moves_by_one():
     parts = (
         VectorPart("place", 2, ends),
         VectorPart("turn", 3, Normalization("identity"), rotation=True),
-        VectorPart("grip", 1, Normalization("identity")),
+        VectorPart("grip", 2, Normalization("identity")),
     )
-    assert unit_sizes(PartNormalizer(parts, "action"), (), spec) == [2.0, 1.0, None, None, None, 1.0]
+    assert unit_sizes(PartNormalizer(parts, "action"), (), spec) == [2.0, 1.0, None, None, None, 1.0, 1.0]
     pose = Normalization("min_max", {"min": (-1.0,) * 9, "max": (1.0,) * 9})
     assert sizes(pose, 9, ComposePose(tuple(range(9)))) == [None] * 9
 
@@ -143,6 +143,22 @@ def test_rotations_in_every_form():
 def test_a_scaled_and_skewed_rotation_is_made_orthonormal():
     skewed = np.array([2.0, 0, 0, 1.0, 3.0, 0])
     np.testing.assert_allclose(from_6d(skewed), np.eye(3), atol=1e-15)
+
+
+def test_what_stands_for_no_one_rotation_is_said():
+    """A direction below a thousandth is noise, of rows by themselves and between them."""
+    for x, why in (
+        ([1e-3, 0, 0, 0], ""),
+        ([9.9e-4, 0, 0, 0], "a quaternion of length 0.00099"),
+        ([1e-3, 0, 0, 0, 1e-3, 0], ""),
+        ([0, 0, 1, 0, 1, 0], ""),
+        ([1, 0, 0, 0, 9e-4, 0], "a row of length 0"),
+        ([9e-4, 0, 0, 0, 1, 0], "a row of length 0"),
+        ([2, 0, 0, 2, 0.0019, 0], "two rows that are parallel"),
+        ([2, 0, 0, 2, 0.0021, 0], ""),
+        ([0, 0, 0], ""),  # a rotation vector is any
+    ):
+        assert undetermined(np.array(x)) == why
 
 
 def test_poses_relative_to_the_state():

@@ -131,6 +131,11 @@ def test_groots_state_has_no_text_beside_numbers():
                 [decode(None) for decode in codec.decoders(header, memoryview(payload))]
 
 
+class Broken:
+    def __array__(self, *_given: Any, **_options: Any) -> np.ndarray:
+        raise ValueError("no numbers")
+
+
 @pytest.mark.parametrize(
     ("value", "got"),
     [
@@ -148,6 +153,8 @@ def test_groots_state_has_no_text_beside_numbers():
         ([np.zeros(2, np.uint8), np.zeros(2)], "several"),
         ([np.zeros(2), 1.0], "a ragged sequence"),
         ([np.zeros(2), "x"], "text"),
+        ([np.ones(2, bool)], "dtype bool inside a list"),
+        (Broken(), r"Broken \(no numbers\)"),
         (["x" * 40_000] * 3, r"text at \[0\]"),
         (np.ones(2, bool), "dtype bool"),
         (np.ones(2, complex), "dtype complex128"),
@@ -179,8 +186,12 @@ def test_numbers_arrive():
         numbers("n", deep)
     while isinstance(deep, list):  # or its end would recurse
         deep = deep[0]
-    with pytest.raises(ObservationError, match="at most 5 numbers"):
-        numbers("n", [[1, 2, 3]] * 2, 5)
+    assert numbers("n", [np.zeros(2)]).shape == (1, 2)
+    assert numbers("n", [np.int32(1), 2.5]).tolist() == [1.0, 2.5]
+    for many, got in (([[1, 2, 3]] * 2, "more"), (np.zeros(6), "6"), (range(6), "6")):
+        assert numbers("n", many, 6).size == 6
+        with pytest.raises(ObservationError, match=f"^n: expected at most 5 numbers, got {got}$"):
+            numbers("n", many, 5)
 
 
 @pytest.mark.parametrize(

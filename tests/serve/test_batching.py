@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sinew.core import ActionChunk, CancelledError, Observation, SinewError, Timing
 from sinew.serve import batching
 from sinew.serve.batching import Batcher, Costs
-from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
+from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError, Together
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
 from tests.serve.puppet import FRAME, enqueue, until
@@ -49,6 +49,7 @@ def test_costs_are_learnt_and_guessed_with_care():
     assert known.seconds("a", 8) == pytest.approx(5.0)  # no cheaper than two batches of four
     assert known.seconds("b", 1) is None
     assert not known.measured("a", 2)
+    assert costs({2: 1.0, 8: 4.0, 16: 99.0}).seconds("a", 4) == 2.0  # the next ones
     known.learn("a", 1, 2.0)
     assert 1.0 < known.seconds("a", 1) < 1.5
     assert known.surely("a", 1) > known.seconds("a", 1)
@@ -66,13 +67,17 @@ def test_what_waits_is_taken_together():
 def test_only_what_fits():
     line = [job("a"), job("b"), job("a"), job(None)]
     assert batcher(CHEAP).members(line[0], line[1:], 0.0) == [line[0], line[2]]
-    assert batcher(CHEAP).members(line[3], line[:3], 0.0) == [line[3]]
+    assert batcher(CHEAP).members(line[3], [*line[:3], job(None)], 0.0) == [line[3]]
+    assert batcher({}).members(line[0], line[1:], 0.0) == line[:1]  # nothing is known of any size
 
 
 def test_a_batch_that_makes_all_wait_longer_is_not_formed():
     line = [job("a") for _ in range(4)]
     dear = {n: 1.0 * n for n in range(1, 9)}
     assert batcher(dear).members(line[0], line[1:], 0.0) == line[:1]
+    assert batcher({1: 1.0, 2: 2.5}).members(line[0], line[1:2], 0.0) == line[:1]
+    assert batcher({1: 1.0, 2: 1.5}).members(line[0], line[1:2], 0.0) == line[:2]  # all wait as long
+    assert batcher({1: 1.0, 2: 1.8}).members(line[0], [job("b"), line[1]], 0.0) == line[:1]
 
 
 def test_a_deadline_that_holds_alone_holds_in_the_batch():
@@ -83,7 +88,13 @@ def test_a_deadline_that_holds_alone_holds_in_the_batch():
     lost = job("a", deadline=0.5)  # which nothing can hold
     assert batcher(CHEAP).members(lost, others, 0.0) == [lost, *others]
     waiting = job("b", deadline=2.05)  # it would begin after one inference, not after a batch
-    assert batcher(CHEAP).members(others[0], [waiting, others[1]], 0.0) == [others[0]]
+    for line in (
+        [waiting, others[1]],
+        [waiting, others[1], job("c")],
+        [job("c"), job("b", deadline=3.05), others[1]],
+    ):
+        assert batcher(CHEAP).members(others[0], line, 0.0) == [others[0]]
+    assert batcher(CHEAP).members(tight, [others[0], job("b")], 0.0) == [tight]
 
 
 def test_sizes_that_nobody_measured_are_tried_where_deadlines_allow():
@@ -141,6 +152,10 @@ def test_costs_mix_old_and_new_and_grow_old(monkeypatch):
     assert known.measured("a", 2)
     clock[0] += 1
     assert not known.measured("a", 2)
+    line, made = [job("a"), job("a")], batcher({1: 1.0})
+    clock[0] += batching.OLD_S
+    made.costs.learn("a", 2, 1.0)
+    assert made.members(line[0], line[1:], 0.0) == line  # though what one costs is old
     known.learn("a", 2, 1.2)
     assert known.measured("a", 2)
 
@@ -201,6 +216,7 @@ def calibrated(table: dict[int, float], limit: int | None, monkeypatch) -> tuple
         ({1: 0.25, 2: 0.475, 4: 0.875, 8: 1.75}, 4, [1, 2, 4, 8]),  # 1.14 times as much is
         ({1: 3.0, 2: 3.0}, 1, [1]),  # nor is two tried where one is too slow
         ({1: 1.0, 2: 3.0}, 1, [1, 2]),
+        ({1: 1.0, 2: 1.25, 4: 2.5}, 2, [1, 2, 4]),
     ],
 )
 def test_auto_grows_while_it_pays(table, limit, tried, monkeypatch):
@@ -217,6 +233,34 @@ def test_auto_grows_while_it_pays(table, limit, tried, monkeypatch):
         assert f"{limit * table[1] / took:.2f} times the throughput at {limit}" in made.reason
     else:
         assert "no faster than its members one by one" in made.reason
+
+
+def test_a_size_is_tried_until_once_takes_too_long(monkeypatch):
+    steps, policy = iter([2.0, 2.5]), Timed({})
+
+    def run(_members: list[str]) -> None:
+        policy.clock += next(steps)
+
+    monkeypatch.setattr(policy, "run_batch", run)
+    monkeypatch.setattr(batching.time, "perf_counter", lambda: policy.clock)
+    assert batching.time_batches(policy, [1]) == {1: 2.0}
+    assert list(steps) == []
+
+
+def test_what_came_in_one_message_is_computed_at_once_and_by_itself():
+    """Whatever it costs others; what is late or of another kind is not in it."""
+    message, other = Together(5), Together(1)
+    kinds = (("a", message), ("b", message), ("a", None), ("a", other), ("a", message), (None, message))
+    line = [job(kind) for kind, _ in kinds]
+    for each, (_, together) in zip(line, kinds, strict=True):
+        each.together = together
+    late = job("a", 0.5)
+    late.together = message
+    assert Batcher(8).members(line[0], [*line[1:], late], 1.0) == [line[0], line[4]]
+    assert Batcher(1).members(line[0], line[1:], 1.0) == line[:1]
+    assert batcher(CHEAP).members(line[2], [*line[:2], *line[3:]], 1.0) == [line[2]]
+    assert batcher(CHEAP).members(line[5], line[:5], 1.0) == [line[5]]
+    assert Batcher(3).describe() == {"max_batch": 3, "max_batch_reason": "asked for"}
 
 
 @pytest.mark.parametrize(("asked", "tried"), [(1, [1]), (2, [1, 2]), (3, [1, 2]), (4, [1, 2, 4])])
@@ -271,6 +315,14 @@ def test_deadlines_of_other_policies_count():
     assert batcher(CHEAP).members(line[0], line[1:], 0.0, [job("b", 2.25)]) == line
 
 
+def test_a_batch_is_cancelled_by_all_of_it():
+    line = [job("a"), job("a")]
+    for each in line:
+        assert not batching.Everyone(line).is_set()
+        each.cancel.set()
+    assert batching.Everyone(line).is_set()
+
+
 def test_one_is_no_batch():
     line = [job("a"), job("a")]
     assert batcher({1: 1.0, 2: 1.0}, 1).members(line[0], line[1:], 0.0) == line[:1]
@@ -280,7 +332,7 @@ def test_one_is_no_batch():
 # ----------------------------------------------------------------------------- in the scheduler
 
 
-class Together(ServedPolicy):
+class Jointly(ServedPolicy):
     """A policy whose kind of batch is the prompt's first letter, and whose inferences wait for ``open``."""
 
     unbatched = ""
@@ -329,7 +381,7 @@ class Together(ServedPolicy):
 
 class Desk:
     def __init__(self, max_batch: int | None = 8):
-        self.policy = Together()
+        self.policy = Jointly()
         self.scheduler = Scheduler(self.policy, max_batch=max_batch)
         self.scheduler.start()
         assert self.scheduler.batcher is not None
@@ -474,6 +526,33 @@ def test_who_left_a_batch_that_failed_is_not_computed_alone(desk):
     assert desk.found["a go robot 2"].code == "cancelled"
 
 
+def test_what_a_batch_took_is_learnt_where_all_of_it_was_answered(desk, monkeypatch):
+    """By a clock that inferences alone move."""
+    now, learnt, left = [100.0], [], []
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+    run = desk.policy.run_batch
+
+    def moving(*given, **options):
+        found = run(*given, **options)
+        left.append(len(desk.scheduler._ready.order()))
+        now[0] += 0.25 * len(found)
+        desk.scheduler._failures, desk.scheduler._broken = 2, "sick"  # as if others had failed meanwhile
+        return found
+
+    monkeypatch.setattr(desk.policy, "run_batch", moving)
+    monkeypatch.setattr(desk.scheduler.batcher.costs, "learn", lambda *given: learnt.append(given))
+    monkeypatch.setattr("sinew.serve.scheduler.time", clock)
+    desk.scheduler.batcher.limit = 2
+    desk.hold()
+    for number, prompt in enumerate(("a go", "a bad", "a go", "a go")):
+        desk.ask(prompt, f"robot {number}")
+    desk.ready(4)
+    assert desk.go(5) == [["a go", "a bad"], ["a go", "a go"]]
+    assert learnt == [("z", 1, 0.25), ("a", 2, 0.5)]
+    assert left == [4, 2, 0]  # who is computed waits no more, and keeps no memory there
+    assert (desk.scheduler._failures, desk.scheduler._broken) == (0, None)
+
+
 def test_a_batch_that_everybody_left_ends(desk):
     desk.hold()
     jobs = [desk.ask("a go", f"robot {number}") for number in range(2)]
@@ -536,7 +615,7 @@ def test_auto_measures_and_says_what_it_found():
 
 
 def test_a_policy_without_batches():
-    class Single(Together):
+    class Single(Jointly):
         unbatched = "expected another engine, got this one"
 
     for asked, says in ((None, ""), (4, "--max-batch 4: expected another engine, got this one")):

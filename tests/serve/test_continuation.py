@@ -19,6 +19,8 @@ from sinew.processing.continuation import check_continuation, continuation
 from sinew.processing.normalize import Normalizer
 from sinew.serve.wires import openpi
 from sinew.serve.wires.groot.codec import _continuation
+from sinew.steps.vector.add_state import AddState
+from sinew.steps.vector.threshold import Threshold
 
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
 ROWS = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
@@ -112,6 +114,122 @@ def test_options_of_groot() -> None:
         _continuation({"delay": "3"})
     with pytest.raises(ObservationError, match=r"options\.previous"):
         _continuation({"previous": [1, 2]})
+
+
+TRAINED = replace(
+    PolicySpec("a", "b", (), VectorSpec(2), VectorSpec(2), 4, 3, 1, 8), noise_rows=5, committed_rows=2
+)
+PLAIN = replace(TRAINED, committed_rows=0)
+IDENTITY = Normalizer(Normalization("identity"), 2, "action")
+
+
+def asking(rows: int = 3, **fields: Any) -> Observation:
+    return Observation({}, np.zeros(2, np.float32), previous=np.arange(2.0 * rows).reshape(-1, 2), **fields)
+
+
+def test_fields_are_taken_to_their_bounds_and_refused_beyond() -> None:
+    for spec, fields in (
+        (PLAIN, {"rows": 1}),
+        (PLAIN, {"rows": 16, "delay": 0, "horizon": np.int64(0), "beta": 0}),
+        *((PLAIN, {"rtc": kind, "beta": np.float32(1000)}) for kind in ("guided", "no-jacobian", "ramp")),
+        *((PLAIN, {"schedule": kind}) for kind in ("exp", "linear", "ones", "zeros")),
+        (TRAINED, {"delay": 2}),
+        (TRAINED, {}),
+        (TRAINED, {"delay": 3, "rtc": "guided", "schedule": "ones", "beta": 1.0}),
+    ):
+        check_continuation(asking(**fields), spec)
+    many = "at most the 2 rows that this checkpoint was trained to continue"
+    weigh = "none beside rtc trained, which has nothing to weigh"
+    for spec, fields, message in (
+        (PLAIN, {"rows": 0}, "previous: expected 1 to 16 rows, got 0"),
+        (PLAIN, {"rows": 17}, "previous: expected 1 to 16 rows, got 17"),
+        (PLAIN, {"delay": -1}, "delay: expected a whole number of rows from 0, got -1"),
+        (PLAIN, {"delay": True}, "delay: expected a whole number of rows from 0, got True"),
+        (PLAIN, {"horizon": 1.0}, "horizon: expected a whole number of rows from 0, got 1.0"),
+        (
+            PLAIN,
+            {"rtc": ("ramp",)},
+            "rtc: expected one of guided, no-jacobian, ramp, trained, got ('ramp',)",
+        ),
+        (PLAIN, {"schedule": "x"}, "schedule: expected one of exp, linear, ones, zeros, got 'x'"),
+        (PLAIN, {"beta": -0.5}, "beta: expected a number from 0 to 1000, got -0.5"),
+        (PLAIN, {"beta": 1000.5}, "beta: expected a number from 0 to 1000, got 1000.5"),
+        (PLAIN, {"beta": "1"}, "beta: expected a number from 0 to 1000, got '1'"),
+        (TRAINED, {"delay": 3}, f"delay: expected {many}, got 3"),
+        (TRAINED, {"schedule": "exp"}, f"schedule: expected {weigh}, got 'exp'"),
+        (TRAINED, {"beta": 5.0}, f"beta: expected {weigh}, got 5.0"),
+    ):
+        with pytest.raises(ObservationError) as error:
+            check_continuation(asking(**fields), spec)
+        assert str(error.value) == message
+    bad = asking()
+    bad.previous[1, 1] = np.nan  # type: ignore[index]
+    for odd, message in (
+        (bad, "previous: expected finite numbers, got NaN or infinity"),
+        (
+            replace(bad, previous=np.zeros(2)),
+            r"previous: expected numbers of shape [R, 2], got float64 of shape [2]",
+        ),
+        (
+            replace(bad, previous=np.zeros((1, 2, 2), int)),
+            r"previous: expected numbers of shape [R, 2], got int64 of shape [1, 2, 2]",
+        ),
+        (
+            replace(bad, previous=np.zeros((2, 3))),
+            r"previous: expected numbers of shape [R, 2], got float64 of shape [2, 3]",
+        ),
+    ):
+        with pytest.raises(ObservationError) as error:
+            check_continuation(odd, PLAIN)
+        assert str(error.value) == message
+    for name in ("delay", "horizon", "rtc", "schedule", "beta"):
+        with pytest.raises(
+            ObservationError, match=f"^{name}: expected previous beside it, the rows that are"
+        ):
+            check_continuation(Observation({}, np.zeros(2), **{name: 0}), PLAIN)  # type: ignore[arg-type]
+    check_continuation(Observation({}, np.zeros(2)), PLAIN)
+
+
+def test_rows_of_each_kind_that_are_continued() -> None:
+    """Of five that the solver integrates, four are the chunk's, and the horizon's are free."""
+
+    def of(spec: PolicySpec, **fields: Any) -> Any:
+        return continuation(asking(**fields), spec, IDENTITY, (), np.zeros(2), 3)
+
+    found = of(PLAIN, delay=1, horizon=1)
+    assert (found.kind, found.beta, found.overlap) == ("guided", 5.0, 3)
+    exp = [w * np.expm1(w) / np.expm1(1) for w in (2 / 3, 1 / 3)]
+    np.testing.assert_allclose(found.weights[:, 0], [1, *exp, 0, 0], rtol=1e-6)
+    assert found.weights[:, 2].tolist() == [0] * 5
+    assert found.target.tolist() == [[0, 1, 0], [2, 3, 0], [4, 5, 0], [4, 5, 0], [0, 0, 0]]
+    assert of(PLAIN, horizon=2, schedule="ones").weights[:, 0].tolist() == [1, 1, 0, 0, 0]
+    assert of(PLAIN, rows=9, schedule="ones").overlap == 4
+    assert of(PLAIN, horizon=4) is None
+    assert of(PLAIN, beta=0.0) is None
+    assert of(PLAIN, beta=1.0).beta == 1.0
+    ramp = of(PLAIN, rtc="ramp", delay=2, beta=0.0)
+    assert (ramp.kind, ramp.overlap) == ("ramp", 3)
+    assert ramp.weights[:2, 0].tolist() == [0, 0]
+    assert ramp.weights[:, 2].tolist() == [1] * 5  # padding has all of its velocity
+    assert of(PLAIN, rtc="ramp", horizon=9).overlap == 0
+    for delay, rows, end in ((2, 3, 2), (2, 1, 1), (1, 3, 1)):
+        trained = of(TRAINED, rows=rows, delay=delay)
+        assert (trained.kind, trained.overlap) == ("trained", end)
+        assert trained.weights.tolist() == [[0] * 3] * end + [[1] * 3] * (5 - end)
+    assert of(TRAINED) is None
+    assert continuation(Observation({}, np.zeros(2)), PLAIN, IDENTITY, (), np.zeros(2), 3) is None
+
+
+def test_actions_are_turned_back_before_they_are_continued() -> None:
+    """Relative ones to the state of the new frame; a step without an inverse is refused by name."""
+    state, add = np.array([10.0, 20.0]), AddState((0, 1))
+    found = continuation(asking(), PLAIN, IDENTITY, (add,), state, 2)
+    assert found is not None
+    assert found.target[:3].tolist() == [[-10, -19], [-8, -17], [-6, -15]]
+    with pytest.raises(
+        ObservationError, match="^previous: expected actions that can be turned back .* a step"
+    ):
+        continuation(asking(), PLAIN, IDENTITY, (add, Threshold((1,))), state, 2)
 
 
 def test_one_row_is_continued_and_padding_is_committed_with_its_rows() -> None:

@@ -176,9 +176,10 @@ def test_a_reader_sleeps_until_something_comes() -> None:
     reader.start()
     assert looks.acquire(timeout=WAIT_S)
     time.sleep(0.05)  # for whoever does not sleep
-    turns.put("a", 1)
+    turns.put("a", 1, 2)
     reader.join(WAIT_S)
-    assert (found, counted.count) == ([1], 3)  # the reader's two looks, and the item
+    assert (found, counted.count) == ([1], 3)  # the reader's two looks, and the items
+    assert turns._signals.qsize() == 1  # that of the second, for whoever sleeps for it
 
 
 def test_what_waits_is_given_before_the_end() -> None:

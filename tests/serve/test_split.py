@@ -86,8 +86,25 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                             SinewError, match=rf"^split: the head cannot use .* context \({said}\)$"
                         ):
                             robot.infer(observation)
+                for name, said in (
+                    ("continuation", "previous: expected nothing; a split policy does not continue chunks"),
+                    (
+                        "unconditional",
+                        "guidance_scale: expected 0, 1 or none; a split policy reads one prompt",
+                    ),
+                ):
+                    odd = replace(prepare(observation, pixels=False), **{name: np.zeros(1)})
+                    with monkeypatch.context() as patched:
+                        patched.setattr(policy.processor, "prepare", lambda *_, odd=odd, **__: odd)
+                        with pytest.raises(SinewError, match=f"^{said}$"):
+                            robot.infer(observation)
+                robot.reset("episode")
                 robot.close()
-                for closed, who in ((robot.infer, "policy"), (client.context, "client")):
+                for closed, who in (
+                    (robot.infer, "policy"),
+                    (robot.reset, "policy"),
+                    (client.context, "client"),
+                ):
                     with pytest.raises(ClientError, match=f"^the {who} is closed$"):
                         closed(observation)
         assert sizes["int8"] < 0.5 * sizes["fp32"]

@@ -28,7 +28,7 @@ from sinew.core.rate_limited_log import BURST, PERIOD_S, RateLimitedLog
 from sinew.serve import scheduler as scheduling
 from sinew.serve.decode.array import pack
 from sinew.serve.fair_queue import FairQueue
-from sinew.serve.request import DeadlineError, ShuttingDownError
+from sinew.serve.request import DeadlineError, Request, ShuttingDownError, Together
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
 from tests.serve.groot_client import decode_npy, encode_npy
@@ -552,6 +552,11 @@ def asking():
 
 def test_three_failures_in_a_row_try_the_policy_itself(asking):
     """An answer between them begins the count anew."""
+    fresh = asking()
+    for count, tried in enumerate((1, 1, 2), 1):
+        fresh.ask("fail")
+        until(lambda count=count: len(fresh.told) == count)
+        assert fresh.puppet.warm_ups == tried
     at = asking()
     said = ("fail", "fail", "go", "fail", "fail", "fail", "fail", "fail", "fail")
     for count, (prompt, tried) in enumerate(zip(said, (1, 1, 1, 1, 1, 2, 2, 2, 3), strict=True), 1):
@@ -655,3 +660,62 @@ def test_frames_beyond_the_bound_are_not_decoded_before_others_are_answered(
     assert not told
     at.puppet.release.set()
     until(lambda: len(at.told) == 2)
+
+
+def given(scheduler: Scheduler, told: list, **options):
+    seen = Observation(images={}, state=np.zeros(2), prompt="go")
+    return scheduler.submit(Request("", lambda _budget: seen, **options), told.append)
+
+
+def test_only_what_finds_nothing_to_wait_for_is_decoded_where_it_is_computed():
+    """By itself: the requests of one message are decoded side by side."""
+    scheduler, told = Scheduler(Puppet()), []
+    given(scheduler, told, client="a", together=Together(1))
+    assert (len(scheduler._received.order()), len(scheduler._ready.order())) == (1, 0)
+    scheduler = Scheduler(Puppet())
+    for place in range(2):
+        given(scheduler, told, client="a")
+        assert (len(scheduler._received.order()), len(scheduler._ready.order())) == (place, 1)
+    scheduler = Scheduler(Puppet())
+    scheduler._begin(given(scheduler, told, client="a"), [])
+    assert scheduler.stats()["running"]
+    given(scheduler, told, client="b")
+    assert [each.connection for each in scheduler._received.order()] == ["b"]
+
+
+def test_a_deadline_holds_to_its_moment(monkeypatch: pytest.MonkeyPatch):
+    now, told = [90.0], []
+    monkeypatch.setattr("sinew.serve.scheduler.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    scheduler = Scheduler(Puppet())
+    job = given(scheduler, told, client="a", deadline=100.0)
+    for now[0] in (99.5, 100.0):
+        scheduler._raise_if_abandoned(job)
+        scheduler.expire()
+    now[0] = 100.5
+    with pytest.raises(DeadlineError, match=r"^the deadline passed 500.0 ms before the request's turn came$"):
+        scheduler._raise_if_abandoned(job)
+    assert not told
+    scheduler.expire()
+    assert [type(each) for each in told] == [DeadlineError]
+    assert scheduler.stats() == {
+        **dict.fromkeys(("waiting", "served", "busy", "superseded", "batches"), 0),
+        "running": False,
+        "late": 1,
+        "failed": 1,
+    }
+
+
+def test_threads_are_waited_for_no_longer_than_was_said(monkeypatch: pytest.MonkeyPatch):
+    now, waits, alive = [100.0], [], [False, True]
+    monkeypatch.setattr("sinew.serve.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def join(seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += 4.0
+
+    scheduler = Scheduler(Puppet())
+    scheduler._threads = [SimpleNamespace(join=join, is_alive=lambda at=at: alive[at % 2]) for at in range(3)]
+    assert scheduler.join(5.0) is False
+    assert waits == [5.0, 1.0, 0.0]
+    alive[1] = False
+    assert scheduler.join(5.0) is True

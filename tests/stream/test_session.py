@@ -21,7 +21,7 @@ from sinew.core import CancelledError, ObservationError, SinewError
 from sinew.policy import Policy, load
 from sinew.steps.vector.add_state import AddState
 from sinew.stream import LocalLink, Session, StreamSettings
-from sinew.stream.loops import READ, RUN, Loops
+from sinew.stream.loops import READ, RUN, Loops, _daemon
 from sinew.stream.session import StateSample
 from sinew.stream.windows import Chunks, Rolling, Window
 from tests.serve.puppet import until
@@ -69,6 +69,12 @@ def session(policy: Policy, rate: float = 100.0, **settings: object) -> Session:
 
 def sample(time: float, value: float = 0.0, delay: int = 1) -> StateSample:
     return StateSample(np.float32([value, -value]), time, delay)
+
+
+def test_a_sample_reaches_rows_from_the_next_node_on() -> None:
+    """Where nobody says more, and was there when this machine's clock began."""
+    plain = StateSample(np.zeros(2), 0.5)
+    assert (plain.delay, plain.arrived, plain.tag) == (1, 0.0, 0)
 
 
 def test_the_newest_frame_wins_and_prefixes_are_swapped_whole(rolls: Policy) -> None:
@@ -169,7 +175,7 @@ def test_noise_is_put_back_as_the_forward_process_would_have_it(rolls: Policy) -
     clean = 2.0
     rng = np.random.default_rng(0)
     rolling._x = ((1 - levels) * clean)[:, None] + levels[:, None] * rng.standard_normal((6, 4000))
-    rolling._levels = levels
+    rolling._levels, rolling._origin = levels, 0
     x, raised = rolling._window(0)
     np.testing.assert_allclose(raised, (np.arange(6) + 1) / 6)
     np.testing.assert_allclose(x.mean(1), (1 - raised) * clean, atol=0.08)
@@ -196,6 +202,7 @@ def test_an_ordinary_checkpoint_streams_whole_chunks(
     seed = stream._seed
     chunk = policy.infer({"images": images, "state": state, "prompt": "go", "seed": seed}).actions
     assert len(window.rows) == 4 * (len(chunk) - 1) + 1 - window.step
+    np.testing.assert_array_equal(stream._made._handed.rows_from(window.step), window.rows)  # to be continued
     np.testing.assert_allclose(window.rows[4 - window.step], chunk[1], rtol=1e-4, atol=1e-5)
     middle = window.rows[4 - window.step + 2]
     np.testing.assert_allclose(middle, (chunk[1] + chunk[2]) / 2, rtol=1e-4, atol=1e-5)
@@ -287,12 +294,14 @@ def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
         ):
             StreamSettings(rate)
     assert (StreamSettings(0.1).rate, StreamSettings(2000.0).rate) == (0.1, 2000.0)
+    for kind in ("guided", "no-jacobian", "ramp", "none"):
+        assert StreamSettings(1.0, kind).guidance == kind
     stream = session(rolls)
     for bad, field in (
         (StateSample(np.zeros(3), 0.0), "state"),
         (StateSample(np.zeros(2), np.nan), "time"),
         (StateSample(np.zeros(2), np.inf), "time"),
-        (StateSample(np.zeros(2), -1e9), "time"),
+        (sample(-0.01), "time"),
         (sample(0.0, delay=-1), "delay"),
     ):
         with pytest.raises(ObservationError, match=f"^{field}: expected"):
@@ -491,21 +500,25 @@ def test_streams_take_turns_by_what_their_runs_cost() -> None:
 
 
 def test_a_cheap_run_does_not_wait_for_a_dear_one() -> None:
-    hog, robot, other = Busy(1e6, 100.0), Busy(1e6, 10.0), Busy(1e6, 50.0)
-    robot.wants_run = other.wants_run = False
-    loops, _ = loops_by_hand((hog, "hog"), (robot, "robot"), (other, "other"))
+    hog, robot, other = Busy(1e6, 100.0), Busy(1e6, 25.0), Busy(1e6, 50.0)
+    third = Busy(1e6, 10.0)  # which is so much cheaper than the hog alone
+    own = Busy(1e6, 1.0)  # which has had its turn with the hog
+    robot.wants_run = other.wants_run = third.wants_run = own.wants_run = False
+    loops, _ = loops_by_hand((hog, "hog"), (robot, "robot"), (other, "other"), (third, "third"), (own, "hog"))
     ran: list[tuple[str, int]] = []
 
-    def cheap(_pause: object) -> None:
+    def cheap(pause: Callable[[], None]) -> None:
         ran.append(("robot", hog.evaluated))
-        robot.wants_run = False
+        robot.wants_run, third.wants_run = False, True
+        pause()
+        third.wants_run = False
 
     robot.run = cheap  # type: ignore[method-assign,assignment]
     other.run = lambda pause: ran.append(("other", hog.evaluated))  # type: ignore[method-assign]
 
     def asked(pause: Callable[[], None]) -> None:
         for hog.evaluated in range(100):
-            robot.wants_run = hog.evaluated in (40, 60)
+            robot.wants_run, own.wants_run = hog.evaluated in (40, 60), hog.evaluated < 99
             other.wants_run = hog.evaluated >= 50
             pause()
 
@@ -519,7 +532,27 @@ def test_a_cheap_run_does_not_wait_for_a_dear_one() -> None:
     assert loops._next(RUN) is None
     loops._work(RUN)
     assert ran[-1] == ("other", 99)
+    assert third.runs == own.runs == 0
     assert loops._busy == ([], [])
+
+
+def test_who_comes_late_has_saved_nothing_and_owes_nothing() -> None:
+    first, second = Busy(1e6, 1.0), Busy(1e6, 1.0)
+    loops, _ = loops_by_hand((first, "first"))
+
+    def turn() -> tuple[int, int]:
+        assert loops._next(READ) is None
+        loops._work(READ)
+        return first.prefixes, second.prefixes
+
+    assert turn() == (1, 0)
+    loops.add(second, Nobody(), "second")  # type: ignore[arg-type]
+    assert turn() == (1, 1)
+    second.wants_prefix = False
+    for count in range(2, 7):
+        assert turn() == (count, 1)
+    second.wants_prefix = True
+    assert [turn() for _ in range(4)] == [(6, 2), (7, 2), (7, 3), (8, 3)]
 
 
 def test_each_loop_computes_on_a_thread_of_its_own() -> None:
@@ -543,6 +576,7 @@ def test_each_loop_computes_on_a_thread_of_its_own() -> None:
 
 def test_a_link_in_this_process_computes_until_it_is_closed(rolls: Policy) -> None:
     link = LocalLink(session(rolls))
+    assert link._loops._threads == (1, 1)
     assert link.send([0.0, 0.0], 1.0)
     assert until(link.windows)[0].run == 1
     link.close()
@@ -607,8 +641,9 @@ def test_a_stream_that_fails_is_told_and_what_nobody_foresaw_is_logged_once(
 
 def test_who_has_left_is_forgotten_and_loops_end_in_time() -> None:
     joined: list[float] = []
+    started: list[str] = []
     thread = SimpleNamespace(join=joined.append)
-    loops = Loops(start=lambda _name, _run: thread)  # type: ignore[arg-type, return-value]
+    loops = Loops(start=lambda name, _run: started.append(name) or thread)  # type: ignore[arg-type, return-value]
     first, second = Busy(1e6, 1.0), Busy(1e6, 1.0)
     for busy, owner in ((first, "one"), (second, "one"), (Busy(1e6, 1.0), "two")):
         loops.add(busy, Nobody(), owner)  # type: ignore[arg-type]
@@ -621,6 +656,69 @@ def test_who_has_left_is_forgotten_and_loops_end_in_time() -> None:
     loops.stop(5.0)
     assert len(joined) == 2
     assert all(0 <= wait <= 5.0 for wait in joined)
+    loops.stop(0.0)
+    assert joined[2:] == [0.0, 0.0]
+    assert all(event.is_set() for event in loops._news)  # or they would not look
+    loops.add(first, Nobody(), "one")  # type: ignore[arg-type]
+    assert started == ["sinew-prefix", "sinew-head"]  # once for all, and no more at the end
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_prefix_is_news_for_the_head(made: bool) -> None:
+    busy = Busy(1e6, 1.0)
+    loops, _ = loops_by_hand((busy, "robot"))
+    busy.read = lambda: made  # type: ignore[method-assign]
+    assert loops._next(READ) is None
+    loops._work(READ)
+    assert loops._news[RUN].is_set() is made
+    assert _daemon("of a test", lambda: None).daemon  # a process ends though a loop computes
+
+
+def test_a_loop_sleeps_until_there_is_news() -> None:
+    """It forgets the last before it looks, so that nothing is missed."""
+    loops, seen, before = loops_by_hand()[0], list[Any](), torch.get_num_threads()
+
+    def wait(seconds: float) -> None:
+        seen.append(seconds)
+        loops._ended = True
+
+    event = SimpleNamespace(clear=lambda: seen.append("clear"), wait=wait)
+    loops._news = (event, event)  # type: ignore[assignment]
+    loops._loop(RUN)
+    torch.set_num_threads(before)
+    assert seen == ["clear", 0.5]
+
+
+def test_who_has_left_is_computed_no_further_and_nothing_of_it_stays() -> None:
+    told: list[str] = []
+    listener = SimpleNamespace(failed=lambda error: told.append(str(error)))
+    here, gone = Busy(1e6, 2.0), Busy(1e6, 2.0)
+    loops = loops_by_hand((here, "here"))[0]
+    loops.add(gone, listener, "gone")  # type: ignore[arg-type]
+    gone_run = gone.run
+    here.wants_run = gone.wants_prefix = False
+
+    def leaves(pause: Callable[[], None]) -> None:
+        loops.remove(gone)  # type: ignore[arg-type]
+        gone_run(pause)
+
+    gone.run = leaves  # type: ignore[method-assign]
+    assert loops._next(RUN) is None
+    assert loops._next(READ) is None  # that of the other
+    loops.settle([Busy(1.0, 1.0)])  # type: ignore[list-item]  # which nothing is computed for
+    waits = threading.Thread(target=loops.settle, args=([gone],), daemon=True)
+    waits.start()
+    until(lambda: loops._lock._waiters)  # type: ignore[attr-defined]
+    loops._work(RUN)
+    waits.join(60.0)
+    assert not waits.is_alive()
+    assert (told, gone.runs, gone.evaluated) == (["the stream has ended"], 1, 0)
+    loops._work(READ)
+    loops.add(gone, listener, "gone")  # type: ignore[arg-type]
+    assert loops._next(RUN) is None
+    loops.remove(gone)  # type: ignore[arg-type]
+    loops._work(RUN)
+    assert (gone.runs, len(told)) == (1, 1)  # it had not begun
 
 
 def turns_of(loops: Loops, count: int) -> set[Any]:
@@ -635,6 +733,7 @@ def test_no_stream_is_computed_more_often_than_it_said() -> None:
     """Whatever is sent: a prefix for each node of its rate at most, and a run for each sample and each prefix."""
     stream = Busy(10.0, 100.0)
     loops, now = loops_by_hand((stream, "robot"))
+    assert turns(loops, READ) == 2  # one comes early by as much as a network delivers at once
     counts = []
     for second in range(5):
         for tick in range(100):
@@ -644,8 +743,8 @@ def test_no_stream_is_computed_more_often_than_it_said() -> None:
         counts.append((stream.prefixes, stream.runs))
     rates = np.diff(counts, axis=0)
     assert rates.max(axis=0).tolist() == [10, 20]
-    assert counts[0][0] <= 12
-    assert counts[0][1] <= 23
+    assert 10 <= counts[0][0] <= 12
+    assert 20 <= counts[0][1] <= 23
     assert 0.0 < loops._next(RUN) <= 0.05  # type: ignore[operator]  # and the loop sleeps until then
 
 
@@ -664,6 +763,7 @@ def test_a_robots_clock_begins_at_zero_and_its_sources_may_come_in_any_order(rol
     with pytest.raises(ObservationError, match=r"^time: expected .* from 0 to 1e\+09, got 1e\+09"):
         stream.push_sample(sample(1e9))
     assert stream.samples == 1
+    session(rolls).push_sample(sample(1e9 - 0.5))
     assert stream.read()
     window = stream.run()
     assert window is not None
@@ -707,6 +807,12 @@ def test_what_has_no_halves_or_nothing_to_guide_does_not_stream(
     with monkeypatch.context() as patched:
         patched.setattr(whole, "facts", replace(whole.facts, unshared="one graph"))
         with pytest.raises(SinewError, match="^stream: one graph$"):
+            Session(whole, StreamSettings(hz))
+        patched.setattr(whole, "facts", replace(whole.facts, unshared=""))
+        patched.setattr(whole, "spec", replace(spec, history=2))
+        with pytest.raises(
+            SinewError, match="^stream: expected a policy that reads one moment, got one of 2$"
+        ):
             Session(whole, StreamSettings(hz))
     monkeypatch.setattr(whole, "spec", replace(spec, solver=replace(spec.solver, kind="ddim")))
     assert "no guidance" in Session(whole, StreamSettings(hz, "none")).label

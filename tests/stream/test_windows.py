@@ -64,7 +64,8 @@ def test_a_rolling_window_is_what_its_rows_are_one_by_one(solver: Solver) -> Non
     for origin in (0, 0, 1, 3, 2, 2 + ROWS - 1, 7 - (ROWS - 1), 2 + ROWS, 8, 40, 41, 41 - ROWS):
         started, raised = forward(x, levels, before, origin, rng)
         velocity = 0.25
-        found = rolling.run(velocity, origin)
+        with np.errstate(all="raise"):  # rows that are noise have nothing to keep
+            found = rolling.run(velocity, origin)
         span = solver.start - solver.end
         x, denoised = np.empty((ROWS, WIDTH)), np.empty((ROWS, WIDTH))
         for i in range(ROWS):
@@ -248,9 +249,10 @@ def test_what_was_taken_back_is_not_continued(whole: Policy, asked: list[Observa
     chunks = chunks_of(whole, 1, "guided")
     rows = np.arange(30, dtype=np.float32)[:, None] * np.ones((1, whole.spec.action.dim), np.float32)
     chunks.handed(rows, 0, run=1)
-    assert chunks._continuation(np.zeros(whole.spec.state.dim, np.float32), 0.0, 0) is not None
-    assert asked[-1].previous is not None
-    np.testing.assert_array_equal(asked[-1].previous[:, 0], np.arange(30))
+    for taken in (0.0, -1.0 / chunks.rate):  # a frame may be older than the robot's clock
+        assert chunks._continuation(np.zeros(whole.spec.state.dim, np.float32), taken, 0) is not None
+        assert asked[-1].previous is not None
+        np.testing.assert_array_equal(asked[-1].previous[:, 0], np.arange(30))
     chunks.handed(rows[:5], 6, run=2)
     assert len(chunks._handed.rows_from(6)) == 5
 

@@ -127,7 +127,7 @@ class NoiseLevels:
             return (self.count,)
         stride = -(-self.count // count)
         fewer = -(-self.count // stride)
-        if self.spacing == "leading" or count in (1, fewer):
+        if self.spacing == "leading" or count == fewer:
             return (count,)
         return fewer, -(-self.count // (stride - 1))
 
