@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,7 @@ from sinew.core import MAX_SIZE, BundleError
 
 T = TypeVar("T")
 K = TypeVar("K", bound="Tagged")
+STEPS = "sinew.steps"  # the group of entry points of steps in other distributions
 MAX_SOLVER_STEPS = 100
 MAX_HZ = 10_000.0
 MAX_NAME = 256  # characters
@@ -234,12 +235,21 @@ class Tagged:
 
     @classmethod
     def registered(cls: type[K], kind: object) -> type[K]:
-        """Return the class of a tag. Raises ValueError for one that is not registered."""
-        place = cls.registry.get(kind) if isinstance(kind, str) else None
-        if place is None:
-            raise ValueError(f"kind: expected one of {', '.join(cls.registry)}, got {kind!r}")
-        module, name = place.split(":")
-        found: type[K] = getattr(import_module(module), name)
+        """Return the class of a tag, also of an installed package with an entry point of that name in the group
+        ``sinew.steps``. Raises ValueError for one that neither has."""
+        word = kind if isinstance(kind, str) else ""
+        place = cls.registry.get(word) or next(
+            (each.value for each in entry_points(group=STEPS, name=word)), ""
+        )
+        if not place:
+            known = f"expected one of {', '.join(cls.registry)}, or of an installed package ({STEPS})"
+            raise ValueError(f"kind: {known}, got {kind!r}")
+        try:
+            found = EntryPoint(word, place, STEPS).load()
+        except Exception as error:  # whatever another distribution's import raises
+            raise ValueError(f"kind {word}: {place}: expected a {cls.__name__}: {error}") from error
+        if not (isinstance(found, type) and issubclass(found, cls)):
+            raise ValueError(f"kind {word}: expected a {cls.__name__}, got {place}")
         return found
 
     @classmethod

@@ -136,7 +136,8 @@ class Variant:
         differing = [
             f.name for f in fields(self) if len({getattr(variant, f.name) for variant in others}) > 1
         ]
-        return ", ".join(f"{name} {self.show(name)}" for name in differing) or self.show("target")
+        said = [self.show(name) if name == "target" else f"{name} {self.show(name)}" for name in differing]
+        return ", ".join(said) or self.show("target")
 
     def show(self, name: str) -> str:
         value = getattr(self, name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from urllib import request
+from urllib.parse import urlsplit
 
 from sinew.core import PolicySpec, VectorSpec
 from sinew.serve.transport.listen import reachable
@@ -48,6 +50,16 @@ def ready_text(
     lines += [
         "  TLS      SSL_CERT_FILE=CERT.pem lets them trust a certificate that you signed yourself"
     ] * secure
+    web = {
+        urlsplit(reachable(wire.address)).hostname or ""
+        for wire in wires
+        if wire.address[:3] not in ("tcp", "ipc")
+    }
+    far = [host for host in sorted(web) if not request.proxy_bypass_environment(host)]
+    if far and request.getproxies_environment().keys() & {"http", "https", "all"}:
+        lines.append(
+            f"  proxy    no_proxy={','.join(far)} lets programs here ask without the environment's proxy"
+        )
     for wire in wires:
         program = [f"    {line}" for line in wire.guide(spec)]
         lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]

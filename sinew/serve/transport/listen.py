@@ -144,7 +144,11 @@ class Listen:
         try:
             context.load_cert_chain(cert, self.tls_key)
         except (OSError, ValueError) as error:
-            why = "the key is another certificate's" if "MISMATCH" in str(error) else error
+            why = (
+                "the key is another certificate's"
+                if re.search("MISMATCH|NO_CERTIFICATE", str(error))
+                else error
+            )
             raise SinewError(f"TLS: {', '.join(files)}: {why}") from error
         if (end := _end(cert)) < time.strftime("%y%m%d%H%M%S", time.gmtime()):
             day = f"20{end[:2]}-{end[2:4]}-{end[4:6]}"

@@ -82,7 +82,9 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         known = ", ".join(OPENPI_CONFIGS)
         near = did_you_mean(options.openpi_config, OPENPI_CONFIGS)
         got = (
-            f"{options.openpi_config!r} is not one of them{near}" if options.openpi_config else "none was given"
+            f"{options.openpi_config!r} is not one of them{near}"
+            if options.openpi_config
+            else "none was given"
         )
         raise ConvertError(
             f"{path}: give the training config with --openpi-config NAME ({got}): {known}; or one of your own as a"
