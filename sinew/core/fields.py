@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -22,6 +21,7 @@ from sinew_client.solver import Solver
 from sinew_client.types import MAX_HISTORY, MAX_HISTORY_STEPS, CameraSpec, KeyMap, PolicySpec, VectorSpec
 
 from sinew.core import MAX_SIZE, BundleError
+from sinew.core.registry import loaded, place_of
 
 T = TypeVar("T")
 K = TypeVar("K", bound="Tagged")
@@ -238,18 +238,11 @@ class Tagged:
         """Return the class of a tag, also of an installed package with an entry point of that name in the group
         ``sinew.steps``. Raises ValueError for one that neither has."""
         word = kind if isinstance(kind, str) else ""
-        place = cls.registry.get(word) or next(
-            (each.value for each in entry_points(group=STEPS, name=word)), ""
-        )
-        if not place:
-            known = f"expected one of {', '.join(cls.registry)}, or of an installed package ({STEPS})"
-            raise ValueError(f"kind: {known}, got {kind!r}")
-        try:
-            found = EntryPoint(word, place, STEPS).load()
-        except Exception as error:  # whatever another distribution's import raises
-            raise ValueError(f"kind {word}: {place}: expected a {cls.__name__}: {error}") from error
+        place = cls.registry.get(word) or place_of(STEPS, word)
+        found = loaded(STEPS, word, place, cls.__name__) if place != word else None
         if not (isinstance(found, type) and issubclass(found, cls)):
-            raise ValueError(f"kind {word}: expected a {cls.__name__}, got {place}")
+            known = f"{', '.join(cls.registry)}, or a {cls.__name__} of an installed package ({STEPS})"
+            raise ValueError(f"kind: expected one of {known}, got {kind!r}")
         return found
 
     @classmethod

@@ -188,4 +188,4 @@ def test_files_that_are_no_pair_are_told_apart_and_one_that_ended_is_said(
     Listen(tls_cert=Path("cert.pem"), tls_key=Path("key.pem")).tls()
     assert not [each for each in caplog.messages if "clients refuse it" in each]
     Listen(tls_cert=Path("old.pem"), tls_key=Path("key.pem")).tls()
-    assert re.search(r"TLS: --tls-cert old.pem: ended on 20\d\d-\d\d-\d\d, so clients refuse it", caplog.text)
+    assert re.search(r"TLS: --tls-cert old.pem: ended on 20\d{12} \(UTC\), so clients refuse it", caplog.text)

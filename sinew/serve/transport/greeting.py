@@ -50,16 +50,10 @@ def ready_text(
     lines += [
         "  TLS      SSL_CERT_FILE=CERT.pem lets them trust a certificate that you signed yourself"
     ] * secure
-    web = {
-        urlsplit(reachable(wire.address)).hostname or ""
-        for wire in wires
-        if wire.address[:3] not in ("tcp", "ipc")
-    }
-    far = [host for host in sorted(web) if not request.proxy_bypass_environment(host)]
-    if far and request.getproxies_environment().keys() & {"http", "https", "all"}:
-        lines.append(
-            f"  proxy    no_proxy={','.join(far)} lets programs here ask without the environment's proxy"
-        )
+    if request.getproxies().keys() & {"http", "https", "all"}:
+        web = [urlsplit(reachable(wire.address)) for wire in wires if not wire.address.startswith("tcp:")]
+        far = {at.hostname for at in web if at.hostname and not request.proxy_bypass(at.hostname)}
+        lines += [f"  proxy    no_proxy={host} lets programs here ask without one" for host in sorted(far)]
     for wire in wires:
         program = [f"    {line}" for line in wire.guide(spec)]
         lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]

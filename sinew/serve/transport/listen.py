@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 ARRIVAL_S = 10.0  # who is slower is no robot
 CERTIFICATE = r"(?s)-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----"
+TIMES = rb"[\x17\x18][\x0d\x0f](\d{12,14})Z"  # those of two digits a year are of this century
 KEY = r"-----BEGIN (?!ENCRYPTED)[A-Z ]*PRIVATE KEY-----(?!\s*Proc-Type: 4,ENCRYPTED)"
 
 
@@ -144,23 +145,19 @@ class Listen:
         try:
             context.load_cert_chain(cert, self.tls_key)
         except (OSError, ValueError) as error:
-            why = (
-                "the key is another certificate's"
-                if re.search("MISMATCH|NO_CERTIFICATE", str(error))
-                else error
-            )
+            other = "MISMATCH" in str(error) or "NO_CERTIFICATE" in str(error)  # by algorithm
+            why = "the key is another certificate's" if other else error
             raise SinewError(f"TLS: {', '.join(files)}: {why}") from error
-        if (end := _end(cert)) < time.strftime("%y%m%d%H%M%S", time.gmtime()):
-            day = f"20{end[:2]}-{end[2:4]}-{end[4:6]}"
-            logger.warning("TLS: --tls-cert %s: ended on %s, so clients refuse it", cert, day)
+        if (end := _end(cert)) < time.strftime("%Y%m%d%H%M%S", time.gmtime()):
+            logger.warning("TLS: %s: ended on %s (UTC), so clients refuse it", files[0], end)
         return context
 
 
 def _end(cert: Path) -> str:
-    """Return when a file's first certificate ends (RFC 5280: the second time in it), as %y%m%d%H%M%S in UTC."""
-    text = cert.read_text(errors="replace")
-    der = ssl.PEM_cert_to_DER_cert(re.search(CERTIFICATE, text)[0])  # type: ignore[index]
-    return re.findall(rb"[\x17\x18][\x0d\x0f](\d{12,14})Z", der)[1].decode()[-12:]
+    """Return when a file's first certificate ends, as %Y%m%d%H%M%S in UTC (RFC 5280: the second time in it)."""
+    first = re.search(CERTIFICATE, cert.read_text(errors="replace"))
+    times = re.findall(TIMES, ssl.PEM_cert_to_DER_cert(first[0] if first else ""))
+    return f"20{times[1].decode()}"[-14:]
 
 
 def reachable(address: str) -> str:

@@ -74,8 +74,8 @@ def _steps_near(path: Path) -> list[Path]:
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
-    if near := _steps_near(path):
-        steps = ", ".join(map(str, near[-3:]))
+    if saved := _steps_near(path):
+        steps = ", ".join(map(str, saved[-3:]))
         raise ConvertError(f"{path}: expected a checkpoint, the folder of a step, as {steps}")
     published, own = OPENPI_CONFIGS.get(options.openpi_config), Path(options.openpi_config)
     if published is None and own.suffix != ".json":
