@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from importlib.metadata import EntryPoint
 from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from sinew_client.given import named, shown
 from sinew_client.solver import Solver
@@ -238,7 +239,9 @@ class Tagged:
         """Return the class of a tag, also of an installed package with an entry point of that name in the group
         ``sinew.steps``. Raises ValueError for one that neither has."""
         word = kind if isinstance(kind, str) else ""
-        place = cls.registry.get(word) or place_of(STEPS, word)
+        if ours := cls.registry.get(word):
+            return cast(type[K], EntryPoint(word, ours, STEPS).load())
+        place = place_of(STEPS, word)
         found = loaded(STEPS, word, place, cls.__name__) if place != word else None
         if not (isinstance(found, type) and issubclass(found, cls)):
             known = f"{', '.join(cls.registry)}, or a {cls.__name__} of an installed package ({STEPS})"
