@@ -1,15 +1,23 @@
-"""What other distributions bring: families and wires, found by their entry points. Engines: tests/contract."""
+"""What other distributions bring: families, wires and steps, found by their entry points. Engines: tests/contract."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from sinew.bundle import Bundle
+from sinew.cli import main
 from sinew.core import BundleError, SinewError, registry
 from sinew.engine import backend
+from sinew.policy import load
 from sinew.serve import wires
+from tests.bundle.test_bundle import with_manifest
 
+ASSETS = Path(__file__).resolve().parents[1] / "sinew" / "assets"
 FAMILY = """
 from sinew.core.registry import Family
 FAMILY = Family(models={"theirs-v1": "model:Theirs"}, units={"theirs-v1": ("radian",)})
@@ -17,6 +25,19 @@ FAMILY = Family(models={"theirs-v1": "model:Theirs"}, units={"theirs-v1": ("radi
 WIRE = """
 from sinew.serve.wire import Wire
 WIRE = Wire("theirs", 8123, "as http", "http", "sinew.serve.wires.actions:ROUTES")
+"""
+STEP = """
+from dataclasses import dataclass, field
+from typing import Literal
+from sinew.steps.image.base import ImageStep
+
+@dataclass(frozen=True)
+class Negative(ImageStep):
+    keeps_size = True
+    kind: Literal["negative"] = field(default="negative", kw_only=True, repr=False)
+
+    def forward(self, frame):
+        return 255 - frame
 """
 
 
@@ -91,3 +112,42 @@ def test_what_is_no_engine_is_said(installed: Path, monkeypatch: pytest.MonkeyPa
     words = "sinew.engines: theirs = their_family:BACKEND: expected a Backend: .*no attribute 'BACKEND'"
     with pytest.raises(SinewError, match=words):
         backend.BACKENDS["theirs"]
+
+
+def test_an_image_step_of_another_distribution(
+    installed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bundle that lists it is inspected and computes with it; without the package it is refused by name, and so is a
+    name that is a place of this program's, for a file says the name."""
+    (tmp_path / "their_negative.py").write_text(STEP)
+    points = "[sinew.steps]\nnegative = their_negative:Negative\n"
+    installed.write_text(points)
+    from their_negative import Negative  # type: ignore[import-not-found]
+
+    pen, bundle = ASSETS / "pen.gguf", Bundle(ASSETS / "pen.gguf")
+    processing = bundle.manifest.processing
+    turned = replace(processing, image=replace(processing.image, steps=(Negative(), *processing.image.steps)))
+    theirs = with_manifest(pen, tmp_path / "theirs.gguf", processing=turned)
+    assert main(["inspect", str(theirs)]) == 0
+    assert "Negative()" in capsys.readouterr().out
+    seen = load(pen, engine="eager").dummy_observation()
+    dark = replace(seen, images={name: 255 - frame for name, frame in seen.images.items()})
+    answers = [load(each, engine="eager").infer(of).actions for each, of in ((theirs, seen), (pen, dark))]
+    assert np.array_equal(*answers)
+    for line, words in (
+        (
+            "",
+            "expected one of resize, .*, or a ImageStep of an installed package (sinew.steps), got 'negative'",
+        ),
+        (
+            "negative = their_negative:Literal",
+            "or a ImageStep of an installed package .sinew.steps., got .negative",
+        ),
+        ("negative = their_family.broken:X", "their_family.broken:X: expected a ImageStep: .*syntax"),
+    ):
+        installed.write_text(f"[sinew.steps]\n{line}\n")
+        assert main(["inspect", str(theirs)]) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert re.search(words.replace("(", r"\(").replace(")", r"\)"), said), said
+    with pytest.raises(ValueError, match="got 'os:system'"):
+        type(turned.image.steps[0]).registered("os:system")

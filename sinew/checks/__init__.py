@@ -309,12 +309,7 @@ def golden() -> list[Check]:
     if not checks:
         return [Check("golden", "warn", "this installation carries no golden fixture", "reinstall sinew")]
     return [
-        Check(
-            name,
-            "ok" if ok else "fail",
-            detail,
-            "" if ok else "do not trust actions of this install",
-        )
+        Check(name, "ok" if ok else "fail", detail, "" if ok else "do not trust actions of this install")
         for check in checks
         for name, ok, detail in check()
     ]

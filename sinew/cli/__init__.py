@@ -7,6 +7,7 @@ A verb is a plain function with a typed signature; what it returns is the exit c
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,6 +129,8 @@ def _words(error: Exception) -> str:
         name = f"{error.filename}: " if error.filename else ""
         return f"{name}{error.strerror or error}"
     first = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, MemoryError) or re.search("failed to map segment|can't allocate memory", first):
+        return f"expected more memory than this process may take (ulimit -v, a cgroup): {first}"
     return f"{type(error).__name__}: {first} (a fault of this program; `--debug` shows where)"
 
 

@@ -51,7 +51,8 @@ def dataset(
     from sinew.eval.settings import Task, parse_replan
     from sinew.eval.variants import default_env, settled, variants
 
-    if next(Path(source).glob("*.npz"), None) is not None or is_journal(Path(source)):
+    of_frames = next(Path(source).glob("*.npz"), None) is not None or is_journal(Path(source))
+    if of_frames:
         if env is not None or successes:
             raise SinewError("--env, --successes: belong to episodes that are played, not to records")
         counts: dict[str, Any] = of_records(Path(source), out, hz, bundle, corrections)
@@ -69,6 +70,11 @@ def dataset(
             raise MissingPackageError("playing episodes", error.name or "mujoco") from None
     console = terminal.console(markup=False)
     text = ", ".join(f"{value} {name}" for name, value in counts.items())
-    console.print(f"{out}: {text}")
+    why = (
+        "; a pause or hold, another instruction or an error begins another"
+        if of_frames and counts["episodes"] > 1
+        else ""
+    )
+    console.print(f"{out}: {text}{why}")
     terminal.emit({"dataset": str(out), **counts})
     return 0

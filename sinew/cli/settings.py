@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts.config import Dict, Env
 
-from sinew.cli.verbs import RENAMED, groups_of
+from sinew.cli.verbs import groups_of
 from sinew.core import SinewError, did_you_mean, progress
 
 if TYPE_CHECKING:
@@ -61,12 +61,6 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     if not commands:
         return
     prefix = _prefix(commands)
-    for old, new in RENAMED.items():
-        if tuple(new.partition(" --")[0].split()) == commands and old != commands[-1]:
-            for variable in os.environ:
-                if variable.startswith(_prefix((old,))):
-                    said = f"`sinew {old}` is `sinew {new}` now, whose variables begin with {prefix}"
-                    raise SinewError(f"{variable}: {said}")
     known = {prefix + name.upper().replace("-", "_"): name for name in flags(arguments)}
     for variable, value in os.environ.items():
         # What Kubernetes tells each pod of the Services beside it, one of which may be ``sinew-serve``.

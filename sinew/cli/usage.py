@@ -18,7 +18,7 @@ from cyclopts import (
 from cyclopts import ValidationError as BoundError
 from rich.text import Text
 
-from sinew.cli.verbs import RENAMED
+from sinew.cli.verbs import WITHIN
 from sinew.core import did_you_mean
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _no_verb(word: str, known: list[str], within: bool) -> str:
         hint = did_you_mean(word, ("--json", "--debug", "--config", *known)).removeprefix("; ")
         return f"unknown flag {word}: {hint or 'those of a verb stand behind it, `sinew VERB --help`'}"
     verbs = [each for each in known if not each.startswith("-")]
-    moved = "" if within or word not in RENAMED else f"it is `sinew {RENAMED[word]}` now"
+    moved = "" if within or word not in WITHIN else f"it is `sinew {WITHIN[word]}`"
     hint = moved or did_you_mean(word, verbs).removeprefix("; ") or f"expected one of {', '.join(verbs)}"
     return f"unknown verb {word!r}: {hint}"
 

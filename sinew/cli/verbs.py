@@ -182,15 +182,9 @@ def groups_of(words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping
         yield words[:place], inside
 
 
-# What had another name, for those whose fingers know it.
-RENAMED = {
-    "cache": "hub cache",
-    "client": "bench",
-    "completion": "--completion",
-    "stream": "run --stream",
-    "upgrade": "convert",
-    **{words[-1]: " ".join(words) for words, _ in commands() if words[0] in ("recording", "hub")},
-}
+# What is looked for without the words before it.
+WITHIN = {words[-1]: " ".join(words) for words, _ in commands() if words[0] in ("recording", "hub")}
+WITHIN |= {"cache": "hub cache", "completion": "--completion", "stream": "run --stream"}
 
 
 def function_of(words: tuple[str, ...], verb: Verb) -> str:

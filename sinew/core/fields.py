@@ -13,18 +13,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from importlib import import_module
+from importlib.metadata import EntryPoint
 from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from sinew_client.given import named, shown
 from sinew_client.solver import Solver
 from sinew_client.types import MAX_HISTORY, MAX_HISTORY_STEPS, CameraSpec, KeyMap, PolicySpec, VectorSpec
 
 from sinew.core import MAX_SIZE, BundleError
+from sinew.core.registry import loaded, place_of
 
 T = TypeVar("T")
 K = TypeVar("K", bound="Tagged")
+STEPS = "sinew.steps"  # the group of entry points of steps in other distributions
 MAX_SOLVER_STEPS = 100
 MAX_HZ = 10_000.0
 MAX_NAME = 256  # characters
@@ -234,12 +236,16 @@ class Tagged:
 
     @classmethod
     def registered(cls: type[K], kind: object) -> type[K]:
-        """Return the class of a tag. Raises ValueError for one that is not registered."""
-        place = cls.registry.get(kind) if isinstance(kind, str) else None
-        if place is None:
-            raise ValueError(f"kind: expected one of {', '.join(cls.registry)}, got {kind!r}")
-        module, name = place.split(":")
-        found: type[K] = getattr(import_module(module), name)
+        """Return the class of a tag, also of an installed package with an entry point of that name in the group
+        ``sinew.steps``. Raises ValueError for one that neither has."""
+        word = kind if isinstance(kind, str) else ""
+        if ours := cls.registry.get(word):
+            return cast(type[K], EntryPoint(word, ours, STEPS).load())
+        place = place_of(STEPS, word)
+        found = loaded(STEPS, word, place, cls.__name__) if place != word else None
+        if not (isinstance(found, type) and issubclass(found, cls)):
+            known = f"{', '.join(cls.registry)}, or a {cls.__name__} of an installed package ({STEPS})"
+            raise ValueError(f"kind: expected one of {known}, got {kind!r}")
         return found
 
     @classmethod

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -96,18 +96,20 @@ def families() -> Iterator[Family]:
     for name, home in _added():
         if name in FAMILIES:
             raise BundleError(f"entry point {GROUP}: {name} = {home}: a family of this name is part of sinew")
-        try:
-            family = import_module(home).FAMILY
-        except Exception as error:  # whatever another distribution's import raises
-            raise BundleError(
-                f"entry point {GROUP}: {name} = {home}: expected a package with FAMILY: {error}"
-            ) from error
-        yield replace(family, name=name, home=home)
+        yield replace(loaded(GROUP, name, home, "package with FAMILY", ":FAMILY"), name=name, home=home)
 
 
 @cache
 def _added() -> tuple[tuple[str, str], ...]:
     return tuple((point.name, point.value) for point in entry_points(group=GROUP))
+
+
+def loaded(group: str, name: str, place: str, what: str, part: str = "") -> Any:
+    """Return what an entry point of another distribution names, or a part of it. Raises :class:`BundleError`."""
+    try:
+        return EntryPoint(name, place + part, group).load()
+    except Exception as error:  # whatever another distribution's import raises
+        raise BundleError(f"entry point {group}: {name} = {place}: expected a {what}: {error}") from error
 
 
 def place_of(group: str, name: str) -> str:

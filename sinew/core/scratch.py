@@ -7,6 +7,7 @@ power cut) is removed by the next one with the same target: a lock on the folder
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_NAME = 64  # characters of the target's name in the folder's
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -45,6 +47,10 @@ def beside(target: Path) -> Iterator[Path]:
                 if lock is not None:
                     os.close(lock)  # another process swept it away before it was held
             yield folder
+        except OSError as error:
+            if error.errno in FULL:  # a write does not say of what
+                error.filename = str(target)
+            raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             if lock is not None:

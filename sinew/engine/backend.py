@@ -14,11 +14,12 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from sinew.core import PROMPT_TABLE, RTC, SinewError, dtype_word, machine, upcast_text
 from sinew.core.extras import install
 from sinew.core.hints import option
+from sinew.core.registry import loaded
 from sinew.engine import prepared as findings
 from sinew.engine import proofs
 
@@ -278,15 +279,9 @@ def _added() -> dict[str, str]:
 
 @cache
 def _backend(name: str) -> Backend:
-    where = f"sinew.engine.{name}.backend:BACKEND" if name in ORDER else _added()[name]
-    module, _, attribute = where.partition(":")
-    try:
-        found: Backend = getattr(import_module(module), attribute)
-    except Exception as error:
-        if name in ORDER:
-            raise
-        raise SinewError(f"entry point {GROUP}: {name} = {where}: expected a Backend: {error}") from error
-    return found
+    if name not in ORDER:
+        return cast(Backend, loaded(GROUP, name, _added()[name], "Backend"))
+    return cast(Backend, import_module(f"sinew.engine.{name}.backend").BACKEND)
 
 
 def recipe(bundle: Bundle) -> dict[str, str]:

@@ -132,11 +132,11 @@ class Variant:
             raise SinewError(f"{key}: expected a number, got {value!r}") from None
 
     def label(self, others: Sequence[Variant]) -> str:
-        """The fields in which ``others`` differ; the target's name where none does."""
-        differing = [
-            f.name for f in fields(self) if len({getattr(variant, f.name) for variant in others}) > 1
-        ]
-        return ", ".join(f"{name} {self.show(name)}" for name in differing) or self.show("target")
+        """The fields in which ``others`` differ; the target's name where none does, its path where two share a name."""
+        differing = [f.name for f in fields(self) if len({getattr(v, f.name) for v in others}) > 1]
+        alike = len({v.target for v in others}) > len({v.show("target") for v in others})
+        name = self.target if alike else self.show("target")
+        return ", ".join(name if f == "target" else f"{f} {self.show(f)}" for f in differing) or name
 
     def show(self, name: str) -> str:
         value = getattr(self, name)

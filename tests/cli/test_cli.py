@@ -25,7 +25,7 @@ from PIL import Image
 from sinew import __version__
 from sinew.cli import build_app as program
 from sinew.cli import main
-from sinew.cli.verbs import RENAMED, SECTIONS, VERBS, commands, function_of
+from sinew.cli.verbs import SECTIONS, VERBS, WITHIN, commands, function_of
 from sinew.core import machine
 from sinew.eval.report.stats import summarize
 from sinew.perf.machine import bench
@@ -174,13 +174,13 @@ def test_unknown_verb() -> None:
     assert result.stderr == "error: unknown verb 'serv': did you mean 'serve'?\n"
 
 
-@pytest.mark.parametrize("name", RENAMED)
+@pytest.mark.parametrize("name", WITHIN)
 def test_a_verb_that_has_another_name_is_found(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "x"]) == 2
     said = capsys.readouterr().err
-    assert said == f"error: unknown verb {name!r}: it is `sinew {RENAMED[name]}` now\n"
+    assert said == f"error: unknown verb {name!r}: it is `sinew {WITHIN[name]}`\n"
     found = program()
-    for word in RENAMED[name].removesuffix(" --stream").split():
+    for word in WITHIN[name].removesuffix(" --stream").split():
         found = found[word]  # a KeyError where there is no such verb
 
 

@@ -209,14 +209,3 @@ def test_services_of_kubernetes_are_no_settings(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setenv(name, value)
     assert main(["serve", "none.gguf"]) == 1
     assert "none.gguf" in capsys.readouterr().err
-
-
-def test_a_variable_of_an_old_verb_is_not_ignored(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SINEW_STREAM_RTC", "none")
-    assert main(["run", "blocks", "--robot", "dry", "--seconds", "1"]) == 1
-    said = (
-        "SINEW_STREAM_RTC: `sinew stream` is `sinew run --stream` now, whose variables begin with SINEW_RUN_"
-    )
-    assert said in capsys.readouterr().err

@@ -145,7 +145,10 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["serve", PEN, "--wire", "openpi:abc"], "--wire openpi:abc: expected a port"),
         (["serve", "nope.gguf", "--access-log", "-"], "nope.gguf: no such file"),
         (["serve", PEN, "--tls-key", "key.pem"], "--tls-key key.pem: expected --tls-cert beside it"),
-        (["serve", PEN, "--tls-cert", "foo.pem"], "--tls-cert foo.pem: expected a PEM file, got none there"),
+        (
+            ["serve", PEN, "--tls-cert", "foo.pem"],
+            "foo.pem: expected a PEM file with a certificate, got none there",
+        ),
         (["serve", PEN, "--port", "9000"], "--wire NAME:PORT"),
         (["inspect", ROOT / "docs"], "expected a bundle, a checkpoint, or a folder of `sinew export`"),
         (["doctor", "nope.gguf", "--json"], "give what the message expects"),

@@ -173,6 +173,8 @@ def test_what_is_missing_is_named(openpi_checkpoint):
         convert(path, out, arch=arch)
     with pytest.raises(ConvertError, match="'pi7' is not one of them"):
         convert(path, out, arch=arch, openpi_config="pi7")
+    with pytest.raises(ConvertError, match="'pi05_doird' is not one of them; did you mean 'pi05_droid'"):
+        convert(path, out, arch=arch, openpi_config="pi05_doird")
     with pytest.raises(ConvertError, match=r"does not fit its config: .* is missing"):
         convert(path, out, arch=arch, openpi_config="pi0_droid")  # pi0.5's weights
     with pytest.raises(ConvertError, match="does not fit its config"):
@@ -180,10 +182,18 @@ def test_what_is_missing_is_named(openpi_checkpoint):
     extra = path / "assets" / "other"
     extra.mkdir()
     shutil.copy(path / "assets" / "robot" / "norm_stats.json", extra)
-    with pytest.raises(ConvertError, match=r"expected one .*other/norm_stats.json, .*--stats FILE"):
-        convert(path, out, arch=arch, openpi_config="pi05_droid")
     chosen = extra / "norm_stats.json"
-    convert(path, out, arch=arch, openpi_config="pi05_droid", stats=chosen)
+    chosen.write_text(chosen.read_text().replace('"q99": [', '"q99": [9.0, ', 1))
+    given = {"arch": arch, "openpi_config": "pi05_droid"}
+    with pytest.raises(ConvertError, match=r"found those of other, robot; --stats ASSET or FILE says which"):
+        convert(path, out, **given)
+    with pytest.raises(ConvertError, match=r"found those of other, robot, and none at --stats othr"):
+        convert(path, out, stats=Path("othr"), **given)
+    high = [
+        Bundle(convert(path, out, stats=each, **given)).manifest.processing.state.stats["q99"][0]
+        for each in (Path("other"), extra, chosen, Path("robot"))
+    ]
+    assert high[:3] == [9.0] * 3 != high[1:]
     chosen.write_text("{}")
     with pytest.raises(ConvertError, match=r"no statistics .*'q01'"):
         convert(path, out, arch=arch, openpi_config="pi05_droid", stats=chosen)
@@ -385,6 +395,13 @@ def test_jax_checkpoints_give_the_same_bundle(openpi_checkpoint, name, value):
     assert bundle.infos.keys() == reference.infos.keys()
     for tensor in bundle.infos:
         assert torch.equal(bundle.tensor(tensor), reference.tensor(tensor)), tensor
+    step = path.rename(path.parent / "29999")
+    (path / "mine").mkdir(parents=True)
+    (path / "mine" / "29999").symlink_to(step)
+    for given, told in ((path / "mine", path / "mine" / "29999"), (step / "params", step)):
+        with pytest.raises(ConvertError, match=f"expected a checkpoint, the folder of a step, as {told}$"):
+            convert(given, step.parent / "no.gguf", arch=arch, openpi_config=name)
+    path = step
     other = {"pi0_aloha": "pi05_aloha", "pi05_droid": "pi0_droid"}[name]
     with pytest.raises(ConvertError, match="the checkpoint has no"):
         convert(path, path.parent / "no.gguf", arch=arch, openpi_config=other)

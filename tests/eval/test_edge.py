@@ -119,6 +119,15 @@ def test_variants_are_told_apart_by_its_bytes(tmp_path: Path) -> None:
     swept = sweep(Variant("expert"), [f"edge-adapter=none,{EDGE}"])
     assert [variant.edge_adapter for variant in swept] == ["", EDGE]
     assert swept[0].label(swept) == "edge_adapter none"
+    for targets, labels in (
+        (("runs/a.gguf", "runs/b.gguf"), ["a.gguf", "b.gguf"]),
+        (
+            ("a/policy.gguf", "b/policy.gguf"),
+            ["a/policy.gguf", "b/policy.gguf"],
+        ),  # told apart by their folders
+    ):
+        pair = [Variant(target) for target in targets]
+        assert [each.label(pair) for each in pair] == labels
     with pytest.raises(SinewError, match="edge_adapter: .*nowhere"):
         Variant("expert", edge_adapter="nowhere")
     with pytest.raises(SinewError, match="edge_adapter: expected chunks"):

@@ -441,7 +441,10 @@ def test_it_can_be_left_out(smolvla_bundle: Callable[[str], Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_the_server_says_where_its_page_is(shown: bool) -> None:
+def test_the_server_says_where_its_page_is(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
     wires = open_wires(parse(["native:0", "openpi:0"]), Listen(dashboard=shown))
     try:
         policy = load(ASSETS / "pen.gguf", "cpu")
@@ -450,6 +453,14 @@ def test_the_server_says_where_its_page_is(shown: bool) -> None:
         said = f"  page     http://127.0.0.1:{port}/ shows what it does\n"
         assert (said in text) is shown
         assert ("page" in text) is shown
+        assert "no_proxy" not in text
+        monkeypatch.setenv(
+            "http_proxy", "http://proxy.invalid:3128"
+        )  # openpi's client would ask it for 127.0.0.1
+        lets = "proxy    no_proxy=127.0.0.1 lets programs here ask without one"
+        assert lets in ready_text(policy.spec, policy.describe(), wires)
+        monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
+        assert "no_proxy" not in ready_text(policy.spec, policy.describe(), wires)
     finally:
         for wire in wires:
             wire.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import socket
 import ssl
@@ -18,6 +19,7 @@ from websockets.sync.client import connect
 
 from sinew.cli import main
 from sinew.cli.serve_listen import Listening
+from sinew.core import SinewError
 from sinew.serve.access_log import access_logging
 from sinew.serve.decode.array import pack
 from sinew.serve.renewed import _quiet
@@ -124,3 +126,66 @@ def test_an_access_log_begins_anew_where_it_was_moved_away(tmp_path: Path) -> No
         file.parent.mkdir()
         log.info("4")
         assert file.read_text() == "4\n"
+
+
+def test_files_that_are_no_pair_are_told_apart_and_one_that_ended_is_said(
+    certificate: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The line that an operator types, with each wrong file; OpenSSL says `PEM lib` of all, and asks the terminal for a
+    passphrase."""
+    monkeypatch.chdir(tmp_path)
+    for each, name in zip(certificate, ("cert.pem", "key.pem"), strict=True):
+        shutil.copy(each, name)
+    locked = [
+        "genpkey",
+        "-algorithm",
+        "EC",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-aes256",
+        "-pass",
+        "pass:word",
+    ]
+    other = [
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-subj",
+        "/CN=other",
+    ]
+    for words in (
+        [*locked, "-out", "locked.pem"],
+        [*other, "-keyout", "other.pem", "-out", "other.crt"],
+        ["req", "-new", "-key", "key.pem", "-subj", "/CN=old", "-out", "old.csr"],
+        ["x509", "-req", "-in", "old.csr", "-signkey", "key.pem", "-days", "-1", "-out", "old.pem"],
+    ):
+        subprocess.run(["openssl", *words], check=True, capture_output=True)
+    for given, words in (
+        (
+            ("cert.pem", "other.pem"),
+            "--tls-cert cert.pem, --tls-key other.pem: the key is another certificate's",
+        ),
+        (
+            ("key.pem", "cert.pem"),
+            "--tls-cert key.pem: expected a PEM file with a certificate, got none there",
+        ),
+        (
+            ("cert.pem", "locked.pem"),
+            "--tls-key locked.pem: expected a PEM file with a private key without a",
+        ),
+        (("cert.pem", "gone.pem"), "--tls-key gone.pem: expected a PEM file with a private key without a"),
+        (("cert.pem",), "without --tls-key cert.pem: expected a PEM file with a private key without a"),
+    ):
+        with pytest.raises(SinewError, match=re.escape(words)):
+            Listen(tls_cert=Path(given[0]), tls_key=Path(given[1]) if given[1:] else None).tls()
+    Listen(tls_cert=Path("cert.pem"), tls_key=Path("key.pem")).tls()
+    assert not [each for each in caplog.messages if "clients refuse it" in each]
+    Listen(tls_cert=Path("old.pem"), tls_key=Path("key.pem")).tls()
+    assert re.search(r"TLS: --tls-cert old.pem: ended on 20\d{12} \(UTC\), so clients refuse it", caplog.text)

@@ -29,14 +29,7 @@ from sinew.convert.tokenizer_files import find_tokenizer
 from sinew.core import ConvertError
 from sinew.families.cogact.model import LEVELS, CogACT, CogACTConfig
 from sinew.families.openvla import convert as openvla
-from sinew.families.openvla.prismatic import (
-    HEADS,
-    LANGUAGE,
-    OPENVLA,
-    PROJECTOR,
-    PrismaticCheckpoint,
-    towers,
-)
+from sinew.families.openvla.prismatic import HEADS, LANGUAGE, OPENVLA, PROJECTOR, PrismaticCheckpoint, towers
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import BlockConfig
 from sinew.steps.image.base import ImageRecipe

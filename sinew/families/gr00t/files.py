@@ -248,12 +248,7 @@ def head_config(config: JsonRecord, masks: bool) -> HeadConfig:
     )
 
 
-def processing(
-    image: ImageRecipe,
-    prompt: PromptRecipe,
-    vectors: Vectors,
-    config: JsonRecord,
-) -> Processing:
+def processing(image: ImageRecipe, prompt: PromptRecipe, vectors: Vectors, config: JsonRecord) -> Processing:
     """Return the processing of a policy whose vectors are normalised part by part."""
     return Processing(
         image=image,

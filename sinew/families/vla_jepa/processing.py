@@ -58,11 +58,7 @@ def image_recipe(checkpoint: LeRobotCheckpoint, processor: JsonRecord, grid: Ima
     if (sides := checkpoint.sides("resize_images_to")) is not None:
         steps = (Resize(*sides, method="area_float"), grid)
     recipe = ImageRecipe(
-        0,
-        0,
-        steps=steps,
-        mean=tuple(processor["image_mean"]),
-        std=tuple(processor["image_std"]),
+        0, 0, steps=steps, mean=tuple(processor["image_mean"]), std=tuple(processor["image_std"])
     )
     sizes = {camera.name: recipe.size_after(*_frame(camera)) for camera in checkpoint.cameras}
     if len(set(sizes.values())) > 1:

@@ -18,6 +18,7 @@ import numpy as np
 
 from sinew.core import SinewError, VectorSpec
 from sinew.core.extras import MissingPackageError
+from sinew.core.scratch import FULL
 from sinew.records.recorder import Record
 
 MAX_TOPICS = 1000  # a recording has one for each camera, and three; the format ends at 65,535
@@ -93,8 +94,10 @@ def write_mcap(
             for record in records:
                 _write(record, put, hz, state, action)
             writer.finish()
-    except BaseException:
+    except BaseException as error:
         out.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise SinewError(f"{out}: {error.strerror}") from None
         raise
     return counts
 

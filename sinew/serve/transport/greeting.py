@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from urllib import request
+from urllib.parse import urlsplit
 
 from sinew.core import PolicySpec, VectorSpec
 from sinew.serve.transport.listen import reachable
@@ -48,6 +50,10 @@ def ready_text(
     lines += [
         "  TLS      SSL_CERT_FILE=CERT.pem lets them trust a certificate that you signed yourself"
     ] * secure
+    if request.getproxies().keys() & {"http", "https", "all"}:
+        web = [urlsplit(reachable(wire.address)) for wire in wires if not wire.address.startswith("tcp:")]
+        far = {at.hostname for at in web if at.hostname and not request.proxy_bypass(at.hostname)}
+        lines += [f"  proxy    no_proxy={host} lets programs here ask without one" for host in sorted(far)]
     for wire in wires:
         program = [f"    {line}" for line in wire.guide(spec)]
         lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]

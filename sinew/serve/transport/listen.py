@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
+import re
 import socket
 import ssl
 import stat
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sinew.core import SinewError
 from sinew.serve.renewed import Renewed
 
+logger = logging.getLogger(__name__)
+
 ARRIVAL_S = 10.0  # who is slower is no robot
+CERTIFICATE = r"(?s)-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----"
+TIMES = rb"[\x17\x18][\x0d\x0f](\d{12,14})Z"  # those of two digits a year are of this century
+KEY = r"-----BEGIN (?!ENCRYPTED)[A-Z ]*PRIVATE KEY-----(?!\s*Proc-Type: 4,ENCRYPTED)"
 
 
 class AddressError(SinewError):
@@ -126,19 +134,30 @@ class Listen:
         return context
 
     def _tls_context(self) -> ssl.SSLContext:
-        for flag, path in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)):
-            if path is not None and not path.is_file():
-                raise SinewError(f"TLS: {flag} {path}: expected a PEM file, got none there")
         assert self.tls_cert is not None
+        cert, key = self.tls_cert, self.tls_key or self.tls_cert
+        files = f"--tls-cert {cert}", f"--tls-key {key}" if self.tls_key else f"without --tls-key {key}"
+        for file, path, wanted in zip(files, (cert, key), (CERTIFICATE, KEY), strict=True):
+            if not path.is_file() or re.search(wanted, path.read_text(errors="replace")) is None:
+                what = "certificate" if wanted == CERTIFICATE else "private key without a passphrase"
+                raise SinewError(f"TLS: {file}: expected a PEM file with a {what}, got none there")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            context.load_cert_chain(self.tls_cert, self.tls_key)
-        except (OSError, ssl.SSLError) as error:
-            files = (
-                f"{self.tls_cert}, {self.tls_key}" if self.tls_key else f"{self.tls_cert}, with no --tls-key"
-            )
-            raise SinewError(f"TLS: {files}: {error}") from error
+            context.load_cert_chain(cert, self.tls_key)
+        except (OSError, ValueError) as error:
+            other = "MISMATCH" in str(error) or "NO_CERTIFICATE" in str(error)  # by algorithm
+            why = "the key is another certificate's" if other else error
+            raise SinewError(f"TLS: {', '.join(files)}: {why}") from error
+        if (end := _end(cert)) < time.strftime("%Y%m%d%H%M%S", time.gmtime()):
+            logger.warning("TLS: %s: ended on %s (UTC), so clients refuse it", files[0], end)
         return context
+
+
+def _end(cert: Path) -> str:
+    """Return when a file's first certificate ends, as %Y%m%d%H%M%S in UTC (RFC 5280: the second time in it)."""
+    first = re.search(CERTIFICATE, cert.read_text(errors="replace"))
+    times = re.findall(TIMES, ssl.PEM_cert_to_DER_cert(first[0] if first else ""))
+    return f"20{times[1].decode()}"[-14:]
 
 
 def reachable(address: str) -> str:

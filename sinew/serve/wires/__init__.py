@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from sinew.core import SinewError
+from sinew.core.registry import loaded
 from sinew.serve.transport.listen import AddressError, Listen
 from sinew.serve.wire import Listener, Wire
 
@@ -26,49 +27,49 @@ WIRES = {
             5555,
             "ZeroMQ and Protobuf: sinew_client, and vla.cpp's clients",
             "zeromq",
-            "sinew.serve.wires.native:NativeCodec",
+            f"{__name__}.native:NativeCodec",
         ),
         Wire(
             "openpi",
             8000,
             "WebSocket and msgpack: openpi-client, vLLM-Omni's dialect",
             "websocket",
-            "sinew.serve.wires.openpi:DIALECT",
+            f"{__name__}.openpi:DIALECT",
         ),
         Wire(
             "evo1",
             9000,
             "WebSocket and JSON: the clients of Evo-1's repository",
             "websocket",
-            "sinew.serve.wires.evo1:DIALECT",
+            f"{__name__}.evo1:DIALECT",
         ),
         Wire(
             "vla-eval",
             8000,
             "WebSocket and msgpack: vla-eval's benchmarks",
             "websocket",
-            "sinew.serve.wires.vla_eval:DIALECT",
+            f"{__name__}.vla_eval:DIALECT",
         ),
         Wire(
             "http",
             8000,
             "POST /v1/actions, POST /act (OpenVLA, OpenVLA-OFT)",
             "http",
-            "sinew.serve.wires.actions:ROUTES",
+            f"{__name__}.actions:ROUTES",
         ),
         Wire(
             "groot",
             5555,
             "ZeroMQ and msgpack: Isaac-GR00T's PolicyClient",
             "zeromq",
-            "sinew.serve.wires.groot.codec:GrootCodec",
+            f"{__name__}.groot.codec:GrootCodec",
         ),
         Wire(
             "lerobot",
             8080,
             "gRPC: LeRobot's asynchronous RobotClient; reads pickle, restricted",
             "grpc",
-            "sinew.serve.wires.lerobot.wire:LeRobotWire",
+            f"{__name__}.lerobot.wire:LeRobotWire",
         ),
     )
 }
@@ -110,12 +111,7 @@ def _add() -> None:
     """Take the wires of other distributions, whose names are not ours."""
     for point in entry_points(group=GROUP):
         if point.name not in WIRES:
-            try:
-                WIRES[point.name] = replace(point.load(), name=point.name)
-            except Exception as error:
-                raise SinewError(
-                    f"entry point {GROUP}: {point.name} = {point.value}: expected a Wire: {error}"
-                ) from error
+            WIRES[point.name] = replace(loaded(GROUP, point.name, point.value, "Wire"), name=point.name)
 
 
 def servers(ports: Mapping[str, int | str]) -> int:

@@ -22,7 +22,7 @@ from sinew.convert.read import safetensors
 from sinew.convert.read.files import directory_config, read_json
 from sinew.convert.read.record import JsonRecord
 from sinew.convert.tokenizer_files import find_tokenizer
-from sinew.core import CameraSpec, ConvertError, PolicySpec
+from sinew.core import CameraSpec, ConvertError, PolicySpec, did_you_mean
 from sinew.families.pi.convert import (
     PREFIXES,
     WHOSE_TOKENIZER,
@@ -45,6 +45,7 @@ from sinew.steps.prompt.template import sentence
 from sinew.steps.vector.add_state import AddState
 
 SIDE, ACTION_DIM = 224, 32
+STATISTICS = "norm_stats.json"
 PROMPT_TOKENS = {False: 48, True: 200}  # by pi05
 SOLVER_STEPS = 10  # openpi's sample_actions
 PERIODS = {"min_period": 4e-3, "max_period": 4.0}
@@ -61,19 +62,35 @@ def recognises(path: Path) -> bool:
         return False
     if record := directory_config(path):
         return "type" not in record and "action_horizon" in record
-    return (path / "assets").is_dir() or (path / "params").is_dir()
+    return any((path / each).is_dir() for each in ("assets", "params")) or bool(_steps_near(path))
+
+
+def _steps_near(path: Path) -> list[Path]:
+    """Return the checkpoint whose ``params`` a folder is, or those of the steps that a run has saved in it."""
+    if path.name == "params" and (path / "_METADATA").is_file():
+        return [path.resolve().parent]
+    saved = {each.parent for name in ("params", "assets") for each in path.glob(f"*/{name}")}
+    return sorted((each for each in saved if each.name.isdecimal()), key=lambda each: int(each.name))
 
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
+    if saved := _steps_near(path):
+        steps = ", ".join(map(str, saved[-3:]))
+        raise ConvertError(f"{path}: expected a checkpoint, the folder of a step, as {steps}")
     published, own = OPENPI_CONFIGS.get(options.openpi_config), Path(options.openpi_config)
     if published is None and own.suffix != ".json":
         known = ", ".join(OPENPI_CONFIGS)
-        got = f"{options.openpi_config!r} is not one of them" if options.openpi_config else "none was given"
+        near = did_you_mean(options.openpi_config, OPENPI_CONFIGS)
+        got = (
+            f"{options.openpi_config!r} is not one of them{near}"
+            if options.openpi_config
+            else "none was given"
+        )
         raise ConvertError(
             f"{path}: give the training config with --openpi-config NAME ({got}): {known}; or one of your own as a"
             " file, NAME.json (docs/tutorial-openpi.md)"
         )
-    stats_file = options.stats or find_statistics(path)
+    stats_file = find_statistics(path, options.stats)
     own_files = [] if published else [own]
     published = published or own_config(own, JsonRecord(stats_file))
     architecture = "pi05" if published.pi05 else "pi0"
@@ -184,12 +201,17 @@ def prompt_recipe(published: OpenPIConfig, vocab_size: int, pad_id: int) -> Prom
     )
 
 
-def find_statistics(path: Path) -> Path:
-    found = sorted((path / "assets").glob("**/norm_stats.json"))
-    if len(found) != 1:
-        names = ", ".join(str(file.relative_to(path)) for file in found) or "none"
+def find_statistics(path: Path, asked: Path | None) -> Path:
+    """Return the file of a checkpoint's statistics. asked: it, its folder, or the id of one of several assets."""
+    assets = path / "assets"
+    known = sorted(assets.glob(f"**/{STATISTICS}"))
+    given = [] if asked is None else [asked, asked / STATISTICS, assets / asked / STATISTICS]
+    found = [each for each in given if each.is_file()] if given else known
+    if not found or len(found) > max(1, len(given)):
+        names = ", ".join(str(file.parent.relative_to(assets)) for file in known) or "none"
         raise ConvertError(
-            f"{path}: expected one assets/<asset>/norm_stats.json, found {names}; give it with --stats FILE"
+            f"{path}: expected the statistics of one asset, found those of {names}"
+            + (f", and none at --stats {asked}" if given else "; --stats ASSET or FILE says which")
         )
     return found[0]
 
