@@ -57,10 +57,8 @@ def stopped(
     for _ in range(MAX_STOP):
         if not (u.any() or a.any()):
             return place, fits
-        change = stop(u, a, bounds.push, bounds.jerk)
-        after = u + change
-        still = np.abs(after) <= 1e-12 * np.abs(u)  # the rounding of a difference, which would never be 0
-        u, a = np.where(still, 0.0, after), np.where(still & (np.abs(change) <= bounds.jerk), 0.0, change)
+        a = stop(u, a, bounds.push, bounds.jerk)  # the last one is -u, so that both end at 0 exactly
+        u = u + a
         place = place + u
         fits &= (place >= bounds.low) & (place <= bounds.high) & (np.abs(u) <= bounds.fastest)
     return place, fits & (u == 0.0) & (a == 0.0)
@@ -75,9 +73,7 @@ def next_step(
     It is the step to there where that is allowed and safe; else the furthest safe one after which the robot can stop
     without passing there, and the first of the fastest stop where it has to pass.
     """
-    change = stop(u, a, bounds.push, bounds.jerk)
-    after = u + change
-    brake = np.where(np.abs(after) <= 1e-12 * np.abs(u), 0.0, after)
+    brake = u + stop(u, a, bounds.push, bounds.jerk)
     lowest = u + np.maximum(a - bounds.jerk, -bounds.push)
     highest = u + np.minimum(a + bounds.jerk, bounds.push)
     exact = wanted - at
