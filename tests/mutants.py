@@ -26,6 +26,7 @@ import json
 import math
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -34,10 +35,11 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -466,18 +468,19 @@ class Fast:
                 of = live[each.__code__.co_filename].setdefault(each.__code__.co_qualname, {})
                 of.setdefault(each.__code__.co_firstlineno, []).append(each)
         gc.freeze()
-        if (child := os.fork()) == 0:
-            os.setsid()
-            session.config.option.maxfail = 0
-            return None
-        awaited(child, 1e6)
+        if not self._notes.is_file():
+            if (child := os.fork()) == 0:
+                os.setsid()
+                session.config.option.maxfail = 0
+                return None
+            awaited(child, 1e6)
         if not self._notes.is_file():
             os._exit(1)
         session.config.pluginmanager.unregister(notes)
         builtins.entered_ = lambda where: None  # type: ignore[attr-defined]
         entered, took, quiet, _ = json.loads(self._notes.read_text())
         verdicts: dict[str, dict[str, str]] = {module: {} for module in paths}
-        killers: Counter[tuple[str, str]] = Counter()
+        record = Record(took)
         killer = self._folder / ".killer"
         session.config.pluginmanager.register(Patience(took, killer, entered.get(ELSEWHERE, ())))
         before = {module: compile(self._plain[module], str(path), "exec") for module, path in paths.items()}
@@ -487,9 +490,9 @@ class Fast:
             path = paths[module]
             changed = patches(before[module], compile(mutant.source, str(path), "exec"))
             where = place(module, mutant, entered)
-            known = {test: count for (at, test), count in killers.items() if at in (where, module)}
-            first = asked(entered, where, took, self._quick, known)
-            tests = {*first, *entered.get(ELSEWHERE, ())}
+            tests = asked(entered, where, took, self._quick, partial(record.price, module, where))
+            if not tests or self._quick is None:
+                tests = [*tests, *(test for test in entered.get(ELSEWHERE, ()) if test not in tests)]
             if not tests:
                 continue
             path.write_text(mutant.source)
@@ -502,18 +505,37 @@ class Fast:
                     else revalued(imported[module], self._plain[module], mutant.source)
                 ):
                     os._exit(UNKNOWN)
-                Ahead(first).pytest_collection_modifyitems(session.items)
-                session.items[:] = [item for item in session.items if item.nodeid in tests]
+                Ahead(tests, alone=True).pytest_collection_modifyitems(session.items)
                 return None
             verdict = awaited(child, quietly(quiet, tests))
-            if killer.is_file():
-                killers.update([(where, killer.read_text()), (module, killer.read_text())])
+            record.note(module, where, tests, killer.read_text() if killer.is_file() else None)
             if verdict != "unknown" and (changed or verdict != "passed"):
                 verdicts[module][mutant.name] = verdict
             path.write_text(self._plain[module])
             self.out.write_text(json.dumps(verdicts))
         self.out.write_text(json.dumps(verdicts))
         os._exit(0)
+
+
+class Record:
+    """Of each test of a module, how often it was asked and how often it noticed."""
+
+    def __init__(self, took: Mapping[str, float]):
+        self._took = took
+        self._asked: Counter[tuple[str, str]] = Counter()
+        self._noticed: Counter[tuple[str, str]] = Counter()
+
+    def price(self, module: str, where: str, test: str) -> float:
+        """Return how many CPU seconds a fault that is noticed is expected to cost by a test."""
+        noticed, asked = self._noticed[module, test] + 0.1, self._asked[module, test] + 1.0
+        here = self._noticed[where, test] / max(1, self._asked[where, test])
+        return (self._took[test] + 0.01) / max(noticed / asked, here)
+
+    def note(self, module: str, where: str, tests: Sequence[str], killer: str | None) -> None:
+        for test in tests[: tests.index(killer) + 1] if killer in tests else tests:
+            self._asked.update([(module, test), (where, test)])
+        if killer is not None:
+            self._noticed.update([(module, killer), (where, killer)])
 
 
 def place(module: str, mutant: Mutant, entered: Mapping[str, Sequence[str]]) -> str:
@@ -530,11 +552,11 @@ def asked(
     where: str,
     took: Mapping[str, float],
     quick: float | None,
-    killers: Mapping[str, int] = MappingProxyType({}),
+    price: Callable[[str], float] | None = None,
 ) -> Sequence[str]:
-    """Return the tests that enter something, the fastest first, and before them those that notice other mutants there.
-    quick: those that together take so many seconds, and one."""
-    tests = sorted(entered.get(where, ()), key=lambda test: (took[test] + 0.02) / (1 + killers.get(test, 0)))
+    """Return the tests that enter something, the cheapest first. quick: those that together take so many seconds, and
+    one. price: as :meth:`Record.price` has it; else how long they take."""
+    tests = sorted(entered.get(where, ()), key=price or took.__getitem__)
     left = math.inf if quick is None else quick
     for count, test in enumerate(tests):
         if left <= 0:
@@ -607,30 +629,28 @@ class Ahead:
         self._place, self._alone = {nodeid: place for place, nodeid in enumerate(tests)}, alone
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        files = list(dict.fromkeys(item.path for item in items))
         last = len(self._place)
         if self._alone and self._place:
             items[:] = [item for item in items if item.nodeid in self._place]
-        items.sort(
-            key=lambda item: (
-                item.nodeid not in self._place,
-                files.index(item.path),
-                self._place.get(item.nodeid, last),
-            )
-        )
+        items.sort(key=lambda item: self._place.get(item.nodeid, last))
+        files: dict[str, int] = {
+            item.nodeid.partition("::")[0]: at for at, item in reversed([*enumerate(items)])
+        }
+        items.sort(key=lambda item: (item.nodeid not in self._place, files[item.nodeid.partition("::")[0]]))
 
 
 def awaited(child: int, limit: float) -> str:
     """Wait for a process that leads its group; "passed", "failed", "unknown" or "time". The group ends with it, and it
     where it sleeps for longer than the limit."""
-    began, verdict, done = slept(child), "time", 0
+    began, verdict, done, ends = slept(child), "time", 0, os.pidfd_open(child)
     while slept(child) - began < limit:
+        select.select([ends], [], [], 1.0)
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
             verdict = {0: "passed", UNKNOWN: "unknown", -signal.SIGPROF: "time"}.get(code, "failed")
             break
-        time.sleep(0.02)
+    os.close(ends)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if verdict == "time" and not done:
@@ -694,6 +714,7 @@ def examine(
     options: Sequence[str],
     again: Mapping[str, set[str]],
     quick: float | None,
+    entries: Path | None,
 ) -> Iterator[Tally]:
     """Run a sample of the mutants of some modules, or those of ``again``, by the tests of all of them. quick: ask only
     the tests that enter what a mutant changes. Raises SystemExit where tests fail without any."""
@@ -720,10 +741,14 @@ def examine(
     fast = Fast(plain, tried, home, quick)
     for left in (home / ".entries.json", fast.out):
         left.unlink(missing_ok=True)
+    if entries and entries.is_file():
+        shutil.copy(entries, home / ".entries.json")
     verdict, _, said = run(home, files, options, 1e6, fast)
     if verdict != "passed":
         raise SystemExit(f"{', '.join(table)}: tests fail without a mutant\n{said[-3000:]}")
     entered, took, quiet, failed = json.loads((home / ".entries.json").read_text())
+    if entries and not failed:
+        shutil.copy(home / ".entries.json", entries)
     if len(failed) > FEW:
         raise SystemExit(f"{', '.join(table)}: tests fail without a mutant\n{said[-3000:]}")
     for test in failed:  # as those do that wait for clocks, on a busy machine
@@ -771,6 +796,11 @@ def main() -> int:
         "--together", action="store_true", help="collect and try the tests of all these modules once"
     )
     parser.add_argument("--again", type=Path, help="a file of --json: only what survived there")
+    parser.add_argument(
+        "--entries",
+        type=Path,
+        help="a file that keeps which tests enter what, for runs of the same modules and tests",
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument(
         "--deselect", action="append", default=[], help="a test that fails here without mutants"
@@ -811,7 +841,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="sinew-mutants-") as folder:
         home = copied(Path(folder))
         groups = [names] if given.together else [[name] for name in names]
-        more = given.sample, given.seed, options, again, given.quick
+        more = given.sample, given.seed, options, again, given.quick, given.entries
         for tally in (
             each for group in groups for each in examine(home, {n: table[n] for n in group}, *more)
         ):
