@@ -775,7 +775,10 @@ def test_a_rotation_is_what_the_action_and_the_arm_have() -> None:
     for options, message in (
         ({"rotation": "near"}, "rotation: expected a rotation in the action for near, got none"),
         ({"rotation": "exact"}, "rotation: expected a rotation in the action for exact, got none"),
-        ({"action": "quat", "state": "quat"}, "action: expected the place of the tip (xyz or dxyz) in it, got none"),
+        (
+            {"action": "quat", "state": "quat"},
+            "action: expected the place of the tip (xyz or dxyz) in it, got none",
+        ),
     ):
         bare = Two()
         bare.joints = ("b", "a") if "action" in options else bare.joints

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, r
 from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.handover import Placed
-from sinew_client.control.loop import frame_fault
+from sinew_client.control.loop import exposed, float_of, frame_fault, sources_fault
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import ReplanState, disagreement
 from sinew_client.control.safety import UNPLACED, RowsError, Verdict, checked_rows
@@ -788,6 +791,14 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
     found = Limits.from_metadata(served)
     assert found is not None
     assert (found.high.tolist(), found.names) == ([1, np.inf], ("a", "b"))
+    for action in (
+        {"limits": [1], "dim": 1},
+        {"limits": {"low": 1}},
+        {"limits": {"low": 1}, "dim": "1"},
+        ["a"],
+    ):
+        with pytest.raises(LimitsError, match="^action: expected its dim and its limits as a table, got"):
+            Limits.from_metadata({"action": action})
     assert Limits.from_metadata({"action": {"dim": 2}}) is None
     stuck = Limits.parse({"low": 1, "high": 1, "still": 1}, 1)  # a joint with one place
     assert Guard(stuck, 0.1).check(np.float32([5])).row == 1
@@ -808,6 +819,8 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
         ({"high": [1, True]}, "limits.high: expected numbers"),
         ({"high": [1, float("nan")]}, "limits.high: expected numbers, got NaN"),
         ({"names": ["a"]}, "limits.names: expected 2"),
+        ({"names": "ab"}, "limits.names: expected texts, one per number of a command, got 'ab'"),
+        ({"names": ["a", 2]}, "limits.names: expected texts, one per number of a command, got"),
         ({"when": "pray"}, "limits.when: expected clip or hold"),
     ],
 )
@@ -822,6 +835,111 @@ def test_limits_of_named_numbers_follow_their_order() -> None:
     for names in (("a", "c"), ("a", "a"), ("a", "b", "b")):
         with pytest.raises(LimitsError, match="limits.names: expected"):
             limits.ordered(names)
+    for mine, theirs in (((), ("a", "b")), (("a", "b"), ()), (("a", "b"), ["a", "b"])):
+        assert Limits.parse({"names": mine, "high": [1, 2]}, 2).ordered(theirs).names == ("a", "b")
+
+
+def test_limits_of_as_many_numbers_as_a_command_may_have() -> None:
+    assert (Limits.parse({}, 1).dim, Limits.parse({"low": -1}, 8192).low.tolist()) == (1, [-1.0] * 8192)
+    for dim in (0, 8193, -1):
+        with pytest.raises(LimitsError, match=f"limits: expected 1 to 8192 numbers in a command, got {dim}$"):
+            Limits.parse({}, dim)
+    edge = Limits.parse({"low": [1, 3], "high": [1, 4], "velocity": 1e-9, "still": [1, 4]}, 2)
+    assert edge.still.tolist() == [1.0, 4.0]  # both ends are in a range, which may be one number
+    with pytest.raises(LimitsError, match=re.escape("limits.low: expected at most high, got 3.0 > 2.0 at 1")):
+        Limits.parse({"low": [1, 3], "high": [1, 2]}, 2)
+    some = Limits.parse(
+        {"velocity": [1, None, None], "jump": [None, None, 2], "workspace_high": [None, 1, None]}, 3
+    )
+    assert some.paced.tolist() == [True, False, True]
+    assert (some.boxed.tolist(), some.unpaced()) == ([False, True, False], ["1"])
+    assert Limits.parse(some.to_dict(), 3).to_dict() == some.to_dict()
+
+
+def test_toml_is_asked_for_where_python_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.toml").write_text("low = 1")
+    assert Limits.read(tmp_path / "x.toml", 1).low == 1.0
+    for name in ("tomllib", "tomli"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(LimitsError, match=r"x.toml: TOML needs Python 3.11 or the package tomli"):
+        Limits.read(tmp_path / "x.toml", 1)
+
+
+def test_a_guard_knows_where_the_robot_is() -> None:
+    """Where it was said to stand, then what it was sent; a hold keeps that, or the number that it has for one."""
+    assert Guard(None, 0.1).here is None
+    guard = Guard(Limits.parse({"velocity": 10.0}, 3), 0.1, still=np.array([np.nan, 0.25, np.nan]))
+    assert not guard.known
+    for unfit in (None, [1.0], [[1.0, 2.0, 3.0]], [1.0, np.inf, 3.0], [1.0, 2.0, np.nan]):
+        guard.start(None if unfit is None else np.array(unfit))
+        assert guard.check(np.ones(3, np.float32)).reason == (UNPLACED if not guard.known else "")
+    guard.start(np.array([1.0, 2.0, 3.0]))
+    assert guard.here is not None
+    assert guard.here.tolist() == [1.0, 0.25, 3.0]
+    assert guard.check(np.float32([1.5, 0.5, 9.0])).clipped == ("2.velocity",)
+    assert guard.here.tolist() == [1.5, 0.5, 4.0]
+    assert guard.before is not None
+    assert guard.before.tolist() == [1.0, 0.25, 3.0]
+    guard.skipped()
+    assert guard.here.tolist() == [1.5, 0.5, 4.0]
+    guard.held()
+    assert guard.here.tolist() == [1.5, 0.25, 4.0]
+    assert Guard(Limits.parse({"still": 2.0}, 1), 0.1, np.zeros(1)).here == [
+        2.0
+    ]  # the limits say so themselves
+
+
+def test_a_jump_is_what_is_further_than_that() -> None:
+    """From the command before, of what was said, or into the range of a robot that stands out of it."""
+    far = "too far from the command before: 0.jump"
+    guard = Guard(Limits.parse({"jump": [0.5, None]}, 2), 0.1)
+    guard.start(np.zeros(2))
+    for number, reason in ((0.5, ""), (1.0, ""), (1.5001, far), (0.4999, far), (0.5, "")):
+        verdict = guard.check(np.float32([number, 9.0]))
+        assert (verdict.reason, verdict.clipped) == (reason, ("0.jump",) if reason else ())
+    outside = Guard(Limits.parse({"high": [1.0, 1.0], "jump": [0.5, None]}, 2), 0.1)
+    outside.start(np.array([2.0, 2.0]))
+    assert outside.check(np.float32([1.9, 1.9])).reason == far
+
+
+def test_limits_count_in_periods() -> None:
+    """Of 0.1 s: 2 /s are steps of 0.2, 8 /s^2 changes of 0.08, 40 /s^3 changes of that of 0.04."""
+    for limits, steps in (
+        ({"velocity": 2}, [0.2, 0.2]),
+        ({"velocity": 2, "acceleration": 8}, [0.08, 0.16, 0.2, 0.2]),
+        (
+            {"velocity": 2, "acceleration": 8, "jerk": 40},
+            [0.04, 0.12, 0.18, 0.2],
+        ),  # or it could not stop speeding up
+        ({"velocity": 5, "acceleration": 8, "jerk": 40}, [0.04, 0.12, 0.2, 0.28]),
+        ({"velocity": 20, "jerk": 40}, [0.04, 0.12, 0.24, 0.4]),
+    ):
+        guard, at = Guard(Limits.parse(limits, 1), 0.1), []
+        guard.start(np.zeros(1))
+        for _ in steps:
+            verdict = guard.check(np.float32([90]))
+            assert verdict.row is not None
+            at.append(verdict.row[0])
+        np.testing.assert_allclose(np.diff([0.0, *at]), steps, atol=3e-3 if "jerk" in limits else 1e-6)
+
+
+def test_rows_are_real_numbers_of_a_shape() -> None:
+    assert checked_rows([[1, 2]], 2).dtype == np.float32
+    for rows, dim, message in (
+        ([[1, 2], [3]], 2, "a chunk: expected numbers, got list"),
+        ([["a"]], 1, "a chunk: expected real numbers, got <U1"),
+        ([[1j]], 1, "a chunk: expected real numbers, got complex128"),
+        ([1, 2], 2, "a chunk: expected 2 to 3 rows of 2 numbers, got shape [2]"),
+        ([[1, 2]], 2, "got shape [1, 2]"),
+        ([[1, 2]] * 4, 2, "got shape [4, 2]"),
+        ([[1, 2]] * 2, 3, "a chunk: expected 2 to 3 rows of 3 numbers, got shape [2, 2]"),
+        ([[1, 2]] * 2, 1, "got shape [2, 2]"),
+        ([[1], [1e39]], 1, "a chunk is not finite"),
+        ([[1], [np.nan]], 1, "a chunk is not finite"),
+    ):
+        with pytest.raises(RowsError, match=re.escape(message)):
+            checked_rows(rows, dim, 3, 2)
+    assert [checked_rows([[1]] * count, 1, 3, 2).shape for count in (2, 3)] == [(2, 1), (3, 1)]
 
 
 def test_rows_of_any_width_have_one() -> None:
@@ -831,7 +949,49 @@ def test_rows_of_any_width_have_one() -> None:
 
 
 def test_a_frame_may_be_a_tenth_of_a_second_ahead_of_the_clock() -> None:
-    assert frame_fault(-0.09, 1.0) == "" != frame_fault(-0.11, 1.0)
+    ahead = "the newest frame's time is not of this clock (time.monotonic): 0.11 s ahead of it"
+    old = "the newest frame is older than 0.5 s"
+    for age, reason in ((-0.11, ahead), (-0.1, ""), (0.0, ""), (0.5, ""), (0.501, old)):
+        assert frame_fault(age, 0.5) == reason
+    for age in (math.nan, math.inf, -math.inf):
+        assert frame_fault(age, math.inf).endswith(f"{age} s old")
+    assert [float_of(x) for x in (1, "2.5", True)] == [1.0, 2.5, 1.0]
+    assert all(math.isnan(float_of(x)) for x in (None, "x", [], 10**400))
+
+
+def test_the_oldest_camera_says_how_old_a_frame_is() -> None:
+    images = {"a": 0, "b": 0}
+    for times, more, found in (
+        ({"a": 3, "b": 2.0, "state": 1}, {}, {"time": 2.0}),
+        ({"b": 5}, {}, {"time": 5.0}),
+        ({"a": 3}, {"age": 0.0}, {}),  # it says so itself
+        ({"state": 1}, {}, {}),
+        ({}, {}, {}),
+    ):
+        assert exposed(times, {"images": images, **more}) == found
+    assert exposed({"a": 1}, {}) == {}
+
+
+def test_sources_that_may_be_acted_on_together() -> None:
+    """At most as old as each may be, or as a frame may be, and apart; both ends are inside."""
+    chunks = Settings(20.0, stale=1.0, stale_of={"a": 2.0}, skew=0.5)
+    windows = Settings(20.0, stale=1.0, fusion="latest_only", skew=0.5)
+    old = "the newest frame is older than"
+    for times, settings, reason in (
+        ({"a": 9.5, "b": 9.0}, chunks, ""),
+        ({"a": 9.5, "b": 8.99}, chunks, f"b: {old} 1 s"),
+        ({"a": 7.99, "b": 9.0}, chunks, f"a: {old} 2 s"),
+        ({"a": 8.0, "b": 9.0}, chunks, "frames of a and b are more than 0.5 s apart"),
+        ({"a": 9.6, "b": 9.0}, chunks, "frames of b and a are more than 0.5 s apart"),
+        ({"a": 9.5, "b": 9.5, "state": 8.9}, chunks, f"state: {old} 1 s"),
+        ({"a": 9.5, "b": 9.5, "state": 9.0}, chunks, ""),  # which is no frame that could be apart
+        ({"a": 1.0, "b": 1.5}, windows, ""),  # of a stream a node counts
+        ({"a": 1.0, "b": 1.6}, windows, "frames of a and b are more than 0.5 s apart"),
+        ({"a": 9.5}, chunks, "b: expected when it was seen (times of the observation), got nothing"),
+        ({"b": 9.5}, chunks, "a: expected when it was seen (times of the observation), got nothing"),
+        ({"b": 9.5}, Settings(20.0, stale=1.0), ""),
+    ):
+        assert sources_fault(times, {"a": 0, "b": 0}, 10.0, settings) == reason
 
 
 @given(st.binary(max_size=60), st.sampled_from(["toml", "json"]))
