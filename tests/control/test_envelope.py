@@ -597,6 +597,53 @@ def test_what_is_no_filter_is_refused(text: str) -> None:
         Settings(20.0, filter=text).controller(2)
 
 
+def test_a_filter_at_its_bounds() -> None:
+    for text, message in (
+        ("lowpass:0", "filter: expected a frequency above 0 and below 10 Hz, got 0"),
+        ("lowpass:10", "filter: expected a frequency above 0 and below 10 Hz, got 10"),
+        ("ema:0", "filter: expected a share above 0, at most 1, got 0"),
+        ("ema:0.5:1,-1", "filter: expected different columns from 0 on, got [1, -1]"),
+        ("ema:0.5:1,1", "filter: expected different columns from 0 on, got [1, 1]"),
+        ("ema:0.5:", "filter: expected numbers behind ema, got 'ema:0.5:'"),
+        ("mean:1", "filter: expected ema:SHARE or lowpass:HZ, got 'mean:1'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message) + "$"):
+            parse_filter(text, 20.0)
+    assert parse_filter("lowpass:9.9", 20.0) is not None
+    whole, low = parse_filter("ema:1", 20.0), parse_filter("lowpass:2:0,3", 20.0)
+    assert whole is not None
+    assert low is not None
+    assert (whole.lag, whole.stages, low.stages, low.columns, low.text) == (
+        0.0,
+        1,
+        2,
+        (0, 3),
+        "lowpass:2:0,3",
+    )
+    assert low.lag == pytest.approx(2 * (1 - low.share) / low.share)
+    smooth = Smoothing(low, np.ones(4, bool))
+    smooth.rest()
+    assert smooth.next(Node(0, np.float32([1, 2, 3, 4]), 0, 0, 0), Trajectory()).tolist() == [1, 2, 3, 4]
+    # What lags by one step looks one ahead, and counts where there is no row; by less or more it looks one further.
+    for share, ahead, missing in (
+        (0.5, 0, 1),
+        (0.5, 1, 0),
+        (0.6, 0, 1),
+        (0.6, 1, 0),
+        (0.4, 1, 1),
+        (0.4, 2, 0),
+    ):
+        trajectory, ema = Trajectory(), parse_filter(f"ema:{share}", 20.0)
+        assert ema is not None
+        nodes = [Node(step, np.float32([step]), 0, 0, step) for step in range(1 + ahead)]
+        trajectory.put(nodes)
+        smooth = Smoothing(ema, np.ones(1, bool))
+        smooth.rest(np.zeros(1))
+        looked = min(float(ahead), ema.lag)  # steps further, as rows grow by 1 a step
+        assert smooth.next(nodes[0], trajectory)[0] == pytest.approx(share * looked)
+        assert smooth.missing == missing
+
+
 # ----------------------------------------------------------------------------- speed
 
 

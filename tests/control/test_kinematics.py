@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def test_the_jacobian_is_mujocos(arm: str) -> None:
 
 
 MJCF = """<mujoco><compiler angle="degree"/><default><joint axis="0 1 0" range="-100 100"/></default><worldbody>
-<body name="stand" pos="0.1 0.2 0.3" euler="10 20 30"><joint name="rail" type="slide" axis="1 0 0" range="-0.5 0.5"/>
+<body name="stand" pos="0.1 0.2 0.3" euler="10 20 30">
+<joint name="rail" type="slide" axis="1 0 0" range="-0.5 0.5" ref="0.2"/>
 <geom size="0.1"/><body name="arm" pos="0 0 0.2" quat="0.9 0.1 0.3 0.2">
 <joint name="bend" pos="0.05 0 0.02"/><joint name="turn" axis="0 0.6 0.8" pos="0 0.1 0" ref="25"/><geom size="0.1"/>
 <body name="hand" pos="0.3 0 0"><joint name="twist" axis="1 1 0"/><geom size="0.1"/>
@@ -101,6 +103,35 @@ def test_mjcf_is_read_with_anchors_references_and_defaults(tmp_path: Path) -> No
         ]
         np.testing.assert_allclose(tip.jacobian[:3].T, moved, atol=1e-8)
     assert read_chain(tmp_path / "arm.xml", "hand", "stand").joints == ("bend", "turn", "twist")
+
+
+def test_the_only_end_of_an_mjcf_is_its_tip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site, or a body that none hangs from; of several the names are said."""
+    body = '<body name="{}"><joint name="{}" axis="0 0 1"/><geom size="0.1"/>{}</body>'
+    path = tmp_path / "arm.xml"
+
+    def chain(*bodies: str, **named: str) -> Chain:
+        path.write_text(f"<mujoco><worldbody>{''.join(bodies)}</worldbody></mujoco>")
+        return read_chain(path, **named)
+
+    hand = chain(body.format("hand", "j", ""))
+    assert (hand.tip, hand.low.tolist(), hand.high.tolist()) == (
+        "hand",
+        [-np.inf],
+        [np.inf],
+    )  # no range is said
+    assert chain(body.format("arm", "i", body.format("hand", "j", ""))).joints == ("i", "j")
+    thumb = body.format("thumb", "k", "")
+    two = body.format("arm", "i", body.format("hand", "j", "") + thumb)
+    with pytest.raises(KinematicsError, match="tip: expected one of hand, thumb, got ''"):
+        chain(two)
+    assert chain(two, tip="thumb").joints == ("i", "k")
+    assert chain(body.format("arm", "i", body.format("hand", "j", "")), tip="arm").joints == ("i",)
+    with pytest.raises(KinematicsError, match="base: expected a body above hand, got thumb"):
+        chain(two, tip="hand", base="thumb")
+    monkeypatch.setitem(sys.modules, "mujoco", None)
+    with pytest.raises(KinematicsError, match="expected the package mujoco, which reads MJCF, got none"):
+        chain(two)
 
 
 URDF = (

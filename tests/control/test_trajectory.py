@@ -111,6 +111,15 @@ def test_what_was_sent_is_forgotten_whatever_steps_are_left_out() -> None:
     assert kept == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [3, 5], [9]]
 
 
+def test_what_is_committed_is_gone() -> None:
+    trajectory = Trajectory()
+    assert (trajectory.next, len(trajectory), trajectory.rows_from(0).shape) == (0, 0, (0, 0))
+    assert trajectory.fused([], Fusion()) == []
+    trajectory.put([Node(step, np.zeros(1, np.float32), 0, 0, step) for step in range(3)])
+    assert trajectory.take(0) is not None
+    assert (trajectory.next, len(trajectory), trajectory.at(0), trajectory.left(0)) == (1, 2, None, 0)
+
+
 def test_a_reader_beside_a_writer() -> None:
     """Every node that is read is whole and of the newest window that was complete before, and nothing is read twice."""
     trajectory, steps, width = Trajectory(), 3000, 16
