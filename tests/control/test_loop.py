@@ -180,6 +180,40 @@ def test_rows_are_sent_at_their_steps() -> None:
     assert report.age_ms["max"] == pytest.approx(5 * 50)
 
 
+def test_a_loop_begins_with_what_its_settings_say() -> None:
+    """By the machine's clock, with a point between for each substep, watched, and with nothing seen or commanded."""
+    arm = Arm(Clock())
+    settings = Settings(20.0, substeps=4, motion={"kind": "absolute"})
+    loop = Loop(arm, lambda: None, settings, 1)  # type: ignore[arg-type, return-value]
+    assert (loop.pace.period, loop.pace.real, loop.watchdog.active) == (0.0125, True, True)
+    assert (loop.steps, loop.prompt, loop.reason, loop.seen()) == (0, "", "", None)
+    assert (loop.driver, loop.paused, loop.stopped, loop.agreement) == ("policy", False, False, None)
+    assert isinstance(loop.source, Requester)
+    for wanted, more, message in (
+        ({"refine": 2}, {}, "refine: expected an adapter's max_age with one, else 0, got 2"),
+        ({"fusion": "average"}, {}, "fusion: expected none of chunks that are asked for, got 'average'"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            Loop(arm, lambda: None, Settings(20.0, **wanted), 1, **more)  # type: ignore[arg-type, return-value]
+    stream = Scripted(0.0, chunk)
+    stream.continuous = True  # type: ignore[attr-defined]
+    with pytest.raises(SettingsError, match="fusion: expected how windows of a stream are fused, got ''"):
+        Loop(arm, stream, Settings(20.0), 1)  # type: ignore[arg-type]
+
+
+def test_what_a_loop_has_seen_is_told_to_a_planner() -> None:
+    loop, arm = loop_of()
+    see, frame = arm.observe, np.zeros((2, 2, 3), np.uint8)
+    loop.run(1)
+    assert loop.seen() is None  # no camera has shown anything
+    arm.observe = lambda: {**see(), "images": {"front": frame}}  # type: ignore[method-assign]
+    loop.run(6)
+    seen = loop.seen()
+    assert seen is not None
+    prompt, found = seen
+    assert (prompt, found.keys(), found["images"]["front"] is frame) == ("stack", {"images", "state"}, True)
+
+
 def test_skipped_periods_cost_their_rows() -> None:
     loop, arm = loop_of(handover="aligned", replan="full")
     loop.run(4)
