@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 import sys
@@ -704,6 +705,10 @@ def test_a_pose_moves_the_joints_and_the_gripper_and_nothing_else() -> None:
     arm.hold()
     with pytest.raises(NoCommand, match="a would have to move faster than 2/s: by 2.5/s"):
         arm.act(np.float32([*tip_at(0.45, 1.0), 0.9]))
+    assert arm.sent is robot.sent  # what is the robot's own is had through it
+    robot.sense = lambda: np.array([1.1, 0.4, 0.1])  # type: ignore[attr-defined]
+    np.testing.assert_allclose(arm.sense(), [*tip_at(0.1, 1.1), 0.4], atol=1e-6)
+    del robot.sense  # type: ignore[attr-defined]
     robot.did = np.array([1.1, 0.4, 0.1])
     np.testing.assert_allclose(arm.observe()["action"], [*tip_at(0.1, 1.1), 0.4], atol=1e-6)
     offsets = planar_robot(robot, action="dxyz,gripper")
@@ -837,9 +842,10 @@ def test_where_an_arm_is_is_known_of_any_robot() -> None:
     robot.state = np.array([90.0, 0.5, 0.0])
     arm = KnownArm(robot, planar(), ("b", "jaw", "a"), units=("deg", "", "deg"))
     assert arm.arm_points() is None
-    arm.observe()
+    assert arm.observe()["state"] is robot.state
     points = [[0, 0, 0], [0, 0, 0.3], [1, 0, 0.3], [1, 0.5, 0.3]]  # base, joints, tip
     np.testing.assert_allclose(arm.arm_points(), points, atol=1e-12)
+    np.testing.assert_allclose(copy.copy(arm).arm_points(), points, atol=1e-12)
     rail = planar(slides=np.array([True, False]), axes=np.array([[1.0, 0, 0], [0, 0, 1.0]]))
     slid = KnownArm(robot, rail, ("b", "jaw", "a"), "deg")
     robot.state = np.array([90.0, 0.5, 0.25])

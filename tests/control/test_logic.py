@@ -1099,6 +1099,34 @@ def test_what_rows_are_measured_from() -> None:
     assert "kind" in given  # the caller's
 
 
+def test_what_a_chunk_commands_and_where_a_robot_is() -> None:
+    """Offsets are commands as they come, other rows the targets that they name; NaN is where nothing says a place."""
+    rows, state = np.float32([[1, 5, 2]]), np.float32([9, 10, 9, 20])
+    relative, offsets = Relative((0, 2), (3, 1)), Offsets((0, 2), (3, 1))
+    assert Motion().commands(rows, None) is rows
+    assert offsets.commands(rows, state) is rows
+    assert relative.commands(rows, state).tolist() == [[21, 5, 12]]
+    for motion in (relative, offsets, Absolute((0, 2), (3, 1))):
+        for dim, seen in (
+            (3, [20, np.nan, 10]),
+            (4, [20, np.nan, 10, np.nan]),
+            (2, [np.nan] * 2),
+            (1, [np.nan]),
+        ):
+            np.testing.assert_array_equal(motion.pose(state, dim), np.float32(seen))
+        np.testing.assert_array_equal(motion.pose(state[:3], 3), [np.nan] * 3)
+        np.testing.assert_array_equal(motion.pose(None, 3), [np.nan] * 3)
+    for none in (Offsets((0,), (0,)).pose(None, 1), Motion().pose(state, 1), Motion().still(1)):
+        assert np.isnan(none).all()
+    assert not Motion().placed(2).any()
+    assert relative.apart(np.float32([1, 2, 3]), np.float32([1, 4.5, 2])) == 2.5
+    for columns in (((0,), ()), ((), (0,)), ((0,), (0, 1))):
+        with pytest.raises(ValueError, match=f"at least one, got {len(columns[0])} and {len(columns[1])}$"):
+            Absolute(*columns)
+    with pytest.raises(ValueError, match="future state: say what the actions are measured from"):
+        Motion().roll(state, rows)
+
+
 def test_points_between_two_commands() -> None:
     last, row = np.float32([0, 4]), np.float32([2, 0])
     assert interpolate(None, row, 0.5) is row
