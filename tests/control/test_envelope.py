@@ -671,6 +671,12 @@ def test_a_slower_chunk_is_the_same_path(
         np.testing.assert_array_equal(found[:, 1], np.repeat(given_rows[:, 1], every))
 
 
+def test_a_slower_chunk_begins_at_its_first_row_where_nothing_says_where_the_robot_is() -> None:
+    rows, posed = np.float32([[1, 1], [3, 3]]), np.array([True, False])
+    for start, first in ((np.zeros(2), 0.5), (np.full(2, np.nan), 1.0), (np.array([np.nan, 0.0]), 1.0)):
+        assert slowed(rows, start, 0.5, posed).tolist() == [[first, 1], [1, 1], [2, 3], [3, 3]]
+
+
 def test_a_robot_at_half_speed_takes_twice_the_steps() -> None:
     """Offsets at half speed lead to the same place, by steps of half the length."""
     chunk = [[1.0, -0.5]] * 8

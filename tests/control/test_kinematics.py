@@ -866,6 +866,7 @@ def test_where_an_arm_is_is_known_of_any_robot() -> None:
         KnownArm(robot, planar(), ("b", "a"), spare=1)
     joints = {"state": {"names": ["a", "b", "jaw"]}, "action": {"names": ["jaw", "b.pos", "a.pos"]}}
     assert moves_joints(joints, planar(), {})
+    assert moves_joints({"state": {"names": ["a", "b"]}, "action": {"names": ["b", "a"]}}, planar(), {})
     assert not moves_joints(joints, planar(), {"a": "shoulder"})
     assert not moves_joints({**joints, "action": {"names": ["a"]}}, planar(), {})
     assert not moves_joints({**joints, "state": {}}, planar(), {})

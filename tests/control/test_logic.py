@@ -36,7 +36,7 @@ from sinew_client.control.handover import Placed
 from sinew_client.control.loop import exposed, float_of, frame_fault, sources_fault
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import ReplanState, disagreement
-from sinew_client.control.safety import UNPLACED, RowsError, Verdict, checked_rows
+from sinew_client.control.safety import OUTSIDE, UNPLACED, RowsError, Verdict, checked_rows
 from sinew_client.control.trajectory import Trajectory
 
 
@@ -352,6 +352,36 @@ def test_an_ensemble_goes_on_behind_its_oldest_chunk() -> None:
     assert first.row == 5.0  # a chunk has nothing to say of steps before its own
 
 
+def test_what_a_handover_takes_behind_its_name() -> None:
+    for text, most in (
+        ("freeze:1", "freeze takes at most 0"),
+        ("naive:1", "naive takes at most 0"),
+        ("aligned:1", "aligned takes at most 0"),
+        ("ensemble:0.1:2", "ensemble takes at most 1"),
+        ("ensemble:cosine:0.1:2:3", "ensemble takes at most 3"),
+        ("aggregate:average:1", "aggregate takes at most 1"),
+        ("rtc:guided:exp:1:2", "rtc takes at most 3"),
+    ):
+        with pytest.raises(ValueError, match=f"^handover: {most} settings, got '{text}'$"):
+            parse_handover(text)
+    for text, beta, schedule in (
+        ("rtc:guided", 5.0, "exp"),
+        ("rtc:ramp:ones", 5.0, "ones"),
+        ("rtc:guided:exp:0", 0, "exp"),
+    ):
+        found = parse_handover(text)
+        assert (found.beta, found.schedule, found.newest, found.alpha) == (beta, schedule, 0, None)
+    plain = parse_handover("ensemble:cosine")
+    assert (plain.alpha, plain.newest, parse_handover("ensemble:cosine:0.5:1").newest) == (0.1, 0, 1)
+    assert (parse_handover("ensemble:0.5").decay, parse_handover("aggregate").mix) == (
+        0.5,
+        "weighted_average",
+    )
+    for text in ("ensemble:cosine:0.1:0", "ensemble:cosine:0.1:-1", "ensemble:cosine:0.1:x"):
+        with pytest.raises(ValueError, match="^ensemble:cosine: expected a number of chunks from 1 on, got"):
+            parse_handover(text)
+
+
 def test_numbers_of_a_handover_at_their_bounds() -> None:
     assert parse_handover("rtc:guided:exp:0").beta == 0.0
     assert parse_handover("aligned+halt:0.5").halt == 0.5
@@ -501,6 +531,7 @@ def test_rules() -> None:
         "queue:x",
         "disagreement:1",
         "disagreement:1,0",
+        "disagreement:-0.5,2",
         "4:5",
         "often",
     ):
@@ -887,6 +918,43 @@ def test_a_guard_knows_where_the_robot_is() -> None:
     assert Guard(Limits.parse({"still": 2.0}, 1), 0.1, np.zeros(1)).here == [
         2.0
     ]  # the limits say so themselves
+
+
+def test_a_workspace_is_asked_about_what_would_be_sent() -> None:
+    guard, asked = Guard(Limits.parse({"high": 1.0, "velocity": 5.0}, 1), 0.1), []
+    guard.start(np.zeros(1))
+    for wanted, sent in ((0.25, 0.25), (0.9, 0.75), (3.0, 1.0)):
+        guard.check(np.float32([wanted]), inside=lambda command: asked.append(float(command[0])) or True)  # type: ignore[func-returns-value]
+        assert asked[-1] == sent
+    verdict = guard.check(np.float32([0.0]), inside=lambda command: command[0] > 0.6)
+    assert (verdict.row, verdict.reason, verdict.clipped) == (None, OUTSIDE, ("0.velocity",))
+    assert guard.here == [1.0]  # nothing was sent
+
+
+def test_after_a_hold_a_robot_of_limited_jerk_begins_anew() -> None:
+    for stop in (Guard.held, Guard.skipped):
+        guard, at = Guard(Limits.parse({"jerk": 40.0}, 1), 0.1), [0.0]
+        guard.start(np.zeros(1))
+        for step in range(6):
+            if step == 3:
+                stop(guard)
+            row = guard.check(np.float32([90])).row
+            assert row is not None
+            at.append(float(row[0]))
+        np.testing.assert_allclose(np.diff(at), [0.04, 0.12, 0.24] * 2, atol=3e-3)
+
+
+def test_of_a_command_of_limited_jerk_the_limit_that_binds_is_named() -> None:
+    for given_limits, named in (
+        ({"jerk": 1e6, "velocity": 1}, ("0.velocity",)),
+        ({"jerk": 1e6, "acceleration": 1}, ("0.acceleration",)),
+        ({"jerk": 1}, ("0.jerk",)),
+        ({"jerk": 1e9}, ()),
+        ({"jerk": 1e9, "high": 2}, ("0.range",)),
+    ):
+        guard = Guard(Limits.parse(given_limits, 1), 0.1)
+        guard.start(np.zeros(1))
+        assert guard.check(np.float32([9])).clipped == named
 
 
 def test_a_jump_is_what_is_further_than_that() -> None:
