@@ -36,7 +36,7 @@ from sinew_client.control.handover import Placed
 from sinew_client.control.loop import exposed, float_of, frame_fault, sources_fault
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import ReplanState, disagreement
-from sinew_client.control.safety import OUTSIDE, UNPLACED, RowsError, Verdict, checked_rows
+from sinew_client.control.safety import OUTSIDE, UNPLACED, RowsError, Verdict, _braking, checked_rows
 from sinew_client.control.trajectory import Trajectory
 
 
@@ -122,6 +122,60 @@ def test_real_time_chunking_says_what_is_still_to_come() -> None:
     assert node.row[0] == 102  # row 2 belongs to step 7: one for the old frame, one for the delay
     player.restart(8)
     assert player.ask(9, 9).fields == {}  # after a stop there is nothing to continue
+
+
+def test_a_new_controller_has_done_nothing() -> None:
+    for controller in (Settings(20.0).of_chunks(1), Settings(20.0, fusion="average").of_stream(1)):
+        assert (controller.paused, controller.driver, controller.shadow, controller.said) == (
+            False,
+            "policy",
+            False,
+            "",
+        )
+        assert (controller.clipped_commands, controller.unanswered, controller.chunks) == (0, 0, 0)
+        assert (controller.refines(0), controller.handed.steps) == (False, 0)
+        for unanswered in (1, 2):
+            controller.failed(0, "gone", "timeout")
+            assert (controller.unanswered, controller.faults.total) == (unanswered, unanswered)
+        first = controller.command(0)
+        assert (first.row, first.age, first.chunk, first.index, first.seam) == (None, -1, -1, -1, False)
+
+
+def test_a_command_that_was_not_taken_was_none() -> None:
+    """Of the policy's, and of who drives in its place: neither its age counts nor the step that was led."""
+    controller = Settings(
+        20.0, "aligned", limits={"velocity": [10.0], "still": [None]}, motion={"kind": "absolute"}
+    )
+    found = controller.of_chunks(1)
+    found.stands(np.zeros(1))
+    found.ask(0, 0)
+    found.arrived(0, np.zeros((4, 1), np.float32))
+    found.unsent(found.command(0), "it is too far")
+    assert (found.ages, found.held) == ({0: 0}, {"it is too far": 1})
+    assert found.command(1).reason == "it is too far"
+    found.take_over(2)
+    found.aligned(2)
+    assert found.wants_position(2)  # a leader's row is due, and nothing says where the robot is
+    found.stands(np.zeros(1))
+    assert not found.wants_position(2)
+    found.led(2, np.float32([0.1]))
+    found.unsent(found.command(2), "it is too far")
+    assert (found.handed.steps, found.held["it is too far"]) == (0, 3)
+    assert found.trajectory.next == 3  # steps go by, whoever drives
+
+
+def test_a_controller_that_goes_on_stands_where_holding_left_it() -> None:
+    motion = {"kind": "offsets", "action": [0], "state": [0]}
+    for moved, position, here in (
+        (False, None, 0.0),
+        (True, np.float32([7.0]), 0.0),
+        (False, np.float32([7.0]), 0.0),
+    ):
+        controller = Settings(20.0, "aligned", limits={"velocity": 100.0}, motion=motion).of_chunks(1)
+        assert controller.guard is not None
+        assert controller.guard.check(np.float32([3.0])).row == 3.0
+        controller.resume(position, moved)
+        assert controller.guard.here == here  # offsets of 0, wherever it is
 
 
 def test_a_command_says_which_row_it_is_and_where_a_new_chunk_begins() -> None:
@@ -970,6 +1024,16 @@ def test_a_jump_is_what_is_further_than_that() -> None:
     assert outside.check(np.float32([1.9, 1.9])).reason == far
 
 
+def test_a_step_is_braked_before_the_end() -> None:
+    """From the largest one, steps that shrink by as much as they may add up to the way that is left, or a step less."""
+    push = np.array([0.01, 0.01, 0.5, 0.01, 0.01, 0.01, np.inf, np.inf])
+    distance = np.array([0.5, 0.02, 9.0, 0.0, -1.0, np.inf, 1.0, 0.0])
+    found = _braking(distance, push)
+    np.testing.assert_allclose(found, [0.095, 0.015, 2.75, 0, 0, np.inf, np.inf, np.inf], atol=1e-12)
+    for step, most, way in zip(found[:3], push, distance, strict=False):
+        assert way - most <= np.arange(step, 0, -most).sum() <= way + 1e-12
+
+
 def test_limits_count_in_periods() -> None:
     """Of 0.1 s: 2 /s are steps of 0.2, 8 /s^2 changes of 0.08, 40 /s^3 changes of that of 0.04."""
     for limits, steps in (
@@ -1237,3 +1301,67 @@ def test_future_state_is_that_of_the_answer() -> None:
 def test_bad_settings_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ClientError, match=message):
         Settings(**given).controller(1)
+
+
+ABSOLUTE = {"kind": "absolute"}
+
+
+def test_settings_at_their_bounds() -> None:
+    for given_settings in (
+        *({"hz": 1e-3}, {"hz": 1e5}, {"chunk_size": 8192}, {"speed": 1.0}, {"stale": 1e-9, "deadline": 9e29}),
+        *({"substeps": 100}, {"max_age": 1e-9, "skew": 1e-9}),
+    ):
+        Settings(**{"hz": 20.0, **given_settings})
+    for name, value, message in (
+        ("hz", 9e-4, "expected 0.001 to 100000, got 0.0009"),
+        ("hz", 100001.0, "expected 0.001 to 100000, got 100001"),
+        ("hz", True, "expected a number above 0, got True"),
+        ("deadline", 1e30, "expected a number above 0, got 1e"),
+        ("stale", None, "expected a number above 0, got None"),
+        ("stale", 0, "expected a number above 0, got 0"),
+        ("skew", 0, "expected a number above 0, got 0"),
+        ("max_age", 0, "expected a number above 0, got 0"),
+        ("speed", 1.01, "expected at most 1, as the policy was trained, got 1.01"),
+        ("substeps", 0, "expected 1 to 100, got 0"),
+        ("substeps", 101, "expected 1 to 100, got 101"),
+        ("substeps", True, "expected Integral, got True"),
+        ("finish", 1, "expected bool, got 1"),
+        ("motion", 3, "expected Mapping or NoneType, got 3"),
+        ("committed_rows", -1, "expected 0 or more, got -1"),
+        ("refine", -1, "expected 0 or more control steps, got -1"),
+        ("chunk_size", -1, "expected 0 to 8192 rows, got -1"),
+        ("chunk_size", 8193, "expected 0 to 8192 rows, got 8193"),
+    ):
+        with pytest.raises(SettingsError, match=f"^{name}: {re.escape(message)}"):
+            Settings(**{"hz": 20.0, name: value})
+    with pytest.raises(SettingsError, match="^stale_of.front: expected a number above 0, got 0"):
+        Settings(20.0, stale_of={"front": 0})
+    with pytest.raises(SettingsError, match="^substeps: expected none beside fusion, got 2"):
+        Settings(20.0, fusion="average", substeps=2)
+    for more, rows in (({}, 1024), ({"chunk_size": 3}, 3)):
+        assert Settings(8.0, **more).of_chunks(2).max_rows == rows
+        assert Settings(8.0, fusion="average", **more).of_stream(2).max_rows == rows
+    assert (Settings(8.0).period, Settings(8.0, max_age=0.49).of_chunks(1).max_age) == (0.125, 3)
+    assert Settings(8.0).of_chunks(1).max_age is None
+    with pytest.raises(
+        SettingsError, match="limits.workspace_low, limits.workspace_high: expected none beside fusion"
+    ):
+        Settings(8.0, fusion="average", limits={"workspace_low": 0.0}).controller(1)
+    for more, message in (
+        (
+            {"replan": "disagreement:1,2", "handover": "freeze"},
+            "replan: expected a hand-over beside disagreement",
+        ),
+        ({"future": True}, "future: expected a motion beside it"),
+        (
+            {"refine": 1, "handover": "rtc"},
+            "handover: expected one without real-time chunking beside an edge adapter",
+        ),
+        ({"substeps": 2}, "substeps: expected motion absolute or relative"),
+        ({"speed": 0.5, "motion": ABSOLUTE, "refine": 1}, "speed: expected 1 beside"),
+        ({"speed": 0.5, "motion": ABSOLUTE, "future": True}, "speed: expected 1 beside"),
+    ):
+        with pytest.raises(SettingsError, match=f"^{message}"):
+            Settings(20.0, **{"handover": "aligned", **more}).controller(1)
+    for more in ({"substeps": 2}, {"future": True}, {"speed": 0.5}, {"refine": 1}):
+        Settings(20.0, "aligned", motion=ABSOLUTE, **more).controller(1)

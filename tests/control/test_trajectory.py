@@ -167,6 +167,7 @@ def test_a_row_that_is_committed_while_it_is_written_does_not_stay() -> None:
 
 
 def test_rules_of_fusion() -> None:
+    assert Fusion(0.0, 1.0, 2)(np.zeros(1), np.ones(1)) == 0.0  # of the first row that can change
     for near, far in ((0.0, 1.0), (1.0, 0.0)):
         assert [Fusion(near, far, 2).weight(k) for k in (-1, 0, 1, 2, 9)] == [near, near, 0.5, far, far]
     for given, message in (

@@ -83,7 +83,7 @@ def next_step(
     forward = wanted > ends[0]
     furthest = np.where(forward, np.maximum(highest, brake), np.minimum(lowest, brake))
     # What cannot stop before the wanted place in time brakes; and so does what was never safe, as after a new limit.
-    near, far = np.where(reached, tried[1], brake), np.where(reached, tried[1], furthest)
+    near, far = np.where(reached, tried[1], brake), furthest
     if reached.all():
         return tried[1]
     parts = np.linspace(0.0, 1.0, _PARTS + 1)[:, None]
@@ -94,7 +94,7 @@ def next_step(
         fits[0] = True
         last = np.cumprod(fits, axis=0).sum(axis=0) - 1  # safe steps lie beside each other
         near = np.where(reached, near, np.take_along_axis(steps, last[None], 0)[0])
-        far = np.where(reached, far, np.take_along_axis(steps, np.minimum(last + 1, _PARTS)[None], 0)[0])
+        far = np.take_along_axis(steps, np.minimum(last + 1, _PARTS)[None], 0)[0]
     return near
 
 
@@ -106,7 +106,6 @@ class JerkLimit:
 
     def __init__(self, bounds: StepBounds):
         self._bounds = bounds
-        self.rest(np.zeros(len(bounds.jerk)))
 
     def rest(self, at: np.ndarray) -> None:
         """Note that the robot stands still at ``at``, float64 [D]."""
