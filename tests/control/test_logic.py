@@ -37,6 +37,7 @@ from sinew_client.control.loop import exposed, float_of, frame_fault, sources_fa
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import ReplanState, disagreement
 from sinew_client.control.safety import OUTSIDE, UNPLACED, RowsError, Verdict, _braking, checked_rows
+from sinew_client.control.takeover import ALIGNS, SILENT
 from sinew_client.control.trajectory import Trajectory
 
 
@@ -162,6 +163,69 @@ def test_a_command_that_was_not_taken_was_none() -> None:
     found.unsent(found.command(2), "it is too far")
     assert (found.handed.steps, found.held["it is too far"]) == (0, 3)
     assert found.trajectory.next == 3  # steps go by, whoever drives
+
+
+def test_who_drives_in_the_policys_place_is_followed_step_by_step() -> None:
+    settings = Settings(
+        20.0, "aligned", limits={"velocity": 1000.0, "names": ["a"]}, motion={"kind": "absolute"}
+    )
+    controller = settings.of_chunks(1)
+    controller.stands(np.zeros(1))
+    controller.ask(0, 0)
+    controller.arrived(0, np.ones((9, 1), np.float32))
+    assert (controller.command(0).by, controller.handed.steps) == ("policy", 0)
+    controller.ask(1, 1)
+    controller.take_over(1)
+    assert (controller.trajectory.left(1), controller.player.waiting) == (
+        0,
+        False,
+    )  # what was planned, and asked for
+    found = [controller.command(1)]
+    controller.aligned(2)
+    for step, row, reason in (
+        (2, [0.5], ""),
+        (3, [0.75], ""),
+        (4, None, "the button"),
+        (5, None, ""),
+        (6, None, "left"),
+    ):
+        controller.led(step, None if row is None else np.float32(row), reason)
+        found.append(controller.command(step))
+    found.append(controller.command(7))  # of which the leader says nothing
+    assert [(command.row, command.reason, command.by) for command in found] == [
+        (None, ALIGNS, "aligning"),
+        (0.5, "", "human"),
+        (0.75, "", "human"),
+        *[(None, reason, "human") for reason in ("the button", SILENT, "left", SILENT)],
+    ]
+    assert {(c.age, c.chunk, c.index, c.seam) for c in found if c.row is None} == {(-1, -1, -1, False)}
+    assert {(c.age, c.chunk, c.index, c.seam) for c in found if c.row is not None} == {(0, -1, -1, False)}
+    assert (controller.handed.steps, controller.ages, controller.wants_chunk(8)) == (2, {0: 1}, False)
+    controller.hand_back(8)
+    assert (controller.driver, controller.wants_chunk(8)) == ("policy", True)
+    counts = {"to_human": 1, "to_policy": 1, "steps": 2, "largest": 0.5, "number": "a", "unknown": 0}
+    assert controller.handed.to_dict() == counts
+    assert controller.command(8).reason == "no chunk yet"
+    shadowed = settings.of_chunks(1)
+    shadowed.take_over(0, shadow=True)
+    shadowed.pause()
+    held = shadowed.command(0)
+    assert (held.row, held.reason, held.by) == (None, "paused", "aligning")
+    for here in (shadowed, controller):  # a leader that has led so far has ended with the pause
+        here.pause()
+    assert (shadowed.driver, controller.driver) == ("aligning", "policy")
+
+
+def test_what_limits_change_is_counted_by_name() -> None:
+    for when, reason in (("clip", ""), ("hold", "beyond 1.workspace")):
+        limits = {"high": [1, None], "workspace_high": [None, 2], "when": when}
+        controller = Settings(20.0, "aligned", limits=limits, motion={"kind": "absolute"}).of_chunks(2)
+        controller.ask(0, 0, np.zeros(2))
+        controller.arrived(0, np.float32([[0, 1.5], [0, 2.5], [0.5, 2]]))
+        found = [controller.command(step, np.zeros(2)) for step in range(2)]
+        assert [(c.reason, c.clipped) for c in found] == [("", ()), (reason, ("1.workspace",))]
+        assert (found[1].row is None) == bool(reason)
+        assert (controller.clipped, controller.clipped_commands) == ({"1.workspace": 1}, 1)
 
 
 def test_a_controller_that_goes_on_stands_where_holding_left_it() -> None:

@@ -35,7 +35,8 @@ from sinew_client.control.report import MAX_SOURCES, SourceAges, percentiles
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import UNPLACED
 from sinew_client.control.smoothing import parse_filter
-from sinew_client.errors import SinewError
+from sinew_client.errors import Refused, SinewError
+from sinew_client.faults import PERMANENT
 from sinew_client.history import History
 
 
@@ -212,6 +213,32 @@ def test_what_a_loop_has_seen_is_told_to_a_planner() -> None:
     assert seen is not None
     prompt, found = seen
     assert (prompt, found.keys(), found["images"]["front"] is frame) == ("stack", {"images", "state"}, True)
+
+
+def test_a_first_request_that_no_other_would_fare_better_than_ends_the_run() -> None:
+    """It holds where it is told to, and once there was an answer."""
+    for kind in PERMANENT:
+        loop, arm = loop_of(answer=lambda number, kind=kind: Outcome(reason="no such camera", kind=kind))
+        with pytest.raises(Refused, match="^no such camera$"):
+            loop.run(9)
+        assert all(row is None for _, row in arm.sent)
+        loop, arm = loop_of(answer=lambda number, kind=kind: Outcome(reason="no such camera", kind=kind))
+        loop._hold_refused = True
+        assert loop.run(9).held["no such camera"] > 3
+        answers = [chunk(0), Outcome(reason="no such camera", kind=kind)]
+        loop, arm = loop_of(answer=lambda number, answers=answers: answers[min(number, 1)])
+        assert loop.run(9).held["no such camera"] > 0
+    loop, arm = loop_of(answer=lambda number: Outcome(reason="later", kind="overloaded"))
+    assert loop.run(9).held["later"] > 3
+
+
+def test_a_chunk_counts_from_its_frame() -> None:
+    for age, behind in ((0.0, 0), (0.02, 0), (0.03, 1), (0.1, 2), (-0.08, 0)):
+        loop, arm = loop_of()
+        arm.frame_age = age
+        loop.tick(loop.pace.next())
+        request = loop.controller.player.request  # type: ignore[attr-defined]
+        assert (request.step, request.frame) == (0, -behind)
 
 
 def test_skipped_periods_cost_their_rows() -> None:
