@@ -232,6 +232,65 @@ def test_a_first_request_that_no_other_would_fare_better_than_ends_the_run() -> 
     assert loop.run(9).held["later"] > 3
 
 
+def test_listeners_hear_in_which_step_the_instruction_and_the_world_change() -> None:
+    loop, _ = loop_of()
+    heard: list[tuple[str, dict[str, Any]]] = []
+    loop.listeners.append(lambda event, values: heard.append((event, values)))
+    loop.restart("anew", "pour")
+    loop.run(3)
+    loop.say("stack")
+    loop.say("stack")  # which is no change
+    loop.restart("again", "stack")
+    loop.run(4)
+    said = [(event, values) for event, values in heard if event in ("fault", "prompt", "pause", "resume")]
+    assert [
+        (event, values.get("step"), values.get("prompt"), values.get("moved")) for event, values in said
+    ] == [
+        ("fault", 0, None, True),
+        ("prompt", 0, "pour", None),
+        ("prompt", 3, "stack", None),
+        ("pause", None, None, None),
+        ("resume", None, None, False),
+        ("fault", 3, None, True),
+    ]
+    assert said[4][1]["position"].tolist() == pytest.approx(
+        [np.nan], nan_ok=True
+    )  # which the state does not say
+    assert loop.prompt == "stack"
+
+
+def test_points_between_begin_anew_where_nothing_says_where_the_robot_is() -> None:
+    """After a restart, or a command that it did not take, the first row is sent as it is."""
+    for restart in (True, False):
+        given = {"delay": 0.0, "substeps": 4, "motion": {"kind": "absolute"}, "replan": "1"}
+        loop, arm = loop_of(answer=lambda number: np.full((1, 1), 10.0 * (number + 1)), **given)
+        loop.run(2)
+        act, refused = arm.act, []
+
+        def refuse(row: np.ndarray, act=act, refused=refused) -> None:
+            if not refused:
+                refused.append(row)
+                raise NoCommand("it is too far")
+            act(row)
+
+        if restart:
+            loop.restart("anew")
+        else:
+            arm.act = refuse  # type: ignore[method-assign]
+        count = len(arm.sent)
+        loop.run(4)
+        rest = [15.0, 17.5, 20.0] if restart else [None] * 3  # of the step under way
+        assert [row for _, row in arm.sent[count:-1]] == [*rest, *[30.0] * 4, 32.5]
+
+
+def test_a_command_is_never_said_to_leave_before_it_is_due() -> None:
+    loop, arm = loop_of()
+    loop.run(3)
+    arm.clock.time += 0.01
+    assert loop._time(100) == 5.0
+    assert loop._time(0) == pytest.approx(0.11)
+
+
 def test_a_chunk_counts_from_its_frame() -> None:
     for age, behind in ((0.0, 0), (0.02, 0), (0.03, 1), (0.1, 2), (-0.08, 0)):
         loop, arm = loop_of()
@@ -1073,8 +1132,9 @@ def test_a_hold_is_said_once_when_it_begins_and_when_it_ends(
     )
 
 
-def test_freeze_warns_of_its_first_wait_alone(caplog: pytest.LogCaptureFixture) -> None:
-    loop, _ = loop_of(handover="freeze", replan="4")
+@pytest.mark.parametrize("delay", [0.05, 0.1])
+def test_freeze_warns_of_its_first_wait_alone(delay: float, caplog: pytest.LogCaptureFixture) -> None:
+    loop, _ = loop_of(delay, handover="freeze", replan="4")
     report = loop.run(40)
     assert report.held["waiting for a chunk"] > 2
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
