@@ -288,6 +288,58 @@ def test_rows_that_were_executed_are_not_continued() -> None:
     assert begun("rtc", "2", [0, 1, 2], 2).ask(2, 1).fields["previous"].ravel().tolist() == [1, 2]
 
 
+def test_a_first_frame_from_before_the_beginning_has_rows_from_before_it() -> None:
+    player = Player(parse_handover("aligned"), parse_rule("full"))
+    assert (player.stopping, player.halted, player.wants_chunk(0)) == (False, False, True)
+    player.ask(0, -2)
+    player.accept(np.zeros((5, 1), np.float32), 0)
+    node = player.take(0)
+    assert node is not None
+    assert node.index == 2
+    assert [player.wants_chunk(step) for step in (1, 2, 3)] == [False, False, True]  # when no row is left
+
+
+def test_a_shorter_chunk_leaves_nothing_of_a_longer_one() -> None:
+    player = begun("aligned", "2", [0, 1, 2, 3, 4, 5, 6, 7], 2)
+    player.ask(2, 2)
+    player.accept(np.float32([[12], [13]]), 2)
+    assert player.trajectory.rows_from(2).ravel().tolist() == [12, 13]
+
+
+def test_a_robot_stops_only_where_a_delay_is_longer_than_what_was_trained() -> None:
+    for committed, delay, stops in ((3, 3, False), (3, 4, True), (1, 1, False), (1, 2, True), (0, 4, False)):
+        player = begun("rtc", "2", list(range(9)), 2, committed_rows=committed)
+        for _ in range(2):
+            player.delay.add(delay)
+        fields = player.ask(2, 2).fields
+        assert (player.stopping, fields["delay"]) == (stops, min(delay, committed) if committed else delay)
+        assert len(fields["previous"]) == (committed if stops else 7)
+        player.failed()
+        player.delay = DelayEstimate()  # of a network that has recovered
+        player.ask(2, 2)
+        assert not player.stopping
+
+
+def test_a_chunk_halts_by_the_last_row_that_has_passed() -> None:
+    """One row or all of them; what stands still for that takes the next one as it is."""
+    edge = begun("aligned+halt:0.5", "full", [0, 1, 2, 3, 4, 5], 1, refine=3)
+    edge.ask(1, 0)
+    assert edge.refines(1)  # also while a request is under way
+    edge.accept(np.float32([[0.5], [1]]), 1)
+    assert not edge.halted  # by just as much as it may
+    for passed in (1, 2):
+        for wrong in (False, True):
+            player = begun("aligned+halt:0.5", "full", [0, 1, 2, 3, 4, 5], passed)
+            player.ask(passed, 0)
+            rows = np.float32([[0], [1]])
+            rows[passed - 1] += 9 * wrong
+            player.accept(rows, passed)
+            assert (player.halted, player.halts) == (wrong, int(wrong))
+            player.ask(passed, 0)
+            player.accept(rows + np.float32(90), passed)
+            assert player.halted == (not wrong)
+
+
 def test_a_chunk_that_contradicts_its_predecessor_is_asked_about_at_once() -> None:
     for shift, due in ((0.4, False), (0.6, True)):
         player = begun("aligned", "disagreement:0.5,6", [0, 1, 2, 3, 4, 5, 6, 7], 2)
