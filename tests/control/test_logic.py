@@ -1150,6 +1150,26 @@ def test_a_step_is_braked_before_the_end() -> None:
         assert way - most <= np.arange(step, 0, -most).sum() <= way + 1e-12
 
 
+def test_either_end_of_a_range_is_stopped_at_alike() -> None:
+    """No step differs by more than it may, neither up from one place nor down from its mirror image."""
+    push, paths = 1.0 * 0.1**2, []
+    for sign in (1.0, -1.0):
+        guard, path = Guard(Limits.parse({"low": -1, "high": 1, "acceleration": 1.0}, 1), 0.1), [0.3 * sign]
+        guard.start(np.array([0.3 * sign]))
+        for _ in range(30):
+            row = guard.check(np.float32([9 * sign])).row
+            assert row is not None
+            path.append(float(row[0]))
+        steps = sign * np.diff(path)
+        assert np.abs(np.diff(steps)).max() <= push + 1e-6
+        assert (steps >= 0).all()
+        assert steps[0] == pytest.approx(push, abs=1e-6)
+        paths.append(sign * np.array(path))
+    np.testing.assert_allclose(*paths, atol=1e-6)
+    # 0.7 of way: eight steps that grow to 0.08, and as many that shrink; less than an eighth of one is none.
+    assert 15 <= np.argmax(paths[0] >= 1.0 - push / 8) <= 18
+
+
 def test_limits_count_in_periods() -> None:
     """Of 0.1 s: 2 /s are steps of 0.2, 8 /s^2 changes of 0.08, 40 /s^3 changes of that of 0.04."""
     for limits, steps in (
