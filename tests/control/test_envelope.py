@@ -272,6 +272,19 @@ def test_what_is_limited_arrives_and_does_not_swing(
         at = float(place[0])
 
 
+def test_a_robot_of_limited_jerk_goes_both_ways_and_back_into_its_range() -> None:
+    for start, target in ((0.0, 0.5), (0.0, -0.5), (1.5, 0.5), (-1.5, -0.5), (0.75, -0.75), (-1.5, 1.0)):
+        guard = Guard(Limits.parse({"low": -1, "high": 1, "jerk": 100.0}, 1), PERIOD)
+        guard.start(np.array([start]))
+        path = [start]
+        for _ in range(120):
+            row = guard.check(np.float32([target])).row
+            assert row is not None
+            path.append(float(row[0]))
+        assert path[-1] == target
+        assert np.abs(path).max() <= max(1.0, abs(start))
+
+
 def test_the_next_step_goes_where_it_is_told_if_it_may() -> None:
     bounds = StepBounds(*(np.full(1, x) for x in (-1.0, 1.0, 0.5, 0.5, 0.5)))
     zero = np.zeros(1)
