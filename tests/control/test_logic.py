@@ -1037,7 +1037,9 @@ def test_limits_of_named_numbers_follow_their_order() -> None:
         with pytest.raises(LimitsError, match="limits.names: expected"):
             limits.ordered(names)
     for mine, theirs in (((), ("a", "b")), (("a", "b"), ()), (("a", "b"), ["a", "b"])):
-        assert Limits.parse({"names": mine, "high": [1, 2]}, 2).ordered(theirs).names == ("a", "b")
+        found = Limits.parse({"names": mine, "high": [1, 2]}, 2)
+        assert found.ordered(theirs).names == ("a", "b")
+        assert (found.ordered(theirs) is found) == bool(mine)
 
 
 def test_limits_of_as_many_numbers_as_a_command_may_have() -> None:

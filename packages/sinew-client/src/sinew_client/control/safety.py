@@ -178,8 +178,8 @@ class Limits:
     def ordered(self, names: Sequence[str], where: str = "limits") -> Limits:
         """Return the limits of numbers that are called so, in their order; those without names are in it already.
         Raises :class:`LimitsError` for limits of others."""
-        if not self.names or not names:
-            return replace(self, names=self.names or tuple(names))
+        if not self.names or not names or self.names == tuple(names):
+            return self if self.names or not names else replace(self, names=tuple(names))
         if sorted(self.names) != sorted(names) or len(set(names)) < len(names):
             raise LimitsError(
                 f"{where}.names: expected {', '.join(names)}, as the policy says, got {', '.join(self.names)}"
