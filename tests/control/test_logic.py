@@ -216,6 +216,31 @@ def test_who_drives_in_the_policys_place_is_followed_step_by_step() -> None:
     assert (shadowed.driver, controller.driver) == ("aligning", "policy")
 
 
+def test_what_a_shadow_wants_is_as_old_as_it_may_be() -> None:
+    controller = Settings(20.0, "aligned", max_age=0.1, motion={"kind": "absolute"}).of_chunks(1)
+    controller.take_over(0, shadow=True)
+    controller.ask(0, 0, np.zeros(1))
+    controller.failed(0, "gone")
+    controller.ask(0, 0, np.zeros(1))
+    controller.arrived(0, np.ones((6, 1), np.float32))
+    assert controller.unanswered == 0
+    wanted = [controller.command(step, np.zeros(1)).wanted for step in range(5)]
+    assert [each is not None for each in wanted] == [True, True, True, False, False]
+
+
+def test_a_robot_that_was_sent_nothing_in_one_step_starts_from_rest() -> None:
+    settings = Settings(20.0, "aligned", limits={"acceleration": 1.0}, motion={"kind": "absolute"})
+    controller, push, at = settings.of_chunks(1), 1.0 / 20**2, [0.0]
+    controller.stands(np.zeros(1))
+    controller.ask(0, 0)
+    controller.arrived(0, np.full((9, 1), 5.0))
+    for step in (0, 1, 2, 4, 5):
+        row = controller.command(step).row
+        assert row is not None
+        at.append(float(row[0]))
+    np.testing.assert_allclose(np.diff(at), push * np.array([1, 2, 3, 1, 2]), atol=1e-6)
+
+
 def test_what_limits_change_is_counted_by_name() -> None:
     for when, reason in (("clip", ""), ("hold", "beyond 1.workspace")):
         limits = {"high": [1, None], "workspace_high": [None, 2], "when": when}
