@@ -18,12 +18,15 @@ import ast
 import builtins
 import contextlib
 import copy
+import dataclasses
 import gc
 import importlib
 import inspect
 import json
+import math
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -31,19 +34,23 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 GOAL = 0.95
-PATIENCE = 4.0  # a test, and all that are asked, may take so many times as long as without a mutant
-PATIENCE_S = 20.0  # and so much longer: of the clock for all, of CPU time for a test
-QUICK_S = 10.0  # CPU seconds, without a mutant, of the tests that --quick asks
+PATIENCE = 4.0  # a test, and all that are asked, may take so many times what they take without a mutant
+PATIENCE_S = 2.0  # and so much longer: asleep for all, of CPU time for a test
+QUICK_S = 10.0  # CPU seconds, without a mutant, of the tests that --quick asks where it says no other
 FEW = 3  # tests of a module that may fail without a mutant, and are left out by name
 UNKNOWN = 77  # the exit status where a mutant cannot be run so
 ELSEWHERE = "a process"  # where a test may enter what nobody sees
@@ -89,26 +96,31 @@ SILENT = ("debug", "info", "warning", "error", "critical", "exception")  # of a 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change. name: what changes, without line numbers, so that the table outlives other changes of the file."""
+    """One change. name: what changes, without line numbers, so that the table outlives other changes of the file.
+    statement: the line at which the statement around it begins."""
 
     name: str
     line: int
+    statement: int
     source: str
 
 
-def mutants(source: str) -> list[Mutant]:
-    """Return all mutants of a module, in the order of its text, without annotations, messages, logs and asserts."""
+def mutants(source: str, whole: bool = True) -> list[Mutant]:
+    """Return all mutants of a module, in the order of its text, without annotations, messages, logs and asserts. whole:
+    with their sources, which takes most of the time."""
     tree = ast.parse(source)
     found: list[Mutant] = []
     seen: dict[str, int] = {}
 
-    def note(where: str, node: ast.AST, old: str, new: str) -> None:
+    def note(where: str, node: ast.AST, statement: int, old: str, new: str) -> None:
         name = f"{where}: {old} -> {new}"
         seen[name] = seen.get(name, 0) + 1
         name += f" #{seen[name]}" if seen[name] > 1 else ""
-        found.append(Mutant(name, getattr(node, "lineno", 0), ast.unparse(tree)))
+        found.append(Mutant(name, getattr(node, "lineno", 0), statement, ast.unparse(tree) if whole else ""))
 
-    def change(where: str, parent: ast.AST, field: str, index: int | None, new: ast.AST) -> None:
+    def change(
+        where: str, statement: int, parent: ast.AST, field: str, index: int | None, new: ast.AST
+    ) -> None:
         """Put ``new`` in the place of a child for as long as it takes to write the module."""
         held = getattr(parent, field)
         node = held if index is None else held[index]
@@ -119,13 +131,13 @@ def mutants(source: str) -> list[Mutant]:
         else:
             held[index] = new
         ast.fix_missing_locations(new)
-        note(where, node, before, ast.unparse(new.test if tests else new))
+        note(where, node, statement, before, ast.unparse(new.test if tests else new))
         if index is None:
             setattr(parent, field, node)
         else:
             held[index] = node
 
-    def visit(parent: ast.AST, where: str) -> None:
+    def visit(parent: ast.AST, where: str, outer: int) -> None:
         for field, value in ast.iter_fields(parent):
             if field in ("annotation", "returns", "decorator_list", "bases", "format_spec", "keywords_only"):
                 continue
@@ -135,11 +147,12 @@ def mutants(source: str) -> list[Mutant]:
                 inner = where
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                     inner = f"{where}.{node.name}" if where else node.name
+                statement = node.lineno if isinstance(node, ast.stmt) else outer
                 for new in changes(node):
-                    change(inner or "module", parent, field, index, new)
-                visit(node, inner)
+                    change(inner or "module", statement, parent, field, index, new)
+                visit(node, inner, statement)
 
-    visit(tree, "")
+    visit(tree, "", 0)
     return found
 
 
@@ -262,29 +275,102 @@ def patches(before: CodeType, after: CodeType) -> dict[tuple[str, int], CodeType
                 yield from imported(each)
 
     here, there = named(before), named(after)
-    if list(imported(before)) != list(imported(after)) or here.keys() != there.keys():
-        return None
-    return {name: code for name, code in there.items() if code != here[name]}
+    if list(imported(before)) != list(imported(after)) or {
+        name for name, _ in here.keys() ^ there.keys() if ".<locals>." not in name
+    }:
+        return None  # what is within a function goes with it
+    return {name: code for name, code in there.items() if code != here.get(name)}
 
 
 def noting(module: str, source: str) -> str:
-    """Return a module whose functions note that they are entered, as "module:function"."""
+    """Return a module whose functions note that they are entered, as "module:function", and their statements that they
+    are begun, as "module:line"."""
     tree = ast.parse(source)
 
-    def visit(node: ast.AST, where: str) -> None:
+    def noted(*where: object) -> list[ast.stmt]:
+        return [ast.parse(f"entered_({f'{module}:{each}'!r})").body[0] for each in where]
+
+    def visit(node: ast.AST, where: str, inside: bool) -> None:
         for child in ast.iter_child_nodes(node):
             inner = where
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 inner = f"{where}.{child.name}" if where else child.name
-            visit(child, inner)
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+            visit(child, inner, function or (inside and not isinstance(child, ast.ClassDef)))
+            if function:
                 at = 1 if ast.get_docstring(child) is not None else 0
-                child.body.insert(
-                    at, ast.parse(f"__import__('builtins').entered_({f'{module}:{inner}'!r})").body[0]
-                )
+                child.body[at:at] = noted(inner)
+        for field, body in ast.iter_fields(node):
+            if inside and isinstance(body, list) and body and isinstance(body[0], ast.stmt):
+                lines: list[ast.stmt] = []
+                for each in body:
+                    if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)):
+                        lines += noted(each.lineno)
+                    lines.append(each)
+                setattr(node, field, lines)
 
-    visit(tree, "")
+    visit(tree, "", False)
     return ast.unparse(tree)
+
+
+SIMPLE = (int, float, complex, str, bytes, type(None))
+
+
+def values(plain: object, changed: object, module: str) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Yield the places of a module, or a class of it, whose value a mutant changes, and its value there: constants,
+    attributes of classes, defaults of functions and of fields."""
+    for name, old in vars(plain).items():
+        new = vars(changed).get(name)
+        if type(old) is type(new) and isinstance(old, (*SIMPLE, tuple, frozenset)) and repr(old) != repr(new):
+            yield (name,), new
+        elif isinstance(old, FunctionType) and isinstance(new, FunctionType):
+            for what in ("__defaults__", "__kwdefaults__"):
+                if repr(getattr(old, what)) != repr(getattr(new, what)):
+                    yield (name, what), getattr(new, what)
+        elif isinstance(old, dataclasses.Field) and isinstance(new, dataclasses.Field):
+            if isinstance(old.default, SIMPLE) and repr(old.default) != repr(new.default):
+                yield (name, "default"), new.default
+        elif name == "__dataclass_fields__" and isinstance(old, dict):
+            for field in old.keys() & new.keys():
+                for place, value in values(
+                    SimpleNamespace(**{field: old[field]}), SimpleNamespace(**{field: new[field]}), module
+                ):
+                    yield (name, *place), value
+        elif isinstance(old, type) and isinstance(new, type) and old.__module__ == module:
+            for place, value in values(old, new, module):
+                yield (name, *place), value
+
+
+def revalued(module: ModuleType, plain: str, source: str) -> bool:
+    """Give a module that is imported, and those that took from it, the constants and defaults of a mutant; False where
+    it changes no such thing. Exits as a failed test does where it cannot be imported."""
+    made = []
+    for text in (plain, source):
+        made.append(each := ModuleType(module.__name__))
+        vars(each).update(__file__=module.__file__, __package__=module.__package__)
+        done = False
+        with contextlib.suppress(BaseException):
+            exec(compile(text, str(module.__file__), "exec"), vars(each))
+            done = True
+        if not done and text is source:
+            os._exit(1)
+        if not done:
+            return False
+    found = [(place, new) for place, new in values(*made, module.__name__) if place[0] != "__builtins__"]
+    for (*path, last), new in found:
+        at: Any = module
+        for name in path:
+            at = at[name] if isinstance(at, dict) else getattr(at, name)
+            at = getattr(at, "__func__", at)  # of a class method
+        if path:
+            setattr(at, last, new)
+            continue
+        old = vars(module)[last]
+        for other in [*sys.modules.values()]:
+            ours = getattr(other, "__name__", "").split(".")[0] in ("sinew", "sinew_client", "tests")
+            if ours and vars(other).get(last) is old:
+                setattr(other, last, new)
+    return bool(found)
 
 
 class Notes:
@@ -295,7 +381,7 @@ class Notes:
         self._out, self._at = out, [""]
         self._entered: dict[str, set[str]] = {}  # where -> tests, fixtures
         self._took: dict[str, float] = {}  # CPU seconds
-        self._wall = 0.0  # seconds of all
+        self._slept: dict[str, float] = {}  # seconds
         self._fixtures: dict[str, Sequence[str]] = {}
         self._failed: dict[str, None] = {}
         builtins.entered_ = self._note  # type: ignore[attr-defined]
@@ -309,11 +395,11 @@ class Notes:
             self._note(ELSEWHERE)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._at, self._began = [nodeid], (time.process_time(), time.monotonic())
+        self._at, self._began = [nodeid], (time.process_time(), slept())
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._took[nodeid] = time.process_time() - self._began[0]
-        self._wall += time.monotonic() - self._began[1]
+        self._slept[nodeid] = slept() - self._began[1]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -330,10 +416,11 @@ class Notes:
 
     def pytest_sessionfinish(self) -> None:
         found = {}
-        for where in [*self._entered]:  # of a module what any of its functions is
-            module, both, _ = where.partition(":")
-            if both:
-                self._entered.setdefault(module, set()).update(self._entered[where])
+        for where in [*self._entered]:  # of a module, and a class, what any of its functions is
+            module, both, name = where.partition(":")
+            if both and not name.isdigit():
+                for outer in (module, f"{module}:{name.rpartition('.')[0]}"):
+                    self._entered.setdefault(outer, set()).update(self._entered[where])
         for where, marks in self._entered.items():
             tests = [
                 test
@@ -341,7 +428,7 @@ class Notes:
                 if test not in self._failed and (test in marks or any(name in marks for name in fixtures))
             ]
             found[where] = sorted(tests, key=lambda test: self._took.get(test, 0.0))
-        self._out.write_text(json.dumps([found, self._took, self._wall, list(self._failed)]))
+        self._out.write_text(json.dumps([found, self._took, self._slept, list(self._failed)]))
 
 
 class Fast:
@@ -353,7 +440,11 @@ class Fast:
     """
 
     def __init__(
-        self, plain: Mapping[str, str], chosen: Mapping[str, Sequence[Mutant]], folder: Path, quick: bool
+        self,
+        plain: Mapping[str, str],
+        chosen: Mapping[str, Sequence[Mutant]],
+        folder: Path,
+        quick: float | None,
     ):
         self._plain, self._chosen, self._folder, self._quick = plain, chosen, folder, quick
         self._notes, self.out = folder / ".entries.json", folder / ".verdicts.json"
@@ -364,8 +455,9 @@ class Fast:
         if session.testsfailed:
             return None
         paths = {module: self._folder / module for module in self._plain}
+        imported = {}
         for module, path in paths.items():
-            importlib.import_module(
+            imported[module] = importlib.import_module(
                 module.removeprefix("packages/sinew-client/src/").removesuffix(".py").replace("/", ".")
             )
             path.write_text(self._plain[module])  # for processes that tests start
@@ -377,36 +469,48 @@ class Fast:
                 of = live[each.__code__.co_filename].setdefault(each.__code__.co_qualname, {})
                 of.setdefault(each.__code__.co_firstlineno, []).append(each)
         gc.freeze()
-        if (child := os.fork()) == 0:
-            os.setsid()
-            session.config.option.maxfail = 0
-            return None
-        awaited(child, 1e6)
+        if not self._notes.is_file():
+            if (child := os.fork()) == 0:
+                os.setsid()
+                session.config.option.maxfail = 0
+                return None
+            awaited(child, 1e6)
         if not self._notes.is_file():
             os._exit(1)
         session.config.pluginmanager.unregister(notes)
         builtins.entered_ = lambda where: None  # type: ignore[attr-defined]
-        entered, took, wall, _ = json.loads(self._notes.read_text())
-        session.config.pluginmanager.register(Patience(took))
+        entered, took, quiet, _ = json.loads(self._notes.read_text())
         verdicts: dict[str, dict[str, str]] = {module: {} for module in paths}
+        record = Record(took)
+        killer = self._folder / ".killer"
+        session.config.pluginmanager.register(Patience(took, killer, entered.get(ELSEWHERE, ())))
+        before = {module: compile(self._plain[module], str(path), "exec") for module, path in paths.items()}
+        for module, path in paths.items():  # without the notes
+            exchanged(live[str(path)], named(before[module]))
         for module, mutant in [(name, each) for name, some in self._chosen.items() for each in some]:
             path = paths[module]
-            before = compile(self._plain[module], str(path), "exec")
-            changed = patches(before, compile(mutant.source, str(path), "exec"))
-            first = asked(entered, place(module, mutant), took, self._quick)
-            tests = {*first, *entered.get(ELSEWHERE, ())}
-            if not changed or not tests:
+            changed = patches(before[module], compile(mutant.source, str(path), "exec"))
+            where = place(module, mutant, entered)
+            tests = asked(entered, where, took, self._quick, partial(record.price, module, where))
+            if not tests or self._quick is None:
+                tests = [*tests, *(test for test in entered.get(ELSEWHERE, ()) if test not in tests)]
+            if not tests:
                 continue
             path.write_text(mutant.source)
+            killer.unlink(missing_ok=True)
             if (child := os.fork()) == 0:
                 os.setsid()
-                if not exchanged(live[str(path)], changed):
+                if not (
+                    exchanged(live[str(path)], changed)
+                    if changed
+                    else revalued(imported[module], self._plain[module], mutant.source)
+                ):
                     os._exit(UNKNOWN)
-                Ahead(first).pytest_collection_modifyitems(session.items)
-                session.items[:] = [item for item in session.items if item.nodeid in tests]
+                Ahead(tests, alone=True).pytest_collection_modifyitems(session.items)
                 return None
-            verdict = awaited(child, PATIENCE * wall + PATIENCE_S)
-            if verdict != "unknown":
+            verdict = awaited(child, quietly(quiet, tests))
+            record.note(module, where, tests, killer.read_text() if killer.is_file() else None)
+            if verdict != "unknown" and (changed or verdict != "passed"):
                 verdicts[module][mutant.name] = verdict
             path.write_text(self._plain[module])
             self.out.write_text(json.dumps(verdicts))
@@ -414,30 +518,84 @@ class Fast:
         os._exit(0)
 
 
-def place(module: str, mutant: Mutant) -> str:
-    """Return what has to be entered for a mutant to be met: its function, or any of its module."""
-    where = mutant.name.partition(":")[0]
-    return module if where == "module" else f"{module}:{where}"
+class Record:
+    """Of each test of a module, how often it was asked and how often it noticed."""
+
+    def __init__(self, took: Mapping[str, float]):
+        self._took = took
+        self._asked: Counter[tuple[str, str]] = Counter()
+        self._noticed: Counter[tuple[str, str]] = Counter()
+
+    def price(self, module: str, where: str, test: str) -> float:
+        """Return how many CPU seconds a fault that is noticed is expected to cost by a test."""
+        noticed, asked = self._noticed[module, test] + 0.1, self._asked[module, test] + 1.0
+        here = self._noticed[where, test] / max(1, self._asked[where, test])
+        return (self._took[test] + 0.01) / max(noticed / asked, here)
+
+    def note(self, module: str, where: str, tests: Sequence[str], killer: str | None) -> None:
+        for test in tests[: tests.index(killer) + 1] if killer in tests else tests:
+            self._asked.update([(module, test), (where, test)])
+        if killer is not None:
+            self._noticed.update([(module, killer), (where, killer)])
+
+
+def place(module: str, mutant: Mutant, entered: Mapping[str, Sequence[str]]) -> str:
+    """Return what has to be entered for a mutant to be met: its statement, its function or class, or any of its
+    module."""
+    where = f"{module}:{mutant.name.partition(':')[0]}"
+    if f"{module}:{mutant.statement}" in entered:
+        return f"{module}:{mutant.statement}"
+    return where if where in entered else module
 
 
 def asked(
-    entered: Mapping[str, Sequence[str]], where: str, took: Mapping[str, float], quick: bool
+    entered: Mapping[str, Sequence[str]],
+    where: str,
+    took: Mapping[str, float],
+    quick: float | None,
+    price: Callable[[str], float] | None = None,
 ) -> Sequence[str]:
-    """Return the tests that enter something, the fastest first. quick: those that together take QUICK_S, and one."""
-    tests, left = entered.get(where, ()), QUICK_S
+    """Return the tests that enter something, the cheapest first. quick: those that together take so many seconds, and
+    one. price: as :meth:`Record.price` has it; else how long they take."""
+    tests = sorted(entered.get(where, ()), key=price or took.__getitem__)
+    left = math.inf if quick is None else quick
     for count, test in enumerate(tests):
-        if quick and left <= 0:
+        if left <= 0:
             return tests[:count]
         left -= took[test]
     return tests
 
 
-class Patience:
-    """A plugin of pytest that ends this process, by SIGPROF, where a test takes too much CPU time: a loop without end
-    is found on a busy machine, and what waits for its turn is not taken for one."""
+def slept(process: int | str = "self") -> float:
+    """Return for how many seconds, since some moment, the first thread of a process neither ran nor waited for its
+    turn: on a busy machine no more than on an idle one. 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        ran, turn, _ = Path(f"/proc/{process}/schedstat").read_text().split()
+        return time.monotonic() - (int(ran) + int(turn)) / 1e9
+    return 0.0
 
-    def __init__(self, took: Mapping[str, float]):
-        self._took = took
+
+def quietly(quiet: Mapping[str, float], tests: Iterable[str]) -> float:
+    """Return for how long a process may sleep in these tests."""
+    return PATIENCE * sum(quiet.get(test, 0.0) for test in tests) + PATIENCE_S
+
+
+class Patience:
+    """A plugin of pytest that ends this process where a test fails, whose name it writes, and, by SIGPROF, where it
+    takes too much CPU time: a loop without end is found on a busy machine, and what waits for its turn is not taken for
+    one. Tests that start processes end by themselves, and those with them."""
+
+    def __init__(self, took: Mapping[str, float], killer: Path, elsewhere: Sequence[str]):
+        self._took, self._killer, self._elsewhere = took, killer, frozenset(elsewhere)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> None:
+        if call.excinfo and not isinstance(
+            call.excinfo.value, (pytest.skip.Exception, pytest.xfail.Exception)
+        ):
+            self._killer.write_text(item.nodeid)
+            if item.nodeid not in self._elsewhere:
+                os._exit(1)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         signal.setitimer(signal.ITIMER_PROF, PATIENCE * self._took.get(nodeid, 0.0) + PATIENCE_S)
@@ -472,29 +630,28 @@ class Ahead:
         self._place, self._alone = {nodeid: place for place, nodeid in enumerate(tests)}, alone
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        files = list(dict.fromkeys(item.path for item in items))
         last = len(self._place)
         if self._alone and self._place:
             items[:] = [item for item in items if item.nodeid in self._place]
-        items.sort(
-            key=lambda item: (
-                item.nodeid not in self._place,
-                files.index(item.path),
-                self._place.get(item.nodeid, last),
-            )
-        )
+        items.sort(key=lambda item: self._place.get(item.nodeid, last))
+        files: dict[str, int] = {
+            item.nodeid.partition("::")[0]: at for at, item in reversed([*enumerate(items)])
+        }
+        items.sort(key=lambda item: (item.nodeid not in self._place, files[item.nodeid.partition("::")[0]]))
 
 
 def awaited(child: int, limit: float) -> str:
-    """Wait for a process that leads its group; "passed", "failed", "unknown" or "time". The group ends with it."""
-    began, verdict, done = time.monotonic(), "time", 0
-    while time.monotonic() - began < limit:
+    """Wait for a process that leads its group; "passed", "failed", "unknown" or "time". The group ends with it, and it
+    where it sleeps for longer than the limit."""
+    began, verdict, done, ends = slept(child), "time", 0, os.pidfd_open(child)
+    while slept(child) - began < limit:
+        select.select([ends], [], [], 1.0)
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
             verdict = {0: "passed", UNKNOWN: "unknown", -signal.SIGPROF: "time"}.get(code, "failed")
             break
-        time.sleep(0.02)
+    os.close(ends)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if verdict == "time" and not done:
@@ -557,7 +714,8 @@ def examine(
     seed: int,
     options: Sequence[str],
     again: Mapping[str, set[str]],
-    quick: bool,
+    quick: float | None,
+    entries: Path | None,
 ) -> Iterator[Tally]:
     """Run a sample of the mutants of some modules, or those of ``again``, by the tests of all of them. quick: ask only
     the tests that enter what a mutant changes. Raises SystemExit where tests fail without any."""
@@ -576,7 +734,7 @@ def examine(
             )
         chosen[module] = wanted
         plain[module] = ast.unparse(ast.parse(originals[module]))  # what unparsing changes is no mutation
-        (home / module).write_text(noting(module, plain[module]))
+        (home / module).write_text(noting(module, originals[module]))
     tried = {
         module: [each for each in some if each.name not in table[module].get("equivalent", {})]
         for module, some in chosen.items()
@@ -584,10 +742,14 @@ def examine(
     fast = Fast(plain, tried, home, quick)
     for left in (home / ".entries.json", fast.out):
         left.unlink(missing_ok=True)
+    if entries and entries.is_file():
+        shutil.copy(entries, home / ".entries.json")
     verdict, _, said = run(home, files, options, 1e6, fast)
     if verdict != "passed":
         raise SystemExit(f"{', '.join(table)}: tests fail without a mutant\n{said[-3000:]}")
-    entered, took, wall, failed = json.loads((home / ".entries.json").read_text())
+    entered, took, quiet, failed = json.loads((home / ".entries.json").read_text())
+    if entries and not failed:
+        shutil.copy(home / ".entries.json", entries)
     if len(failed) > FEW:
         raise SystemExit(f"{', '.join(table)}: tests fail without a mutant\n{said[-3000:]}")
     for test in failed:  # as those do that wait for clocks, on a busy machine
@@ -599,12 +761,15 @@ def examine(
         tally = Tally(module, len(found[module]), len(chosen[module]), 0, 0, equivalent, [])
         for mutant in wanted:
             verdict = verdicts[module].get(mutant.name, "unknown")
-            if verdict == "unknown" or (verdict == "passed" and not quick):
+            if verdict == "unknown" or (verdict == "passed" and quick is None):
                 path.write_text(mutant.source)
-                first = Ahead(asked(entered, place(module, mutant), took, quick), alone=quick)
-                limit = PATIENCE * wall + PATIENCE_S
-                where = files if quick else table[module]["tests"]
-                verdict, _, _ = run(home, where, options, limit, first, Patience(took))
+                first = asked(entered, place(module, mutant, entered), took, quick)
+                limit = quietly(quiet, quiet)
+                where = files if quick is not None else table[module]["tests"]
+                patience = Patience(took, home / ".killer", entered.get(ELSEWHERE, ()))
+                verdict, _, _ = run(
+                    home, where, options, limit, Ahead(first, alone=quick is not None), patience
+                )
                 path.write_text(plain[module])
             if verdict == "passed":
                 tally.survivors.append(mutant.name)
@@ -621,11 +786,22 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", help="parts of their paths; all of the table if absent")
     parser.add_argument("--sample", type=int, default=20, help="mutants per module, 0: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="ask only the tests that enter a function")
+    parser.add_argument(
+        "--quick",
+        type=float,
+        nargs="?",
+        const=QUICK_S,
+        help="ask only tests that enter what changes, of so many CPU seconds",
+    )
     parser.add_argument(
         "--together", action="store_true", help="collect and try the tests of all these modules once"
     )
     parser.add_argument("--again", type=Path, help="a file of --json: only what survived there")
+    parser.add_argument(
+        "--entries",
+        type=Path,
+        help="a file that keeps which tests enter what, for runs of the same modules and tests",
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument(
         "--deselect", action="append", default=[], help="a test that fails here without mutants"
@@ -645,7 +821,7 @@ def main() -> int:
         for name in names:
             print(
                 name,
-                *(f"  {each.line}: {each.name}" for each in mutants((ROOT / name).read_text())),
+                *(f"  {each.line}: {each.name}" for each in mutants((ROOT / name).read_text(), whole=False)),
                 sep="\n",
             )
         return 0
@@ -656,12 +832,17 @@ def main() -> int:
     for name in PRELOAD:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    # A failure is enough: nobody reads the smallest example of it, nor one of the mutant before.
+    hypothesis.settings.register_profile(
+        "mutants", phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    )
+    hypothesis.settings.load_profile("mutants")
     options = [word for each in given.deselect for word in ("--deselect", each)]
     tallies = []
     with tempfile.TemporaryDirectory(prefix="sinew-mutants-") as folder:
         home = copied(Path(folder))
         groups = [names] if given.together else [[name] for name in names]
-        more = given.sample, given.seed, options, again, given.quick
+        more = given.sample, given.seed, options, again, given.quick, given.entries
         for tally in (
             each for group in groups for each in examine(home, {n: table[n] for n in group}, *more)
         ):

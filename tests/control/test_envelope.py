@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,97 @@ def test_a_stop_is_the_fastest_that_a_jerk_allows(first: int) -> None:
     assert steps == fastest_stop(start, 0.0, jerk) == len(profile)
 
 
+def plain_stop(u: float, a: float, push: float, jerk: float) -> float:
+    """Return the next change of the fastest stop: as many ramps of whole jerks as there is room for, found by counting,
+    and what they leave of the step shared out among its changes."""
+    count, size = 0, abs(u)
+    while jerk * (count + 1) * (count + 2) / 2 <= size:
+        count += 1
+    wanted = -math.copysign(size + jerk * count * (count + 1) / 2, u) / (count + 1)
+    return min(max(wanted, a - jerk, -push), a + jerk, push)
+
+
+def drawn(count: int, seed: int) -> tuple[StepBounds, np.ndarray, np.ndarray, np.ndarray]:
+    """Return limits of so many numbers, where each is, its last step and by how much that differed."""
+    rng = np.random.default_rng(seed)
+    jerk = 10.0 ** rng.uniform(-2, 0, count)
+    push = np.where(rng.random(count) < 0.5, np.inf, jerk * rng.uniform(1, 6, count))
+    fastest = np.where(rng.random(count) < 0.5, np.inf, jerk * rng.uniform(2, 12, count))
+    low, high = -jerk * rng.uniform(0, 30, count), jerk * rng.uniform(0, 30, count)
+    at, u, a = rng.uniform(low - 3 * jerk, high + 3 * jerk), *(jerk * rng.uniform(-3, 3, (2, count)))
+    return (
+        StepBounds(low, high, fastest, push, jerk),
+        at,
+        u * rng.uniform(0, 3, count),
+        np.clip(a, -push, push),
+    )
+
+
+def test_a_stop_ends_where_its_steps_lead() -> None:
+    """By an independent count: each change, the end to rounding, and whether all of it stays inside."""
+    bounds, places, steps, changes = drawn(300, 0)
+    ends, fits = stopped(places[None], steps[None], changes[None], bounds)
+    for each, (at, u, a) in enumerate(zip(places.tolist(), steps.tolist(), changes.tolist(), strict=True)):
+        low, high, fastest, push, jerk = (
+            float(getattr(bounds, field.name)[each]) for field in fields(bounds)
+        )
+        inside = low <= at <= high and abs(u) <= fastest
+        while abs(u) + abs(a) > 1e-12:
+            change = plain_stop(u, a, push, jerk)
+            found = stop(np.array([u]), np.array([a]), np.array([push]), np.array([jerk]))[0]
+            assert found == pytest.approx(change, abs=1e-12)
+            u, a = u + change, change
+            at += u
+            inside &= low <= at <= high and abs(u) <= fastest
+        assert (ends[0, each], bool(fits[0, each])) == (pytest.approx(at, abs=1e-9), inside)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_a_stop_may_end_at_a_limit_and_no_further(sign: float) -> None:
+    """Steps of 2, 1.5, 0.5 and 0, as changes grow by 0.5 and shrink again; beside it a number that stands."""
+    free, rest = np.full(2, np.inf), np.zeros((1, 2))
+    for room, fastest, inside in ((2.0, 2.0, True), (1.875, 2.0, False), (2.0, 1.875, False)):
+        low, high = sorted((0.0, sign * room))
+        bounds = StepBounds(
+            np.array([low, 0.0]), np.array([high, 0.0]), np.array([fastest, 9.0]), free, np.full(2, 0.5)
+        )
+        ends, fits = stopped(rest, np.array([[sign * 2.0, 0.0]]), rest, bounds)
+        assert (ends.tolist(), fits.tolist()) == ([[sign * 2.0, 0.0]], [[inside, True]])
+        assert stopped(rest + sign * 3.0, rest, rest, bounds)[1].tolist() == [
+            [False, False]
+        ]  # stands outside
+        ends, _ = stopped(rest, rest, np.array([[sign, 0.0]]), bounds)  # has not moved, and begins to
+        assert sign * ends[0, 0] > 0.0
+
+
+def test_the_next_step_is_the_furthest_that_is_safe() -> None:
+    """Held against a thousand steps beside each other, all of which are tried, from the fastest stop's on."""
+    bounds, at, u, a = drawn(80, 1)
+    least = u + np.maximum(a - bounds.jerk, -bounds.push)
+    most = u + np.minimum(a + bounds.jerk, bounds.push)
+    rng = np.random.default_rng(2)
+    wanted = np.where(
+        np.arange(80) < 40, rng.uniform(bounds.low, bounds.high), at + least + rng.random(80) * (most - least)
+    )
+    step = next_step(at, u, a, wanted, bounds)
+    brake = u + stop(u, a, bounds.push, bounds.jerk)
+    forward = wanted > stopped((at + brake)[None], brake[None], (brake - u)[None], bounds)[0][0]
+    steps = brake + np.linspace(0.0, 1.0, 1001)[:, None] * (np.where(forward, most, least) - brake)
+    ends, fits = stopped(at + steps, steps, steps - u, bounds)
+    fits &= np.where(forward, ends <= wanted, ends >= wanted)
+    furthest = [
+        column[max(np.argmin([*safe[1:], False]), 0)] for column, safe in zip(steps.T, fits.T, strict=True)
+    ]
+    direct = wanted - at
+    _, safe = stopped((at + direct)[None], direct[None], (direct - u)[None], bounds)
+    may = safe[0] & (least <= direct) & (direct <= most)
+    assert 10 < may.sum() < 40
+    assert 30 < (step != brake).sum() < 80  # and of each kind some
+    assert (step[may] == direct[may]).all()
+    apart = np.abs(steps[-1] - brake) / 900 + 1e-12
+    assert (np.abs(step - furthest) <= apart)[~may].all()
+
+
 def test_a_stop_that_is_not_safe_is_said() -> None:
     bounds = StepBounds(*(np.array([x]) for x in (-1.0, 1.0, np.inf, np.inf, 0.1)))
     _, fits = stopped(np.array([[0.0]] * 2), np.array([[0.1], [0.9]]), np.zeros((2, 1)), bounds)
@@ -85,6 +176,8 @@ def test_a_stop_that_is_not_safe_is_said() -> None:
     slow = StepBounds(*(np.array([x, y]) for x, y in ((-9, -1), (9, 1), (9, 9), (9, 9), (1e-9, 0.1))))
     _, fits = stopped(np.array([[0.0, 0.9]]), np.array([[0.1, 0.9]]), np.zeros((1, 2)), slow)
     assert fits.tolist() == [[False, False]]  # one that takes for ever, and beside it one that ended outside
+    _, fits = stopped(np.array([[0.0, 0.0]]), np.array([[0.1, 0.1]]), np.zeros((1, 2)), slow)
+    assert fits.tolist() == [[False, True]]  # or inside
 
 
 @FAST
@@ -177,6 +270,19 @@ def test_what_is_limited_arrives_and_does_not_swing(
         assert max(path) <= ends[1] + slack
         guard.held()
         at = float(place[0])
+
+
+def test_a_robot_of_limited_jerk_goes_both_ways_and_back_into_its_range() -> None:
+    for start, target in ((0.0, 0.5), (0.0, -0.5), (1.5, 0.5), (-1.5, -0.5), (0.75, -0.75), (-1.5, 1.0)):
+        guard = Guard(Limits.parse({"low": -1, "high": 1, "jerk": 100.0}, 1), PERIOD)
+        guard.start(np.array([start]))
+        path = [start]
+        for _ in range(120):
+            row = guard.check(np.float32([target])).row
+            assert row is not None
+            path.append(float(row[0]))
+        assert path[-1] == target
+        assert np.abs(path).max() <= max(1.0, abs(start))
 
 
 def test_the_next_step_goes_where_it_is_told_if_it_may() -> None:
@@ -504,6 +610,53 @@ def test_what_is_no_filter_is_refused(text: str) -> None:
         Settings(20.0, filter=text).controller(2)
 
 
+def test_a_filter_at_its_bounds() -> None:
+    for text, message in (
+        ("lowpass:0", "filter: expected a frequency above 0 and below 10 Hz, got 0"),
+        ("lowpass:10", "filter: expected a frequency above 0 and below 10 Hz, got 10"),
+        ("ema:0", "filter: expected a share above 0, at most 1, got 0"),
+        ("ema:0.5:1,-1", "filter: expected different columns from 0 on, got [1, -1]"),
+        ("ema:0.5:1,1", "filter: expected different columns from 0 on, got [1, 1]"),
+        ("ema:0.5:", "filter: expected numbers behind ema, got 'ema:0.5:'"),
+        ("mean:1", "filter: expected ema:SHARE or lowpass:HZ, got 'mean:1'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message) + "$"):
+            parse_filter(text, 20.0)
+    assert parse_filter("lowpass:9.9", 20.0) is not None
+    whole, low = parse_filter("ema:1", 20.0), parse_filter("lowpass:2:0,3", 20.0)
+    assert whole is not None
+    assert low is not None
+    assert (whole.lag, whole.stages, low.stages, low.columns, low.text) == (
+        0.0,
+        1,
+        2,
+        (0, 3),
+        "lowpass:2:0,3",
+    )
+    assert low.lag == pytest.approx(2 * (1 - low.share) / low.share)
+    smooth = Smoothing(low, np.ones(4, bool))
+    smooth.rest()
+    assert smooth.next(Node(0, np.float32([1, 2, 3, 4]), 0, 0, 0), Trajectory()).tolist() == [1, 2, 3, 4]
+    # What lags by one step looks one ahead, and counts where there is no row; by less or more it looks one further.
+    for share, ahead, missing in (
+        (0.5, 0, 1),
+        (0.5, 1, 0),
+        (0.6, 0, 1),
+        (0.6, 1, 0),
+        (0.4, 1, 1),
+        (0.4, 2, 0),
+    ):
+        trajectory, ema = Trajectory(), parse_filter(f"ema:{share}", 20.0)
+        assert ema is not None
+        nodes = [Node(step, np.float32([step]), 0, 0, step) for step in range(1 + ahead)]
+        trajectory.put(nodes)
+        smooth = Smoothing(ema, np.ones(1, bool))
+        smooth.rest(np.zeros(1))
+        looked = min(float(ahead), ema.lag)  # steps further, as rows grow by 1 a step
+        assert smooth.next(nodes[0], trajectory)[0] == pytest.approx(share * looked)
+        assert smooth.missing == missing
+
+
 # ----------------------------------------------------------------------------- speed
 
 
@@ -529,6 +682,12 @@ def test_a_slower_chunk_is_the_same_path(
     if speed == 1 / every:
         np.testing.assert_array_equal(found[every - 1 :: every], given_rows)
         np.testing.assert_array_equal(found[:, 1], np.repeat(given_rows[:, 1], every))
+
+
+def test_a_slower_chunk_begins_at_its_first_row_where_nothing_says_where_the_robot_is() -> None:
+    rows, posed = np.float32([[1, 1], [3, 3]]), np.array([True, False])
+    for start, first in ((np.zeros(2), 0.5), (np.full(2, np.nan), 1.0), (np.array([np.nan, 0.0]), 1.0)):
+        assert slowed(rows, start, 0.5, posed).tolist() == [[first, 1], [1, 1], [2, 3], [3, 3]]
 
 
 def test_a_robot_at_half_speed_takes_twice_the_steps() -> None:

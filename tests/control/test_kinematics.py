@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client.control import Journal, Loop, NoCommand, NoObservation, Settings, repeat
-from sinew_client.control.end_effector import EndEffector, KinematicsOptions, parse_parts, parts_of
+from sinew_client.control.end_effector import (
+    EndEffector,
+    KinematicsOptions,
+    KnownArm,
+    moves_joints,
+    numbers_of,
+    parse_parts,
+    parts_of,
+)
 from sinew_client.control.kinematics import Chain, KinematicsError, read_chain
 from sinew_client.control.robots import RobotError
 from sinew_client.rotations import (
@@ -66,7 +77,8 @@ def test_the_jacobian_is_mujocos(arm: str) -> None:
 
 
 MJCF = """<mujoco><compiler angle="degree"/><default><joint axis="0 1 0" range="-100 100"/></default><worldbody>
-<body name="stand" pos="0.1 0.2 0.3" euler="10 20 30"><joint name="rail" type="slide" axis="1 0 0" range="-0.5 0.5"/>
+<body name="stand" pos="0.1 0.2 0.3" euler="10 20 30">
+<joint name="rail" type="slide" axis="1 0 0" range="-0.5 0.5" ref="0.2"/>
 <geom size="0.1"/><body name="arm" pos="0 0 0.2" quat="0.9 0.1 0.3 0.2">
 <joint name="bend" pos="0.05 0 0.02"/><joint name="turn" axis="0 0.6 0.8" pos="0 0.1 0" ref="25"/><geom size="0.1"/>
 <body name="hand" pos="0.3 0 0"><joint name="twist" axis="1 1 0"/><geom size="0.1"/>
@@ -92,6 +104,35 @@ def test_mjcf_is_read_with_anchors_references_and_defaults(tmp_path: Path) -> No
         ]
         np.testing.assert_allclose(tip.jacobian[:3].T, moved, atol=1e-8)
     assert read_chain(tmp_path / "arm.xml", "hand", "stand").joints == ("bend", "turn", "twist")
+
+
+def test_the_only_end_of_an_mjcf_is_its_tip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site, or a body that none hangs from; of several the names are said."""
+    body = '<body name="{}"><joint name="{}" axis="0 0 1"/><geom size="0.1"/>{}</body>'
+    path = tmp_path / "arm.xml"
+
+    def chain(*bodies: str, **named: str) -> Chain:
+        path.write_text(f"<mujoco><worldbody>{''.join(bodies)}</worldbody></mujoco>")
+        return read_chain(path, **named)
+
+    hand = chain(body.format("hand", "j", ""))
+    assert (hand.tip, hand.low.tolist(), hand.high.tolist()) == (
+        "hand",
+        [-np.inf],
+        [np.inf],
+    )  # no range is said
+    assert chain(body.format("arm", "i", body.format("hand", "j", ""))).joints == ("i", "j")
+    thumb = body.format("thumb", "k", "")
+    two = body.format("arm", "i", body.format("hand", "j", "") + thumb)
+    with pytest.raises(KinematicsError, match="tip: expected one of hand, thumb, got ''"):
+        chain(two)
+    assert chain(two, tip="thumb").joints == ("i", "k")
+    assert chain(body.format("arm", "i", body.format("hand", "j", "")), tip="arm").joints == ("i",)
+    with pytest.raises(KinematicsError, match="base: expected a body above hand, got thumb"):
+        chain(two, tip="hand", base="thumb")
+    monkeypatch.setitem(sys.modules, "mujoco", None)
+    with pytest.raises(KinematicsError, match="expected the package mujoco, which reads MJCF, got none"):
+        chain(two)
 
 
 URDF = (
@@ -395,6 +436,9 @@ def test_an_arm_of_five_joints_reaches_the_place() -> None:
         (("eef.x", "eef.y", "eef.z", "eef.qx", "eef.qy", "eef.qz", "eef.qw"), (), "xyz,quat"),
         (("x", "y", "z", "opening"), (0, 1, 2), "dxyz,gripper"),
         (("ee_x", "ee_y", "ee_z", "rx", "ry", "rz"), (), "xyz,rotvec"),
+        (("gripper", "x", "y", "z"), (1, 2, 3), "gripper,dxyz"),
+        (("left jaw", "finger_1", "qw", "qx", "qy", "qz"), (), "gripper,gripper,wxyz"),
+        (("tcp_x", "delta_y", "d_z", "rx"), (), ""),
         (("shoulder_pan", "elbow"), (), ""),
         ((), (), ""),
     ],
@@ -529,6 +573,362 @@ def test_a_loop_holds_for_what_is_refused_and_its_journal_repeats_it(tmp_path: P
     assert bench.held > 0
     found = repeat(tmp_path / "run.jsonl")
     assert (found.commands, found.differences) == (60, [])
+
+
+# ----------------------------------------------------------------------------- an arm that can be computed by hand
+
+
+def planar(**options: Any) -> Chain:
+    """An arm in the plane z = 0.3: joints a and b about z, 1 m and 0.5 m long; no velocity is stated of b."""
+    given: dict[str, Any] = {
+        "joints": ("a", "b"),
+        "places": np.array([[0.0, 0.0, 0.3], [1.0, 0.0, 0.0]]),
+        "turns": np.tile(np.eye(3), (2, 1, 1)),
+        "axes": np.array([[0.0, 0.0, 1.0]] * 2),
+        "slides": np.zeros(2, bool),
+        "low": np.array([-3.0, -2.0]),
+        "high": np.array([3.0, 2.0]),
+        "velocity": np.array([2.0, np.nan]),
+        "tip_place": np.array([0.5, 0.0, 0.0]),
+        "tip_turn": np.eye(3),
+        "base": "base",
+        "tip": "tip",
+    }
+    return Chain(**{**given, **options})
+
+
+def tip_at(a: float, b: float) -> list[float]:
+    return [np.cos(a) + 0.5 * np.cos(a + b), np.sin(a) + 0.5 * np.sin(a + b), 0.3]
+
+
+class Two:
+    """A robot of the joints b, jaw and a, in radians, of which only the state is looked at."""
+
+    joints: Any = ("b", "jaw", "a")
+
+    def __init__(self, a: float = 0.2, b: float = 1.0, jaw: float = 0.7):
+        self.state, self.sent, self.did = np.array([b, jaw, a]), [], None  # type: ignore[var-annotated]
+
+    def observe(self) -> dict[str, Any]:
+        return {"images": {}, "state": self.state, **({} if self.did is None else {"action": self.did})}
+
+    def act(self, row: np.ndarray) -> None:
+        self.sent.append(row.tolist())
+
+    def hold(self) -> None:
+        pass
+
+
+def policy_of(action: int, state: int = 4, **about: Any) -> dict[str, Any]:
+    return {"cameras": [], "state": {"dim": state}, "action": {"dim": action}, **about}
+
+
+def planar_robot(robot: Any, chain: Chain | None = None, **options: Any) -> EndEffector:
+    given = {"action": "xyz,gripper", "state": "xyz,gripper", **options}
+    return EndEffector(robot, chain or planar(), KinematicsOptions.parse(given), policy_of(4), 10.0)
+
+
+def test_reach_is_the_length_of_what_hangs_from_the_first_joint() -> None:
+    assert planar().reach == 1.5
+    rail = {"slides": np.array([True, False]), "low": np.array([-0.75, -2.0]), "high": np.array([0.25, 2.0])}
+    assert planar(**rail).reach == 2.25  # as far as the rail goes
+    assert planar(**{**rail, "high": np.array([np.inf, 2.0])}).reach == 1.5  # which is endless
+    point = {"places": np.zeros((2, 3)), "tip_place": np.zeros(3)}
+    assert planar(**point).reach == 1.0  # lengths are counted in it
+
+
+def test_joints_are_found_within_their_ranges_near_where_they_start() -> None:
+    chain, turn = planar(), np.eye(3)
+    for start, goal in (([0.2, 1.0], [0.5, 1.3]), ([0.2, -1.0], [0.5, -1.3]), ([2.5, 1.8], [2.9, 1.9])):
+        place = np.array(tip_at(*goal))
+        found = chain.inverse(place, turn, np.array(start), 0.0)
+        np.testing.assert_allclose(found, goal, atol=1e-6)
+        away, _ = chain.apart(place, turn, found)
+        assert away < 1e-7
+    pair = chain.inverse(
+        np.array([tip_at(0.5, 1.3), tip_at(0.1, 0.6)]), turn, np.array([0.2, 1.0]) * np.ones((2, 1)), 0
+    )
+    np.testing.assert_allclose(pair, [[0.5, 1.3], [0.1, 0.6]], atol=1e-6)
+    for wanted, start in ((2.2, 1.0), (-2.2, -1.0)):  # b ends before: as near as it can be, and at its end
+        place = np.array(tip_at(0.5, wanted))
+        found = chain.inverse(place, turn, np.array([0.2, start]), 0.0)
+        assert found[1] == np.sign(wanted) * 2.0
+        best = min(np.linalg.norm(place - tip_at(a, found[1])) for a in np.linspace(-1, 2, 3001))
+        assert chain.apart(place, turn, found)[0] == pytest.approx(best, abs=1e-5)
+    away, apart = chain.apart(
+        np.array([*tip_at(0.5, 1.3)[:2], 0.55]), from_rpy(np.array([0.0, 0.0, 1.9])), np.array([0.5, 1.3])
+    )
+    assert (away, apart) == (pytest.approx(0.25), pytest.approx(0.1))
+    far = chain.inverse(
+        np.array([1.5, 0.0, 0.3]), turn, np.array([5.0, -9.0]), 0.0
+    )  # starts out of its range
+    assert ((chain.low <= far) & (far <= chain.high)).all()
+
+
+def test_how_singular_an_arm_is() -> None:
+    """Of its place alone the two-joint arm has the singular values of [[-s, -s'], [c, c']], in reaches of 1.5 m."""
+    found = planar().singularity(np.array([0.3, 1.1]), 0.0)
+    (x, y, _), half = tip_at(0.3, 1.1), 0.5 * np.array([-np.sin(1.4), np.cos(1.4)])
+    values = np.linalg.svd(np.stack([[-y, x], half], axis=1) / 1.5)[1]
+    assert found.least == pytest.approx(values[1])
+    assert planar().singularity(np.array([0.3, 0.0]), 0.0).least == pytest.approx(0.0, abs=1e-12)
+    turned = planar().singularity(np.array([0.3, 0.0]), 1.0)  # what it cannot move it can still turn
+    assert turned.least == pytest.approx(np.linalg.svd([[1.0, 1 / 3], [1.0, 1.0]])[1][1])
+    np.testing.assert_allclose(np.linalg.norm(found.joints), 1.0)
+    assert (found.joints >= 0).all()
+
+
+def test_an_arm_without_hardware_begins_well_inside_its_ranges() -> None:
+    chain = planar(low=np.array([-0.4, 0.3]), high=np.array([0.6, 0.8]))
+    ready = chain.ready()
+    assert ((ready >= [-0.3, 0.35]) & (ready <= [0.5, 0.75])).all()
+    others = np.random.default_rng(5).uniform([-0.3, 0.35], [0.5, 0.75], (50, 2))
+    least = [chain.singularity(joints).least for joints in others]
+    assert chain.singularity(ready).least > np.quantile(least, 0.9)
+    assert (np.abs(planar().ready()) <= 0.8 * np.pi / 2).all()  # of wide ranges the middle
+    away = planar(low=np.array([2.0, -3.0]), high=np.array([3.0, -2.0])).ready()  # which this one is not in
+    assert ((away >= [2.1, -2.9]) & (away <= [2.9, -2.1])).all()
+
+
+def test_a_pose_moves_the_joints_and_the_gripper_and_nothing_else() -> None:
+    robot = Two()
+    arm = planar_robot(robot)
+    np.testing.assert_allclose(arm.observe()["state"], [*tip_at(0.2, 1.0), 0.7], atol=1e-6)
+    arm.act(np.float32([*tip_at(0.3, 1.2), 0.9]))
+    np.testing.assert_allclose(robot.sent, [[1.2, 0.9, 0.3]], atol=1e-5)
+    # The next one goes on from what was sent, though it was not seen; after a hold from what is seen.
+    arm.act(np.float32([*tip_at(0.45, 1.2), 0.9]))
+    np.testing.assert_allclose(robot.sent[-1], [1.2, 0.9, 0.45], atol=1e-5)
+    with pytest.raises(NoCommand) as no:
+        arm.act(np.float32([*tip_at(0.7, 1.2), 0.9]))
+    assert str(no.value) == "a would have to move faster than 2/s: by 2.5/s"
+    arm.hold()
+    with pytest.raises(NoCommand, match="a would have to move faster than 2/s: by 2.5/s"):
+        arm.act(np.float32([*tip_at(0.45, 1.0), 0.9]))
+    assert arm.sent is robot.sent  # what is the robot's own is had through it
+    robot.sense = lambda: np.array([1.1, 0.4, 0.1])  # type: ignore[attr-defined]
+    np.testing.assert_allclose(arm.sense(), [*tip_at(0.1, 1.1), 0.4], atol=1e-6)
+    del robot.sense  # type: ignore[attr-defined]
+    robot.did = np.array([1.1, 0.4, 0.1])
+    np.testing.assert_allclose(arm.observe()["action"], [*tip_at(0.1, 1.1), 0.4], atol=1e-6)
+    offsets = planar_robot(robot, action="dxyz,gripper")
+    assert "action" not in offsets.observe()  # an offset from where it is says nothing
+    offsets.act(np.float32([0.01, 0.02, 0.0, 0.5]))
+    place = np.array(tip_at(robot.sent[-1][2], robot.sent[-1][0]))
+    np.testing.assert_allclose(place, np.add(tip_at(0.2, 1.0), [0.01, 0.02, 0.0]), atol=1e-6)
+    robot.state = robot.state + 0.1
+    offsets.act(np.float32([0.0, 0.0, 0.0, 0.5]))  # is from where the robot is now
+    place = np.array(tip_at(robot.sent[-1][2], robot.sent[-1][0]))
+    np.testing.assert_allclose(place, tip_at(0.3, 1.1), atol=1e-6)
+
+
+def test_what_a_joint_may_do_in_a_period_is_what_is_said_of_it() -> None:
+    """Of the description, of the options, or half a turn a second; the joint that hurries most is named."""
+    for velocity, step, named in (
+        (None, (0.2, 0.0), ""),
+        (None, (0.201, 0.0), "a would have to move faster than 2/s"),
+        (None, (0.0, np.pi / 10 - 1e-4), ""),
+        (None, (0.0, np.pi / 10 + 1e-4), "b would have to move faster than 3.142/s"),
+        (1, (0.1, 0.1), ""),
+        (1, (0.1, 0.11), "b would have to move faster than 1/s"),
+        ([1.0, 4], (0.12, 0.45), "a would have to move faster than 1/s"),
+        ([1.0, 4], (0.12, 0.5), "b would have to move faster than 4/s"),
+    ):
+        robot = Two()
+        arm = planar_robot(robot, velocity=velocity)
+        row = np.float32([*tip_at(0.2 + step[0], 1.0 + step[1]), 0.9])
+        if named:
+            with pytest.raises(NoCommand) as no:
+                arm.act(row)
+            assert no.value.reason == named
+            assert not robot.sent
+        else:
+            arm.act(row)
+            np.testing.assert_allclose(robot.sent[0][::2], [1.0 + step[1], 0.2 + step[0]], atol=1e-5)
+    text = planar_robot(Two()).text()
+    assert text == (
+        "kinematics: 2 joints from base to tip; action xyz,gripper, state xyz,gripper; rotation free; no velocity is"
+        " stated of b, 3.142/s is taken"
+    )
+    assert planar_robot(Two(), velocity=3, action="dxyz*0.02,gripper").text() == (
+        "kinematics: 2 joints from base to tip; action dxyz*0.02,gripper, state xyz,gripper; rotation free"
+    )
+
+
+def test_a_pose_may_be_missed_by_so_much_and_not_by_more() -> None:
+    for lift, sent in ((0.0009, True), (0.0011, False)):  # out of the arm's plane
+        robot = Two()
+        arm, row = planar_robot(robot), np.float32([*tip_at(0.25, 1.1), 0.5]) + np.float32([0, 0, lift, 0])
+        with contextlib.nullcontext() if sent else pytest.raises(NoCommand) as no:  # type: ignore[attr-defined]
+            arm.act(row)
+        assert len(robot.sent) == sent
+    assert str(no.value).startswith("out of reach: [")
+    assert "is missed by 0.0011 m" in str(no.value)
+    with pytest.raises(NoCommand) as no:
+        planar_robot(Two(b=1.9)).act(np.float32([*tip_at(0.2, 2.05), 0.5]))
+    assert no.value.reason == "out of reach, b at an end of the range"
+    with pytest.raises(NoCommand) as no:
+        planar_robot(Two(b=-1.9)).act(np.float32([*tip_at(0.2, -2.05), 0.5]))
+    assert no.value.reason == "out of reach, b at an end of the range"
+    # Rotations count where the action has them exactly: here of an arm that has six joints for it.
+    for turn, sent in ((0.04, True), (0.06, False)):
+        arm_, bench = arm_of(within=[1e-3, 0.05])
+        tip = arm_.chain.forward(bench.angles())
+        arm_.chain = replace(arm_.chain, low=bench.angles(), high=bench.angles())  # so that it can only stay
+        row = np.float32([*tip.place, *to_vector(from_vector(np.array([0.0, 0.0, turn])) @ tip.turn), 0.5])
+        with contextlib.nullcontext() if sent else pytest.raises(NoCommand, match="out of reach"):  # type: ignore[attr-defined]
+            arm_.act(row)
+        assert len(bench.sent) == sent
+
+
+def test_a_stretched_arm_is_singular_and_may_be_bent() -> None:
+    robot = Two(b=0.15)
+    least = planar().singularity(np.array([0.2, 0.1]), 0.0).least
+    for limit, sent in ((least - 1e-4, True), (least + 1e-4, False)):
+        arm = planar_robot(robot, singular=limit)
+        row = np.float32([*tip_at(0.2, 0.1), 0.9])
+        if sent:
+            arm.act(row)
+        else:
+            with pytest.raises(NoCommand, match=f"expected at least {limit:g}$") as no:
+                arm.act(row)
+            assert no.value.reason == "singular: a, b would move without the tip"
+    assert len(robot.sent) == 1
+    robot.state[0] = 0.01
+    bent = planar_robot(robot, singular=0.3)
+    bent.act(np.float32([*tip_at(0.2, 0.1), 0.9]))  # is nearer still to what is asked for
+    assert len(robot.sent) == 2
+
+
+def test_a_rotation_is_what_the_action_and_the_arm_have() -> None:
+    five = read_chain(UR5E, tip="wrist_2_link")
+    for chain, action, rotation in (
+        (five, "xyz,gripper", "free"),
+        (five, "xyz,rotvec,gripper", "near"),
+        (read_chain(UR5E), "xyz,gripper", "keep"),
+        (read_chain(UR5E), "xyz,rotvec,gripper", "exact"),
+    ):
+        size = 4 + 3 * ("rotvec" in action)
+        options = KinematicsOptions.parse({"action": action, "state": "xyz,gripper"})
+        assert EndEffector(Bench(chain), chain, options, policy_of(size), 20.0).rotation == rotation
+    for options, message in (
+        ({"rotation": "near"}, "rotation: expected a rotation in the action for near, got none"),
+        ({"rotation": "exact"}, "rotation: expected a rotation in the action for exact, got none"),
+        (
+            {"action": "quat", "state": "quat"},
+            "action: expected the place of the tip (xyz or dxyz) in it, got none",
+        ),
+    ):
+        bare = Two()
+        bare.joints = ("b", "a") if "action" in options else bare.joints
+        with pytest.raises(KinematicsError, match=re.escape(message)):
+            planar_robot(bare, **options)
+    found = EndEffector(  # its own joints are part of this state, and two numbers beside them
+        Two(),
+        planar(),
+        KinematicsOptions.parse({"action": "xyz,gripper", "state": "gripper,joints"}),
+        policy_of(4),
+        10.0,
+    )
+    np.testing.assert_allclose(found.observe()["state"], [0.7, 1.0, 0.7, 0.2], atol=1e-6)
+    with pytest.raises(RobotError, match=re.escape("expected 3 numbers, a, b and 1 more, got shape [2]")):
+        found._checked([1.0, 2.0])
+    assert found.motion is None
+    assert planar_robot(Two()).motion == {"kind": "absolute"}
+
+
+def test_where_an_arm_is_is_known_of_any_robot() -> None:
+    robot = Two()
+    robot.state = np.array([90.0, 0.5, 0.0])
+    arm = KnownArm(robot, planar(), ("b", "jaw", "a"), units=("deg", "", "deg"))
+    assert arm.arm_points() is None
+    assert arm.observe()["state"] is robot.state
+    points = [[0, 0, 0], [0, 0, 0.3], [1, 0, 0.3], [1, 0.5, 0.3]]  # base, joints, tip
+    np.testing.assert_allclose(arm.arm_points(), points, atol=1e-12)
+    np.testing.assert_allclose(copy.copy(arm).arm_points(), points, atol=1e-12)
+    rail = planar(slides=np.array([True, False]), axes=np.array([[1.0, 0, 0], [0, 0, 1.0]]))
+    slid = KnownArm(robot, rail, ("b", "jaw", "a"), "deg")
+    robot.state = np.array([90.0, 0.5, 0.25])
+    slid.observe()  # a slide has metres whatever the unit of the others is
+    np.testing.assert_allclose(slid.arm_points()[-1], [1.25, 0.5, 0.3], atol=1e-12)
+    assert (
+        arm.text()
+        == "kinematics: 2 joints from base to tip, to show the arm; the policy's actions are joints"
+    )
+    for units, got in ((("deg", "", "rad"), "deg or rad"), (("turns", "", "turns"), "turns")):
+        with pytest.raises(RobotError, match=f"robot: expected joints in radians or degrees, got {got};"):
+            KnownArm(robot, planar(), ("b", "jaw", "a"), units=units)
+    assert KnownArm(robot, planar(), ("b.pos", "jaw", "a.pos"), spare=1).sent is robot.sent
+    for spare, got in ((0, "jaw"), (2, "jaw")):
+        with pytest.raises(RobotError, match=f"expected {spare} numbers beside the arm's.*, got {got}$"):
+            KnownArm(robot, planar(), ("b", "jaw", "a"), spare=spare)
+    with pytest.raises(RobotError, match="got none$"):
+        KnownArm(robot, planar(), ("b", "a"), spare=1)
+    joints = {"state": {"names": ["a", "b", "jaw"]}, "action": {"names": ["jaw", "b.pos", "a.pos"]}}
+    assert moves_joints(joints, planar(), {})
+    assert moves_joints({"state": {"names": ["a", "b"]}, "action": {"names": ["b", "a"]}}, planar(), {})
+    assert not moves_joints(joints, planar(), {"a": "shoulder"})
+    assert not moves_joints({**joints, "action": {"names": ["a"]}}, planar(), {})
+    assert not moves_joints({**joints, "state": {}}, planar(), {})
+    assert numbers_of(planar(), parse_parts("gripper,xyz,gripper,gripper")) == [
+        "a",
+        "b",
+        "gripper",
+        "gripper1",
+        "gripper2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "parts"),
+    [
+        ("xyz, quat ,gripper", (), [("xyz", 0, 3, 1.0), ("quat", 3, 4, 1.0), ("gripper", 7, 1, 1.0)]),
+        ("gripper,xyz", ("x", "cm", "cm", "cm"), [("gripper", 0, 1, 1.0), ("xyz", 1, 3, 0.01)]),
+        ("rot6d,joints", ("1", "", "1", "", "1", "", "a", "b"), [("rot6d", 0, 6, 1.0), ("joints", 6, 2, 1.0)]),
+        ("drpy*0.5,xyz", ("deg",) * 3 + ("m",) * 3, [("rpy", 0, 3, 0.5), ("xyz", 3, 3, 1.0)]),
+        ("wxyz", ("", "1", "1", ""), [("wxyz", 0, 4, 1.0)]),
+        ("drotvec", ("0.5 deg",) * 3, [("rotvec", 0, 3, np.pi / 360)]),
+        ("dxyz", ("2.5cm",) * 3, [("xyz", 0, 3, 0.025)]),
+    ],
+)  # fmt: skip
+def test_parts_follow_each_other(text: str, units: tuple[str, ...], parts: list[tuple]) -> None:
+    found = parse_parts(text, units, joints=2)
+    assert [(part.form, part.first, part.size, pytest.approx(part.unit)) for part in found] == parts
+    assert [part.offset for part in found] == [word.strip().startswith("d") for word in text.split(",")]
+    vector = np.arange(20.0)
+    for part in found:
+        np.testing.assert_allclose(part.of(vector), part.unit * vector[part.first : part.first + part.size])
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "message"),
+    [
+        ("dquat", (), "got 'dquat'"),
+        ("dgripper", (), "got 'dgripper'"),
+        ("xyz,xyz", (), "action: expected one place and one rotation, got 'xyz,xyz'"),
+        ("xyz*inf", (), "action.xyz: expected a size above 0 behind *, got 'inf'"),
+        ("xyz*", (), "action.xyz: expected a size above 0 behind *, got ''"),
+        ("xyz*-1", (), "action.xyz: expected a size above 0 behind *, got '-1'"),
+        ("quat", ("rad",) * 4, "action.quat: expected the unit none, the policy says 'rad'"),
+        ("xyz", ("m", "", "m"), "action.xyz: expected the unit m, cm or mm, the policy says ''"),
+        ("rotvec", ("1",) * 3, "action.rotvec: expected the unit rad or deg, the policy says '1'"),
+    ],
+)
+def test_parts_that_say_nothing_are_refused(text: str, units: tuple[str, ...], message: str) -> None:
+    with pytest.raises(KinematicsError, match=re.escape(message)):
+        parse_parts(text, units)
+
+
+@pytest.mark.parametrize("field", ["within", "singular"])
+@pytest.mark.parametrize("value", [0, -1.0, np.inf, np.nan, True, "1", None])
+def test_bounds_of_a_pose_are_numbers_above_zero(field: str, value: Any) -> None:
+    """Each of two, or one; any finite number above 0 is one."""
+    count = 2 if field == "within" else 1
+    said = f"{field}: expected {'2 numbers' if count == 2 else 'one number'} above 0, got"
+    for each in ([value, 1.0], [1.0, value], [1.0] * 3, [1.0]) if count == 2 else (value, [1.0]):
+        with pytest.raises(KinematicsError, match=said):
+            KinematicsOptions.parse({field: each})
+    assert KinematicsOptions.parse({"within": (1e-9, 1), "singular": 5}).singular == 5
 
 
 # ----------------------------------------------------------------------------- from the command line

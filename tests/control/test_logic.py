@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,11 @@ from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, r
 from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.handover import Placed
-from sinew_client.control.loop import frame_fault
+from sinew_client.control.loop import exposed, float_of, frame_fault, sources_fault
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import ReplanState, disagreement
-from sinew_client.control.safety import UNPLACED, RowsError, Verdict, checked_rows
+from sinew_client.control.safety import OUTSIDE, UNPLACED, RowsError, Verdict, _braking, checked_rows
+from sinew_client.control.takeover import ALIGNS, SILENT
 from sinew_client.control.trajectory import Trajectory
 
 
@@ -121,6 +125,148 @@ def test_real_time_chunking_says_what_is_still_to_come() -> None:
     assert player.ask(9, 9).fields == {}  # after a stop there is nothing to continue
 
 
+def test_a_new_controller_has_done_nothing() -> None:
+    for controller in (Settings(20.0).of_chunks(1), Settings(20.0, fusion="average").of_stream(1)):
+        assert (controller.paused, controller.driver, controller.shadow, controller.said) == (
+            False,
+            "policy",
+            False,
+            "",
+        )
+        assert (controller.clipped_commands, controller.unanswered, controller.chunks) == (0, 0, 0)
+        assert (controller.refines(0), controller.handed.steps) == (False, 0)
+        for unanswered in (1, 2):
+            controller.failed(0, "gone", "timeout")
+            assert (controller.unanswered, controller.faults.total) == (unanswered, unanswered)
+        first = controller.command(0)
+        assert (first.row, first.age, first.chunk, first.index, first.seam) == (None, -1, -1, -1, False)
+
+
+def test_a_command_that_was_not_taken_was_none() -> None:
+    """Of the policy's, and of who drives in its place: neither its age counts nor the step that was led."""
+    controller = Settings(
+        20.0, "aligned", limits={"velocity": [10.0], "still": [None]}, motion={"kind": "absolute"}
+    )
+    found = controller.of_chunks(1)
+    found.stands(np.zeros(1))
+    found.ask(0, 0)
+    found.arrived(0, np.zeros((4, 1), np.float32))
+    found.unsent(found.command(0), "it is too far")
+    assert (found.ages, found.held) == ({0: 0}, {"it is too far": 1})
+    assert found.command(1).reason == "it is too far"
+    found.take_over(2)
+    found.aligned(2)
+    assert found.wants_position(2)  # a leader's row is due, and nothing says where the robot is
+    found.stands(np.zeros(1))
+    assert not found.wants_position(2)
+    found.led(2, np.float32([0.1]))
+    found.unsent(found.command(2), "it is too far")
+    assert (found.handed.steps, found.held["it is too far"]) == (0, 3)
+    assert found.trajectory.next == 3  # steps go by, whoever drives
+
+
+def test_who_drives_in_the_policys_place_is_followed_step_by_step() -> None:
+    settings = Settings(
+        20.0, "aligned", limits={"velocity": 1000.0, "names": ["a"]}, motion={"kind": "absolute"}
+    )
+    controller = settings.of_chunks(1)
+    controller.stands(np.zeros(1))
+    controller.ask(0, 0)
+    controller.arrived(0, np.ones((9, 1), np.float32))
+    assert (controller.command(0).by, controller.handed.steps) == ("policy", 0)
+    controller.ask(1, 1)
+    controller.take_over(1)
+    assert (controller.trajectory.left(1), controller.player.waiting) == (
+        0,
+        False,
+    )  # what was planned, and asked for
+    found = [controller.command(1)]
+    controller.aligned(2)
+    for step, row, reason in (
+        (2, [0.5], ""),
+        (3, [0.75], ""),
+        (4, None, "the button"),
+        (5, None, ""),
+        (6, None, "left"),
+    ):
+        controller.led(step, None if row is None else np.float32(row), reason)
+        found.append(controller.command(step))
+    found.append(controller.command(7))  # of which the leader says nothing
+    assert [(command.row, command.reason, command.by) for command in found] == [
+        (None, ALIGNS, "aligning"),
+        (0.5, "", "human"),
+        (0.75, "", "human"),
+        *[(None, reason, "human") for reason in ("the button", SILENT, "left", SILENT)],
+    ]
+    assert {(c.age, c.chunk, c.index, c.seam) for c in found if c.row is None} == {(-1, -1, -1, False)}
+    assert {(c.age, c.chunk, c.index, c.seam) for c in found if c.row is not None} == {(0, -1, -1, False)}
+    assert (controller.handed.steps, controller.ages, controller.wants_chunk(8)) == (2, {0: 1}, False)
+    controller.hand_back(8)
+    assert (controller.driver, controller.wants_chunk(8)) == ("policy", True)
+    counts = {"to_human": 1, "to_policy": 1, "steps": 2, "largest": 0.5, "number": "a", "unknown": 0}
+    assert controller.handed.to_dict() == counts
+    assert controller.command(8).reason == "no chunk yet"
+    shadowed = settings.of_chunks(1)
+    shadowed.take_over(0, shadow=True)
+    shadowed.pause()
+    held = shadowed.command(0)
+    assert (held.row, held.reason, held.by) == (None, "paused", "aligning")
+    for here in (shadowed, controller):  # a leader that has led so far has ended with the pause
+        here.pause()
+    assert (shadowed.driver, controller.driver) == ("aligning", "policy")
+
+
+def test_what_a_shadow_wants_is_as_old_as_it_may_be() -> None:
+    controller = Settings(20.0, "aligned", max_age=0.1, motion={"kind": "absolute"}).of_chunks(1)
+    controller.take_over(0, shadow=True)
+    controller.ask(0, 0, np.zeros(1))
+    controller.failed(0, "gone")
+    controller.ask(0, 0, np.zeros(1))
+    controller.arrived(0, np.ones((6, 1), np.float32))
+    assert controller.unanswered == 0
+    wanted = [controller.command(step, np.zeros(1)).wanted for step in range(5)]
+    assert [each is not None for each in wanted] == [True, True, True, False, False]
+
+
+def test_a_robot_that_was_sent_nothing_in_one_step_starts_from_rest() -> None:
+    settings = Settings(20.0, "aligned", limits={"acceleration": 1.0}, motion={"kind": "absolute"})
+    controller, push, at = settings.of_chunks(1), 1.0 / 20**2, [0.0]
+    controller.stands(np.zeros(1))
+    controller.ask(0, 0)
+    controller.arrived(0, np.full((9, 1), 5.0))
+    for step in (0, 1, 2, 4, 5):
+        row = controller.command(step).row
+        assert row is not None
+        at.append(float(row[0]))
+    np.testing.assert_allclose(np.diff(at), push * np.array([1, 2, 3, 1, 2]), atol=1e-6)
+
+
+def test_what_limits_change_is_counted_by_name() -> None:
+    for when, reason in (("clip", ""), ("hold", "beyond 1.workspace")):
+        limits = {"high": [1, None], "workspace_high": [None, 2], "when": when}
+        controller = Settings(20.0, "aligned", limits=limits, motion={"kind": "absolute"}).of_chunks(2)
+        controller.ask(0, 0, np.zeros(2))
+        controller.arrived(0, np.float32([[0, 1.5], [0, 2.5], [0.5, 2]]))
+        found = [controller.command(step, np.zeros(2)) for step in range(2)]
+        assert [(c.reason, c.clipped) for c in found] == [("", ()), (reason, ("1.workspace",))]
+        assert (found[1].row is None) == bool(reason)
+        assert (controller.clipped, controller.clipped_commands) == ({"1.workspace": 1}, 1)
+
+
+def test_a_controller_that_goes_on_stands_where_holding_left_it() -> None:
+    motion = {"kind": "offsets", "action": [0], "state": [0]}
+    for moved, position, here in (
+        (False, None, 0.0),
+        (True, np.float32([7.0]), 0.0),
+        (False, np.float32([7.0]), 0.0),
+    ):
+        controller = Settings(20.0, "aligned", limits={"velocity": 100.0}, motion=motion).of_chunks(1)
+        assert controller.guard is not None
+        assert controller.guard.check(np.float32([3.0])).row == 3.0
+        controller.resume(position, moved)
+        assert controller.guard.here == here  # offsets of 0, wherever it is
+
+
 def test_a_command_says_which_row_it_is_and_where_a_new_chunk_begins() -> None:
     controller = Controller(Player(parse_handover("aligned"), parse_rule("2")))
     found = []
@@ -165,6 +311,58 @@ def test_rows_that_were_executed_are_not_continued() -> None:
     assert player.trajectory.rows_from(1).ravel().tolist() == [1, 2]  # which a frame of step 1 has behind it
     assert "previous" not in player.ask(3, 1).fields
     assert begun("rtc", "2", [0, 1, 2], 2).ask(2, 1).fields["previous"].ravel().tolist() == [1, 2]
+
+
+def test_a_first_frame_from_before_the_beginning_has_rows_from_before_it() -> None:
+    player = Player(parse_handover("aligned"), parse_rule("full"))
+    assert (player.stopping, player.halted, player.wants_chunk(0)) == (False, False, True)
+    player.ask(0, -2)
+    player.accept(np.zeros((5, 1), np.float32), 0)
+    node = player.take(0)
+    assert node is not None
+    assert node.index == 2
+    assert [player.wants_chunk(step) for step in (1, 2, 3)] == [False, False, True]  # when no row is left
+
+
+def test_a_shorter_chunk_leaves_nothing_of_a_longer_one() -> None:
+    player = begun("aligned", "2", [0, 1, 2, 3, 4, 5, 6, 7], 2)
+    player.ask(2, 2)
+    player.accept(np.float32([[12], [13]]), 2)
+    assert player.trajectory.rows_from(2).ravel().tolist() == [12, 13]
+
+
+def test_a_robot_stops_only_where_a_delay_is_longer_than_what_was_trained() -> None:
+    for committed, delay, stops in ((3, 3, False), (3, 4, True), (1, 1, False), (1, 2, True), (0, 4, False)):
+        player = begun("rtc", "2", list(range(9)), 2, committed_rows=committed)
+        for _ in range(2):
+            player.delay.add(delay)
+        fields = player.ask(2, 2).fields
+        assert (player.stopping, fields["delay"]) == (stops, min(delay, committed) if committed else delay)
+        assert len(fields["previous"]) == (committed if stops else 7)
+        player.failed()
+        player.delay = DelayEstimate()  # of a network that has recovered
+        player.ask(2, 2)
+        assert not player.stopping
+
+
+def test_a_chunk_halts_by_the_last_row_that_has_passed() -> None:
+    """One row or all of them; what stands still for that takes the next one as it is."""
+    edge = begun("aligned+halt:0.5", "full", [0, 1, 2, 3, 4, 5], 1, refine=3)
+    edge.ask(1, 0)
+    assert edge.refines(1)  # also while a request is under way
+    edge.accept(np.float32([[0.5], [1]]), 1)
+    assert not edge.halted  # by just as much as it may
+    for passed in (1, 2):
+        for wrong in (False, True):
+            player = begun("aligned+halt:0.5", "full", [0, 1, 2, 3, 4, 5], passed)
+            player.ask(passed, 0)
+            rows = np.float32([[0], [1]])
+            rows[passed - 1] += 9 * wrong
+            player.accept(rows, passed)
+            assert (player.halted, player.halts) == (wrong, int(wrong))
+            player.ask(passed, 0)
+            player.accept(rows + np.float32(90), passed)
+            assert player.halted == (not wrong)
 
 
 def test_a_chunk_that_contradicts_its_predecessor_is_asked_about_at_once() -> None:
@@ -349,6 +547,36 @@ def test_an_ensemble_goes_on_behind_its_oldest_chunk() -> None:
     assert first.row == 5.0  # a chunk has nothing to say of steps before its own
 
 
+def test_what_a_handover_takes_behind_its_name() -> None:
+    for text, most in (
+        ("freeze:1", "freeze takes at most 0"),
+        ("naive:1", "naive takes at most 0"),
+        ("aligned:1", "aligned takes at most 0"),
+        ("ensemble:0.1:2", "ensemble takes at most 1"),
+        ("ensemble:cosine:0.1:2:3", "ensemble takes at most 3"),
+        ("aggregate:average:1", "aggregate takes at most 1"),
+        ("rtc:guided:exp:1:2", "rtc takes at most 3"),
+    ):
+        with pytest.raises(ValueError, match=f"^handover: {most} settings, got '{text}'$"):
+            parse_handover(text)
+    for text, beta, schedule in (
+        ("rtc:guided", 5.0, "exp"),
+        ("rtc:ramp:ones", 5.0, "ones"),
+        ("rtc:guided:exp:0", 0, "exp"),
+    ):
+        found = parse_handover(text)
+        assert (found.beta, found.schedule, found.newest, found.alpha) == (beta, schedule, 0, None)
+    plain = parse_handover("ensemble:cosine")
+    assert (plain.alpha, plain.newest, parse_handover("ensemble:cosine:0.5:1").newest) == (0.1, 0, 1)
+    assert (parse_handover("ensemble:0.5").decay, parse_handover("aggregate").mix) == (
+        0.5,
+        "weighted_average",
+    )
+    for text in ("ensemble:cosine:0.1:0", "ensemble:cosine:0.1:-1", "ensemble:cosine:0.1:x"):
+        with pytest.raises(ValueError, match="^ensemble:cosine: expected a number of chunks from 1 on, got"):
+            parse_handover(text)
+
+
 def test_numbers_of_a_handover_at_their_bounds() -> None:
     assert parse_handover("rtc:guided:exp:0").beta == 0.0
     assert parse_handover("aligned+halt:0.5").halt == 0.5
@@ -498,6 +726,7 @@ def test_rules() -> None:
         "queue:x",
         "disagreement:1",
         "disagreement:1,0",
+        "disagreement:-0.5,2",
         "4:5",
         "often",
     ):
@@ -788,6 +1017,14 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
     found = Limits.from_metadata(served)
     assert found is not None
     assert (found.high.tolist(), found.names) == ([1, np.inf], ("a", "b"))
+    for action in (
+        {"limits": [1], "dim": 1},
+        {"limits": {"low": 1}},
+        {"limits": {"low": 1}, "dim": "1"},
+        ["a"],
+    ):
+        with pytest.raises(LimitsError, match="^action: expected its dim and its limits as a table, got"):
+            Limits.from_metadata({"action": action})
     assert Limits.from_metadata({"action": {"dim": 2}}) is None
     stuck = Limits.parse({"low": 1, "high": 1, "still": 1}, 1)  # a joint with one place
     assert Guard(stuck, 0.1).check(np.float32([5])).row == 1
@@ -808,6 +1045,8 @@ def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
         ({"high": [1, True]}, "limits.high: expected numbers"),
         ({"high": [1, float("nan")]}, "limits.high: expected numbers, got NaN"),
         ({"names": ["a"]}, "limits.names: expected 2"),
+        ({"names": "ab"}, "limits.names: expected texts, one per number of a command, got 'ab'"),
+        ({"names": ["a", 2]}, "limits.names: expected texts, one per number of a command, got"),
         ({"when": "pray"}, "limits.when: expected clip or hold"),
     ],
 )
@@ -822,6 +1061,180 @@ def test_limits_of_named_numbers_follow_their_order() -> None:
     for names in (("a", "c"), ("a", "a"), ("a", "b", "b")):
         with pytest.raises(LimitsError, match="limits.names: expected"):
             limits.ordered(names)
+    for mine, theirs in (((), ("a", "b")), (("a", "b"), ()), (("a", "b"), ["a", "b"])):
+        found = Limits.parse({"names": mine, "high": [1, 2]}, 2)
+        assert found.ordered(theirs).names == ("a", "b")
+        assert (found.ordered(theirs) is found) == bool(mine)
+
+
+def test_limits_of_as_many_numbers_as_a_command_may_have() -> None:
+    assert (Limits.parse({}, 1).dim, Limits.parse({"low": -1}, 8192).low.tolist()) == (1, [-1.0] * 8192)
+    for dim in (0, 8193, -1):
+        with pytest.raises(LimitsError, match=f"limits: expected 1 to 8192 numbers in a command, got {dim}$"):
+            Limits.parse({}, dim)
+    edge = Limits.parse({"low": [1, 3], "high": [1, 4], "velocity": 1e-9, "still": [1, 4]}, 2)
+    assert edge.still.tolist() == [1.0, 4.0]  # both ends are in a range, which may be one number
+    with pytest.raises(LimitsError, match=re.escape("limits.low: expected at most high, got 3.0 > 2.0 at 1")):
+        Limits.parse({"low": [1, 3], "high": [1, 2]}, 2)
+    some = Limits.parse(
+        {"velocity": [1, None, None], "jump": [None, None, 2], "workspace_high": [None, 1, None]}, 3
+    )
+    assert some.paced.tolist() == [True, False, True]
+    assert (some.boxed.tolist(), some.unpaced()) == ([False, True, False], ["1"])
+    assert Limits.parse(some.to_dict(), 3).to_dict() == some.to_dict()
+
+
+def test_toml_is_asked_for_where_python_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.toml").write_text("low = 1")
+    assert Limits.read(tmp_path / "x.toml", 1).low == 1.0
+    for name in ("tomllib", "tomli"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(LimitsError, match=r"x.toml: TOML needs Python 3.11 or the package tomli"):
+        Limits.read(tmp_path / "x.toml", 1)
+
+
+def test_a_guard_knows_where_the_robot_is() -> None:
+    """Where it was said to stand, then what it was sent; a hold keeps that, or the number that it has for one."""
+    assert Guard(None, 0.1).here is None
+    guard = Guard(Limits.parse({"velocity": 10.0}, 3), 0.1, still=np.array([np.nan, 0.25, np.nan]))
+    assert not guard.known
+    for unfit in (None, [1.0], [[1.0, 2.0, 3.0]], [1.0, np.inf, 3.0], [1.0, 2.0, np.nan]):
+        guard.start(None if unfit is None else np.array(unfit))
+        assert guard.check(np.ones(3, np.float32)).reason == (UNPLACED if not guard.known else "")
+    guard.start(np.array([1.0, 2.0, 3.0]))
+    assert guard.here is not None
+    assert guard.here.tolist() == [1.0, 0.25, 3.0]
+    assert guard.check(np.float32([1.5, 0.5, 9.0])).clipped == ("2.velocity",)
+    assert guard.here.tolist() == [1.5, 0.5, 4.0]
+    assert guard.before is not None
+    assert guard.before.tolist() == [1.0, 0.25, 3.0]
+    guard.skipped()
+    assert guard.here.tolist() == [1.5, 0.5, 4.0]
+    guard.held()
+    assert guard.here.tolist() == [1.5, 0.25, 4.0]
+    assert Guard(Limits.parse({"still": 2.0}, 1), 0.1, np.zeros(1)).here == [
+        2.0
+    ]  # the limits say so themselves
+
+
+def test_a_workspace_is_asked_about_what_would_be_sent() -> None:
+    guard, asked = Guard(Limits.parse({"high": 1.0, "velocity": 5.0}, 1), 0.1), []
+    guard.start(np.zeros(1))
+    for wanted, sent in ((0.25, 0.25), (0.9, 0.75), (3.0, 1.0)):
+        guard.check(np.float32([wanted]), inside=lambda command: asked.append(float(command[0])) or True)  # type: ignore[func-returns-value]
+        assert asked[-1] == sent
+    verdict = guard.check(np.float32([0.0]), inside=lambda command: command[0] > 0.6)
+    assert (verdict.row, verdict.reason, verdict.clipped) == (None, OUTSIDE, ("0.velocity",))
+    assert guard.here == [1.0]  # nothing was sent
+
+
+def test_after_a_hold_a_robot_of_limited_jerk_begins_anew() -> None:
+    for stop in (Guard.held, Guard.skipped):
+        guard, at = Guard(Limits.parse({"jerk": 40.0}, 1), 0.1), [0.0]
+        guard.start(np.zeros(1))
+        for step in range(6):
+            if step == 3:
+                stop(guard)
+            row = guard.check(np.float32([90])).row
+            assert row is not None
+            at.append(float(row[0]))
+        np.testing.assert_allclose(np.diff(at), [0.04, 0.12, 0.24] * 2, atol=3e-3)
+
+
+def test_of_a_command_of_limited_jerk_the_limit_that_binds_is_named() -> None:
+    for given_limits, named in (
+        ({"jerk": 1e6, "velocity": 1}, ("0.velocity",)),
+        ({"jerk": 1e6, "acceleration": 1}, ("0.acceleration",)),
+        ({"jerk": 1}, ("0.jerk",)),
+        ({"jerk": 1e9}, ()),
+        ({"jerk": 1e9, "high": 2}, ("0.range",)),
+    ):
+        guard = Guard(Limits.parse(given_limits, 1), 0.1)
+        guard.start(np.zeros(1))
+        assert guard.check(np.float32([9])).clipped == named
+
+
+def test_a_jump_is_what_is_further_than_that() -> None:
+    """From the command before, of what was said, or into the range of a robot that stands out of it."""
+    far = "too far from the command before: 0.jump"
+    guard = Guard(Limits.parse({"jump": [0.5, None]}, 2), 0.1)
+    guard.start(np.zeros(2))
+    for number, reason in ((0.5, ""), (1.0, ""), (1.5001, far), (0.4999, far), (0.5, "")):
+        verdict = guard.check(np.float32([number, 9.0]))
+        assert (verdict.reason, verdict.clipped) == (reason, ("0.jump",) if reason else ())
+    outside = Guard(Limits.parse({"high": [1.0, 1.0], "jump": [0.5, None]}, 2), 0.1)
+    outside.start(np.array([2.0, 2.0]))
+    assert outside.check(np.float32([1.9, 1.9])).reason == far
+
+
+def test_a_step_is_braked_before_the_end() -> None:
+    """From the largest one, steps that shrink by as much as they may add up to the way that is left, or a step less."""
+    push = np.array([0.01, 0.01, 0.5, 0.01, 0.01, 0.01, np.inf, np.inf])
+    distance = np.array([0.5, 0.02, 9.0, 0.0, -1.0, np.inf, 1.0, 0.0])
+    found = _braking(distance, push)
+    np.testing.assert_allclose(found, [0.095, 0.015, 2.75, 0, 0, np.inf, np.inf, np.inf], atol=1e-12)
+    for step, most, way in zip(found[:3], push, distance, strict=False):
+        assert way - most <= np.arange(step, 0, -most).sum() <= way + 1e-12
+
+
+def test_either_end_of_a_range_is_stopped_at_alike() -> None:
+    """No step differs by more than it may, neither up from one place nor down from its mirror image."""
+    push, paths = 1.0 * 0.1**2, []
+    for sign in (1.0, -1.0):
+        guard, path = Guard(Limits.parse({"low": -1, "high": 1, "acceleration": 1.0}, 1), 0.1), [0.3 * sign]
+        guard.start(np.array([0.3 * sign]))
+        for _ in range(30):
+            row = guard.check(np.float32([9 * sign])).row
+            assert row is not None
+            path.append(float(row[0]))
+        steps = sign * np.diff(path)
+        assert np.abs(np.diff(steps)).max() <= push + 1e-6
+        assert (steps >= 0).all()
+        assert steps[0] == pytest.approx(push, abs=1e-6)
+        paths.append(sign * np.array(path))
+    np.testing.assert_allclose(*paths, atol=1e-6)
+    # 0.7 of way: eight steps that grow to 0.08, and as many that shrink; less than an eighth of one is none.
+    assert 15 <= np.argmax(paths[0] >= 1.0 - push / 8) <= 18
+
+
+def test_limits_count_in_periods() -> None:
+    """Of 0.1 s: 2 /s are steps of 0.2, 8 /s^2 changes of 0.08, 40 /s^3 changes of that of 0.04."""
+    for limits, steps in (
+        ({"velocity": 2}, [0.2, 0.2]),
+        ({"velocity": 2, "acceleration": 8}, [0.08, 0.16, 0.2, 0.2]),
+        (
+            {"velocity": 2, "acceleration": 8, "jerk": 40},
+            [0.04, 0.12, 0.18, 0.2],
+        ),  # or it could not stop speeding up
+        ({"velocity": 5, "acceleration": 8, "jerk": 40}, [0.04, 0.12, 0.2, 0.28]),
+        ({"velocity": 20, "jerk": 40}, [0.04, 0.12, 0.24, 0.4]),
+    ):
+        guard, at = Guard(Limits.parse(limits, 1), 0.1), []
+        guard.start(np.zeros(1))
+        for _ in steps:
+            verdict = guard.check(np.float32([90]))
+            assert verdict.row is not None
+            at.append(verdict.row[0])
+        np.testing.assert_allclose(np.diff([0.0, *at]), steps, atol=3e-3 if "jerk" in limits else 1e-6)
+
+
+def test_rows_are_real_numbers_of_a_shape() -> None:
+    assert checked_rows([[1, 2]], 2).dtype == np.float32
+    for rows, dim, message in (
+        ([[1, 2], [3]], 2, "a chunk: expected numbers, got list"),
+        ([["a"]], 1, "a chunk: expected real numbers, got <U1"),
+        ([[1j]], 1, "a chunk: expected real numbers, got complex128"),
+        ([1, 2], 2, "a chunk: expected 2 to 3 rows of 2 numbers, got shape [2]"),
+        ([[1, 2]], 2, "got shape [1, 2]"),
+        ([[1, 2]] * 4, 2, "got shape [4, 2]"),
+        ([[1, 2]] * 2, 3, "a chunk: expected 2 to 3 rows of 3 numbers, got shape [2, 2]"),
+        ([[1, 2]] * 2, 1, "got shape [2, 2]"),
+        ([[1], [1e39]], 1, "a chunk is not finite"),
+        ([[1], [np.nan]], 1, "a chunk is not finite"),
+    ):
+        with pytest.raises(RowsError, match=re.escape(message)):
+            checked_rows(rows, dim, 3, 2)
+    assert [checked_rows([[1]] * count, 1, 3, 2).shape for count in (2, 3)] == [(2, 1), (3, 1)]
 
 
 def test_rows_of_any_width_have_one() -> None:
@@ -831,7 +1244,49 @@ def test_rows_of_any_width_have_one() -> None:
 
 
 def test_a_frame_may_be_a_tenth_of_a_second_ahead_of_the_clock() -> None:
-    assert frame_fault(-0.09, 1.0) == "" != frame_fault(-0.11, 1.0)
+    ahead = "the newest frame's time is not of this clock (time.monotonic): 0.11 s ahead of it"
+    old = "the newest frame is older than 0.5 s"
+    for age, reason in ((-0.11, ahead), (-0.1, ""), (0.0, ""), (0.5, ""), (0.501, old)):
+        assert frame_fault(age, 0.5) == reason
+    for age in (math.nan, math.inf, -math.inf):
+        assert frame_fault(age, math.inf).endswith(f"{age} s old")
+    assert [float_of(x) for x in (1, "2.5", True)] == [1.0, 2.5, 1.0]
+    assert all(math.isnan(float_of(x)) for x in (None, "x", [], 10**400))
+
+
+def test_the_oldest_camera_says_how_old_a_frame_is() -> None:
+    images = {"a": 0, "b": 0}
+    for times, more, found in (
+        ({"a": 3, "b": 2.0, "state": 1}, {}, {"time": 2.0}),
+        ({"b": 5}, {}, {"time": 5.0}),
+        ({"a": 3}, {"age": 0.0}, {}),  # it says so itself
+        ({"state": 1}, {}, {}),
+        ({}, {}, {}),
+    ):
+        assert exposed(times, {"images": images, **more}) == found
+    assert exposed({"a": 1}, {}) == {}
+
+
+def test_sources_that_may_be_acted_on_together() -> None:
+    """At most as old as each may be, or as a frame may be, and apart; both ends are inside."""
+    chunks = Settings(20.0, stale=1.0, stale_of={"a": 2.0}, skew=0.5)
+    windows = Settings(20.0, stale=1.0, fusion="latest_only", skew=0.5)
+    old = "the newest frame is older than"
+    for times, settings, reason in (
+        ({"a": 9.5, "b": 9.0}, chunks, ""),
+        ({"a": 9.5, "b": 8.99}, chunks, f"b: {old} 1 s"),
+        ({"a": 7.99, "b": 9.0}, chunks, f"a: {old} 2 s"),
+        ({"a": 8.0, "b": 9.0}, chunks, "frames of a and b are more than 0.5 s apart"),
+        ({"a": 9.6, "b": 9.0}, chunks, "frames of b and a are more than 0.5 s apart"),
+        ({"a": 9.5, "b": 9.5, "state": 8.9}, chunks, f"state: {old} 1 s"),
+        ({"a": 9.5, "b": 9.5, "state": 9.0}, chunks, ""),  # which is no frame that could be apart
+        ({"a": 1.0, "b": 1.5}, windows, ""),  # of a stream a node counts
+        ({"a": 1.0, "b": 1.6}, windows, "frames of a and b are more than 0.5 s apart"),
+        ({"a": 9.5}, chunks, "b: expected when it was seen (times of the observation), got nothing"),
+        ({"b": 9.5}, chunks, "a: expected when it was seen (times of the observation), got nothing"),
+        ({"b": 9.5}, Settings(20.0, stale=1.0), ""),
+    ):
+        assert sources_fault(times, {"a": 0, "b": 0}, 10.0, settings) == reason
 
 
 @given(st.binary(max_size=60), st.sampled_from(["toml", "json"]))
@@ -939,6 +1394,34 @@ def test_what_rows_are_measured_from() -> None:
     assert "kind" in given  # the caller's
 
 
+def test_what_a_chunk_commands_and_where_a_robot_is() -> None:
+    """Offsets are commands as they come, other rows the targets that they name; NaN is where nothing says a place."""
+    rows, state = np.float32([[1, 5, 2]]), np.float32([9, 10, 9, 20])
+    relative, offsets = Relative((0, 2), (3, 1)), Offsets((0, 2), (3, 1))
+    assert Motion().commands(rows, None) is rows
+    assert offsets.commands(rows, state) is rows
+    assert relative.commands(rows, state).tolist() == [[21, 5, 12]]
+    for motion in (relative, offsets, Absolute((0, 2), (3, 1))):
+        for dim, seen in (
+            (3, [20, np.nan, 10]),
+            (4, [20, np.nan, 10, np.nan]),
+            (2, [np.nan] * 2),
+            (1, [np.nan]),
+        ):
+            np.testing.assert_array_equal(motion.pose(state, dim), np.float32(seen))
+        np.testing.assert_array_equal(motion.pose(state[:3], 3), [np.nan] * 3)
+        np.testing.assert_array_equal(motion.pose(None, 3), [np.nan] * 3)
+    for none in (Offsets((0,), (0,)).pose(None, 1), Motion().pose(state, 1), Motion().still(1)):
+        assert np.isnan(none).all()
+    assert not Motion().placed(2).any()
+    assert relative.apart(np.float32([1, 2, 3]), np.float32([1, 4.5, 2])) == 2.5
+    for columns in (((0,), ()), ((), (0,)), ((0,), (0, 1))):
+        with pytest.raises(ValueError, match=f"at least one, got {len(columns[0])} and {len(columns[1])}$"):
+            Absolute(*columns)
+    with pytest.raises(ValueError, match="future state: say what the actions are measured from"):
+        Motion().roll(state, rows)
+
+
 def test_points_between_two_commands() -> None:
     last, row = np.float32([0, 4]), np.float32([2, 0])
     assert interpolate(None, row, 0.5) is row
@@ -981,3 +1464,67 @@ def test_future_state_is_that_of_the_answer() -> None:
 def test_bad_settings_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ClientError, match=message):
         Settings(**given).controller(1)
+
+
+ABSOLUTE = {"kind": "absolute"}
+
+
+def test_settings_at_their_bounds() -> None:
+    for given_settings in (
+        *({"hz": 1e-3}, {"hz": 1e5}, {"chunk_size": 8192}, {"speed": 1.0}, {"stale": 1e-9, "deadline": 9e29}),
+        *({"substeps": 100}, {"max_age": 1e-9, "skew": 1e-9}),
+    ):
+        Settings(**{"hz": 20.0, **given_settings})
+    for name, value, message in (
+        ("hz", 9e-4, "expected 0.001 to 100000, got 0.0009"),
+        ("hz", 100001.0, "expected 0.001 to 100000, got 100001"),
+        ("hz", True, "expected a number above 0, got True"),
+        ("deadline", 1e30, "expected a number above 0, got 1e"),
+        ("stale", None, "expected a number above 0, got None"),
+        ("stale", 0, "expected a number above 0, got 0"),
+        ("skew", 0, "expected a number above 0, got 0"),
+        ("max_age", 0, "expected a number above 0, got 0"),
+        ("speed", 1.01, "expected at most 1, as the policy was trained, got 1.01"),
+        ("substeps", 0, "expected 1 to 100, got 0"),
+        ("substeps", 101, "expected 1 to 100, got 101"),
+        ("substeps", True, "expected Integral, got True"),
+        ("finish", 1, "expected bool, got 1"),
+        ("motion", 3, "expected Mapping or NoneType, got 3"),
+        ("committed_rows", -1, "expected 0 or more, got -1"),
+        ("refine", -1, "expected 0 or more control steps, got -1"),
+        ("chunk_size", -1, "expected 0 to 8192 rows, got -1"),
+        ("chunk_size", 8193, "expected 0 to 8192 rows, got 8193"),
+    ):
+        with pytest.raises(SettingsError, match=f"^{name}: {re.escape(message)}"):
+            Settings(**{"hz": 20.0, name: value})
+    with pytest.raises(SettingsError, match="^stale_of.front: expected a number above 0, got 0"):
+        Settings(20.0, stale_of={"front": 0})
+    with pytest.raises(SettingsError, match="^substeps: expected none beside fusion, got 2"):
+        Settings(20.0, fusion="average", substeps=2)
+    for more, rows in (({}, 1024), ({"chunk_size": 3}, 3)):
+        assert Settings(8.0, **more).of_chunks(2).max_rows == rows
+        assert Settings(8.0, fusion="average", **more).of_stream(2).max_rows == rows
+    assert (Settings(8.0).period, Settings(8.0, max_age=0.49).of_chunks(1).max_age) == (0.125, 3)
+    assert Settings(8.0).of_chunks(1).max_age is None
+    with pytest.raises(
+        SettingsError, match="limits.workspace_low, limits.workspace_high: expected none beside fusion"
+    ):
+        Settings(8.0, fusion="average", limits={"workspace_low": 0.0}).controller(1)
+    for more, message in (
+        (
+            {"replan": "disagreement:1,2", "handover": "freeze"},
+            "replan: expected a hand-over beside disagreement",
+        ),
+        ({"future": True}, "future: expected a motion beside it"),
+        (
+            {"refine": 1, "handover": "rtc"},
+            "handover: expected one without real-time chunking beside an edge adapter",
+        ),
+        ({"substeps": 2}, "substeps: expected motion absolute or relative"),
+        ({"speed": 0.5, "motion": ABSOLUTE, "refine": 1}, "speed: expected 1 beside"),
+        ({"speed": 0.5, "motion": ABSOLUTE, "future": True}, "speed: expected 1 beside"),
+    ):
+        with pytest.raises(SettingsError, match=f"^{message}"):
+            Settings(20.0, **{"handover": "aligned", **more}).controller(1)
+    for more in ({"substeps": 2}, {"future": True}, {"speed": 0.5}, {"refine": 1}):
+        Settings(20.0, "aligned", motion=ABSOLUTE, **more).controller(1)

@@ -35,7 +35,8 @@ from sinew_client.control.report import MAX_SOURCES, SourceAges, percentiles
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import UNPLACED
 from sinew_client.control.smoothing import parse_filter
-from sinew_client.errors import SinewError
+from sinew_client.errors import Refused, SinewError
+from sinew_client.faults import PERMANENT
 from sinew_client.history import History
 
 
@@ -178,6 +179,125 @@ def test_rows_are_sent_at_their_steps() -> None:
     assert (report.steps, report.executed, report.late, report.chunks) == (14, 12, 0, 3)
     assert report.rate_hz == pytest.approx(20, rel=0.01)
     assert report.age_ms["max"] == pytest.approx(5 * 50)
+
+
+def test_a_loop_begins_with_what_its_settings_say() -> None:
+    """By the machine's clock, with a point between for each substep, watched, and with nothing seen or commanded."""
+    arm = Arm(Clock())
+    settings = Settings(20.0, substeps=4, motion={"kind": "absolute"})
+    loop = Loop(arm, lambda: None, settings, 1)  # type: ignore[arg-type, return-value]
+    assert (loop.pace.period, loop.pace.real, loop.watchdog.active) == (0.0125, True, True)
+    assert (loop.steps, loop.prompt, loop.reason, loop.seen()) == (0, "", "", None)
+    assert (loop.driver, loop.paused, loop.stopped, loop.agreement) == ("policy", False, False, None)
+    assert isinstance(loop.source, Requester)
+    for wanted, more, message in (
+        ({"refine": 2}, {}, "refine: expected an adapter's max_age with one, else 0, got 2"),
+        ({"fusion": "average"}, {}, "fusion: expected none of chunks that are asked for, got 'average'"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            Loop(arm, lambda: None, Settings(20.0, **wanted), 1, **more)  # type: ignore[arg-type, return-value]
+    stream = Scripted(0.0, chunk)
+    stream.continuous = True  # type: ignore[attr-defined]
+    with pytest.raises(SettingsError, match="fusion: expected how windows of a stream are fused, got ''"):
+        Loop(arm, stream, Settings(20.0), 1)  # type: ignore[arg-type]
+
+
+def test_what_a_loop_has_seen_is_told_to_a_planner() -> None:
+    loop, arm = loop_of()
+    see, frame = arm.observe, np.zeros((2, 2, 3), np.uint8)
+    loop.run(1)
+    assert loop.seen() is None  # no camera has shown anything
+    arm.observe = lambda: {**see(), "images": {"front": frame}}  # type: ignore[method-assign]
+    loop.run(6)
+    seen = loop.seen()
+    assert seen is not None
+    prompt, found = seen
+    assert (prompt, found.keys(), found["images"]["front"] is frame) == ("stack", {"images", "state"}, True)
+
+
+def test_a_first_request_that_no_other_would_fare_better_than_ends_the_run() -> None:
+    """It holds where it is told to, and once there was an answer."""
+    for kind in PERMANENT:
+        loop, arm = loop_of(answer=lambda number, kind=kind: Outcome(reason="no such camera", kind=kind))
+        with pytest.raises(Refused, match="^no such camera$"):
+            loop.run(9)
+        assert all(row is None for _, row in arm.sent)
+        loop, arm = loop_of(answer=lambda number, kind=kind: Outcome(reason="no such camera", kind=kind))
+        loop._hold_refused = True
+        assert loop.run(9).held["no such camera"] > 3
+        answers = [chunk(0), Outcome(reason="no such camera", kind=kind)]
+        loop, arm = loop_of(answer=lambda number, answers=answers: answers[min(number, 1)])
+        assert loop.run(9).held["no such camera"] > 0
+    loop, arm = loop_of(answer=lambda number: Outcome(reason="later", kind="overloaded"))
+    assert loop.run(9).held["later"] > 3
+
+
+def test_listeners_hear_in_which_step_the_instruction_and_the_world_change() -> None:
+    loop, _ = loop_of()
+    heard: list[tuple[str, dict[str, Any]]] = []
+    loop.listeners.append(lambda event, values: heard.append((event, values)))
+    loop.restart("anew", "pour")
+    loop.run(3)
+    loop.say("stack")
+    loop.say("stack")  # which is no change
+    loop.restart("again", "stack")
+    loop.run(4)
+    said = [(event, values) for event, values in heard if event in ("fault", "prompt", "pause", "resume")]
+    assert [
+        (event, values.get("step"), values.get("prompt"), values.get("moved")) for event, values in said
+    ] == [
+        ("fault", 0, None, True),
+        ("prompt", 0, "pour", None),
+        ("prompt", 3, "stack", None),
+        ("pause", None, None, None),
+        ("resume", None, None, False),
+        ("fault", 3, None, True),
+    ]
+    assert said[4][1]["position"].tolist() == pytest.approx(
+        [np.nan], nan_ok=True
+    )  # which the state does not say
+    assert loop.prompt == "stack"
+
+
+def test_points_between_begin_anew_where_nothing_says_where_the_robot_is() -> None:
+    """After a restart, or a command that it did not take, the first row is sent as it is."""
+    for restart in (True, False):
+        given = {"delay": 0.0, "substeps": 4, "motion": {"kind": "absolute"}, "replan": "1"}
+        loop, arm = loop_of(answer=lambda number: np.full((1, 1), 10.0 * (number + 1)), **given)
+        loop.run(2)
+        act, refused = arm.act, []
+
+        def refuse(row: np.ndarray, act=act, refused=refused) -> None:
+            if not refused:
+                refused.append(row)
+                raise NoCommand("it is too far")
+            act(row)
+
+        if restart:
+            loop.restart("anew")
+        else:
+            arm.act = refuse  # type: ignore[method-assign]
+        count = len(arm.sent)
+        loop.run(4)
+        rest = [15.0, 17.5, 20.0] if restart else [None] * 3  # of the step under way
+        assert [row for _, row in arm.sent[count:-1]] == [*rest, *[30.0] * 4, 32.5]
+
+
+def test_a_command_is_never_said_to_leave_before_it_is_due() -> None:
+    loop, arm = loop_of()
+    loop.run(3)
+    arm.clock.time += 0.01
+    assert loop._time(100) == 5.0
+    assert loop._time(0) == pytest.approx(0.11)
+
+
+def test_a_chunk_counts_from_its_frame() -> None:
+    for age, behind in ((0.0, 0), (0.02, 0), (0.03, 1), (0.1, 2), (-0.08, 0)):
+        loop, arm = loop_of()
+        arm.frame_age = age
+        loop.tick(loop.pace.next())
+        request = loop.controller.player.request  # type: ignore[attr-defined]
+        assert (request.step, request.frame) == (0, -behind)
 
 
 def test_skipped_periods_cost_their_rows() -> None:
@@ -1012,8 +1132,9 @@ def test_a_hold_is_said_once_when_it_begins_and_when_it_ends(
     )
 
 
-def test_freeze_warns_of_its_first_wait_alone(caplog: pytest.LogCaptureFixture) -> None:
-    loop, _ = loop_of(handover="freeze", replan="4")
+@pytest.mark.parametrize("delay", [0.05, 0.1])
+def test_freeze_warns_of_its_first_wait_alone(delay: float, caplog: pytest.LogCaptureFixture) -> None:
+    loop, _ = loop_of(delay, handover="freeze", replan="4")
     report = loop.run(40)
     assert report.held["waiting for a chunk"] > 2
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

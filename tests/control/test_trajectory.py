@@ -111,6 +111,16 @@ def test_what_was_sent_is_forgotten_whatever_steps_are_left_out() -> None:
     assert kept == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [3, 5], [9]]
 
 
+def test_what_is_committed_is_gone() -> None:
+    trajectory = Trajectory()
+    assert (trajectory.next, len(trajectory), trajectory.rows_from(0).shape) == (0, 0, (0, 0))
+    assert trajectory.fused([], Fusion()) == []
+    trajectory.put([Node(step, np.zeros(1, np.float32), 0, 0, step) for step in (0, 1, 2, 3, 5)])
+    assert trajectory.take(0) is not None
+    assert (trajectory.next, len(trajectory), trajectory.at(0)) == (1, 4, None)
+    assert [trajectory.left(step) for step in range(7)] == [0, 3, 2, 1, 0, 1, 0]
+
+
 def test_a_reader_beside_a_writer() -> None:
     """Every node that is read is whole and of the newest window that was complete before, and nothing is read twice."""
     trajectory, steps, width = Trajectory(), 3000, 16
@@ -157,6 +167,19 @@ def test_a_row_that_is_committed_while_it_is_written_does_not_stay() -> None:
 
 
 def test_rules_of_fusion() -> None:
+    assert Fusion(0.0, 1.0, 2)(np.zeros(1), np.ones(1)) == 0.0  # of the first row that can change
+    for near, far in ((0.0, 1.0), (1.0, 0.0)):
+        assert [Fusion(near, far, 2).weight(k) for k in (-1, 0, 1, 2, 9)] == [near, near, 0.5, far, far]
+    for given, message in (
+        ((-0.1, 1.0), "fusion: expected weights from 0 to 1, got -0.1 and 1.0"),
+        ((0.5, 1.1), "fusion: expected weights from 0 to 1, got 0.5 and 1.1"),
+        ((0.5, 0.5, -1), "fusion: expected 0 or more rows, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Fusion(*given)
+    for text in ("mix:x", "mix:", "ramp:1.5", "ramp:-1", "ramp:-2"):
+        with pytest.raises(ValueError, match=f"^fusion: expected mix:WEIGHT or ramp:ROWS, got '{text}' "):
+            parse_fusion(text)
     assert [round(parse_fusion("ramp:3").weight(k), 3) for k in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert parse_fusion("mix:0.25").weight(9) == 0.25
     assert parse_fusion("ramp:3").weight(-1) == 0.25  # a row before the first one that can change

@@ -189,6 +189,43 @@ def test_no_hold_is_decided_on_while_the_robot_is_claimed(caplog: pytest.LogCapt
     assert (idle.limit, idle.longest) == (LEAST_S, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("does", "held"), [("", [0.2, 0.3, 0.4]), ("claim", [0.4, 0.5, 0.6]), ("sent", [0.4, 0.5, 0.6])]
+)
+def test_a_hold_is_due_two_periods_after_what_came_last(does: str, held: list[float]) -> None:
+    """By a clock that its waits move, the first of which a command comes in."""
+    now, holds, waits = [0.0], [], []  # type: ignore[var-annotated]
+    watchdog = Watchdog(lambda: holds.append(now[0]), 0.1, active=False, now=lambda: now[0])
+
+    class Ended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            now[0] += timeout
+            if does and not waits:
+                getattr(watchdog, does)()
+            waits.append(timeout)
+            return now[0] > held[-1] + 0.01
+
+    with watchdog:
+        watchdog._ended = Ended()
+        watchdog._run()
+    assert holds == pytest.approx(held)
+    assert max(waits) <= watchdog.limit == pytest.approx(0.2)
+
+
+def test_a_watchdog_may_watch_again_and_leaves_nothing_behind() -> None:
+    now, held = [0.0], Counter()  # type: ignore[var-annotated]
+    watchdog = Watchdog(lambda: held.update(["hold"]), 0.02, now=lambda: now[0])
+    for again in (1, 2):
+        with watchdog:
+            watchdog.claim()
+            now[0] += PERIODS * 0.02
+            until(lambda again=again: held["hold"] == again)
+        assert not [each for each in threading.enumerate() if each.name == "sinew-watchdog"]
+        assert watchdog.longest == pytest.approx(PERIODS * 0.02)  # nothing was late in between
+        now[0] += 100.0
+
+
 def test_a_hold_that_fails_is_tried_again_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     tried: list[int] = []
     message = "the watchdog could not hold the robot"

@@ -57,10 +57,8 @@ def stopped(
     for _ in range(MAX_STOP):
         if not (u.any() or a.any()):
             return place, fits
-        change = stop(u, a, bounds.push, bounds.jerk)
-        after = u + change
-        still = np.abs(after) <= 1e-12 * np.abs(u)  # the rounding of a difference, which would never be 0
-        u, a = np.where(still, 0.0, after), np.where(still & (np.abs(change) <= bounds.jerk), 0.0, change)
+        a = stop(u, a, bounds.push, bounds.jerk)  # the last one is -u, so that both end at 0 exactly
+        u = u + a
         place = place + u
         fits &= (place >= bounds.low) & (place <= bounds.high) & (np.abs(u) <= bounds.fastest)
     return place, fits & (u == 0.0) & (a == 0.0)
@@ -75,9 +73,7 @@ def next_step(
     It is the step to there where that is allowed and safe; else the furthest safe one after which the robot can stop
     without passing there, and the first of the fastest stop where it has to pass.
     """
-    change = stop(u, a, bounds.push, bounds.jerk)
-    after = u + change
-    brake = np.where(np.abs(after) <= 1e-12 * np.abs(u), 0.0, after)
+    brake = u + stop(u, a, bounds.push, bounds.jerk)
     lowest = u + np.maximum(a - bounds.jerk, -bounds.push)
     highest = u + np.minimum(a + bounds.jerk, bounds.push)
     exact = wanted - at
@@ -87,7 +83,7 @@ def next_step(
     forward = wanted > ends[0]
     furthest = np.where(forward, np.maximum(highest, brake), np.minimum(lowest, brake))
     # What cannot stop before the wanted place in time brakes; and so does what was never safe, as after a new limit.
-    near, far = np.where(reached, tried[1], brake), np.where(reached, tried[1], furthest)
+    near, far = np.where(reached, tried[1], brake), furthest
     if reached.all():
         return tried[1]
     parts = np.linspace(0.0, 1.0, _PARTS + 1)[:, None]
@@ -98,7 +94,7 @@ def next_step(
         fits[0] = True
         last = np.cumprod(fits, axis=0).sum(axis=0) - 1  # safe steps lie beside each other
         near = np.where(reached, near, np.take_along_axis(steps, last[None], 0)[0])
-        far = np.where(reached, far, np.take_along_axis(steps, np.minimum(last + 1, _PARTS)[None], 0)[0])
+        far = np.take_along_axis(steps, np.minimum(last + 1, _PARTS)[None], 0)[0]
     return near
 
 
@@ -110,7 +106,6 @@ class JerkLimit:
 
     def __init__(self, bounds: StepBounds):
         self._bounds = bounds
-        self.rest(np.zeros(len(bounds.jerk)))
 
     def rest(self, at: np.ndarray) -> None:
         """Note that the robot stands still at ``at``, float64 [D]."""

@@ -520,7 +520,7 @@ def sources_fault(times: Mapping[str, Any], images: Mapping[str, Any], now: floa
         if reason := frame_fault(now - float_of(times[name]), of.get(name, limit)):
             return f"{name}: {reason}"
     frames = {name: float_of(times[name]) for name in images if name in times}
-    if skew is not None and len(frames) > 1:
+    if skew is not None and frames:
         first, last = min(frames, key=frames.__getitem__), max(frames, key=frames.__getitem__)
         if frames[last] - frames[first] > skew:
             return f"frames of {first} and {last} are more than {skew:g} s apart"

@@ -250,7 +250,7 @@ def slowed(rows: np.ndarray, start: np.ndarray, speed: float, posed: np.ndarray)
     part = (at - low)[:, None]
     following = np.minimum(low + 2, len(rows))
     between = path[low + 1] + part * (path[following] - path[low + 1])
-    steps = rows[np.maximum(0, np.ceil(at).astype(int))]
+    steps = rows[np.ceil(at).astype(int)]
     return np.where(posed, between, steps).astype(np.float32)
 
 

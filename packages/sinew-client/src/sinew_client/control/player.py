@@ -92,7 +92,7 @@ class Player:
         """Begin a request with a frame that was exposed at control step ``frame``; return what to send with it."""
         fields: dict[str, Any] = {}
         self.stopping = False
-        if self._known and not self._fresh:
+        if self._known:
             behind = step - frame
             coming = self.trajectory.rows_from(frame)
             if 0 < self.committed_rows < min(behind + self.delay.steps, len(coming)):

@@ -393,7 +393,7 @@ def _braking(distance: np.ndarray, push: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         step = np.sqrt(2.0 * push * np.maximum(distance, 0.0)) - push / 2
     endless = np.isinf(push) | np.isinf(distance)
-    return np.where(endless, np.inf, np.maximum(np.where(np.isnan(step), 0.0, step), 0.0))
+    return np.where(endless, np.inf, np.maximum(step, 0.0))
 
 
 def _named(hits: list[tuple[str, np.ndarray]], limits: Limits) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class Filter:
     """
 
     share: float
-    stages: int = 1
+    stages: int
     columns: tuple[int, ...] = ()
     text: str = ""
 

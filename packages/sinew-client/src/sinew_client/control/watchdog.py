@@ -56,7 +56,6 @@ class Watchdog:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(1.0)  # a hold that never returns keeps nobody from ending
-            self._thread = None
 
     def claim(self) -> bool:
         """Take the robot for a command or a hold; return True if it was held since the last claim."""
