@@ -55,7 +55,7 @@ def observations(policy: Policy, count: int) -> list[Observation]:
             images={name: rng.integers(0, 255, frame.shape, np.uint8) for name, frame in like.images.items()},
             state=np.full_like(like.state, 0.01 * k),
             prompt=PROMPT[: len(PROMPT) - k % 3],
-            seed=k if drawn else None,
+            seed=k + 1 if drawn else None,
         )
         for k in range(count)
     ]

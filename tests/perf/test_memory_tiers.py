@@ -39,7 +39,8 @@ def tier(found: dict[str, Any]) -> str:
 @pytest.mark.slow  # seven programs of full size are traced: 40 CPU seconds
 @pytest.mark.parametrize("source", TIERS)
 def test_seven_policies_on_an_eight_gigabyte_board(source, capsys) -> None:
-    """Their files of GR00T hold the projections of 32 robots, measured memory is that of a whole token table and of layers that nothing reads."""
+    """Their files of GR00T hold the projections of 32 robots, and what they measured is a
+    whole token table and layers that nothing reads."""
     gr00t = source.startswith("gr00t")
     layout = {"embodiments": 32, "engine": "cuda"} if gr00t else {"engine": "eager"}
     views = TracedRequest(2) if source in ("smolvla", "pi0") else TracedRequest()

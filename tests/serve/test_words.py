@@ -348,6 +348,12 @@ def test_the_dashboard_is_told_the_last_words() -> None:
 def test_who_says_no_words_refuses_by_name(
     policy: Policy, pi_bundle: Callable[[str], Path], at: SimpleNamespace
 ) -> None:
+    with Client(at.native, timeout=START_S, api_key=KEY) as client:
+        client.infer(seen(policy))  # the first, where this test is
+        while not list(at.records.glob("*.npz")) or not any(
+            each.actions is not None for each in read_records(at.records)
+        ):
+            client.health()
     recorded = open_policy(at.records)
     given = {**seen(policy), "question": QUESTION}
     with pytest.raises(
