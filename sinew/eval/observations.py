@@ -34,10 +34,12 @@ def _episodes(policy: Policy) -> tuple[str, Iterator[Observation]] | None:
         raw, _ = env.reset(seed=FIRST_SEED)
         try:
             policy.check(adapter.observation(raw))
+            fits = env.action_space.shape == (policy.spec.action.dim,)
         except ObservationError:
-            env.close()
-            continue
-        return f"episodes of {task}", _play(policy, env, adapter)
+            fits = False
+        if fits:
+            return f"episodes of {task}", _play(policy, env, adapter)
+        env.close()
     return None
 
 

@@ -155,38 +155,13 @@ def test_a_policy_learns_from_corrections(tmp_path: Path, capsys: pytest.Capture
            "--takeover", "expert", "--takeover-options", '{"after": 20}', "--frames", str(frames))  # fmt: skip
     assert main([*run, "--json"]) == 0
     assert last_json(capsys)["handed"]["to_human"] == 2
-    assert (
-        main(
-            [
-                "recording",
-                "dataset",
-                str(frames),
-                str(fixes),
-                "--corrections",
-                "--hz",
-                "20",
-                "--bundle",
-                "act",
-            ]
-        )
-        == 0
-    )
+    options = ("--corrections", "--hz", "20", "--bundle", "act")
+    assert main(["recording", "dataset", str(frames), str(fixes), *options]) == 0
     found = corrections.Corrections(fixes)
     chunk, known = found.chunks(np.array([0, len(found.action) - 1]))
     np.testing.assert_array_equal(chunk[0][known[0]], found.action[: known[0].sum()])
     assert (known[0].sum() > 1, known[1].sum()) == (True, 1)
-    line = [
-        sys.executable,
-        "-m",
-        "train.corrections",
-        fixes,
-        "--cpu-seconds",
-        "1",
-        "--demos",
-        "2",
-        "--out",
-        out,
-    ]
+    line = [sys.executable, "-m", "train.corrections", fixes, "--steps", "2", "--demos", "2", "--out", out]
     subprocess.run(line, check=True, cwd=ROOT)
     assert main(["eval", str(out / "act.gguf"), "--env", env, "--replan", "8", "--episodes", "1"]) == 0
 

@@ -131,7 +131,7 @@ MUTANTS = [
     (
         "packed_attention",
         "% (BLOCK_M // ROWS) * ROWS",
-        "% (BLOCK_M // ROWS)",
+        "% (BLOCK_M // ROWS // 2) * ROWS",
         {"tile": Tile(16, 16, split=5)},
     ),
     (
